@@ -298,5 +298,4 @@ def _machine(inputs: StageInputs, spent: usage.Spent) -> Machine:
     """This machine, and how the processes of the stage computed."""
     cluster, own = _cluster(inputs), process_numerics()
     here = Machine.current(cluster.num_threads if cluster else None)
-    processes = spent.processes or ({"stage": own} if own else {})
-    return here.model_copy(update={"processes": processes})
+    return here.with_processes(spent.processes or ({"stage": own} if own else {}))

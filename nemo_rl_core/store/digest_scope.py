@@ -65,6 +65,9 @@ NOT_RUN_BY_STAGES = {
         "nemo_rl_core.backends.generation.base",
         "nemo_rl_core.backends.training.base",
     },
+    "nemo_rl_core.models.generation.vllm": {
+        "nemo_rl_core.models.generation.streaming",
+    },
     "nemo_rl_core.trainers.base": {
         "nemo_rl_core.models.policy.pretrained",
         "nemo_rl_core.trainers.defaults",
@@ -79,4 +82,6 @@ NOT_RUN_BY_STAGES = {
 module that has them: a stage calls `run`, and what only the others need must not make it run again.
 
 A trainer is one class for both, so `fit` is reached wherever a trainer is: without the entry of
-`trainers.base`, every source of data would be part of the key of every training."""
+`trainers.base`, every source of data would be part of the key of every training. A judge is an
+engine of vLLM, in every stage that samples; only calls from Python make an asynchronous one of its
+class."""

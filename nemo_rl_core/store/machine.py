@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,10 @@ class Machine(BaseModel):
             one. CUDA's version is part of torch's.
         variables: Variables of the environment that choose kernels, those that are set.
         processes: `process_numerics` of those that computed, by what they did: "training",
-            "generation"; "stage" for a stage without workers.
+            "generation"; "stage" for a stage without workers. Without their variables.
+        process_variables: Of the same processes: the variables that have another value than in
+            `variables`, as on the pods of workers; empty for one that is not set there. None in
+            records of earlier versions.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,6 +63,7 @@ class Machine(BaseModel):
     driver: str = ""
     variables: dict[str, str] = {}
     processes: dict[str, dict[str, str]] = {}
+    process_variables: dict[str, dict[str, str]] | None = None
 
     @classmethod
     def current(cls, threads: int | None = None) -> "Machine":
@@ -75,8 +80,29 @@ class Machine(BaseModel):
             instruction_set=extensions,
             threads=threads or _default_threads(),
             driver=_driver(),
-            variables={name: os.environ[name] for name in _CHOOSE_KERNELS if name in os.environ},
+            variables=_variables(),
         )
+
+    def with_processes(self, found: Mapping[str, Mapping[str, str]]) -> "Machine":
+        """Returns this machine with a record of the processes that computed.
+
+        Args:
+            found: `process_numerics` of each, by what it did.
+        """
+        numerics, apart = {}, {}
+        for does, each in found.items():
+            numerics[does] = {name: each[name] for name in each if name not in _CHOOSE_KERNELS}
+            apart[does] = {
+                name: each.get(name, "")
+                for name in _CHOOSE_KERNELS
+                if each.get(name) != self.variables.get(name)
+            }
+        return self.model_copy(update={"processes": numerics, "process_variables": apart})
+
+    def variable_in(self, does: str, name: str) -> str:
+        """Returns a variable as the process that did this had it; empty if it was not set."""
+        apart = (self.process_variables or {}).get(does, {})
+        return apart.get(name, self.variables.get(name, ""))
 
 
 def process_numerics(worker: Any = None) -> dict[str, str]:
@@ -89,7 +115,7 @@ def process_numerics(worker: Any = None) -> dict[str, str]:
 
     Returns:
         By name: threads, torch's choice of vector extensions, TF32, and on a GPU its name, driver
-        and libraries. Empty without torch.
+        and libraries; variables that choose kernels, by their own names. Empty without torch.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -107,7 +133,11 @@ def process_numerics(worker: Any = None) -> dict[str, str]:
             "cuda": str(torch.version.cuda),
             "cudnn": str(torch.backends.cudnn.version()),
         }
-    return {**found, **getattr(worker, "kernels", dict)()}
+    return {**found, **_variables(), **getattr(worker, "kernels", dict)()}
+
+
+def _variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in _CHOOSE_KERNELS if name in os.environ}
 
 
 def read_cpuinfo(text: str) -> tuple[str, str]:

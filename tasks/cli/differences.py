@@ -101,7 +101,7 @@ def _of_commits(then: Iterable[str | None]) -> list[str]:
 
 def differences_of_making(one: Machine, other: Machine) -> tuple[str, ...]:
     """Compares how two artifacts were made: machines, and the processes that computed."""
-    return tuple(_of_machine(one.model_dump(), other))
+    return (*_of_machine(one.model_dump(), other), *_of_process_variables(one, other))
 
 
 def _of_machine(then: dict[str, Any], current: Machine) -> Iterator[str]:
@@ -133,6 +133,18 @@ def _of_processes(
             before, after = (each[does].get(name, "none") for each in (then, now))
             if before != after:
                 yield f"{name} in {does} was {before} and is {after}"
+
+
+def _of_process_variables(one: Machine, other: Machine) -> Iterator[str]:
+    """Variables of processes that are not those of their stage's machine in both."""
+    then, now = one.process_variables, other.process_variables
+    if then is None or now is None:  # a record of an earlier version
+        return
+    for does in sorted({*then} & {*now}):
+        for name in sorted({*then[does], *now[does]}):
+            before, after = (each.variable_in(does, name) for each in (one, other))
+            if before != after:
+                yield f"{name} in {does} was {before or 'none'} and is {after or 'none'}"
 
 
 def _as_it_is(before: Any, after: Any) -> tuple[str, str]:

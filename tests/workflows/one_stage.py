@@ -1,20 +1,20 @@
 """Runs one stage in a process of its own, as a container of a cluster does.
 
-`python one_stage.py STAGE < INPUTS` prints what it made as JSON. Inputs and outputs are
+`python one_stage.py MODULE STAGE < INPUTS` prints what it made as JSON. Inputs and outputs are
 `{name: value}`, with an artifact as its fields, whose directory is a path.
 """
 
 import importlib
 import json
 import sys
-from typing import Any
+from typing import Any, get_args
 
 from flytekit.types.directory import FlyteDirectory
 
 
-def main(stage: str) -> None:
+def main(module: str, stage: str) -> None:
     """Runs a stage on the inputs of stdin, and prints its artifacts in the last line."""
-    task = getattr(importlib.import_module(f"tasks.{stage}"), stage)
+    task = getattr(importlib.import_module(module), stage)
     kinds = task.python_interface.inputs
     given = {name: _value(kinds[name], value) for name, value in json.load(sys.stdin).items()}
     made = task(**given)
@@ -23,9 +23,13 @@ def main(stage: str) -> None:
 
 
 def _value(kind: Any, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_value(kind, each) for each in value]
     if not isinstance(value, dict):
         return value
-    model = getattr(kind, "__origin__", kind)
+    model = kind
+    while inner := get_args(model):  # of an annotated, optional or listed artifact
+        model = inner[0]
     if "directory" not in value:
         return model.model_validate(value)
     return model(**{**value, "directory": FlyteDirectory(value["directory"])})
@@ -37,4 +41,4 @@ def _fields(artifact: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

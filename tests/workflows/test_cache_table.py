@@ -7,14 +7,12 @@ nothing that is tried here makes another one. Source is changed in a copy of the
 """
 
 import hashlib
-import importlib
 import json
-import pkgutil
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,17 +26,10 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.models.literals import Literal, LiteralMap
 from flytekit.types.directory import FlyteDirectory
 
-import tasks
 from nemo_rl_core.store import source_digest as caching
 from tasks import artifacts
-from tasks.recipes.convert import ConvertRecipe, plan_convert
-from tasks.recipes.distillation import DistillationRecipe, plan_distillation
-from tasks.recipes.evaluate import EvaluateRecipe, plan_evaluate
-from tasks.recipes.grpo import GRPORecipe
-from tasks.recipes.post_train import PostTrainRecipe, plan_post_train
-from tasks.recipes.ppo import PPORecipe, plan_ppo
-from tasks.recipes.sweep import SweepRecipe, plan_sweep
 from tests.workflows.source_edits import EDITS
+from tests.workflows.stage_graph import GRAPH, Node, config_of, module_of, plans_of, stages
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -64,127 +55,6 @@ WORDS: dict[str, dict[str, Any]] = {
     "the order of keys": {"sft": dict(reversed(RECIPE["sft"].items()))},
     "trackers": {"tracking": {"trackers": [{"kind": "jsonl", "path": "any.jsonl"}]}},
 }
-PLANS: dict[str, tuple[Any, Callable[..., Any]]] = {
-    "post_train": (PostTrainRecipe, plan_post_train),
-    "ppo": (PPORecipe, plan_ppo),
-    "distill": (DistillationRecipe, plan_distillation),
-    "convert": (ConvertRecipe, plan_convert),
-    "evaluate": (EvaluateRecipe, plan_evaluate),
-    "sweep": (SweepRecipe, plan_sweep),
-}
-START = "train_sft"
-
-
-@dataclass(frozen=True)
-class Node:
-    """A stage in its workflow.
-
-    Attributes:
-        config: The recipe and the field of its plan that the stage's config is; empty for none.
-        reads: Artifacts by the name of the input: `stage`, or `stage.output`.
-        given: Plain inputs.
-    """
-
-    config: str = ""
-    reads: Mapping[str, str] = field(default_factory=dict)
-    given: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _trained(config: str, **reads: str) -> Node:
-    rows = {"train": "prepare_data.train", "validation": "prepare_data.validation"}
-    return Node(config, {**rows, **reads})
-
-
-GRAPH: dict[str, Node] = {
-    "prepare_model": Node("post_train.model"),
-    "prepare_data": Node("post_train.data", {"tokenizer": "prepare_model.tokenizer"}),
-    "train_sft": _trained("post_train.sft", base="prepare_model.base"),
-    "sample_pairs": Node(
-        "post_train.pairs.rollouts",
-        {"checkpoint": START, "prompts": "prepare_data.train"},
-        {"iteration": 1},
-    ),
-    "tokenize_pairs": Node(
-        "", {"tokenizer": "prepare_model.tokenizer", "rows": "prepare_data.train"}
-    ),
-    "cache_reference_logprobs": Node(
-        "post_train.dpo.reference", {"reference": START, "pairs": "sample_pairs"}
-    ),
-    "dpo_iteration": Node(
-        "post_train.dpo.dpo",
-        {
-            "start": START,
-            "reference": START,
-            "pairs": "sample_pairs",
-            "logprobs": "cache_reference_logprobs",
-        },
-        {"iteration": 1},
-    ),
-    "train_reward_model": Node("post_train.reward_model", {"base": START, "pairs": "sample_pairs"}),
-    "evaluate_reward_model": Node(
-        "post_train.reward_model_evaluation",
-        {"checkpoint": "train_reward_model", "pairs": "sample_pairs"},
-    ),
-    "grpo_iteration": Node(
-        "post_train.grpo",
-        {"start": START, "reference": START, "train": "prepare_data.train"}
-        | {"validation": "prepare_data.validation"},
-        {"iteration": 1},
-    ),
-    "ppo_iteration": Node(
-        "ppo.ppo",
-        {"start": START, "reference": START, "train": "prepare_data.train"},
-        {"iteration": 1},
-    ),
-    "train_student": Node(
-        "distill.distillation",
-        {"student": START, "teacher": "prepare_model.base", "train": "prepare_data.train"},
-    ),
-    "evaluate": Node(
-        "post_train.evaluation",
-        {"checkpoint": "grpo_iteration", "validation": "prepare_data.validation"},
-    ),
-    "promote": Node(
-        "post_train.promotion",
-        {
-            "incumbent": START,
-            "candidate": "grpo_iteration",
-            "before": "evaluate",
-            "after": "evaluate",
-        },
-    ),
-    "export": Node("", {"checkpoint": "promote.checkpoint", "decision": "promote.decision"}),
-    "lineage_report": Node("", {"model": "export"}),
-    "to_megatron": Node("convert.megatron", {"checkpoint": "prepare_model.base"}),
-    "convert": Node(
-        "convert.proof", {"checkpoint": "to_megatron", "rows": "prepare_data.validation"}
-    ),
-    "evaluate_questions": Node("evaluate.questions", {"tokenizer": "prepare_model.tokenizer"}),
-    "sweep_point": Node(
-        "sweep.points.0.point",
-        {"start": START, "train": "prepare_data.train"}
-        | {"validation": "prepare_data.validation", "questions": "prepare_data.validation"},
-    ),
-    "summarize_sweep": Node("sweep.summary", {"reports": "sweep_point"}),
-    "compare": Node("evaluate.baseline.comparison", {"before": "evaluate", "after": "evaluate"}),
-}
-"""Every stage once, after those that it reads."""
-
-
-@cache
-def stages() -> dict[str, PythonFunctionTask]:
-    """Every cached task of the package `tasks`, by its name."""
-    found = {}
-    for module in pkgutil.iter_modules(tasks.__path__, "tasks."):
-        for task in vars(importlib.import_module(module.name)).values():
-            if isinstance(task, PythonFunctionTask) and task.metadata.cache:
-                found[task.name.rpartition(".")[2]] = task
-    return found
-
-
-def module_of(task: PythonFunctionTask) -> str:
-    """The module that a stage is defined in, whose source its key counts."""
-    return str(task.task_function.__module__)
 
 
 @dataclass(frozen=True)
@@ -231,31 +101,10 @@ def keys_of(
     return found
 
 
-@cache
-def _plans(words_as_json: str) -> dict[str, Any]:
-    dealt = {}
-    recipe = json.loads(words_as_json)
-    for name, (experiment, plan) in PLANS.items():
-        words = {key: value for key, value in recipe.items() if key in experiment.model_fields}
-        if name == "convert":
-            words = {**words, "training": {"backend": "megatron"}}
-        if name == "sweep":
-            base = {key: value for key, value in recipe.items() if key in GRPORecipe.model_fields}
-            words = {"base": base, "over": {"grpo.num_iterations": [1, 2]}}
-        dealt[name] = plan(config=experiment.model_validate(words))
-    return dealt
-
-
 def _inputs(
     node: Node, plans: Mapping[str, Any], keys: Mapping[str, Keys], folder: Path
 ) -> dict[str, Any]:
-    config: dict[str, Any] = {}
-    if node.config:
-        plan, *fields = node.config.split(".")
-        value = plans[plan]
-        for each in fields:
-            value = value[int(each)] if each.isdecimal() else getattr(value, each)
-        config["config"] = value
+    config = {"config": config_of(node, plans)} if node.config else {}
     reads = {
         role: Promise(role, _literal(source, keys[source.partition(".")[0]].whole, folder))
         for role, source in node.reads.items()
@@ -263,6 +112,11 @@ def _inputs(
     if "reports" in reads:  # what `map_task` hands on: one for each point
         reads["reports"] = [reads["reports"]]
     return {**config, **node.given, **reads}
+
+
+@cache
+def _plans(words_as_json: str) -> dict[str, Any]:
+    return plans_of(json.loads(words_as_json), over={"grpo.num_iterations": [1, 2]})
 
 
 @cache

@@ -2,189 +2,57 @@
 
 Each stage runs in a process of its own, with a hook in it, in Ray's workers and in all that they
 start (`opened/sitecustomize.py`). A file that is run or read by code of the key must be in the key,
-or on one of the lists of `digest_scope`. What only reports imports is theirs. A module that such a
-report has imported first, and that code of the key asks for again by a computed name, is not seen.
+or on one of the lists of `digest_scope`; a file of the key must be opened by the stage, or be one
+that another recipe chooses. What only reports imports is theirs. A module that such a report has
+imported first, and that code of the key asks for again by a computed name, is not seen.
 """
 
-import contextlib
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_rl_core.store import source_digest
-from nemo_rl_core.store.digest_scope import NOT_RUN_BY_STAGES, REPORTING
+from nemo_rl_core.store.digest_scope import NOT_RUN_BY_STAGES
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.user_source import read_user_source
-from tasks.recipes.grpo import GRPOPlan, GRPORecipe, plan_grpo
-from tests.commands import RECIPE
+from tests.workflows.stage_chains import (
+    HEAD_THREADS,
+    REPOSITORY,
+    Chain,
+    module_of_stage,
+    of_rows,
+    with_users_reward,
+)
+from tests.workflows.stage_graph import GRAPH
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-HOOK = Path(__file__).with_name("opened")
-PACKAGES = ("nemo_rl_core", "tasks", "workflows")
+PLAIN = ("prepare_model", "prepare_data")
+"""Model and data, which need no Ray."""
+PIPELINE = (
+    *(*PLAIN, "train_sft", "grpo_iteration", "evaluate"),
+    *("promote", "export", "lineage_report"),
+)
+FROM_ROWS = (*PLAIN, "tokenize_pairs")
+"""On pairs of the data, which are rows of another kind than those that prompts are taken from."""
+OTHERS = tuple(stage for stage in GRAPH if stage not in {*PIPELINE, *FROM_ROWS})
+"""All others with a key, after the pipeline. `test_cache_table.py` fails where GRAPH lacks one."""
 NOT_CHOSEN = (
     *("nemo_rl_core.backends.generation", "nemo_rl_core.backends.training.megatron"),
-    *("nemo_rl_core.checkpoints.dcp_metadata", "nemo_rl_core.data.datasets"),
-    *("nemo_rl_core.environments", "nemo_rl_core.games"),
+    *("nemo_rl_core.data.datasets", "nemo_rl_core.environments", "nemo_rl_core.games"),
 )
 """Where the parts are that a recipe chooses from: other backends, sources of data, environments."""
-NUM_NOT_CHOSEN = 60
+NOT_CHOSEN_IN_A_STAGE = (
+    *(*NOT_CHOSEN, "nemo_rl_core.backends", "nemo_rl_core.functional.logprobs"),
+    *("nemo_rl_core.checkpoints.dcp_metadata", "nemo_rl_core.checkpoints.tensors"),
+)
+"""The same for one stage: a reward model scores with a trainer's backend, which also reads
+quantized weights and what Megatron has saved."""
+NUM_NOT_CHOSEN = 30
 """How many files of them are in a key and opened by no stage below. A higher number is a key that
 has grown by what nothing here runs."""
-
-
-@dataclass
-class Chain:
-    """Stages one after another over a store of their own.
-
-    Attributes:
-        folder: Has the store, the records, and the code of a user.
-        wrong_reports: Whether modules that report return wrong texts and numbers.
-        made: What each stage has returned.
-    """
-
-    folder: Path
-    wrong_reports: bool = False
-    made: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def run(self, stage: str, **inputs: Any) -> None:
-        """Runs a stage once."""
-        log = self.log_of(stage)
-        log.mkdir(parents=True)
-        roots = [*(str(REPOSITORY / package) + os.sep for package in PACKAGES), str(self.user)]
-        environment = {
-            **os.environ,
-            "NEMO_RL_HOME": str(self.folder / "store"),
-            "PYTHONPATH": os.pathsep.join(map(str, (HOOK, REPOSITORY, self.user))),
-            "OPENED_LOG": str(log),
-            "OPENED_ROOTS": os.pathsep.join(roots),
-        }
-        if self.wrong_reports:
-            environment["WRONG_REPORTS"] = json.dumps(sorted(REPORTING))
-        done = subprocess.run(
-            [sys.executable, Path(__file__).with_name("one_stage.py"), stage],
-            cwd=self.user,
-            env=environment,
-            input=json.dumps(inputs),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=900,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        self.made[stage] = json.loads(done.stdout.splitlines()[-1])
-
-    @property
-    def user(self) -> Path:
-        """The user's folder."""
-        return self.folder / "user"
-
-    def log_of(self, stage: str) -> Path:
-        """The records of all processes of a stage."""
-        return self.folder / "opened" / stage
-
-    def opened(self, stage: str) -> Iterator[tuple[Path, Path | None]]:
-        """Each file that was run or opened, and by whom."""
-        for record in sorted(self.log_of(stage).glob("*.jsonl")):
-            for line in record.read_text().splitlines():
-                file, reader = json.loads(line)
-                yield Path(file), Path(reader) if reader else None
-
-    def content(self) -> dict[str, str]:
-        """The content hash of everything that was made."""
-        return {
-            f"{stage}.{name}": each["content_hash"]
-            for stage, outputs in self.made.items()
-            for name, each in outputs.items()
-        }
-
-
-def start(folder: Path, *, wrong_reports: bool = False) -> tuple[Chain, GRPOPlan]:
-    """A chain whose recipe scores with a user's function beside the project's own."""
-    chain = Chain(folder, wrong_reports)
-    chain.user.mkdir(parents=True)
-    (chain.user / "users_reward.py").write_text(
-        "from pathlib import Path\n\n"
-        "from users_words import known\n\n"
-        "_LIST = Path(__file__).with_name('words.txt')\n\n\n"
-        "def score(prompt: str, response: str) -> float:\n"
-        "    return float(known(response, _LIST.read_text().split()))\n"
-    )
-    (chain.user / "users_words.py").write_text(
-        "def known(text, words):\n    return sum(text.count(word) for word in words) % 3\n"
-    )
-    (chain.user / "words.txt").write_text("1 2 3\n")
-    function = {"kind": "function", "target": "users_reward:score"}
-    parts = [{"environment": function}, {"environment": {"kind": "math"}}]
-    return chain, planned(chain, {"environment": {"kind": "weighted_sum", "parts": parts}})
-
-
-def planned(chain: Chain, changes: dict[str, Any]) -> GRPOPlan:
-    """The settings of all stages, made in the user's folder, where the reward is found."""
-    recipe = {
-        **RECIPE,
-        "sft": {"num_steps": 2, "global_batch_size": 16},
-        "grpo": {**RECIPE["grpo"], "num_iterations": 1, "num_steps_per_iteration": 2},
-        **changes,
-    }
-    with contextlib.chdir(chain.user):
-        plan: GRPOPlan = plan_grpo(config=GRPORecipe.model_validate(recipe))
-    return plan
-
-
-def settings(config: Any) -> dict[str, Any]:
-    """A stage's config as it is handed on."""
-    fields: dict[str, Any] = config.model_dump(mode="json")
-    return fields
-
-
-def run_plain(chain: Chain, plan: GRPOPlan) -> None:
-    """Model and data, which need no Ray."""
-    chain.run("prepare_model", config=settings(plan.model))
-    tokenizer = chain.made["prepare_model"]["tokenizer"]
-    chain.run("prepare_data", config=settings(plan.data), tokenizer=tokenizer)
-
-
-def run_trained(chain: Chain, plan: GRPOPlan) -> None:
-    """The rest of the pipeline."""
-    base, rows = chain.made["prepare_model"]["base"], chain.made["prepare_data"]
-    chain.run("train_sft", config=settings(plan.sft), base=base, train=rows["train"])
-    start = chain.made["train_sft"]["train_sft"]
-    chain.run(
-        "grpo_iteration",
-        config=settings(plan.grpo),
-        start=start,
-        reference=start,
-        train=rows["train"],
-        iteration=1,
-    )
-    trained = chain.made["grpo_iteration"]["grpo_iteration"]
-    chain.run(
-        "evaluate",
-        config=settings(plan.evaluation),
-        checkpoint=trained,
-        validation=rows["validation"],
-    )
-    measured = chain.made["evaluate"]["evaluate"]
-    chain.run(
-        "promote",
-        config=settings(plan.promotion),
-        incumbent=start,
-        candidate=trained,
-        before=measured,
-        after=measured,
-    )
-    promoted = chain.made["promote"]
-    chain.run("export", checkpoint=promoted["checkpoint"], decision=promoted["decision"])
-    chain.run("lineage_report", model=chain.made["export"]["export"])
 
 
 def module_of(file: Path) -> str:
@@ -195,7 +63,7 @@ def module_of(file: Path) -> str:
 
 def not_covered(chain: Chain, stage: str) -> list[str]:
     """Files of the project that code of the key has opened, and that are in no key or list."""
-    key = source_digest.reachable_modules(f"tasks.{stage}")
+    key = source_digest.reachable_modules(module_of_stage(stage))
     found = []
     for file, reader in chain.opened(stage):
         if not file.is_relative_to(REPOSITORY):
@@ -217,16 +85,24 @@ def opened_modules(chain: Chain) -> set[str]:
     return {module_of(file) for file in files if file.is_relative_to(REPOSITORY)}
 
 
-def never_opened(chain: Chain) -> set[str]:
-    """Modules that are in the key of a stage that ran, and that no stage has opened."""
-    keys = (source_digest.reachable_modules(f"tasks.{stage}") for stage in chain.made)
-    return set().union(*keys) - opened_modules(chain)
+def modules_of_keys(chain: Chain) -> set[str]:
+    """Modules that are in the key of a stage that ran."""
+    reached = (source_digest.reachable_modules(module_of_stage(stage)) for stage in chain.made)
+    return set().union(*reached)
+
+
+def needless(chain: Chain, stage: str) -> list[str]:
+    """Modules of a stage's key that the stage has not opened, and that no recipe lets it choose."""
+    key = source_digest.reachable_modules(module_of_stage(stage))
+    opened = opened_modules(replace(chain, made={stage: chain.made[stage]}))
+    return [each for each in sorted(key - opened) if not each.startswith(NOT_CHOSEN_IN_A_STAGE)]
 
 
 def assert_covered(chain: Chain) -> None:
     for stage in chain.made:
-        assert module_opened(chain, stage, f"tasks.{stage}"), "the hook has recorded nothing"
+        assert module_opened(chain, stage, module_of_stage(stage)), "the hook has recorded nothing"
         assert not_covered(chain, stage) == [], stage
+        assert needless(chain, stage) == [], stage
 
 
 def module_opened(chain: Chain, stage: str, module: str) -> bool:
@@ -236,23 +112,53 @@ def module_opened(chain: Chain, stage: str, module: str) -> bool:
     )
 
 
-def test_plain_stages_open_what_their_keys_cover(tmp_path: Path) -> None:
-    chain, plan = start(tmp_path)
-    run_plain(chain, plan)
-    assert_covered(chain)
+@pytest.fixture(scope="module")
+def from_rows(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    """Stages without workers, on preferences of a user's files."""
+    sides = {"chosen": "Three.", "rejected": "Four."}
+    chain = Chain(tmp_path_factory.mktemp("rows"))
+    chain.run(*FROM_ROWS, recipe=of_rows(chain, _files({"kind": "preference", **sides})))
+    return chain
+
+
+def test_plain_stages_open_what_their_keys_cover(from_rows: Chain) -> None:
+    assert_covered(from_rows)
+    assert module_opened(from_rows, "tokenize_pairs", "nemo_rl_core.data.pairs")
+
+
+def _files(fields: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Four rows of a prompt and these fields in each file."""
+    return {
+        name: [{"id": f"{name} {n}", "prompt": f"Add {n} of {name}.", **fields} for n in range(4)]
+        for name in ("train", "validation")
+    }
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     """All stages of a pipeline."""
-    chain, plan = start(tmp_path_factory.mktemp("whole"))
-    run_plain(chain, plan)
-    run_trained(chain, plan)
+    chain = Chain(tmp_path_factory.mktemp("whole"))
+    chain.run(*PIPELINE, recipe=with_users_reward(chain))
+    return chain
+
+
+@pytest.fixture(scope="module")
+def others(whole: Chain) -> Chain:
+    """The stages of all other pipelines, after those of `whole`, with transformers' engine."""
+    return run_others(whole)
+
+
+def run_others(pipeline: Chain) -> Chain:
+    """Runs the stages of other pipelines on what that one has made."""
+    chain = Chain(pipeline.folder, pipeline.wrong_reports, given=pipeline.made)
+    recipe = with_users_reward(chain)
+    engine = {**recipe["generation"], "backend": "hf"}
+    chain.run(*OTHERS, recipe={**recipe, "generation": engine})
     return chain
 
 
 @pytest.mark.thorough
-def test_all_stages_open_what_their_keys_cover(whole: Chain) -> None:
+def test_stages_of_a_pipeline_open_what_their_keys_cover(whole: Chain) -> None:
     assert_covered(whole)
     # In workers of Ray and in the program that checks mathematics, which has no hook of its own:
     engine = "nemo_rl_core.backends.generation.vllm"
@@ -262,33 +168,27 @@ def test_all_stages_open_what_their_keys_cover(whole: Chain) -> None:
     assert module_opened(whole, "grpo_iteration", checker)
 
 
+@pytest.mark.thorough
+def test_all_other_stages_open_what_their_keys_cover(others: Chain) -> None:
+    assert set(others.made) == {*OTHERS}
+    assert_covered(others)
+    algorithms = {
+        **{"dpo_iteration": "dpo.trainer", "train_reward_model": "reward_model.trainer"},
+        **{"ppo_iteration": "ppo.trainer", "train_student": "distillation.trainer"},
+    }
+    for stage, trainer in algorithms.items():
+        assert module_opened(others, stage, f"nemo_rl_core.algorithms.{trainer}")
+
+
 @pytest.fixture(scope="module")
 def coded(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     """An evaluation by programs in a sandbox."""
-    chain = Chain(tmp_path_factory.mktemp("coded"))
-    chain.user.mkdir(parents=True)
     tests = {"metadata": {"tests": ["assert add(1, 2) == 3"]}}
-    files = {"train": chain.user / "train.jsonl", "validation": chain.user / "validation.jsonl"}
-    for name, file in files.items():
-        prompts = [f"Add the numbers {n} of {name}." for n in range(4)]
-        lines = [json.dumps({"id": each, "prompt": each, **tests}) for each in prompts]
-        file.write_text("\n".join(lines))
-    changes = {
-        "model": {**RECIPE["model"], "kind": "text_from_config"},
-        "data": {
-            **{"kind": "file", "max_prompt_tokens": 128},
-            **{name: str(file) for name, file in files.items()},
-        },
-        "environment": {"kind": "code"},
-    }
-    plan = planned(chain, changes)
-    run_plain(chain, plan)
-    chain.run(
-        "evaluate",
-        config=settings(plan.evaluation),
-        checkpoint=chain.made["prepare_model"]["base"],
-        validation=chain.made["prepare_data"]["validation"],
-    )
+    chain = Chain(tmp_path_factory.mktemp("coded"))
+    recipe = {**of_rows(chain, _files(tests)), "environment": {"kind": "code"}}
+    chain.run(*PLAIN, recipe=recipe)
+    chain.given["grpo_iteration"] = {"grpo_iteration": chain.made["prepare_model"]["base"]}
+    chain.run("evaluate", recipe=recipe)
     return chain
 
 
@@ -302,8 +202,12 @@ def test_programs_of_the_sandbox_are_covered(coded: Chain) -> None:
 
 
 @pytest.mark.thorough
-def test_few_files_are_in_a_key_and_opened_by_nothing(whole: Chain, coded: Chain) -> None:
-    never = sorted(never_opened(whole) - opened_modules(coded))
+def test_few_files_are_in_a_key_and_opened_by_nothing(
+    whole: Chain, others: Chain, coded: Chain, from_rows: Chain
+) -> None:
+    chains = (whole, others, coded, from_rows)
+    in_keys = set().union(*map(modules_of_keys, chains))
+    never = sorted(in_keys.difference(*map(opened_modules, chains)))
     chosen = [module for module in never if not module.startswith(NOT_CHOSEN)]
     assert chosen == []
     assert len(never) <= NUM_NOT_CHOSEN, "\n".join(never)
@@ -322,22 +226,27 @@ def test_of_a_users_reward_everything_is_covered(
 
 
 @pytest.mark.thorough
-def test_wrong_reports_change_no_result(whole: Chain, tmp_path: Path) -> None:
-    chain, plan = start(tmp_path, wrong_reports=True)
-    run_plain(chain, plan)
-    run_trained(chain, plan)
+def test_wrong_reports_change_no_result(whole: Chain, others: Chain, tmp_path: Path) -> None:
+    chain = Chain(tmp_path, wrong_reports=True)
+    chain.run(*PIPELINE, recipe=with_users_reward(chain))
+    after = run_others(chain)
     changed = {path.stem for path in chain.folder.rglob("*.wrong")}
     assert {"nemo_rl_core.telemetry.cost", "nemo_rl_core.telemetry.curves"} <= changed
     trained = Path(chain.made["train_sft"]["train_sft"]["directory"])
     assert (trained / "deck.html").read_text().startswith("wrong")
     assert chain.content() == whole.content()
+    assert after.content() == others.content()
 
 
 @pytest.mark.thorough
 def test_manifests_have_how_the_workers_computed(whole: Chain) -> None:
     made = Path(whole.made["grpo_iteration"]["grpo_iteration"]["directory"])
-    processes = Manifest.read(made).machine.processes
+    machine = Manifest.read(made).machine
+    processes = machine.processes
     assert set(processes) == {"training", "generation"}
     assert all(each["threads"] == "1" for each in processes.values())
     assert all(each["cpu_capability"] for each in processes.values())
     assert processes["generation"]["attention"] == "CPU_ATTN"
+    assert machine.variables["OMP_NUM_THREADS"] == HEAD_THREADS
+    others = machine.process_variables
+    assert others == {name: {"OMP_NUM_THREADS": "1"} for name in processes}

@@ -55,6 +55,28 @@ def test_what_a_process_computes_with() -> None:
     assert process_numerics(engine) == {**found, "attention": "FLASH_ATTN"}
 
 
+def test_variables_of_workers_are_recorded_where_they_have_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.delenv("NCCL_PROTO", raising=False)
+    same = process_numerics()
+    assert same["NVIDIA_TF32_OVERRIDE"] == "0"
+    elsewhere = {**same, "NVIDIA_TF32_OVERRIDE": "1", "NCCL_PROTO": "LL"}
+    del elsewhere["NCCL_ALGO"]
+    found = Machine.current().with_processes({"training": elsewhere, "generation": same})
+    assert found.process_variables == {
+        "training": {"NCCL_ALGO": "", "NCCL_PROTO": "LL", "NVIDIA_TF32_OVERRIDE": "1"},
+        "generation": {},
+    }
+    assert found.processes["training"] == found.processes["generation"]
+    assert "NCCL_ALGO" not in found.processes["generation"]
+    assert found.variable_in("training", "NVIDIA_TF32_OVERRIDE") == "1"
+    assert found.variable_in("generation", "NVIDIA_TF32_OVERRIDE") == "0"
+    assert found.variable_in("training", "NCCL_ALGO") == ""
+
+
 def test_capability_is_that_of_torch_and_not_of_the_processor() -> None:
     program = (
         "import torch; from nemo_rl_core.store.machine import process_numerics; "
@@ -78,18 +100,24 @@ def test_without_torch_nothing_is_known_and_nothing_imported(
     assert "torch" not in sys.modules
 
 
-def _made(stage: str) -> dict[str, dict[str, str]]:
+def _made(stage: str) -> Machine:
     def work(folder: Path) -> StageResult:
         if stage == "train":
-            usage.saw_process("training", {"threads": "3"})
+            usage.saw_process("training", {"threads": "3", "DNNL_MAX_CPU_ISA": "AVX2"})
         (folder / "rows.txt").write_text(stage)
         return StageResult("dataset", "text")
 
-    return Manifest.read(produce(StageInputs(stage, {}), work)).machine.processes
+    return Manifest.read(produce(StageInputs(stage, {}), work)).machine
 
 
 @pytest.mark.usefixtures("own_store")
 def test_a_manifest_has_what_the_workers_of_its_stage_computed_with() -> None:
-    assert _made("train") == {"training": {"threads": "3"}}
+    trained = _made("train")
+    assert trained.processes == {"training": {"threads": "3"}}
+    assert trained.process_variables is not None
+    assert trained.process_variables["training"]["DNNL_MAX_CPU_ISA"] == "AVX2"
     # A stage after it, without workers, computes in its own process.
-    assert _made("promote") == {"stage": process_numerics()}
+    promoted = _made("promote")
+    assert promoted.processes["stage"].items() <= process_numerics().items()
+    assert promoted.processes["stage"]["threads"] == str(torch.get_num_threads())
+    assert promoted.process_variables == {"stage": {}}

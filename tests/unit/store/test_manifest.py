@@ -56,6 +56,7 @@ def test_manifest_round_trip_and_no_host_name(tmp_path: Path) -> None:
     assert os.uname().nodename not in (manifest.machine.cpu_model, str(manifest.machine.cores))
     assert set(json.loads(path.read_text())["machine"]) == {
         "cpu_model", "cores", "instruction_set", "threads", "driver", "variables", "processes",
+            "process_variables",
     }  # fmt: skip
 
 

@@ -239,6 +239,7 @@ def test_imports_that_are_not_followed_are_there_and_serve_python_alone() -> Non
     users = {
         "nemo_rl_core.algorithms.dpo": {"setup"},
         "nemo_rl_core.backends": {"__all__"},
+        "nemo_rl_core.models.generation.vllm": {"__new__"},
         "nemo_rl_core.trainers.base": {"__init__", "fit", "from_pretrained"},
         "nemo_rl_core.trainers.own": {"_read"},  # of a trainer's arguments
     }

@@ -36,8 +36,8 @@ def _hook(event, arguments):
 def _note(file):
     if isinstance(file, bytes):
         file = os.fsdecode(file)
-    if not isinstance(file, str) or not file.startswith(_ROOTS) or file.endswith(".pyc"):
-        return  # a compiled file is run, which is an event of its own
+    if not isinstance(file, str) or not file.startswith(_ROOTS) or "/__pycache__/" in file:
+        return  # a compiled file is run, which is an event of its own; so is one that is written
     reader = _reader(file)
     if reader is None or (file, reader) in _seen:
         return

@@ -205,6 +205,22 @@ def test_what_workers_computed_with_is_compared() -> None:
     )
 
 
+def test_variables_of_workers_are_compared_as_they_had_them() -> None:
+    plain = Machine(cpu_model="any", cores=2)
+    head = plain.model_copy(update={"variables": {"NVIDIA_TF32_OVERRIDE": "0"}})
+    worker = {"training": {"threads": "1", "NVIDIA_TF32_OVERRIDE": "0"}}
+    then, now = head.with_processes(worker), plain.with_processes(worker)
+    assert differences_of_making(then, now) == (  # of the heads; their workers had the same
+        "variables that choose kernels were NVIDIA_TF32_OVERRIDE=0 and are none",
+    )
+    without = head.with_processes({"training": {"threads": "1"}})
+    assert differences_of_making(then, without) == (
+        "NVIDIA_TF32_OVERRIDE in training was 0 and is none",
+    )
+    older = head.model_copy(update={"processes": {"training": {"threads": "1"}}})
+    assert differences_of_making(older, without) == ()
+
+
 def test_a_run_on_another_machine_is_told_why_bits_may_differ(ran: Ran, tmp_path: Path) -> None:
     store = Store.default()
     with closing(sqlite3.connect(path_of(store))) as database:
