@@ -294,15 +294,21 @@ class SingleTurnRollouts(RolloutEngine[SingleTurnEpisode]):
         num_generations_per_prompt: int,
         step: int,
         first_place: int = 0,
+        discards_weights: bool = False,
     ) -> HeldRollouts:
-        """As `run`, of rollouts whose completions stay where they are made."""
+        """As `run`, of rollouts whose completions stay where they are made.
+
+        Engines are awake only for as long as it takes; see `Generation.generate_held`.
+        """
         count, size = len(prompts), num_generations_per_prompt
         places = range(first_place, first_place + count)
         first_seeds = np.array([request_seed(self._seed, step, place, 0) for place in places])
         prompt, sample = np.divmod(np.arange(count * size), size)
         ids = [each.token_ids for each in prompts]
         generation = cast("Generation", self._generation)
-        completions = generation.generate_held(ids, prompt, first_seeds[prompt] + sample)
+        completions = generation.generate_held(
+            ids, prompt, first_seeds[prompt] + sample, discards_weights=discards_weights
+        )
         return HeldRollouts(
             HeldSource(completions),
             np.arange(count * size),

@@ -5,8 +5,9 @@ of `Rollout`s they can be read one by one; texts and tokens are fetched when the
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, overload
 
 import numpy as np
@@ -52,6 +53,11 @@ class HeldSource:
         start = end - int(self.completions.completion_lengths[place])
         first = 0 if name == "input_ids" else 1  # of the first token nothing is predicted
         return tuple(self.tokens[name][place, start - first : end - first].tolist())
+
+    def of_prompt(self, place: int) -> tuple[int, ...]:
+        """The tokens before a completion."""
+        lengths = self.completions.input_lengths[place] - self.completions.completion_lengths[place]
+        return tuple(self.tokens["input_ids"][place, : int(lengths)].tolist())
 
     @classmethod
     def joined(cls, parts: "Sequence[HeldSource]") -> "HeldSource":
@@ -110,6 +116,44 @@ class HeldCompletion(Completion):
 
 
 @dataclass(frozen=True, eq=False)
+class SentPrompts(Sequence[Prompt]):
+    """Prompts as another process gets them: their tokens lie in blocks, before the completions.
+
+    Attributes:
+        source: Of completions.
+        place: `[P]`: which of the source's completes each.
+        texts: By the name of the field, `P` values of all fields but the tokens.
+    """
+
+    source: HeldSource
+    place: Indices
+    texts: dict[str, list[str]]
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        return self._prompts[index]
+
+    @cached_property
+    def _prompts(self) -> list[Prompt]:
+        return [
+            Prompt(
+                token_ids=self.source.of_prompt(place),
+                **{name: values[number] for name, values in self.texts.items()},
+            )
+            for number, place in enumerate(self.place.tolist())
+        ]
+
+
+_TEXTS_OF_PROMPTS = tuple(each.name for each in fields(Prompt) if each.name != "token_ids")
+
+
+@dataclass(frozen=True, eq=False)
 class HeldRollouts(Sequence[Rollout]):
     """`B` rollouts of single turns.
 
@@ -127,13 +171,25 @@ class HeldRollouts(Sequence[Rollout]):
 
     source: HeldSource
     place: Indices
-    prompts: tuple[Prompt, ...]
+    prompts: Sequence[Prompt]
     prompt: Indices
     group: Indices
     sample: Indices
     rewards: "np.ndarray[Any, np.dtype[np.float64]] | None" = None
     errors: dict[int, str] | None = None
     components: tuple[tuple[float, ...], ...] = ()
+
+    def __reduce__(self) -> Any:
+        place = np.full(len(self.prompts), -1)
+        place[self.prompt[::-1]] = self.place[::-1]  # of each prompt's first rollout
+        used = np.flatnonzero(place >= 0).tolist()
+        own = [self.prompts[number] for number in used]
+        texts = {name: list(map(attrgetter(name), own)) for name in _TEXTS_OF_PROMPTS}
+        columns = {each.name: getattr(self, each.name) for each in fields(self)} | {
+            "prompts": SentPrompts(self.source, place[used], texts),
+            "prompt": (np.cumsum(place >= 0) - 1)[self.prompt],
+        }
+        return HeldRollouts, tuple(columns.values())
 
     def __len__(self) -> int:
         return len(self.place)
@@ -201,13 +257,16 @@ class HeldRollouts(Sequence[Rollout]):
 
     def with_outcomes(self, outcomes: Sequence[float | RewardError]) -> "HeldRollouts":
         """The same with a reward, or an error, each."""
-        errors = {
-            row: each.in_one_line
-            for row, each in enumerate(outcomes)
-            if isinstance(each, RewardError)
-        }
-        numbers = [np.nan if row in errors else each for row, each in enumerate(outcomes)]
-        return self.with_rewards(np.array(numbers if errors else outcomes, np.float64), errors)
+        numbers: Sequence[Any] = outcomes
+        errors: dict[int, str] = {}
+        if any(issubclass(kind, RewardError) for kind in set(map(type, outcomes))):
+            errors = {
+                row: each.in_one_line
+                for row, each in enumerate(outcomes)
+                if isinstance(each, RewardError)
+            }
+            numbers = [np.nan if row in errors else each for row, each in enumerate(outcomes)]
+        return self.with_rewards(np.array(numbers, np.float64), errors)
 
     def with_scores(self, scored: Iterable[Rollout]) -> "HeldRollouts":
         """The same with the rewards, components and errors of rollouts in the same order."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -39,46 +39,100 @@ class HeldCompletions:
     texts: HeldRows
 
 
-def requests_of_engine(
+@dataclass(frozen=True, eq=False)
+class RequestParts(Sequence[dict[str, Any]]):
+    """What neighbouring engines complete, a part an engine, with each prompt once.
+
+    Attributes:
+        prompts: Token ids, of which workers make tensors.
+        prompt: `[n]`, rising: which of the prompts each request has.
+        seeds: `[n]`.
+        ends: Behind which request each engine's end.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    prompt: "np.ndarray[Any, np.dtype[np.int64]]"
+    seeds: "np.ndarray[Any, np.dtype[np.int64]]"
+    ends: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, place: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, place: int | slice) -> "dict[str, Any] | list[dict[str, Any]]":
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        own = slice(self.ends[place - 1] if place > 0 else 0, self.ends[place])
+        return _requests(self.prompts, self.prompt[own], self.seeds[own])
+
+
+def _requests(prompts: Sequence[Sequence[int]], prompt: Any, seeds: Any) -> dict[str, Any]:
+    if not len(prompt):
+        return {"prompts": prompts[:1], "prompt": prompt, "seeds": seeds}
+    first, last = int(prompt[0]), int(prompt[-1])
+    return {"prompts": prompts[first : last + 1], "prompt": prompt - first, "seeds": seeds}
+
+
+_NEARBY_ENGINES = 8
+"""So many, about those of a machine, read their requests together."""
+
+
+def requests_of_engines(
     prompts: Sequence[Sequence[int]],
     prompt: "np.ndarray[Any, np.dtype[np.int64]]",
     seeds: "np.ndarray[Any, np.dtype[np.int64]]",
-    engine: int,
     num_engines: int,
-) -> dict[str, Any]:
-    """What one of several engines completes: consecutive requests, with each prompt once.
+) -> list[RequestParts]:
+    """Consecutive requests for each engine; the first engines have one more where need be.
 
     Args:
-        prompts: Token ids of `P` prompts, which the worker makes a tensor of.
+        prompts: Token ids of `P` prompts.
         prompt: `[B]`, rising: which of the prompts each request has.
         seeds: `[B]`.
-        engine: Index of the engine; the first ones have one request more where need be.
         num_engines: How many.
     """
     rows, left_over = divmod(len(prompt), num_engines)
-    start = engine * rows + min(engine, left_over)
-    own = range(start, start + rows + (engine < left_over))
-    if not own:
-        return {"prompts": prompts[:1], "prompt": prompt[:0], "seeds": seeds[:0]}
-    first, last = int(prompt[own[0]]), int(prompt[own[-1]])
-    return {
-        "prompts": prompts[first : last + 1],
-        "prompt": prompt[own.start : own.stop] - first,
-        "seeds": seeds[own.start : own.stop],
-    }
+    ends = [(engine + 1) * rows + min(engine + 1, left_over) for engine in range(num_engines)]
+    found, start = [], 0
+    for first in range(0, num_engines, _NEARBY_ENGINES):
+        inner = ends[first : first + _NEARBY_ENGINES]
+        own = _requests(prompts, prompt[start : inner[-1]], seeds[start : inner[-1]])
+        found.append(RequestParts(**own, ends=[end - start for end in inner]))
+        start = inner[-1]
+    return found
 
 
 def generate(
-    backend: Any, *, batch: Mapping[str, Any], greedy: bool, model_folder: Path
+    backend: Any,
+    batch: Mapping[str, Any],
+    *,
+    model_folder: Path,
+    sleep: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], Block, Block]:
-    """Completes what `requests_of_engine` gives; returns the lengths, and two blocks."""
+    """Samples what a part of `RequestParts` asks for.
+
+    Args:
+        backend: The engine's.
+        batch: The part.
+        model_folder: Of the tokenizer.
+        sleep: How the engine sleeps afterwards; None where it stays awake.
+
+    Returns:
+        The lengths, and two blocks: of tokens, and of texts.
+    """
+    backend.wake()
     prompts = collate_completions(batch["prompts"], [()] * len(batch["prompts"]))
     chosen = torch.from_numpy(batch["prompt"].copy())
     requests = BatchedDataDict(
         {name: prompts[name][chosen] for name in ("input_ids", "input_lengths")}
     )
     requests["seeds"] = torch.from_numpy(batch["seeds"].copy())
-    output = backend.generate(requests, greedy=greedy)
+    output = backend.generate(requests, greedy=False)
+    if sleep is not None:
+        backend.sleep(**sleep)
     ends, lengths = output["unpadded_sequence_lengths"], output["generation_lengths"]
     starts = ends - lengths
     place = torch.arange(output["output_ids"].shape[1])

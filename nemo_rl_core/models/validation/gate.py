@@ -107,21 +107,22 @@ def check_consistency(
     return (_without(batch, is_off) if num_off else batch), metrics
 
 
-def agreement(batch: BatchedDataDict, gate: GateConfig) -> dict[str, Tensor]:
+def agreement(batch: BatchedDataDict, gate: GateConfig) -> dict[str, float]:
     """What a rank says of its rows, so that the gate can be checked without their values.
 
     Args:
-        batch: As `check_consistency` takes it, and `trained_mask [B]`, 0 for rows that are left out
-            after the gate.
+        batch: As `check_consistency` takes it, with `compared_mask [B]` for the rows of the gate;
+            `sample_mask [B]` is 0 also for rows that are left out after it.
         gate: The bounds.
 
     Returns:
-        0-dim sums over the rows: `num_off` sequences past their bound; `error` and `num_tokens` of
-        `token_mult_prob_error`; and of the rows that are left `kl`, `ratio` and `num_trained`.
+        Sums over the rows: `num_off` sequences past their bound; `error` and `num_tokens` of
+        `token_mult_prob_error`; and of the rows that are trained on `kl`, `ratio` and
+        `num_trained`.
     """
     generated, trained = batch["generation_logprobs"], batch["prev_logprobs"]
-    mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
-    left = valid_token_mask(batch["token_mask"], batch["trained_mask"])
+    mask = valid_token_mask(batch["token_mask"], batch["compared_mask"])
+    left = valid_token_mask(batch["token_mask"], batch["sample_mask"])
     is_off = _is_off(sequence_mult_prob_error(generated, trained, mask), gate)
     one = torch.ones(())
     values = {
@@ -129,16 +130,13 @@ def agreement(batch: BatchedDataDict, gate: GateConfig) -> dict[str, Tensor]:
         "kl": (kl_estimate(generated, trained, kind="k3"), left),
         "ratio": (torch.exp(trained - generated), left),
     }
-    return {
-        "num_off": is_off.sum(),
-        "num_tokens": mask.sum(),
-        "num_trained": left.sum(),
-        **{name: masked_sum(*each, denominator=one) for name, each in values.items()},
-    }
+    sums = {name: masked_sum(*each, denominator=one) for name, each in values.items()}
+    counts = {"num_off": is_off.sum(), "num_tokens": mask.sum(), "num_trained": left.sum()}
+    return {name: value.item() for name, value in (counts | sums).items()}
 
 
 def agreement_metrics(
-    parts: Sequence[Mapping[str, Tensor]], gate: GateConfig
+    parts: Sequence[Mapping[str, float]], gate: GateConfig
 ) -> dict[str, float] | None:
     """The metrics of `check_consistency` and of `rollout_metrics` from the sums of all ranks.
 
@@ -149,7 +147,7 @@ def agreement_metrics(
     Returns:
         None where a bound is passed: `check_consistency` then says what is to be done.
     """
-    total = {name: torch.stack([part[name] for part in parts]).sum() for name in parts[0]}
+    total = {name: torch.tensor([part[name] for part in parts]).sum() for name in parts[0]}
     error = float(total["error"] / total["num_tokens"].clamp(min=1))
     if total["num_off"] or not error <= gate.max_token_mult_prob_error:
         return None
