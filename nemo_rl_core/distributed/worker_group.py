@@ -234,14 +234,20 @@ class RayWorkerGroup:
             return found
         return [[value, *blocks] for value, blocks in zip(found, held, strict=True)]
 
-    def start_single_worker(self, method: str, *args: Any, rank: int = 0, **kwargs: Any) -> Any:
+    def start_single_worker(
+        self, method: str, *args: Any, rank: int = 0, num_held: int = 0, **kwargs: Any
+    ) -> Any:
         """Calls one worker without waiting.
 
         Returns:
             A reference for `finish`; another group's method takes it as an argument, so that large
-            values never pass through this process.
+            values never pass through this process. With `num_held`, a list of it and of references
+            to so many values that stay where they are made.
         """
-        return getattr(self._workers[rank], method).remote(*args, **kwargs)
+        call = getattr(self._workers[rank], method)
+        if num_held:
+            call = call.options(num_returns=1 + num_held)
+        return call.remote(*args, **kwargs)
 
     def finish(self, pending: Sequence[Any], timeout_seconds: float | None = None) -> list[Any]:
         """Waits for the values that references stand for, in their order.

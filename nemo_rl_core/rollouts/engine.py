@@ -88,14 +88,18 @@ def answers_to(
 
 def as_batch(requests: Sequence[CompletionRequest]) -> BatchedDataDict:
     """At least one request as `GenerationInterface.generate` takes them."""
-    lengths = torch.tensor([len(request.token_ids) for request in requests])
+    # Samples of a prompt share its tuple, which is read once.
+    rows = {id(request.token_ids): request.token_ids for request in requests}
+    numbers = dict(zip(rows, range(len(rows)), strict=True))
+    row = torch.tensor([numbers[id(request.token_ids)] for request in requests])
+    lengths = torch.tensor(list(map(len, rows.values())))
     is_token = torch.arange(int(lengths.max())) < lengths[:, None]
     input_ids = torch.zeros(is_token.shape, dtype=torch.long)
-    input_ids[is_token] = flat_tensor((request.token_ids for request in requests), np.int64)
+    input_ids[is_token] = flat_tensor(rows.values(), np.int64)
     batch = BatchedDataDict(
         {
-            "input_ids": input_ids,
-            "input_lengths": lengths,
+            "input_ids": input_ids[row],
+            "input_lengths": lengths[row],
             "seeds": torch.tensor([request.seed for request in requests]),
         }
     )

@@ -86,7 +86,7 @@ class HeldCompletion(Completion):
         set_here(self, "_source", source)
         set_here(self, "_place", place)
         set_here(self, "truncated", bool(source.completions.truncated[place]))
-        for name, value in (("generated", ()), ("weight_versions", ()), ("num_unread_tokens", 0)):
+        for name, value in (("generated", ()), ("num_unread_tokens", 0)):
             set_here(self, name, value)
 
     @property
@@ -99,9 +99,18 @@ class HeldCompletion(Completion):
         """`[L]`, in nats."""
         return self._source.of_tokens(self._place, "generation_logprobs")
 
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """`[L]` of a streaming engine, else none."""
+        if "weight_versions" not in self._source.tokens:
+            return ()
+        return self._source.of_tokens(self._place, "weight_versions")
+
     def read(self) -> Completion:
         """The same without a reference to anything elsewhere."""
-        return Completion(self.token_ids, self.logprobs, self.truncated)
+        return Completion(
+            self.token_ids, self.logprobs, self.truncated, weight_versions=self.weight_versions
+        )
 
     def __eq__(self, other: object) -> bool:
         other = other.read() if isinstance(other, HeldCompletion) else other
@@ -112,7 +121,8 @@ class HeldCompletion(Completion):
 
     def __reduce__(self) -> Any:
         found = self.read()
-        return Completion, (found.token_ids, found.logprobs, found.truncated)
+        values = (found.token_ids, found.logprobs, found.truncated, (), found.weight_versions)
+        return Completion, values
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,6 +264,25 @@ class HeldRollouts(Sequence[Rollout]):
     def valid(self) -> "HeldRollouts":
         """Those without an error."""
         return self.select(np.flatnonzero(self.is_valid)) if self.errors else self
+
+    def with_scored(self, scored: "HeldRollouts") -> "HeldRollouts":
+        """All, with the outcomes of the valid ones.
+
+        Args:
+            scored: What has become of `valid()`.
+        """
+        if not self.errors:
+            return scored
+        assert scored.rewards is not None
+        rows = np.flatnonzero(self.is_valid)
+        rewards = np.full(len(self), np.nan)
+        rewards[rows] = scored.rewards
+        errors = self.errors | {int(rows[row]): each for row, each in (scored.errors or {}).items()}
+        components: list[tuple[float, ...]] = [()] * len(self)
+        for row, each in zip(rows.tolist(), scored.components, strict=False):
+            components[row] = each
+        found = self.with_rewards(rewards, errors)
+        return replace(found, components=tuple(components) if scored.components else ())
 
     def with_outcomes(self, outcomes: Sequence[float | RewardError]) -> "HeldRollouts":
         """The same with a reward, or an error, each."""

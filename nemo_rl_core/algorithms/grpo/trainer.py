@@ -1,6 +1,6 @@
 """Group-relative policy optimization (GRPO, arXiv:2402.03300): the training loop."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -148,17 +148,25 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
             scores["reference_logprobs"] = "get_reference_logprobs"
         given = self._with_advantages(data)
         given["compared_mask"] = data["sample_mask"]
-        gate, phase = self.config.gate, "train" if loss else "logprobs"
+        phase = "train" if loss else "logprobs"
         with self.timer.phase(phase):
             found = cast("Policy", self.policy).compute_held(
-                given, scores=scores, loss_fn=loss, figures=partial(agreement, gate=gate)
+                given, scores=scores, loss_fn=loss, figures=self._agreement()
             )
         if loss and scores:
             self.timer.divide(phase, "logprobs", found.seconds)
         data.update(found.columns)
-        if (consistency := agreement_metrics(found.figures, gate)) is not None:
+        if (consistency := self._agreement_metrics(found.figures)) is not None:
             return found.metrics, data, consistency
-        return found.metrics, *check_consistency(data.fetched(), gate)
+        return found.metrics, *self._check_consistency(data.fetched())
+
+    def _agreement(self) -> Callable[[BatchedDataDict], dict[str, float]]:
+        """What a rank says of its rows, in place of `_check_consistency` on them."""
+        return partial(agreement, gate=self.config.gate)
+
+    def _agreement_metrics(self, parts: Sequence[dict[str, float]]) -> dict[str, float] | None:
+        """The metrics of `_check_consistency`; None where it must look at the tokens."""
+        return agreement_metrics(parts, self.config.gate)
 
     def _update_in_parts(
         self, data: BatchedDataDict

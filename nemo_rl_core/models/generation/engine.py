@@ -194,12 +194,8 @@ class Generation(GenerationInterface):
         """
         sleep = self._sleep_options(discards_weights=discards_weights)
         held = self._repeated(partial(self._held, prompts, prompt, seeds, sleep))
-        usage.count(
-            "generation",
-            model_shape(self._setup.model_folder),
-            held.input_lengths,
-            num_generated=int(held.completion_lengths.sum()),
-        )
+        shape, num_generated = model_shape(self._setup.model_folder), held.completion_lengths.sum()
+        usage.count("generation", shape, held.input_lengths, num_generated=int(num_generated))
         return held
 
     def _held(
@@ -316,10 +312,9 @@ class Generation(GenerationInterface):
 
     def _sleep_options(self, *, discards_weights: bool) -> dict[str, int] | None:
         """Arguments of the workers' `sleep`; None where they never do."""
-        config = self._setup.config
-        if config.num_own_bundles:
+        if self._setup.config.num_own_bundles:
             return None
-        discards = discards_weights and isinstance(config, VllmGenerationConfig)
+        discards = discards_weights and isinstance(self._setup.config, VllmGenerationConfig)
         return {"level": 2} if discards else {}
 
     def update_weights(self, policy: Policy) -> None:

@@ -13,8 +13,12 @@ import numpy as np
 import torch
 
 from nemo_rl_core.data.pretrained import decoded, load_tokenizer
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate_completions
-from nemo_rl_core.distributed.held_rows import Block, HeldRows, as_block
+from nemo_rl_core.distributed.batched_data_dict import (
+    BatchedDataDict,
+    collate_completions,
+    flat_tensor,
+)
+from nemo_rl_core.distributed.held_rows import Block, HeldRows, InProcess, as_block
 
 _tokenizer = lru_cache(maxsize=2)(load_tokenizer)
 
@@ -27,8 +31,8 @@ class HeldCompletions:
         input_lengths: `[B]` tokens of prompts and completions.
         completion_lengths: `[B]` tokens of the completions.
         truncated: `[B]` bool: a bound ended the completion.
-        tokens: `[B]`, with the columns `input_ids`, `token_mask` (1 on the completion) and
-            `generation_logprobs`.
+        tokens: `[B]`, with the columns `input_ids`, `token_mask` (1 on the completion),
+            `generation_logprobs` and, of a streaming engine, `weight_versions`.
         texts: `[B]`, with the column `texts`: the completions, decoded.
     """
 
@@ -153,6 +157,57 @@ def generate(
         "truncated": output["truncated"].numpy(),
     }
     return found, as_block(tokens), {"texts": texts}
+
+
+def hand_over(
+    backend: Any, *, names: Sequence[int], model_folder: Path
+) -> tuple[None, Block, Block]:
+    """Completions of a streaming engine as two blocks: of tokens, and of texts.
+
+    Args:
+        backend: The engine's.
+        names: Of completions that it keeps.
+        model_folder: Of the tokenizer.
+    """
+    finished = backend.hand_over(names)
+    completions = [each.completion for each in finished]
+    batch = collate_completions(
+        [each.prompt for each in finished], [each.token_ids for each in completions]
+    )
+    mask = batch["token_mask"]
+    logprobs = torch.zeros(mask.shape)
+    logprobs[mask] = flat_tensor((each.logprobs for each in completions), np.float32)
+    versions = torch.zeros(mask.shape, dtype=torch.long)
+    versions[mask] = flat_tensor((each.weight_versions for each in completions), np.int64)
+    tokens = {
+        "input_ids": batch["input_ids"],
+        "token_mask": mask,
+        "generation_logprobs": logprobs,
+        "weight_versions": versions,
+    }
+    tokenizer = _tokenizer(model_folder)
+    texts = [decoded(tokenizer, each.token_ids) for each in completions]
+    return None, as_block(tokens), {"texts": texts}
+
+
+def without_tokens(prompts: Sequence[Sequence[int]]) -> HeldCompletions:
+    """Completions of a stream that never came: of 0 tokens, in this process."""
+    batch = collate_completions(prompts, [()] * len(prompts))
+    mask = batch["token_mask"]
+    tokens = {
+        "input_ids": batch["input_ids"],
+        "token_mask": mask,
+        "generation_logprobs": torch.zeros(mask.shape),
+        "weight_versions": torch.zeros(mask.shape, dtype=torch.long),
+    }
+    size, texts = [len(prompts)], InProcess({"texts": [""] * len(prompts)})
+    return HeldCompletions(
+        batch["input_lengths"].numpy(),
+        np.zeros(len(prompts), np.int64),
+        np.ones(len(prompts), np.bool_),
+        HeldRows.of_blocks([InProcess(as_block(tokens))], size),
+        HeldRows.of_blocks([texts], size).of_column("texts"),
+    )
 
 
 def joined(answers: "list[tuple[dict[str, Any], Any, Any]]") -> HeldCompletions:
