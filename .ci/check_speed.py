@@ -35,6 +35,7 @@ MAX_GROWTH = 1.6  # of CPU time a token, from 65,536 to 262,144 tokens; 0.9
 MAX_CONTROLLER_GROWTH = (
     1.5  # of its time a sequence, from 1,024 to 8,192 on as many times the ranks
 )
+MAX_CALLS_OF_A_RANK = 3.1  # a step: an engine's one, a rank's two, and one of the records' task
 MAX_MIB_OF_TOKENS = 8  # more for 8,192 sequences of up to 4,096 tokens than for as many of 1,536
 ROUNDS, SMALLEST, LARGEST = 9, (256, 256), (1024, 256)
 TOKENS = 2048
@@ -100,22 +101,22 @@ def growth(scratch: Path) -> float:
     ) / rows_machine.controller_microseconds(scratch, SMALLEST)
 
 
-def many_ranks(scratch: Path) -> tuple[float, float]:
-    """Of the controller of many ranks: growth of its time a sequence, and MiB for more tokens."""
+def many_ranks(scratch: Path) -> tuple[float, float, float]:
+    """Of the controller of many ranks: growth of its time a sequence, more tokens' MiB, calls."""
     few, many = (
         controller.steps(scratch, ranks, 16 * ranks, controller.SHORT) for ranks in (64, 512)
     )
     long = controller.steps(scratch, 512, 16 * 512, controller.LONGEST)
     each = [statistics.median(step.cpu_seconds for step in found) for found in (few, many)]
     most = [max(step.peak_gib for step in found) for found in (many, long)]
-    return each[1] / (8 * each[0]), 1024 * (most[1] - most[0])
+    return each[1] / (8 * each[0]), 1024 * (most[1] - most[0]), many[0].num_calls / 512
 
 
 def main() -> None:
     """Prints each figure; exits with 1 where one is out of its bound."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        growth_of_many, mib_of_tokens = many_ranks(scratch)
+        growth_of_many, mib_of_tokens, num_calls = many_ranks(scratch)
         found = {
             "optimizer step against the bare loop": (against_bare(scratch), MIN_AGAINST_BARE, True),
             "memory of the loss, of full logits": (
@@ -130,6 +131,7 @@ def main() -> None:
                 False,
             ),
             "MiB of the controller for more tokens": (mib_of_tokens, MAX_MIB_OF_TOKENS, False),
+            "calls of a rank and its engine a step": (num_calls, MAX_CALLS_OF_A_RANK, False),
         }
     problems = []
     for name, (value, bound, is_least) in found.items():

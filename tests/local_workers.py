@@ -1,7 +1,7 @@
 """Workers in this process, in place of Ray's: real backends behind the real policy and engine."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,17 +59,28 @@ class LocalWorkers:
         return [self._call(rank, method, *args, **kwargs) for rank in range(self.world_size)]
 
     def run_all_workers_sharded_data(
+        self, method: str, *, common_kwargs: Mapping[str, Any], batch: Sequence[Any], **_: Any
+    ) -> list[Any]:
+        return [
+            self._call(rank, method, batch=copy.deepcopy(batch[rank]), **common_kwargs)
+            for rank in range(self.world_size)
+        ]
+
+    def run_all_workers_on_parts(
         self,
-        method: str,
+        function: Callable[..., Any],
+        wholes: Sequence[Sequence[Any]],
         *,
+        axis: str,
         common_kwargs: Mapping[str, Any],
-        batch: Sequence[Any],
         num_held: int = 0,
         **_: Any,
     ) -> list[Any]:
+        sent = [copy.deepcopy(whole) for whole in wholes]
+        parts = [part for whole in sent for part in whole]
         found = []
-        for rank in range(self.world_size):
-            given = self._call(rank, method, batch=copy.deepcopy(batch[rank]), **common_kwargs)
+        for part, ranks in zip(parts, self.sharding.along(axis), strict=True):
+            given, *_ = [function(self.backends[rank], part, **common_kwargs) for rank in ranks]
             held = [InProcess(each) for each in given[1:]] if num_held else []
             assert len(held) == num_held
             found.append([given[0], *held] if num_held else given)

@@ -146,7 +146,9 @@ class BatchedDataDict(UserDict[str, Any]):
             raise ValueError(f"expected a permutation of {self.size} rows, got {list(indices)}")
         return self.select_indices(sorted(range(len(indices)), key=lambda row: indices[row]))
 
-    def select_indices(self, indices: Sequence[int]) -> Self:
+    def select_indices(
+        self, indices: "Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]"
+    ) -> Self:
         """The rows at `indices`, in that order."""
         index = torch.as_tensor(indices, dtype=torch.long)
         return type(self)({key: _selected(value, index) for key, value in self.data.items()})

@@ -7,7 +7,7 @@ on the worker's machine, until no row of it is referred to. Whoever computes on 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import numpy as np
 import torch
@@ -75,7 +75,9 @@ class HeldRows:
     column: str | None = None
 
     @classmethod
-    def of_blocks(cls, references: Sequence[Any], sizes: Sequence[int]) -> Self:
+    def of_blocks(
+        cls, references: Sequence[Any], sizes: "Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]"
+    ) -> Self:
         """All rows of some blocks, one block after the other.
 
         Args:
@@ -106,10 +108,10 @@ class HeldRows:
         """The rows of a slice, or at indices, in their order; nothing is read."""
         return HeldRows(self.references, self.block[rows], self.row[rows], self.column)
 
-    def reordered(self, order: Sequence[int]) -> "HeldRows":
+    def reordered(self, order: "np.ndarray[Any, np.dtype[np.int64]]") -> "HeldRows":
         """Row `i` at place `order[i]`, as `BatchedDataDict.reorder_data` has it."""
         places = np.empty(len(order), np.int64)
-        places[np.asarray(order, np.int64)] = np.arange(len(order))
+        places[order] = np.arange(len(order))
         return replace(self, block=self.block[places], row=self.row[places])
 
     def of_column(self, column: str) -> "HeldRows":
@@ -139,6 +141,40 @@ class HeldRows:
         blocks = read_blocks(rows.references)
         names = list(blocks[0]) if self.column is None else [self.column]
         return {name: _joined([each[name] for each in blocks], rows) for name in names}
+
+
+@dataclass(frozen=True, eq=False)
+class BlockParts(Sequence[Block]):
+    """Consecutive parts of a block, one a worker: what neighbours read is sent as one.
+
+    Attributes:
+        block: The rows of all parts, one part after the other.
+        ends: `[n]` int: behind which row each part ends.
+
+    Example:
+        >>> parts = BlockParts({"x": np.array([4, 5, 6])}, np.array([1, 3]))
+        >>> [part["x"].tolist() for part in parts]
+        [[4], [5, 6]]
+    """
+
+    block: Block
+    ends: np.ndarray[Any, np.dtype[np.int64]]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, place: int) -> Block: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Block]: ...
+    def __getitem__(self, place: int | slice) -> Block | list[Block]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        if not 0 <= place < len(self):
+            raise IndexError(f"part {place} of {len(self)}")
+        start = int(self.ends[place - 1]) if place else 0
+        end = int(self.ends[place])
+        return {name: column[start:end] for name, column in self.block.items()}
 
 
 def _joined(values: Sequence[Any], rows: HeldRows) -> Any:

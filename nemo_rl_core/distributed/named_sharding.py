@@ -82,6 +82,20 @@ class NamedSharding:
             index[self._axis(name)] = coordinate
         return [int(rank) for rank in self._layout[tuple(index)].flat]
 
+    def along(self, name: str) -> list[list[int]]:
+        """For each coordinate on an axis its ranks, the one at 0 on all other axes first.
+
+        Example:
+            >>> NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"]).along(
+            ...     "tensor_parallel"
+            ... )
+            [[0, 2], [1, 3]]
+        """
+        found: list[list[int]] = (
+            np.moveaxis(self._layout, self._axis(name), 0).reshape(self.axis_size(name), -1)
+        ).tolist()
+        return found
+
     def _axis(self, name: str) -> int:
         if name not in self.names:
             raise ValueError(f"there is no axis {name!r}; the axes are {', '.join(self.names)}")

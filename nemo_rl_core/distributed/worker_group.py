@@ -2,7 +2,8 @@
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,6 @@ class RayWorkerGroup:
         output_is_replicated: Sequence[str] = (),
         common_kwargs: Mapping[str, Any] | None = None,
         timeout_seconds: float | None = None,
-        num_held: int = 0,
         **kwargs: Any,
     ) -> list[Any]:
         """Calls workers with the shard that belongs to their place on the named axes.
@@ -152,9 +152,6 @@ class RayWorkerGroup:
                 coordinate 0 stands for all.
             common_kwargs: Arguments that every worker gets whole.
             timeout_seconds: How long to wait for the answers at most; None waits for ever.
-            num_held: How many values the method returns, as a tuple, behind the first one. They
-                stay where they were made, and an answer is a list of the first value and references
-                to the others.
             **kwargs: Arguments by shard.
 
         Returns:
@@ -166,32 +163,91 @@ class RayWorkerGroup:
         called = {*in_sharded_axes, *replicate_on_axes}
         idle = [axis for axis in self.sharding.names if axis not in called]
         shared: dict[tuple[int, ...], dict[str, Any]] = {}
-        pending, held, answering = [], [], []
+        pending, answering = [], []
         for rank in self.sharding.ranks(**dict.fromkeys(idle, 0)):
             at = self.sharding.coordinates(rank)
             place = tuple(at[axis] for axis in in_sharded_axes)
             if place not in shared:  # stored once, however many ranks read it
                 shared[place] = {key: ray.put(_item(value, place)) for key, value in kwargs.items()}
             call = getattr(self._workers[rank], method)
-            if num_held:
-                call = call.options(num_returns=1 + num_held)
-            given = call.remote(**shared[place], **(common_kwargs or {}))
-            pending.append(given[0] if num_held else given)
-            held.append(given[1:] if num_held else [])
+            pending.append(call.remote(**shared[place], **(common_kwargs or {})))
             answering.append(all(at[axis] == 0 for axis in output_is_replicated))
-        answers = zip(self.finish(pending, timeout_seconds), held, answering, strict=True)
-        return [
-            [first, *others] if num_held else first for first, others, wanted in answers if wanted
-        ]
+        answers = zip(self.finish(pending, timeout_seconds), answering, strict=True)
+        return [answer for answer, wanted in answers if wanted]
 
-    def start_single_worker(self, method: str, *args: Any, rank: int = 0, **kwargs: Any) -> Any:
+    def run_all_workers_on_parts(
+        self,
+        function: Callable[..., Any],
+        wholes: Sequence[Sequence[Any]],
+        *,
+        axis: str,
+        common_kwargs: Mapping[str, Any],
+        timeout_seconds: float | None = None,
+        num_held: int = 0,
+    ) -> list[Any]:
+        """Calls a function in each worker, with its part of what it and its neighbours read.
+
+        What is common to workers is stored once for all that read it: a call has references to it,
+        and the number of the worker's part.
+
+        Args:
+            function: Gets the worker's object, its part, and `common_kwargs`.
+            wholes: The parts of consecutive workers along `axis`, as they read them together.
+            axis: That tells the parts apart. Workers along others get the same part, and the answer
+                at coordinate 0 stands for theirs.
+            common_kwargs: Arguments that every worker gets.
+            timeout_seconds: How long to wait for the answers at most; None waits for ever.
+            num_held: How many values the function returns, as a tuple, behind the first one. They
+                stay where they were made, and an answer is a list of the first value and references
+                to the others.
+
+        Returns:
+            An answer for each part, in order.
+        """
+        import ray
+
+        given = partial(_on_part, function, dict(common_kwargs))
+        is_alone = self.world_size == 1
+        shared = given if is_alone else ray.put(given)
+        parts = [
+            (stored, place)
+            for whole in wholes
+            for stored in [whole if is_alone else ray.put(whole)]
+            for place in range(len(whole))
+        ]
+        pending: list[Any] = []
+        held: list[Sequence[Any]] = []
+        first: list[int] = []
+        for part, ranks in zip(parts, self.sharding.along(axis), strict=True):
+            first.append(len(pending))
+            for rank in ranks:
+                call = self._workers[rank].__ray_call__
+                if num_held:
+                    call = call.options(num_returns=1 + num_held)
+                answer = call.remote(shared, *part)
+                pending.append(answer[0] if num_held else answer)
+                if rank == ranks[0]:
+                    held.append(answer[1:] if num_held else [])
+        answers = self.finish(pending, timeout_seconds)
+        found = [answers[number] for number in first]
+        if not num_held:
+            return found
+        return [[value, *blocks] for value, blocks in zip(found, held, strict=True)]
+
+    def start_single_worker(
+        self, method: str, *args: Any, rank: int = 0, num_held: int = 0, **kwargs: Any
+    ) -> Any:
         """Calls one worker without waiting.
 
         Returns:
             A reference for `finish`; another group's method takes it as an argument, so that large
-            values never pass through this process.
+            values never pass through this process. With `num_held`, a list of it and of references
+            to so many values that stay where they are made.
         """
-        return getattr(self._workers[rank], method).remote(*args, **kwargs)
+        call = getattr(self._workers[rank], method)
+        if num_held:
+            call = call.options(num_returns=1 + num_held)
+        return call.remote(*args, **kwargs)
 
     def finish(self, pending: Sequence[Any], timeout_seconds: float | None = None) -> list[Any]:
         """Waits for the values that references stand for, in their order.
@@ -268,6 +324,12 @@ def _with_records(error: Exception, records: Sequence[str]) -> Exception:
     for note in getattr(error, "__notes__", ()):
         found.add_note(note)
     return found
+
+
+def _on_part(
+    function: Callable[..., Any], options: Mapping[str, Any], worker: Any, whole: Any, place: int
+) -> Any:
+    return function(worker, whole[place], **options)
 
 
 def _item(value: Any, place: tuple[int, ...]) -> Any:

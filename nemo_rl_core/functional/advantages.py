@@ -184,7 +184,10 @@ class _Groups:
     @classmethod
     def of(cls, rewards: Tensor, group_ids: Tensor) -> "_Groups":
         assert rewards.shape == group_ids.shape, "one group id a reward"
-        ids, index = torch.unique(group_ids, return_inverse=True)
+        # Groups mostly lie one behind the other, where nothing has to be sorted.
+        is_sorted = bool((group_ids[1:] >= group_ids[:-1]).all())
+        unique = torch.unique_consecutive if is_sorted else torch.unique
+        ids, index = unique(group_ids, return_inverse=True)
         num_groups = ids.numel()
         sizes = _sum_by_group(torch.ones_like(rewards), index, num_groups)
         lowest, highest = (

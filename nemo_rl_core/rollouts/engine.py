@@ -88,14 +88,18 @@ def answers_to(
 
 def as_batch(requests: Sequence[CompletionRequest]) -> BatchedDataDict:
     """At least one request as `GenerationInterface.generate` takes them."""
-    lengths = torch.tensor([len(request.token_ids) for request in requests])
+    # Samples of a prompt share its tuple, which is read once.
+    rows = {id(request.token_ids): request.token_ids for request in requests}
+    numbers = dict(zip(rows, range(len(rows)), strict=True))
+    row = torch.tensor([numbers[id(request.token_ids)] for request in requests])
+    lengths = torch.tensor(list(map(len, rows.values())))
     is_token = torch.arange(int(lengths.max())) < lengths[:, None]
     input_ids = torch.zeros(is_token.shape, dtype=torch.long)
-    input_ids[is_token] = flat_tensor((request.token_ids for request in requests), np.int64)
+    input_ids[is_token] = flat_tensor(rows.values(), np.int64)
     batch = BatchedDataDict(
         {
-            "input_ids": input_ids,
-            "input_lengths": lengths,
+            "input_ids": input_ids[row],
+            "input_lengths": lengths[row],
             "seeds": torch.tensor([request.seed for request in requests]),
         }
     )
@@ -294,15 +298,21 @@ class SingleTurnRollouts(RolloutEngine[SingleTurnEpisode]):
         num_generations_per_prompt: int,
         step: int,
         first_place: int = 0,
+        discards_weights: bool = False,
     ) -> HeldRollouts:
-        """As `run`, of rollouts whose completions stay where they are made."""
+        """As `run`, of rollouts whose completions stay where they are made.
+
+        Engines are awake only for as long as it takes; see `Generation.generate_held`.
+        """
         count, size = len(prompts), num_generations_per_prompt
         places = range(first_place, first_place + count)
         first_seeds = np.array([request_seed(self._seed, step, place, 0) for place in places])
         prompt, sample = np.divmod(np.arange(count * size), size)
         ids = [each.token_ids for each in prompts]
         generation = cast("Generation", self._generation)
-        completions = generation.generate_held(ids, prompt, first_seeds[prompt] + sample)
+        completions = generation.generate_held(
+            ids, prompt, first_seeds[prompt] + sample, discards_weights=discards_weights
+        )
         return HeldRollouts(
             HeldSource(completions),
             np.arange(count * size),

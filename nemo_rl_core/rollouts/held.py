@@ -5,8 +5,9 @@ of `Rollout`s they can be read one by one; texts and tokens are fetched when the
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, overload
 
 import numpy as np
@@ -53,6 +54,11 @@ class HeldSource:
         first = 0 if name == "input_ids" else 1  # of the first token nothing is predicted
         return tuple(self.tokens[name][place, start - first : end - first].tolist())
 
+    def of_prompt(self, place: int) -> tuple[int, ...]:
+        """The tokens before a completion."""
+        lengths = self.completions.input_lengths[place] - self.completions.completion_lengths[place]
+        return tuple(self.tokens["input_ids"][place, : int(lengths)].tolist())
+
     @classmethod
     def joined(cls, parts: "Sequence[HeldSource]") -> "HeldSource":
         """The completions of one after the other."""
@@ -80,7 +86,7 @@ class HeldCompletion(Completion):
         set_here(self, "_source", source)
         set_here(self, "_place", place)
         set_here(self, "truncated", bool(source.completions.truncated[place]))
-        for name, value in (("generated", ()), ("weight_versions", ()), ("num_unread_tokens", 0)):
+        for name, value in (("generated", ()), ("num_unread_tokens", 0)):
             set_here(self, name, value)
 
     @property
@@ -93,9 +99,18 @@ class HeldCompletion(Completion):
         """`[L]`, in nats."""
         return self._source.of_tokens(self._place, "generation_logprobs")
 
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """`[L]` of a streaming engine, else none."""
+        if "weight_versions" not in self._source.tokens:
+            return ()
+        return self._source.of_tokens(self._place, "weight_versions")
+
     def read(self) -> Completion:
         """The same without a reference to anything elsewhere."""
-        return Completion(self.token_ids, self.logprobs, self.truncated)
+        return Completion(
+            self.token_ids, self.logprobs, self.truncated, weight_versions=self.weight_versions
+        )
 
     def __eq__(self, other: object) -> bool:
         other = other.read() if isinstance(other, HeldCompletion) else other
@@ -106,7 +121,46 @@ class HeldCompletion(Completion):
 
     def __reduce__(self) -> Any:
         found = self.read()
-        return Completion, (found.token_ids, found.logprobs, found.truncated)
+        values = (found.token_ids, found.logprobs, found.truncated, (), found.weight_versions)
+        return Completion, values
+
+
+@dataclass(frozen=True, eq=False)
+class SentPrompts(Sequence[Prompt]):
+    """Prompts as another process gets them: their tokens lie in blocks, before the completions.
+
+    Attributes:
+        source: Of completions.
+        place: `[P]`: which of the source's completes each.
+        texts: By the name of the field, `P` values of all fields but the tokens.
+    """
+
+    source: HeldSource
+    place: Indices
+    texts: dict[str, list[str]]
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        return self._prompts[index]
+
+    @cached_property
+    def _prompts(self) -> list[Prompt]:
+        return [
+            Prompt(
+                token_ids=self.source.of_prompt(place),
+                **{name: values[number] for name, values in self.texts.items()},
+            )
+            for number, place in enumerate(self.place.tolist())
+        ]
+
+
+_TEXTS_OF_PROMPTS = tuple(each.name for each in fields(Prompt) if each.name != "token_ids")
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,13 +181,25 @@ class HeldRollouts(Sequence[Rollout]):
 
     source: HeldSource
     place: Indices
-    prompts: tuple[Prompt, ...]
+    prompts: Sequence[Prompt]
     prompt: Indices
     group: Indices
     sample: Indices
     rewards: "np.ndarray[Any, np.dtype[np.float64]] | None" = None
     errors: dict[int, str] | None = None
     components: tuple[tuple[float, ...], ...] = ()
+
+    def __reduce__(self) -> Any:
+        place = np.full(len(self.prompts), -1)
+        place[self.prompt[::-1]] = self.place[::-1]  # of each prompt's first rollout
+        used = np.flatnonzero(place >= 0).tolist()
+        own = [self.prompts[number] for number in used]
+        texts = {name: list(map(attrgetter(name), own)) for name in _TEXTS_OF_PROMPTS}
+        columns = {each.name: getattr(self, each.name) for each in fields(self)} | {
+            "prompts": SentPrompts(self.source, place[used], texts),
+            "prompt": (np.cumsum(place >= 0) - 1)[self.prompt],
+        }
+        return HeldRollouts, tuple(columns.values())
 
     def __len__(self) -> int:
         return len(self.place)
@@ -199,15 +265,37 @@ class HeldRollouts(Sequence[Rollout]):
         """Those without an error."""
         return self.select(np.flatnonzero(self.is_valid)) if self.errors else self
 
+    def with_scored(self, scored: "HeldRollouts") -> "HeldRollouts":
+        """All, with the outcomes of the valid ones.
+
+        Args:
+            scored: What has become of `valid()`.
+        """
+        if not self.errors:
+            return scored
+        assert scored.rewards is not None
+        rows = np.flatnonzero(self.is_valid)
+        rewards = np.full(len(self), np.nan)
+        rewards[rows] = scored.rewards
+        errors = self.errors | {int(rows[row]): each for row, each in (scored.errors or {}).items()}
+        components: list[tuple[float, ...]] = [()] * len(self)
+        for row, each in zip(rows.tolist(), scored.components, strict=False):
+            components[row] = each
+        found = self.with_rewards(rewards, errors)
+        return replace(found, components=tuple(components) if scored.components else ())
+
     def with_outcomes(self, outcomes: Sequence[float | RewardError]) -> "HeldRollouts":
         """The same with a reward, or an error, each."""
-        errors = {
-            row: each.in_one_line
-            for row, each in enumerate(outcomes)
-            if isinstance(each, RewardError)
-        }
-        numbers = [np.nan if row in errors else each for row, each in enumerate(outcomes)]
-        return self.with_rewards(np.array(numbers if errors else outcomes, np.float64), errors)
+        numbers: Sequence[Any] = outcomes
+        errors: dict[int, str] = {}
+        if any(issubclass(kind, RewardError) for kind in set(map(type, outcomes))):
+            errors = {
+                row: each.in_one_line
+                for row, each in enumerate(outcomes)
+                if isinstance(each, RewardError)
+            }
+            numbers = [np.nan if row in errors else each for row, each in enumerate(outcomes)]
+        return self.with_rewards(np.array(numbers, np.float64), errors)
 
     def with_scores(self, scored: Iterable[Rollout]) -> "HeldRollouts":
         """The same with the rewards, components and errors of rollouts in the same order."""

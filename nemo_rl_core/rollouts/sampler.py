@@ -194,10 +194,11 @@ class Sampler(AbstractContextManager["Sampler"]):
 
     def _scored(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """The rollouts in their places; those that have not failed before are scored."""
-        if isinstance(rollouts, HeldRollouts):  # just made: none has failed
+        if isinstance(rollouts, HeldRollouts):
+            held = rollouts.valid()
             if isinstance(self._scorer, RolloutScorer):
-                return rollouts.with_scores(self._scorer.score_rollouts(rollouts))
-            return rollouts.with_outcomes(self._scorer.score(rollouts))
+                return rollouts.with_scored(held.with_scores(self._scorer.score_rollouts(held)))
+            return rollouts.with_scored(held.with_outcomes(self._scorer.score(held)))
         valid = [each for each in rollouts if each.error is None]
         scored = iter(score_rollouts(self._scorer, valid))
         return [next(scored) if each.error is None else each for each in rollouts]

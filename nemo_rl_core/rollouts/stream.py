@@ -11,15 +11,20 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import TypeVar
+
+import numpy as np
 
 from nemo_rl_core.environments.interfaces import EnvironmentInterface
 from nemo_rl_core.environments.multi_turn.replies import checked_replies
 from nemo_rl_core.errors import WorkerLostError
-from nemo_rl_core.models.generation.streaming import StreamingGeneration
+from nemo_rl_core.models.generation.streaming import KeptCompletion, StreamingGeneration
+from nemo_rl_core.models.generation.where_made import HeldCompletions, without_tokens
 from nemo_rl_core.rollouts.engine import CompletionResult, Episode, RolloutPlace, as_batch
 from nemo_rl_core.rollouts.episode import MultiTurnEpisode
+from nemo_rl_core.rollouts.held import HeldRollouts, HeldSource
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
@@ -44,6 +49,7 @@ class _PendingRollout:
         episode: The turns so far.
         num_attempts: How often it was submitted from its first token.
         failure: Why it has no rollout.
+        kept: Its completion, with the name under which an engine keeps it.
     """
 
     prompt: Prompt
@@ -51,10 +57,11 @@ class _PendingRollout:
     episode: Episode
     num_attempts: int = 1
     failure: str | None = None
+    kept: tuple[int, KeptCompletion] | None = None
 
     @property
     def is_over(self) -> bool:
-        return self.failure is not None or self.episode.is_over
+        return self.failure is not None or self.kept is not None or self.episode.is_over
 
     def rollout(self) -> Rollout:
         if self.failure is None:
@@ -82,6 +89,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         seed: The run's.
         timeout_seconds: How long `take` waits before missing rollouts are sampled once more, and
             again before they fail; None waits for ever.
+        holds: Whether completions stay where they are made; of single-turn episodes.
     """
 
     def __init__(
@@ -92,8 +100,11 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         *,
         seed: int,
         timeout_seconds: float | None = None,
+        holds: bool = False,
     ) -> None:
-        self._generation = generation
+        assert not (holds and environment is not None), "an environment reads completions"
+        self._generation, self._holds = generation, holds
+        generation.keeps_completions = holds
         self._new_episode = episode
         self._environment = environment
         self._seed = seed
@@ -138,7 +149,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             self._submit(self._steps[step], may_restart=True)
             self._lock.notify_all()
 
-    def take(self, step: int) -> list[Rollout]:
+    def take(self, step: int) -> Sequence[Rollout]:
         """Waits for a step's rollouts, while those of later steps go on.
 
         Returns:
@@ -149,12 +160,28 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 anything.
         """
         with self._lock:
-            wanted = self._steps.pop(step)
+            self._resubmit_after_restart(may_restart=True)  # of what a lost engine has kept, too
+            wanted = self._steps[step]
             try:
                 self._wait_for(wanted)
+                if self._holds:
+                    return self._handed_over(wanted)
+                return [each.rollout() for each in wanted]
             finally:
                 self._deadline = None
-            return [each.rollout() for each in wanted]
+                del self._steps[step]
+
+    def _handed_over(self, wanted: Sequence[_PendingRollout]) -> HeldRollouts:
+        """The rollouts of a step, all of which have ended, by reference to their completions."""
+        completions = None
+        while completions is None:
+            kept = dict(each.kept for each in wanted if each.kept is not None)
+            completions = self._call_engine(
+                partial(self._generation.hand_over, kept), may_restart=True
+            )
+            if completions is None:  # an engine was lost with what it kept
+                self._wait_for(wanted)
+        return _held_rollouts(wanted, completions)
 
     def _wait_for(self, wanted: Sequence[_PendingRollout]) -> None:
         self._deadline = self._new_deadline()
@@ -241,11 +268,14 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             if pending is None:
                 continue  # given up, and finished in the same moment
             self._num_restarts_in_a_row = 0
-            pending.episode.add_completion(
-                CompletionResult(
-                    made.token_ids, made.logprobs, made.truncated, made.weight_versions
+            if isinstance(made, KeptCompletion):
+                pending.kept = name, made
+            else:
+                pending.episode.add_completion(
+                    CompletionResult(
+                        made.token_ids, made.logprobs, made.truncated, made.weight_versions
+                    )
                 )
-            )
             completed.append(pending)
         return completed
 
@@ -304,7 +334,10 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             self._num_restarts, self._is_engine_lost = self._generation.num_restarts, False
             unanswered = list(self._in_flight.values())
             self._in_flight.clear()
-            self._submit(unanswered, may_restart=may_restart)
+            kept = [each for step in self._steps.values() for each in step if each.kept is not None]
+            for each in kept:
+                each.kept = None
+            self._submit([*unanswered, *kept], may_restart=may_restart)
 
     def _retry(self, missing: Sequence[_PendingRollout]) -> None:
         """Samples rollouts again from their first token, or fails those of the second attempt."""
@@ -326,6 +359,35 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         return time.monotonic() + (self._timeout_seconds or _FOREVER)
 
 
+def _held_rollouts(wanted: Sequence[_PendingRollout], completions: HeldCompletions) -> HeldRollouts:
+    """The rollouts of a step.
+
+    Args:
+        wanted: `B`, by group and sample.
+        completions: Of those that have not failed, in their order.
+    """
+    has_failed = np.array([each.failure is not None for each in wanted])
+    failed = [wanted[row] for row in np.flatnonzero(has_failed).tolist()]
+    source = HeldSource(completions)
+    if failed:
+        nothing = without_tokens([each.prompt.token_ids for each in failed])
+        source = HeldSource.joined([source, HeldSource(nothing)])
+    place = np.empty(len(wanted), np.int64)
+    place[~has_failed] = np.arange(len(wanted) - len(failed))
+    place[has_failed] = np.arange(len(wanted) - len(failed), len(wanted))
+    prompts = {each.place.group: each.prompt for each in wanted}
+    group = np.array([each.place.group for each in wanted])
+    return HeldRollouts(
+        source,
+        place,
+        tuple(prompts.values()),
+        np.unique(group, return_inverse=True)[1],
+        group,
+        np.array([each.place.sample for each in wanted]),
+        errors={row: str(wanted[row].failure) for row in np.flatnonzero(has_failed).tolist()},
+    )
+
+
 class StreamingSampler(Sampler):
     """A `Sampler` whose engine goes on generating between calls."""
 
@@ -333,8 +395,13 @@ class StreamingSampler(Sampler):
     generation: StreamingGeneration
     _stream: RolloutStream | None = None
 
-    def stream(self, *, seed: int, timeout_seconds: float | None = None) -> RolloutStream:
-        """Rollouts of steps to come, as `RolloutStream` has it; there is one at a time."""
+    def stream(
+        self, *, seed: int, timeout_seconds: float | None = None, holds: bool = False
+    ) -> RolloutStream:
+        """Rollouts of steps to come, as `RolloutStream` has it; there is one at a time.
+
+        Where an environment answers, none is held.
+        """
         self._close_stream()
         self._stream = RolloutStream(
             self.generation,
@@ -342,6 +409,7 @@ class StreamingSampler(Sampler):
             self.environment,
             seed=seed,
             timeout_seconds=timeout_seconds,
+            holds=holds and self.environment is None,
         )
         return self._stream
 

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Phase = Literal["training", "scoring", "generation"]
 """Forward and backward; one forward pass; forward token by token."""
@@ -48,7 +51,9 @@ class ModelFlops:
         """
         return self.num_multiplied / (2.0 * self.num_layers * self.attention_width)
 
-    def flops(self, phase: Phase, lengths: Sequence[int]) -> float:
+    def flops(
+        self, phase: Phase, lengths: "Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]"
+    ) -> float:
         """FLOPs of complete causal sequences of these lengths, prompts included."""
         import numpy as np
 

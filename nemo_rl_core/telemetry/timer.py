@@ -34,6 +34,20 @@ class Timer:
             elapsed = time.perf_counter() - start
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
 
+    def divide(self, phase: str, part: str, seconds: float) -> None:
+        """Counts so many seconds of a phase as those of another one.
+
+        Example:
+            >>> timer = Timer()
+            >>> with timer.phase("train"):
+            ...     pass
+            >>> timer.divide("train", "logprobs", 0.0)
+            >>> list(timer.take())
+            ['train_seconds', 'logprobs_seconds']
+        """
+        for name, change in ((phase, -seconds), (part, seconds)):
+            self._seconds[name] = self._seconds.get(name, 0.0) + change
+
     def take(self) -> dict[str, float]:
         """Returns `{"<phase>_seconds": seconds}` in order of first use, and resets the timer."""
         taken = {f"{name}_seconds": seconds for name, seconds in self._seconds.items()}

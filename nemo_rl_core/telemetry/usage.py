@@ -11,10 +11,13 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_rl_core.telemetry.gpu_use import GpuUse
 from nemo_rl_core.telemetry.model_flops import ModelFlops, Phase
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass
@@ -49,7 +52,11 @@ _seen: dict[str, float] = {}
 
 
 def count(
-    phase: Phase, shape: ModelFlops, lengths: Sequence[int], *, num_generated: int = 0
+    phase: Phase,
+    shape: ModelFlops,
+    lengths: "Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]",
+    *,
+    num_generated: int = 0,
 ) -> None:
     """Counts work on complete sequences.
 
@@ -59,10 +66,12 @@ def count(
         lengths: Tokens of each sequence, prompt and completion.
         num_generated: Number of sampled tokens.
     """
+    import numpy as np
+
     with _lock:
         _total.flops += shape.flops(phase, lengths)
         _total.generated_tokens += num_generated
-        _total.trained_tokens += sum(lengths) if phase == "training" else 0
+        _total.trained_tokens += int(np.sum(lengths)) if phase == "training" else 0
 
 
 def saw_gpu(gpu: GpuUse) -> None:

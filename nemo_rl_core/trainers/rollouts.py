@@ -3,10 +3,10 @@
 They sample, score and record rollouts, and take several optimizer steps on those of one step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import ClassVar, Generic, TypeVar, cast
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.own import OwnPolicy
 from nemo_rl_core.rollouts.batch import refuse_too_many_failures, valid_rollouts
-from nemo_rl_core.rollouts.engine import RolloutEngine, SingleTurnRollouts
+from nemo_rl_core.rollouts.engine import SingleTurnRollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.sampler import Sampler, mean_metrics
 from nemo_rl_core.trainers.base import BaseTrainer
@@ -151,21 +151,26 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             return self._recorded()
         with self.timer.phase("sync"):
             self._update_weights(self.sampler, last_step=self.step - 1)
-        with self.timer.phase("rollout"), self._awake(self.sampler):
-            rollouts = self._run(self.sampler.engine, prompts, first_place)
+        with self.timer.phase("rollout"):
+            rollouts = self._run(self.sampler, prompts, first_place)
         return self._scored(self.sampler, rollouts)
 
-    def _run(
-        self, engine: RolloutEngine[Any], prompts: list[Prompt], first_place: int
-    ) -> Sequence[Rollout]:
+    def _run(self, sampler: Sampler, prompts: list[Prompt], first_place: int) -> Sequence[Rollout]:
         """The engine's rollouts, with their tokens here or where they are made."""
-        size = samples_per_step(self.config).num_generations_per_prompt
-        run: Callable[..., Sequence[Rollout]] = engine.run
+        engine, size = sampler.engine, samples_per_step(self.config).num_generations_per_prompt
         if self._holds_rollouts and isinstance(engine, SingleTurnRollouts) and engine.holds:
-            run = engine.run_held
-        return run(
-            prompts, num_generations_per_prompt=size, step=self.step, first_place=first_place
-        )
+            self._release_policy()
+            return engine.run_held(
+                prompts,
+                num_generations_per_prompt=size,
+                step=self.step,
+                first_place=first_place,
+                discards_weights=self._discards_weights,
+            )
+        with self._awake(sampler):
+            return engine.run(
+                prompts, num_generations_per_prompt=size, step=self.step, first_place=first_place
+            )
 
     @property
     def _holds_rollouts(self) -> bool:
@@ -202,15 +207,23 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
 
         After the update of weights, which wakes the engine as well: they have a place then.
         """
-        if isinstance(self.policy, Policy) and self.policy.offloads_weights:
-            self.policy.release_memory()  # a proof may have called the weights back
+        self._release_policy()
         sampler.generation.prepare_for_generation()
         yield
         self._finish_generation(sampler)
 
+    def _release_policy(self) -> None:
+        """Before an engine generates: a proof may have called the policy's weights back."""
+        if isinstance(self.policy, Policy) and self.policy.offloads_weights:
+            self.policy.release_memory()
+
     def _finish_generation(self, sampler: Sampler) -> None:
+        sampler.generation.finish_generation(discards_weights=self._discards_weights)
+
+    @property
+    def _discards_weights(self) -> bool:
         """Every use of an engine begins with new weights; the user's own may have other uses."""
-        sampler.generation.finish_generation(discards_weights=self._own.engine is None)
+        return self._own.engine is None
 
     def _recorded(self) -> list[Rollout]:
         assert self._replayed is not None

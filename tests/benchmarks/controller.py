@@ -24,7 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_rl_core.algorithms import GRPOTrainer
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.packing.deal import deal_rows
+from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.models.policy import where_held
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.telemetry.timer import peak_memory_gib
@@ -48,6 +53,7 @@ class Step:
     peak_gib: float
     num_bytes: int
     num_calls: int
+    num_stored: int
 
 
 class _Trainer(GRPOTrainer):
@@ -58,7 +64,7 @@ class _Trainer(GRPOTrainer):
         session: Any = self.session
 
         def start(write: Callable[[], None]) -> Callable[[], object]:
-            session.elsewhere.give(write)
+            session.elsewhere.call(write)
             return int
 
         self.records = RolloutRecords(spec.work / "rollouts", start, most_tokens_here=0)
@@ -78,14 +84,14 @@ class _Measured(Callback):
         Path("/proc/self/clear_refs").write_text("5")
         self._held = peak_memory_gib()
         spent = self._session.elsewhere
-        spent.num_bytes = spent.num_calls = 0
+        spent.num_bytes = spent.num_calls = spent.num_stored = 0
         self._before = time.process_time() - spent.seconds
 
     def on_step_end(self, trainer: RunningTrainer, step: int, metrics: Metrics) -> None:
         spent = self._session.elsewhere
         seconds = time.process_time() - spent.seconds - self._before
-        found = Step(seconds, peak_memory_gib() - self._held, spent.num_bytes, spent.num_calls)
-        self.steps.append(found)
+        held = peak_memory_gib() - self._held
+        self.steps.append(Step(seconds, held, spent.num_bytes, spent.num_calls, spent.num_stored))
 
 
 def steps(
@@ -123,36 +129,48 @@ def steps(
 
 
 class _Rank:
-    def __call__(self, batch: Any) -> tuple[None, dict[str, Any]]:
-        return None, {"logprobs": np.zeros((SEQUENCES_A_RANK[-1], 1024), np.float32)}
-
-    call = __call__
+    def nothing(self) -> None:
+        """A call that carries nothing."""
 
 
-def ray_microseconds(num_ranks: int = 4, num_calls: int = 500, num_references: int = 9) -> float:
-    """CPU time of this process for a call of a rank, of all its threads.
+def _keep(_: Any, batch: Any, **__: Any) -> tuple[None, dict[str, Any]]:
+    return None, {"logprobs": np.zeros((len(batch["input_lengths"]), 1024), np.float32)}
 
-    The arguments are 64 rows of `num_references` blocks; the answer is a value, and a block that
-    stays with the rank.
+
+def ray_microseconds(num_ranks: int = 8, num_rounds: int = 60) -> dict[str, float]:
+    """CPU time of this process for a call of a rank, of all its threads, when Ray carries it.
+
+    A rank has 64 rows of all ranks' blocks; it returns a value, and a block that stays with it.
     """
     import ray
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    ranks = [ray.remote(num_cpus=0)(_Rank).remote() for _ in range(num_ranks)]
-    blocks: list[Any] = [None] * num_references
-    for _ in range(2):  # the first round starts the ranks
-        before = time.process_time()
-        for _ in range(num_calls // num_ranks):
-            given = []
-            for rank in ranks:
-                rows = np.arange(64)
-                argument = ray.put((tuple(blocks), rows % num_references, rows))
-                given.append(rank.call.options(num_returns=2).remote(argument))
-            ray.get([first for first, _ in given])
-            blocks = [given[place % num_ranks][1] for place in range(num_references)]
-        seconds = time.process_time() - before
+    ray.init(num_cpus=num_ranks, include_dashboard=False, log_to_driver=False)
+    found: dict[str, float] = {}
+    with RayVirtualCluster([num_ranks], use_gpus=False, num_cpus_per_bundle=0.1) as cluster:
+        workers = RayWorkerGroup(cluster, _Rank)
+        size = SEQUENCES_A_RANK[-1] * num_ranks
+        batch = BatchedDataDict({"input_lengths": torch.arange(size) % 97 + 2})
+
+        def with_rows() -> None:
+            dealt = deal_rows(batch, num_ranks=num_ranks)
+            answers = workers.run_all_workers_on_parts(
+                _keep, dealt.parts, axis="data_parallel", common_kwargs={"loss": None}, num_held=1
+            )
+            batch.update(where_held.joined([each for _, each in answers], dealt, ["logprobs"]))
+
+        calls: dict[str, Callable[[], object]] = {
+            "with rows and a block that is kept": with_rows,
+            "with nothing": lambda: workers.run_all_workers_single_data("nothing"),
+        }
+        for name, call in calls.items():
+            call()  # the first one starts the ranks
+            before = time.process_time()
+            for _ in range(num_rounds):
+                call()
+            found[name] = 1e6 * (time.process_time() - before) / (num_rounds * num_ranks)
+        workers.shutdown()
     ray.shutdown()
-    return 1e6 * seconds / num_calls
+    return found
 
 
 def main() -> None:
@@ -162,8 +180,10 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true")
     asked = parser.parse_args()
     if asked.ray:
-        found = sorted(ray_microseconds() for _ in range(3))
-        Console().print(f"{found[1]:.0f} µs a call ({found[0]:.0f} to {found[2]:.0f})")
+        rounds = [ray_microseconds() for _ in range(3)]
+        for name in rounds[0]:
+            low, middle, high = sorted(each[name] for each in rounds)
+            Console().print(f"a call {name}: {middle:.0f} µs ({low:.0f} to {high:.0f})")
         return
     table = Table("ranks", "sequences", "tokens each", "CPU ms a step", "ms a 1,000", "MiB", "sent")
     with tempfile.TemporaryDirectory() as scratch:
@@ -180,7 +200,8 @@ def main() -> None:
                         f"{statistics.median(times):.1f} ({times[0]:.1f} to {times[-1]:.1f})",
                         f"{1e3 * statistics.median(times) / sequences:.2f}",
                         f"{1024 * max(step.peak_gib for step in found):.0f}",
-                        f"{found[0].num_bytes / 2**20:.1f} MiB in {found[0].num_calls:,} calls",
+                        f"{found[0].num_bytes / 2**20:.1f} MiB, {found[0].num_calls:,} calls, "
+                        f"{found[0].num_stored:,} stored",
                     )
     Console(width=120).print(table)
 

@@ -2,7 +2,8 @@
 
 What ranks would do is done here in no time that counts: `elsewhere` collects the seconds of this
 process that are not the controller's. What the controller does for Ray counts, as far as it can
-without Ray: the arguments of every rank are pickled. Calls and references themselves are Ray's.
+without Ray: what is stored and the arguments of every call are pickled, and answers are read from
+pickles. Calls and references themselves are Ray's.
 """
 
 import pickle
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.environments.interfaces import Scorer
@@ -27,7 +27,8 @@ class Elsewhere:
     """The CPU seconds of this process that stand for others' work, and bytes given to them."""
 
     def __init__(self) -> None:
-        self.seconds, self.num_bytes, self.num_calls = 0.0, 0, 0
+        self.seconds = 0.0
+        self.num_bytes = self.num_calls = self.num_stored = 0
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -36,8 +37,13 @@ class Elsewhere:
         yield
         self.seconds += time.process_time() - before
 
-    def give(self, arguments: Any) -> None:
-        """Pickles what Ray would pickle; it counts as the controller's."""
+    def store(self, value: Any) -> None:
+        """Pickles what Ray would pickle once, into its store; it counts as the controller's."""
+        self.num_bytes += len(pickle.dumps(value, protocol=5))
+        self.num_stored += 1
+
+    def call(self, arguments: Any) -> None:
+        """Pickles what Ray would pickle for a call of a rank; it counts as the controller's."""
         self.num_bytes += len(pickle.dumps(arguments, protocol=5))
         self.num_calls += 1
 
@@ -90,6 +96,7 @@ class FakeWorkers:
         self, sharding: NamedSharding, elsewhere: Elsewhere, new_tokens: tuple[int, int]
     ) -> None:
         self.world_size, self._elsewhere = sharding.world_size, elsewhere
+        self._sharding = sharding
         self._new_tokens = new_tokens
         self._drawn = np.random.default_rng(0)
 
@@ -101,35 +108,43 @@ class FakeWorkers:
 
     def run_all_workers_single_data(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         for _ in range(self.world_size):
-            self._elsewhere.give((method, args, kwargs))
+            self._elsewhere.call((method, args, kwargs))
         if method == "optimizer_step":
             return [{"grad_norm": 0.0, "learning_rate": 0.0}] * self.world_size
         return [0.0 if method == "peak_memory_gib" else None] * self.world_size
 
-    def run_all_workers_sharded_data(
+    def run_all_workers_on_parts(
         self,
-        method: str,
+        function: Callable[..., Any],
+        wholes: Sequence[Sequence[Any]],
         *,
+        axis: str,
         common_kwargs: Mapping[str, Any],
-        batch: Sequence[Any],
         **_: Any,
     ) -> list[Any]:
-        assert method == "__ray_call__", "rows that are not held"
-        for rank in range(self.world_size):
-            self._elsewhere.give((method, batch[rank], common_kwargs))
+        self._elsewhere.store((function, common_kwargs))
+        parts = []
+        for whole in wholes:
+            self._elsewhere.store(whole)
+            parts += [(Unread(), place) for place in range(len(whole))]
+        called = zip(parts, self._sharding.along(axis), strict=True)
+        for part, _ranks in called:
+            self._elsewhere.call((Unread(), *part))
         with self._elsewhere.work():
-            return [self._answer(common_kwargs["fn"], batch[rank]) for rank in range(len(batch))]
+            answers = [self._answer(function, part) for whole in wholes for part in whole]
+            sent = [pickle.dumps(answer) for answer in answers]
+        return [pickle.loads(answer) for answer in sent]  # noqa: S301
 
     def _answer(self, function: Callable[..., Any], batch: Any) -> Any:
         if function is where_made.generate:
             return self._completions(batch)
-        if function is where_held.compute:
-            return None, Unread()
-        if function is where_held.evaluate:
-            sums = {name: torch.zeros(()) for name in ("num_off", "error", "kl", "ratio")}
-            return sums | {name: torch.ones(()) for name in ("num_tokens", "num_trained")}
         metrics = {"loss": 0.0, "num_valid_tokens": 1.0, "grad_norm": 0.0, "learning_rate": 0.0}
-        return (metrics, Unread()) if function is where_held.forward_backward else metrics
+        if function is where_held.train_step:
+            return metrics
+        assert function is where_held.compute_together, "rows that are not held"
+        sums = dict.fromkeys(("num_off", "error", "kl", "ratio"), 0.0)
+        figures = sums | dict.fromkeys(("num_tokens", "num_trained"), 1)
+        return where_held.HeldAnswer(metrics, figures, 0.0), Unread()
 
     def _completions(self, batch: Mapping[str, Any]) -> Any:
         starts = np.array(list(map(len, batch["prompts"])))[batch["prompt"]]

@@ -320,6 +320,21 @@ def test_without_staleness_the_weights_are_those_of_training_by_turns(
     assert_equal_weights(in_step.folder, by_turns.folder)
 
 
+def test_tokens_that_stay_and_tokens_that_are_brought_give_the_same_bits(
+    session: ClusterSession, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = fitted(AsyncGRPOTrainer, tiny_model, max_staleness=0)
+    monkeypatch.setattr(AsyncGRPOTrainer, "_holds_rollouts", property(lambda _: False))
+    brought = fitted(AsyncGRPOTrainer, tiny_model, max_staleness=0)
+    assert_equal_weights(held.folder, brought.folder)
+    assert held.metrics == brought.metrics
+    for step in range(1, 5):
+        ours, theirs = (
+            RolloutRecords(result.folder / "rollouts").load(step) for result in (held, brought)
+        )
+        assert ours == theirs
+
+
 def test_samples_are_as_old_as_allowed_and_no_older(ahead: TrainResult) -> None:
     records = RolloutRecords(ahead.folder / "rollouts")
     ages = {}
@@ -351,6 +366,9 @@ def test_a_replay_gives_the_weights_that_time_has_made(ahead: TrainResult, tmp_p
     seen = replayed(ahead, tmp_path / "work", asynchronous={"max_staleness": 2}, **SETTINGS)
     assert_equal_weights(tmp_path / "work", ahead.folder)
     assert all(0 <= each["staleness"] <= each["staleness_max"] <= 2 for each in seen)
+    # The replay reads all tokens here; while they were trained on, ranks read their own.
+    for ours, theirs in zip(seen, ahead.metrics, strict=True):
+        assert ours.items() <= theirs.items()
 
 
 class Busy(Callback):

@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 
+from nemo_rl_core.distributed.held_rows import BlockParts, HeldRows, read_blocks
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.process_group import join_process_group, rank, world_size
 from nemo_rl_core.distributed.session import ClusterSession
@@ -66,6 +69,33 @@ def test_ranks_meet(ranks: RayWorkerGroup) -> None:
         "sum_of", in_sharded_axes=GRID.names, value=[[1.0, 2.0], [3.0, 4.0]]
     )
     assert totals == [10.0] * 4
+
+
+def kept_total(worker: Rank, rows: Any, *, times: int) -> tuple[tuple[int, int], Any]:
+    return worker.total(rows["x"].tolist(), times=times), rows
+
+
+@pytest.mark.parametrize("axis", ["data_parallel", "tensor_parallel"])
+@pytest.mark.parametrize("ends", [[[2, 5]], [[2], [3]]])
+def test_neighbours_read_their_parts_of_what_is_stored_once(
+    ranks: RayWorkerGroup, axis: str, ends: list[list[int]]
+) -> None:
+    """Rows of a block elsewhere; the other ranks at a coordinate read the same part."""
+    import ray
+
+    rows = HeldRows.of_blocks([ray.put({"x": np.arange(1, 6)})], [5])
+    starts = [0, 2]
+    wholes = [
+        BlockParts({"x": np.arange(1, 6)[start:], "held": rows[start:]}, np.array(inner))
+        for start, inner in zip(starts, ends, strict=False)
+    ]
+    answers = ranks.run_all_workers_on_parts(
+        kept_total, wholes, axis=axis, common_kwargs={"times": 10}, num_held=1
+    )
+    second = 2 if axis == "data_parallel" else 1
+    assert [first for first, _ in answers] == [(0, 30), (second, 120)]
+    kept = [block["held"].fetched()["x"].tolist() for block in read_blocks([b for _, b in answers])]
+    assert kept == [[1, 2], [3, 4, 5]]
 
 
 def test_shards_go_where_their_axis_says(ranks: RayWorkerGroup) -> None:

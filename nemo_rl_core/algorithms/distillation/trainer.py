@@ -59,6 +59,10 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
         if isinstance(sampler.generation, Generation):
             sampler.generation.prove(cast("Policy", self.policy))
 
+    @property
+    def _holds_rollouts(self) -> bool:
+        return isinstance(self.policy, Policy)
+
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts = self._roll_out(batch)
         data = rollout_batch(valid_rollouts(rollouts))

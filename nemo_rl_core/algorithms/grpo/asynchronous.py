@@ -1,8 +1,9 @@
 """GRPO with an engine that samples while the model trains."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import ClassVar, cast
 
@@ -12,6 +13,7 @@ from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.validation import agreement
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.rollouts.stream import StreamingSampler
 from nemo_rl_core.trainers.loop import RunSpec
@@ -54,7 +56,9 @@ class AsyncGRPOTrainer(GRPOTrainer):
         self._max_staleness = settings.max_staleness
         if isinstance(self.sampler, StreamingSampler):
             limit = settings.step_timeout_seconds
-            self._stream = self.sampler.stream(seed=self.settings.seed, timeout_seconds=limit)
+            self._stream = self.sampler.stream(
+                seed=self.settings.seed, timeout_seconds=limit, holds=self._holds_rollouts
+            )
 
     def _sampler_settings(self) -> RolloutSettings:
         """With engines that compute no more sequences at once than one step has for each.
@@ -132,8 +136,20 @@ class AsyncGRPOTrainer(GRPOTrainer):
             "staleness": float(age[mask].float().mean()),
             "staleness_max": float(age[mask].max()),
         }
-        if not metrics["token_mult_prob_error"]:  # no token was compared
+        metrics = self._with_proof(metrics)
+        return BatchedDataDict({**checked, "token_mask": batch["token_mask"]}), metrics
+
+    def _agreement(self) -> Callable[[BatchedDataDict], dict[str, float]]:
+        return partial(agreement, gate=self.config.gate, version=self.step - 1)
+
+    def _agreement_metrics(self, parts: Sequence[dict[str, float]]) -> dict[str, float] | None:
+        metrics = super()._agreement_metrics(parts)
+        return None if metrics is None else self._with_proof(metrics)
+
+    def _with_proof(self, metrics: dict[str, float]) -> dict[str, float]:
+        """With that of the engine's last weights, and without an error of no token."""
+        if not metrics["token_mult_prob_error"]:
             del metrics["token_mult_prob_error"]
         if isinstance(self.sampler, StreamingSampler):
             metrics["handover_mult_prob_error"] = self.sampler.generation.agreement
-        return BatchedDataDict({**checked, "token_mask": batch["token_mask"]}), metrics
+        return metrics

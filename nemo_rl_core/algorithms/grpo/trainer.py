@@ -1,6 +1,6 @@
 """Group-relative policy optimization (GRPO, arXiv:2402.03300): the training loop."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -10,12 +10,7 @@ import torch
 
 from nemo_rl_core.algorithms.grpo.advantage_config import GDPO
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSettings
-from nemo_rl_core.algorithms.grpo.data import (
-    add_advantages,
-    grpo_batch,
-    reads_tokens,
-    trained_mask,
-)
+from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch, reads_tokens
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
@@ -110,14 +105,9 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
             The batch with old logprobs and advantages, the gate's metrics, and the step's.
         """
         policy = cast("Policy", self.policy)
-        if self.config.loss.kl:
-            with self.timer.phase("logprobs"):
-                data["reference_logprobs"] = policy.get_reference_logprobs(data)["logprobs"]
+        compute = self._compute_held if data.is_held else self._compute_here
+        metrics, checked, consistency = compute(data, replace(self._loss, prev_is_current=True))
         with self.timer.phase("train"):
-            loss = replace(self._loss, prev_is_current=True)
-            metrics, computed = policy.forward_backward(self._with_advantages(data), loss)
-            data["prev_logprobs"] = computed["logprobs"]
-            checked, consistency = self._check_consistency(data)
             final = self._with_advantages(checked)
             if consistency["num_inconsistent_sequences"]:
                 metrics = policy.train(final, self._loss)
@@ -125,13 +115,69 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
                 metrics |= policy.optimizer_step()
         return final, consistency, metrics
 
+    def _compute_here(
+        self, data: BatchedDataDict, loss: GRPOLossFn
+    ) -> tuple[dict[str, float], BatchedDataDict, dict[str, float]]:
+        """Gradients, with the logprobs that they need, which the batch gets.
+
+        Returns:
+            The loss's metrics, the batch with what the gate has masked, and the gate's metrics.
+        """
+        policy = cast("Policy", self.policy)
+        if self.config.loss.kl:
+            with self.timer.phase("logprobs"):
+                data["reference_logprobs"] = policy.get_reference_logprobs(data)["logprobs"]
+        with self.timer.phase("train"):
+            metrics, computed = policy.forward_backward(self._with_advantages(data), loss)
+        data["prev_logprobs"] = computed["logprobs"]
+        return metrics, *self._check_consistency(data)
+
+    def _compute_held(
+        self, data: BatchedDataDict, loss: GRPOLossFn | None
+    ) -> tuple[dict[str, float], BatchedDataDict, dict[str, float]]:
+        """As `_compute_here`, in one call of the ranks, of tokens that lie elsewhere.
+
+        The ranks say how far they are off; only where a bound is passed are the tokens fetched.
+
+        Args:
+            data: The batch.
+            loss: None for logprobs alone, those of the policy too.
+        """
+        scores = {} if loss else {"prev_logprobs": "get_logprobs"}
+        if self.config.loss.kl:
+            scores["reference_logprobs"] = "get_reference_logprobs"
+        given = self._with_advantages(data)
+        given["compared_mask"] = data["sample_mask"]
+        phase = "train" if loss else "logprobs"
+        with self.timer.phase(phase):
+            found = cast("Policy", self.policy).compute_held(
+                given, scores=scores, loss_fn=loss, figures=self._agreement()
+            )
+        if loss and scores:
+            self.timer.divide(phase, "logprobs", found.seconds)
+        data.update(found.columns)
+        if (consistency := self._agreement_metrics(found.figures)) is not None:
+            return found.metrics, data, consistency
+        return found.metrics, *self._check_consistency(data.fetched())
+
+    def _agreement(self) -> Callable[[BatchedDataDict], dict[str, float]]:
+        """What a rank says of its rows, in place of `_check_consistency` on them."""
+        return partial(agreement, gate=self.config.gate)
+
+    def _agreement_metrics(self, parts: Sequence[dict[str, float]]) -> dict[str, float] | None:
+        """The metrics of `_check_consistency`; None where it must look at the tokens."""
+        return agreement_metrics(parts, self.config.gate)
+
     def _update_in_parts(
         self, data: BatchedDataDict
     ) -> tuple[BatchedDataDict, dict[str, float], dict[str, float]]:
         """As `_update_once`, of any number of optimizer steps on the same samples."""
-        with self.timer.phase("logprobs"):
-            self._add_logprobs(data)
-        data, consistency = self._check_consistency(data)
+        if data.is_held:
+            _, data, consistency = self._compute_held(data, None)
+        else:
+            with self.timer.phase("logprobs"):
+                self._add_logprobs(data)
+            data, consistency = self._check_consistency(data)
         data = self._with_advantages(data)
         with self.timer.phase("train"):
             metrics = train_in_parts(
@@ -150,19 +196,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
     def _check_consistency(
         self, batch: BatchedDataDict
     ) -> tuple[BatchedDataDict, dict[str, float]]:
-        """Masks sequences on which engine and trainer disagree, and returns the differences.
-
-        Of tokens that lie elsewhere the ranks say how far they are off; only where a bound is
-        passed are they fetched.
-        """
-        if batch.is_held:
-            compared = batch.copy()
-            compared["trained_mask"] = trained_mask(batch, self.config)
-            policy, gate = cast("Policy", self.policy), self.config.gate
-            parts = policy.evaluate(partial(agreement, gate=gate), compared)
-            if (metrics := agreement_metrics(parts, gate)) is not None:
-                return batch, metrics
-            batch = batch.fetched()
+        """Masks sequences on which engine and trainer disagree, and returns the differences."""
         return check_consistency(batch, self.config.gate)
 
     def _sample_rollouts(self, prompts: list[Prompt]) -> tuple[Sequence[Rollout], dict[str, float]]:

@@ -13,7 +13,7 @@ rank tells the others before each step which calls to execute, so that all sched
 import hashlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -87,13 +87,29 @@ class _PendingRequest:
         )
 
 
+@dataclass(frozen=True)
+class FinishedRequest:
+    """A request with its completion.
+
+    Attributes:
+        name: The caller's name for it.
+        prompt: Token ids.
+        completion: What followed.
+    """
+
+    name: int
+    prompt: list[int]
+    completion: Completion
+
+
 class StreamingVllmBackend(VllmBackend):
     """A vLLM engine with `submit` for requests and `poll` for completions."""
 
     def setup(self, setup: GenerationSetup) -> None:
         """Starts the engine in its thread."""
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._finished: queue.SimpleQueue[tuple[int, Completion]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[FinishedRequest] = queue.SimpleQueue()
+        self._kept: dict[int, FinishedRequest] = {}
         self._running: dict[str, _PendingRequest] = {}
         self._failure: Exception | None = None
         self._weight_version = self._next_version = 0
@@ -124,6 +140,25 @@ class StreamingVllmBackend(VllmBackend):
         Raises:
             Exception: The engine's exception.
         """
+        return [(each.name, each.completion) for each in self._new_finished(wait_seconds)]
+
+    def poll_lengths(self, *, wait_seconds: float) -> list[tuple[int, int, bool]]:
+        """As `poll`, of completions that stay here until they are handed over.
+
+        Returns:
+            The name, the number of new tokens, and whether a bound ended them, of each.
+        """
+        found = self._new_finished(wait_seconds)
+        self._kept |= {each.name: each for each in found}
+        return [
+            (each.name, len(each.completion.token_ids), each.completion.truncated) for each in found
+        ]
+
+    def hand_over(self, names: Sequence[int]) -> list[FinishedRequest]:
+        """Completions that `poll_lengths` has named, once."""
+        return [self._kept.pop(name) for name in names]
+
+    def _new_finished(self, wait_seconds: float) -> list[FinishedRequest]:
         found = []
         with suppress(queue.Empty):
             found.append(self._finished.get(timeout=wait_seconds))
@@ -143,6 +178,8 @@ class StreamingVllmBackend(VllmBackend):
             self._abort([each for each in self._running.values() if each.name in unwanted])
 
         self._between_steps(cancel_all)
+        for name in names:
+            self._kept.pop(name, None)
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         """Generates as `VllmBackend` does, while other requests wait."""
@@ -219,7 +256,7 @@ class StreamingVllmBackend(VllmBackend):
             self._weight_version, self._first_logprobs = 0, None
 
         self._between_steps(reload)
-        self._finished = queue.SimpleQueue()
+        self._finished, self._kept = queue.SimpleQueue(), {}
 
     def shutdown(self) -> None:
         """Stops the engine and its thread."""
@@ -283,7 +320,8 @@ class StreamingVllmBackend(VllmBackend):
             under_way.take(new, self._weight_version)
             if self._answers:
                 done = under_way.completion(truncated=new.truncated)
-                self._finished.put((under_way.name, done))
+                request = under_way.request
+                self._finished.put(FinishedRequest(under_way.name, request.prompt, done))
 
     @cached_property
     def _answers(self) -> bool:

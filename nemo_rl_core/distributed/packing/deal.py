@@ -1,13 +1,14 @@
 """A batch dealt out to data-parallel ranks by lengths alone, where its tokens lie elsewhere."""
 
 import heapq
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.held_rows import as_block
-from nemo_rl_core.distributed.packing.ranks import Shards, sequence_flops
+from nemo_rl_core.distributed.held_rows import BlockParts, as_block
+from nemo_rl_core.distributed.packing.ranks import sequence_flops
 
 _NUM_EVENED_OUT = 8
 """Of a share's items, how many of the cheapest go where least is; the others are dealt in turns."""
@@ -78,7 +79,22 @@ def deal_nearby(
     return owners
 
 
-def dealt_shards(batch: BatchedDataDict, *, num_ranks: int, keep_groups: bool = False) -> Shards:
+@dataclass(frozen=True, eq=False)
+class DealtRows:
+    """Rows of a batch, dealt out to ranks.
+
+    Attributes:
+        parts: What the ranks read, as they share it: a part a rank, in rank order.
+        order: `[B]` int, of one rank after the other: which row of the batch each row was.
+        sizes: `[R]` int, the rows of each rank.
+    """
+
+    parts: list[BlockParts]
+    order: "np.ndarray[Any, np.dtype[np.int64]]"
+    sizes: "np.ndarray[Any, np.dtype[np.int64]]"
+
+
+def deal_rows(batch: BatchedDataDict, *, num_ranks: int, keep_groups: bool = False) -> DealtRows:
     """Gives each data-parallel rank rows of nearly equal cost; ranks plan their micro-batches.
 
     Reads lengths alone, and looks at few rows one by one. `shard_for_training` has the better plan
@@ -86,28 +102,32 @@ def dealt_shards(batch: BatchedDataDict, *, num_ranks: int, keep_groups: bool = 
 
     Args:
         batch: With `input_lengths [B]`, and `group_ids [B]` where groups are kept.
-        num_ranks: Data-parallel ranks. Those past the rows get a shard without rows.
+        num_ranks: Data-parallel ranks. Those past the rows get a part without rows.
         keep_groups: Whether rows of a group, which begin alike, stay on one rank.
 
     Returns:
-        One shard a rank, its rows in the order of the batch; its columns are arrays.
+        The rows of each rank, in the order of the batch. Ranks that lie together read one block.
     """
-    costs = cast("Any", sequence_flops)(batch["input_lengths"].numpy())  # of each element
-    if keep_groups:
-        _, first, unit = np.unique(
-            batch["group_ids"].numpy(), return_index=True, return_inverse=True
-        )
-        place = np.argsort(np.argsort(first))[unit]  # of each row's group, in the batch's order
-        owners = deal_nearby(np.bincount(place, costs), num_ranks)[place]
-    else:
-        owners = deal_nearby(costs, num_ranks)
-    order = np.argsort(owners, kind="stable")
-    ends = np.cumsum(np.bincount(owners, minlength=num_ranks))
-    starts, rows = (ends - np.diff(ends, prepend=0)).tolist(), order.tolist()
-    parts = list(zip(starts, ends.tolist(), strict=True))
+    if num_ranks == 1:
+        size = np.array([batch.size])
+        return DealtRows([BlockParts(as_block(batch.data), size)], np.arange(batch.size), size)
+    owners = _owners(batch, num_ranks, keep_groups).astype(np.min_scalar_type(num_ranks))
+    order = np.argsort(owners, kind="stable")  # of few different ones: 16 bits are sorted by radix
+    sizes = np.bincount(owners, minlength=num_ranks)
+    ends = np.cumsum(sizes)
     # As arrays, of which many parts are made and sent in less time than of tensors.
-    ordered = BatchedDataDict(as_block(batch.select_indices(rows).data))
-    return Shards(
-        tuple(ordered.slice(start, end) for start, end in parts),
-        tuple(tuple(rows[start:end]) for start, end in parts),
-    )
+    ordered = BatchedDataDict(as_block(batch.select_indices(order).data))
+    parts = []
+    for first in range(0, num_ranks, _NEARBY_RANKS):
+        start, inner = int(ends[first] - sizes[first]), ends[first : first + _NEARBY_RANKS]
+        parts.append(BlockParts(ordered.slice(start, int(inner[-1])).data, inner - start))
+    return DealtRows(parts, order, sizes)
+
+
+def _owners(batch: BatchedDataDict, num_ranks: int, keep_groups: bool) -> Any:
+    costs = cast("Any", sequence_flops)(batch["input_lengths"].numpy())  # of each element
+    if not keep_groups:
+        return deal_nearby(costs, num_ranks)
+    _, first, unit = np.unique(batch["group_ids"].numpy(), return_index=True, return_inverse=True)
+    place = np.argsort(np.argsort(first))[unit]  # of each row's group, in the batch's order
+    return deal_nearby(np.bincount(place, costs), num_ranks)[place]

@@ -179,45 +179,40 @@ class Generation(GenerationInterface):
         prompts: Sequence[Sequence[int]],
         prompt: "np.ndarray[Any, np.dtype[np.int64]]",
         seeds: "np.ndarray[Any, np.dtype[np.int64]]",
+        *,
+        discards_weights: bool = False,
     ) -> HeldCompletions:
         """As `generate`, of completions that stay in the object store where they are made.
+
+        Engines wake before, and give a GPU's memory away after it, as by `prepare_for_generation`
+        and `finish_generation`, in the same call.
 
         Args:
             prompts: Token ids of `P` prompts.
             prompt: `[B]`, rising: which of the prompts each request has.
             seeds: `[B]`.
+            discards_weights: As `finish_generation` takes it.
 
         Raises:
             NemoRLError: As `generate`.
         """
-        held = self._repeated(partial(self._held, prompts, prompt, seeds))
-        usage.count(
-            "generation",
-            model_shape(self._setup.model_folder),
-            held.input_lengths.tolist(),
-            num_generated=int(held.completion_lengths.sum()),
-        )
+        sleep = self._sleep_options(discards_weights=discards_weights)
+        held = self._repeated(partial(self._held, prompts, prompt, seeds, sleep))
+        shape, num_generated = model_shape(self._setup.model_folder), held.completion_lengths.sum()
+        usage.count("generation", shape, held.input_lengths, num_generated=int(num_generated))
         return held
 
-    def _held(self, prompts: Sequence[Sequence[int]], prompt: Any, seeds: Any) -> HeldCompletions:
+    def _held(
+        self, prompts: Sequence[Sequence[int]], prompt: Any, seeds: Any, sleep: Any
+    ) -> HeldCompletions:
         self._prove_folder()
-        parts = range(self.num_engines)
-        answers = self._workers.run_all_workers_sharded_data(
-            "__ray_call__",
-            in_sharded_axes=[DATA],
-            replicate_on_axes=WITHIN_AN_ENGINE,
-            output_is_replicated=WITHIN_AN_ENGINE,
-            common_kwargs={
-                "fn": where_made.generate,
-                "greedy": False,
-                "model_folder": self._setup.model_folder,
-            },
+        answers = self._workers.run_all_workers_on_parts(
+            where_made.generate,
+            where_made.requests_of_engines(prompts, prompt, seeds, self.num_engines),
+            axis=DATA,
+            common_kwargs={"model_folder": self._setup.model_folder, "sleep": sleep},
             timeout_seconds=self._setup.config.generate_timeout_seconds,
             num_held=2,
-            batch=[
-                where_made.requests_of_engine(prompts, prompt, seeds, part, len(parts))
-                for part in parts
-            ],
         )
         return where_made.joined(answers)
 
@@ -313,13 +308,18 @@ class Generation(GenerationInterface):
                 that vLLM needs no copy of the weights on the host.
             **kwargs: Not read either.
         """
-        config = self._setup.config
-        if config.num_own_bundles:
+        options = self._sleep_options(discards_weights=discards_weights)
+        if options is None:
             return
-        discards = discards_weights and isinstance(config, VllmGenerationConfig)
-        options = {"level": 2} if discards else {}
         with suppress(WorkerLostError):
             self._workers.run_all_workers_single_data("sleep", **options)
+
+    def _sleep_options(self, *, discards_weights: bool) -> dict[str, int] | None:
+        """Arguments of the workers' `sleep`; None where they never do."""
+        if self._setup.config.num_own_bundles:
+            return None
+        discards = discards_weights and isinstance(self._setup.config, VllmGenerationConfig)
+        return {"level": 2} if discards else {}
 
     def update_weights(self, policy: Policy) -> None:
         """Takes over the policy's weights and compares checksums of what was sent and arrived.

@@ -2,20 +2,25 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from nemo_rl_core.backends.generation.base import GenerationSetup, WeightsProof
 from nemo_rl_core.config.generation import SamplingConfig, VllmGenerationConfig
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.held_rows import HeldRows
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError, WorkerLostError
+from nemo_rl_core.models.generation import where_made
 from nemo_rl_core.models.generation.balance import RequestBalance
 from nemo_rl_core.models.generation.engine import WITHIN_AN_ENGINE, Generation
 from nemo_rl_core.models.generation.options import VllmConfig, read_vllm_setup
+from nemo_rl_core.models.generation.where_made import HeldCompletions
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation.proof import check_unchanged
 from nemo_rl_core.telemetry import usage
@@ -24,6 +29,23 @@ from nemo_rl_core.types import Completion
 
 _LOG = logging.getLogger(__name__)
 _SHARED_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class KeptCompletion:
+    """A completion that stays with the engine that has made it until it is handed over.
+
+    Attributes:
+        engine: Index of the engine.
+        input_length: Tokens of prompt and completion.
+        completion_length: Tokens of the completion.
+        truncated: A bound ended it.
+    """
+
+    engine: int
+    input_length: int
+    completion_length: int
+    truncated: bool
 
 
 class StreamingGeneration(Generation):
@@ -43,6 +65,8 @@ class StreamingGeneration(Generation):
         gate: The bounds of its proofs.
 
     Attributes:
+        keeps_completions: Whether `poll` brings lengths alone, and `hand_over` references to all
+            else; as one user asks for it, before the first request.
         agreement: The largest `token_mult_prob_error` of an engine in the last proof; 1 is
             agreement.
 
@@ -62,7 +86,7 @@ class StreamingGeneration(Generation):
     ) -> None:
         setup = read_vllm_setup(cluster, config)
         self._refuse_other_engines(setup.config)
-        self._weight_version = 0
+        self._weight_version, self.keeps_completions = 0, False
         super().__init__(cluster, setup, name=name, gate=gate)
 
     @staticmethod
@@ -82,7 +106,7 @@ class StreamingGeneration(Generation):
     def _start(self) -> None:
         super()._start()
         self._balance = RequestBalance(self.num_engines)  # new engines know of no requests
-        self._arrived: list[tuple[int, Completion]] = []
+        self._arrived: list[tuple[int, Completion | KeptCompletion]] = []
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """It is always ready."""
@@ -120,7 +144,7 @@ class StreamingGeneration(Generation):
                 calls += self._calls(engine, "submit", names=own, batch=batch)
         self._finish(calls)
 
-    def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion]]:
+    def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion | KeptCompletion]]:
         """Completions that are done and were not returned before, by name.
 
         Args:
@@ -140,19 +164,64 @@ class StreamingGeneration(Generation):
 
     def _collect(self, *, wait_seconds: float) -> None:
         """Asks all engines with outstanding requests for what is done."""
+        busy, method = self._balance.busy, "poll_lengths" if self.keeps_completions else "poll"
         calls = [
             self._workers.start_single_worker(
-                "poll", rank=engine * self._ranks, wait_seconds=wait_seconds
+                method, rank=engine * self._ranks, wait_seconds=wait_seconds
             )
-            for engine in self._balance.busy
+            for engine in busy
         ]
-        for name, completion in (each for answer in self._finish(calls) for each in answer):
-            request = self._balance.settle(name)
-            drawn = len(completion.token_ids)
-            lengths = [(request.prompt_tokens if request else 0) + drawn]
+        lengths: list[int] = []
+        num_generated = 0
+        for engine, answer in zip(busy, self._finish(calls), strict=True):
+            for name, *made in answer:
+                request = self._balance.settle(name)
+                if request is None and self.keeps_completions:
+                    continue  # given up in the same moment
+                prompt_tokens = request.prompt_tokens if request else 0
+                drawn = made[0] if self.keeps_completions else len(made[0].token_ids)
+                lengths.append(prompt_tokens + drawn)
+                num_generated += drawn
+                found = KeptCompletion(engine, lengths[-1], *made) if len(made) > 1 else made[0]
+                self._arrived.append((name, found))
+        if lengths:
             shape = model_shape(self._setup.model_folder)
-            usage.count("generation", shape, lengths, num_generated=drawn)
-            self._arrived.append((name, completion))
+            usage.count("generation", shape, lengths, num_generated=num_generated)
+
+    def hand_over(self, kept: Mapping[int, KeptCompletion]) -> HeldCompletions:
+        """Has the engines put completions into the object store, a block each.
+
+        Args:
+            kept: What `poll` has returned, by name; each is handed over once.
+
+        Raises:
+            WorkerLostError: If a worker is lost, and with it what it keeps; see `restart`.
+        """
+        engine = np.array([each.engine for each in kept.values()], np.int64)
+        names, calls = np.array(list(kept), np.int64), []
+        used, block = np.unique(engine, return_inverse=True)
+        row = np.zeros(len(names), np.int64)
+        for number, each in enumerate(used.tolist()):
+            own = np.flatnonzero(block == number)
+            row[own] = np.arange(len(own))
+            calls.append(
+                self._workers.start_single_worker(
+                    "__ray_call__",
+                    where_made.hand_over,
+                    rank=each * self._ranks,
+                    num_held=2,
+                    names=names[own].tolist(),
+                    model_folder=self._setup.model_folder,
+                )
+            )
+        self._finish([first for first, _, _ in calls])
+        return HeldCompletions(
+            np.array([each.input_length for each in kept.values()], np.int64),
+            np.array([each.completion_length for each in kept.values()], np.int64),
+            np.array([each.truncated for each in kept.values()], np.bool_),
+            HeldRows(tuple(tokens for _, tokens, _ in calls), block, row),
+            HeldRows(tuple(texts for _, _, texts in calls), block, row, "texts"),
+        )
 
     def cancel(self, names: Sequence[int]) -> None:
         """Gives requests up; their completions may still come from the next `poll`."""

@@ -1,10 +1,10 @@
 """A policy whose training backend runs in Ray workers."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ from nemo_rl_core.distributed.named_sharding import (
     TENSOR,
     training_sharding,
 )
-from nemo_rl_core.distributed.packing.deal import dealt_shards
+from nemo_rl_core.distributed.packing.deal import DealtRows, deal_rows
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.packing.ranks import Shards, shard_for_training
 from nemo_rl_core.distributed.process_group import rank
@@ -35,12 +35,28 @@ from nemo_rl_core.models.policy.rank_times import RankTimesLog
 from nemo_rl_core.store.machine import process_numerics
 from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.gpu_use import GpuUse, gpu_use
-from nemo_rl_core.telemetry.model_flops import model_shape
+from nemo_rl_core.telemetry.model_flops import Phase, model_shape
 from nemo_rl_core.telemetry.waiting import waiting
 
 _WITHIN_A_COPY = (PIPELINE, CONTEXT, TENSOR)
 _SECONDS_TO_ANSWER = 60.0
-T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class HeldResults:
+    """What the ranks have computed of rows that lie elsewhere.
+
+    Attributes:
+        columns: `HeldRows` by name, in the order of the batch.
+        figures: Of each rank's rows, what the function of them returns.
+        metrics: Of the loss; none without one.
+        seconds: That the first rank has spent on scores.
+    """
+
+    columns: BatchedDataDict
+    figures: list[Any]
+    metrics: dict[str, Any]
+    seconds: float
 
 
 class Policy(PolicyInterface):
@@ -147,10 +163,13 @@ class Policy(PolicyInterface):
         Raises:
             MissingColumnError: Names a column that the batch lacks.
         """
-        data = _of_ranks(data)
-        answers = self._on_shards("train_step", self._shards(data), loss_fn=loss_fn)
+        if data.is_held:
+            answers = self._on_rows(where_held.train_step, self._dealt(data), loss_fn=loss_fn)
+        else:
+            data = training_columns(data)
+            answers = self._on_shards("train_step", self._shards(data), loss_fn=loss_fn)
         self._times.step_ended()
-        usage.count("training", self._shape, data["input_lengths"].tolist())
+        self._count("training", data)
         metrics: dict[str, Any] = answers[0]
         return metrics
 
@@ -165,18 +184,58 @@ class Policy(PolicyInterface):
         """The first half of `train`: the gradients, in place of those of an earlier call.
 
         Args:
-            data: As `train` takes it.
+            data: As `train` takes it, of rows that are here; `compute_held` is for others.
             loss_fn: The loss.
 
         Returns:
             The loss's metrics, and `logprobs [B, T-1]` of the forward pass.
         """
-        data = _of_ranks(data)
+        data = training_columns(data)
         shards = self._shards(data)
-        answers = self._on_shards("forward_backward", shards, num_held=1, loss_fn=loss_fn)
-        usage.count("training", self._shape, data["input_lengths"].tolist())
+        answers = self._on_shards("forward_backward", shards, loss_fn=loss_fn)
+        self._count("training", data)
         metrics: dict[str, Any] = answers[0][0]
-        return metrics, _joined([found for _, found in answers], shards, ["logprobs"])
+        return metrics, _restored([found for _, found in answers], shards, ["logprobs"])
+
+    def compute_held(
+        self,
+        data: BatchedDataDict,
+        *,
+        scores: Mapping[str, str],
+        figures: where_held.Figures,
+        loss_fn: LossFunction | None = None,
+    ) -> HeldResults:
+        """What a step computes of rows that lie elsewhere, before its optimizer step, in one call.
+
+        Args:
+            data: As `train` takes it, with columns that are held.
+            scores: `get_logprobs` and `get_reference_logprobs`, by the columns that the ranks add.
+            figures: A function of a rank's rows, with all columns; it runs in the workers.
+            loss_fn: Of which the gradients are computed, in place of those of an earlier call;
+                the forward pass adds the column `prev_logprobs`. None for scores alone.
+        """
+        dealt = self._dealt(data)
+        answers = self._on_rows(
+            where_held.compute_together,
+            dealt,
+            num_held=1,
+            scores=dict(scores),
+            loss_fn=loss_fn,
+            figures=figures,
+        )
+        names = list(scores)
+        for _ in scores:
+            self._count("scoring", data)
+        if loss_fn is not None:
+            self._count("training", data)
+            names.append("prev_logprobs")
+        first: where_held.HeldAnswer = answers[0][0]
+        return HeldResults(
+            where_held.joined([block for _, block in answers], dealt, names),
+            [answer.figures for answer, _ in answers],
+            first.metrics or {},
+            first.seconds,
+        )
 
     def optimizer_step(self) -> dict[str, Any]:
         """The second half of `train`: updates the weights by the gradients."""
@@ -191,55 +250,45 @@ class Policy(PolicyInterface):
 
         Of rows that lie elsewhere, so do the results.
         """
-        data = _of_ranks(data)
-        shards = self._shards(data)
         if data.is_held:
-            options |= {"what": method, "names": names}
-            method = "compute"
-        answers = self._on_shards(method, shards, num_held=1, **options)
-        usage.count("scoring", self._shape, data["input_lengths"].tolist())
-        return _joined([found for _, found in answers] if data.is_held else answers, shards, names)
+            self._count("scoring", data)
+            dealt, options = self._dealt(data), {**options, "what": method, "names": names}
+            answers = self._on_rows(where_held.compute, dealt, num_held=1, **options)
+            return where_held.joined([found for _, found in answers], dealt, names)
+        data = training_columns(data)
+        self._count("scoring", data)
+        shards = self._shards(data)
+        return _restored(self._on_shards(method, shards, **options), shards, names)
 
-    def evaluate(self, function: Callable[[BatchedDataDict], T], data: BatchedDataDict) -> list[T]:
-        """What a function gives of the rows of each rank: figures of what lies elsewhere.
+    def _count(self, phase: Phase, data: BatchedDataDict) -> None:
+        usage.count(phase, self._shape, data["input_lengths"].numpy())
 
-        Args:
-            function: Of a batch with `training_columns`; it runs in the workers.
-            data: `B` rows, of which some columns are held. Of others, it runs here, on the whole.
-        """
-        if not data.is_held:
-            return [function(training_columns(data))]
-        return self._on_shards("evaluate", self._shards(data), function=function)
-
-    def _on_shards(
-        self, method: str, shards: Shards, *, num_held: int = 0, **options: Any
-    ) -> list[Any]:
-        """The answers of the copies of the model, one a shard.
-
-        Args:
-            method: Of the backend; of rows that lie elsewhere, of `where_held`.
-            shards: The rows.
-            num_held: As the worker group takes it, of rows that lie elsewhere.
-            **options: Of the method.
-        """
-        if is_held := shards[0].is_held:
-            options["fn"] = getattr(where_held, method)
+    def _on_shards(self, method: str, shards: Shards, **options: Any) -> list[Any]:
+        """The answers of the copies of the model to a method of the backend, one a shard."""
         return self.workers.run_all_workers_sharded_data(
-            "__ray_call__" if is_held else method,
+            method,
             in_sharded_axes=[DATA],
             replicate_on_axes=_WITHIN_A_COPY,
             output_is_replicated=_WITHIN_A_COPY,
             common_kwargs=options,
-            num_held=num_held if is_held else 0,
-            batch=where_held.sent(shards) if is_held else shards,
+            batch=shards,
         )
+
+    def _on_rows(
+        self, function: Callable[..., Any], dealt: DealtRows, *, num_held: int = 0, **options: Any
+    ) -> list[Any]:
+        """The answers of the copies of the model to a function of `where_held`."""
+        return self.workers.run_all_workers_on_parts(
+            function, dealt.parts, axis=DATA, common_kwargs=options, num_held=num_held
+        )
+
+    def _dealt(self, data: BatchedDataDict) -> DealtRows:
+        keeps_groups = self._sharing is not None and self._shares_rows  # which begin alike
+        return deal_rows(data, num_ranks=self._num_copies, keep_groups=keeps_groups)
 
     def _shards(self, data: BatchedDataDict) -> Shards:
         if self._num_copies == 1:  # which plans its micro-batches itself
             return Shards((data,), (tuple(range(data.size)),))
-        if data.is_held:  # whose tokens are not here to be compared
-            shares_prefixes = self._sharing is not None and self._shares_rows
-            return dealt_shards(data, num_ranks=self._num_copies, keep_groups=shares_prefixes)
         return shard_for_training(
             data,
             num_ranks=self._num_copies,
@@ -353,15 +402,8 @@ class Policy(PolicyInterface):
         self.session.discard(self._name)
 
 
-def _of_ranks(data: BatchedDataDict) -> BatchedDataDict:
-    """A batch as it is divided over ranks; they add what follows from values that they read."""
-    return data if data.is_held else training_columns(data)
-
-
-def _joined(answers: Sequence[Any], shards: Shards, names: Sequence[str]) -> BatchedDataDict:
-    """The ranks' results in the order of the batch: tensors, or references to blocks of them."""
-    if shards[0].is_held:
-        return BatchedDataDict({name: where_held.joined(answers, shards, name) for name in names})
+def _restored(answers: Sequence[Any], shards: Shards, names: Sequence[str]) -> BatchedDataDict:
+    """The ranks' tensors in the order of the batch."""
     columns = [answer if len(names) > 1 else (answer,) for answer in answers]
     return shards.restored([BatchedDataDict(zip(names, each, strict=True)) for each in columns])
 

@@ -1,22 +1,21 @@
 """What a policy's ranks do with rows that lie elsewhere: they read their own, and keep results.
 
-The functions run in the workers, with the rank's backend as their first argument.
+The functions run in the workers, with the rank's backend as their first argument and its rows as
+the second.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.held_rows import Block, HeldRows, as_block, from_block
-from nemo_rl_core.distributed.packing.ranks import Shards
+from nemo_rl_core.distributed.packing.deal import DealtRows
+from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.models.columns import training_columns
 
-T = TypeVar("T")
-
-
-def sent(shards: Shards) -> list[Block]:
-    """The ranks' rows as they are sent: to pickle small tensors takes long, arrays not."""
-    return [as_block(shard.data) for shard in shards]
+Figures = Callable[[BatchedDataDict], Any]
 
 
 def _read(batch: Block) -> BatchedDataDict:
@@ -25,37 +24,72 @@ def _read(batch: Block) -> BatchedDataDict:
 
 
 def compute(
-    backend: Any, *, batch: Block, what: str, names: Sequence[str], **options: Any
+    backend: Any, batch: Block, *, what: str, names: Sequence[str], **options: Any
 ) -> tuple[None, Block]:
     """A method of the backend that returns a tensor, or several, of the rows."""
     found = getattr(backend, what)(batch=_read(batch), **options)
     return None, as_block(dict(zip(names, found if len(names) > 1 else (found,), strict=True)))
 
 
-def train_step(backend: Any, *, batch: Block, **options: Any) -> Any:
+def train_step(backend: Any, batch: Block, **options: Any) -> Any:
     """An optimizer step."""
     return backend.train_step(batch=_read(batch), **options)
 
 
-def forward_backward(backend: Any, *, batch: Block, **options: Any) -> tuple[dict[str, Any], Block]:
-    """Gradients; the metrics, and the logprobs of the forward pass."""
-    columns = _read(batch)
-    metrics, logprobs = backend.forward_backward(batch=columns, **options)
-    return metrics, as_block({"logprobs": logprobs})
+@dataclass(frozen=True)
+class HeldAnswer:
+    """What a rank returns of `compute_together`, beside what stays with it.
+
+    Attributes:
+        metrics: Of the loss; None without one.
+        figures: What the function of the rows returns.
+        seconds: Of the scores, before the loss.
+    """
+
+    metrics: dict[str, Any] | None
+    figures: Any
+    seconds: float
 
 
-def evaluate(_: Any, *, batch: Block, function: Callable[[BatchedDataDict], T]) -> T:
-    """Any function of the rows."""
-    return function(_read(batch))
+def compute_together(
+    backend: Any,
+    batch: Block,
+    *,
+    scores: Mapping[str, str],
+    loss_fn: LossFunction | None,
+    figures: Figures,
+) -> tuple[HeldAnswer, Block]:
+    """All that a step computes before its optimizer step, so that rows are read once.
+
+    Args:
+        backend: The rank's.
+        batch: Its rows.
+        scores: Methods of the backend that return `[B, T-1]`, by the columns that they become,
+            which the methods after them, the loss and the figures read.
+        loss_fn: Of which the gradients are computed; the logprobs of the forward pass become the
+            column `prev_logprobs`. None for scores alone.
+        figures: A function of the rows and the columns that were computed.
+
+    Returns:
+        The answer, and the columns that were computed.
+    """
+    columns, computed, started = _read(batch), {}, time.perf_counter()
+    for name, method in scores.items():
+        computed[name] = columns[name] = getattr(backend, method)(batch=columns)
+    seconds, metrics = time.perf_counter() - started, None
+    if loss_fn is not None:
+        metrics, logprobs = backend.forward_backward(batch=columns, loss_fn=loss_fn)
+        computed["prev_logprobs"] = columns["prev_logprobs"] = logprobs
+    return HeldAnswer(metrics, figures(columns), seconds), as_block(computed)
 
 
-def joined(references: Sequence[Any], shards: Shards, name: str) -> HeldRows:
-    """One column of what the ranks have computed of their shards, in the order of the batch.
+def joined(references: Sequence[Any], dealt: DealtRows, names: Sequence[str]) -> BatchedDataDict:
+    """Columns of what the ranks have computed of their rows, in the order of the batch.
 
     Args:
         references: Of the ranks' blocks.
-        shards: Their rows.
-        name: Of the column in the blocks.
+        dealt: Their rows.
+        names: Of the columns, as the blocks have them.
     """
-    sizes = [len(indices) for indices in shards.indices]
-    return HeldRows.of_blocks(references, sizes).reordered(shards.order).of_column(name)
+    rows = HeldRows.of_blocks(references, dealt.sizes).reordered(dealt.order)
+    return BatchedDataDict({name: rows.of_column(name) for name in names})

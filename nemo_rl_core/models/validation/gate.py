@@ -107,21 +107,35 @@ def check_consistency(
     return (_without(batch, is_off) if num_off else batch), metrics
 
 
-def agreement(batch: BatchedDataDict, gate: GateConfig) -> dict[str, Tensor]:
+def agreement(
+    batch: BatchedDataDict, gate: GateConfig, *, version: int | None = None
+) -> dict[str, float]:
     """What a rank says of its rows, so that the gate can be checked without their values.
 
     Args:
-        batch: As `check_consistency` takes it, and `trained_mask [B]`, 0 for rows that are left out
-            after the gate.
+        batch: As `check_consistency` takes it, with `compared_mask [B]` for the rows of the gate;
+            `sample_mask [B]` is 0 also for rows that are left out after it.
         gate: The bounds.
+        version: Of the trainer's weights, where `weight_versions [B, T-1]` say which ones have
+            drawn a token: others are not compared.
 
     Returns:
-        0-dim sums over the rows: `num_off` sequences past their bound; `error` and `num_tokens` of
-        `token_mult_prob_error`; and of the rows that are left `kl`, `ratio` and `num_trained`.
+        Sums over the rows: `num_off` sequences past their bound; `error` and `num_tokens` of
+        `token_mult_prob_error`; of the rows that are trained on `kl`, `ratio` and `num_trained`;
+        and with a version `age` over the `num_written` tokens, and the largest, `age_max`.
     """
     generated, trained = batch["generation_logprobs"], batch["prev_logprobs"]
-    mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
-    left = valid_token_mask(batch["token_mask"], batch["trained_mask"])
+    mask = valid_token_mask(batch["token_mask"], batch["compared_mask"])
+    left = valid_token_mask(batch["token_mask"], batch["sample_mask"])
+    ages: dict[str, Tensor] = {}
+    if version is not None:
+        written, age = batch["token_mask"].bool(), version - batch["weight_versions"]
+        mask = mask & (age == 0)
+        ages = {
+            "age": (age * written).sum(),
+            "age_max": torch.where(written, age, 0).amax() if written.any() else age.new_zeros(()),
+            "num_written": written.sum(),
+        }
     is_off = _is_off(sequence_mult_prob_error(generated, trained, mask), gate)
     one = torch.ones(())
     values = {
@@ -129,16 +143,13 @@ def agreement(batch: BatchedDataDict, gate: GateConfig) -> dict[str, Tensor]:
         "kl": (kl_estimate(generated, trained, kind="k3"), left),
         "ratio": (torch.exp(trained - generated), left),
     }
-    return {
-        "num_off": is_off.sum(),
-        "num_tokens": mask.sum(),
-        "num_trained": left.sum(),
-        **{name: masked_sum(*each, denominator=one) for name, each in values.items()},
-    }
+    sums = {name: masked_sum(*each, denominator=one) for name, each in values.items()}
+    counts = {"num_off": is_off.sum(), "num_tokens": mask.sum(), "num_trained": left.sum()}
+    return {name: value.item() for name, value in (counts | sums | ages).items()}
 
 
 def agreement_metrics(
-    parts: Sequence[Mapping[str, Tensor]], gate: GateConfig
+    parts: Sequence[Mapping[str, float]], gate: GateConfig
 ) -> dict[str, float] | None:
     """The metrics of `check_consistency` and of `rollout_metrics` from the sums of all ranks.
 
@@ -149,12 +160,19 @@ def agreement_metrics(
     Returns:
         None where a bound is passed: `check_consistency` then says what is to be done.
     """
-    total = {name: torch.stack([part[name] for part in parts]).sum() for name in parts[0]}
+    total = {name: torch.tensor([part[name] for part in parts]).sum() for name in parts[0]}
     error = float(total["error"] / total["num_tokens"].clamp(min=1))
     if total["num_off"] or not error <= gate.max_token_mult_prob_error:
         return None
     left = total["num_trained"].clamp(min=1)
+    ages = {}
+    if "age" in total:
+        ages = {
+            "staleness": float(total["age"].float() / total["num_written"]),
+            "staleness_max": float(max(part["age_max"] for part in parts)),
+        }
     return {
+        **ages,
         "token_mult_prob_error": error,
         "num_inconsistent_sequences": 0.0,
         "kl_generation_trainer": float(total["kl"] / left),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.deal import deal, deal_nearby, dealt_shards
+from nemo_rl_core.distributed.packing.deal import DealtRows, deal, deal_nearby, deal_rows
 from nemo_rl_core.distributed.packing.ranks import sequence_flops
 
 
@@ -56,23 +56,30 @@ def batch(lengths: list[int], groups: list[int]) -> BatchedDataDict:
     )
 
 
-def test_shards_have_every_row_once_in_order() -> None:
+def rows_of(dealt: DealtRows) -> list[list[int]]:
+    """The `group_ids` of each rank."""
+    return [part["group_ids"].tolist() for whole in dealt.parts for part in whole]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 11])
+def test_ranks_have_every_row_once_in_order(num_ranks: int) -> None:
     lengths = np.random.default_rng(0).integers(2, 90, 50).tolist()
-    shards = dealt_shards(batch(lengths, list(range(50))), num_ranks=3)
-    assert sorted(shards.order) == list(range(50))
-    for shard, indices in zip(shards, shards.indices, strict=True):
-        assert list(indices) == sorted(indices)
-        assert shard["group_ids"].tolist() == list(indices)
-        assert shard.microbatches is None  # the rank's own affair
+    dealt = deal_rows(batch(lengths, list(range(50))), num_ranks=num_ranks)
+    found = rows_of(dealt)
+    assert [len(rows) for rows in found] == dealt.sizes.tolist()
+    assert [row for rows in found for row in rows] == dealt.order.tolist()
+    assert sorted(dealt.order.tolist()) == list(range(50))
+    assert all(rows == sorted(rows) for rows in found)
+    assert [len(whole) for whole in dealt.parts] == {1: [1], 3: [3], 11: [8, 3]}[num_ranks]
 
 
 def test_groups_are_kept_together() -> None:
     groups = [7, 3] * 6 + [5] * 4
-    shards = dealt_shards(batch(list(range(2, 18)), groups), num_ranks=2, keep_groups=True)
-    homes = [set(shard["group_ids"].tolist()) for shard in shards]
+    dealt = deal_rows(batch(list(range(2, 18)), groups), num_ranks=2, keep_groups=True)
+    homes = [set(rows) for rows in rows_of(dealt)]
     assert homes[0].isdisjoint(homes[1])
     assert homes[0] | homes[1] == {3, 5, 7}
 
 
 def test_a_rank_past_the_rows_has_none() -> None:
-    assert [shard.size for shard in dealt_shards(batch([4], [0]), num_ranks=2)] == [1, 0]
+    assert rows_of(deal_rows(batch([4], [0]), num_ranks=2)) == [[0], []]

@@ -144,17 +144,18 @@ def _close_batch() -> BatchedDataDict:
     generator = torch.Generator().manual_seed(0)
     batch = make_batch((0.02 * torch.randn(6, 3, generator=generator)).tolist())
     batch["sample_mask"][1] = 0
-    batch["trained_mask"] = batch["sample_mask"].clone()
-    batch["trained_mask"][4] = 0
+    batch["compared_mask"] = batch["sample_mask"].clone()
+    batch["sample_mask"][4] = 0
     return batch
 
 
 def test_one_rank_says_what_the_gate_and_the_step_say_to_the_bit() -> None:
     batch = _close_batch()
     metrics = agreement_metrics([agreement(batch, GATE)], GATE)
-    _, expected = check_consistency(batch, GATE)
+    compared = BatchedDataDict({**batch, "sample_mask": batch["compared_mask"]})
+    _, expected = check_consistency(compared, GATE)
     logprobs = batch["generation_logprobs"], batch["prev_logprobs"]
-    mask = valid_token_mask(batch["token_mask"], batch["trained_mask"])
+    mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
     assert metrics == {
         **expected,
         "kl_generation_trainer": float(kl_generation_trainer(*logprobs, mask)),
@@ -180,5 +181,5 @@ def test_ranks_say_together_what_one_says() -> None:
 def test_past_a_bound_ranks_leave_it_to_the_gate(gaps: list[list[float]]) -> None:
     """A sequence that is off, a mean that is off, and what is not a number."""
     batch = make_batch(gaps)
-    batch["trained_mask"] = batch["sample_mask"]
+    batch["compared_mask"] = batch["sample_mask"]
     assert agreement_metrics([agreement(batch, GATE)], GATE) is None

@@ -137,21 +137,35 @@ def test_parts_of_a_batch_are_divided_anew(policy: Policy) -> None:
     assert sorted(seen) == sorted(tuple(row[row > 0].tolist()) for row in here["input_ids"])
 
 
-def test_both_halves_of_a_step(policy: Policy) -> None:
+def test_one_call_computes_scores_gradients_and_figures(policy: Policy) -> None:
     here, held = batches(50)
-    _, found = policy.forward_backward(held, weighted)  # type: ignore[arg-type]
-    assert isinstance(found["logprobs"], HeldRows)
-    held["prev_logprobs"] = found["logprobs"]
     expected = policy.get_logprobs(here)["logprobs"]
-    assert torch.equal(held.fetched()["prev_logprobs"], expected)
+
+    def figures(batch: BatchedDataDict) -> tuple[int, bool]:
+        same = [
+            torch.equal(batch[name], -batch["input_ids"][:, 1:].float() * batch["token_mask"])
+            for name in ("scored", "prev_logprobs")
+        ]
+        return int(batch["input_ids"].sum()), all(same)
+
+    found = policy.compute_held(
+        held,
+        scores={"scored": "get_logprobs"},
+        figures=figures,
+        loss_fn=weighted,  # type: ignore[arg-type]
+    )
+    held.update(found.columns)
+    for name in ("scored", "prev_logprobs"):
+        assert isinstance(found.columns[name], HeldRows)
+        assert torch.equal(held.fetched()[name], expected)
+    assert [same for _, same in found.figures] == [True] * NUM_RANKS
+    assert sum(total for total, _ in found.figures) == int(here["input_ids"].sum())
+    assert found.metrics["loss"] == float(weighted(backends(policy)[0].seen))
 
 
-def test_a_function_of_the_rows_runs_where_they_are(policy: Policy) -> None:
-    here, held = batches(50)
-
-    def total(batch: BatchedDataDict) -> int:
-        return int(batch["input_ids"].sum())
-
-    found = policy.evaluate(total, held)
-    assert len(found) == NUM_RANKS
-    assert sum(found) == total(here) == policy.evaluate(total, here)[0]
+def test_scores_alone_compute_no_gradients(policy: Policy) -> None:
+    _, held = batches(50)
+    found = policy.compute_held(held, scores={"scored": "get_logprobs"}, figures=len)
+    assert set(found.columns) == {"scored"}
+    assert not found.metrics
+    assert not any(hasattr(backend, "seen") for backend in backends(policy))

@@ -1,5 +1,6 @@
 """Held rollouts against the same rollouts read here."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from nemo_rl_core.rollouts.batch import (
     selected,
     valid_rollouts,
 )
-from nemo_rl_core.rollouts.held import HeldRollouts, HeldSource
+from nemo_rl_core.rollouts.held import HeldRollouts, HeldSource, SentPrompts
 from nemo_rl_core.rollouts.records import load_rollouts, save_rollouts
 from nemo_rl_core.rollouts.sampler import post_processed
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -172,6 +173,19 @@ def test_records_are_read_back_as_they_were(tmp_path: Path) -> None:
     found = load_rollouts(tmp_path / "step.parquet")
     assert [each.advantage for each in found] == [0.5, None, -0.5]
     assert [replace(each, advantage=None) for each in found] == list(scored)
+
+
+def test_what_is_sent_has_no_tokens_and_is_the_same_where_it_is_read() -> None:
+    scored = held().with_outcomes([1.0, RewardError("no number"), 0.5])
+    rows = scored.select(np.array([2, 1]))  # of both prompts, in another order
+    for given in (scored, rows, scored[2:]):
+        columns = given.__reduce__()[1]
+        assert all(
+            "token_ids" not in each.texts for each in columns if isinstance(each, SentPrompts)
+        )
+        assert list(copy.deepcopy(given)) == list(given)
+    (sent,) = [each for each in scored[2:].__reduce__()[1] if isinstance(each, SentPrompts)]
+    assert sent.texts["id"] == ["b"]  # no prompt without a rollout
 
 
 def test_the_advantage_of_all_tokens_has_no_rounding_of_a_mean() -> None:
