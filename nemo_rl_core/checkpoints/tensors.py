@@ -1,9 +1,10 @@
 """Tensors on disk without pickle: one safetensors file, or the weights of a transformers folder."""
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.store import files
@@ -64,6 +65,41 @@ def save_tensors(
                 got=str(error),
                 fix="free some space, or point NEMO_RL_HOME at another disk",
             ) from error
+
+
+def write_float32(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], "Tensor"]
+) -> None:
+    """Writes a safetensors file of float32 tensors, of which one is in memory at a time.
+
+    The bytes are those of `safetensors.torch.save_file`, which takes all tensors at once.
+
+    Args:
+        path: The file; it is replaced.
+        shapes: Of all tensors, by name.
+        read: Returns a tensor of that shape on the CPU.
+
+    Raises:
+        StoreError: If the disk refuses; an older file then stays.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(shapes):
+        start, end = end, end + 4 * math.prod(shapes[name])
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(shapes[name]),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)  # tensors begin at a multiple of 8
+    with files.storage_errors(path), files.written_aside(path) as aside, aside.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in sorted(shapes):
+            tensor = read(name).contiguous()
+            assert tuple(tensor.shape) == shapes[name], name
+            assert str(tensor.dtype) == "torch.float32", name
+            file.write(tensor.reshape(-1).numpy().data)
 
 
 def load_tensors(path: Path) -> dict[str, "Tensor"]:

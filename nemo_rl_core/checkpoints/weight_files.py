@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,11 +90,19 @@ def files_of_index(index: Path) -> dict[str, str]:
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, "Tensor"]]:
-    """Yields the tensors of a folder's safetensors files on the CPU, one at a time."""
-    for path in weight_files(folder):
-        with open_weights(path) as file:
-            for name in file.keys():  # noqa: SIM118  (not a dict)
-                yield name, file.get_tensor(name)
+    """Yields the tensors of a folder's safetensors files on the CPU, in the order of their names.
+
+    The order does not depend on how the tensors are divided into files. A tensor is read when it is
+    asked for, and nothing is held of those before it: all files are mapped, none is in memory.
+
+    Raises:
+        ModelError: If a file is missing or damaged.
+    """
+    with ExitStack() as opened:
+        files = [opened.enter_context(open_weights(path)) for path in weight_files(folder)]
+        file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        for name in sorted(file_of):
+            yield name, file_of[name].get_tensor(name)
 
 
 def open_weights(path: Path) -> Any:

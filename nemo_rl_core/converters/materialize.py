@@ -1,11 +1,13 @@
 """Materialization of a recipe's model as a transformers folder: config, safetensors, tokenizer."""
 
+import logging
 import tempfile
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.checkpoints.hub import hub_access, hub_folder
+from nemo_rl_core.checkpoints.weight_files import WEIGHTS
 from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.config.model import (
     ModelConfig,
@@ -22,6 +24,8 @@ from nemo_rl_core.errors import ModelError
 from nemo_rl_core.store import remote
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.waiting import waiting, waiting_for_files
+
+_LOG = logging.getLogger(__name__)
 
 
 def materialize(
@@ -46,16 +50,22 @@ def materialize(
         case SmallModel():
             text = isinstance(model, TextModelFromConfig)
             tokenizer = build_byte_tokenizer() if text else build_arithmetic_tokenizer()
-            loaded = _from_config(model, tokenizer, seed)
+            count = _save(_from_config(model, tokenizer, seed), folder)
         case ModelFromWheel():
             loaded, tokenizer = _from_wheel(model)
+            count = _save(loaded, folder)
         case PretrainedModel():
-            loaded, tokenizer = _pretrained(model, commit)
-    with waiting_for_files("writing the model", folder):
-        loaded.save_pretrained(folder)
+            count, tokenizer = _write_pretrained(model, folder, commit)
     tokenizer.init_kwargs["template_date"] = model.template_date
     tokenizer.save_pretrained(folder)
     _write_generation_config(folder, tokenizer)
+    return count
+
+
+def _save(loaded: Any, folder: Path) -> int:
+    """Writes a whole model; returns the number of its parameters."""
+    with waiting_for_files("writing the model", folder):
+        loaded.save_pretrained(folder)
     return int(sum(parameter.numel() for parameter in loaded.parameters()))
 
 
@@ -118,30 +128,24 @@ def check_pretrained(name: str) -> None:
     check_model_folder(folder)
 
 
-def _pretrained(model: PretrainedModel, commit: str | None) -> tuple[Any, Any]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
+def _write_pretrained(model: PretrainedModel, target: Path, commit: str | None) -> tuple[int, Any]:
+    """Writes a published model; returns the number of its parameters, and its tokenizer."""
     check_pretrained(model.name)
     folder, called = Path(model.name).expanduser(), f"the model {model.name!r}"
     if remote.is_remote(model.name):
         folder = _fetched(model.name)
         check_model_folder(folder)
     if folder.is_dir():
-        with waiting(f"loading {model.name}"):
-            loaded, _ = load_pretrained(
-                AutoModelForCausalLM, str(folder), called=called, dtype=torch.float32
-            )
-            return loaded, load_tokenizer(folder)
+        return _write_float32(str(folder), folder, target, called=called), load_tokenizer(folder)
     cached = hub_folder("model", model.name)
-    with (
-        hub_access(model.name) as problem,
-        waiting_for_files(f"downloading {model.name}", cached),
-    ):
+    with hub_access(model.name) as problem:
         try:
-            options: dict[str, Any] = {"dtype": torch.float32, "revision": commit or "main"}
-            loaded, _ = load_pretrained(AutoModelForCausalLM, model.name, called=called, **options)
-            return loaded, load_tokenizer(Path(model.name), revision=commit)
+            with waiting_for_files(f"downloading {model.name}", cached):
+                snapshot = _snapshot(model.name, commit)
+            count = _write_float32(
+                model.name, snapshot, target, called=called, revision=commit or "main"
+            )
+            return count, load_tokenizer(Path(model.name), revision=commit)
         except ModelError as error:
             if not problem:
                 raise
@@ -152,6 +156,51 @@ def _pretrained(model: PretrainedModel, commit: str | None) -> tuple[Any, Any]:
                 fix="check the network, HF_ENDPOINT and the proxy, or name a folder: "
                 "{model: {name: FOLDER}}",
             ) from error
+
+
+def _write_float32(
+    name: str, folder: Path | None, target: Path, *, called: str, **options: Any
+) -> int:
+    """Writes a published model; whole only if it cannot be copied tensor by tensor.
+
+    Args:
+        name: By which transformers loads it.
+        folder: With its files; None if that is not known.
+        target: The folder to create.
+        called: Name of the model in error messages.
+        **options: Of `from_pretrained`.
+
+    Returns:
+        The number of its parameters.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from nemo_rl_core.converters.float32_copy import copy_in_float32
+
+    if folder is not None:
+        with waiting_for_files("writing the model", target):
+            count = copy_in_float32(folder, target, called=called)
+        if count is not None:
+            return count
+    with waiting(f"loading {name}"):
+        loaded, _ = load_pretrained(
+            AutoModelForCausalLM, name, called=called, dtype=torch.float32, **options
+        )
+    return _save(loaded, target)
+
+
+def _snapshot(name: str, commit: str | None) -> Path | None:
+    """The folder of a model in the hub's cache, downloaded before; None if the hub has none."""
+    from huggingface_hub import snapshot_download
+
+    wanted = ["config.json", "generation_config.json", f"{WEIGHTS}*", "model-*-of-*.safetensors"]
+    try:
+        return Path(snapshot_download(name, revision=commit or "main", allow_patterns=wanted))
+    # Named fault boundary: of names, tokens and networks transformers' own download tells more.
+    except Exception:  # noqa: BLE001
+        _LOG.debug("the hub has no snapshot of %s", name, exc_info=True)
+        return None
 
 
 def _fetched(address: str) -> Path:

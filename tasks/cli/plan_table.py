@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from nemo_rl_core.planning.memory import GIB
 from tasks.platform.gpu_hours import over_budget
 from tasks.platform.gpu_plan import RecipePlan, StagePlan, fix_of
+from tasks.platform.weights_pod import pod_problems
 
 _PARTS = (
     "weights",
@@ -52,6 +52,7 @@ def as_mapping(plan: RecipePlan) -> dict[str, Any]:
         "never_run": plan.untried,
         "fits": not plan.problems,
         "problems": list(plan.problems),
+        "pod_problems": pod_problems(plan),
         "change": None
         if plan.change is None
         else {setting.path: setting.value for setting in plan.change},
@@ -67,12 +68,15 @@ def as_table(plan: RecipePlan) -> str:
         lines.append(f"activations are an estimate for {', '.join(plan.estimates)}")
     if plan.unplanned:
         lines.append(f"not counted: {', '.join(plan.unplanned)}")
-    if host := _host_gib(plan):
-        lines.append(f"memory of a machine: prepare_model holds {host:,.0f} GiB of float32 weights")
     if plan.untried:
         lines.append(f"never run so far: {', '.join(plan.untried)}")
     lines += _hours(plan)
-    lines += [*plan.problems, fix_of(plan.change)] if plan.problems else ["fits"]
+    pods = pod_problems(plan)
+    if plan.problems:
+        lines += [*plan.problems, fix_of(plan.change)]
+    else:
+        lines.append("fits the GPUs" if pods else "fits")
+    lines += pods
     return "\n".join(lines)
 
 
@@ -100,12 +104,6 @@ def _choices(plan: RecipePlan) -> Iterator[str]:
         if stage.choices:
             said = ", ".join(f"{path} {value}" for path, value in stage.choices.items())
             yield f"chosen for {stage.load.name}: {said}"
-
-
-def _host_gib(plan: RecipePlan) -> float:
-    """Of whole weights in float32; named where no small machine has as much."""
-    largest = max(stage.load.sizes.num_parameters for stage in plan.stages) * 4 / GIB
-    return largest if largest > 64 else 0.0
 
 
 def _rows(plan: RecipePlan) -> Iterator[str]:

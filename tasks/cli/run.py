@@ -78,6 +78,10 @@ def run(
         show_dry_run(chosen)
     if print_config or dry_run:
         return
+    if remote:
+        from tasks.platform.weights_pod import refuse_small_pods
+
+        refuse_small_pods(chosen.recipe)
     client, flags = _for_pyflyte(wait=wait, **cluster) if remote else ([], [])
     _as_pyflyte(pipeline, chosen.values, client=client, flags=flags)
 

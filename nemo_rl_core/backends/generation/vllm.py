@@ -235,13 +235,13 @@ class VllmBackend(ReceivesWeights):
         self._reload(named_tensors, source=SENT)
 
     def load_weights(self, model_folder: Path) -> None:
-        """Replaces all weights by those of the safetensors files in `model_folder`."""
+        """Replaces all weights by those of the safetensors files in `model_folder`.
+
+        They are read and converted one at a time: every rank of every engine of a machine does so.
+        """
         dtype = getattr(torch, self._setup.dtype)
         self._reload(
-            sorted(
-                ((name, w.to(dtype)) for name, w in stored_tensors(model_folder)),
-                key=lambda named: named[0],
-            ),
+            ((name, weight.to(dtype)) for name, weight in stored_tensors(model_folder)),
             source=f"the model folder {model_folder.name!r}",
         )
 

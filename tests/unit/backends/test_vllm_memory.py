@@ -5,6 +5,7 @@ and what is discarded is gone. Every recorded call is one that the installed vLL
 """
 
 import inspect
+import shutil
 import threading
 import weakref
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from nemo_rl_core.backends.generation import vllm as vllm_module
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.vllm import VllmBackend
 from nemo_rl_core.backends.generation.vllm_streaming import StreamingVllmBackend
+from nemo_rl_core.checkpoints.tensors import save_weights
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import LinkSpec, SendsWeights
@@ -73,8 +75,13 @@ class FakeLLM:
         assert args == ("reload_weights",)
         assert "weights" not in self.asleep, "there is no memory to write to"
         own = dict(self.model.named_parameters())
+        self.arrived: list[str] = []
+        self.most_alive, alive = 0, weakref.WeakSet[torch.UntypedStorage]()
         with torch.no_grad():
             for name, tensor in kwargs["kwargs"]["weights_iterator"]:
+                self.arrived.append(name)
+                alive.add(tensor.untyped_storage())
+                self.most_alive = max(self.most_alive, len(alive))
                 if name in own:  # a tied head is no parameter of its own
                     own[name].copy_(tensor)
         self.events.append("reload_weights")
@@ -246,6 +253,25 @@ def test_tensors_are_read_one_by_one(
     assert max(counts) <= 3  # this one, the one before, and the embedding for the tied head
 
 
+def test_a_folder_is_converted_one_tensor_at_a_time(
+    backend: VllmBackend, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Its float32 files become copies in the engine's type, in every rank of a machine."""
+    sent = other_weights(tiny_model)
+    shutil.copytree(tiny_model, folder := tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    save_weights(folder, reversed(list(sent.named_parameters())), max_shard_bytes=2**13)
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    backend._setup = replace(backend._setup, dtype="bfloat16")
+    backend.load_weights(folder)
+    llm: Any = backend._llm
+    names = [name for name in llm.arrived if name != "lm_head.weight"]
+    assert names == sorted(name for name, _ in sent.named_parameters())
+    assert llm.most_alive <= 3  # this one, the one before, and the embedding for the tied head
+    for own, expected in zip(llm.model.parameters(), sent.parameters(), strict=True):
+        assert torch.equal(own, expected.bfloat16().float())
+
+
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
@@ -347,7 +373,8 @@ def test_vllm_takes_every_call(tiny_model: Path, backend: VllmBackend) -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.llm import LLM
     from vllm.v1.executor.abstract import SLEEP_TAGS
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as FirstRunner
 
     options = {each.name for each in fields(EngineArgs)}
     (_, args, kwargs), *calls = fake.calls
@@ -357,6 +384,10 @@ def test_vllm_takes_every_call(tiny_model: Path, backend: VllmBackend) -> None:
     for name, args, kwargs in calls:
         inspect.signature(getattr(LLM, name)).bind(None, *args, **kwargs)
         if name == "collective_rpc":
-            method = getattr(GPUModelRunner, args[0])
-            inspect.signature(method).bind(None, **kwargs["kwargs"])
+            for runner in (FirstRunner, SecondRunner):  # CUDA takes the second where it can
+                method = getattr(runner, args[0])
+                inspect.signature(method).bind(None, **kwargs["kwargs"])
+    for runner in (FirstRunner, SecondRunner):
+        inspect.signature(runner.get_model).bind(None)
+        assert "self.attn_groups" in inspect.getsource(runner)  # which `kernels` reads
     assert ALL == SLEEP_TAGS

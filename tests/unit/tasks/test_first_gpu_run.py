@@ -136,6 +136,21 @@ def test_chosen_steps_alone(machine: dict[str, str], tmp_path: Path) -> None:
     assert len(Path(machine["CALLS"]).read_text().splitlines()) == 2
 
 
+def test_commands_of_the_page_name_steps_that_there_are(
+    machine: dict[str, str], tmp_path: Path
+) -> None:
+    program(tmp_path / "bin" / "nvidia-smi", SMI)
+    program(tmp_path / "nemo-rl", PYTHON)
+    python = program(tmp_path / "python", PYTHON)
+    page = (REPOSITORY / "docs" / "gpus.md").read_text()
+    commands = re.findall(r"^deployment/first_gpu_run.sh (--steps [\w,]+)", page, re.MULTILINE)
+    assert commands
+    for command in commands:
+        options = ["--python", str(python), "--report", str(tmp_path / "report")]
+        done = run(machine, *options, *command.split())
+        assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def reporting() -> ModuleType:
     path = REPOSITORY / "deployment" / "first_gpu_report.py"

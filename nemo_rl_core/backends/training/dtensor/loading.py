@@ -1,6 +1,5 @@
 """Loading of transformers folders with a language model's or a scalar head, and saving."""
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from nemo_rl_core.backends.training.dtensor.quantized import Precision, loading_
 from nemo_rl_core.checkpoints.tensors import save_weights
 from nemo_rl_core.checkpoints.weights import load_pretrained, refuse_wrong_weights
 from nemo_rl_core.data.pretrained import described, load_tokenizer, stop_token_ids
-from nemo_rl_core.distributed.process_group import rank
+from nemo_rl_core.distributed.gathered_writes import write_on_rank_0
 from nemo_rl_core.errors import ModelError
 
 Head = Literal["lm", "scalar"]
@@ -188,20 +187,21 @@ def save_model(
             iterates to the end, since gathering is a collective.
 
     Raises:
-        StoreError: If writing fails.
+        StoreError: If writing fails; on every rank.
     """
-    if rank() != 0:
-        deque(named_weights, maxlen=0)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    # FSDP2 changes class names, which are needed to load the folder again.
-    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    model.config.dtype = "float32"
-    model.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    save_weights(folder, named_weights)
+
+    def write(gathered: Iterable[tuple[str, torch.Tensor]]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        # FSDP2 changes class names, which are needed to load the folder again.
+        model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        model.config.dtype = "float32"
+        model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        save_weights(folder, gathered)
+
+    write_on_rank_0(named_weights, write)
 
 
 def as_published(

@@ -11,13 +11,11 @@ none are written or read.
 """
 
 import pickle
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -30,6 +28,7 @@ from nemo_rl_core.checkpoints.tensors import save_weights
 from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import copy_description
+from nemo_rl_core.distributed.gathered_writes import write_on_rank_0
 from nemo_rl_core.errors import StoreError
 
 # The distributed optimizer's state by parameter, not by buffer, which depends on the layout.
@@ -178,12 +177,12 @@ def save_model(
         dtype: Dtype of the weights, which may differ from the source's config.
     """
     on_rank_0(lambda: folder.mkdir(parents=True))
-    if dist.get_rank() > 0:
-        deque(weights, maxlen=0)
-    else:
-        save_weights(folder, weights)
+
+    def write(gathered: Iterable[tuple[str, torch.Tensor]]) -> None:
+        save_weights(folder, gathered)
         copy_description(source, folder, dtype=dtype)
-    dist.barrier()
+
+    write_on_rank_0(weights, write)
 
 
 def _sharded_state(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ GPU_RECIPES = {
     "grpo_moe_30b_a3b_2nodes": "qwen3-30b-a3b",
     "grpo_70b_8nodes": "llama-3.1-70b",
 }
+PODS = {
+    # 30.53e9 parameters of 4 bytes; 90 % of 130 GiB are more.
+    "grpo_moe_30b_a3b_2nodes": "on Flyte: export takes 114 GiB of memory, its pod has 64; "
+    'set mem="130Gi" of WEIGHTS in tasks/platform/resources.py',
+    # 70.55e9 parameters of 4 and 2 bytes.
+    "grpo_70b_8nodes": "on Flyte: prepare_model takes 394 GiB of disk, its pod has 200; "
+    'set ephemeral_storage="440Gi" of WEIGHTS in tasks/platform/resources.py',
+}
 H100 = ACCELERATORS["nvidia-h100"]
 
 
@@ -42,8 +51,26 @@ def invoked(*arguments: object) -> Result:
 def test_recipes_for_gpus_fit(recipe: str, model: str) -> None:
     result = invoked(recipe, "--model-config", CONFIGS[model])
     assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[-1] == "fits"
+    lines = result.output.splitlines()
+    assert lines[-2:] == ["fits the GPUs", PODS[recipe]] if recipe in PODS else lines[-1] == "fits"
     assert "trained tokens/s" in result.output
+
+
+@pytest.mark.parametrize(("recipe", "said"), PODS.items())
+def test_pods_that_are_too_small_for_a_model_are_named(recipe: str, said: str) -> None:
+    model = CONFIGS[GPU_RECIPES[recipe]]
+    assert invoked(recipe, "--model-config", model).output.splitlines()[-1] == said
+    found = json.loads(invoked(recipe, "--model-config", model, "--json").output)
+    assert (found["pod_problems"], found["fits"]) == ([said], True)
+
+
+def test_a_run_on_a_cluster_with_such_pods_is_refused(tmp_path: Path) -> None:
+    shutil.copy(CONFIGS["llama-3.1-70b"], tmp_path / "config.json")
+    arguments = ["grpo", "grpo_70b_8nodes", f"model.name={tmp_path}", "--remote"]
+    refused = CliRunner().invoke(cli.group, ["run", *arguments])
+    assert refused.exit_code == 2
+    assert "the pods of this cluster are too small for the model" in refused.output
+    assert PODS["grpo_70b_8nodes"] in refused.output
 
 
 def test_what_does_not_fit_fits_with_the_change_that_is_named(tmp_path: Path) -> None:
