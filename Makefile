@@ -78,7 +78,7 @@ test-float8: setup ## Test training in float8, emulated, with torchao in a scrat
 	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 	  $(bin)/python -m pip install -q --no-deps --target "$$site" \
 	    "$$(grep '^torchao==' deployment/requirements/gpu.txt)" && \
-	  PYTHONPATH="$$site" $(bin)/pytest -n 0 --no-cov tests/unit/backends/test_float8.py tests/unit/backends/test_float8_ranks.py
+	  PYTHONPATH="$$site" $(bin)/pytest -n 0 --no-cov tests/unit/backends/test_float8*.py tests/unit/planning/test_planned_float8.py
 
 test-bare: ## Run the short recipe on a Debian that has neither a compiler nor anything else (needs root)
 	bash tests/bare_debian.sh

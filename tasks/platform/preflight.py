@@ -31,6 +31,7 @@ from nemo_rl_core.config.single_turn import (
     RewardModelScore,
     SingleEnvironmentConfig,
 )
+from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.pretrained import context_length
@@ -44,6 +45,7 @@ from nemo_rl_core.environments.needs import (
     refuse_incomplete_rows,
 )
 from nemo_rl_core.errors import ConfigError, DataError
+from nemo_rl_core.planning.float8 import require_torchao
 from nemo_rl_core.store import remote
 from nemo_rl_core.telemetry.model_flops import num_parameters
 from nemo_rl_core.types import Prompt
@@ -85,6 +87,8 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
             check_pretrained(located_model(model).name)
+    if isinstance(experiment.training, DTensorTraining):
+        require_torchao(experiment.training.float8)
     plan = refuse_what_does_not_fit(experiment)
     if plan is not None:
         hold_to_budget(replace(plan, max_gpu_hours=budget.max_gpu_hours))

@@ -18,8 +18,11 @@ from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.errors import ConfigError, ConsistencyError, ResourceError
 from nemo_rl_core.models.validation.gate import check_consistency
+from nemo_rl_core.planning import float8 as planning
 
-needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+needs_torchao = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="needs torchao: `make test-float8`"
+)
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 LENGTHS = [11, 4, 7, 2, 9, 3, 3, 8]
 
@@ -325,7 +328,7 @@ def test_lora_is_refused_with_the_fix() -> None:
 def test_a_missing_torchao_is_named_with_its_command(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(float8, "find_spec", lambda _: None)
+    monkeypatch.setattr(planning, "find_spec", lambda _: None)
     with pytest.raises(ResourceError, match=r"pip install --no-deps torchao==0\.18\.0"):
         started(tiny_model, float8="tensorwise")
 
@@ -336,7 +339,7 @@ def test_a_missing_torchao_is_named_with_its_command(
 def test_gpus_that_cannot_compute_it_are_refused(
     capability: tuple[int, int], dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(float8, "find_spec", lambda _: object())
+    monkeypatch.setattr(float8, "_import_torchao", lambda _: None)
     monkeypatch.setattr(float8, "local_device", lambda: torch.device("cuda:0"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     training = DTensorTraining(float8="rowwise")

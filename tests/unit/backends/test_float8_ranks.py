@@ -18,7 +18,9 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank, world_size
 
-pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+pytestmark = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="needs torchao: `make test-float8`"
+)
 LENGTHS = [11, 4, 7, 2, 9, 3, 3, 8]
 TENSORWISE, ROWWISE = {"float8": "tensorwise"}, {"float8": "rowwise"}
 Weights = dict[str, torch.Tensor]

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from torch.nn.functional import linear
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.process_group import local_device
-from nemo_rl_core.errors import ConfigError, ResourceError
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.planning.float8 import require_torchao
 
 _LOG = logging.getLogger(__name__)
 _CAPABILITY = (8, 9)
@@ -36,7 +36,8 @@ def convert_linear_layers(
     """Has the linear layers of the decoder compute in float8, in place; before they are split.
 
     Left out are embedding, head and all else outside the decoder's layers, routers, and layers with
-    a size that is no multiple of 16 times the ranks of tensor parallelism. Experts that share one parameter are no linear layers.
+    a size that is no multiple of 16 times the ranks of tensor parallelism. Experts that share one
+    parameter are no linear layers.
 
     Args:
         model: A transformers model.
@@ -83,21 +84,6 @@ def convert_linear_layers(
         len(chosen),
         ", emulated on the CPU" if config.emulate else "",
     )
-
-
-def require_torchao(recipe: str) -> None:
-    """Raises if torchao is missing.
-
-    Raises:
-        ResourceError: Says how to get it.
-    """
-    if find_spec("torchao") is None:
-        raise ResourceError(
-            f"training.float8: {recipe} needs the package torchao",
-            expected="torchao 0.18, which the requirements for GPUs have",
-            got="no such package",
-            fix="pip install --no-deps torchao==0.18.0, or leave training.float8 out",
-        )
 
 
 def refresh_scales(model: Any) -> None:
