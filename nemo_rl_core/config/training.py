@@ -13,14 +13,13 @@ from pydantic import (
 )
 
 from nemo_rl_core.config.base import FrozenConfig, kind_or
+from nemo_rl_core.config.float8 import Float8Recipe
 from nemo_rl_core.config.model import DType, MatmulPrecision
 from nemo_rl_core.config.registered import REGISTERED, RegisteredBackend, SectionTable
 from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError
 
 T = TypeVar("T", bound="Parallelism")
-Float8Recipe = Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
-"""Recipes of float8 training, under torchao's names."""
 GradientSync = Literal["every_microbatch", "last_microbatch"]
 
 

@@ -11,7 +11,8 @@ from typing import Literal
 
 from nemo_rl_core.config.training import DTensorTraining, MegatronTraining
 from nemo_rl_core.planning.accelerators import Accelerator
-from nemo_rl_core.planning.float8 import bytes_less, saved_seconds
+from nemo_rl_core.planning.float8 import bytes_less
+from nemo_rl_core.planning.float8_speed import saved_seconds
 from nemo_rl_core.planning.load import (
     Layout,
     StageLoad,

@@ -23,7 +23,7 @@ from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.errors import ConfigError, ModelError, NemoRLError, ResourceError
 from nemo_rl_core.planning.accelerators import ACCELERATORS, Accelerator, own_accelerator
 from nemo_rl_core.planning.choices import HEADROOM, HOST_GIB, chosen, fits, resolved
-from nemo_rl_core.planning.float8 import problem_of
+from nemo_rl_core.planning.float8_speed import problem_of
 from nemo_rl_core.planning.load import StageLoad, layout_problem, untried
 from nemo_rl_core.planning.memory import MemoryPlan, missing_cache, plan_memory
 from nemo_rl_core.planning.search import Setting, smallest_change

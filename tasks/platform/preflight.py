@@ -21,6 +21,7 @@ from nemo_rl_core.config.environment import (
     WeightedSum,
     single_environments,
 )
+from nemo_rl_core.config.float8 import require_torchao
 from nemo_rl_core.config.generated_data import ReasoningGymData
 from nemo_rl_core.config.generation import SamplingConfig, num_gpus, refuse_misplaced
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
@@ -45,7 +46,6 @@ from nemo_rl_core.environments.needs import (
     refuse_incomplete_rows,
 )
 from nemo_rl_core.errors import ConfigError, DataError
-from nemo_rl_core.planning.float8 import require_torchao
 from nemo_rl_core.store import remote
 from nemo_rl_core.telemetry.model_flops import num_parameters
 from nemo_rl_core.types import Prompt

@@ -12,13 +12,13 @@ from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor import float8
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
+from nemo_rl_core.config import float8 as float8_config
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.errors import ConfigError, ConsistencyError, ResourceError
 from nemo_rl_core.models.validation.gate import check_consistency
-from nemo_rl_core.planning import float8 as planning
 
 needs_torchao = pytest.mark.skipif(
     find_spec("torchao") is None, reason="needs torchao: `make test-float8`"
@@ -320,6 +320,21 @@ def test_the_gate_lets_small_differences_pass_and_stops_large_ones(
         gated(tiny_model, 20.0, recipe)
 
 
+@needs_torchao
+def test_completions_are_sampled_with_rounding_too(tiny_model: Path) -> None:
+    prompts = BatchedDataDict(
+        {"input_ids": torch.tensor([[3, 4, 5]]), "input_lengths": torch.tensor([3])}
+    )
+    backend = started(tiny_model, float8="rowwise")
+    found = backend.generate(prompts, greedy=True, max_new_tokens=4)
+    tokens, first = found["output_ids"], 3
+    batch = collate(tokens.tolist(), [[place >= first for place in range(tokens.shape[1])]])
+    assert 1 <= int(found["generation_lengths"]) <= 4
+    # One token a pass, and all at once: rows have scales of their own.
+    together = backend.get_logprobs(batch)[0, first - 1 :]
+    torch.testing.assert_close(found["logprobs"][0, first:], together, rtol=0, atol=1e-5)
+
+
 def test_lora_is_refused_with_the_fix() -> None:
     with pytest.raises(ValueError, match="Leave float8 out, or lora"):
         DTensorTraining(float8="rowwise", lora={})
@@ -328,7 +343,7 @@ def test_lora_is_refused_with_the_fix() -> None:
 def test_a_missing_torchao_is_named_with_its_command(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "find_spec", lambda _: None)
+    monkeypatch.setattr(float8_config, "find_spec", lambda _: None)
     with pytest.raises(ResourceError, match=r"pip install --no-deps torchao==0\.18\.0"):
         started(tiny_model, float8="tensorwise")
 

@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemo_rl_core.config.training import DTensorTraining, MegatronTraining
-from nemo_rl_core.planning import float8
+from nemo_rl_core.planning import float8_speed
 from nemo_rl_core.planning.accelerators import ACCELERATORS
+from nemo_rl_core.planning.float8 import recipe_of
 from nemo_rl_core.planning.load import StageLoad, layout_of, untried
 from nemo_rl_core.planning.memory import MemoryPlan, plan_memory
 from nemo_rl_core.planning.speed import plan_speed
@@ -35,7 +36,7 @@ def memory_of(num_ranks: int = 8, **training: Any) -> MemoryPlan:
 def saved(num_ranks: int, *, forward_passes: int = 1, **training: Any) -> float:
     load = load_of(num_ranks, **training)
     assert load.training is not None
-    return float8.saved_seconds(
+    return float8_speed.saved_seconds(
         load,
         layout_of(load.training.config, num_ranks),
         H100,
@@ -113,11 +114,11 @@ def test_the_largest_operand_takes_more_while_it_is_rounded() -> None:
 
 def test_kinds_of_gpus_without_it_and_float32_are_named() -> None:
     load = load_of(float8="tensorwise")
-    assert float8.problem_of(load, H100) is None
-    assert float8.problem_of(load_of(), A100) is None
-    assert "nvidia-a100-80gb has no such products" in str(float8.problem_of(load, A100))
+    assert float8_speed.problem_of(load, H100) is None
+    assert float8_speed.problem_of(load_of(), A100) is None
+    assert "nvidia-a100-80gb has no such products" in str(float8_speed.problem_of(load, A100))
     wide = load_of(float8="tensorwise", dtype="float32")
-    assert "model.dtype: bfloat16" in str(float8.problem_of(wide, H100))
+    assert "model.dtype: bfloat16" in str(float8_speed.problem_of(wide, H100))
     assert [name for name, each in ACCELERATORS.items() if each.flops("float8")] == [
         name for name in ACCELERATORS if not any(old in name for old in ("a100", "a10g", "t4"))
     ]
@@ -127,7 +128,7 @@ def test_it_is_named_as_never_run_and_other_backends_have_none() -> None:
     assert "training.float8" in untried(load_of(float8="rowwise"))
     assert "training.float8" not in untried(load_of())
     megatron = stage("qwen2.5-7b", 8, training=MegatronTraining())
-    assert float8.recipe_of(megatron) == "none"
+    assert recipe_of(megatron) == "none"
 
 
 class Moved(TorchDispatchMode):
@@ -153,4 +154,4 @@ def test_the_bytes_of_rounding_are_those_of_torchaos_operators() -> None:
     values = torch.randn(512, 512, dtype=torch.bfloat16)
     with Moved() as moved:
         hp_tensor_to_float8_dynamic(values, e4m3_dtype, LinearMMConfig())
-    assert moved.total == float8.ROUNDING_BYTES * values.numel()
+    assert moved.total == float8_speed.ROUNDING_BYTES * values.numel()

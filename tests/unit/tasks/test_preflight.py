@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_core.config import float8
 from nemo_rl_core.errors import ConfigError, DataError, ResourceError
-from nemo_rl_core.planning import float8
 from tasks.platform.preflight import preflight
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.grpo import GRPORecipe

@@ -16,11 +16,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
+from nemo_rl_core.config.float8 import require_torchao
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.planning.float8 import require_torchao
 
 _LOG = logging.getLogger(__name__)
 _CAPABILITY = (8, 9)
