@@ -11,6 +11,7 @@ Every operator is held to the rules of CUDA before it runs:
   the other side of `copy_`.
 - It is not converted to numpy, and a generator of the CPU draws nothing on the GPU.
 - Under `torch.use_deterministic_algorithms(True)`, operators without such a kernel raise.
+- Operands of products in float8 have the layouts and sizes that its kernels take.
 
 Host syncs and copies to the GPU are recorded, each with the function of the project that causes it.
 
@@ -257,9 +258,24 @@ def _apply_rules(name: str, args: Sequence[Any], leaves: Sequence[Any]) -> None:
         raise CudaRuleError(f"{name}: expected self and values on the same device")
     if any(isinstance(each, torch.Generator) for each in leaves):
         raise CudaRuleError(f"{name}: Expected a 'cuda' device type for generator but found 'cpu'")
+    if name == "_scaled_mm":
+        _refuse_operands(_values(args[0]), _values(args[1]))
     is_refused = _NONDETERMINISTIC.get(name)
     if torch.are_deterministic_algorithms_enabled() and is_refused and is_refused(args):
         raise CudaRuleError(f"{name} does not have a deterministic implementation on CUDA")
+
+
+def _refuse_operands(first: torch.Tensor, second: torch.Tensor) -> None:
+    """What CUDA's products in float8 demand, and those of the CPU do not."""
+    if first.stride(1) != 1 or second.stride(0) != 1:
+        raise CudaRuleError("_scaled_mm: mat1 must be row major, and mat2 column major")
+    if any(size % 16 for size in (first.shape[1], *second.shape)):
+        raise CudaRuleError(
+            "_scaled_mm: Expected trailing dimension of mat1, and mat2, to be divisible by 16, but "
+            f"got {tuple(first.shape)} and {tuple(second.shape)}"
+        )
+    if first.dtype == second.dtype == torch.float8_e5m2:
+        raise CudaRuleError("_scaled_mm: two Float8_e5m2 matrices cannot be multiplied")
 
 
 def _record_waits(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -385,6 +401,7 @@ def _replacements(uuid: str) -> Iterator[tuple[Any, str, Any]]:
     start = torch.autocast.__init__
     yield torch, "is_autocast_enabled", lambda kind="cuda": enabled("cpu")
     yield torch, "get_autocast_dtype", lambda kind: dtype("cpu")
+    yield torch, "get_autocast_gpu_dtype", lambda: dtype("cpu")
 
     def start_on_cpu(self: Any, device_type: str, *args: Any, **options: Any) -> None:
         start(self, "cpu", *args, **options)

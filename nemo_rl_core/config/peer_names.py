@@ -22,6 +22,7 @@ _MODEL: Final = "model.name"
 _DATA: Final = "data, with kind file or hub"
 _ADVANTAGE: Final = "grpo.advantage, with a kind"
 _OVERLONG: Final = "grpo.overlong, with kind filter"
+_FP8: Final = "training.float8, and generation.quantization of engines"
 _TRAINING: Final = "training, with backend dtensor or megatron"
 _RECORD: Final = "tracking; every run is recorded without it"
 _DTYPE: Final = "model.dtype, such as bfloat16"
@@ -131,6 +132,9 @@ PEER_NAMES: Final[Mapping[str, str]] = {
     "bf16": _DTYPE,
     "precision": _DTYPE,
     "torch_dtype": _DTYPE,
+    "fp8": _FP8,
+    "fp8_cfg": _FP8,
+    "fp8_recipe": _FP8,
     "gradient_checkpointing": "training.activation_checkpointing",
     "enable_gradient_checkpointing": "training.activation_checkpointing",
     "param_offload": "training.offload_for_generation, with all",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    Field,
     PositiveFloat,
     PositiveInt,
     SerializeAsAny,
@@ -12,6 +13,7 @@ from pydantic import (
 )
 
 from nemo_rl_core.config.base import FrozenConfig, kind_or
+from nemo_rl_core.config.float8 import Float8Recipe
 from nemo_rl_core.config.model import DType, MatmulPrecision
 from nemo_rl_core.config.registered import REGISTERED, RegisteredBackend, SectionTable
 from nemo_rl_core.documented_names import documented
@@ -130,6 +132,11 @@ class DTensorTraining(Parallelism):
         lora: Trains low-rank adapters; None trains all weights.
         weights: `full` trains what is loaded; `8bit` and `4bit` load frozen quantised weights
             under LoRA, with bitsandbytes.
+        float8: Rounds the operands of linear layers to 8 bits of floating point in all three
+            products of a step, with torchao, on GPUs of compute capability 8.9 and later; emulated
+            on CPUs. `tensorwise` has one scale a matrix, and FSDP2 gathers weights in 8 bits;
+            `rowwise` one a row; `rowwise_with_gw_hp` computes gradients of weights in full
+            precision besides. What is saved and sent is as with `none`.
     """
 
     backend: Literal["dtensor"] = "dtensor"
@@ -147,6 +154,8 @@ class DTensorTraining(Parallelism):
     tensor_parallel_plan: dict[str, Literal["colwise", "rowwise"]] | None = None
     lora: LoRAConfig | None = None
     weights: Literal["full", "8bit", "4bit"] = "full"
+    # Left out by default, so that inputs of stages are what they were without it.
+    float8: Float8Recipe = Field(default="none", exclude_if=lambda said: said == "none")
 
     @property
     def num_copies(self) -> int:
@@ -157,6 +166,14 @@ class DTensorTraining(Parallelism):
     def recomputes(self) -> bool:
         """Whether layers are computed again; not where that is `auto` still."""
         return self.activation_checkpointing is True
+
+    @property
+    def gathers_in_float8(self) -> bool:
+        """Whether FSDP2 sends weights in 8 bits: with one scale a matrix, which all shards share.
+
+        Scales of weights on the host would have to be agreed upon over the GPUs' network.
+        """
+        return self.float8 == "tensorwise" and not self.cpu_offload
 
     @model_validator(mode="after")
     def _whole_gradients_are_exact(self) -> "DTensorTraining":
@@ -173,6 +190,15 @@ class DTensorTraining(Parallelism):
             raise ValueError(
                 "adapters are not split over the ranks of tensor parallelism: "
                 "leave tensor_parallel_size at 1 (FSDP shards them), or leave lora out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _float8_trains_whole_weights(self) -> "DTensorTraining":
+        if self.float8 != "none" and self.lora is not None:
+            raise ValueError(
+                f"float8: {self.float8} is for training all weights: torchao would compute the "
+                "gradients of LoRA's frozen ones too. Leave float8 out, or lora"
             )
         return self
 

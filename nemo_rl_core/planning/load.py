@@ -258,6 +258,8 @@ def untried(load: StageLoad) -> list[str]:
         found.append("training.offload_for_generation")
     if load.training is not None and getattr(load.training.config, "weights", "full") != "full":
         found.append("8 and 4 bit weights")
+    if load.training is not None and getattr(load.training.config, "float8", "none") != "none":
+        found.append("training.float8")
     return found
 
 

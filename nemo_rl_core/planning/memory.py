@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, MegatronTraining
+from nemo_rl_core.planning.float8 import bytes_less, rounding_gib
 from nemo_rl_core.planning.load import (
     Layout,
     StageLoad,
@@ -222,7 +223,8 @@ class _TrainedModel:
             return 0.0
         if not self._layout.is_wrapped and not self._is_half:
             return 0.0
-        return (num_layers * self._layer + self._outer * outer) * self._width / GIB
+        less = num_layers * bytes_less(self._load, self._layout, self._width)
+        return ((num_layers * self._layer + self._outer * outer) * self._width - less) / GIB
 
     @property
     def _is_cast_whole(self) -> bool:
@@ -262,7 +264,11 @@ class _TrainedModel:
     def _temporaries(self) -> float:
         """Gradients of activations within a layer, counted by torch's tracker."""
         wide = 2 * self._sizes.mlp_width / self._layout.tensor + 3.5 * self._sizes.hidden
-        return self._tokens * wide * self._width / GIB
+        return self._tokens * wide * self._width / GIB + self._rounding
+
+    @property
+    def _rounding(self) -> float:
+        return rounding_gib(self._load, self._layout)
 
     @property
     def _logits(self) -> float:
@@ -326,7 +332,7 @@ class _TrainedModel:
     def _peak_of_whole_gradients(self) -> float:
         """Where gradients are exchanged in the last micro-batch: it begins with all of the sums."""
         whole, again = self._whole_gradients, self._layer_activations * self._config_recomputes
-        forward = self._activations + self._gathered(2)
+        forward = self._activations + self._gathered(2) + self._rounding
         inner = self._logits if self._config_recomputes else max(self._logits, self._temporaries)
         head = self._activations + self._within_head(inner) + self._gathered(1)
         # The last layer's backward pass, or after it the copy that its reduction sends.
@@ -350,7 +356,7 @@ class _TrainedModel:
         kept = all_layers if is_whole and not self._config_recomputes else 1
         # Autocast remembers casts of weights that are trained until the end of the forward pass.
         cast = is_whole and not (self._has_lora and self._config_recomputes)
-        forward = self._activations + self._gathered(all_layers if cast else 2)
+        forward = self._activations + self._gathered(all_layers if cast else 2) + self._rounding
         # The logits, and after them the gradients within the last layer, which nothing frees yet.
         inner = self._logits if self._config_recomputes else max(self._logits, self._temporaries)
         head = self._activations + self._within_head(inner) + self._gathered(kept)

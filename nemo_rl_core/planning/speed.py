@@ -11,6 +11,8 @@ from typing import Literal
 
 from nemo_rl_core.config.training import DTensorTraining, MegatronTraining
 from nemo_rl_core.planning.accelerators import Accelerator
+from nemo_rl_core.planning.float8 import bytes_less
+from nemo_rl_core.planning.float8_speed import saved_seconds
 from nemo_rl_core.planning.load import (
     Layout,
     StageLoad,
@@ -172,6 +174,15 @@ def _tokens_per_second(
     )
     pairs = 2.0 * sizes.num_layers * sizes.queries * (load.longest + 1)
     products += pairs * layer_passes / (peak * _ATTENTION_SHARE)
+    forward_passes = layer_passes - 2 * is_training
+    products -= saved_seconds(
+        load,
+        layout,
+        gpu,
+        share=PRODUCT_SHARE,
+        forward_passes=forward_passes,
+        is_training=is_training,
+    )
     kept = sizes.num_layers * layer_bytes(load, layout) * layout.tensor
     moved = _LAYER_PASSES * kept * layer_passes + _LOGIT_PASSES * 4 * sizes.vocabulary * head_passes
     seconds = tokens / ranks * (products + moved / (gpu.memory_gb_per_second * 1e9))
@@ -237,7 +248,8 @@ def _gather_seconds(
         return (width + 4.0) * own * ring / link / microbatches if microbatches else 0.0
     is_last = isinstance(config, DTensorTraining) and config.gradient_sync == "last_microbatch"
     of_gradients = 4.0 / (microbatches if is_last and microbatches else 1.0)
-    sent = (2 * width + of_gradients if microbatches else width) * weights
+    gathered = width * weights - load.sizes.num_layers * bytes_less(load, layout, width)
+    sent = 2 * gathered + of_gradients * weights if microbatches else gathered
     seconds = sent * ring / link
     copies = layout.data * layout.context // layout.shards
     if copies > 1 and microbatches:

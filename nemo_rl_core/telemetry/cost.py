@@ -12,14 +12,14 @@ from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.errors import ConfigError
 
 _PEAKS: dict[str, dict[str, float]] = {
-    "B200": {"bfloat16": 2250e12, "float32": 80e12},
-    "H200": {"bfloat16": 989e12, "float32": 67e12},
-    "H100 PCIe": {"bfloat16": 756e12, "float32": 51e12},
-    "H100": {"bfloat16": 989e12, "float32": 67e12},
+    "B200": {"float8": 4500e12, "bfloat16": 2250e12, "float32": 80e12},
+    "H200": {"float8": 1979e12, "bfloat16": 989e12, "float32": 67e12},
+    "H100 PCIe": {"float8": 1513e12, "bfloat16": 756e12, "float32": 51e12},
+    "H100": {"float8": 1979e12, "bfloat16": 989e12, "float32": 67e12},
     "A100": {"bfloat16": 312e12, "float32": 19.5e12},
-    "L40S": {"bfloat16": 362e12, "float32": 91.6e12},
-    "RTX 4090": {"bfloat16": 165e12, "float32": 82.6e12},
-    "L4": {"bfloat16": 121e12, "float32": 30.3e12},
+    "L40S": {"float8": 733e12, "bfloat16": 362e12, "float32": 91.6e12},
+    "RTX 4090": {"float8": 330e12, "bfloat16": 165e12, "float32": 82.6e12},
+    "L4": {"float8": 242e12, "bfloat16": 121e12, "float32": 30.3e12},
     "A10G": {"bfloat16": 70e12, "float32": 35e12},
     "A10": {"bfloat16": 125e12, "float32": 31.2e12},
     "T4": {"float32": 8.1e12},

@@ -20,9 +20,10 @@ from nemo_rl_core.config.model import (
 )
 from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.config.training import DTensorTraining
-from nemo_rl_core.errors import ModelError, NemoRLError, ResourceError
+from nemo_rl_core.errors import ConfigError, ModelError, NemoRLError, ResourceError
 from nemo_rl_core.planning.accelerators import ACCELERATORS, Accelerator, own_accelerator
 from nemo_rl_core.planning.choices import HEADROOM, HOST_GIB, chosen, fits, resolved
+from nemo_rl_core.planning.float8_speed import problem_of
 from nemo_rl_core.planning.load import StageLoad, layout_problem, untried
 from nemo_rl_core.planning.memory import MemoryPlan, missing_cache, plan_memory
 from nemo_rl_core.planning.search import Setting, smallest_change
@@ -67,6 +68,7 @@ class RecipePlan:
         problems: Why it does not fit, one sentence each; empty if it does.
         change: The smallest change with which it fits; None if it fits, or no known one does.
         unplanned: What takes memory of a GPU besides, and is not counted.
+        refused: Those of the problems that the kind of GPU has, and not its memory.
         max_gpu_hours: The limit of the recipe; None without one.
     """
 
@@ -75,6 +77,7 @@ class RecipePlan:
     problems: tuple[str, ...]
     change: tuple[Setting, ...] | None
     unplanned: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
     max_gpu_hours: float | None = None
 
     @property
@@ -155,11 +158,16 @@ def plan_recipe(
     stages = tuple(_planned(load, gpu, steps.get(load.name)) for load in loads)
     problems = tuple(text for stage in stages for text in _problems(stage, gpu))
     change = smallest_change(loads, gpu.memory_gib) if problems else None
+    refused = tuple(dict.fromkeys(text for load in loads if (text := problem_of(load, gpu))))
+    if refused:
+        without = (Setting("training.float8", "none"),)
+        change = without if not problems else change and (*without, *change)
     return RecipePlan(
         gpu,
         stages,
-        problems,
+        (*refused, *problems),
         change,
+        refused=refused,
         unplanned=tuple(_scoring_models(recipe)),
         max_gpu_hours=recipe.budget.max_gpu_hours,
     )
@@ -336,6 +344,7 @@ def refuse_what_does_not_fit(recipe: PipelineRecipe) -> RecipePlan | None:
 
     Raises:
         ResourceError: Names the stages and the smallest change.
+        ConfigError: If the kind of GPU lacks what a stage computes with.
     """
     gpu = accelerator_of(recipe) if recipe.cluster.num_gpus else None
     if gpu is None:
@@ -347,6 +356,12 @@ def refuse_what_does_not_fit(recipe: PipelineRecipe) -> RecipePlan | None:
         return None
     if not plan.problems:
         return plan
+    if plan.refused:
+        raise ConfigError(
+            f"{gpu.name} cannot compute the recipe",
+            got="; ".join(plan.refused),
+            fix="leave training.float8 out, or take H100s with model.dtype: bfloat16",
+        )
     refusal = ResourceError(
         f"the recipe does not fit {num_gpus(recipe.cluster, recipe.generation)} x {gpu.name}",
         expected=f"at most {gpu.memory_gib:.1f} GiB a GPU",

@@ -21,6 +21,7 @@ from nemo_rl_core.config.environment import (
     WeightedSum,
     single_environments,
 )
+from nemo_rl_core.config.float8 import require_torchao
 from nemo_rl_core.config.generated_data import ReasoningGymData
 from nemo_rl_core.config.generation import SamplingConfig, num_gpus, refuse_misplaced
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
@@ -31,6 +32,7 @@ from nemo_rl_core.config.single_turn import (
     RewardModelScore,
     SingleEnvironmentConfig,
 )
+from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.pretrained import context_length
@@ -85,6 +87,8 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
             check_pretrained(located_model(model).name)
+    if isinstance(experiment.training, DTensorTraining):
+        require_torchao(experiment.training.float8)
     plan = refuse_what_does_not_fit(experiment)
     if plan is not None:
         hold_to_budget(replace(plan, max_gpu_hours=budget.max_gpu_hours))

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_core.errors import ConfigError, DataError
+from nemo_rl_core.config import float8
+from nemo_rl_core.errors import ConfigError, DataError, ResourceError
 from tasks.platform.preflight import preflight
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.grpo import GRPORecipe
@@ -27,6 +28,13 @@ def check(**recipe: object) -> None:
 )
 def test_data_whose_tasks_all_have_an_environment_passes(data: dict, tasks: list) -> None:
     check(data=data, environment={"kind": "by_task", "tasks": tasks})
+
+
+def test_float8_without_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "find_spec", lambda _: None)
+    check()
+    with pytest.raises(ResourceError, match="pip install --no-deps torchao"):
+        check(training={"float8": "tensorwise"})
 
 
 def test_a_missing_file_of_a_mixture_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
 from nemo_rl_core.backends.training.determinism import compute_deterministically, full_precision
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention, packed_attention
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
+from nemo_rl_core.backends.training.dtensor.float8 import in_high_precision, refresh_scales
 from nemo_rl_core.backends.training.dtensor.loading import (
     Head,
     as_published,
@@ -131,7 +132,10 @@ class DTensorBackend(DTensorSaving, SendsWeights):
     def _shard(self, model: Any, folder: Path) -> Any:
         is_empty = any(parameter.is_meta for parameter in model.parameters())
         model = parallelize(model, self._training, self._mesh, dtype=self._setup.dtype)
-        return finish_loading(model, fill_from_folder(model, folder), folder) if is_empty else model
+        if is_empty:
+            model = finish_loading(model, fill_from_folder(model, folder), folder)
+        refresh_scales(model)
+        return model
 
     def _language_model(self, model: Any, folder: Path) -> LogprobModel:
         attention = self._attention_of(model)
@@ -167,7 +171,7 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         )
 
     def _check(self, model: PackedModel) -> None:
-        with full_precision():
+        with full_precision(), in_high_precision(model.model):
             model.refuse_unless_faithful()
         release(model.model)
 
@@ -248,6 +252,7 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate_at(step, options)
         self._optimizer.step()
+        refresh_scales(self._policy.model)
         self._num_updates = step
         # An engine on the same GPU is to have their memory.
         self._optimizer.zero_grad(set_to_none=True)

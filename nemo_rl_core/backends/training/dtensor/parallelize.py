@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from nemo_rl_core.backends.training.dtensor.context_parallel import apply_context_parallel
+from nemo_rl_core.backends.training.dtensor.float8 import convert_linear_layers, unwrapped
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.shards import allocate
@@ -33,8 +34,8 @@ def parallelize(
 ) -> Any:
     """Splits the model over context and tensor ranks, then shards it over data ranks, in place.
 
-    The order matters: recomputation and compilation apply to split layers, and FSDP2 shards the
-    remaining dimensions of each weight.
+    The order matters: float8 replaces layers that are whole, recomputation and compilation apply to
+    split ones, and FSDP2 shards the remaining dimensions of each weight.
 
     Args:
         model: A whole transformers model on the CPU; or, for several ranks, one without weights
@@ -46,8 +47,9 @@ def parallelize(
     Returns:
         The model, on this rank's device.
     """
+    convert_linear_layers(model, training, dtype=dtype, is_sharded=mesh is not None)
     if mesh is not None and training.context_parallel_size > 1:
-        # First, so that sequence parallelism splits a part of the row further.
+        # Before tensor parallelism, so that sequence parallelism splits a part of the row further.
         apply_context_parallel(model, mesh.context_group)
     if mesh is not None and training.tensor_parallel_size > 1:
         apply_tensor_parallel(model, training, mesh.parameters["tensor"])
@@ -153,6 +155,6 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     # Shards on the CPU are sent through the mesh's device.
-    shards = tensor.detach().to(tensor.device_mesh.device_type)
+    shards = unwrapped(tensor).detach().to(tensor.device_mesh.device_type)
     assert isinstance(shards, DTensor)
     return shards.full_tensor()

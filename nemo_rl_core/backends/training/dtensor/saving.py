@@ -11,6 +11,7 @@ from nemo_rl_core.backends.training.dtensor.checkpoint import (
     in_checkpoint,
     written_by_rank_0,
 )
+from nemo_rl_core.backends.training.dtensor.float8 import refresh_scales, unwrapped
 from nemo_rl_core.backends.training.dtensor.loading import called
 from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
 from nemo_rl_core.checkpoints.weight_files import distinct
@@ -76,7 +77,7 @@ class DTensorSaving:
         )
 
     def _model_state(self) -> dict[str, torch.Tensor]:
-        return dict(distinct(self._policy.model))
+        return {name: unwrapped(tensor) for name, tensor in distinct(self._policy.model)}
 
     def checkpoint_is_written(self) -> bool:
         """Returns True if `finish_checkpoint` would not wait."""
@@ -100,3 +101,4 @@ class DTensorSaving:
         else:
             shards = self._model_state()
         self._num_updates = self._trainer_state.load(path / "trainer", model=shards)
+        refresh_scales(self._policy.model)

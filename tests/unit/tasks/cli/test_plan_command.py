@@ -277,6 +277,19 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path) -> No
     assert "cluster.num_workers=" in str(refused.value.fix)
 
 
+def test_float8_is_refused_on_gpus_that_lack_it(tmp_path: Path) -> None:
+    training = {"float8": "rowwise"}
+    refuse_what_does_not_fit(on_gpus(tmp_path / "a", training=training))
+    cluster = {"accelerator": "nvidia-a100-80gb"}
+    recipe = on_gpus(tmp_path / "a", training=training, cluster=cluster)
+    with pytest.raises(ConfigError, match="nvidia-a100-80gb cannot compute the recipe") as refused:
+        refuse_what_does_not_fit(recipe)
+    assert "leave training.float8 out" in str(refused.value.fix)
+    plan = plan_recipe(recipe, ACCELERATORS["nvidia-a100-80gb"])
+    assert plan.problems == plan.refused and len(plan.refused) == 1
+    assert list(map(str, plan.change or ())) == ["training.float8=none"]
+
+
 def test_preflight_asks_for_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_rl_core.distributed import resources
     from tasks.platform import preflight as module
