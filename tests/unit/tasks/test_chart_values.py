@@ -82,6 +82,17 @@ def test_schedules_are_in_utc() -> None:
     assert scheduler["local"]["useUTCTz"] is True
 
 
+def test_the_project_that_commands_name_is_made() -> None:
+    """The chart's own project is another; without one there is no namespace to apply files to."""
+    from tasks.cli.cluster_check import cluster_check
+
+    (values,) = documents("production/values-s3.yaml")
+    admin = values["flyte-core-components"]["admin"]
+    (project,) = [each.default for each in cluster_check.params if each.name == "project"]
+    assert admin["seedProjects"] == [project] == [admin["seedProjectsWithDetails"][0]["name"]]
+    assert FLYTE["chart"]["flyte-core-components"]["admin"]["seedProjects"] == ["any"]
+
+
 def allowed(rules: list[dict[str, Any]], group: str) -> dict[str, set[str]]:
     """The verbs on each resource of a group of the API."""
     found: dict[str, set[str]] = {}

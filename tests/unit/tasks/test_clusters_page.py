@@ -11,6 +11,7 @@ import yaml
 from nemo_rl_core.config.cluster import ClusterConfig
 from tasks.platform.resources import DATA, GENERATE, PLAIN, SCORE, TRAIN, WEIGHTS
 from tasks.platform.shapes import shape_of
+from tests.schemas import schema
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "clusters.md").read_text()
 
@@ -91,3 +92,25 @@ def test_every_launch_plan_is_as_shown() -> None:
             minute, hour, _, _, weekday = schedule.cron_schedule.schedule.split()
             day = {"*": "", "1": "Monday "}[weekday]
             assert when == f"{day}{int(hour):02}:{int(minute):02}"
+
+
+def test_every_command_names_project_and_domain() -> None:
+    """A command that leaves one out may speak of another namespace than the one before it."""
+    blocks = re.findall(r"^ *```sh\n(.*?)^ *```$", PAGE, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    flyte = re.compile(
+        r"(pyflyte .*run --remote|register\.sh|nemo-rl cluster-check|files --archive)"
+    )
+    found = [line for line in lines if flyte.search(line)]
+    assert len(found) >= 4
+    assert [line for line in found if "--project" not in line or "--domain" not in line] == []
+
+
+def test_charts_are_installed_in_the_versions_that_the_schemas_are_of() -> None:
+    flyte, kuberay = schema("flyte")["version"], schema("kuberay")["version"]
+    installed = dict(re.findall(r"helm install \S+ (\S+) --version (\S+)", PAGE))
+    assert installed["flyteorg/flyte-binary"] == flyte
+    assert installed["kuberay/kuberay-operator"] == kuberay.removeprefix("v")
+    assert f"flytectl demo start --version {flyte}\n" in PAGE
+    repositories = set(re.findall(r"helm repo add (\w+) https://", PAGE))
+    assert {chart.partition("/")[0] for chart in installed} <= repositories

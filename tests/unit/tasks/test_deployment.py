@@ -31,6 +31,7 @@ VALUES = {
     "OIDC_ISSUER": "https://login.example.com",
     "REGION": "region",
     "SHARED_STORAGE_CLASS": "shared",
+    "STAGE_ROLE": "role of stages",
     "TRAINING_IMAGE": "nemo-rl-training:0",
 }
 KUEUE = schema("kueue")
@@ -91,6 +92,31 @@ def test_the_volume_is_the_one_that_stages_mount(name: str) -> None:
     assert claim["metadata"]["name"] == STORE_CLAIM
     many = claim["spec"]["accessModes"] == ["ReadWriteMany"]
     assert many == name.startswith("production"), "several machines write it"
+
+
+def test_stages_have_rights_of_their_own_on_the_bucket() -> None:
+    """Flyte's role is of Flyte's account; the pods of stages run with the namespace's `default`."""
+    (account,) = [
+        each for each in documents("production/cluster.yaml") if each["kind"] == "ServiceAccount"
+    ]
+    assert account["metadata"]["name"] == "default"
+    stages = account["metadata"]["annotations"]
+    for values in ("s3", "gcs"):
+        given = documents(f"production/values-{values}.yaml")[0]["serviceAccount"]["annotations"]
+        (cloud,) = [name for name, role in given.items() if role]
+        assert stages[cloud] == VALUES["STAGE_ROLE"] != given[cloud]
+
+
+def test_every_variable_of_a_production_cluster_is_explained() -> None:
+    page = (DEPLOYMENT.parent / "docs/clusters.md").read_text()
+    rows = re.findall(r"^\| (`[A-Z_`, ]+) \|.*$", page, re.MULTILINE)
+    explained = set(re.findall(r"\w+", " ".join(rows)))
+    used = {
+        variable
+        for path in DEPLOYMENT.glob("production/*.yaml")
+        for variable in re.findall(r"\$\{(\w+)\}", path.read_text())
+    }
+    assert used == explained
 
 
 def test_flyte_selects_by_the_label_that_stages_use() -> None:
