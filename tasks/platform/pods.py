@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from flytekit import PodTemplate, Resources
 
 from tasks.platform.shapes import Nodes, Shape
-from tasks.platform.site_pods import laid_over
+from tasks.platform.site_pods import laid_over, nodes_with
 
 if TYPE_CHECKING:
     from kubernetes.client import V1PodSecurityContext, V1PodSpec, V1Volume, V1VolumeMount
@@ -20,9 +20,6 @@ STORE_CLAIM, STORE_FOLDER = "nemo-rl-store", "/var/nemo_rl"
 
 SECRETS = "nemo-rl-secrets"
 """Environment of every pod from an optional secret: tokens of hubs and loggers."""
-
-ACCELERATOR_LABEL = "k8s.amazonaws.com/accelerator"
-"""Node label of the GPU type: Flyte's default for `gpu-device-node-label`."""
 
 NODE = "NEMO_RL_NODE"
 """Variable of the pods of `pod_with_store`: the name of their machine."""
@@ -42,7 +39,9 @@ _STOP_IN_ORDER = (
 )
 _GRACE_SECONDS = 120
 
-_GPU = "nvidia.com/gpu"
+GPU = "nvidia.com/gpu"
+"""Kubernetes' name of the resource."""
+
 _HEAD = Resources(cpu="4", mem="32Gi", ephemeral_storage="50Gi")
 _HEAD_SHARED_MEMORY_GIB = 12
 
@@ -90,8 +89,8 @@ def worker_pod(shape: Shape, nodes: Nodes) -> PodTemplate:
     template = _template("ray-worker", nodes.resources, nodes.shared_memory_gib)
     if nodes.num_gpus:
         spec = template.pod_spec
-        spec.tolerations = [V1Toleration(key=_GPU, operator="Exists", effect="NoSchedule")]
-        spec.node_selector = {ACCELERATOR_LABEL: shape.accelerator} if shape.accelerator else None
+        spec.tolerations = [V1Toleration(key=GPU, operator="Exists", effect="NoSchedule")]
+        spec.node_selector = nodes_with(shape.accelerator) if shape.accelerator else None
         return laid_over(template, "worker", "gpu_worker")
     return laid_over(template, "worker")
 
@@ -143,7 +142,7 @@ def _spec(container: str, resources: Resources, shared_memory_gib: int) -> "V1Po
         primary_container_name=container,
         requests=resources,
         limits=resources,
-        k8s_gpu_resource_key=_GPU,
+        k8s_gpu_resource_key=GPU,
     )
     spec.volumes = [
         client.V1Volume(
