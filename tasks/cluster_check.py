@@ -289,7 +289,7 @@ def machines_found(shape: Shape, group: Nodes, nodes: Sequence[dict[str, Any]]) 
         }
         found = f"{found}; those with GPUs have {', '.join(sorted(there)) or 'no label of a kind'}"
         fix = (
-            "say which labels such machines have (gpu_worker.accelerators in deployment/pods.yaml), "
+            "say which labels they have (gpu_worker.accelerators in deployment/pods.yaml), "
             f"or give them this one (kubectl label nodes NODE {wanted})"
         )
         return CheckLine(name="nodes", state="fail", found=found, fix=fix)
