@@ -42,7 +42,7 @@ _KUEUE_KINDS = {
 }
 _STRUCT = re.compile(r"^type (\w+) struct \{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _GO = {
-    r"string|v1\.ResourceName|v1\.PullPolicy|\w+\.Duration": "string",
+    r"string|v1\.ResourceName|v1\.PullPolicy|\w+\.Duration|(?:\w+\.)?TemplateURI": "string",
     r"bool": "boolean",
     r"u?int\d*": "integer",
     r"float\d+|rate\.Limit": "number",
@@ -51,7 +51,8 @@ _GO = {
 }
 """Types of fields by patterns, of which the first counts."""
 
-_SECTIONS = {
+_LOGS = ("flyteplugins/go/tasks/logs", "flyteplugins/go/tasks/pluginmachinery/tasklog")
+_SECTIONS: dict[str, tuple[str | tuple[str, ...], str]] = {
     "propeller": ("flytepropeller/pkg/controller/config", "Config"),
     "tasks": ("flytepropeller/pkg/controller/nodes/task/config", "Config"),
     "storage": ("flytestdlib/storage", "Config"),
@@ -61,9 +62,13 @@ _SECTIONS = {
         "flyteplugins/go/tasks/pluginmachinery/flytek8s/config",
         "K8sPluginConfig",
     ),
-    "plugins.ray": ("flyteplugins/go/tasks/plugins/k8s/ray", "Config"),
+    "plugins.logs": (_LOGS, "LogConfig"),
+    "plugins.ray": (("flyteplugins/go/tasks/plugins/k8s/ray", *_LOGS), "Config"),
 }
-"""Sections of Flyte's configuration that the files of `deployment/` have, and their structs."""
+"""Sections of Flyte's configuration that the files of `deployment/` have, and their structs.
+
+Where a struct has fields of other packages, their folders follow that of its own.
+"""
 
 
 class Tag:
@@ -131,16 +136,14 @@ def _of_default(name: str, value: Any) -> Any:
 
 
 class Structs:
-    """The structs of a Go package."""
+    """The structs of a Go package, and of those after it, which have other names."""
 
-    def __init__(self, tag: Tag, folder: str) -> None:
+    def __init__(self, tag: Tag, *folders: str) -> None:
         self._found: dict[str, str] = {}
-        for path in tag.paths(f"{folder}/"):
-            if path.endswith(".go") and "/" not in path[len(folder) + 1 :]:
-                whole = tag.read(path)
-                self._found |= dict(
-                    re.findall(r"^type (\w+) struct \{\n(.*?)^\}", whole, re.M | re.S)
-                )
+        for folder in reversed(folders):
+            for path in tag.paths(f"{folder}/"):
+                if path.endswith(".go") and "/" not in path[len(folder) + 1 :]:
+                    self._found |= dict(_STRUCT.findall(tag.read(path)))
 
     def tree(self, name: str) -> dict[str, Any]:
         """The tree of a struct."""
@@ -156,8 +159,9 @@ class Structs:
             return [self._type(written[2:])]
         if found := re.fullmatch(r"map\[[\w.]+\](.*)", written):
             return {"*": self._type(found[1])}
-        if written in self._found:
-            return self.tree(written)
+        for name in (written, written.rpartition(".")[2]):
+            if name in self._found:
+                return self.tree(name)
         for pattern, name in _GO.items():
             if match := re.fullmatch(pattern, written):
                 return match.expand(name)
@@ -181,8 +185,8 @@ def main(kuberay_clone: str, flyte_clone: str, kueue_clone: str) -> None:
     rules = flyte.read(f"{chart}/templates/clusterrole.yaml")
     rules = re.sub(r"(?m)^.*\{\{.*\n", "", rules.partition("\nrules:\n")[2])
     sections = {
-        section: Structs(flyte, folder).tree(struct)
-        for section, (folder, struct) in _SECTIONS.items()
+        section: Structs(flyte, *([folders] if isinstance(folders, str) else folders)).tree(struct)
+        for section, (folders, struct) in _SECTIONS.items()
     }
     resources = Structs(flyte, "flyteadmin/pkg/runtime/interfaces").tree("TaskResourceSet")
     sections["task_resources"] = {"defaults": resources, "limits": resources}

@@ -4,10 +4,14 @@ Helm takes any key, and Flyte ignores those of a section that it does not know. 
 `tests/schemas` are those of the versions that `docs/clusters.md` names.
 """
 
+import json
+import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.schemas import problems, schema
 from tests.unit.tasks.test_deployment import documents
@@ -111,6 +115,81 @@ def test_propeller_may_do_what_its_plugins_do() -> None:
     # The chart's own role has pods, and nothing of Ray.
     assert {"create", "watch"} <= allowed(FLYTE["rules"], "")["pods"]
     assert allowed(FLYTE["rules"], "ray.io") == {}
+
+
+OF_RAYJOBS = {
+    *("namespace", "podRFC3339StartTime", "podRFC3339FinishTime", "podUnixStartTime"),
+    *("podUnixFinishTime", "taskID", "taskVersion", "taskProject", "taskDomain"),
+    *("taskRetryAttempt", "nodeID", "executionName", "executionProject", "executionDomain"),
+    *("generatedName", "rayClusterName", "rayJobID"),
+}
+"""Variables of links that Flyte's Ray plugin fills in: it knows no pod. Others stay in the link."""
+
+
+def by_helm(text: str) -> str:
+    """What Helm makes of a string in `configuration.inline`, which it evaluates as a template."""
+    made = re.sub(r"\{\{ `(.*?)` \}\}", r"<\1>", text)
+    assert "{{" not in re.sub(r"<\{\{.*?\}\}>", "", made), f"Helm would evaluate {text}"
+    return made.replace("<{{", "{{").replace("}}>", "}}")
+
+
+def log_links(name: str) -> dict[str, list[str]]:
+    """The addresses of the links of plain pods and of RayJobs."""
+    (values,) = documents(f"production/{name}")
+    plugins = values["configuration"]["inline"]["plugins"]
+    found = {"pods": plugins["logs"], "rayjobs": plugins["ray"]["logs"]}
+    return {
+        kind: [by_helm(uri) for link in section["templates"] for uri in link["templateUris"]]
+        for kind, section in found.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["values-s3.yaml", "values-gcs.yaml"])
+def test_the_console_links_to_logs_of_pods_and_of_rayjobs(name: str) -> None:
+    links = log_links(name)
+    assert links["pods"] == links["rayjobs"] != []
+    for link in links["rayjobs"]:
+        used = set(re.findall(r"\{\{ \.(\w+) \}\}", link))
+        assert used
+        assert used <= OF_RAYJOBS
+
+
+def test_helm_evaluates_nothing_else_in_the_inline_section() -> None:
+    (values,) = documents("production/values-s3.yaml")
+    by_helm(json.dumps(values["configuration"]["inline"], ensure_ascii=False))
+    with pytest.raises(AssertionError, match="would evaluate"):
+        by_helm("{{ .namespace }}")
+
+
+EXECUTION, ID = "a7x2kq9w4mzt5bv8c1dn", "0" * 62 + "af"
+
+
+@pytest.mark.parametrize(
+    ("pod", "container"),
+    [
+        (f"{EXECUTION}-n3-0-dn2-0", "primary"),
+        (f"{EXECUTION}-n3-0-dn2-0-x7k2p", "ray-job-submitter"),
+        (f"{EXECUTION}-n3-0-dn2-0-8vq4z-head-m2c9t", "ray-head"),
+        (f"nemo-rl-{EXECUTION}-node-8gpu-x7k2p-gpus-8-worker-m2c9t", "ray-worker"),
+    ],
+)
+def test_a_pods_log_is_where_the_link_leads(pod: str, container: str) -> None:
+    """The file's name on its machine, by the tag of Fluent Bit, makes the object's name."""
+    config = next(each for each in documents("production/logs.yaml") if each["kind"] == "ConfigMap")
+    pipeline = yaml.safe_load(config["data"]["fluent-bit.yaml"])["pipeline"]
+    (tail,), (s3,) = pipeline["inputs"], pipeline["outputs"]
+    file = f"/var/log/containers/{pod}_nemo-rl-production_{container}-{ID}.log"
+    assert fnmatch(file, tail["path"])
+    assert not fnmatch(file.replace("_nemo-rl-", "_kube-"), tail["path"])
+    fields = re.search(tail["tag_regex"].replace("(?<", "(?P<"), file)
+    assert fields is not None
+    tag = re.sub(r"<(\w+)>", lambda field: fields[field[1]], tail["tag"]).split(".")
+    key = re.sub(r"\$TAG\[(\d)\]", lambda part: tag[int(part[1])], s3["s3_key_format"])
+    (link,) = log_links("values-s3.yaml")["rayjobs"]
+    link = link.replace("{{ .namespace }}", "nemo-rl-production")
+    prefix = link.replace("{{ .executionName }}", EXECUTION).partition("prefix=")[2]
+    assert key.lstrip("/").startswith(f"{prefix}{pod}/{container}/")
+    assert s3["bucket"] in link
 
 
 def test_every_plugin_that_is_a_default_is_enabled() -> None:
