@@ -150,6 +150,9 @@ class Structs:
         return dict(self._fields(self._found[name]))
 
     def _fields(self, body: str) -> Iterator[tuple[str, Any]]:
+        for embedded in re.findall(r"^\s+(\w+)\s+`json:\",inline\"", body, re.M):
+            if embedded in self._found:
+                yield from self._fields(self._found[embedded])
         for written, tag in re.findall(r"^\s+\w+\s+(\S+)\s+`json:\"([^\"]*)\"", body, re.M):
             yield tag.partition(",")[0], self._type(written)
 
@@ -180,6 +183,8 @@ def main(kuberay_clone: str, flyte_clone: str, kueue_clone: str) -> None:
     found = {"version": KUEUE, "from": folder}
     for kind, name in _KUEUE_KINDS.items():
         found[kind] = _of_kind(kueue, f"{folder}/kueue.x-k8s.io_{name}.yaml", "v1beta2")
+    found["Configuration"] = Structs(kueue, "apis/config/v1beta2").tree("Configuration")
+    found["chart"] = of_chart(kueue, "charts/kueue")
     _write("kueue", found)
     chart = "charts/flyte-binary"
     rules = flyte.read(f"{chart}/templates/clusterrole.yaml")

@@ -16,7 +16,7 @@ import yaml
 from tests.schemas import problems, schema
 from tests.unit.tasks.test_deployment import documents
 
-FLYTE, KUBERAY = schema("flyte"), schema("kuberay")
+FLYTE, KUBERAY, KUEUE = schema("flyte"), schema("kuberay"), schema("kueue")
 PROPELLER_NEEDS = {
     "rayjobs": {"create", "get", "list", "watch", "update", "patch", "delete"},
 }
@@ -235,6 +235,20 @@ def test_kuberays_operator_knows_every_key() -> None:
     assert list(problems(values, KUBERAY["chart"])) == [
         "resources.limit: no such key",
         "batchSchedular: no such key",
+    ]
+
+
+def test_kueue_takes_its_configuration_and_gives_up_on_pods_that_do_not_come() -> None:
+    (values,) = documents("production/values-kueue.yaml")
+    assert list(problems(values, KUEUE["chart"])) == []
+    config = yaml.safe_load(values["managerConfig"]["controllerManagerConfigYaml"])
+    kind = {"apiVersion": "string", "kind": "string"}
+    assert list(problems(config, KUEUE["Configuration"] | kind)) == []
+    assert config["waitForPodsReady"]["timeout"] == "15m"  # as docs/clusters.md has it
+    assert "ray.io/rayjob" in config["integrations"]["frameworks"]
+    config["waitForPodsReady"]["requeueingStrategy"] = config["waitForPodsReady"].pop("timeout")
+    assert [*problems(config, KUEUE["Configuration"] | kind)] == [
+        "waitForPodsReady.requeueingStrategy: no such key"
     ]
 
 

@@ -108,9 +108,19 @@ def test_every_command_names_project_and_domain() -> None:
 
 def test_charts_are_installed_in_the_versions_that_the_schemas_are_of() -> None:
     flyte, kuberay = schema("flyte")["version"], schema("kuberay")["version"]
+    kueue = schema("kueue")["version"].removeprefix("v")
     installed = dict(re.findall(r"helm install \S+ (\S+) --version (\S+)", PAGE))
+    assert installed.pop("oci://registry.k8s.io/kueue/charts/kueue") == kueue
     assert installed["flyteorg/flyte-binary"] == flyte
     assert installed["kuberay/kuberay-operator"] == kuberay.removeprefix("v")
     assert f"flytectl demo start --version {flyte}\n" in PAGE
     repositories = set(re.findall(r"helm repo add (\w+) https://", PAGE))
     assert {chart.partition("/")[0] for chart in installed} <= repositories
+
+
+def test_how_long_pods_are_waited_for_is_as_shown() -> None:
+    from tasks.platform import ray_stage, run_cluster
+
+    shown = {row[0]: row[1] for row in table("| | after | what happens")}
+    assert shown["`cluster: {lifetime: run}`"] == f"{run_cluster._WAIT_SECONDS / 3600:.0f} hours"
+    assert f"their Ray has another {ray_stage._WAIT_SECONDS / 60:.0f} minutes to join" in PAGE
