@@ -196,7 +196,11 @@ def main(kuberay_clone: str, flyte_clone: str, kueue_clone: str) -> None:
     resources = Structs(flyte, "flyteadmin/pkg/runtime/interfaces").tree("TaskResourceSet")
     sections["task_resources"] = {"defaults": resources, "limits": resources}
     written = {"version": FLYTE, "from": chart, "chart": of_chart(flyte, chart)}
-    _write("flyte", written | {"rules": yaml.safe_load(rules), "config": sections})
+    sandbox = flyte.read("docker/sandbox-bundled/manifests/complete.yaml")
+    (inline,) = re.findall(r"(?m)^  100-inline-config.yaml: \|\n((?:    .*\n)+)", sandbox)
+    variables = yaml.safe_load(inline)["plugins"]["k8s"]["default-env-vars"]
+    written |= {"rules": yaml.safe_load(rules), "config": sections, "sandbox variables": variables}
+    _write("flyte", written)
 
 
 def _of_kind(tag: Tag, path: str, version: str) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from nemo_rl_core.store.aliases import ALIASES
+from tasks.platform.pods import SECRETS
+from tasks.platform.ray_stage import CLUSTER_GPUS
 from tests.schemas import problems, schema
 from tests.unit.tasks.test_deployment import documents
 
@@ -279,3 +282,28 @@ def test_what_kuberay_does_not_take_is_found() -> None:
 def test_a_sandbox_has_what_flyte_knows() -> None:
     (values,) = documents("sandbox/plugins.yaml")
     assert list(config_problems(values)) == []
+
+
+def test_pods_of_a_sandbox_keep_what_reads_its_bucket() -> None:
+    """Flyte lays the file over the sandbox's own configuration, and replaces lists."""
+    (values,) = documents("sandbox/plugins.yaml")
+    given = values["plugins"]["k8s"]["default-env-vars"]
+    assert [each for each in FLYTE["sandbox variables"] if each not in given] == []
+    assert any("FLYTE_AWS_ENDPOINT" in each for each in FLYTE["sandbox variables"])
+
+
+INLINE = {"sandbox/plugins.yaml": "s3", "production/values-s3.yaml": "s3"} | {
+    "production/values-gcs.yaml": "gs"
+}
+
+
+@pytest.mark.parametrize("name", INLINE)
+def test_every_pod_knows_the_names_of_models_and_the_secrets(name: str) -> None:
+    """A stage that plans or downloads has no volume and no template of ours."""
+    (values,) = documents(name)
+    k8s = values.get("configuration", {}).get("inline", values)["plugins"]["k8s"]
+    variables = {key: value for each in k8s["default-env-vars"] for key, value in each.items()}
+    assert variables[CLUSTER_GPUS].isdigit()
+    assert variables[ALIASES].startswith(f"{INLINE[name]}://")
+    if name != "production/values-gcs.yaml":  # which is laid over the other
+        assert k8s["default-env-from-secrets"] == [SECRETS]

@@ -124,3 +124,16 @@ def test_how_long_pods_are_waited_for_is_as_shown() -> None:
     shown = {row[0]: row[1] for row in table("| | after | what happens")}
     assert shown["`cluster: {lifetime: run}`"] == f"{run_cluster._WAIT_SECONDS / 3600:.0f} hours"
     assert f"their Ray has another {ray_stage._WAIT_SECONDS / 60:.0f} minutes to join" in PAGE
+
+
+def test_every_variable_of_stages_is_shown() -> None:
+    from nemo_rl_core.store.aliases import ALIASES
+    from nemo_rl_core.telemetry.budget import LIMIT
+    from nemo_rl_core.telemetry.notices import NOTIFY, SMTP
+    from tasks.platform.ray_stage import CLUSTER_GPUS
+
+    rows = table("| variable | what | where")
+    shown = {name: row[2] for row in rows for name in re.findall(r"`([A-Z_]+)`", row[0])}
+    values, secret = {ALIASES, LIMIT, CLUSTER_GPUS, "NEMO_RL_TRACKING"}, {NOTIFY, SMTP}
+    assert {name for name, where in shown.items() if where == "Flyte's values"} == values
+    assert {name for name, where in shown.items() if where == "secret"} >= secret
