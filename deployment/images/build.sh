@@ -2,8 +2,8 @@
 # Builds the images that stages are registered with, and pushes them where NEMO_RL_REGISTRY is set:
 #   deployment/images/build.sh [training|generation|laptop|light]... [-- OPTION...]
 # PYTHON_IMAGE names the image that they begin with; pin it by digest for a production cluster.
-# PIP_INDEX_URL and the folder site/ say where packages come from (docs/clusters.md). Options after
-# `--` are those of the program that builds: NEMO_RL_BUILDER, else docker, else podman.
+# DEBIAN_MIRROR, PIP_INDEX_URL and the folder site/ say where packages come from (docs/clusters.md).
+# Options after `--` are those of the program that builds: NEMO_RL_BUILDER, else docker, else podman.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -34,6 +34,7 @@ while read -r kind dockerfile name; do
   echo "build: $name"
   "$builder" build --file "$dockerfile" --tag "$name" \
     ${PYTHON_IMAGE:+--build-arg "PYTHON_IMAGE=$PYTHON_IMAGE"} \
+    ${DEBIAN_MIRROR:+--build-arg "DEBIAN_MIRROR=$DEBIAN_MIRROR"} \
     ${PIP_INDEX_URL:+--build-arg "PIP_INDEX_URL=$PIP_INDEX_URL"} "$@" deployment < /dev/null
   if [ -n "${NEMO_RL_REGISTRY:-}" ]; then "$builder" push "$name" < /dev/null; fi
 done <<< "$images"

@@ -148,6 +148,10 @@ def test_containers_are_pinned_and_not_root(name: str) -> None:
     (user,) = [rest for word, rest in steps if word == "USER"]
     assert user == "1000:1000"
     assert words.index("USER") > max(index for index, word in enumerate(words) if word == "RUN")
+    # Nothing is fetched before the site's certificates are in.
+    fetching = [rest for word, rest in steps if word == "RUN" and "useradd" not in rest]
+    assert "images/debian.sh" in fetching[0]
+    assert not any("apt-get install" in rest or "apt-get update" in rest for rest in fetching)
     assert "COPY" not in words  # the lock is mounted: the image holds what is installed
     (installed,) = [rest for word, rest in steps if word == "RUN" and "install.sh" in rest]
     assert installed.startswith("--mount=type=bind,target=/deployment ")
@@ -249,7 +253,9 @@ def test_no_registry_is_named() -> None:
             assert not hosts.search(path.read_text()), path
 
 
-@pytest.mark.parametrize("name", ["register.sh", "images/build.sh", "images/install.sh"])
+@pytest.mark.parametrize(
+    "name", ["register.sh", "images/build.sh", "images/debian.sh", "images/install.sh"]
+)
 def test_scripts_parse(name: str) -> None:
     subprocess.run(["bash", "-n", DEPLOYMENT / name], check=True)
 
