@@ -19,9 +19,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
+
+if TYPE_CHECKING:
+    import click
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LANGUAGES = ("json", "python", "sh", "text", "yaml")
@@ -185,6 +188,8 @@ def command_problems(words: Sequence[str]) -> Iterator[str]:
         yield from _python_problems(arguments)
     elif name == program and "/" not in program and name not in PROGRAMS:
         yield f"{program} is no program that a reader is known to have"
+    elif program.removeprefix("./") in ("deployment/register.sh", "deployment/images/build.sh"):
+        yield from _script_problems(program, arguments)
     for word in words:
         yield from _path_problems(word.rpartition("=")[2])
 
@@ -224,12 +229,61 @@ def _nemo_rl_problems(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _pyflyte_problems(arguments: Sequence[str]) -> Iterator[str]:
-    for file, name in itertools.pairwise(arguments):
-        path = REPOSITORY / file
-        if file.startswith("workflows/") and path.is_file():
-            if not re.search(rf"(?m)^def {re.escape(name)}\(", path.read_text()):
-                yield f"{file} has no workflow {name!r}"
-            return
+    """Options before the sub-command, those of it, and after the workflow its inputs."""
+    import click
+    from flytekit.clis.sdk_in_container.pyflyte import main
+
+    command: click.Command = main
+    name, options, words = "pyflyte", _options(main), iter(arguments)
+    for word in words:
+        option, equals, _ = word.partition("=")
+        inside = REPOSITORY / word
+        if option.startswith("-"):
+            if option not in options:
+                yield f"{name} has no option {option}"
+            elif not equals and not options[option]:
+                next(words, None)
+        elif command is main:
+            found = main.get_command(click.Context(main), word)
+            if found is None:
+                yield f"pyflyte has no command {word!r}"
+                return
+            command, name, options = found, f"pyflyte {word}", _options(found)
+        elif word.startswith("workflows/") and inside.is_file():
+            workflow = next(words, "")
+            inputs = _inputs(inside, workflow)
+            if inputs is None:
+                yield f"{word} has no workflow {workflow!r}"
+                return
+            name = workflow
+            options = {f"--{each}": False for each in inputs} | {"--help": True}
+
+
+def _options(command: "click.Command") -> dict[str, bool]:
+    """The options of a command, and whether each is a flag."""
+    found = {"--help": True}
+    for each in command.params:
+        if each.param_type_name == "option":
+            is_flag = getattr(each, "is_flag", False) or getattr(each, "count", False)
+            found |= dict.fromkeys([*each.opts, *each.secondary_opts], is_flag)
+    return found
+
+
+def _inputs(file: Path, workflow: str) -> list[str] | None:
+    """The names of a workflow's inputs; None if the file has no such workflow."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name == workflow:
+            return [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
+    return None
+
+
+def _script_problems(program: str, arguments: Sequence[str]) -> Iterator[str]:
+    """Options of a script of ours, which its first comment has."""
+    comment = re.match(r"(#.*\n)+", (REPOSITORY / program).read_text())
+    known = set(re.findall(r"--[a-z][a-z-]*", comment[0])) if comment else set()
+    for word in itertools.takewhile("--".__ne__, arguments):
+        if word.startswith("-") and word not in known:
+            yield f"{program} has no option {word}"
 
 
 def _python_problems(arguments: Sequence[str]) -> Iterator[str]:

@@ -26,6 +26,7 @@ def check_cluster(cluster: ClusterConfig, key: str, wait_seconds: float = 300.0)
     checks.read_from_bucket(written=written, key=key).with_overrides(node_name="bucket")
     for share, name in ((checks.share_volume, "volume-back"), (checks.join_volume, "volume")):
         share(key=key, wait_seconds=wait_seconds).with_overrides(node_name=name)
+    checks.find_nodes(cluster=cluster).with_overrides(node_name="nodes")
     checks.try_ray(cluster=cluster).with_overrides(node_name="ray")
     checks.try_engines(cluster=cluster).with_overrides(node_name="engines")
     checks.send_notices().with_overrides(node_name="notices")

@@ -12,6 +12,7 @@ from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
 
 from nemo_rl_core.telemetry.notices import mail_addresses
 from tasks.platform.schedules import BAD_ENDS, described, mail, on_schedule
+from workflows.collect_garbage import collect_garbage
 from workflows.convert import DEFAULT as CONVERT
 from workflows.convert import convert_model
 from workflows.evaluate import DEFAULT as EVALUATE
@@ -54,4 +55,12 @@ convert_on_demand = LaunchPlan.create(
     notifications=mail(_TO, *BAD_ENDS),
     max_parallelism=8,
     **described("conversion", "A transformers model as a Megatron checkpoint, with proof"),
+)
+
+nightly_collection = LaunchPlan.create(
+    "nightly_collection",
+    collect_garbage,
+    default_inputs={"keep_days": 7.0},
+    **on_schedule("0 4 * * *", _TO, *BAD_ENDS),
+    **described("collection", "Frees the volume of what no stage will use again"),
 )

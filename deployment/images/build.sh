@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Builds the images that stages are registered with, and pushes them where NEMO_RL_REGISTRY is set:
-#   deployment/images/build.sh [training|generation|laptop|light]... [-- OPTION...]
+#   deployment/images/build.sh [--missing] [training|generation|laptop|light]... [-- OPTION...]
+# --missing leaves out what the registry has: a name stands for one content.
 # PYTHON_IMAGE names the image that they begin with; pin it by digest for a production cluster.
-# PIP_INDEX_URL and the folder site/ say where packages come from (docs/clusters.md). Options after
-# `--` are those of the program that builds: NEMO_RL_BUILDER, else docker, else podman.
+# DEBIAN_MIRROR, PIP_INDEX_URL and the folder site/ say where packages come from (docs/clusters.md).
+# Options after `--` are those of the program that builds: NEMO_RL_BUILDER, else docker, else podman.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-wanted=()
+wanted=() missing=''
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
-  wanted+=("$1")
+  if [ "$1" = --missing ]; then missing=yes; else wanted+=("$1"); fi
   shift
 done
 [ $# -eq 0 ] || shift
@@ -31,9 +32,14 @@ done
 
 while read -r kind dockerfile name; do
   if [ ${#wanted[@]} -gt 0 ] && [[ " ${wanted[*]} " != *" ${kind#nemo-rl-} "* ]]; then continue; fi
+  if [ -n "$missing" ] && "$builder" manifest inspect "$name" < /dev/null &> /dev/null; then
+    echo "build: $name is there"
+    continue
+  fi
   echo "build: $name"
   "$builder" build --file "$dockerfile" --tag "$name" \
     ${PYTHON_IMAGE:+--build-arg "PYTHON_IMAGE=$PYTHON_IMAGE"} \
+    ${DEBIAN_MIRROR:+--build-arg "DEBIAN_MIRROR=$DEBIAN_MIRROR"} \
     ${PIP_INDEX_URL:+--build-arg "PIP_INDEX_URL=$PIP_INDEX_URL"} "$@" deployment < /dev/null
   if [ -n "${NEMO_RL_REGISTRY:-}" ]; then "$builder" push "$name" < /dev/null; fi
 done <<< "$images"

@@ -4,10 +4,11 @@
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE}
 
+# What the site's network asks for, then Debian's packages; DEBIAN_MIRROR: where they come from.
+ARG DEBIAN_MIRROR
 # gcc: Triton compiles its launchers on first use. wget: KubeRay's probes of a Ray pod call it.
-RUN apt-get update \
- && apt-get install --yes --no-install-recommends gcc libc6-dev libnuma1 wget \
- && rm -rf /var/lib/apt/lists/*
+RUN --mount=type=bind,target=/deployment \
+    bash /deployment/images/debian.sh gcc libc6-dev libnuma1 wget
 
 # The index of packages, where it is not PyPI; else as site/pip.conf has it.
 ARG PIP_INDEX_URL

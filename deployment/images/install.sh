@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs inside an image that is built, and installs there what a lock pins:
 #   install.sh LOCK [--without PACKAGE]...
-# The folder site/ beside it may hold what this machine's network asks for: certificates (*.crt),
-# wheels (*.whl), and a pip.conf with the package index. Only the certificates stay in the image.
+# The folder site/ beside it may hold what this machine's network asks for: certificates (*.crt, which
+# debian.sh has put in), wheels (*.whl), and a pip.conf with the package index.
 set -euo pipefail
 images=$(cd "$(dirname "$0")" && pwd)
 requirements=$images/../requirements
@@ -10,8 +10,6 @@ lock=$1
 shift
 
 if compgen -G "$images/site/*.crt" > /dev/null; then
-  cp "$images"/site/*.crt /usr/local/share/ca-certificates/
-  update-ca-certificates
   export SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt PIP_CERT=/etc/ssl/certs/ca-certificates.crt
 fi
 if [ -f "$images/site/pip.conf" ]; then export PIP_CONFIG_FILE=$images/site/pip.conf; fi
@@ -19,7 +17,8 @@ if compgen -G "$images/site/*.whl" > /dev/null; then export PIP_FIND_LINKS=$imag
 
 pip install --no-cache-dir --disable-pip-version-check uv==0.13.8
 options=()
-index=${PIP_INDEX_URL:-$(pip config get global.index-url 2> /dev/null || true)}
+# `pip config get` reads no file that PIP_CONFIG_FILE names; `list` does.
+index=${PIP_INDEX_URL:-$(pip config list | sed -n "s/^global.index-url='\(.*\)'\$/\1/p")}
 if [ -n "$index" ]; then options+=(--default-index "$index"); fi
 if [ "$lock" = cpu.txt ]; then
   source "$images/../torch_source.sh"

@@ -4,6 +4,10 @@
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE}
 
+# What the site's network asks for; no packages of Debian.
+RUN --mount=type=bind,target=/deployment \
+    bash /deployment/images/debian.sh
+
 # The index of packages, where it is not PyPI; else as site/pip.conf has it.
 ARG PIP_INDEX_URL
 RUN --mount=type=bind,target=/deployment \

@@ -28,7 +28,7 @@ if compgen -G "$images/site/*.crt" > /dev/null; then
   export SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt
 fi
 if [ -f "$images/site/pip.conf" ]; then export PIP_CONFIG_FILE=$images/site/pip.conf; fi
-index=${PIP_INDEX_URL:-$("$python" -m pip config get global.index-url 2> /dev/null || true)}
+index=${PIP_INDEX_URL:-$("$python" -m pip config list | sed -n "s/^global.index-url='\(.*\)'\$/\1/p")}
 if [ -n "$index" ]; then export UV_DEFAULT_INDEX=$index; fi
 
 install() {

@@ -25,7 +25,11 @@ def find_work(store: Store, *, older_than_seconds: float, now: float) -> Iterato
 
 
 def find_leftovers(store: Store, *, older_than_seconds: float, now: float) -> Iterator[Path]:
-    """Yields unused files and folders: interrupted writes and deletions, old damaged artifacts."""
+    """Yields unused files and folders.
+
+    They are interrupted writes and deletions, old damaged artifacts, and what killed stages on a
+    cluster have downloaded.
+    """
     folders = (store.root, store.artifacts, store.runs, store.work, store.models, store.cache)
     for parent in (*folders, store.verified):
         yield from sorted(parent.glob(f".*{DISCARDED}"))
@@ -38,6 +42,10 @@ def find_leftovers(store: Store, *, older_than_seconds: float, now: float) -> It
         for path in sorted(parent.glob("*")):
             if now - newest_change(path) > older_than_seconds:
                 yield path
+    for lock in sorted(store.inputs.glob("*.lock")):
+        folder = lock.with_suffix("")
+        if now - newest_change(lock) > older_than_seconds and not _is_held(folder):
+            yield from (path for path in (folder, lock) if path.exists())
     for path in sorted(store.verified.glob("[!.]*.json")):
         if not (store.artifacts / path.stem).is_dir():
             yield path

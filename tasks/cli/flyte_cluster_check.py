@@ -61,6 +61,7 @@ NODES = {
     "bucket": _Node("bucket", _PENDING),
     "volume-back": _Node("volume back", _PENDING),
     "volume": _Node("volume", _PENDING),
+    "nodes": _Node("nodes", _PENDING),
     "ray": _Node("ray", _JOB),
     "engines": _Node("ray: engines", _JOB),
     "notices": _Node("notices", _PENDING),
@@ -76,8 +77,9 @@ _FIXES = {
     "(deployment/images/build.sh), register with the same NEMO_RL_REGISTRY, and let the namespace "
     "pull them (secret nemo-rl-registry)",
     r"AccessDenied|Access Denied|Forbidden|SignatureDoesNotMatch|InvalidAccessKeyId|NoSuchBucket|"
-    r"PermissionError|NoCredentials": "let the pods' service account read and write the bucket of "
-    "Flyte's userDataContainer (an IAM role on it, or a key)",
+    r"PermissionError|NoCredentials": "let the account `default` of the namespace read and "
+    "write the bucket of Flyte's userDataContainer (STAGE_ROLE of "
+    "deployment/production/cluster.yaml)",
     r"exceeded quota|exceed limits": "raise the namespace's ResourceQuota "
     "(deployment/production/cluster.yaml), or ask for a smaller shape",
     r"persistentvolumeclaim|Multi-Attach|FailedMount|FailedAttach": "make the claim nemo-rl-store "

@@ -26,6 +26,7 @@ from nemo_rl_core.errors import ConfigError
 _ROOT = Path(__file__).resolve().parents[2]
 _BUILDER = "nemo-rl-dockerfile"
 _INSTALLED_BY = (
+    "deployment/images/debian.sh",
     "deployment/images/install.sh",
     "deployment/images/transformer_engine.sh",
     "deployment/requirements/pins.py",

@@ -13,7 +13,7 @@ _RAY_JOBS = {"group": "ray.io", "version": "v1", "plural": "rayjobs"}
 
 
 class KubernetesApi:
-    """The RayJobs of the pod's own namespace.
+    """The RayJobs of the pod's own namespace, and the machines of the cluster.
 
     Raises:
         ResourceError: If this is no pod, or Kubernetes refuses a request; so do all methods.
@@ -27,10 +27,10 @@ class KubernetesApi:
             config.load_incluster_config()  # type: ignore[no-untyped-call]
         except config.ConfigException as error:
             raise ResourceError(
-                "a stage of a run with one Ray cluster asks Kubernetes for it",
+                "a pod that asks Kubernetes for something cannot reach it",
                 expected="a pod with the token of its service account",
                 got=str(error),
-                fix="remove cluster.lifetime from the recipe, or set automountServiceAccountToken",
+                fix="set automountServiceAccountToken, or remove cluster.lifetime from the recipe",
             ) from error
         self._namespace = _NAMESPACE.read_text().strip()
         self._ray_jobs: dict[str, Any] = {**_RAY_JOBS, "namespace": self._namespace}
@@ -71,6 +71,13 @@ class KubernetesApi:
         with _Request("delete rayjobs", but=_NOT_FOUND):
             self._objects.delete_namespaced_custom_object(name=name, **self._ray_jobs)
 
+    def nodes(self) -> list[dict[str, Any]]:
+        """The machines of the cluster, with their labels and resources."""
+        with _Request("list nodes", role="nemo-rl-nodes"):
+            found = self._pods.list_node()
+        nodes: list[dict[str, Any]] = self._pods.api_client.sanitize_for_serialization(found.items)
+        return nodes
+
 
 class _Request:
     """Explains errors of a request, and passes over one status.
@@ -78,10 +85,13 @@ class _Request:
     Args:
         request: Verb and resource.
         but: The status of an answer that is no error here.
+        role: Of `deployment/production/cluster.yaml`, which allows the request.
     """
 
-    def __init__(self, request: str, *, but: int | None = None) -> None:
-        self._request, self._but = request, but
+    def __init__(
+        self, request: str, *, but: int | None = None, role: str = "nemo-rl-run-clusters"
+    ) -> None:
+        self._request, self._but, self._role = request, but, role
 
     def __enter__(self) -> None:
         pass
@@ -99,8 +109,9 @@ class _Request:
             return True
         said = getattr(error, "body", None) or str(error)
         raise ResourceError(
-            f"Kubernetes does not {self._request} for the Ray cluster of a run",
-            expected="the role nemo-rl-run-clusters of deployment/production/cluster.yaml",
+            f"Kubernetes does not {self._request} for the account of this pod",
+            expected=f"the role {self._role} of deployment/production/cluster.yaml",
             got=f"{status or 'no answer'}: {' '.join(str(said).split())}",
-            fix="apply that file to the namespace again, or remove cluster.lifetime",
+            fix="apply that file to the namespace again"
+            + ", or remove cluster.lifetime" * (self._role == "nemo-rl-run-clusters"),
         ) from error

@@ -10,19 +10,22 @@ from typing import TYPE_CHECKING
 from flytekit import PodTemplate, Resources
 
 from tasks.platform.shapes import Nodes, Shape
-from tasks.platform.site_pods import laid_over
+from tasks.platform.site_pods import laid_over, nodes_with
 
 if TYPE_CHECKING:
-    from kubernetes.client import V1PodSecurityContext, V1PodSpec, V1Volume, V1VolumeMount
+    from kubernetes.client import (
+        V1Affinity,
+        V1PodSecurityContext,
+        V1PodSpec,
+        V1Volume,
+        V1VolumeMount,
+    )
 
 STORE_CLAIM, STORE_FOLDER = "nemo-rl-store", "/var/nemo_rl"
 """A volume mounted by all pods of a stage: the head plans files that remote workers write."""
 
 SECRETS = "nemo-rl-secrets"
 """Environment of every pod from an optional secret: tokens of hubs and loggers."""
-
-ACCELERATOR_LABEL = "k8s.amazonaws.com/accelerator"
-"""Node label of the GPU type: Flyte's default for `gpu-device-node-label`."""
 
 NODE = "NEMO_RL_NODE"
 """Variable of the pods of `pod_with_store`: the name of their machine."""
@@ -42,7 +45,10 @@ _STOP_IN_ORDER = (
 )
 _GRACE_SECONDS = 120
 
-_GPU = "nvidia.com/gpu"
+GPU = "nvidia.com/gpu"
+"""Kubernetes' name of the resource."""
+
+_LABELS = {"app.kubernetes.io/part-of": "nemo-rl-flow"}
 _HEAD = Resources(cpu="4", mem="32Gi", ephemeral_storage="50Gi")
 _HEAD_SHARED_MEMORY_GIB = 12
 
@@ -90,26 +96,20 @@ def worker_pod(shape: Shape, nodes: Nodes) -> PodTemplate:
     template = _template("ray-worker", nodes.resources, nodes.shared_memory_gib)
     if nodes.num_gpus:
         spec = template.pod_spec
-        spec.tolerations = [V1Toleration(key=_GPU, operator="Exists", effect="NoSchedule")]
-        spec.node_selector = {ACCELERATOR_LABEL: shape.accelerator} if shape.accelerator else None
+        spec.tolerations = [V1Toleration(key=GPU, operator="Exists", effect="NoSchedule")]
+        spec.node_selector = nodes_with(shape.accelerator) if shape.accelerator else None
         return laid_over(template, "worker", "gpu_worker")
     return laid_over(template, "worker")
 
 
-def pod_with_store(*, apart: str) -> PodTemplate:
-    """A plain task's pod with the volume of Ray stages, for a look at the volume itself.
+def pod_with_store(*, apart: str | None = None) -> PodTemplate:
+    """A plain task's pod with the volume of Ray stages, for work on the volume itself.
 
     Args:
         apart: A word that such pods share; they are put on different machines where there is room.
     """
     from kubernetes import client
 
-    labels = {"app.kubernetes.io/part-of": "nemo-rl-flow", "nemo-rl-flow/apart": apart}
-    others = client.V1PodAffinityTerm(
-        label_selector=client.V1LabelSelector(match_labels={"nemo-rl-flow/apart": apart}),
-        topology_key="kubernetes.io/hostname",
-    )
-    preferred = client.V1WeightedPodAffinityTerm(pod_affinity_term=others, weight=100)
     field = client.V1ObjectFieldSelector(field_path="spec.nodeName")
     node = client.V1EnvVar(name=NODE, value_from=client.V1EnvVarSource(field_ref=field))
     container = client.V1Container(name="primary", env=[node], volume_mounts=[_mount_of_store()])
@@ -117,20 +117,34 @@ def pod_with_store(*, apart: str) -> PodTemplate:
         containers=[container],
         volumes=[_volume_of_store()],
         security_context=_user(),
-        affinity=client.V1Affinity(
-            pod_anti_affinity=client.V1PodAntiAffinity(
-                preferred_during_scheduling_ignored_during_execution=[preferred]
-            )
-        ),
     )
+    labels = dict(_LABELS)
+    if apart is not None:
+        labels["nemo-rl-flow/apart"] = apart
+        spec.affinity = _away_from({"nemo-rl-flow/apart": apart})
     return PodTemplate(primary_container_name="primary", pod_spec=spec, labels=labels)
+
+
+def _away_from(labels: dict[str, str]) -> "V1Affinity":
+    from kubernetes import client
+
+    others = client.V1PodAffinityTerm(
+        label_selector=client.V1LabelSelector(match_labels=labels),
+        topology_key="kubernetes.io/hostname",
+    )
+    preferred = client.V1WeightedPodAffinityTerm(pod_affinity_term=others, weight=100)
+    return client.V1Affinity(
+        pod_anti_affinity=client.V1PodAntiAffinity(
+            preferred_during_scheduling_ignored_during_execution=[preferred]
+        )
+    )
 
 
 def _template(container: str, resources: Resources, shared_memory_gib: int) -> PodTemplate:
     return PodTemplate(
         primary_container_name=container,
         pod_spec=_spec(container, resources, shared_memory_gib),
-        labels={"app.kubernetes.io/part-of": "nemo-rl-flow"},
+        labels=dict(_LABELS),
     )
 
 
@@ -143,7 +157,7 @@ def _spec(container: str, resources: Resources, shared_memory_gib: int) -> "V1Po
         primary_container_name=container,
         requests=resources,
         limits=resources,
-        k8s_gpu_resource_key=_GPU,
+        k8s_gpu_resource_key=GPU,
     )
     spec.volumes = [
         client.V1Volume(

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from flytekit import PodTemplate
 
+from nemo_rl_core.config.cluster import AcceleratorName
 from nemo_rl_core.errors import ConfigError
 
 FILE = Path(__file__).resolve().parents[2] / "deployment/pods.yaml"
@@ -25,10 +26,13 @@ GROUPS = {
     "all": _OF_PODS,
     "head": _OF_PODS,
     "worker": _OF_PODS,
-    "gpu_worker": _OF_PODS,
+    "gpu_worker": (*_OF_PODS, "accelerators"),
     "job": _OF_JOBS,
 }
 """The groups of the file, and the parts that each may have."""
+
+ACCELERATOR_LABEL = "k8s.amazonaws.com/accelerator"
+"""Node label of the kind of GPU, where the file has no `accelerators`."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,28 @@ def of_jobs() -> JobSettings:
         annotations=_texts(job.get("annotations") or {}),
         spot_training=bool(job.get("spot_training")),
     )
+
+
+def nodes_with(accelerator: str) -> dict[str, str]:
+    """The labels of nodes with a kind of GPU.
+
+    Args:
+        accelerator: As recipes name it.
+
+    Raises:
+        ConfigError: If the file names the labels of other kinds alone.
+    """
+    named = _patches(FILE).get("gpu_worker", {}).get("accelerators")
+    if not named:
+        return {ACCELERATOR_LABEL: accelerator}
+    if accelerator not in named:
+        raise _refused(
+            f"gpu_worker.accelerators has no {accelerator}, which the recipe asks for",
+            expected=f"one of {', '.join(map(str, named))}",
+            got=f"cluster.accelerator: {accelerator}",
+            fix="add the labels of nodes with such GPUs to the file, or choose another kind",
+        )
+    return _texts(named[accelerator])
 
 
 def laid_over(template: PodTemplate, *groups: str) -> PodTemplate:
@@ -137,7 +163,10 @@ def _patches(file: Path) -> Mapping[str, Mapping[str, Any]]:
             if part == "spot_training":
                 _check_flag(patch[part], f"{group}.{part}")
             else:
-                _check_keys(patch[part], None, f"{group}.{part}.")
+                names = get_args(AcceleratorName) if part == "accelerators" else None
+                _check_keys(patch[part], names, f"{group}.{part}.")
+    for name, labels in ((found.get("gpu_worker") or {}).get("accelerators") or {}).items():
+        _check_labels(labels, f"gpu_worker.accelerators.{name}")
     return {group: patch or {} for group, patch in found.items()}
 
 
@@ -152,6 +181,17 @@ def _check_keys(found: Any, known: tuple[str, ...] | None, path: str) -> None:
             expected=f"a map of {', '.join(known)}" if known else "a map",
             got=", ".join(unknown) if unknown else repr(found),
             fix="see the comment at the beginning of the file",
+        )
+
+
+def _check_labels(found: Any, path: str) -> None:
+    is_map = isinstance(found, dict) and found
+    if not is_map or not all(isinstance(each, str) for each in found.values()):
+        raise _refused(
+            f"{path} is no map of labels",
+            expected="labels of nodes, such as {nvidia.com/gpu.product: NVIDIA-H100-80GB-HBM3}",
+            got=repr(found),
+            fix="see the comment at the beginning of the file; kubectl get nodes --show-labels",
         )
 
 

@@ -42,7 +42,7 @@ _KUEUE_KINDS = {
 }
 _STRUCT = re.compile(r"^type (\w+) struct \{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _GO = {
-    r"string|v1\.ResourceName|v1\.PullPolicy|\w+\.Duration": "string",
+    r"string|v1\.ResourceName|v1\.PullPolicy|\w+\.Duration|(?:\w+\.)?TemplateURI": "string",
     r"bool": "boolean",
     r"u?int\d*": "integer",
     r"float\d+|rate\.Limit": "number",
@@ -51,7 +51,8 @@ _GO = {
 }
 """Types of fields by patterns, of which the first counts."""
 
-_SECTIONS = {
+_LOGS = ("flyteplugins/go/tasks/logs", "flyteplugins/go/tasks/pluginmachinery/tasklog")
+_SECTIONS: dict[str, tuple[str | tuple[str, ...], str]] = {
     "propeller": ("flytepropeller/pkg/controller/config", "Config"),
     "tasks": ("flytepropeller/pkg/controller/nodes/task/config", "Config"),
     "storage": ("flytestdlib/storage", "Config"),
@@ -61,9 +62,13 @@ _SECTIONS = {
         "flyteplugins/go/tasks/pluginmachinery/flytek8s/config",
         "K8sPluginConfig",
     ),
-    "plugins.ray": ("flyteplugins/go/tasks/plugins/k8s/ray", "Config"),
+    "plugins.logs": (_LOGS, "LogConfig"),
+    "plugins.ray": (("flyteplugins/go/tasks/plugins/k8s/ray", *_LOGS), "Config"),
 }
-"""Sections of Flyte's configuration that the files of `deployment/` have, and their structs."""
+"""Sections of Flyte's configuration that the files of `deployment/` have, and their structs.
+
+Where a struct has fields of other packages, their folders follow that of its own.
+"""
 
 
 class Tag:
@@ -131,22 +136,23 @@ def _of_default(name: str, value: Any) -> Any:
 
 
 class Structs:
-    """The structs of a Go package."""
+    """The structs of a Go package, and of those after it, which have other names."""
 
-    def __init__(self, tag: Tag, folder: str) -> None:
+    def __init__(self, tag: Tag, *folders: str) -> None:
         self._found: dict[str, str] = {}
-        for path in tag.paths(f"{folder}/"):
-            if path.endswith(".go") and "/" not in path[len(folder) + 1 :]:
-                whole = tag.read(path)
-                self._found |= dict(
-                    re.findall(r"^type (\w+) struct \{\n(.*?)^\}", whole, re.M | re.S)
-                )
+        for folder in reversed(folders):
+            for path in tag.paths(f"{folder}/"):
+                if path.endswith(".go") and "/" not in path[len(folder) + 1 :]:
+                    self._found |= dict(_STRUCT.findall(tag.read(path)))
 
     def tree(self, name: str) -> dict[str, Any]:
         """The tree of a struct."""
         return dict(self._fields(self._found[name]))
 
     def _fields(self, body: str) -> Iterator[tuple[str, Any]]:
+        for embedded in re.findall(r"^\s+(\w+)\s+`json:\",inline\"", body, re.M):
+            if embedded in self._found:
+                yield from self._fields(self._found[embedded])
         for written, tag in re.findall(r"^\s+\w+\s+(\S+)\s+`json:\"([^\"]*)\"", body, re.M):
             yield tag.partition(",")[0], self._type(written)
 
@@ -156,8 +162,9 @@ class Structs:
             return [self._type(written[2:])]
         if found := re.fullmatch(r"map\[[\w.]+\](.*)", written):
             return {"*": self._type(found[1])}
-        if written in self._found:
-            return self.tree(written)
+        for name in (written, written.rpartition(".")[2]):
+            if name in self._found:
+                return self.tree(name)
         for pattern, name in _GO.items():
             if match := re.fullmatch(pattern, written):
                 return match.expand(name)
@@ -176,18 +183,24 @@ def main(kuberay_clone: str, flyte_clone: str, kueue_clone: str) -> None:
     found = {"version": KUEUE, "from": folder}
     for kind, name in _KUEUE_KINDS.items():
         found[kind] = _of_kind(kueue, f"{folder}/kueue.x-k8s.io_{name}.yaml", "v1beta2")
+    found["Configuration"] = Structs(kueue, "apis/config/v1beta2").tree("Configuration")
+    found["chart"] = of_chart(kueue, "charts/kueue")
     _write("kueue", found)
     chart = "charts/flyte-binary"
     rules = flyte.read(f"{chart}/templates/clusterrole.yaml")
     rules = re.sub(r"(?m)^.*\{\{.*\n", "", rules.partition("\nrules:\n")[2])
     sections = {
-        section: Structs(flyte, folder).tree(struct)
-        for section, (folder, struct) in _SECTIONS.items()
+        section: Structs(flyte, *([folders] if isinstance(folders, str) else folders)).tree(struct)
+        for section, (folders, struct) in _SECTIONS.items()
     }
     resources = Structs(flyte, "flyteadmin/pkg/runtime/interfaces").tree("TaskResourceSet")
     sections["task_resources"] = {"defaults": resources, "limits": resources}
     written = {"version": FLYTE, "from": chart, "chart": of_chart(flyte, chart)}
-    _write("flyte", written | {"rules": yaml.safe_load(rules), "config": sections})
+    sandbox = flyte.read("docker/sandbox-bundled/manifests/complete.yaml")
+    (inline,) = re.findall(r"(?m)^  100-inline-config.yaml: \|\n((?:    .*\n)+)", sandbox)
+    variables = yaml.safe_load(inline)["plugins"]["k8s"]["default-env-vars"]
+    written |= {"rules": yaml.safe_load(rules), "config": sections, "sandbox variables": variables}
+    _write("flyte", written)
 
 
 def _of_kind(tag: Tag, path: str, version: str) -> dict[str, Any]:

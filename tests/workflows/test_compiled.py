@@ -39,6 +39,7 @@ SETTINGS = SerializationSettings(
 )
 WORKFLOWS = {
     "workflows.cluster_check.check_cluster",
+    "workflows.collect_garbage.collect_garbage",
     "workflows.common.begin",
     "workflows.common.conclude",
     "workflows.convert.convert_model",
@@ -55,6 +56,7 @@ WORKFLOWS = {
 }
 PLANS = {
     "convert_on_demand",
+    "nightly_collection",
     "nightly_grpo",
     "weekly_evaluation",
     "weekly_regression_check",
@@ -426,6 +428,7 @@ def test_every_scheduled_plan_binds_all_inputs(package: Package) -> None:
 
 SCHEDULES = {
     "nightly_grpo": ("workflows.grpo.grpo", "0 2 * * *", True, 4),
+    "nightly_collection": ("workflows.collect_garbage.collect_garbage", "0 4 * * *", True, 4),
     "weekly_evaluation": ("workflows.evaluate.evaluate_model", "0 6 * * 1", True, 4),
     "weekly_regression_check": ("workflows.regression.check_regression", "0 8 * * 1", True, 4),
     "convert_on_demand": ("workflows.convert.convert_model", "", False, 8),

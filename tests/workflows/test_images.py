@@ -1,7 +1,8 @@
 """The images for machines without a GPU are built, and run stages as user 1000 without a network.
 
 They begin with `PYTHON_IMAGE`, or, since no registry may be at hand, with a Debian that debootstrap
-makes here. This machine's certificates and wheels go into `deployment/images/site/` meanwhile.
+makes here, whose sources of packages lead nowhere. This machine's certificates, sources and wheels
+go into `deployment/images/site/` meanwhile.
 """
 
 import os
@@ -51,8 +52,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     subprocess.run([*command, *filter(None, [MIRROR or _mirror()])], check=True, text=True)
     # As in Python's own images, pip installs for the whole system.
     (root / "usr/lib/python3.11/EXTERNALLY-MANAGED").unlink()
-    for sources in Path("/etc/apt/sources.list.d").glob("debian*.sources"):
-        shutil.copy(sources, root / "etc/apt/sources.list.d")
+    # No network of this machine's is in it, so that the build must take its sources from site/.
+    (root / "etc/apt/sources.list").write_text("deb http://debian.invalid/debian bookworm main\n")
     name = "localhost/nemo-rl-test-python:3.11"
     with subprocess.Popen(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE) as packed:
         subprocess.run(["podman", "import", "-", name], stdin=packed.stdout, check=True)
@@ -74,6 +75,7 @@ def site() -> Iterator[None]:
     given = [
         *Path("/usr/local/share/ca-certificates").glob("*.crt"),
         *(wheel for folder in wheels for wheel in Path(folder).glob("*.whl")),
+        *Path("/etc/apt/sources.list.d").glob("debian*.sources"),
     ]
     added = [SITE / path.name for path in given if not (SITE / path.name).exists()]
     for path in given:

@@ -88,6 +88,7 @@ STEPS = f'nemo_rl_step{{{RUN}, stage="grpo_iteration"}}'
 LAST = f'nemo_rl_last_step_time_seconds{{{RUN}, stage="grpo_iteration"}}'
 MACHINE = f'nemo_rl_last_step_time_seconds{{{RUN}, stage="machine"}}'
 REWARD = f'nemo_rl_reward{{{RUN}, stage="grpo_iteration"}}'
+PENDING = 'kube_pod_status_phase{namespace="nemo-rl-production", pod="p", phase="Pending"}'
 GPUS = 'ray_node_gpus_utilization{namespace="n", ray_io_cluster="c", GpuIndex="0"}'
 
 
@@ -112,6 +113,9 @@ def ended(outcome: str) -> str:
         ("NemoRLRewardFalls", {REWARD: "0.8x150 0.5x90"}, 230, True),
         ("NemoRLRewardFalls", {REWARD: "0.8x150 0.75x90"}, 230, False),
         ("NemoRLRewardFalls", {REWARD: "0.1+0.002x240"}, 230, False),
+        ("NemoRLPodPending", {PENDING: "1x20"}, 18, True),
+        ("NemoRLPodPending", {PENDING: "1x10 0x20"}, 18, False),
+        ("NemoRLPodPending", {PENDING.replace("nemo-rl-", "kube-"): "1x20"}, 18, False),
         ("NemoRLGPUsIdle", {GPUS: "0x60"}, 40, True),
         ("NemoRLGPUsIdle", {GPUS: "60x60"}, 40, False),
     ],

@@ -4,15 +4,22 @@ Helm takes any key, and Flyte ignores those of a section that it does not know. 
 `tests/schemas` are those of the versions that `docs/clusters.md` names.
 """
 
+import json
+import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
+import yaml
 
+from nemo_rl_core.store.aliases import ALIASES
+from tasks.platform.pods import SECRETS
+from tasks.platform.ray_stage import CLUSTER_GPUS
 from tests.schemas import problems, schema
 from tests.unit.tasks.test_deployment import documents
 
-FLYTE, KUBERAY = schema("flyte"), schema("kuberay")
+FLYTE, KUBERAY, KUEUE = schema("flyte"), schema("kuberay"), schema("kueue")
 PROPELLER_NEEDS = {
     "rayjobs": {"create", "get", "list", "watch", "update", "patch", "delete"},
 }
@@ -82,6 +89,17 @@ def test_schedules_are_in_utc() -> None:
     assert scheduler["local"]["useUTCTz"] is True
 
 
+def test_the_project_that_commands_name_is_made() -> None:
+    """The chart's own project is another; without one there is no namespace to apply files to."""
+    from tasks.cli.cluster_check import cluster_check
+
+    (values,) = documents("production/values-s3.yaml")
+    admin = values["flyte-core-components"]["admin"]
+    (project,) = [each.default for each in cluster_check.params if each.name == "project"]
+    assert admin["seedProjects"] == [project] == [admin["seedProjectsWithDetails"][0]["name"]]
+    assert FLYTE["chart"]["flyte-core-components"]["admin"]["seedProjects"] == ["any"]
+
+
 def allowed(rules: list[dict[str, Any]], group: str) -> dict[str, set[str]]:
     """The verbs on each resource of a group of the API."""
     found: dict[str, set[str]] = {}
@@ -100,6 +118,81 @@ def test_propeller_may_do_what_its_plugins_do() -> None:
     # The chart's own role has pods, and nothing of Ray.
     assert {"create", "watch"} <= allowed(FLYTE["rules"], "")["pods"]
     assert allowed(FLYTE["rules"], "ray.io") == {}
+
+
+OF_RAYJOBS = {
+    *("namespace", "podRFC3339StartTime", "podRFC3339FinishTime", "podUnixStartTime"),
+    *("podUnixFinishTime", "taskID", "taskVersion", "taskProject", "taskDomain"),
+    *("taskRetryAttempt", "nodeID", "executionName", "executionProject", "executionDomain"),
+    *("generatedName", "rayClusterName", "rayJobID"),
+}
+"""Variables of links that Flyte's Ray plugin fills in: it knows no pod. Others stay in the link."""
+
+
+def by_helm(text: str) -> str:
+    """What Helm makes of a string in `configuration.inline`, which it evaluates as a template."""
+    made = re.sub(r"\{\{ `(.*?)` \}\}", r"<\1>", text)
+    assert "{{" not in re.sub(r"<\{\{.*?\}\}>", "", made), f"Helm would evaluate {text}"
+    return made.replace("<{{", "{{").replace("}}>", "}}")
+
+
+def log_links(name: str) -> dict[str, list[str]]:
+    """The addresses of the links of plain pods and of RayJobs."""
+    (values,) = documents(f"production/{name}")
+    plugins = values["configuration"]["inline"]["plugins"]
+    found = {"pods": plugins["logs"], "rayjobs": plugins["ray"]["logs"]}
+    return {
+        kind: [by_helm(uri) for link in section["templates"] for uri in link["templateUris"]]
+        for kind, section in found.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["values-s3.yaml", "values-gcs.yaml"])
+def test_the_console_links_to_logs_of_pods_and_of_rayjobs(name: str) -> None:
+    links = log_links(name)
+    assert links["pods"] == links["rayjobs"] != []
+    for link in links["rayjobs"]:
+        used = set(re.findall(r"\{\{ \.(\w+) \}\}", link))
+        assert used
+        assert used <= OF_RAYJOBS
+
+
+def test_helm_evaluates_nothing_else_in_the_inline_section() -> None:
+    (values,) = documents("production/values-s3.yaml")
+    by_helm(json.dumps(values["configuration"]["inline"], ensure_ascii=False))
+    with pytest.raises(AssertionError, match="would evaluate"):
+        by_helm("{{ .namespace }}")
+
+
+EXECUTION, ID = "a7x2kq9w4mzt5bv8c1dn", "0" * 62 + "af"
+
+
+@pytest.mark.parametrize(
+    ("pod", "container"),
+    [
+        (f"{EXECUTION}-n3-0-dn2-0", "primary"),
+        (f"{EXECUTION}-n3-0-dn2-0-x7k2p", "ray-job-submitter"),
+        (f"{EXECUTION}-n3-0-dn2-0-8vq4z-head-m2c9t", "ray-head"),
+        (f"nemo-rl-{EXECUTION}-node-8gpu-x7k2p-gpus-8-worker-m2c9t", "ray-worker"),
+    ],
+)
+def test_a_pods_log_is_where_the_link_leads(pod: str, container: str) -> None:
+    """The file's name on its machine, by the tag of Fluent Bit, makes the object's name."""
+    config = next(each for each in documents("production/logs.yaml") if each["kind"] == "ConfigMap")
+    pipeline = yaml.safe_load(config["data"]["fluent-bit.yaml"])["pipeline"]
+    (tail,), (s3,) = pipeline["inputs"], pipeline["outputs"]
+    file = f"/var/log/containers/{pod}_nemo-rl-production_{container}-{ID}.log"
+    assert fnmatch(file, tail["path"])
+    assert not fnmatch(file.replace("_nemo-rl-", "_kube-"), tail["path"])
+    fields = re.search(tail["tag_regex"].replace("(?<", "(?P<"), file)
+    assert fields is not None
+    tag = re.sub(r"<(\w+)>", lambda field: fields[field[1]], tail["tag"]).split(".")
+    key = re.sub(r"\$TAG\[(\d)\]", lambda part: tag[int(part[1])], s3["s3_key_format"])
+    (link,) = log_links("values-s3.yaml")["rayjobs"]
+    link = link.replace("{{ .namespace }}", "nemo-rl-production")
+    prefix = link.replace("{{ .executionName }}", EXECUTION).partition("prefix=")[2]
+    assert key.lstrip("/").startswith(f"{prefix}{pod}/{container}/")
+    assert s3["bucket"] in link
 
 
 def test_every_plugin_that_is_a_default_is_enabled() -> None:
@@ -148,6 +241,20 @@ def test_kuberays_operator_knows_every_key() -> None:
     ]
 
 
+def test_kueue_takes_its_configuration_and_gives_up_on_pods_that_do_not_come() -> None:
+    (values,) = documents("production/values-kueue.yaml")
+    assert list(problems(values, KUEUE["chart"])) == []
+    config = yaml.safe_load(values["managerConfig"]["controllerManagerConfigYaml"])
+    kind = {"apiVersion": "string", "kind": "string"}
+    assert list(problems(config, KUEUE["Configuration"] | kind)) == []
+    assert config["waitForPodsReady"]["timeout"] == "15m"  # as docs/clusters.md has it
+    assert "ray.io/rayjob" in config["integrations"]["frameworks"]
+    config["waitForPodsReady"]["requeueingStrategy"] = config["waitForPodsReady"].pop("timeout")
+    assert [*problems(config, KUEUE["Configuration"] | kind)] == [
+        "waitForPodsReady.requeueingStrategy: no such key"
+    ]
+
+
 @pytest.mark.parametrize("name", ["laptop", "one_gpu", "node_8gpu", "cluster_8"])
 def test_kuberay_takes_every_ray_cluster(name: str) -> None:
     (cluster,) = documents(f"ray/{name}.yaml")
@@ -175,3 +282,28 @@ def test_what_kuberay_does_not_take_is_found() -> None:
 def test_a_sandbox_has_what_flyte_knows() -> None:
     (values,) = documents("sandbox/plugins.yaml")
     assert list(config_problems(values)) == []
+
+
+def test_pods_of_a_sandbox_keep_what_reads_its_bucket() -> None:
+    """Flyte lays the file over the sandbox's own configuration, and replaces lists."""
+    (values,) = documents("sandbox/plugins.yaml")
+    given = values["plugins"]["k8s"]["default-env-vars"]
+    assert [each for each in FLYTE["sandbox variables"] if each not in given] == []
+    assert any("FLYTE_AWS_ENDPOINT" in each for each in FLYTE["sandbox variables"])
+
+
+INLINE = {"sandbox/plugins.yaml": "s3", "production/values-s3.yaml": "s3"} | {
+    "production/values-gcs.yaml": "gs"
+}
+
+
+@pytest.mark.parametrize("name", INLINE)
+def test_every_pod_knows_the_names_of_models_and_the_secrets(name: str) -> None:
+    """A stage that plans or downloads has no volume and no template of ours."""
+    (values,) = documents(name)
+    k8s = values.get("configuration", {}).get("inline", values)["plugins"]["k8s"]
+    variables = {key: value for each in k8s["default-env-vars"] for key, value in each.items()}
+    assert variables[CLUSTER_GPUS].isdigit()
+    assert variables[ALIASES].startswith(f"{INLINE[name]}://")
+    if name != "production/values-gcs.yaml":  # which is laid over the other
+        assert k8s["default-env-from-secrets"] == [SECRETS]

@@ -1,10 +1,14 @@
 """`deployment/ci/`: the commands of its workflows exist, and production waits for staging."""
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from tasks.platform.images import IMAGES, LAPTOP, image_name
 from tests.documents import REPOSITORY, shell_problems
 
 FOLDER = Path(REPOSITORY) / "deployment" / "ci"
@@ -18,18 +22,69 @@ def steps(job: str) -> list[str]:
 def test_its_commands_exist() -> None:
     commands = [run for job in WORKFLOW["jobs"] for run in steps(job)]
     ours = [run for run in commands if run.startswith((".venv/", "make ", "deployment/"))]
-    assert len(ours) >= 8
+    assert len(ours) >= 10
     assert {run: list(shell_problems(run)) for run in ours if list(shell_problems(run))} == {}
+
+
+def test_an_option_that_does_not_exist_is_found() -> None:
+    commands = [run for job in ("images", "staging", "production") for run in steps(job)]
+    ours = [run for run in commands if run.startswith((".venv/", "deployment/"))]
+    assert len(ours) == 5
+    for run in ours:
+        program = run.split(maxsplit=1)[0]
+        for wrong in (run.replace(program, f"{program} --nonsense", 1), f"{run} --nonsense"):
+            assert [each for each in shell_problems(wrong) if "no option --nonsense" in each], wrong
+
+
+def test_every_image_that_may_be_registered_is_built_first() -> None:
+    job = WORKFLOW["jobs"]["images"]
+    built = {f"nemo-rl-{each}" for each in job["strategy"]["matrix"]["image"]}
+    assert built == {image.name for image in IMAGES}
+    assert "images" in WORKFLOW["jobs"]["staging"]["needs"]
+    assert steps("images")[-1] == 'deployment/images/build.sh --missing "$IMAGE"'
+    assert "NEMO_RL_REGISTRY" in WORKFLOW["env"], "pushed to, and registered with, one place"
+
+
+def test_images_that_the_registry_has_are_not_built(tmp_path: Path) -> None:
+    """A builder that has the first image notes what else it is asked for."""
+    builder, notes = tmp_path / "builder", tmp_path / "notes"
+    builder.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in "manifest inspect "*-light:*) exit 0;; "manifest "*) exit 1;; esac\n'
+        f'echo "$*" >> {notes}\n'
+    )
+    builder.chmod(0o755)
+    environment = {**os.environ, "NEMO_RL_BUILDER": str(builder), "NEMO_RL_REGISTRY": "r.example"}
+    command = ["deployment/images/build.sh", "--missing", "light", "laptop"]
+    subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True)
+    build, push = notes.read_text().splitlines()
+    assert build.startswith("build ") and "-laptop:" in build
+    assert push == f"push {image_name(LAPTOP)}".replace("push ", "push r.example/")
+
+
+@pytest.mark.parametrize(
+    ("job", "variable"), [("staging", "GATE_RECIPE"), ("production", "NIGHTLY_RECIPE")]
+)
+def test_recipes_are_those_of_the_user_or_the_job_fails(job: str, variable: str) -> None:
+    (step,) = [each for each in WORKFLOW["jobs"][job]["steps"] if "RECIPE" in each.get("env", {})]
+    assert step["env"]["RECIPE"] == f"${{{{ vars.{variable} }}}}"
+    assert "_arithmetic" not in step["run"]
+    ran = subprocess.run(
+        ["bash", "-c", step["run"]], env={"RECIPE": ""}, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode != 0
+    assert f"set the variable {variable}" in ran.stderr
 
 
 def test_what_is_registered_to_production_was_checked_in_staging() -> None:
     jobs = WORKFLOW["jobs"]
-    assert (jobs["staging"]["needs"], jobs["production"]["needs"]) == ("package", "staging")
+    assert jobs["staging"]["needs"] == ["package", "images"]
+    assert jobs["production"]["needs"] == "staging"
     staging = steps("staging")
     checked = next(run for run in staging if "check_regression" in run)
     assert "--wait" in checked, "a step that does not wait cannot fail"
     assert staging.index(checked) > staging.index(
-        "deployment/register.sh --config flyte.yaml --domain staging"
+        "deployment/register.sh --config flyte.yaml --project nemo-rl --domain staging"
     )
     assert not any("--activate" in run for run in staging)
     assert "--activate" in steps("production")[-1]

@@ -11,6 +11,7 @@ import yaml
 from nemo_rl_core.config.cluster import ClusterConfig
 from tasks.platform.resources import DATA, GENERATE, PLAIN, SCORE, TRAIN, WEIGHTS
 from tasks.platform.shapes import shape_of
+from tests.schemas import schema
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "clusters.md").read_text()
 
@@ -91,3 +92,48 @@ def test_every_launch_plan_is_as_shown() -> None:
             minute, hour, _, _, weekday = schedule.cron_schedule.schedule.split()
             day = {"*": "", "1": "Monday "}[weekday]
             assert when == f"{day}{int(hour):02}:{int(minute):02}"
+
+
+def test_every_command_names_project_and_domain() -> None:
+    """A command that leaves one out may speak of another namespace than the one before it."""
+    blocks = re.findall(r"^ *```sh\n(.*?)^ *```$", PAGE, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    flyte = re.compile(
+        r"(pyflyte .*run --remote|register\.sh|nemo-rl cluster-check|files --archive)"
+    )
+    found = [line for line in lines if flyte.search(line)]
+    assert len(found) >= 4
+    assert [line for line in found if "--project" not in line or "--domain" not in line] == []
+
+
+def test_charts_are_installed_in_the_versions_that_the_schemas_are_of() -> None:
+    flyte, kuberay = schema("flyte")["version"], schema("kuberay")["version"]
+    kueue = schema("kueue")["version"].removeprefix("v")
+    installed = dict(re.findall(r"helm install \S+ (\S+) --version (\S+)", PAGE))
+    assert installed.pop("oci://registry.k8s.io/kueue/charts/kueue") == kueue
+    assert installed["flyteorg/flyte-binary"] == flyte
+    assert installed["kuberay/kuberay-operator"] == kuberay.removeprefix("v")
+    assert f"flytectl demo start --version {flyte}\n" in PAGE
+    repositories = set(re.findall(r"helm repo add (\w+) https://", PAGE))
+    assert {chart.partition("/")[0] for chart in installed} <= repositories
+
+
+def test_how_long_pods_are_waited_for_is_as_shown() -> None:
+    from tasks.platform import ray_stage, run_cluster
+
+    shown = {row[0]: row[1] for row in table("| | after | what happens")}
+    assert shown["`cluster: {lifetime: run}`"] == f"{run_cluster._WAIT_SECONDS / 3600:.0f} hours"
+    assert f"their Ray has another {ray_stage._WAIT_SECONDS / 60:.0f} minutes to join" in PAGE
+
+
+def test_every_variable_of_stages_is_shown() -> None:
+    from nemo_rl_core.store.aliases import ALIASES
+    from nemo_rl_core.telemetry.budget import LIMIT
+    from nemo_rl_core.telemetry.notices import NOTIFY, SMTP
+    from tasks.platform.ray_stage import CLUSTER_GPUS
+
+    rows = table("| variable | what | where")
+    shown = {name: row[2] for row in rows for name in re.findall(r"`([A-Z_]+)`", row[0])}
+    values, secret = {ALIASES, LIMIT, CLUSTER_GPUS, "NEMO_RL_TRACKING"}, {NOTIFY, SMTP}
+    assert {name for name, where in shown.items() if where == "Flyte's values"} == values
+    assert {name for name, where in shown.items() if where == "secret"} >= secret

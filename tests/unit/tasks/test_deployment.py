@@ -25,12 +25,16 @@ VALUES = {
     "DATABASE_USER": "flyte",
     "FLYTE_ENDPOINT": "flyte.example.com",
     "FLYTE_ROLE": "role",
+    "FLUENT_BIT_IMAGE": "fluent-bit:4",
     "GCP_PROJECT": "project",
+    "LOGS_ROLE": "role of logs",
+    "NAMESPACE": "nemo-rl-production",
     "LAPTOP_IMAGE": "nemo-rl-laptop:0",
     "OIDC_CLIENT_ID": "nemo-rl",
     "OIDC_ISSUER": "https://login.example.com",
     "REGION": "region",
     "SHARED_STORAGE_CLASS": "shared",
+    "STAGE_ROLE": "role of stages",
     "TRAINING_IMAGE": "nemo-rl-training:0",
 }
 KUEUE = schema("kueue")
@@ -93,14 +97,36 @@ def test_the_volume_is_the_one_that_stages_mount(name: str) -> None:
     assert many == name.startswith("production"), "several machines write it"
 
 
-def test_flyte_selects_by_the_label_that_stages_use() -> None:
-    from tasks.platform.pods import ACCELERATOR_LABEL
-    from tasks.platform.ray_stage import CLUSTER_GPUS
+def test_stages_have_rights_of_their_own_on_the_bucket() -> None:
+    """Flyte's role is of Flyte's account; the pods of stages run with the namespace's `default`."""
+    (account,) = [
+        each for each in documents("production/cluster.yaml") if each["kind"] == "ServiceAccount"
+    ]
+    assert account["metadata"]["name"] == "default"
+    stages = account["metadata"]["annotations"]
+    for values in ("s3", "gcs"):
+        given = documents(f"production/values-{values}.yaml")[0]["serviceAccount"]["annotations"]
+        (cloud,) = [name for name, role in given.items() if role]
+        assert stages[cloud] == VALUES["STAGE_ROLE"] != given[cloud]
 
+
+def test_every_variable_of_a_production_cluster_is_explained() -> None:
+    page = (DEPLOYMENT.parent / "docs/clusters.md").read_text()
+    rows = page.partition("| variable | what |\n|---|---|\n")[2].partition("\n\n")[0]
+    explained = set(re.findall(r"`([A-Z_]+)`", "".join(re.findall(r"(?m)^\|[^|]+\|", rows))))
+    used = {
+        variable
+        for path in DEPLOYMENT.glob("production/*.yaml")
+        for variable in re.findall(r"\$\{(\w+)\}", path.read_text())
+    }
+    assert used == explained
+
+
+def test_flyte_runs_ray() -> None:
     inline = documents("production/values-s3.yaml")[0]["configuration"]["inline"]
     k8s = inline["plugins"]["k8s"]
-    assert k8s["gpu-device-node-label"] == ACCELERATOR_LABEL
-    assert k8s["default-env-vars"] == [{CLUSTER_GPUS: "64"}]
+    # Of tasks that flytekit gives an accelerator; kinds of GPUs are chosen in deployment/pods.yaml.
+    assert "gpu-device-node-label" not in k8s
     assert "ray" in inline["tasks"]["task-plugins"]["enabled-plugins"]
 
 
@@ -122,6 +148,10 @@ def test_containers_are_pinned_and_not_root(name: str) -> None:
     (user,) = [rest for word, rest in steps if word == "USER"]
     assert user == "1000:1000"
     assert words.index("USER") > max(index for index, word in enumerate(words) if word == "RUN")
+    # Nothing is fetched before the site's certificates are in.
+    fetching = [rest for word, rest in steps if word == "RUN" and "useradd" not in rest]
+    assert "images/debian.sh" in fetching[0]
+    assert not any("apt-get install" in rest or "apt-get update" in rest for rest in fetching)
     assert "COPY" not in words  # the lock is mounted: the image holds what is installed
     (installed,) = [rest for word, rest in steps if word == "RUN" and "install.sh" in rest]
     assert installed.startswith("--mount=type=bind,target=/deployment ")
@@ -223,7 +253,9 @@ def test_no_registry_is_named() -> None:
             assert not hosts.search(path.read_text()), path
 
 
-@pytest.mark.parametrize("name", ["register.sh", "images/build.sh", "images/install.sh"])
+@pytest.mark.parametrize(
+    "name", ["register.sh", "images/build.sh", "images/debian.sh", "images/install.sh"]
+)
 def test_scripts_parse(name: str) -> None:
     subprocess.run(["bash", "-n", DEPLOYMENT / name], check=True)
 

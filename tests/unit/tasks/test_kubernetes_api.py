@@ -87,7 +87,18 @@ def test_a_missing_right_is_explained(server: KubernetesServer) -> None:
     assert server.refused == ["create rayjobs"]
 
 
+def test_machines_are_listed_by_a_role_of_the_whole_cluster(server: KubernetesServer) -> None:
+    server.nodes.append({"metadata": {"name": "a", "labels": {"gpus": "8"}}, "spec": {}})
+    (node,) = KubernetesApi().nodes()
+    assert (node["metadata"]["name"], node["metadata"]["labels"]) == ("a", {"gpus": "8"})
+    server.rules.discard(("", "nodes", "list"))
+    with pytest.raises(ResourceError, match="does not list nodes") as caught:
+        KubernetesApi().nodes()
+    assert "the role nemo-rl-nodes" in str(caught.value.expected)
+    assert "lifetime" not in str(caught.value.fix)
+
+
 def test_outside_a_pod_there_is_no_api(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(ResourceError, match="asks Kubernetes"):
+    with pytest.raises(ResourceError, match="asks Kubernetes for something"):
         KubernetesApi()

@@ -16,6 +16,7 @@ from tasks.platform.pods import head_pod, worker_pod
 from tasks.platform.shapes import shape_of
 
 GPUS = shape_of(ClusterConfig(shape="node_8gpu", num_workers=8, accelerator="nvidia-h100"))
+ANY_GPUS = shape_of(ClusterConfig(shape="node_8gpu", num_workers=8))
 LAPTOP = shape_of(ClusterConfig())
 
 
@@ -99,6 +100,22 @@ def test_lists_grow_and_values_replace(says: Callable[[str], None]) -> None:
     assert worker_pod(LAPTOP, LAPTOP.nodes[0]).labels["queue"] == "1"
 
 
+def test_a_kind_of_gpu_is_selected_by_the_labels_of_the_site(says: Callable[[str], None]) -> None:
+    def selected() -> Any:
+        return spec(worker_pod(GPUS, GPUS.nodes[0])).get("nodeSelector")
+
+    says("{}")
+    assert selected() == {"k8s.amazonaws.com/accelerator": "nvidia-h100"}
+    (example,) = [each for each in examples() if "accelerators" in each]
+    says(example)
+    assert selected() == {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    says("gpu_worker: {accelerators: {nvidia-h200: {product: H200}}}")
+    with pytest.raises(ConfigError, match="has no nvidia-h100") as refused:
+        worker_pod(GPUS, GPUS.nodes[0])
+    assert "one of nvidia-h200" in str(refused.value)
+    assert spec(worker_pod(ANY_GPUS, ANY_GPUS.nodes[0])).get("nodeSelector") is None
+
+
 @pytest.mark.parametrize(
     ("text", "names"),
     [
@@ -113,6 +130,10 @@ def test_lists_grow_and_values_replace(says: Callable[[str], None]) -> None:
         ("all: {", ["it cannot be read"]),
         ("job: {label: {}}", ["job.label is not known", "labels, annotations, spot_training"]),
         ("job: {labels: training}", ["job.labels", "got: 'training'"]),
+        ("gpu_worker: {accelerators: {h100: {a: b}}}", ["accelerators.h100 is not known"]),
+        ("gpu_worker: {accelerators: {nvidia-h100: H100}}", ["nvidia-h100 is no map of labels"]),
+        ("gpu_worker: {accelerators: {nvidia-h100: {gpus: 8}}}", ["no map of labels", "8"]),
+        ("worker: {accelerators: {}}", ["worker.accelerators is not known"]),
         ("job: {spot_training: maybe}", ["job.spot_training is neither true nor false", "maybe"]),
     ],
 )

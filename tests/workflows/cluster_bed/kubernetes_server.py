@@ -1,7 +1,7 @@
-"""Kubernetes' API of one namespace, as far as stages ask it: their own pod, and RayJobs.
+"""Kubernetes' API of one namespace, as far as stages ask it: their own pod, RayJobs, and nodes.
 
-It asks for the token of the service account, and allows what the role in
-`deployment/production/cluster.yaml` allows. A RayJob that is made gets its pods at once, and loses
+It asks for the token of the service account, and allows what the roles in
+`deployment/production/cluster.yaml` allow. A RayJob that is made gets its pods at once, and loses
 them when its entry point ends or it is deleted, as KubeRay has it.
 """
 
@@ -75,6 +75,7 @@ class KubernetesServer:
         ray_jobs: Every RayJob that was made, in order.
         refused: Requests that the role does not allow.
         rules: What it allows: group, resource and verb.
+        nodes: The machines of the cluster, as Kubernetes' objects.
     """
 
     def __init__(self, folder: Path, address: str, make: Maker) -> None:
@@ -84,6 +85,7 @@ class KubernetesServer:
         self.refused: list[str] = []
         self._pods: dict[str, dict[str, Any]] = {}
         self.rules = _rules()
+        self.nodes: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         # Pods end with the thread that has started them.
         self._operator = ThreadPoolExecutor(1)
@@ -192,12 +194,14 @@ class KubernetesServer:
         parts = urlsplit(address)
         path = parts.path.strip("/").split("/")
         group = "" if path[0] == "api" else path[1]
-        inside = path[path.index(NAMESPACE) + 1 :]
+        inside = path[path.index(NAMESPACE) + 1 :] if NAMESPACE in path else path[2:]
         resource, name = inside[0], inside[1] if len(inside) > 1 else ""
         verb = _VERBS.get(method) or ("get" if name else "list")
         if (group, resource, verb) not in self.rules:
             self.refused.append(f"{verb} {resource}")
             return 403, {"message": f"default cannot {verb} resource {resource} in {group!r}"}
+        if resource == "nodes":
+            return 200, {"apiVersion": "v1", "kind": "NodeList", "items": self.nodes}
         if resource == "pods":
             found = self._pods.get(name)
             return (200, found) if found else (404, {"message": f"no pod {name}"})
@@ -257,7 +261,8 @@ class KubernetesServer:
 
 def _rules() -> set[tuple[str, str, str]]:
     text = (REPOSITORY / "deployment/production/cluster.yaml").read_text()
-    roles = [each for each in yaml.safe_load_all(text) if each and each["kind"] == "Role"]
+    kinds = "Role", "ClusterRole"
+    roles = [each for each in yaml.safe_load_all(text) if each and each["kind"] in kinds]
     return {
         (group, resource, verb)
         for role in roles
