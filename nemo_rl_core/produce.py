@@ -123,7 +123,11 @@ def is_dry_run() -> bool:
 
 
 def produce(
-    inputs: StageInputs, work: Callable[[Path], StageResult], *, run: StageRun | None = None
+    inputs: StageInputs,
+    work: Callable[[Path], StageResult],
+    *,
+    run: StageRun | None = None,
+    hash_of: HashOfFile = hash_file,
 ) -> Path:
     """Runs the work in a folder of the store and publishes the folder as an artifact.
 
@@ -135,6 +139,7 @@ def produce(
         work: Fills the folder, which may contain files of an interrupted attempt.
         run: On a cluster, the run of the stage. An artifact of another execution, unless a process
             uses it, is made again: Flyte alone decides what is reused.
+        hash_of: Returns the sha256 of a file that the work has made.
 
     Returns:
         The artifact's folder.
@@ -167,7 +172,7 @@ def produce(
         with limited, usage.measured() as spent:
             made = work(folder)
         cost = _cost(inputs, made, spent, wall_seconds=time.monotonic() - start)
-        hash_of = functools.cache(hash_file)  # weights are a part of the content
+        hash_of = functools.cache(hash_of)  # weights are a part of the content
         manifest = _manifest(inputs, made, folder, cost, run, hash_of)
         manifest = manifest.model_copy(update={"machine": _machine(inputs, spent)})
         # The key is part of the name: equal content from other inputs has other parents.

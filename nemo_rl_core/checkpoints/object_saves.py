@@ -9,6 +9,8 @@ as the frozen weights under adapters, is not sent again.
 
 An attempt takes over the save of the one before by a manifest of its own that names the other's
 objects. They are removed as all others are: when no file of the newest save needs them.
+
+At a stage's end the object store copies from these objects what its artifact has of the last save.
 """
 
 import errno
@@ -40,6 +42,17 @@ _RESTORING = ".restoring"
 _NUM_STREAMS = 4
 """Files that one process sends or receives at once."""
 
+_NUM_COPIES = 8
+"""Objects that an object store copies at once for one process, which only waits; a client of S3 has
+10 connections."""
+
+LARGE_BYTES = 8 * 2**20
+"""Files of this size and more are worth another machine, and are not hashed twice."""
+
+_COPYING = {"s3", "s3a", "gs", "gcs", "file", "local", "memory"}
+"""Protocols whose `cp_file` ends when the copy is whole, of any size. That of Azure (adlfs) only
+starts one, and so its files are sent again."""
+
 _PAUSES_SECONDS = (1.0, 5.0)
 """Between the attempts to transfer an object."""
 
@@ -70,10 +83,22 @@ class Transfer:
     Attributes:
         path: On this machine's disk, or on the volume.
         file: Its object, size and digest.
+        copied_from: An object of the same content, which `deliver` has copied in place of sending
+            the file.
     """
 
     path: Path
     file: StoredFile
+    copied_from: str = ""
+
+
+_Identity = tuple[str, int, int, int]
+"""Name, inode, size in bytes and time of change in ns: what a rename of a file's folder leaves."""
+
+
+def _identity(path: Path) -> _Identity:
+    state = path.stat()
+    return path.name, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 Mover = Callable[[Callable[[Any, Sequence[Transfer]], None], Any, Sequence[Transfer]], None]
@@ -93,7 +118,22 @@ class ObjectSaves:
         self._system, self._prefix, self._move = system, prefix.rstrip("/"), move or here
         self._files: dict[str, StoredFile] = {}
         self._seen: dict[str, tuple[int, int]] = {}
+        self._hashed: dict[_Identity, str] = {}
         self._taken_over: str | None = None
+
+    def known_to(self, system: Any) -> dict[str, StoredFile]:
+        """The files of the last save by their sha256, which another file system can copy.
+
+        Args:
+            system: Where to; empty where it is another, or cannot copy.
+        """
+        if system.protocol != self._system.protocol or not _copies(system):
+            return {}
+        return {each.sha256: each for each in self._files.values()}
+
+    def hash_of(self, path: Path) -> str:
+        """The sha256 of a file; one that the last save has sent is not read, if it is unchanged."""
+        return self._hashed.get(_identity(path)) or files.hash_file(path)
 
     def take_over(self, previous: str) -> bool:
         """Makes the save of an earlier attempt the one of this attempt; nothing is copied.
@@ -161,6 +201,11 @@ class ObjectSaves:
             for name, (_, file) in found.items()
         }
         self._write_manifest()
+        self._hashed = {
+            _identity(path): file.sha256
+            for path, file in found.values()
+            if file.num_bytes >= LARGE_BYTES and path.is_relative_to(folder / _CHECKPOINTS)
+        }
         self._remove_unneeded(before)
 
     def _describe(
@@ -259,6 +304,30 @@ def send(system: Any, transfers: Sequence[Transfer]) -> None:
     """
     for each in transfers:
         _repeated(each.file.address, partial(system.put_file, str(each.path), each.file.address))
+
+
+def deliver(system: Any, transfers: Sequence[Transfer]) -> None:
+    """Sends files to their objects, and has the object store copy those whose content it has.
+
+    Raises:
+        TransferError: If the object store fails.
+    """
+    copies = [each for each in transfers if each.copied_from]
+    with ThreadPoolExecutor(_NUM_COPIES, thread_name_prefix="copy") as executor:
+        pending = [executor.submit(_copy, system, each) for each in copies]
+        send(system, [each for each in transfers if not each.copied_from])
+        for done in pending:
+            done.result()
+
+
+def _copy(system: Any, transfer: Transfer) -> None:
+    source, target = transfer.copied_from, transfer.file.address
+    _repeated(target, partial(system.cp_file, source, target))
+
+
+def _copies(system: Any) -> bool:
+    protocols = {system.protocol} if isinstance(system.protocol, str) else set(system.protocol)
+    return bool(protocols & _COPYING)
 
 
 def receive(system: Any, transfers: Sequence[Transfer]) -> None:

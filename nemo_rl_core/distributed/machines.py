@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nemo_rl_core.checkpoints.object_saves import Transfer, here
+from nemo_rl_core.checkpoints.object_saves import LARGE_BYTES, Transfer, here
 from nemo_rl_core.distributed.worker_group import wait_for_all
 
 _PROCESSES_PER_MACHINE = 4
@@ -16,11 +16,11 @@ def on_machines(
     """Transfers files where they were written, each machine its own, in processes beside the ranks.
 
     What the machines of an earlier cluster wrote is divided among those of this one, a machine's
-    files to one machine. Files of no known machine are transferred by this process, and so are all
-    where there is no Ray cluster. A `Mover`.
+    files to one machine. Of files of no known machine large ones are divided among all. Small ones
+    are transferred by this process, and so are all where there is no Ray cluster. A `Mover`.
 
     Args:
-        how: `send` or `receive`.
+        how: `send`, `receive` or `deliver`.
         system: The `fsspec` file system; processes of the machines get a copy.
         transfers: The files, which all machines would find at the same paths.
 
@@ -28,9 +28,7 @@ def on_machines(
         NemoRLError: As `how` raises it.
         RayError: If a machine or its process is lost.
     """
-    import ray
-
-    machines = _machines_with_workers() if ray.is_initialized() else []
+    machines = machines_with_workers()
     parts = {node: each for node, each in _dealt(transfers, machines).items() if each}
     own = parts.pop("", [])
     pending = [
@@ -51,10 +49,15 @@ def _task(how: Callable[[Any, Sequence[Transfer]], None], node: str) -> Any:
     return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=placed)(how)
 
 
-def _machines_with_workers() -> list[str]:
-    """Ids of the machines that may have ranks; a head without CPUs has none."""
+def machines_with_workers() -> list[str]:
+    """Ids of the machines that may have ranks; a head without CPUs has none.
+
+    Empty where this process has no Ray cluster.
+    """
     import ray
 
+    if not ray.is_initialized():
+        return []
     alive = (node for node in ray.nodes() if node["Alive"])
     return sorted(node["NodeID"] for node in alive if node["Resources"].get("CPU", 0) > 0)
 
@@ -64,10 +67,16 @@ def _dealt(transfers: Sequence[Transfer], machines: Sequence[str]) -> dict[str, 
     gone = sorted({each.file.machine for each in transfers} - {"", *machines})
     taker = {name: machines[place % len(machines)] for place, name in enumerate(gone) if machines}
     dealt: dict[str, list[Transfer]] = {}
+    anyones: list[Transfer] = []
     for each in transfers:
         name = each.file.machine
-        node = name if name in machines else taker.get(name, "")
-        dealt.setdefault(node, []).append(each)
+        if machines and not name and each.file.num_bytes >= LARGE_BYTES:
+            anyones.append(each)
+        else:
+            node = name if name in machines else taker.get(name, "")
+            dealt.setdefault(node, []).append(each)
+    for node, share in zip(machines, balanced(anyones, len(machines)), strict=False):
+        dealt.setdefault(node, []).extend(share)
     return dealt
 
 

@@ -2,8 +2,8 @@
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -33,7 +33,7 @@ from nemo_rl_core.telemetry.notices import mail_addresses
 from tasks.cli.recipe_plan import pipeline_of
 from tasks.cli.run import PIPELINES
 from tasks.cli.run_settings import chosen_pipeline
-from tasks.platform.schedules import BAD_ENDS, described, on_schedule
+from tasks.platform.schedules import BAD_ENDS, OWN_LABELS, described, on_schedule
 from tasks.recipes.common import PipelineRecipe, Recipe
 
 _LATEST = Sort("created_at", Sort.Direction.DESCENDING)
@@ -53,6 +53,7 @@ class ScheduledRecipe:
         workflow_version: The version of the code.
         cron: When runs start, in UTC.
         active: Whether runs start.
+        labels: That its runs get, without those that every schedule has.
     """
 
     name: str
@@ -61,6 +62,7 @@ class ScheduledRecipe:
     workflow_version: str
     cron: str
     active: bool
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 def planned_schedule(
@@ -71,6 +73,7 @@ def planned_schedule(
     pipeline: str | None,
     name: str | None,
     notify: str,
+    labels: Mapping[str, str] | None = None,
 ) -> LaunchPlan:
     """A launch plan that runs a recipe by itself.
 
@@ -81,6 +84,7 @@ def planned_schedule(
         pipeline: What the recipe is for; None finds it out.
         name: Of the launch plan; None takes that of the recipe.
         notify: Addresses with commas between them, for mail by Flyte.
+        labels: Of its runs.
 
     Raises:
         NemoRLError: If the recipe is not valid, or names files that the cluster cannot have.
@@ -98,7 +102,7 @@ def planned_schedule(
         chosen.workflow,
         default_inputs={"config": chosen.recipe},
         **on_schedule(cron, addresses, Phase.SUCCEEDED, *BAD_ENDS),
-        **described("schedule", f"The recipe {Path(recipe).stem}, at {cron} UTC"),
+        **described("schedule", f"The recipe {Path(recipe).stem}, at {cron} UTC", labels),
     )
 
 
@@ -310,6 +314,11 @@ def _scheduled(plan: Any) -> ScheduledRecipe:
         workflow_version=plan.spec.workflow_id.version,
         cron=_cron(plan),
         active=plan.closure.state == LaunchPlanState.ACTIVE,
+        labels={
+            key: value
+            for key, value in sorted(plan.spec.labels.values.items())
+            if key not in OWN_LABELS
+        },
     )
 
 

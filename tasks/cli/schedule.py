@@ -55,6 +55,9 @@ def schedule() -> None:
 @click.option("--notify", metavar="ADDRESSES", envvar="NEMO_RL_NOTIFY",
               help="Mail addresses, with commas, that Flyte tells how a run ends; by default those "
               "of NEMO_RL_NOTIFY.")  # fmt: skip
+@click.option("--label", "labels", metavar="KEY=VALUE", multiple=True,
+              help="Of its runs and their RayJobs, such as kueue.x-k8s.io/queue-name=training; may "
+              "be repeated.")  # fmt: skip
 @on_a_cluster
 def add(
     recipe: str,
@@ -69,13 +72,22 @@ def add(
     **cluster: Any,
 ) -> None:
     """Register a schedule; the word `add` may be left out."""
-    from tasks.platform.schedules import next_times
+    from tasks.platform.schedules import labels_of, next_times
 
-    times = next_times(cron)  # before the imports of a workflow
+    times, labels = (
+        next_times(cron),
+        labels_of(cluster.pop("labels")),
+    )  # before a workflow's imports
     from tasks.cli.flyte_schedules import planned_schedule
 
     planned = planned_schedule(
-        recipe, settings, cron=cron, pipeline=pipeline, name=name, notify=notify or ""
+        recipe,
+        settings,
+        cron=cron,
+        pipeline=pipeline,
+        name=name,
+        notify=notify or "",
+        labels=labels,
     )
     schedules = _schedules(cluster)
     found = schedules.register(planned, version=version)
@@ -83,6 +95,8 @@ def add(
         found = schedules.activate(found)
     click.echo(f"schedule: {found.name}, {found.workflow} of version {found.workflow_version}")
     click.echo("next:     " + ", ".join(f"{time:%Y-%m-%d %H:%M}" for time in times) + " UTC")
+    if found.labels:
+        click.echo("labels:   " + ", ".join(f"{key}={val}" for key, val in found.labels.items()))
     resume = shlex.join(["nemo-rl", "schedule", "resume", found.name, *as_options(**cluster)])
     click.echo("state:    active" if found.active else f"state:    paused; to start: {resume}")
 
@@ -134,4 +148,5 @@ def _row(each: "ScheduledRecipe") -> str:
         state = f"next {time:%Y-%m-%d %H:%M} UTC"
     else:
         state = "paused"
-    return f"{each.name:<28}{each.cron:<16}{each.workflow:<32}{state}"
+    labels = "".join(f"  {key}={value}" for key, value in each.labels.items())
+    return f"{each.name:<28}{each.cron:<16}{each.workflow:<32}{state}{labels}"

@@ -22,36 +22,53 @@ from nemo_rl_core.produce import StageResult
 from tasks.platform.local import on_cluster
 
 
-def carried_over(work: Callable[[Path], StageResult]) -> Callable[[Path], StageResult]:
-    """Wraps the work of a stage to resume from the previous attempt on a cluster."""
-    if not on_cluster():
-        return work
-
-    def attempt(folder: Path) -> StageResult:
-        return run_attempt(folder, work, current_context().checkpoint)
-
-    return attempt
-
-
-def run_attempt(
-    folder: Path, work: Callable[[Path], StageResult], checkpoint: SyncCheckpoint
-) -> StageResult:
-    """Runs the work in the folder; complete saves are sent to the attempt's place.
+class StageAttempt:
+    """An attempt of a stage on a cluster.
 
     Args:
-        folder: The stage's work folder; existing contents, on a shared disk, take precedence.
-        work: Fills it.
         checkpoint: The Flyte checkpoint of the attempt.
+
+    Attributes:
+        saves: Its saves in the object store.
     """
-    saves = _saves(checkpoint)
-    # At once: Flyte passes an attempt only the previous one's place, so an attempt that dies before
-    # its first save must not lose what it was given.
-    was_given = checkpoint.prev_exists() and saves.take_over(checkpoint._checkpoint_src)
-    if was_given and is_to_be_restored(folder):
-        saves.restore(folder)
-    # A thread publishes saves, and calls this.
-    with checkpointing.after_each_save(lambda published: saves.save(folder, published)):
-        return work(folder)
+
+    def __init__(self, checkpoint: SyncCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self.saves = _saves(checkpoint)
+        self._was_given: bool | None = None
+
+    def begin(self) -> bool:
+        """Takes over the last save of the previous attempt, once.
+
+        Flyte passes an attempt only the previous one's place, so an attempt that dies before its
+        first save must not lose what it was given. Call it under the lock of the stage's work: the
+        previous attempt may still be alive, and remove what it no longer needs.
+
+        Returns:
+            Whether there was one.
+        """
+        if self._was_given is None:
+            previous = self._checkpoint._checkpoint_src
+            self._was_given = bool(previous) and self.saves.take_over(str(previous))
+        return self._was_given
+
+    def run(self, folder: Path, work: Callable[[Path], StageResult]) -> StageResult:
+        """Runs the work in the folder; complete saves are sent to the attempt's place.
+
+        Args:
+            folder: The stage's work folder; existing contents, on a shared disk, take precedence.
+            work: Fills it.
+        """
+        if self.begin() and is_to_be_restored(folder):
+            self.saves.restore(folder)
+        # A thread publishes saves, and calls this.
+        with checkpointing.after_each_save(lambda saved: self.saves.save(folder, saved)):
+            return work(folder)
+
+
+def current_attempt() -> StageAttempt | None:
+    """That of this container; None in a local run."""
+    return StageAttempt(current_context().checkpoint) if on_cluster() else None
 
 
 def _saves(checkpoint: SyncCheckpoint) -> ObjectSaves:

@@ -1,7 +1,7 @@
 """What a launch plan has that starts by itself: when, one at a time, and mail of how it ended."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,6 +24,14 @@ ALIASES = {
 }
 """Names of Flyte's scheduler for whole cron expressions."""
 
+OWN_LABELS = ("app.kubernetes.io/part-of", "purpose")
+"""Keys of the labels that every launch plan of this project has."""
+
+_MOST_LABELS = 16 - len(OWN_LABELS)
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+_LABEL_PREFIX = re.compile(
+    r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*"
+)
 _FIELD = re.compile(r"[0-9A-Za-z*/,-]+")
 
 
@@ -49,12 +57,73 @@ def mail(addresses: Sequence[str], *phases: int) -> list[Notification]:
     return [Email(phases=list(phases), recipients_email=list(addresses))] if addresses else []
 
 
-def described(purpose: str, text: str) -> dict[str, Any]:
-    """The options of a launch plan that a list of launch plans shows."""
+def described(purpose: str, text: str, labels: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The options of a launch plan that a list of launch plans shows.
+
+    Args:
+        purpose: One word.
+        text: What it runs.
+        labels: Further ones. Flyte gives the labels of a launch plan to its executions, and those
+            to their pods and RayJobs.
+    """
+    own = dict(zip(OWN_LABELS, ("nemo-rl-flow", purpose), strict=True))
     return {
-        "labels": Labels({"app.kubernetes.io/part-of": "nemo-rl-flow", "purpose": purpose}),
+        "labels": Labels({**own, **(labels or {})}),
         "annotations": Annotations({"nemo-rl-flow/about": text}),
     }
+
+
+def labels_of(given: Sequence[str]) -> dict[str, str]:
+    """Labels as Kubernetes takes them.
+
+    Args:
+        given: `key=value` each.
+
+    Raises:
+        ConfigError: For the first that Kubernetes or Flyte would refuse.
+
+    Example:
+        >>> labels_of(["kueue.x-k8s.io/queue-name=training"])
+        {'kueue.x-k8s.io/queue-name': 'training'}
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        key, is_pair, value = text.partition("=")
+        problem = _label_problem(key, value) if is_pair else "no `=`"
+        if problem is None and key in found:
+            problem = f"{key} twice"
+        if problem is not None:
+            raise _no_label(text, problem)
+        found[key] = value
+    if len(found) > _MOST_LABELS:
+        raise _no_label(
+            given[_MOST_LABELS], f"{len(found)} labels, where Flyte takes {_MOST_LABELS}"
+        )
+    return found
+
+
+def _label_problem(key: str, value: str) -> str | None:
+    """Why Kubernetes would refuse a label, or this project."""
+    prefix, has_prefix, name = key.rpartition("/")
+    if key in OWN_LABELS:
+        return f"{key}, which each schedule has already"
+    if has_prefix and (len(prefix) > 253 or not _LABEL_PREFIX.fullmatch(prefix)):
+        return f"the prefix {prefix!r}, which is no domain of at most 253 small letters"
+    if len(name) > 63 or not _LABEL.fullmatch(name):
+        return f"the name {name!r}"
+    if value and (len(value) > 63 or not _LABEL.fullmatch(value)):
+        return f"the value {value!r}"
+    return None
+
+
+def _no_label(text: str, got: str) -> ConfigError:
+    return ConfigError(
+        f"{text!r} is no label",
+        expected="key=value, where the key may have a domain and a slash before it; key and value "
+        "are at most 63 letters, digits, `-`, `_` and `.`, a letter or digit at either end",
+        got=got,
+        fix="write --label kueue.x-k8s.io/queue-name=training, once for each label",
+    )
 
 
 def next_times(cron: str, *, count: int = 3, now: datetime | None = None) -> list[datetime]:

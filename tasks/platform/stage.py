@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from flytekit import Cache, dynamic, task
-from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel
 
 from nemo_rl_core.config.tracking import TrackingConfig
@@ -20,13 +19,14 @@ from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.telemetry.tracking import tracked
 from tasks.artifacts import Artifact
 from tasks.platform import literal_types, local
-from tasks.platform.attempts import carried_over
+from tasks.platform.attempts import current_attempt
 from tasks.platform.cluster_limit import refuse_limit_that_stages_miss
 from tasks.platform.object_stores import close_sessions_at_exit
 from tasks.platform.ray_stage import ray_stage
 from tasks.platform.resources import DECK, PLAIN, Kind
 from tasks.platform.retries import retried_on_cluster
 from tasks.platform.shapes import one_gpu
+from tasks.platform.uploads import uploaded
 
 literal_types.register()
 local.use_store()
@@ -89,7 +89,8 @@ def make(
 
     The folder is known by the stage's inputs and source: a killed attempt is continued, and of two
     processes that run the same stage at once, the second takes what the first has made. On a
-    cluster, where the next attempt may have another disk, what is saved is handed to Flyte too.
+    cluster, where the next attempt may have another disk, what is saved is in the object store too,
+    and so is a large artifact when this returns.
 
     Args:
         module: `__name__` of the module that defines the stage: the key covers its source, and
@@ -115,11 +116,17 @@ def make(
     )
     run = StageRun.from_environment(os.environ, task=f"{module}.{stage}")
     with _tracked_on_cluster(), retried_on_cluster():
-        artifact = produce(inputs, carried_over(work), run=run)
+        attempt = current_attempt()
+        if attempt is None:
+            artifact = produce(inputs, work, run=run)
+        else:
+            saved_work = functools.partial(attempt.run, work=work)
+            artifact = produce(inputs, saved_work, run=run, hash_of=attempt.saves.hash_of)
+        directory = uploaded(artifact, attempt)
     _show_deck(artifact)
     manifest = Manifest.read(artifact)
     return {
-        "directory": FlyteDirectory(str(artifact)),
+        "directory": directory,
         "stage": manifest.stage,
         "content_hash": manifest.content_hash,
         "step": manifest.step,

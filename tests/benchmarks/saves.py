@@ -17,7 +17,8 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,15 @@ time.sleep(1e6)
 """
 
 
-class _Shards:
+class Shards:
     """Writes random shards, and says what it has written."""
 
-    def __init__(self, shard_bytes: int) -> None:
-        self._bytes = shard_bytes
+    def __init__(self, shard_bytes: int, num_shards: int = _NUM_SHARDS) -> None:
+        self._bytes, self._num_shards = shard_bytes, num_shards
 
     def start_checkpoint(self, path: Path) -> None:
         self._path = path
-        for number in range(_NUM_SHARDS):
+        for number in range(self._num_shards):
             with (path / f"shard-{number}").open("wb") as file:
                 for _ in range(self._bytes >> 20):
                     file.write(os.urandom(1 << 20))
@@ -65,7 +66,7 @@ class _Shards:
         return describe_written(self._path, files.list_files(self._path))
 
 
-def _spent(what: Callable[[], Any]) -> tuple[float, float]:
+def spent_by(what: Callable[[], Any]) -> tuple[float, float]:
     """CPU and wall seconds of this process."""
 
     def cpu() -> float:
@@ -95,7 +96,7 @@ def _unpack(folder: Path, access: FileAccessProvider, address: str) -> None:
 
 
 def _take_turns(root: Path, access: FileAccessProvider, gib: float, number: int) -> None:
-    shards, folder = _Shards(int(gib * 2**30) // _NUM_SHARDS), root / "work"
+    shards, folder = Shards(int(gib * 2**30) // _NUM_SHARDS), root / "work"
     place = f"s3://bucket/{number}"
     saves = ObjectSaves(access.get_filesystem_for_path(place), place)
     manager = CheckpointManager(folder / "checkpoints")
@@ -103,15 +104,15 @@ def _take_turns(root: Path, access: FileAccessProvider, gib: float, number: int)
     with after_each_save(published.append):
         manager.start(1, shards).wait()
     names, lies_in = [f"shard-{each}" for each in range(_NUM_SHARDS)], published[0].folder
-    spent = {"hashed by ranks": _spent(lambda: describe_written(lies_in, names))}
-    spent["shards, sent"] = _spent(lambda: saves.save(folder, published[0]))
-    spent["archive, sent"] = _spent(lambda: _archive(folder, access, f"{place}/work.tar"))
+    spent = {"hashed by ranks": spent_by(lambda: describe_written(lies_in, names))}
+    spent["shards, sent"] = spent_by(lambda: saves.save(folder, published[0]))
+    spent["archive, sent"] = spent_by(lambda: _archive(folder, access, f"{place}/work.tar"))
     for side in ("shards", "archive"):
         (root / side).mkdir()
     other = ObjectSaves(access.get_filesystem_for_path(place), f"{place}-next")
     other.take_over(place)
-    spent["shards, received"] = _spent(lambda: other.restore(root / "shards"))
-    spent["archive, received"] = _spent(
+    spent["shards, received"] = spent_by(lambda: other.restore(root / "shards"))
+    spent["archive, received"] = spent_by(
         lambda: _unpack(root / "archive", access, f"{place}/work.tar")
     )
     for what, (cpu, wall) in spent.items():
@@ -119,23 +120,31 @@ def _take_turns(root: Path, access: FileAccessProvider, gib: float, number: int)
         sys.stdout.flush()
 
 
+@contextmanager
+def served() -> Iterator[str]:
+    """The address of moto's server in a process of its own."""
+    server = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    try:
+        yield server.stdout.readline().strip()
+    finally:
+        server.kill()
+
+
+def access_to(endpoint: str, root: str, number: int) -> FileAccessProvider:
+    """As flytekit gives it to a container."""
+    store = S3Config(endpoint=endpoint, access_key_id="a", secret_access_key="b")
+    return FileAccessProvider(f"{root}/sandbox", f"s3://bucket/{number}", DataConfig(s3=store))
+
+
 def main() -> None:
     """Prints a line a turn and side."""
     gib, repetitions = float((sys.argv[1:] or ["1"])[0]), int((sys.argv[2:] or ["3"])[0])
-    server = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    endpoint = server.stdout.readline().strip()
-    try:
+    with served() as endpoint:
         for number in range(repetitions):
             with tempfile.TemporaryDirectory() as root:
-                data = DataConfig(
-                    s3=S3Config(endpoint=endpoint, access_key_id="a", secret_access_key="b")
-                )
-                access = FileAccessProvider(f"{root}/sandbox", f"s3://bucket/{number}", data)
-                _take_turns(Path(root), access, gib, number)
+                _take_turns(Path(root), access_to(endpoint, root, number), gib, number)
                 shutil.rmtree(f"{root}/work")
-    finally:
-        server.kill()
 
 
 if __name__ == "__main__":

@@ -2,16 +2,24 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 
-from nemo_rl_core.checkpoints.object_saves import StoredFile, Transfer, receive, send
+from nemo_rl_core.checkpoints.object_saves import (
+    LARGE_BYTES,
+    StoredFile,
+    Transfer,
+    deliver,
+    receive,
+    send,
+)
 from nemo_rl_core.distributed.machines import balanced, on_machines
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.store.files import hash_file
+from nemo_rl_core.store.files import hash_file, list_files
 
 
 @pytest.fixture
@@ -82,6 +90,39 @@ def test_each_machine_moves_its_own_files(tmp_path: Path, nodes: list[str]) -> N
     Path(given[1].file.address).write_text("other")
     with pytest.raises(StoreError, match="is damaged"):
         on_machines(receive, system, back)
+
+
+@pytest.mark.slow
+def test_the_machines_deliver_an_artifact(tmp_path: Path, nodes: list[str]) -> None:
+    one, two = nodes
+    system = fsspec.filesystem("file", auto_mkdir=True)
+    saved = transfers(tmp_path, [one, two])
+    on_machines(send, system, saved)
+    # The files of a save are not read again, wherever they are.
+    place = str(tmp_path / "artifact")
+    copies = [
+        Transfer(
+            Path("gone"),
+            replace(each.file, address=f"{place}/{each.path.name}"),
+            copied_from=each.file.address,
+        )
+        for each in saved
+    ]
+    large = []
+    for number in range(3):
+        path = tmp_path / f"large-{number}"
+        path.write_bytes(b"x" * LARGE_BYTES)
+        large.append(Transfer(path, StoredFile("", LARGE_BYTES, f"{place}/{path.name}")))
+    on_machines(deliver, system, [*copies, *large])
+    assert {
+        name: (tmp_path / "artifact" / name).stat().st_size for name in list_files(Path(place))
+    } == {
+        **{each.path.name: each.file.num_bytes for each in saved},
+        **{each.path.name: LARGE_BYTES for each in large},
+    }
+    assert [Path(each.file.address).read_text() for each in copies] == ["shard 0", "shard 1"]
+    on_machines(write_places, None, large)
+    assert Counter(node for node, _ in places(large)) in ({one: 2, two: 1}, {one: 1, two: 2})
 
 
 def test_parts_are_of_about_equal_size() -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ SMALL: dict[str, Any] = {
 # Steps that take longer than a save does to reach the bucket, so that each attempt is killed long
 # before its end, on quick machines, too.
 SFT = {"num_steps": 400, "save_every_num_steps": 40, "global_batch_size": 64}
-_LARGER = {"num_layers": 4, "hidden_size": 128, "intermediate_size": 256}
+LARGER_MODEL = {"num_layers": 4, "hidden_size": 128, "intermediate_size": 256}
 KILLED_SFT = {
     **SMALL["sft"],
     "num_steps": 600,
@@ -59,6 +60,8 @@ KILLED_SFT = {
     "global_batch_size": 64,
     "learning_rate": 0.0002,  # rewards still differ after as many steps
 }
+# With its moments it takes 80 MB, which are too much for the head.
+LARGE_MODEL = {"hidden_size": 512, "intermediate_size": 1024, "num_layers": 3, "num_heads": 8}
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def test_pods_share_the_volume_and_nothing_else(tmp_path: Path) -> None:
 def test_a_stage_across_two_nodes_equals_a_local_one(
     bed: ClusterBed, own_store: Path, tmp_path: Path
 ) -> None:
-    inputs = _inputs({"num_steps": 4, "save_every_num_steps": 2, "global_batch_size": 16})
+    sft = {"num_steps": 4, "save_every_num_steps": 2, "global_batch_size": 16}
+    inputs = _inputs(sft, model=LARGE_MODEL)
     stage = _stage(bed, inputs, tmp_path)
     there = stage.run()
     assert there["content_hash"] == _trained_here(inputs).content_hash
@@ -123,16 +127,38 @@ def test_a_stage_across_two_nodes_equals_a_local_one(
     (job,) = bed.jobs
     assert sorted(sent.values()) == sorted([worker.address] for worker in job.workers)
     assert _clients(bed, "PUT", f"{stage.attempts[0].checkpoint}/save.json") == [job.head.address]
+    _assert_machines_made_the_artifact(bed, there["directory"]["path"])
     # What is uploaded leaves the volume, and what was downloaded does.
     assert not any((bed.volume / "artifacts").iterdir())
     assert not any((bed.volume / "inputs").iterdir())
+
+
+def _assert_machines_made_the_artifact(bed: ClusterBed, address: str) -> None:
+    """The server has copied what the last save has: each machine's shards, at its request."""
+    (job,) = bed.jobs
+    place = f"{bed.bucket.path(address)}/"
+    sizes = {path: len(bed.bucket.read(path) or b"") for path in bed.bucket.list(place)}
+    assert sum(sizes.values()) > 64 * 2**20
+    large = {path for path in sizes if sizes[path] > 2**20}
+    shards = {path for path in large if "/trainer/shard-" in path}
+    assert len(shards) == 2
+    assert f"{place}model/model.safetensors" in large
+    assert large <= set(bed.bucket.copied)
+    clients = [bed.bucket.clients["PUT", path] for path in shards]
+    assert sorted(map(sorted, clients)) == sorted([worker.address] for worker in job.workers)
+    sent: Counter[str] = Counter()
+    for (client, path), num_bytes in bed.bucket.received.items():
+        sent[client] += num_bytes * path.startswith(place)
+    total = sum(sizes.values())
+    logger.info("of an artifact of %d bytes the head has sent %d", total, sent[job.head.address])
+    assert sent.total() == sent[job.head.address] < total / 100
 
 
 @pytest.mark.thorough
 def test_a_stage_goes_on_from_s3_after_a_worker_a_node_and_heads_were_lost(
     bed: ClusterBed, own_store: Path, tmp_path: Path
 ) -> None:
-    inputs = _inputs(SFT)
+    inputs = _inputs(SFT, model=LARGER_MODEL)
     stage = _stage(bed, inputs, tmp_path)
     losses = (_kill_a_worker, _kill_a_node, _evict_the_head, _kill_the_head)
     saved, left = [], []  # of each attempt: its first save, and the last before it was lost
@@ -270,14 +296,14 @@ def _stage_at(bed: ClusterBed, path: str) -> str:
     return str(json.loads(manifest or b"{}").get("stage", ""))
 
 
-def _inputs(sft: dict[str, Any]) -> dict[str, Any]:
+def _inputs(sft: dict[str, Any], *, model: dict[str, Any] | None = None) -> dict[str, Any]:
     """Of `train_sft` from an untrained model, over two ranks."""
     from tasks.prepare_data import prepare_data
     from tasks.prepare_model import prepare_model
     from tasks.recipes.grpo import GRPORecipe, plan_grpo
 
-    given = {**SMALL, "model": {**SMALL["model"], **_LARGER}, "sft": sft}
-    stages = plan_grpo(config=GRPORecipe.model_validate(given))
+    changed = {"sft": sft, "model": {**SMALL["model"], **(model or {})}}
+    stages = plan_grpo(config=GRPORecipe.model_validate({**SMALL, **changed}))
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
     return {"config": stages.sft, "base": model.base, "train": data.train}

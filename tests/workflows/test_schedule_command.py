@@ -118,6 +118,22 @@ def test_the_limit_of_the_recipe_reaches_the_containers_of_its_runs(backend: Bac
     assert variables == {"free": [], "mine": [("NEMO_RL_MAX_GPU_HOURS", "12.5")]}
 
 
+def test_labels_of_a_schedule_are_those_of_its_runs(backend: Backend) -> None:
+    registered(backend, "v1")
+    queue, priority = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
+    assert invoked(backend, *NIGHTLY).exit_code == 0
+    result = invoked(backend, *NIGHTLY, f"--label={queue}=training", "--label", f"{priority}=low")
+    assert result.exit_code == 0, result.output
+    assert f"labels:   {priority}=low, {queue}=training" in result.output
+    # Other labels are another version; each plan keeps those that say whose it is.
+    first, second = (dict(spec.labels.values) for spec in backend.launch_plans.values())
+    assert first == {"app.kubernetes.io/part-of": "nemo-rl-flow", "purpose": "schedule"}
+    assert second == {**first, queue: "training", priority: "low"}
+    (found,) = listed(backend)
+    assert found["labels"] == {queue: "training", priority: "low"}
+    assert f"paused  {priority}=low  {queue}=training" in invoked(backend, "list").output
+
+
 def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -149,6 +165,7 @@ def test_the_latest_registered_code_runs_unless_another_is_named(backend: Backen
         ([*NIGHTLY, "--version", "v9"], "the cluster does not take the schedule sft_arithmetic"),
         (["sft_arithmetic", "0 2 * * 7"], "'0 2 * * 7' is no schedule"),
         (["sft_arithmetic", "0 2 * * *", "sft.num_step=1"], "num_step"),
+        ([*NIGHTLY, "--label", "queue=a queue"], "'queue=a queue' is no label"),
         (["nothing", "0 2 * * *"], "it is not clear which pipeline"),
         (["pause", "mine"], "there is no active schedule 'mine'"),
         (["resume", "mine"], "there is no schedule 'mine'"),

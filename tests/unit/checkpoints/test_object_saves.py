@@ -14,7 +14,15 @@ import pytest
 
 from nemo_rl_core.checkpoints import manager, object_saves
 from nemo_rl_core.checkpoints.manager import CheckpointManager, PublishedSave, after_each_save
-from nemo_rl_core.checkpoints.object_saves import ObjectSaves, is_to_be_restored
+from nemo_rl_core.checkpoints.object_saves import (
+    LARGE_BYTES,
+    ObjectSaves,
+    StoredFile,
+    Transfer,
+    deliver,
+    is_to_be_restored,
+    receive,
+)
 from nemo_rl_core.checkpoints.written_files import WrittenFile
 from nemo_rl_core.errors import StoreError, TransferError
 from nemo_rl_core.store.files import list_files
@@ -341,3 +349,40 @@ def test_published_saves_name_their_folder(tmp_path: Path) -> None:
     assert [(each.folder, dict(each.written)) for each in seen] == [
         (tmp_path / "step-00000001", {})
     ]
+
+
+def test_an_object_is_copied_in_parts(
+    tmp_path: Path, prefix: str, system: Any, bucket: S3Bucket
+) -> None:
+    """As one above 5 GiB has to be; s3fs begins with it at 150 MiB."""
+    folder = work_folder(tmp_path, "first")
+    saves = ObjectSaves(system, prefix)
+    CheckpointManager(folder / "checkpoints").save(1, lambda path: _write_large(path / "shard"))
+    shard = folder / "checkpoints/step-00000001/shard"
+    saves.save(folder, PublishedSave(shard.parent, {}))
+    (known,) = [each for each in saves.known_to(system).values() if each.num_bytes > LARGE_BYTES]
+    copy = StoredFile(known.sha256, known.num_bytes, f"{prefix}/artifact/shard")
+    deliver(system, [Transfer(Path("gone"), copy, copied_from=known.address)])
+    assert bucket.copied.count(bucket.path(copy.address)) == 4  # parts of 50 MiB
+    receive(system, [Transfer(tmp_path / "back", copy)])  # which compares its digest
+    assert (tmp_path / "back").stat().st_size == shard.stat().st_size
+
+
+def _write_large(path: Path) -> None:
+    with path.open("wb") as file:
+        for number in range(151):
+            file.write(bytes([number]) * 2**20)
+
+
+def test_only_the_same_store_copies(
+    tmp_path: Path, prefix: str, system: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    folder = work_folder(tmp_path, "first")
+    saves = ObjectSaves(system, prefix)
+    step(folder, saves, 1)
+    assert len(saves.known_to(system)) == 3
+    assert saves.known_to(fsspec.filesystem("memory")) == {}
+    monkeypatch.setattr(type(system), "protocol", ("abfs", "az"))
+    assert saves.known_to(system) == {}

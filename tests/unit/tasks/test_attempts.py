@@ -8,7 +8,7 @@ from flytekit.core.checkpointer import SyncCheckpoint
 
 from nemo_rl_core.checkpoints.manager import CheckpointManager
 from nemo_rl_core.produce import StageResult
-from tasks.platform import attempts
+from tasks.platform.attempts import StageAttempt, current_attempt
 
 
 class KilledError(Exception):
@@ -50,15 +50,13 @@ def test_an_attempt_goes_on_where_the_last_has_saved(tmp_path: Path) -> None:
     seen: list[int] = []
     with pytest.raises(KilledError):
         work = work_until(3, dies=True, seen=seen)
-        attempts.run_attempt(on_new_disk(tmp_path, 0), work, checkpoint(tmp_path, 0))
+        StageAttempt(checkpoint(tmp_path, 0)).run(on_new_disk(tmp_path, 0), work)
     # The second dies before it saves anything, and hands on what it was given.
     with pytest.raises(KilledError):
         work = work_until(3, dies=True, seen=seen)
-        attempts.run_attempt(on_new_disk(tmp_path, 1), work, checkpoint(tmp_path, 1))
+        StageAttempt(checkpoint(tmp_path, 1)).run(on_new_disk(tmp_path, 1), work)
     folder = on_new_disk(tmp_path, 2)
-    made = attempts.run_attempt(
-        folder, work_until(5, dies=False, seen=seen), checkpoint(tmp_path, 2)
-    )
+    made = StageAttempt(checkpoint(tmp_path, 2)).run(folder, work_until(5, dies=False, seen=seen))
     assert (seen, made.step) == ([0, 3, 3], 5)
     assert (folder / "metrics.jsonl").read_text().split() == ["1", "2", "3", "4", "5"]
     assert [path.name for path in folder.parent.iterdir()] == ["work"], "copies are gone"
@@ -67,9 +65,9 @@ def test_an_attempt_goes_on_where_the_last_has_saved(tmp_path: Path) -> None:
 def test_what_lies_on_a_shared_disk_wins(tmp_path: Path) -> None:
     seen: list[int] = []
     shared = on_new_disk(tmp_path, 0)
-    attempts.run_attempt(shared, work_until(2, dies=False, seen=seen), checkpoint(tmp_path, 0))
+    StageAttempt(checkpoint(tmp_path, 0)).run(shared, work_until(2, dies=False, seen=seen))
     CheckpointManager(shared / "checkpoints").save(7, lambda path: None)
-    attempts.run_attempt(shared, work_until(8, dies=False, seen=seen), checkpoint(tmp_path, 1))
+    StageAttempt(checkpoint(tmp_path, 1)).run(shared, work_until(8, dies=False, seen=seen))
     assert seen == [0, 7]
 
 
@@ -77,13 +75,13 @@ def test_an_attempt_after_one_that_saved_nothing_begins_anew(tmp_path: Path) -> 
     (tmp_path / "remote-0").mkdir()
     seen: list[int] = []
     work = work_until(1, dies=False, seen=seen)
-    attempts.run_attempt(on_new_disk(tmp_path, 1), work, checkpoint(tmp_path, 1))
+    StageAttempt(checkpoint(tmp_path, 1)).run(on_new_disk(tmp_path, 1), work)
     assert seen == [0]
 
 
 def test_a_save_is_no_longer_told_after_the_work(tmp_path: Path) -> None:
-    attempts.run_attempt(
-        on_new_disk(tmp_path, 0), work_until(1, dies=False, seen=[]), checkpoint(tmp_path, 0)
+    StageAttempt(checkpoint(tmp_path, 0)).run(
+        on_new_disk(tmp_path, 0), work_until(1, dies=False, seen=[])
     )
     manifest = tmp_path / "remote-0" / "save.json"
     written = manifest.stat().st_mtime_ns
@@ -91,9 +89,17 @@ def test_a_save_is_no_longer_told_after_the_work(tmp_path: Path) -> None:
     assert manifest.stat().st_mtime_ns == written
 
 
-def test_locally_the_store_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLYTE_INTERNAL_EXECUTION_ID", raising=False)
+def test_an_attempt_begins_once(tmp_path: Path) -> None:
     work = work_until(1, dies=False, seen=[])
-    assert attempts.carried_over(work) is work
-    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "x")
-    assert attempts.carried_over(work) is not work
+    StageAttempt(checkpoint(tmp_path, 0)).run(on_new_disk(tmp_path, 0), work)
+    second = StageAttempt(checkpoint(tmp_path, 1))
+    assert second.begin()
+    (tmp_path / "remote-1" / "save.json").unlink()
+    assert second.begin()
+    assert not (tmp_path / "remote-1" / "save.json").exists()
+    assert not StageAttempt(SyncCheckpoint(str(tmp_path / "remote-2"))).begin()
+
+
+def test_a_local_run_has_no_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLYTE_INTERNAL_EXECUTION_ID", raising=False)
+    assert current_attempt() is None

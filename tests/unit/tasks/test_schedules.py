@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import pytest
 
 from nemo_rl_core.errors import ConfigError
-from tasks.platform.schedules import BAD_ENDS, next_times, on_schedule
+from tasks.platform.schedules import BAD_ENDS, described, labels_of, next_times, on_schedule
 
 SUNDAY = datetime(2026, 11, 22, 23, 30, tzinfo=UTC)
 
@@ -52,3 +52,51 @@ def test_one_run_at_a_time() -> None:
     options = on_schedule("0 2 * * *", ["a@example.com"], *BAD_ENDS)
     assert (options["concurrency"].max_concurrency, options["max_parallelism"]) == (1, 4)
     assert on_schedule("0 2 * * *", [], *BAD_ENDS)["notifications"] == []
+
+
+LABELS = [
+    "a.b-c.io/Queue_1.x=v1.2_3-z",
+    "short=x",
+    "empty=",
+    f"{'p.' * 126}x/{'n' * 63}={'v' * 63}",
+]
+
+
+def test_labels_are_kept_as_they_are() -> None:
+    found = labels_of(LABELS)
+    assert [f"{key}={value}" for key, value in found.items()] == LABELS
+    assert described("schedule", "text", found)["labels"].values == {
+        "app.kubernetes.io/part-of": "nemo-rl-flow",
+        "purpose": "schedule",
+        **found,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        (["queue"], "no `=`"),
+        (["=training"], "the name ''"),
+        (["queue-=training"], "the name 'queue-'"),
+        (["que ue=training"], "the name 'que ue'"),
+        ([f"{'n' * 64}=x"], "the name 'nnn"),
+        (["x-k8s.io/=x"], "the name ''"),
+        (["/queue=x"], "the prefix ''"),
+        (["Kueue.io/queue=x"], "the prefix 'Kueue.io'"),
+        (["a/b/c=x"], "the prefix 'a/b'"),
+        (["a..b/c=x"], "the prefix 'a..b'"),
+        ([f"{'p' * 64}.io/c=x"], "the prefix 'ppp"),
+        ([f"{'p.' * 127}x/c=x"], "the prefix 'p.p"),
+        (["queue=a queue"], "the value 'a queue'"),
+        (["queue=a=b"], "the value 'a=b'"),
+        (["queue=.x"], "the value '.x'"),
+        ([f"queue={'v' * 64}"], "the value 'vvv"),
+        (["a=b", "a=c"], "a twice"),
+        (["purpose=other"], "which each schedule has already"),
+        ([f"a{number}=b" for number in range(15)], "15 labels, where Flyte takes 14"),
+    ],
+)
+def test_what_is_no_label_is_refused(given: list[str], got: str) -> None:
+    with pytest.raises(ConfigError, match="is no label") as refused:
+        labels_of(given)
+    assert got in str(refused.value.got)

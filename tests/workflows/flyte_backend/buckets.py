@@ -92,6 +92,8 @@ class S3Bucket:
         sent: Bytes that the server has sent of each object, by path, over all requests.
         clients: Addresses of the machines that have sent or asked for each object's content, by
             method and path.
+        received: Bytes that each machine has sent of each object, by its address and the path.
+        copied: Paths of objects that the server has copied, or parts of them, in their order.
     """
 
     _NAME = "flyte-data"
@@ -106,6 +108,8 @@ class S3Bucket:
         self.environment: dict[str, str] = {}
         self.sent: Counter[str] = Counter()
         self.clients: dict[tuple[str, str], set[str]] = {}
+        self.received: Counter[tuple[str, str]] = Counter()
+        self.copied: list[str] = []
         self._client: Any = None
 
     def __enter__(self) -> "S3Bucket":
@@ -186,7 +190,7 @@ class S3Bucket:
         return url.removeprefix(self.url(""))
 
     def _counted(self, app: Any) -> Any:
-        """The server's application, with a count of what it answers to GET with a body."""
+        """The server's application, with a count of what it gets, sends and copies."""
         root = f"/{self._NAME}/"
 
         def answer(environ: dict[str, Any], start_response: Any) -> Any:
@@ -197,6 +201,11 @@ class S3Bucket:
             asked, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
             place = (method, asked.removeprefix(root))
             self.clients.setdefault(place, set()).add(environ["REMOTE_ADDR"])
+            if method == "PUT" and "HTTP_X_AMZ_COPY_SOURCE" in environ:
+                self.copied.append(place[1])
+            elif method == "PUT":
+                sent = int(environ.get("CONTENT_LENGTH") or 0)
+                self.received[environ["REMOTE_ADDR"], place[1]] += sent
             if method != "GET" or not asked.startswith(root):
                 return found
             content = b"".join(found)
