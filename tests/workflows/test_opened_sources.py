@@ -225,6 +225,7 @@ def test_of_a_users_reward_everything_is_covered(
         assert {file.name for file in files if file.is_file()} == covered, stage
 
 
+@pytest.mark.timeout(3600)  # by itself it runs 42 stages
 @pytest.mark.thorough
 def test_wrong_reports_change_no_result(whole: Chain, others: Chain, tmp_path: Path) -> None:
     chain = Chain(tmp_path, wrong_reports=True)
