@@ -8,6 +8,7 @@ import os
 
 from nemo_rl_core.telemetry.notices import NOTIFY
 from tasks.artifacts import Evaluation, Lineage, Promotion
+from tasks.platform.cluster_tracking import track_end
 from tasks.platform.local import on_cluster
 from tasks.platform.notifying import NOTHING_NEW, cluster_run, notify
 from tasks.platform.stage import uncached_task
@@ -15,7 +16,11 @@ from tasks.platform.stage import uncached_task
 
 @uncached_task
 def announce(decision: Promotion, after: Evaluation, lineage: Lineage) -> None:
-    """Sends what the run found, or that there was nothing new, where `NEMO_RL_NOTIFY` says."""
+    """Tells trackers that the run has succeeded, and sends what it found, or that nothing is new.
+
+    Notices go where `NEMO_RL_NOTIFY` says.
+    """
+    track_end("succeeded")
     if not on_cluster() or not os.environ.get(NOTIFY):
         return
     maker = lineage.manifest.run

@@ -45,7 +45,7 @@ weekly_regression_check = LaunchPlan.create(
     check_regression,
     default_inputs={"config": REGRESSION},
     **on_schedule("0 8 * * 1", _TO, *BAD_ENDS),
-    **described("regression", "Fails, and says so by mail, where a model is worse than before"),
+    **described("regression", "Fails where a model is worse than before"),
 )
 
 convert_on_demand = LaunchPlan.create(

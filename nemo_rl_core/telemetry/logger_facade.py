@@ -17,6 +17,9 @@ MAX_WAITING = 10_000
 Outcome = Literal["succeeded", "failed", "stopped"]
 """How what a tracker was told of has ended; "stopped" from outside."""
 
+Part = Literal["run", "stage"]
+"""What a tracker was told of: a whole run, or one stage, which others of its run may follow."""
+
 
 class Tracker(Protocol):
     """A destination of metrics: a file or a service. Used by one thread only."""

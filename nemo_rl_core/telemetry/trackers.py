@@ -14,7 +14,7 @@ from nemo_rl_core.config.tracking import (
     TrackerConfig,
     WandbTracker,
 )
-from nemo_rl_core.telemetry.logger_facade import Outcome, Tracker
+from nemo_rl_core.telemetry.logger_facade import Outcome, Part, Tracker
 from nemo_rl_core.telemetry.otlp import Otlp
 
 _MLFLOW_STATES: Mapping[Outcome, str] = {
@@ -25,7 +25,11 @@ _MLFLOW_STATES: Mapping[Outcome, str] = {
 
 
 def open_tracker(
-    config: TrackerConfig, run: str, labels: Mapping[str, str] = MappingProxyType({})
+    config: TrackerConfig,
+    run: str,
+    labels: Mapping[str, str] = MappingProxyType({}),
+    *,
+    of: Part = "run",
 ) -> Tracker:
     """Opens a tracker.
 
@@ -33,6 +37,7 @@ def open_tracker(
         config: The tracker's config.
         run: Name of the run in the tracker.
         labels: What else tells the run from others, for trackers with labels.
+        of: What ends with the tracker, for those that tell a run's end from that of a stage.
 
     Raises:
         ImportError: If its library is not installed; the library may raise other errors.
@@ -47,7 +52,7 @@ def open_tracker(
         case WandbTracker():
             return Wandb(config, run)
         case OtlpTracker():
-            return Otlp(config, run, labels)
+            return Otlp(config, run, labels, of=of)
 
 
 def _tags(stage: str, metrics: Mapping[str, float]) -> dict[str, float]:

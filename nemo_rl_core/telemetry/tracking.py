@@ -8,7 +8,7 @@ from types import MappingProxyType
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.events import Event, MachineSample, publish, subscribe
-from nemo_rl_core.telemetry.logger_facade import LoggerFacade, with_unique_names
+from nemo_rl_core.telemetry.logger_facade import LoggerFacade, Part, with_unique_names
 from nemo_rl_core.telemetry.machine_sampler import MachineSampler
 from nemo_rl_core.telemetry.trackers import open_tracker
 from nemo_rl_core.types import StepReport
@@ -19,7 +19,11 @@ MACHINE = "machine"
 
 @contextmanager
 def tracked(
-    config: TrackingConfig, run: str, labels: Mapping[str, str] = MappingProxyType({})
+    config: TrackingConfig,
+    run: str,
+    labels: Mapping[str, str] = MappingProxyType({}),
+    *,
+    of: Part = "run",
 ) -> Iterator[None]:
     """Logs all reports inside the context to the config's trackers, and samples the machine.
 
@@ -27,9 +31,10 @@ def tracked(
         config: The trackers, and the interval of samples.
         run: Name of the run in the trackers.
         labels: What else tells the run from others: its workflow, its recipe.
+        of: What ends with the context: the run, or a stage of it, as in a container of a cluster.
     """
     openers = with_unique_names(
-        [(each.kind, partial(open_tracker, each, run, labels)) for each in config.trackers]
+        [(each.kind, partial(open_tracker, each, run, labels, of=of)) for each in config.trackers]
     )
     with ExitStack() as stack:
         log = stack.enter_context(LoggerFacade(openers))

@@ -20,6 +20,7 @@ from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.curves import completions_html
+from tasks.platform.cluster_tracking import track_end
 from tasks.platform.kubernetes_api import KubernetesApi
 from tasks.platform.local import on_cluster
 from tasks.platform.notifying import cluster_run, notify
@@ -37,8 +38,8 @@ failure_handler = task(**{**PLAIN.options, **DECK})
 def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | None) -> None:
     """Writes `failures/<time>-<workflow>.json` and the recipe beside it, and shows both in a deck.
 
-    On a cluster it also sends the notice of the run's end, and gives back the Ray cluster that the
-    run's stages have shared.
+    On a cluster it also sends the notice of the run's end, tells trackers of it, and gives back the
+    Ray cluster that the run's stages have shared.
 
     A run that was refused before its start leaves no record, since there is nothing to resume.
 
@@ -54,6 +55,7 @@ def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | N
     if on_cluster():
         _give_back_cluster(config)
         notify(cluster_run(), "failed", [err.message if err else ""])
+        track_end("failed")
     now = datetime.now(UTC)
     name = f"{now:%Y%m%dT%H%M%S.%f}-{workflow}"
     folder = Store.default().root / "failures"

@@ -4,23 +4,21 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from flytekit import Cache, dynamic, task
 from pydantic import BaseModel
 
-from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.stage_run import StageRun
-from nemo_rl_core.telemetry.tracking import tracked
 from tasks.artifacts import Artifact
 from tasks.platform import literal_types, local
 from tasks.platform.attempts import current_attempt
 from tasks.platform.cluster_limit import refuse_limit_that_stages_miss
+from tasks.platform.cluster_tracking import tracked_stage
 from tasks.platform.object_stores import close_sessions_at_exit
 from tasks.platform.ray_stage import ray_stage
 from tasks.platform.resources import DECK, PLAIN, Kind
@@ -115,7 +113,7 @@ def make(
         numerics_version=getattr(sys.modules[module], "NUMERICS_VERSION", 1),
     )
     run = StageRun.from_environment(os.environ, task=f"{module}.{stage}")
-    with _tracked_on_cluster(), retried_on_cluster():
+    with tracked_stage(), retried_on_cluster():
         attempt = current_attempt()
         if attempt is None:
             artifact = produce(inputs, work, run=run)
@@ -132,26 +130,6 @@ def make(
         "step": manifest.step,
         "summary": (artifact / "summary.txt").read_text(),
     }
-
-
-def _tracked_on_cluster() -> AbstractContextManager[None]:
-    """A local run is tracked as a whole; a container knows of its stage, and this variable, alone.
-
-    The recipe's section cannot reach it: no stage reads what changes no result.
-    """
-    said = os.environ.get("NEMO_RL_TRACKING")
-    if not local.on_cluster() or not said:
-        return nullcontext()
-    # A schedule's launch plan is called after its recipe.
-    labels = {
-        "workflow": os.environ.get("FLYTE_INTERNAL_EXECUTION_WORKFLOW", ""),
-        "recipe": os.environ.get("FLYTE_INTERNAL_EXECUTION_LAUNCHPLAN", ""),
-    }
-    return tracked(
-        TrackingConfig.model_validate_json(said),
-        os.environ["FLYTE_INTERNAL_EXECUTION_ID"],
-        {name: value.rpartition(".")[2].rpartition(":")[2] for name, value in labels.items()},
-    )
 
 
 def _show_deck(artifact: Path) -> None:

@@ -39,7 +39,8 @@ def rules() -> dict[str, dict[str, Any]]:
 def test_alerts_read_metrics_that_a_run_sends() -> None:
     import torch
 
-    own = {"step", "last_step_time_seconds", "run_ended", *reward_metrics(torch.ones(2))}
+    ends = {"stage_end_time_seconds", "run_end_time_seconds"}
+    own = {"step", "last_step_time_seconds", *ends, *reward_metrics(torch.ones(2))}
     sent = {metric_name(name) for name in own}
     read = {name for rule in rules().values() for name in re.findall(r"nemo_rl_\w+", rule["expr"])}
     assert read == {metric_name(name) for name in own - {"reward_std"}}
@@ -92,24 +93,82 @@ PENDING = 'kube_pod_status_phase{namespace="nemo-rl-production", pod="p", phase=
 GPUS = 'ray_node_gpus_utilization{namespace="n", ray_io_cluster="c", GpuIndex="0"}'
 
 
+EARLIER = f'nemo_rl_step{{{RUN}, stage="train_sft"}}'
+EARLIER_LAST = f'nemo_rl_last_step_time_seconds{{{RUN}, stage="train_sft"}}'
+
+
 def ended(outcome: str) -> str:
-    return f'nemo_rl_run_ended{{{RUN}, outcome="{outcome}"}}'
+    return f'nemo_rl_run_end_time_seconds{{{RUN}, outcome="{outcome}"}}'
+
+
+def stage_ended(outcome: str, stage: str = "grpo_iteration") -> str:
+    return f'nemo_rl_stage_end_time_seconds{{{RUN}, stage="{stage}", outcome="{outcome}"}}'
+
+
+def nightly(outcome: str, recipe: str = "nightly_grpo") -> str:
+    return f'nemo_rl_run_end_time_seconds{{run="r1", recipe="{recipe}", outcome="{outcome}"}}'
+
+
+DAYS = 24 * 60
 
 
 @needs_promtool
 @pytest.mark.parametrize(
     ("alert", "series", "minutes", "expected"),
     [
-        ("NemoRLRunFailed", {ended("failed"): "_x5 1"}, 9, True),
-        ("NemoRLRunFailed", {ended("succeeded"): "_x5 1"}, 9, False),
+        ("NemoRLRunFailed", {ended("failed"): "_x5 300"}, 9, True),
+        ("NemoRLRunFailed", {ended("succeeded"): "_x5 300"}, 9, False),
+        # An attempt, which Flyte tries again.
+        ("NemoRLRunFailed", {stage_ended("failed"): "_x5 300"}, 9, False),
         ("NemoRLNoStep", {LAST: "0x100", MACHINE: "0+60x100"}, 70, True),
         ("NemoRLNoStep", {LAST: "0+60x100", MACHINE: "0+60x100"}, 70, False),
         ("NemoRLNoStep", {LAST: "0x100"}, 50, False),
         # The process is gone, and says nothing more: that is another alert.
         ("NemoRLNoStep", {LAST: "0x10"}, 90, False),
-        ("NemoRLRunVanished", {STEPS: "1+1x20"}, 45, True),
-        ("NemoRLRunVanished", {STEPS: "1+1x20", ended("failed"): "_x20 1"}, 45, False),
-        ("NemoRLRunVanished", {STEPS: "1+1x60"}, 45, False),
+        ("NemoRLRunVanished", {STEPS: "1+1x20", LAST: "0+60x20"}, 45, True),
+        (
+            "NemoRLRunVanished",
+            {STEPS: "1+1x20", LAST: "0+60x20", stage_ended("failed"): "_x20 1210"},
+            45,
+            False,
+        ),
+        ("NemoRLRunVanished", {STEPS: "1+1x60", LAST: "0+60x60"}, 45, False),
+        (  # After an earlier stage, which has ended as it should.
+            "NemoRLRunVanished",
+            {
+                **{EARLIER: "1+1x10", EARLIER_LAST: "0+60x10"},
+                stage_ended("succeeded", "train_sft"): "_x10 610",
+                **{STEPS: "_x12 1+1x10", LAST: "_x12 720+60x10"},
+            },
+            47,
+            True,
+        ),
+        (  # After an earlier attempt at the stage, which has failed.
+            "NemoRLRunVanished",
+            {
+                STEPS: "1+1x10 _x5 5+1x10",
+                LAST: "0+60x10 _x5 960+60x10",
+                stage_ended("failed"): "_x10 610",
+            },
+            51,
+            True,
+        ),
+        ("NemoRLNoGoodRun", {nightly("succeeded"): "_x60 3600"}, 26 * 60 + 50, False),
+        ("NemoRLNoGoodRun", {nightly("succeeded"): "_x60 3600"}, 27 * 60 + 10, True),
+        ("NemoRLNoGoodRun", {nightly("succeeded"): "_x60 3600"}, 7 * DAYS, True),
+        (
+            "NemoRLNoGoodRun",
+            {nightly("succeeded"): f"_x60 3600 _x{DAYS} 90060"},
+            27 * 60 + 10,
+            False,
+        ),
+        (
+            "NemoRLNoGoodRun",
+            {nightly("succeeded"): "_x60 3600", nightly("failed"): f"_x{DAYS + 60} 90000"},
+            27 * 60 + 10,
+            True,
+        ),
+        ("NemoRLNoGoodRun", {nightly("succeeded", "by_hand"): "_x60 3600"}, 30 * 60, False),
         ("NemoRLRewardFalls", {REWARD: "0.8x150 0.5x90"}, 230, True),
         ("NemoRLRewardFalls", {REWARD: "0.8x150 0.75x90"}, 230, False),
         ("NemoRLRewardFalls", {REWARD: "0.1+0.002x240"}, 230, False),

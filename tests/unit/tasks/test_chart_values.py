@@ -164,6 +164,19 @@ def test_helm_evaluates_nothing_else_in_the_inline_section() -> None:
         by_helm("{{ .namespace }}")
 
 
+def test_the_section_of_mail_is_right_once_it_is_no_comment() -> None:
+    from tests.unit.tasks.test_deployment import DEPLOYMENT
+
+    lines = (DEPLOYMENT / "production/values-s3.yaml").read_text().splitlines()
+    first = lines.index("    # notifications:")
+    block = [line.removeprefix("    # ") for line in lines[first:] if line.startswith("    # ")]
+    values = yaml.safe_load("\n".join(block))
+    assert list(config_problems(values)) == []
+    emailer = values["notifications"]["emailer"]
+    assert by_helm(emailer["subject"]) == "{{ launch_plan.name }} {{ phase }}"
+    assert by_helm(emailer["body"]) == "{{ name }}: {{ error }}"
+
+
 EXECUTION, ID = "a7x2kq9w4mzt5bv8c1dn", "0" * 62 + "af"
 
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from nemo_rl_core.telemetry.logger_facade import LoggerFacade, Outcome, Tracker
 from nemo_rl_core.telemetry.trackers import open_tracker
 from nemo_rl_core.telemetry.tracking import tracked
 from nemo_rl_core.types import StepReport
+from tests.otlp_receiver import OtlpReceiver
 
 
 def _open(run: str = "run-1", **fields: object) -> Tracker:
@@ -124,59 +124,15 @@ def test_wandb_offline(tmp_path: Path, outcome: Outcome, code: int) -> None:
     ]
 
 
-class _Receiver:
-    """A server of OTLP over HTTP that keeps what it is given, as the protocol's own messages."""
-
-    def __init__(self) -> None:
-        requests = self.requests = []  # type: ignore[var-annotated]
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                assert self.headers["Content-Type"] == "application/x-protobuf"
-                requests.append((self.path, dict(self.headers), body))
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self._server.server_port}/v1/metrics"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def points(self, request: int = -1) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """The gauges of a request: name and labels, and their value."""
-        from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2
-
-        body = self.requests[request][2]
-        message = metrics_service_pb2.ExportMetricsServiceRequest.FromString(body)
-        found = {}
-        for of_resource in message.resource_metrics:
-            named = {each.key: each.value.string_value for each in of_resource.resource.attributes}
-            assert named["service.name"] == "nemo-rl"
-            assert named["service.instance.id"] == "run-1"
-            for metric in of_resource.scope_metrics[0].metrics:
-                for point in metric.gauge.data_points:
-                    labels = frozenset((e.key, e.value.string_value) for e in point.attributes)
-                    value = point.as_int if point.HasField("as_int") else point.as_double
-                    found[metric.name, labels] = value
-        return found
-
-
 @pytest.fixture
-def receiver() -> Iterator[_Receiver]:
-    made = _Receiver()
+def receiver() -> Iterator[OtlpReceiver]:
+    made = OtlpReceiver()
     yield made
     made.close()
 
 
 def test_otlp_pushes_gauges_with_labels(
-    receiver: _Receiver, monkeypatch: pytest.MonkeyPatch
+    receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20secret")
     config = TypeAdapter(TrackerConfig).validate_python(
@@ -192,6 +148,11 @@ def test_otlp_pushes_gauges_with_labels(
     run = {("run", "run-1"), ("recipe", "mine")}
     sft, grpo = (frozenset({*run, ("stage", name)}) for name in ("train_sft", "grpo_iteration"))
     times = [points.pop(("nemo_rl_last_step_time_seconds", stage)) for stage in (sft, grpo)]
+    failed = ("outcome", "failed")
+    times += [
+        points.pop(("nemo_rl_stage_end_time_seconds", each | {failed})) for each in (sft, grpo)
+    ]
+    times.append(points.pop(("nemo_rl_run_end_time_seconds", frozenset({*run, failed}))))
     assert all(began <= each <= time.time() for each in times)
     assert points == {
         ("nemo_rl_loss", sft): 0.25,  # the latest
@@ -199,11 +160,10 @@ def test_otlp_pushes_gauges_with_labels(
         ("nemo_rl_reward", grpo): 0.75,
         ("nemo_rl_kl", grpo): 0.0,
         ("nemo_rl_step", grpo): 1,
-        ("nemo_rl_run_ended", frozenset({*run, ("outcome", "failed")})): 1,
     }
 
 
-def test_otlp_pushes_while_the_run_goes_on(receiver: _Receiver) -> None:
+def test_otlp_pushes_while_the_run_goes_on(receiver: OtlpReceiver) -> None:
     tracker = _open(kind="otlp", endpoint=receiver.address, every_seconds=0.05)
     tracker.log_metrics("train_sft", 1, {"loss": 0.5})
     for _ in range(600):
@@ -213,7 +173,7 @@ def test_otlp_pushes_while_the_run_goes_on(receiver: _Receiver) -> None:
     names = {name for name, _ in receiver.points()}
     assert names == {"nemo_rl_loss", "nemo_rl_step", "nemo_rl_last_step_time_seconds"}
     tracker.close("succeeded")
-    assert "nemo_rl_run_ended" in {name for name, _ in receiver.points()}
+    assert "nemo_rl_run_end_time_seconds" in {name for name, _ in receiver.points()}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +181,7 @@ def test_otlp_pushes_while_the_run_goes_on(receiver: _Receiver) -> None:
     [(None, "succeeded"), (ValueError, "failed"), (KeyboardInterrupt, "stopped")],
 )
 def test_a_run_says_how_it_ended(
-    receiver: _Receiver, error: type[BaseException] | None, outcome: str
+    receiver: OtlpReceiver, error: type[BaseException] | None, outcome: str
 ) -> None:
     config = TrackingConfig.model_validate(
         {"trackers": [{"kind": "otlp", "endpoint": receiver.address}],
@@ -231,7 +191,7 @@ def test_a_run_says_how_it_ended(
         report(StepReport("sft", 1, 2, {"loss": 0.5}))
         if error is not None:
             raise error
-    ended = [labels for name, labels in receiver.points() if name == "nemo_rl_run_ended"]
+    ended = [labels for name, labels in receiver.points() if name == "nemo_rl_run_end_time_seconds"]
     assert ended == [frozenset({("run", "run-1"), ("recipe", "mine"), ("outcome", outcome)})]
 
 
