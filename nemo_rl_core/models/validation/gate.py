@@ -250,9 +250,9 @@ def _error(
         )
     else:
         cause = (
-            "few sequences are off, so it is probably numerics: try dtype: float32, or raise "
-            "gate.max_token_mult_prob_error, gate.max_sequence_mult_prob_error or "
-            "gate.max_masked_fraction"
+            "few sequences are off, so it is probably numerics: try dtype: float32, take "
+            "training.float8 out, or raise gate.max_token_mult_prob_error, "
+            "gate.max_sequence_mult_prob_error or gate.max_masked_fraction"
         )
     return ConsistencyError(
         f"the rollout engine and {found.reference} disagree about the same tokens: {measured}",

@@ -99,7 +99,8 @@ def check_proof(batch: BatchedDataDict, gate: GateConfig, *, reference: str) -> 
         occasion="of fixed prompts, at the same weights",
         fix="the engine does not hold the weights that it was given, or computes this architecture "
         "otherwise: try generation: {backend: hf}; if few sequences are off a little, it is "
-        "numerics: try dtype: float32, or, where there is a trainer, raise the bounds of its gate",
+        "numerics: try dtype: float32, take training.float8 out, or, where there is a trainer, "
+        "raise the bounds of its gate",
     )
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface
 
-from nemo_rl_core.backends.training.dtensor import parallelize
+from nemo_rl_core.backends.training.dtensor import float8, parallelize
 from nemo_rl_core.backends.training.dtensor.loading import empty_model
 from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
 from nemo_rl_core.backends.training.dtensor.shards import local
@@ -55,7 +56,17 @@ def sharded(case: dict[str, Any], training: DTensorTraining, mesh: Any) -> Any:
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": case["layers"]}))
     model = empty_model(folder, "lm")
     model.config._attn_implementation = "fused"
-    return parallelize.parallelize(model, training, mesh, dtype="bfloat16")
+    with mock.patch.object(parallelize, "convert_linear_layers", convert_as_for_gpus):
+        return parallelize.parallelize(model, training, mesh, dtype="bfloat16")
+
+
+def convert_as_for_gpus(model: Any, training: DTensorTraining, **options: Any) -> None:
+    """Without the emulation of CPUs, which makes other tensors."""
+    capability = mock.patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with capability, mock.patch.object(float8, "local_device", lambda: torch.device("cuda")):
+        float8.convert_linear_layers(model, training, **options)
+    for layer in float8._float8_layers(model):
+        layer.forward = partial(float8._emulated, layer)  # in the type of autocast
 
 
 def counted(case: dict[str, Any]) -> dict[str, float]:
