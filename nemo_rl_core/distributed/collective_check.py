@@ -8,8 +8,10 @@ that did not come.
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 
@@ -98,14 +100,34 @@ def _refused(problem: str, *, got: str, fix: str, expected: str | None = None) -
 
 
 def _ends(group: dist.ProcessGroup, values: torch.Tensor, timeout_seconds: float) -> bool:
-    """Sums in place; False if that takes too long."""
-    work = dist.all_reduce(values, group=group, async_op=True)
-    deadline = time.monotonic() + timeout_seconds
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    work.wait()  # raises what the sum has raised
+    """Sums in place; False if that takes too long.
+
+    In a thread of its own, which is left behind where it does: the first collective of a group
+    makes NCCL's communicator, and the call itself waits for all ranks then, for as long as the
+    timeout of the group.
+    """
+    ended = Future[None]()
+
+    def sum_up() -> None:
+        try:
+            if values.is_cuda:
+                torch.cuda.set_device(values.device)  # each thread has its own
+            work = dist.all_reduce(values, group=group, async_op=True)
+            while not work.is_completed():
+                time.sleep(_POLL_SECONDS)
+            work.wait()  # raises what the sum has raised
+            ended.set_result(None)
+        # Named fault boundary: raised again by the thread that waits.
+        except BaseException as error:  # noqa: BLE001
+            ended.set_exception(error)
+
+    threading.Thread(target=sum_up, name="collective check", daemon=True).start()
+    try:
+        ended.result(timeout_seconds)
+    except TimeoutError:
+        if ended.done():
+            raise  # the sum's own
+        return False
     return True
 
 

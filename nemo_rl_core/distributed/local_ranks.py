@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 import cloudpickle
 
+from nemo_rl_core.distributed.ports import hold_port
 from nemo_rl_core.distributed.process_group import rank_environment
 from nemo_rl_core.errors import WorkerError
 
@@ -45,7 +45,8 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
     call = cloudpickle.dumps((function, args))
-    port = _free_port()
+    port = hold_port([0], host="127.0.0.1")
+    assert port is not None
     readers: list[Connection] = []
     processes = []
     for rank in range(world_size):
@@ -109,9 +110,3 @@ def _collect(readers: list[Connection], timeout_seconds: float) -> list[Any]:
                 raise WorkerError(f"rank {rank} raised:\n{value}")
             results[rank] = value
     return [results[rank] for rank in sorted(results)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,8 +1,10 @@
 """How ranks find one another and their GPU: what a launcher sets, read in one place."""
 
 import os
+import re
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_core.errors import ResourceError
@@ -103,6 +105,26 @@ _TIMEOUT_SECONDS = 600.0
 RECORDS = "TORCH_FR_DUMP_TEMP_FILE"
 """The environment variable with the path, but for the rank, of the files in which torch records the
 last collectives of a rank when one of them times out (its flight recorder)."""
+
+
+def records_prefix(folder: Path, group: str, engine: int | None = None) -> str:
+    """The value of `RECORDS` for a group of workers: `GROUP-rank_`, or `GROUP-engine_N-rank_`.
+
+    Args:
+        folder: For the files.
+        group: Name of the group.
+        engine: Number of the engine in it, if each engine counts its ranks from 0.
+    """
+    name = re.sub(r"[^\w.]", "_", group)
+    return str(folder / (f"{name}-rank_" if engine is None else f"{name}-engine_{engine}-rank_"))
+
+
+def split_records(engine: int) -> None:
+    """Has this rank record its collectives as one of an engine, whose ranks count from 0."""
+    prefix = Path(os.environ.get(RECORDS, ""))
+    if prefix.name.endswith("-rank_"):  # else it is the user's
+        group = prefix.name.removesuffix("-rank_")
+        os.environ[RECORDS] = records_prefix(prefix.parent, group, engine)
 
 
 def join_process_group(*, timeout_seconds: float | None = None) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.distributed.allocator import allocator_environment
 from nemo_rl_core.distributed.named_sharding import NamedSharding
-from nemo_rl_core.distributed.process_group import RECORDS, TIMEOUT
+from nemo_rl_core.distributed.process_group import RECORDS, TIMEOUT, records_prefix
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 from nemo_rl_core.store.store import Store
@@ -61,7 +61,11 @@ def memory_environment(cluster: RayVirtualCluster) -> dict[str, str]:
 
 
 def gang_environment(
-    *, use_gpus: bool, timeout_seconds: float | None = None, folder: Path | None = None
+    *,
+    name: str,
+    use_gpus: bool,
+    timeout_seconds: float | None = None,
+    folder: Path | None = None,
 ) -> dict[str, str]:
     """The environment of ranks that wait for one another.
 
@@ -69,6 +73,8 @@ def gang_environment(
     times out. What the user's environment says of the recorder stays.
 
     Args:
+        name: Of the group of workers, whose records are called after it: ranks of other groups have
+            the same numbers.
         use_gpus: Whether ranks compute on GPUs.
         timeout_seconds: After which a collective is given up; None leaves the default.
         folder: For the records.
@@ -79,7 +85,7 @@ def gang_environment(
     records = {
         "TORCH_FR_BUFFER_SIZE": str(_RECORDED_COLLECTIVES),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        RECORDS: str(folder / "nccl_rank_"),
+        RECORDS: records_prefix(folder, name),
     }
     return found | {name: value for name, value in records.items() if name not in os.environ}
 
@@ -103,12 +109,10 @@ class ClusterSession:
     ) -> None:
         self.cluster = cluster
         self._threads = thread_environment(num_threads)
-        records = Store.default().work / "collectives"
+        self._timeout_seconds = collective_timeout_seconds
+        self._records = Store.default().work / "collectives"
         if cluster.use_gpus:
-            records.mkdir(parents=True, exist_ok=True)
-        self._gang = gang_environment(
-            use_gpus=cluster.use_gpus, timeout_seconds=collective_timeout_seconds, folder=records
-        )
+            self._records.mkdir(parents=True, exist_ok=True)
         self._groups: dict[str, tuple[str, RayWorkerGroup]] = {}
         self._beside: dict[tuple[int, int], RayVirtualCluster] = {}
 
@@ -162,13 +166,19 @@ class ClusterSession:
         if running and running[0] == key and not running[1].is_broken:
             return running[1], False
         self.discard(name)
+        gang = gang_environment(
+            name=name,
+            use_gpus=self.cluster.use_gpus,
+            timeout_seconds=self._timeout_seconds,
+            folder=self._records,
+        )
         with waiting(f"starting the workers of {name}"):
             group = RayWorkerGroup(
                 cluster,
                 worker_class,
                 name=name,
                 sharding=sharding,
-                env_vars={**self._threads, **self._gang, **(env_vars or {})},
+                env_vars={**self._threads, **gang, **(env_vars or {})},
             )
         self._groups[name] = (key, group)
         return group, True

@@ -3,16 +3,16 @@
 import os
 import random
 import signal
-import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_rl_core.config.cluster import own_bundles_per_node
+from nemo_rl_core.distributed.ports import hold_port
 from nemo_rl_core.distributed.resources import Resource, ResourceManager
 from nemo_rl_core.errors import ResourceError
 from nemo_rl_core.telemetry.waiting import waiting
@@ -332,13 +332,12 @@ def _side_by_side(groups: "list[PlacementGroup]") -> list[Bundle]:
 def free_address() -> tuple[str, int]:
     """This machine's address in Ray's eyes, and a port that nothing listens on.
 
-    The port is not held: it lies below those that the kernel hands out by itself and above those
-    of Ray's workers, so that nobody takes it by chance before rank 0 does.
+    The port is held (`hold_port`), and lies below those that the kernel hands out by itself and
+    above those of Ray's workers.
     """
     import ray
 
-    for port in random.SystemRandom().sample(range(20_000, 32_000), k=64):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return ray.util.get_node_ip_address(), port
+    port = hold_port(random.SystemRandom().sample(range(20_000, 32_000), k=64))
+    if port is not None:
+        return ray.util.get_node_ip_address(), port
     raise ResourceError("no port between 20000 and 32000 is free", fix="close what listens there")

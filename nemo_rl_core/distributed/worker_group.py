@@ -265,7 +265,8 @@ class RayWorkerGroup:
         if self._records is None:
             return []
         prefix = Path(self._records)
-        found = sorted(prefix.parent.glob(f"{prefix.name}*"))
+        group = prefix.name.removesuffix("rank_")  # behind which an engine's number may stand
+        found = sorted(prefix.parent.glob(f"{group}*"))
         return [path for path in found if path.stat().st_mtime >= self._started]
 
     def names_of_actors(self) -> dict[Any, str]:

@@ -14,6 +14,7 @@ from nemo_rl_core.distributed.process_group import (
     own_gpu,
     rank,
     rank_environment,
+    split_records,
     visible_gpus,
     world_size,
 )
@@ -115,6 +116,7 @@ def join_engine(num_ranks: int) -> list[str] | None:
     store.add("read", 1)
     while is_host and store.add("read", 0) < num_workers:
         time.sleep(_POLL_SECONDS)
+    split_records(engine)
     local_rank, gpus = places_on_machine(ranks, rank_in_engine)
     os.environ.update(
         rank_environment(

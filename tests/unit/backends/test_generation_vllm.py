@@ -1,6 +1,7 @@
 """The vLLM worker without vLLM."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ from nemo_rl_core.backends.generation.vllm import _logprobs_mode, _refuse_block_
 from nemo_rl_core.backends.generation.vllm_ranks import EngineRank, join_engine, places_on_machine
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.distributed.process_group import RECORDS
+from nemo_rl_core.distributed.session import gang_environment
 from nemo_rl_core.errors import ConfigError
 
 
@@ -25,6 +28,31 @@ def test_ranks_of_an_engine_meet_where_others_do_not() -> None:
     assert [found["RANK"] for found in (first, second, third, fourth)] == ["0", "1", "0", "1"]
     assert {found["WORLD_SIZE"] for found in (first, second, third, fourth)} == {"2"}
     assert first["port"] == second["port"] != third["port"] == fourth["port"]
+
+
+def test_ranks_of_engines_record_their_collectives_in_files_of_their_own(tmp_path: Path) -> None:
+    def on_rank() -> tuple[str, str]:
+        environment = gang_environment(name="grpo engine", use_gpus=True, folder=tmp_path)
+        os.environ.update(environment)
+        join_engine(2)
+        # Torch writes to this path with the rank behind it.
+        return environment[RECORDS] + "0", os.environ[RECORDS] + os.environ["RANK"]
+
+    found = run_ranks(on_rank, world_size=4)
+    names = [Path(path).name for _, path in found]
+    assert names == [f"grpo_engine-engine_{each}-rank_{r}" for each in (0, 1) for r in (0, 1)]
+    assert {Path(path).name for path, _ in found} == {"grpo_engine-rank_0"}
+    of_trainer = gang_environment(name="grpo policy", use_gpus=True, folder=tmp_path)[RECORDS]
+    assert Path(of_trainer).name == "grpo_policy-rank_"
+
+
+def test_a_record_that_the_user_has_named_stays() -> None:
+    def on_rank() -> str:
+        os.environ[RECORDS] = "/tmp/mine_"
+        join_engine(1)
+        return os.environ[RECORDS]
+
+    assert run_ranks(on_rank, world_size=1) == ["/tmp/mine_"]
 
 
 def test_ranks_of_an_engine_know_the_gpus_of_the_others() -> None:

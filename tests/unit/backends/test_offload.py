@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from torch.distributed.tensor import DTensor
 
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
+from nemo_rl_core.backends.training import offload
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.offload import OffloadedState, optimizer_tensors
 from nemo_rl_core.config.optimizer import OptimizerConfig
@@ -187,3 +188,29 @@ def test_memory_leaves_in_place_and_comes_back() -> None:
 def test_weights_that_live_on_the_host_are_not_moved_there() -> None:
     with pytest.raises(ValidationError, match="on the host always"):
         DTensorTraining(cpu_offload=True, offload_for_generation="optimizer")
+
+
+def test_pinned_memory_is_that_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch rounds each pinned allocation up to a power of two."""
+    monkeypatch.setattr(offload, "_BLOCK_BYTES", 64 * 1024)
+    weights = [torch.arange(34 * 1024 // 4, dtype=torch.int32) + index for index in range(20)]
+    small = [torch.full((3,), 7, dtype=torch.uint8), torch.tensor([1.5])]
+    expected = [each.clone() for each in (*weights, *small)]
+    state = OffloadedState({"weights": lambda: weights, "optimizer": lambda: small})
+    asked: list[int] = []
+    empty = torch.empty
+
+    def counted(size: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if "pin_memory" in kwargs:
+            asked.append(size)
+        return empty(size, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    for _ in range(2):
+        state.offload(["weights", "optimizer"])
+        assert [each.untyped_storage().nbytes() for each in (*weights, *small)] == [0] * 22
+        state.restore("optimizer", "weights")
+        assert all(map(torch.equal, (*weights, *small), expected))
+    # 20 x 34 KiB are 680: ten blocks, and 40 KiB in one of 64. Alone, each would take 64 KiB.
+    # 3 + 4 bytes take 8. The second time nothing is allocated.
+    assert sorted(asked) == [8] + [64 * 1024] * 11

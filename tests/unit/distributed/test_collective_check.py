@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -77,6 +78,40 @@ def test_a_sum_that_does_not_end_names_ranks_and_machines() -> None:
     found = run_ranks(with_a_sum_that_hangs, world_size=2)[0]
     assert "a sum over the group 'world' did not end" in found
     assert f"rank {HANGING} ({socket.gethostname()}, process " in found
+
+
+def with_a_call_that_hangs() -> str:
+    """The first sum of a group makes NCCL's communicator: the call itself does not return."""
+    join_process_group()
+    if rank() == HANGING:
+        dist.all_reduce = lambda *_, **__: threading.Event().wait()
+    with pytest.raises(WorkerError) as caught:
+        check_collectives({}, timeout_seconds=2)
+    time.sleep(2)  # the store ends with rank 0
+    return str(caught.value)
+
+
+def test_a_call_that_does_not_return_is_given_up() -> None:
+    for found in run_ranks(with_a_call_that_hangs, world_size=2, timeout_seconds=120):
+        assert "a sum over the group 'world' did not end" in found
+
+
+def with_a_sum_that_fails() -> str:
+    join_process_group()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    dist.all_reduce = refuse
+    with pytest.raises(RuntimeError) as caught:
+        check_collectives({}, timeout_seconds=2)
+    return str(caught.value)
+
+
+def test_the_error_of_a_sum_is_raised() -> None:
+    assert (
+        run_ranks(with_a_sum_that_fails, world_size=2) == ["NCCL error: unhandled system error"] * 2
+    )
 
 
 def with_changed_bytes() -> str:

@@ -91,22 +91,25 @@ def test_freed_memory_is_not_cleared_anew():
 
 def test_ranks_on_gpus_record_their_collectives_unless_the_user_decides(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
-    found = gang_environment(use_gpus=True, timeout_seconds=90.0, folder=tmp_path)
+    found = gang_environment(name="policy", use_gpus=True, timeout_seconds=90.0, folder=tmp_path)
     assert found["NEMO_RL_COLLECTIVE_TIMEOUT"] == "90"
     assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-    assert found["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/nccl_rank_"
-    assert gang_environment(use_gpus=False, timeout_seconds=90.0, folder=tmp_path) == {
-        "NEMO_RL_COLLECTIVE_TIMEOUT": "90"
-    }
+    assert found["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/policy-rank_"
+    assert gang_environment(
+        name="policy", use_gpus=False, timeout_seconds=90.0, folder=tmp_path
+    ) == {"NEMO_RL_COLLECTIVE_TIMEOUT": "90"}
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
-    assert "TORCH_FR_BUFFER_SIZE" not in gang_environment(use_gpus=True, folder=tmp_path)
+    assert "TORCH_FR_BUFFER_SIZE" not in gang_environment(
+        name="policy", use_gpus=True, folder=tmp_path
+    )
 
 
 def test_an_error_names_the_records_that_ranks_have_written(tmp_path):
     group = object.__new__(RayWorkerGroup)
-    group._records, group._started = str(tmp_path / "nccl_rank_"), time.time() - 5
+    group._records, group._started = str(tmp_path / "policy-rank_"), time.time() - 5
     assert group.records() == []
-    written, old = tmp_path / "nccl_rank_1", tmp_path / "nccl_rank_0"
+    written, old = tmp_path / "policy-rank_1", tmp_path / "policy-rank_0"
+    (tmp_path / "reference-rank_1").write_bytes(b"1")  # of another group
     written.write_bytes(b"1")
     old.write_bytes(b"1")
     os.utime(old, (0, 0))  # of a run before
@@ -114,3 +117,12 @@ def test_an_error_names_the_records_that_ranks_have_written(tmp_path):
     error = _with_records(WorkerLostError("worker 1 died", got="SIGABRT"), [str(written)])
     assert isinstance(error, WorkerLostError)
     assert error.got == f"SIGABRT; the last collectives of each rank are recorded in {written}"
+
+
+def test_records_of_all_engines_of_a_group_are_found(tmp_path):
+    group = object.__new__(RayWorkerGroup)
+    group._records, group._started = str(tmp_path / "engine-rank_"), time.time() - 5
+    written = [tmp_path / f"engine-engine_{each}-rank_0" for each in (0, 1)]
+    for path in (*written, tmp_path / "policy-rank_0"):
+        path.write_bytes(b"1")
+    assert group.records() == written
