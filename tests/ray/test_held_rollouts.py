@@ -1,5 +1,10 @@
 """Rollouts whose tokens stay in the object store: trained on, they give what rollouts here give."""
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +67,58 @@ def counted_sources() -> Iterator[list[HeldSource]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeldSource, "__init__", noted)
         yield found
+
+
+TWO_RANKS = """
+import json, sys
+from pathlib import Path
+
+from nemo_rl_core.algorithms import GRPOTrainer
+from nemo_rl_core.rollouts.engine import SingleTurnRollouts
+from nemo_rl_core.rollouts.records import RolloutRecords
+from tests.ray.test_held_rollouts import PROMPTS, SETTINGS, sevens
+
+def fitted(name):
+    settings = SETTINGS | {
+        "generation": {"backend": "hf", "max_new_tokens": 6, "num_engines": 2},
+        "cluster": {"num_threads": 1, "num_workers": 2},
+    }
+    trainer = GRPOTrainer.from_pretrained(Path(sys.argv[1]), **settings)
+    found = trainer.fit(PROMPTS, reward_fn=sevens, name=name)
+    return found.metrics, RolloutRecords(found.folder / "rollouts").load(1)
+
+held, ours = fitted("held")
+SingleTurnRollouts.holds = False
+here, theirs = fitted("here")
+found = {"held": held, "here": here, "rollouts_are_equal": ours == theirs, "num": len(ours)}
+print("FOUND " + json.dumps(found))
+"""
+
+
+@pytest.mark.thorough
+def test_two_ranks_and_two_engines_learn_from_held_rollouts_as_from_others(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The same samples in other micro-batches: sums are rounded otherwise, no more."""
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as place:
+        done = subprocess.run(
+            [sys.executable, "-c", TWO_RANKS, str(tiny_model)],
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "RAY_TMPDIR": place, "NEMO_RL_HOME": str(tmp_path)},
+        )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, done.stderr[-3000:]
+    found = json.loads(lines[0].removeprefix("FOUND "))
+    assert found["num"] == 16
+    assert found["rollouts_are_equal"]  # as the advantages are, which are in the record
+    ours, theirs = found["held"][0], found["here"][0]
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
 
 
 def weights(result: TrainResult) -> dict[str, torch.Tensor]:
