@@ -54,13 +54,8 @@ WORKFLOWS = {
     "workflows.sft.sft",
     "workflows.sweep.sweep",
 }
-PLANS = {
-    "convert_on_demand",
-    "nightly_collection",
-    "nightly_grpo",
-    "weekly_evaluation",
-    "weekly_regression_check",
-}
+PLANS = {"convert_on_demand", "nightly_collection", "nightly_grpo"}
+PLANS |= {"weekly_evaluation", "weekly_regression_check"}
 # Stage: image, cores and memory of its own container, retries, hours an attempt may take.
 STAGES = {
     "cache_reference_logprobs": ("laptop", "2", "8Gi", 2, 12),

@@ -32,7 +32,6 @@ from nemo_rl_core.distributed.named_sharding import DATA, PIPELINE, TENSOR, Name
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.weight_sync import WeightLink
-from nemo_rl_core.distributed.worker_group import SEES_ALL_GPUS
 from nemo_rl_core.errors import (
     ConsistencyError,
     TransferError,
@@ -40,6 +39,7 @@ from nemo_rl_core.errors import (
 )
 from nemo_rl_core.models.columns import as_training_batch, with_lengths
 from nemo_rl_core.models.generation import where_made
+from nemo_rl_core.models.generation.engine_environment import engine_environment
 from nemo_rl_core.models.generation.where_made import HeldCompletions
 from nemo_rl_core.models.interfaces import GenerationDatumSpec, GenerationInterface
 from nemo_rl_core.models.policy import Policy
@@ -483,24 +483,3 @@ def _engine_key(setup: GenerationSetup) -> str:
         (setup.config, setup.max_model_len, setup.stop_token_ids, setup.dtype, setup.seed)
     )
     return hashlib.sha256(described.encode()).hexdigest()
-
-
-def engine_environment(config: SamplingConfig) -> dict[str, str]:
-    """What must stand in a worker's environment before it imports the engine's library."""
-    if not isinstance(config, VllmGenerationConfig):
-        return {}
-    return {
-        "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
-        # The engine stays inside the worker's process, where weights arrive.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_FLOAT32_MATMUL_PRECISION": config.float32_matmul_precision,
-        # FlashInfer compiles kernels when they are first used, by a compiler that images have not.
-        # Its sampler takes no seeds, so rollouts never use it, but vLLM's warm-up would; its
-        # all-reduce has no fixed order of sums.
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-        **(SEES_ALL_GPUS if config.ranks_per_engine > 1 else {}),
-    }

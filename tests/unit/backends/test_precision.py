@@ -15,7 +15,7 @@ from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import DTensorTraining, MegatronTraining
 from nemo_rl_core.distributed.local_ranks import run_ranks
-from nemo_rl_core.models.generation.engine import engine_environment
+from nemo_rl_core.models.generation.engine_environment import engine_environment
 from tests.simulated_cuda import simulated_cuda
 
 

@@ -16,7 +16,7 @@ from nemo_rl_core.distributed.session import (
 )
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup, _with_records
 from nemo_rl_core.errors import WorkerLostError
-from nemo_rl_core.models.generation.engine import engine_environment
+from nemo_rl_core.models.generation.engine_environment import engine_environment
 
 
 @pytest.fixture(autouse=True)
