@@ -21,7 +21,7 @@ from tasks.train_sft import train_sft
 from tests.schemas import problems, schema
 from tests.schemas.ray_job import ray_job
 from tests.unit.tasks.test_deployment import documents
-from tests.unit.tasks.test_site_pods import examples
+from tests.unit.tasks.test_site_pods import example_with
 
 KUBERAY = schema("kuberay")["RayJob"]
 SETTINGS = SerializationSettings(
@@ -101,7 +101,7 @@ def test_a_job_has_no_label_or_spot_unless_the_site_says_so() -> None:
 def test_kueue_has_its_labels_on_the_job_and_on_no_pod(
     says: Callable[[str], None], shape: str
 ) -> None:
-    _, _, kueue = examples()
+    kueue = example_with("queue-name")
     says(kueue)
     for stage in STAGES:
         job = ray_job(compiled(stage, shape))
@@ -142,15 +142,14 @@ def test_a_label_of_the_execution_comes_before_that_of_the_site(
     says: Callable[[str], None],
 ) -> None:
     """`pyflyte run --remote --labels`: one run with another priority."""
-    says(examples()[2])
+    says(example_with("queue-name"))
     urgent = {"kueue.x-k8s.io/priority-class": "urgent"}
     job = ray_job(compiled(train_sft), execution_labels=urgent)
     assert job["metadata"]["labels"] == QUEUE | urgent
 
 
 def test_machines_of_one_rack_are_those_of_one_cluster(says: Callable[[str], None]) -> None:
-    _, rack, _ = examples()
-    says(rack)
+    says(example_with("matchLabelKeys"))
     job = ray_job(compiled(train_sft, "cluster"))
     assert list(problems(job, KUBERAY)) == []
     (group, other) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]

@@ -42,7 +42,7 @@ def values_of(load: StageLoad, memory_gib: float | None = H100) -> tuple[Any, ..
         # 70 B: whole gradients are 263 GiB.
         ("llama-3.1-70b", 64, 8192, (True, "every_microbatch", 1)),
         # 8 B on two machines: a copy each, of 18.7 GiB a GPU.
-        ("llama-3.1-8b", 16, 8192, (False, "every_microbatch", 2)),
+        ("llama-3.1-8b", 16, 7168, (False, "every_microbatch", 2)),
         ("llama-3.1-8b", 16, 12288, (True, "last_microbatch", 2)),
     ],
 )

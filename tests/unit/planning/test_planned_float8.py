@@ -24,9 +24,12 @@ INPUTS = 5 * 3584 + 3584 + 18944  # of queries, keys, values, gate and up; of th
 OUTPUTS = 3584 + 2 * 512 + 3584 + 2 * 18944 + 3584
 
 
-def load_of(num_ranks: int = 8, *, dtype: str = "bfloat16", **training: Any) -> StageLoad:
+def load_of(
+    num_ranks: int = 8, *, dtype: str = "bfloat16", tokens: int = 8192, **training: Any
+) -> StageLoad:
     settings = {"activation_checkpointing": False, "gradient_sync": "every_microbatch", **training}
-    return stage("qwen2.5-7b", num_ranks, training=DTensorTraining(**settings), dtype=dtype)
+    config = DTensorTraining(**settings)
+    return stage("qwen2.5-7b", num_ranks, training=config, dtype=dtype, tokens=tokens)
 
 
 def memory_of(num_ranks: int = 8, **training: Any) -> MemoryPlan:
@@ -106,10 +109,14 @@ def test_one_rank_keeps_no_casts_of_matrices_that_are_rounded() -> None:
 
 
 def test_the_largest_operand_takes_more_while_it_is_rounded() -> None:
-    eager, compiled = (memory_of(float8="rowwise", compile=each) for each in (False, True))
-    operand = 8192 * 18944  # larger than a matrix
+    tokens = 16384  # of which a layer takes more than the head
+    plain = memory_of(tokens=tokens)
+    eager, compiled = (
+        memory_of(tokens=tokens, float8="rowwise", compile=each) for each in (False, True)
+    )
+    operand = tokens * 18944  # larger than a matrix
     assert eager.training - compiled.training == pytest.approx(8 * operand / 2**30)
-    assert compiled.training - memory_of().training == pytest.approx(operand / 2**30)
+    assert compiled.training - plain.training == pytest.approx(operand / 2**30)
 
 
 def test_kinds_of_gpus_without_it_and_float32_are_named() -> None:
