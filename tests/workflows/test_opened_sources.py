@@ -42,15 +42,18 @@ OTHERS = tuple(stage for stage in GRAPH if stage not in {*PIPELINE, *FROM_ROWS})
 NOT_CHOSEN = (
     *("nemo_rl_core.backends.generation", "nemo_rl_core.backends.training.megatron"),
     *("nemo_rl_core.data.datasets", "nemo_rl_core.environments", "nemo_rl_core.games"),
+    "nemo_rl_core.converters.float32_copy",
 )
-"""Where the parts are that a recipe chooses from: other backends, sources of data, environments."""
+"""Where the parts are that a recipe chooses from: other backends, sources of data, environments,
+published models."""
 NOT_CHOSEN_IN_A_STAGE = (
     *(*NOT_CHOSEN, "nemo_rl_core.backends", "nemo_rl_core.functional.logprobs"),
     *("nemo_rl_core.checkpoints.dcp_metadata", "nemo_rl_core.checkpoints.tensors"),
+    "nemo_rl_core.distributed.gathered_writes",
 )
 """The same for one stage: a reward model scores with a trainer's backend, which also reads
-quantized weights and what Megatron has saved."""
-NUM_NOT_CHOSEN = 30
+quantized weights and what Megatron has saved; published models are read as that backend does."""
+NUM_NOT_CHOSEN = 31
 """How many files of them are in a key and opened by no stage below. A higher number is a key that
 has grown by what nothing here runs."""
 
