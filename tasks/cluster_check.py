@@ -299,7 +299,7 @@ def machines_found(shape: Shape, group: Nodes, nodes: Sequence[dict[str, Any]]) 
 
 
 def _gpus_of(node: dict[str, Any]) -> int:
-    """What pods may have of a machine, whoever has it now; none of one that takes no pods."""
+    """A machine's allocatable GPUs, in use or not; none of one that takes no pods."""
     if node["spec"].get("unschedulable"):
         return 0
     return int(node["status"]["allocatable"].get(pods.GPU, 0))

@@ -60,7 +60,7 @@ def _write(
 def _announced(
     named_tensors: NamedTensors, group: dist.ProcessGroup
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, each of which the other ranks are told of before it is gathered."""
+    """The tensors; before each one rank 0 broadcasts that it is to be gathered."""
     tensors = iter(named_tensors)
     while True:
         _from_rank_0(_GO_ON, group)

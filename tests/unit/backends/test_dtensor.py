@@ -12,6 +12,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel
+from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.errors import ConsistencyError, DataError, ModelError
@@ -175,8 +176,15 @@ def test_a_sequence_over_the_budget_is_refused(tiny_model: Path) -> None:
         make_backend(tiny_model, max_tokens=10).get_logprobs(make_batch())
 
 
-def test_a_model_that_changes_its_logits_after_the_head_is_refused(tiny_model: Path) -> None:
+@pytest.mark.parametrize(("dtype", "head"), [("float32", 1.0), ("bfloat16", 4.0)])
+def test_a_model_that_changes_its_logits_after_the_head_is_refused(
+    tiny_model: Path, dtype: DType, head: float
+) -> None:
+    """In bfloat16 by the mean, and of a model whose logits differ as those of a trained one do."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(head)
+    LogprobModel(model, temperature=1.0, dtype=dtype).refuse_unless_faithful()
 
     def double(module: object, args: object, output: object) -> object:
         output.logits = output.logits * 2
@@ -184,7 +192,7 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(tiny_model: P
 
     model.register_forward_hook(double)
     with pytest.raises(ModelError, match="different logprobs for packed sequences"):
-        LogprobModel(model, temperature=1.0, dtype="float32").refuse_unless_faithful()
+        LogprobModel(model, temperature=1.0, dtype=dtype).refuse_unless_faithful()
 
 
 def test_a_reference_needs_a_folder(tiny_model: Path) -> None:
