@@ -1,6 +1,7 @@
 """Weights in buckets: nothing lost, nothing changed in silence."""
 
 import dataclasses
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -89,60 +90,69 @@ def test_one_flipped_bit_changes_the_digest(place: int, bit: int) -> None:
     assert bucket_digest(damaged.specs, damaged.payload) != bucket.digest
 
 
-@given(st.integers(0, 8 * 64 - 1))
-def test_one_flipped_bit_changes_both_sums_of_a_gpu(place: int) -> None:
-    payload = torch.randint(256, (64,), generator=torch.Generator().manual_seed(0)).byte()
-    damaged = payload.clone()
-    damaged[place // 8] ^= 1 << place % 8
-    before, after = word_sums(payload), word_sums(damaged)
-    assert all(one != other for one, other in zip(before, after, strict=True))
+def words_of(count: int) -> torch.Tensor:
+    """Bytes of so many words, in rows of four."""
+    return torch.randint(256, (8 * count,), generator=torch.Generator().manual_seed(0)).byte()
 
 
-def test_sums_of_a_gpu_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Python's integers; words in another order, two of them alike, in one part and in two."""
-    monkeypatch.setattr(messages, "_MIXED_WORDS", 2)
-    mask = 2**64 - 1
-
-    def split_mix(count: int) -> int:
-        found = count * 0x9E3779B97F4A7C15 & mask
-        found = (found ^ found >> 30) * 0xBF58476D1CE4E5B9 & mask
-        found = (found ^ found >> 27) * 0x94D049BB133111EB & mask
-        return (found ^ found >> 31) | 1
-
-    def by_hand(words: list[int], row: int) -> int:
-        places, total = min(len(words), 2), 0
-        for index, word in enumerate(words):
-            part, place = divmod(index, 2)
-            mixed = (word & mask) * split_mix(place + 1) & mask
-            mixed ^= mixed >> 29
-            total += mixed * split_mix(row * places + place + 1) * (2 * part + 1)
-        total &= mask
-        return total - 2**64 if total >= 2**63 else total
-
-    found = set()
-    for words in ([7], [0, 0], [1, 2, 2], [2, 1, 2], [2, 2, 1], [-1, 2**62, -(2**63), 5]):
-        sums = word_sums(torch.tensor(words).view(torch.uint8))
-        assert sums == [by_hand(words, row) for row in (1, 2)]
-        found.add(tuple(sums))
-    assert len(found) == 6
+@pytest.fixture
+def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "_WORDS_A_ROW", 4)
 
 
-def test_keys_of_places_are_those_of_the_reference() -> None:
-    # The first outputs of SplitMix64 under seed 0, as its reference implementation gives them.
-    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    keys = messages._odd_keys(1, 3, torch.device("cpu"))[0]
-    assert [key % 2**64 for key in keys.tolist()] == [each | 1 for each in published]
+@pytest.mark.usefixtures("short_rows")
+def test_each_flipped_bit_changes_the_sums_of_a_gpu() -> None:
+    payload = words_of(14)
+    found = {word_sums(payload)}
+    for place in range(8 * len(payload)):
+        damaged = payload.clone()
+        damaged[place // 8] ^= 1 << place % 8
+        found.add(word_sums(damaged))
+    assert len(found) == 1 + 8 * len(payload)
 
 
-def test_two_flipped_signs_change_the_sums_of_a_gpu() -> None:
-    generator = torch.Generator().manual_seed(0)
-    payload = torch.randint(256, (8 * 64,), generator=generator).byte()
-    before = word_sums(payload)
-    for one in range(64):
-        for other in range(one):
-            damaged = payload.clone()
-            damaged[[8 * one + 7, 8 * other + 7]] ^= 128  # the highest bits of two words
-            assert not set(word_sums(damaged)) & set(before)
+@pytest.mark.usefixtures("short_rows")
+def test_sums_of_a_gpu_by_hand() -> None:
+    rows = [[1, 2, 3, 4], [5, 6, 7, 2**63 - 1], [-1, 0, 9, 1]]
+    sums = [10, 18 + 2**63 - 1 - 2**64, 9]  # of a row, modulo 2^64
+    sums += [5, 8, 19, 4 + 2**63 - 2**64]  # of a column
+    left = [11, -12]
+    payload = torch.tensor([*rows[0], *rows[1], *rows[2], *left]).view(torch.uint8)
+    assert word_sums(payload) == np.array([*sums, *left], dtype=np.int64).tobytes()
+    assert word_sums(payload[:-16]) == np.array(sums, dtype=np.int64).tobytes()
+    assert word_sums(payload[:16]) == np.array([0, 0, 0, 0, 1, 2], dtype=np.int64).tobytes()
+
+
+@pytest.mark.usefixtures("short_rows")
+def test_up_to_three_changed_words_change_the_sums_of_a_gpu() -> None:
+    """Also where the changes cancel in the sum of all: brute force over all places of 14 words."""
+    payload = words_of(14)
+    words, before = payload.view(torch.int64), word_sums(payload)
+    for places in combinations(range(14), 3):
+        for changes in ([1, -1, 0], [1, 1, -2], [-(2**63), -(2**63), 0]):
+            damaged = words.clone()
+            damaged[list(places)] += torch.tensor(changes)
+            assert word_sums(damaged.view(torch.uint8)) != before
+    for one, other in combinations(range(14), 2):
+        damaged = words.clone()
+        damaged[[one, other]] = words[[other, one]]
+        assert word_sums(damaged.view(torch.uint8)) != before
+
+
+@pytest.mark.usefixtures("short_rows")
+def test_a_rectangle_whose_changes_cancel_is_what_the_sums_of_a_gpu_miss() -> None:
+    words = words_of(14).view(torch.int64)
+    damaged = words.clone()
+    damaged[[0, 2, 8, 10]] += torch.tensor([3, -3, -3, 3])
+    assert word_sums(damaged.view(torch.uint8)) == word_sums(words.view(torch.uint8))
+
+
+def test_rows_and_columns_in_another_place_change_the_sums_of_a_gpu() -> None:
+    """Weights that arrive in another place: rows moved, columns moved, a matrix turned."""
+    matrix = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0))
+    wrong = [matrix.roll(2, 0), matrix.roll(2, 1), matrix.flip(0), matrix.T.contiguous()]
+    found = {word_sums(each.view(-1).view(torch.uint8)) for each in (matrix, *wrong)}
+    assert len(found) == 5
 
 
 @pytest.mark.parametrize(

@@ -238,9 +238,9 @@ def test_no_tensor_passes_through_the_host_or_another_rank(
     digests = {tuple(each["digests"]) for each in (*senders, *found["engine"])}
     assert len(digests) == 1
     assert all(each["is_equal"] for each in found["engine"])
-    # All that reaches the host is two sums a bucket.
+    # All that reaches the host is the sums of rows and columns of a bucket.
     (waits,) = {frozenset(each["waits"]) for each in (*senders, *found["engine"])}
-    assert waits == {("sync", "tolist", "messages.py:word_sums")}
+    assert waits == {("sync", "to", "messages.py:word_sums")}
     assert all(each["most_bytes"] == [2 * BUCKET_BYTES] for each in senders)
     idle = [each for each in found["trainer"] if each not in senders]
     assert all(each["digests"] == ["", ""] and not each["waits"] for each in idle)
