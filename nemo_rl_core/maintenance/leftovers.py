@@ -27,8 +27,8 @@ def find_work(store: Store, *, older_than_seconds: float, now: float) -> Iterato
 def find_leftovers(store: Store, *, older_than_seconds: float, now: float) -> Iterator[Path]:
     """Yields unused files and folders.
 
-    They are interrupted writes and deletions, old damaged artifacts, and what killed stages on a
-    cluster have downloaded.
+    They are interrupted writes and deletions, old damaged artifacts, what killed stages on a
+    cluster have downloaded, and what its executions have noted of their GPU-hours.
     """
     folders = (store.root, store.artifacts, store.runs, store.work, store.models, store.cache)
     for parent in (*folders, store.verified):
@@ -38,7 +38,7 @@ def find_leftovers(store: Store, *, older_than_seconds: float, now: float) -> It
                 yield path
     # flytekit's scratch folders, one per process; its caches are elsewhere.
     scratch = store.cache / "sandbox" / "local_flytekit"
-    for parent in (store.damaged, scratch):
+    for parent in (store.damaged, scratch, store.gpu_seconds):
         for path in sorted(parent.glob("*")):
             if now - newest_change(path) > older_than_seconds:
                 yield path

@@ -119,6 +119,11 @@ class Store:
         return self.cache / "verified"
 
     @property
+    def gpu_seconds(self) -> Path:
+        """What attempts on a cluster have used, a folder an execution; see `telemetry.budget`."""
+        return self.cache / "gpu_seconds"
+
+    @property
     def damaged(self) -> Path:
         """Damaged artifacts and records that were moved away."""
         return self.root / "damaged"

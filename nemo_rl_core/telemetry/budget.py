@@ -1,14 +1,15 @@
 """A limit of GPU-hours of a run: the stage that reaches it saves, and ends the run.
 
 The limit changes no result, so no stage reads it and it is part of no key. On one machine, the
-stages of a run share a process, which counts. On a cluster, a stage counts its ancestors that the
-same execution has made, which leaves out lost attempts and an evaluation that nothing depends on.
+stages of a run share a process, which counts. On a cluster, every attempt of a stage notes on the
+shared volume what it uses, lost ones and those of other stages included; of an ancestor that the
+execution has made and the volume does not know, the manifest says it.
 """
 
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from nemo_rl_core.errors import ConfigError, ResourceError
 from nemo_rl_core.store.ancestry import ancestry_of
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.stage_run import StageRun
+from nemo_rl_core.telemetry.gpu_seconds import AttemptRecord
 
 LIMIT = "NEMO_RL_MAX_GPU_HOURS"
 """The variable with the limit."""
@@ -35,13 +37,13 @@ class RunSpending:
     max_gpu_hours: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class StageBudget:
     """What a stage may still use.
 
     Attributes:
         limit_seconds: GPU-seconds of the run.
-        earlier_seconds: GPU-seconds that it used before the stage.
+        earlier_seconds: GPU-seconds that it used outside of this attempt of the stage.
         num_gpus: How many the stage holds.
         began: By `time.monotonic`.
     """
@@ -52,9 +54,14 @@ class StageBudget:
     began: float
 
     @property
+    def own_seconds(self) -> float:
+        """GPU-seconds of this attempt of the stage up to now."""
+        return self.num_gpus * (time.monotonic() - self.began)
+
+    @property
     def spent_seconds(self) -> float:
         """GPU-seconds of the run up to now."""
-        return self.earlier_seconds + self.num_gpus * (time.monotonic() - self.began)
+        return self.earlier_seconds + self.own_seconds
 
     @property
     def is_spent(self) -> bool:
@@ -117,19 +124,32 @@ def stage_budget(
     if limit is None or not num_gpus:
         yield None
         return
-    earlier = spending.gpu_seconds if spending else 0.0
-    if run is not None:
-        earlier = _of_execution(parents, run.execution)
-    budget = StageBudget(3600 * limit, earlier, num_gpus, began)
-    if budget.is_spent:
-        raise budget.error()
-    token = _current.set(budget)
-    try:
-        yield budget
-    finally:
-        _current.reset(token)
-        if spending is not None:
-            spending.gpu_seconds = budget.spent_seconds
+    budget = StageBudget(3600 * limit, spending.gpu_seconds if spending else 0.0, num_gpus, began)
+    with ExitStack() as stack:
+        if run is not None:
+            stack.enter_context(_counted_attempt(budget, parents, run))
+        if budget.is_spent:
+            raise budget.error()
+        token = _current.set(budget)
+        stack.callback(_current.reset, token)
+        try:
+            yield budget
+        finally:
+            if spending is not None:
+                spending.gpu_seconds = budget.spent_seconds
+
+
+@contextmanager
+def _counted_attempt(budget: StageBudget, parents: Iterable[Path], run: StageRun) -> Iterator[None]:
+    """Within it, the volume knows what the attempt uses, and the attempt what all others do."""
+    record, ancestors = AttemptRecord(run), _of_execution(parents, run.execution)
+
+    def note() -> None:
+        budget.earlier_seconds = sum((ancestors | record.of_others()).values())
+        record.note(budget.own_seconds)
+
+    with record.kept(note):
+        yield
 
 
 def current_budget() -> StageBudget | None:
@@ -159,13 +179,11 @@ def limit_from(text: str | None) -> float | None:
     return hours
 
 
-def _of_execution(parents: Iterable[Path], execution: str) -> float:
-    """GPU-seconds of all artifacts that led to a stage and were made by its execution."""
-    made: dict[str, float] = {}
+def _of_execution(parents: Iterable[Path], execution: str) -> dict[StageRun, float]:
+    """GPU-seconds of the attempts of an execution whose artifacts led to a stage."""
+    made: dict[StageRun, float] = {}
     for folder in parents:
-        own = Manifest.read(folder)
-        found = [own, *(each.manifest for each in ancestry_of(folder))]
-        for manifest in found:
+        for manifest in (Manifest.read(folder), *(each.manifest for each in ancestry_of(folder))):
             if manifest is not None and manifest.run and manifest.run.execution == execution:
-                made[manifest.name] = manifest.cost.gpu_seconds
-    return sum(made.values())
+                made[manifest.run] = manifest.cost.gpu_seconds
+    return made

@@ -1,13 +1,19 @@
 """A limit of GPU-hours: the stage that reaches it saves, and goes on from there with a new one."""
 
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from nemo_rl_core.errors import ConfigError, ResourceError
+from nemo_rl_core.maintenance.leftovers import find_leftovers
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.stage_run import StageRun
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry import gpu_seconds
 from nemo_rl_core.telemetry.budget import (
     LIMIT,
     counted_run,
@@ -120,6 +126,81 @@ def test_an_execution_counts_what_it_has_made_of_its_ancestors(
     # The first is an ancestor of the second, and counted once.
     with pytest.raises(ResourceError, match="has used its GPU-hours"):
         made("third", parents={"start": second, "reference": first}, run=execution("today"))
+
+
+def attempt(number: int, *, task: str = "tasks.train_sft.train_sft") -> StageRun:
+    return StageRun(
+        execution="a7f3", workflow="w", task=task, attempt=number, started_at=time.time()
+    )
+
+
+KILLED = """
+import os, signal, sys, time
+from nemo_rl_core.store.stage_run import StageRun
+from nemo_rl_core.telemetry import gpu_seconds
+from nemo_rl_core.telemetry.budget import stage_budget
+
+gpu_seconds.NOTE_EVERY_SECONDS = 0.1
+run = StageRun.model_validate_json(sys.argv[1])
+with stage_budget(8, [], run):
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_an_attempt_that_was_killed_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
+    monkeypatch.setenv(LIMIT, "1")
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, attempt(1).model_dump_json()], check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    with stage_budget(8, [], attempt(2)) as budget:
+        assert budget is not None
+        assert 8 * 0.7 < budget.earlier_seconds < 8 * 1.5
+    monkeypatch.setenv(LIMIT, str(8 * 0.7 * GPU_SECOND))
+    with (
+        pytest.raises(ResourceError, match="has used its GPU-hours"),
+        stage_budget(8, [], attempt(3)),
+    ):
+        pass
+
+
+def test_what_nothing_depends_on_is_counted_once_and_as_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
+    monkeypatch.setenv(LIMIT, "1")
+    monkeypatch.setattr(gpu_seconds, "NOTE_EVERY_SECONDS", 0.05)
+    first = made("first", parents={}, run=attempt(1))
+    with stage_budget(8, [first], attempt(1, task="evaluate")) as beside:
+        assert beside is not None
+        once = beside.earlier_seconds
+        assert 8 * 0.4 <= once < 8 * 0.7, "by its manifest and by its note, but once"
+        with stage_budget(8, [first], attempt(1, task="train_grpo")) as budget:
+            assert budget is not None
+            time.sleep(0.3)
+            assert budget.earlier_seconds > once + 8 * 0.2, "the other one goes on"
+    with stage_budget(8, [], attempt(1).model_copy(update={"execution": "b"})) as other:
+        assert other is not None
+        assert other.earlier_seconds == 0
+
+
+def test_old_notes_of_executions_are_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
+    monkeypatch.setenv(LIMIT, "1")
+    with stage_budget(8, [], attempt(1)):
+        pass
+    store, day = Store(tmp_path), 86_400.0
+    (folder,) = store.gpu_seconds.iterdir()
+    ages = [(time.time(), []), (time.time() + 8 * day, [folder])]
+    for now, expected in ages:
+        found = find_leftovers(store, older_than_seconds=7 * day, now=now)
+        assert [path for path in found if store.gpu_seconds in path.parents] == expected
 
 
 @pytest.mark.parametrize("text", ["many", "-1", "0", "inf", "nan"])
