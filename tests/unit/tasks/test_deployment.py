@@ -1,5 +1,6 @@
 """What `deployment/` says is what Kubernetes, the stages and the formulas say."""
 
+import base64
 import importlib.util
 import os
 import re
@@ -20,7 +21,7 @@ DEPLOYMENT = Path(__file__).resolve().parents[3] / "deployment"
 VALUES = {
     "BUCKET": "bucket",
     "CLUSTER_GPUS": "64",
-    "CLIENT_SECRET_HASH": "$2y$06$hash",
+    "CLIENT_SECRET_HASH": base64.b64encode(b"$2y$06$hash").decode(),
     "DATABASE_HOST": "database",
     "DATABASE_USER": "flyte",
     "FLYTE_ENDPOINT": "flyte.example.com",
@@ -35,6 +36,7 @@ VALUES = {
     "REGION": "region",
     "SHARED_STORAGE_CLASS": "shared",
     "STAGE_ROLE": "role of stages",
+    "STORE_SIZE": "10Ti",
     "TRAINING_IMAGE": "nemo-rl-training:0",
 }
 KUEUE = schema("kueue")
