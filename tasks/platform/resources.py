@@ -15,6 +15,7 @@ from flytekit.deck import DeckField
 from nemo_rl_core.store.git import git_state
 from tasks.platform import images
 from tasks.platform.shapes import Shape
+from tasks.platform.site_pods import requests_of
 
 LIGHT = Resources(cpu="1", mem="2Gi")
 """Stages without workers: reading, checking, comparing."""
@@ -91,14 +92,14 @@ PLAIN = Kind(
 """Compares, decides, reports."""
 
 DATA = Kind(
-    requests=Resources(cpu="2", mem="16Gi"),
+    requests=requests_of("data", Resources(cpu="2", mem="16Gi")),
     image=images.LIGHT,
     timeout=timedelta(hours=4),
 )
 """Reads, generates and checks rows."""
 
 WEIGHTS = Kind(
-    requests=Resources(cpu="8", mem="64Gi", ephemeral_storage="200Gi"),
+    requests=requests_of("weights", Resources(cpu="8", mem="64Gi", ephemeral_storage="200Gi")),
     image=images.LIGHT,
     timeout=timedelta(hours=6),
 )

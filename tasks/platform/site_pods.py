@@ -1,4 +1,4 @@
-"""What a site adds to Ray stages, their RayJobs and pods: `deployment/pods.yaml`.
+"""What a site asks of stages, their RayJobs and pods: `deployment/pods.yaml`.
 
 The file is read where stages are registered, and again inside a `@dynamic`, which makes the tasks
 of a recipe's shape. It is part of the registered code, so that both read the same.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from flytekit import PodTemplate
+from flytekit import PodTemplate, Resources
 
 from nemo_rl_core.config.cluster import AcceleratorName
 from nemo_rl_core.errors import ConfigError
@@ -22,12 +22,16 @@ FILE = Path(__file__).resolve().parents[2] / "deployment/pods.yaml"
 
 _OF_PODS = ("labels", "annotations", "spec", "container")
 _OF_JOBS = ("labels", "annotations", "spot_training")
+_OF_STAGES = {"cpu": "cpu", "memory": "mem", "ephemeral-storage": "ephemeral_storage"}
+"""Kubernetes' words, and those of `flytekit.Resources`."""
 GROUPS = {
     "all": _OF_PODS,
     "head": _OF_PODS,
     "worker": _OF_PODS,
     "gpu_worker": (*_OF_PODS, "accelerators"),
     "job": _OF_JOBS,
+    "weights": tuple(_OF_STAGES),
+    "data": tuple(_OF_STAGES),
 }
 """The groups of the file, and the parts that each may have."""
 
@@ -84,6 +88,20 @@ def nodes_with(accelerator: str) -> dict[str, str]:
             fix="add the labels of nodes with such GPUs to the file, or choose another kind",
         )
     return _texts(named[accelerator])
+
+
+def requests_of(group: str, requests: Resources) -> Resources:
+    """What the pods of stages without Ray ask for, with what the file says of them.
+
+    Args:
+        group: `weights` or `data`.
+        requests: Of the project.
+
+    Raises:
+        ConfigError: If the file is not what its comment describes.
+    """
+    patch = _patches(FILE).get(group, {})
+    return replace(requests, **{_OF_STAGES[key]: str(value) for key, value in patch.items()})
 
 
 def laid_over(template: PodTemplate, *groups: str) -> PodTemplate:
@@ -160,7 +178,9 @@ def _patches(file: Path) -> Mapping[str, Mapping[str, Any]]:
     for group, patch in found.items():
         _check_keys(patch, GROUPS[group], f"{group}.")
         for part in patch or {}:
-            if part == "spot_training":
+            if part in _OF_STAGES:
+                _check_quantity(patch[part], f"{group}.{part}")
+            elif part == "spot_training":
                 _check_flag(patch[part], f"{group}.{part}")
             else:
                 names = get_args(AcceleratorName) if part == "accelerators" else None
@@ -200,6 +220,22 @@ def _check_flag(found: Any, path: str) -> None:
         raise _refused(
             f"{path} is neither true nor false",
             expected="true or false",
+            got=repr(found),
+            fix="see the comment at the beginning of the file",
+        )
+
+
+def _check_quantity(found: Any, path: str) -> None:
+    from kubernetes.utils import parse_quantity
+
+    try:
+        is_quantity = not isinstance(found, bool) and parse_quantity(str(found)) > 0  # type: ignore[no-untyped-call]
+    except ValueError:
+        is_quantity = False
+    if not is_quantity:
+        raise _refused(
+            f"{path} is no quantity",
+            expected="one of Kubernetes, such as 8, 64Gi or 440Gi",
             got=repr(found),
             fix="see the comment at the beginning of the file",
         )

@@ -1,7 +1,5 @@
 """What models take of the pods of stages without workers on a Flyte cluster, by config.json."""
 
-from typing import Any
-
 from nemo_rl_core.errors import NemoRLError, ResourceError
 from nemo_rl_core.planning.memory import GIB
 from tasks.platform.gpu_plan import ASSUMED, RecipePlan, accelerator_of, plan_recipe
@@ -12,7 +10,7 @@ _FLOAT32, _PUBLISHED = 4, 2
 """Bytes of a weight in the store, and of most models on the hub, whose files lie beside them."""
 _SHARE = 0.9
 """Of a pod, what weights may take."""
-_PLACE = "WEIGHTS in tasks/platform/resources.py"
+_PLACE = "deployment/pods.yaml"
 
 
 def pod_problems(plan: RecipePlan) -> list[str]:
@@ -28,21 +26,26 @@ def pod_problems(plan: RecipePlan) -> list[str]:
     memory = largest.num_parameters * _FLOAT32 / GIB if largest.num_experts else 0.0
     found = []
     for stage, name, key, needed in (
-        ("prepare_model", "disk", "ephemeral_storage", disk),
-        ("export", "memory", "mem", memory),
+        ("prepare_model", "disk", "ephemeral-storage", disk),
+        ("export", "memory", "memory", memory),
     ):
-        has = _gib(getattr(WEIGHTS.requests, key))
+        has = _asked_gib(key)
         if needed > _SHARE * has:
             enough = -(-needed / _SHARE // 10) * 10
             found.append(
                 f"on Flyte: {stage} takes {needed:,.0f} GiB of {name}, its pod has {has:,.0f}; "
-                f'set {key}="{enough:.0f}Gi" of {_PLACE}'
+                f"set weights: {{{key}: {enough:.0f}Gi}} in {_PLACE}"
             )
     return found
 
 
-def _gib(quantity: Any) -> float:
-    return float(str(quantity).removesuffix("Gi"))
+def _asked_gib(key: str) -> float:
+    """What the pods ask for, in GiB."""
+    from kubernetes.utils import parse_quantity
+
+    requests = WEIGHTS.requests
+    asked = requests.mem if key == "memory" else requests.ephemeral_storage
+    return float(parse_quantity(str(asked))) / GIB  # type: ignore[no-untyped-call]
 
 
 def refuse_small_pods(recipe: Recipe) -> None:

@@ -1,18 +1,22 @@
 """`deployment/pods.yaml` changes the pods of stages, and is refused where it cannot."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from flytekit import Resources
 from kubernetes.client import ApiClient
 
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.errors import ConfigError
 from tasks.platform import site_pods
 from tasks.platform.pods import head_pod, worker_pod
+from tasks.platform.resources import DATA, WEIGHTS
 from tasks.platform.shapes import shape_of
 
 GPUS = shape_of(ClusterConfig(shape="node_8gpu", num_workers=8, accelerator="nvidia-h100"))
@@ -81,6 +85,37 @@ def test_the_example_in_the_file_is_laid_over_the_pods(says: Callable[[str], Non
     assert head["containers"][0]["lifecycle"]
 
 
+def test_stages_without_ray_ask_for_what_the_site_says(says: Callable[[str], None]) -> None:
+    shipped = (Path(__file__).parents[3] / "deployment/pods.yaml").read_text()
+    (example,) = re.findall(r"(?:^#   (?:weights|data): .*\n)+", shipped, re.MULTILINE)
+    own = {name: kind.requests for name, kind in (("weights", WEIGHTS), ("data", DATA))}
+    says(example.replace("#   ", ""))
+    assert {name: site_pods.requests_of(name, Resources()) for name in own} == own
+    says("weights: {ephemeral-storage: 440Gi, cpu: 16}")
+    found = site_pods.requests_of("weights", own["weights"])
+    assert found == Resources(cpu="16", mem="64Gi", ephemeral_storage="440Gi")
+    assert site_pods.requests_of("data", own["data"]) == own["data"]
+
+
+REGISTERED = """
+from tasks.platform import site_pods
+from pathlib import Path
+import sys
+site_pods.FILE = Path(sys.argv[1])
+from tasks.prepare_model import prepare_model
+print(prepare_model.resources.requests.ephemeral_storage)
+"""
+
+
+def test_a_registered_stage_asks_for_it(tmp_path: Path) -> None:
+    (tmp_path / "pods.yaml").write_text("weights: {ephemeral-storage: 440Gi}")
+    ran = subprocess.run(
+        [sys.executable, "-c", REGISTERED, tmp_path / "pods.yaml"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ran.stdout.splitlines()[-1] == "440Gi"
+
+
 def test_lists_grow_and_values_replace(says: Callable[[str], None]) -> None:
     says(
         yaml.safe_dump(
@@ -135,6 +170,9 @@ def test_a_kind_of_gpu_is_selected_by_the_labels_of_the_site(says: Callable[[str
         ("gpu_worker: {accelerators: {nvidia-h100: H100}}", ["nvidia-h100 is no map of labels"]),
         ("gpu_worker: {accelerators: {nvidia-h100: {gpus: 8}}}", ["no map of labels", "8"]),
         ("worker: {accelerators: {}}", ["worker.accelerators is not known"]),
+        ("weights: {mem: 1Gi}", ["weights.mem is not known", "cpu, memory, ephemeral-storage"]),
+        ("weights: {memory: much}", ["weights.memory is no quantity", "64Gi", "'much'"]),
+        ("data: {cpu: 0}", ["data.cpu is no quantity", "got: 0"]),
         ("job: {spot_training: maybe}", ["job.spot_training is neither true nor false", "maybe"]),
     ],
 )

@@ -35,10 +35,10 @@ GPU_RECIPES = {
 PODS = {
     # 30.53e9 parameters of 4 bytes; 90 % of 130 GiB are more.
     "grpo_moe_30b_a3b_2nodes": "on Flyte: export takes 114 GiB of memory, its pod has 64; "
-    'set mem="130Gi" of WEIGHTS in tasks/platform/resources.py',
+    "set weights: {memory: 130Gi} in deployment/pods.yaml",
     # 70.55e9 parameters of 4 and 2 bytes.
     "grpo_70b_8nodes": "on Flyte: prepare_model takes 394 GiB of disk, its pod has 200; "
-    'set ephemeral_storage="440Gi" of WEIGHTS in tasks/platform/resources.py',
+    "set weights: {ephemeral-storage: 440Gi} in deployment/pods.yaml",
 }
 H100 = ACCELERATORS["nvidia-h100"]
 
