@@ -235,6 +235,30 @@ def find_nodes(cluster: ClusterConfig, autoscaled: bool = False) -> list[CheckLi
     return nodes_found(cluster, nodes, autoscaled=autoscaled)
 
 
+@task(**_PLAIN)
+def find_rights(cluster: ClusterConfig) -> list[CheckLine]:
+    """Asks Kubernetes for the rights by which the stages of a run share one Ray cluster."""
+    return [rights_found(cluster)]
+
+
+def rights_found(cluster: ClusterConfig) -> CheckLine:
+    """The line on these rights, which only recipes with `lifetime: run` need."""
+    name, needed = "lifetime: run", cluster.lifetime == "run"
+    fix = "apply deployment/production/cluster.yaml to the namespace (role nemo-rl-run-clusters)"
+    try:
+        missing = KubernetesApi().missing_rights()
+    except ResourceError as error:
+        missing, fix = [error.in_one_line], f"{error.fix}"
+    if not missing:
+        found = "the account of stages may make, find and remove the RayJob that a run shares"
+        return CheckLine(name=name, state="ok", found=found)
+    found = f"the account of stages cannot {', '.join(missing)}"
+    if not needed:
+        found += ": recipes with `cluster: {lifetime: run}` would fail, and others run"
+        fix += ", or leave that key out of recipes"
+    return CheckLine(name=name, state="fail" if needed else "warn", found=found, fix=fix)
+
+
 def _answer_of_ray(cluster: ClusterConfig, kind: Kind) -> list[CheckLine]:
     shape = shape_of(cluster)
     return answers_of_workers(shape, kind.on(shape).image.name)

@@ -31,6 +31,7 @@ def check_cluster(
         share(key=key, wait_seconds=wait_seconds).with_overrides(node_name=name)
     nodes = checks.find_nodes(cluster=cluster, autoscaled=autoscaled)
     nodes.with_overrides(node_name="nodes")
+    checks.find_rights(cluster=cluster).with_overrides(node_name="rights")
     checks.try_ray(cluster=cluster).with_overrides(node_name="ray")
     checks.try_engines(cluster=cluster).with_overrides(node_name="engines")
     checks.send_notices().with_overrides(node_name="notices")

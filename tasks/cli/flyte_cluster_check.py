@@ -62,6 +62,7 @@ NODES = {
     "volume-back": _Node("volume back", _PENDING),
     "volume": _Node("volume", _PENDING),
     "nodes": _Node("nodes", _PENDING),
+    "rights": _Node("lifetime: run", _PENDING),
     "ray": _Node("ray", _JOB),
     "engines": _Node("ray: engines", _JOB),
     "notices": _Node("notices", _PENDING),
