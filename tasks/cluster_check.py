@@ -17,20 +17,19 @@ from typing import Any
 
 from flytekit import current_context, dynamic, task
 from flytekit.types.file import FlyteFile
-from pydantic import BaseModel, ConfigDict
 
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.errors import ConfigError, ResourceError
-from nemo_rl_core.maintenance.doctor.check import State
 from nemo_rl_core.store import files, locks
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry import notices
 from tasks.platform import literal_types, local, pods
+from tasks.platform.check_line import CheckLine
 from tasks.platform.kubernetes_api import KubernetesApi
+from tasks.platform.node_room import nodes_found
 from tasks.platform.ray_stage import CLUSTER_GPUS, ray_stage
 from tasks.platform.resources import GENERATE, PLAIN, TRAIN, Kind
-from tasks.platform.shapes import Nodes, Shape, one_gpu, shape_of
-from tasks.platform.site_pods import ACCELERATOR_LABEL
+from tasks.platform.shapes import Shape, one_gpu, shape_of
 
 literal_types.register()
 local.use_store()
@@ -44,35 +43,10 @@ _VOLUME = (
     f"make the claim {pods.STORE_CLAIM} with ReadWriteMany, on a storage class that several "
     "machines write at once (deployment/production/cluster.yaml)"
 )
-_KINDS_OF_GPUS = (
-    ACCELERATOR_LABEL,
-    "nvidia.com/gpu.product",  # by the GPU operator
-    "cloud.google.com/gke-accelerator",
-)
-"""Labels of nodes that say which GPUs they have."""
-
 _DRIVER = (
     "install the GPU operator (deployment/production/values-gpu-operator.yaml), and look at its "
     "pods on that machine"
 )
-
-
-class CheckLine(BaseModel):
-    """One line of the check.
-
-    Attributes:
-        name: What was tried.
-        state: `fail` if stages cannot work so, `warn` if something is lost.
-        found: What came of it.
-        fix: What to do; empty if nothing.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    state: State
-    found: str
-    fix: str = ""
 
 
 def _once(kind: Kind) -> Kind:
@@ -251,58 +225,38 @@ def _locks(folder: Path) -> CheckLine:
 
 
 @task(**_PLAIN)
-def find_nodes(cluster: ClusterConfig) -> list[CheckLine]:
-    """Looks for machines that the workers' pods of a shape with GPUs can be on."""
-    if not cluster.num_gpus:
-        return []
+def find_nodes(cluster: ClusterConfig, autoscaled: bool = False) -> list[CheckLine]:
+    """Looks for machines that each kind of pod can be on."""
     try:
         nodes = KubernetesApi().nodes()
     except ResourceError as error:
         found = f"machines cannot be looked at: {error.in_one_line}"
         return [CheckLine(name="nodes", state="warn", found=found, fix=f"{error.fix}")]
-    return [machines_found(shape_of(cluster), group, nodes) for group in shape_of(cluster).nodes]
+    return nodes_found(cluster, nodes, autoscaled=autoscaled)
 
 
-def machines_found(shape: Shape, group: Nodes, nodes: Sequence[dict[str, Any]]) -> CheckLine:
-    """The line on machines for one group of workers, by GPUs and the labels that pods select.
-
-    Args:
-        shape: Of the Ray cluster.
-        group: Its machines of one size.
-        nodes: Of the cluster, as Kubernetes has them.
-    """
-    selector = pods.worker_pod(shape, group).pod_spec.node_selector or {}
-    wanted = ", ".join(f"{key}={value}" for key, value in selector.items())
-    large = [node for node in nodes if _gpus_of(node) >= group.num_gpus]
-    chosen = [node for node in large if selector.items() <= node["metadata"]["labels"].items()]
-    room = sum(_gpus_of(node) // group.num_gpus for node in chosen)
-    asked = f"{group.num_gpus} x {pods.GPU}" + f" and {wanted}" * bool(wanted)
-    found = f"room for {room} pods with {asked}, on {len(chosen)} of {len(nodes)} machines"
-    if room >= group.count:
-        return CheckLine(name="nodes", state="ok", found=found)
-    if large and not chosen:
-        there = {
-            f"{key}={value}"
-            for node in large
-            for key, value in node["metadata"]["labels"].items()
-            if key in _KINDS_OF_GPUS
-        }
-        found = f"{found}; those with GPUs have {', '.join(sorted(there)) or 'no label of a kind'}"
-        fix = (
-            "say which labels they have (gpu_worker.accelerators in deployment/pods.yaml), "
-            f"or give them this one (kubectl label nodes NODE {wanted})"
-        )
-        return CheckLine(name="nodes", state="fail", found=found, fix=fix)
-    fix = "add machines, unless an autoscaler does when pods wait; until then a RayJob waits"
-    found = f"{found}; the shape has {group.count}"
-    return CheckLine(name="nodes", state="warn", found=found, fix=fix)
+@task(**_PLAIN)
+def find_rights(cluster: ClusterConfig) -> list[CheckLine]:
+    """Asks Kubernetes for the rights by which the stages of a run share one Ray cluster."""
+    return [rights_found(cluster)]
 
 
-def _gpus_of(node: dict[str, Any]) -> int:
-    """A machine's allocatable GPUs, in use or not; none of one that takes no pods."""
-    if node["spec"].get("unschedulable"):
-        return 0
-    return int(node["status"]["allocatable"].get(pods.GPU, 0))
+def rights_found(cluster: ClusterConfig) -> CheckLine:
+    """The line on these rights, which only recipes with `lifetime: run` need."""
+    name, needed = "lifetime: run", cluster.lifetime == "run"
+    fix = "apply deployment/production/cluster.yaml to the namespace (role nemo-rl-run-clusters)"
+    try:
+        missing = KubernetesApi().missing_rights()
+    except ResourceError as error:
+        missing, fix = [error.in_one_line], f"{error.fix}"
+    if not missing:
+        found = "the account of stages may make, find and remove the RayJob that a run shares"
+        return CheckLine(name=name, state="ok", found=found)
+    found = f"the account of stages cannot {', '.join(missing)}"
+    if not needed:
+        found += ": recipes with `cluster: {lifetime: run}` would fail, and others run"
+        fix += ", or leave that key out of recipes"
+    return CheckLine(name=name, state="fail" if needed else "warn", found=found, fix=fix)
 
 
 def _answer_of_ray(cluster: ClusterConfig, kind: Kind) -> list[CheckLine]:

@@ -40,6 +40,9 @@ from tasks.cli.check_table import COLORS, show_check
     show_default=True,
     help="Seconds for the two pods of the volume to see each other.",
 )
+@click.option("--autoscaled", is_flag=True,
+              help="Machines are added when pods wait: that none of today's is large enough is a "
+              "warning.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def cluster_check(
     *,
@@ -49,6 +52,7 @@ def cluster_check(
     domain: str,
     timeout_seconds: float,
     wait_seconds: float,
+    autoscaled: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Check a Flyte cluster before the first run, in the images and pods of the stages.
@@ -76,7 +80,12 @@ def cluster_check(
     except ValidationError as error:
         raise describe(error, given) from error
     run = CheckRun.start(
-        config, project=project, domain=domain, cluster=cluster, wait_seconds=wait_seconds
+        config,
+        project=project,
+        domain=domain,
+        cluster=cluster,
+        wait_seconds=wait_seconds,
+        autoscaled=autoscaled,
     )
     if not as_json:
         click.echo(f"execution {run.name} in {project}/{domain} of {run.endpoint}\n")

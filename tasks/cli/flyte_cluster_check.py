@@ -23,7 +23,7 @@ from flytekit.tools.fast_registration import FastPackageOptions
 
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.errors import ResourceError
-from tasks.cluster_check import CheckLine
+from tasks.platform.check_line import CheckLine
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "/home/nemo"  # the images' user may not write flytekit's default, /root
@@ -62,6 +62,7 @@ NODES = {
     "volume-back": _Node("volume back", _PENDING),
     "volume": _Node("volume", _PENDING),
     "nodes": _Node("nodes", _PENDING),
+    "rights": _Node("lifetime: run", _PENDING),
     "ray": _Node("ray", _JOB),
     "engines": _Node("ray: engines", _JOB),
     "notices": _Node("notices", _PENDING),
@@ -113,6 +114,7 @@ class CheckRun:
         domain: str,
         cluster: ClusterConfig,
         wait_seconds: float,
+        autoscaled: bool = False,
     ) -> Self:
         """Registers the workflow with the code of this checkout, and launches it.
 
@@ -122,6 +124,7 @@ class CheckRun:
             domain: Its domain.
             cluster: Whose shape the RayJobs have.
             wait_seconds: How long the pods of the volume wait for each other.
+            autoscaled: Whether machines are added for pods that wait.
 
         Raises:
             ResourceError: If the cluster does not answer or refuses either of them.
@@ -129,7 +132,12 @@ class CheckRun:
         found = Config.auto(str(config) if config else None)
         workflow = importlib.import_module("workflows.cluster_check").check_cluster
         remote = FlyteRemote(found, default_project=project, default_domain=domain)
-        inputs = {"cluster": cluster, "key": uuid.uuid4().hex, "wait_seconds": wait_seconds}
+        inputs = {
+            "cluster": cluster,
+            "key": uuid.uuid4().hex,
+            "wait_seconds": wait_seconds,
+            "autoscaled": autoscaled,
+        }
         try:
             registered = remote.register_script(
                 workflow,

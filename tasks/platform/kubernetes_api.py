@@ -11,6 +11,12 @@ _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _NOT_FOUND, _CONFLICT = 404, 409
 _RAY_JOBS = {"group": "ray.io", "version": "v1", "plural": "rayjobs"}
 
+RUN_CLUSTER_RIGHTS = {
+    ("ray.io", "rayjobs"): ("create", "delete", "get", "list"),
+    ("", "pods"): ("get",),
+}
+"""Verbs on resources of the namespace, by group and name, for stages with `lifetime: run`."""
+
 
 class KubernetesApi:
     """The RayJobs of the pod's own namespace, and the machines of the cluster.
@@ -21,7 +27,7 @@ class KubernetesApi:
 
     def __init__(self) -> None:
         from kubernetes import config
-        from kubernetes.client import CoreV1Api, CustomObjectsApi
+        from kubernetes.client import AuthorizationV1Api, CoreV1Api, CustomObjectsApi
 
         try:
             config.load_incluster_config()  # type: ignore[no-untyped-call]
@@ -36,6 +42,7 @@ class KubernetesApi:
         self._ray_jobs: dict[str, Any] = {**_RAY_JOBS, "namespace": self._namespace}
         self._pods: Any = CoreV1Api()
         self._objects: Any = CustomObjectsApi()
+        self._rights: Any = AuthorizationV1Api()
 
     def own_pod(self) -> dict[str, Any]:
         """This pod, with what Flyte has given it."""
@@ -70,6 +77,24 @@ class KubernetesApi:
         """Removes a RayJob and its pods; it may be gone already."""
         with _Request("delete rayjobs", but=_NOT_FOUND):
             self._objects.delete_namespaced_custom_object(name=name, **self._ray_jobs)
+
+    def missing_rights(self) -> list[str]:
+        """Which of `RUN_CLUSTER_RIGHTS` the pod's account lacks, as `create rayjobs`."""
+        from kubernetes import client
+
+        missing = []
+        for (group, resource), verbs in RUN_CLUSTER_RIGHTS.items():
+            for verb in verbs:
+                asked = client.V1ResourceAttributes(
+                    group=group, resource=resource, verb=verb, namespace=self._namespace
+                )
+                spec = client.V1SelfSubjectAccessReviewSpec(resource_attributes=asked)
+                review = client.V1SelfSubjectAccessReview(spec=spec)
+                with _Request("create selfsubjectaccessreviews", role="system:basic-user"):
+                    found = self._rights.create_self_subject_access_review(review)
+                if not found.status.allowed:
+                    missing.append(f"{verb} {resource}")
+        return missing
 
     def nodes(self) -> list[dict[str, Any]]:
         """The machines of the cluster, with their labels and resources."""

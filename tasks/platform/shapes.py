@@ -13,7 +13,8 @@ from nemo_rl_core.config.cluster import AcceleratorName, ClusterConfig
 from nemo_rl_core.config.generation import SamplingConfig, bundles_per_node
 
 _CORES_PER_GPU, _GIB_PER_GPU = 11, 120
-"""Eight of them leave some for the system on the smallest machine with eight A100 (96, 1,152)."""
+"""Eight of them leave some for the system on Amazon's machines with eight A100 (96, 1,152). Those
+with less memory, as Google's with A100 of 40 GB (96, 680), need less in `deployment/pods.yaml`."""
 
 
 @dataclass(frozen=True)

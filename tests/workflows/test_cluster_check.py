@@ -20,7 +20,10 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(why_no_pods() is not None, reason=f"{why_no_pods()}"),
 ]
-NAMES = ["pods", "bucket", "volume back", "volume", "locks", "ray: laptop", "notices"]
+NAMES = [
+    *("pods", "bucket", "volume back", "volume", "locks", "nodes", "lifetime: run"),
+    *("ray: laptop", "notices"),
+]
 
 
 def started(bed: ClusterBed, *options: str) -> "subprocess.Popen[str]":
@@ -70,7 +73,7 @@ def test_a_cluster_that_works_is_found_so(tmp_path: Path) -> None:
     assert check.returncode == 0, output
     assert states(output) == dict.fromkeys(NAMES, "ok"), output
     assert "a file written on machine-of-share-volume is read on machine-of-join-volume" in output
-    assert "7 ok, 0 warn, 0 fail" in output
+    assert "9 ok, 0 warn, 0 fail" in output
     assert [each["text"].split("\n")[0] for each in posted] == ["nemo-rl: cluster-check"]
     ((_, to, text),) = mailbox.kept
     assert to == ["ops@example.com"]
@@ -89,7 +92,7 @@ def test_each_fault_has_its_line_and_ends_no_other(tmp_path: Path) -> None:
         check = started(bed, "--volume-wait", "5")
         assert check.stdout is not None
         seen = ""
-        while len(states(seen)) < 5:  # all but that of Ray, which no operator answers
+        while len(states(seen)) < 7:  # all but that of Ray, which no operator answers
             line = check.stdout.readline()
             assert line, seen
             seen += line
@@ -99,7 +102,8 @@ def test_each_fault_has_its_line_and_ends_no_other(tmp_path: Path) -> None:
     assert check.returncode == 1
     found = states(output)
     found.pop("ray: engines", None)  # whether it had found that it has nothing to try
-    assert found.pop("pods") == found.pop("bucket") == "ok"
+    well = "pods", "bucket", "nodes", "lifetime: run"
+    assert [found.pop(name) for name in well] == ["ok"] * 4
     assert found == dict.fromkeys(["volume", "volume back", "ray", "notices"], "fail"), output
     assert "did not end before the interrupt; Flyte has it as RUNNING" in output
     told = fixes(output)
@@ -120,8 +124,8 @@ def test_rights_to_the_bucket_that_lack_are_named(tmp_path: Path) -> None:
     assert set(states(output).values()) == {"fail"}, output
     told = fixes(output)
     assert all("read and write the bucket" in text for text in told.values())
-    names = ["pods", "bucket write", "volume", "volume back", "ray", "ray: engines", "notices"]
-    assert sorted(told) == sorted(names)
+    names = ["pods", "bucket write", "volume", "volume back", "nodes", "lifetime: run", "ray"]
+    assert sorted(told) == sorted([*names, "ray: engines", "notices"])
     assert "PermissionError" in output or "Access Denied" in output or "Forbidden" in output
 
 

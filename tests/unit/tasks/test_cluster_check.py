@@ -12,15 +12,14 @@ from nemo_rl_core.store import files
 from nemo_rl_core.telemetry import notices
 from tasks.cli.flyte_cluster_check import NODES, line_of_error
 from tasks.cluster_check import (
-    CheckLine,
     find_nodes,
     judged_answers,
-    machines_found,
     notices_sent,
     volume_seen_by_the_first,
     volume_seen_by_the_second,
 )
-from tasks.platform.pods import GPU, NODE
+from tasks.platform.check_line import CheckLine
+from tasks.platform.pods import NODE
 from tasks.platform.shapes import one_gpu, shape_of
 
 ANSWER: dict[str, Any] = {"losses": [1.0], "gpus": [], "shared_memory_gib": 48.0}
@@ -160,51 +159,8 @@ def test_every_node_of_the_workflow_has_its_line() -> None:
     assert [node.id for node in check_cluster.nodes] == [*NODES]
 
 
-def machine(gpus: int, **labels: str) -> dict[str, Any]:
-    """A node of Kubernetes with GPUs and a label of their kind."""
-    kinds = {f"k8s.amazonaws.com/{key}": value for key, value in labels.items()}
-    allocatable = {"cpu": "96", **({GPU: str(gpus)} if gpus else {})}
-    return {
-        "metadata": {"labels": {"kubernetes.io/arch": "amd64", **kinds}},
-        "spec": {},
-        "status": {"allocatable": allocatable},
-    }
-
-
-@pytest.mark.parametrize(
-    ("nodes", "state", "says"),
-    [
-        ([machine(8, accelerator="nvidia-h100")] * 2, "ok", "room for 2 pods with 8 x nvidia"),
-        ([machine(16, accelerator="nvidia-h100")], "ok", "on 1 of 1 machines"),
-        ([machine(8, accelerator="nvidia-h100")], "warn", "room for 1 pods"),
-        ([machine(4, accelerator="nvidia-h100")] * 4, "warn", "room for 0 pods"),
-        ([machine(0)], "warn", "room for 0 pods"),
-        ([], "warn", "the shape has 2"),
-        ([machine(8), machine(8)], "fail", "those with GPUs have no label of a kind"),
-        ([machine(8, accelerator="H100")] * 2, "fail", "have k8s.amazonaws.com/accelerator=H100"),
-    ],
-)
-def test_machines_are_found_by_their_gpus_and_labels(
-    nodes: list[dict[str, Any]], state: str, says: str
-) -> None:
-    shape = shape_of(ClusterConfig(shape="cluster", num_workers=16, accelerator="nvidia-h100"))
-    line = machines_found(shape, shape.nodes[0], nodes)
-    assert (line.name, line.state) == ("nodes", state)
-    assert says in line.found
-    assert bool(line.fix) == (state != "ok")
-
-
-def test_a_machine_that_takes_no_pods_does_not_count() -> None:
-    shape = shape_of(ClusterConfig(shape="node_8gpu", num_workers=8))
-    node = machine(8)
-    assert machines_found(shape, shape.nodes[0], [node]).state == "ok"
-    node["spec"]["unschedulable"] = True
-    assert machines_found(shape, shape.nodes[0], [node]).state == "warn"
-
-
 def test_machines_that_cannot_be_looked_at_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    assert find_nodes(cluster=ClusterConfig()) == []  # no GPUs, and nothing is asked
-    (line,) = find_nodes(cluster=ClusterConfig(shape="one_gpu"))
+    (line,) = find_nodes(cluster=ClusterConfig(), autoscaled=False)
     assert (line.name, line.state) == ("nodes", "warn")
     assert "automountServiceAccountToken" in line.fix

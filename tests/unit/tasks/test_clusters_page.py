@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from nemo_rl_core.config.cluster import ClusterConfig
+from tasks.platform.pod_sizes import in_words, of_ray, without_ray
 from tasks.platform.resources import DATA, GENERATE, PLAIN, SCORE, TRAIN, WEIGHTS
 from tasks.platform.shapes import shape_of
 from tests.schemas import schema
@@ -51,6 +52,19 @@ def test_a_shape_is_as_shown(cluster: dict[str, Any], count: int, each: str) -> 
     shared = re.search(r"/dev/shm (\d+) GiB", each)
     if shared:
         assert nodes.shared_memory_gib == int(shared[1])
+
+
+def test_every_kind_of_pod_is_as_shown() -> None:
+    eight = ClusterConfig(shape="node_8gpu", num_workers=8)
+    shapes = ClusterConfig(), ClusterConfig(lifetime="run"), ClusterConfig(shape="one_gpu"), eight
+    sizes = [size for shape in shapes for size, _ in of_ray(shape)] + without_ray()
+    expected = {size.name: (in_words(size.requests), size.setting) for size in sizes}
+    rows = table("| pod | asks for")
+    shown = {re.split(", in place|: ", row[0])[0]: row[1:] for row in rows}
+    assert shown.keys() == expected.keys()
+    for name, (asked, setting) in expected.items():
+        assert shown[name][0] == asked
+        assert shown[name][1].replace("`", "") in (setting, "the same")
 
 
 KINDS = {

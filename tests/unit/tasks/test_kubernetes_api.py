@@ -6,10 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
+from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.errors import ResourceError
+from tasks.cluster_check import rights_found
 from tasks.platform import kubernetes_api
-from tasks.platform.kubernetes_api import KubernetesApi
+from tasks.platform.kubernetes_api import RUN_CLUSTER_RIGHTS, KubernetesApi
 from tests.workflows.cluster_bed.kubernetes_server import KubernetesServer
 
 JOB: dict[str, Any] = {
@@ -96,6 +99,45 @@ def test_machines_are_listed_by_a_role_of_the_whole_cluster(server: KubernetesSe
         KubernetesApi().nodes()
     assert "the role nemo-rl-nodes" in str(caught.value.expected)
     assert "lifetime" not in str(caught.value.fix)
+
+
+@pytest.mark.parametrize("place", ["production", "sandbox"])
+def test_the_role_allows_what_is_asked_for(place: str) -> None:
+    file = Path(__file__).parents[3] / "deployment" / place / "cluster.yaml"
+    (role,) = [each for each in yaml.safe_load_all(file.read_text()) if each["kind"] == "Role"]
+    allowed = {
+        (group, resource): tuple(sorted(rule["verbs"]))
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    assert allowed == RUN_CLUSTER_RIGHTS
+
+
+@pytest.mark.parametrize(
+    ("without", "lifetime", "state", "says"),
+    [
+        ([], "stage", "ok", "may make, find and remove the RayJob"),
+        (["create", "list"], "stage", "warn", "cannot create rayjobs, list rayjobs: recipes with"),
+        (["create"], "run", "fail", "cannot create rayjobs"),
+    ],
+)
+def test_rights_of_a_cluster_for_a_run_are_asked_for(
+    server: KubernetesServer, without: list[str], lifetime: str, state: str, says: str
+) -> None:
+    server.rules.difference_update({("ray.io", "rayjobs", verb) for verb in without})
+    line = rights_found(ClusterConfig.model_validate({"lifetime": lifetime}))
+    assert (line.name, line.state) == ("lifetime: run", state)
+    assert says in line.found
+    assert ("role nemo-rl-run-clusters" in line.fix) == bool(without)
+    assert not server.refused
+    assert not server.ray_jobs
+
+
+def test_rights_that_nobody_can_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    line = rights_found(ClusterConfig())
+    assert (line.state, "automountServiceAccountToken" in line.fix) == ("warn", True)
 
 
 def test_outside_a_pod_there_is_no_api(monkeypatch: pytest.MonkeyPatch) -> None:

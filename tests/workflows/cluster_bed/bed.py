@@ -26,6 +26,13 @@ _FORBIDDEN = (  # as Flyte hands on what Kubernetes answers
     'resource "rayjobs" in API group "ray.io" in the namespace "flytesnacks-development"'
 )
 
+_MACHINE: dict[str, Any] = {
+    "metadata": {"name": "machine", "labels": {}},
+    "spec": {},
+    "status": {"allocatable": {"cpu": "16", "memory": "120Gi", "ephemeral-storage": "400Gi"}},
+}
+"""What Kubernetes' API says of the machines: one that every pod fits on."""
+
 
 class ClusterBed:
     """Network, S3 server and volume; a context manager, and the `Machine` of a `Backend`.
@@ -69,6 +76,7 @@ class ClusterBed:
     def __enter__(self) -> "ClusterBed":
         self._network.__enter__()
         self._empty_volume()
+        self.kubernetes.nodes.append(_MACHINE)
         self.kubernetes.__enter__()
         self.backend.__enter__()
         return self

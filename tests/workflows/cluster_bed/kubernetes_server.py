@@ -192,6 +192,8 @@ class KubernetesServer:
         if authorization.lower() != f"bearer {_TOKEN}":
             return 401, {"message": "Unauthorized"}
         parts = urlsplit(address)
+        if parts.path.endswith("/selfsubjectaccessreviews"):  # every account may ask for its own
+            return 201, self._review(body)
         path = parts.path.strip("/").split("/")
         group = "" if path[0] == "api" else path[1]
         inside = path[path.index(NAMESPACE) + 1 :] if NAMESPACE in path else path[2:]
@@ -207,6 +209,12 @@ class KubernetesServer:
             return (200, found) if found else (404, {"message": f"no pod {name}"})
         with self._lock:
             return self._ray_job(verb, name, body, parse_qs(parts.query))
+
+    def _review(self, body: dict[str, Any]) -> dict[str, Any]:
+        asked = body["spec"]["resourceAttributes"]
+        right = asked.get("group", ""), asked["resource"], asked["verb"]
+        allowed = asked.get("namespace") == NAMESPACE and right in self.rules
+        return {**body, "status": {"allowed": allowed}}
 
     def _ray_job(
         self, verb: str, name: str, body: dict[str, Any], query: Mapping[str, list[str]]

@@ -1,0 +1,216 @@
+"""Whether the machines of a cluster have room for the pods of stages: the line `nodes`.
+
+A machine's allocatable resources are compared with what one pod asks for, used or not. What other
+pods hold changes from minute to minute; a machine that is too small stays so.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+from nemo_rl_core.config.cluster import ClusterConfig
+from tasks.platform.check_line import CheckLine
+from tasks.platform.pod_sizes import (
+    CPU,
+    DISK,
+    MEMORY,
+    PodSize,
+    amounts,
+    in_words,
+    of_ray,
+    without_ray,
+    workers,
+)
+from tasks.platform.pods import GPU
+from tasks.platform.shapes import Nodes, Shape, shape_of
+from tasks.platform.site_pods import ACCELERATOR_LABEL
+
+_KINDS_OF_GPUS = (
+    ACCELERATOR_LABEL,
+    "nvidia.com/gpu.product",  # by the GPU operator
+    "cloud.google.com/gke-accelerator",
+)
+"""Labels of nodes that say which GPUs they have."""
+
+_KEEPS_OUT = "NoSchedule", "NoExecute"
+_CONTROL_PLANE = "node-role.kubernetes.io/control-plane"
+_SIZE = CPU, MEMORY, DISK
+_NAMES = {CPU: "cores", MEMORY: "memory", DISK: "disk"}
+_ADD = "add machines, unless an autoscaler does when pods wait; until then a RayJob waits"
+Node = dict[str, Any]
+
+
+def nodes_found(
+    cluster: ClusterConfig, nodes: Sequence[Node], *, autoscaled: bool = False
+) -> list[CheckLine]:
+    """The lines on machines, for the pods of a recipe's `cluster` and of stages without workers.
+
+    Args:
+        cluster: The section.
+        nodes: Of the cluster, as Kubernetes has them.
+        autoscaled: Whether other machines are added for pods that wait. Pods for which no machine
+            is large enough are then a warning.
+    """
+    shape = shape_of(cluster)
+    lines = [
+        machines_found(shape, group, nodes, autoscaled=autoscaled)
+        for group in shape.nodes
+        if group.num_gpus
+    ]
+    gang = of_ray(cluster)
+    others = [size for size, _ in gang if not size.num_gpus] + without_ray()
+    small = [
+        _too_small(size, _open_to(size, nodes), autoscaled=autoscaled)
+        for size in others
+        if not any(_number_on(node, size) for node in _open_to(size, nodes))
+    ]
+    if small or any(line.state != "ok" for line in lines):
+        return [*lines, *small]
+    return [*lines, _together(gang, others, nodes)]
+
+
+def machines_found(
+    shape: Shape, group: Nodes, nodes: Sequence[Node], *, autoscaled: bool = False
+) -> CheckLine:
+    """The line on machines for one group of workers with GPUs.
+
+    Args:
+        shape: Of the Ray cluster.
+        group: Its machines of one size.
+        nodes: Of the cluster, as Kubernetes has them.
+        autoscaled: See `nodes_found`.
+    """
+    size = workers(shape, group)
+    wanted = ", ".join(f"{key}={value}" for key, value in size.labels.items())
+    large = [node for node in nodes if _gpus_of(node) >= group.num_gpus]
+    chosen = [node for node in large if size.labels.items() <= node["metadata"]["labels"].items()]
+    roomy = [number for node in chosen if (number := _number_on(node, size))]
+    asked = f"{group.num_gpus} x {GPU}" + f" and {wanted}" * bool(wanted)
+    found = f"room for {sum(roomy)} pods with {asked}, on {len(roomy)} of {len(nodes)} machines"
+    if sum(roomy) >= group.count:
+        return CheckLine(name="nodes", state="ok", found=found)
+    if large and not chosen:
+        there = {
+            f"{key}={value}"
+            for node in large
+            for key, value in node["metadata"]["labels"].items()
+            if key in _KINDS_OF_GPUS
+        }
+        found = f"{found}; those with GPUs have {', '.join(sorted(there)) or 'no label of a kind'}"
+        fix = (
+            "say which labels they have (gpu_worker.accelerators in deployment/pods.yaml), "
+            f"or give them this one (kubectl label nodes NODE {wanted})"
+        )
+        return CheckLine(name="nodes", state="fail", found=found, fix=fix)
+    if chosen and not roomy:
+        return _too_small(size, chosen, autoscaled=autoscaled)
+    found = f"{found}; the shape has {group.count}"
+    return CheckLine(name="nodes", state="warn", found=found, fix=_ADD)
+
+
+def _too_small(size: PodSize, nodes: Sequence[Node], *, autoscaled: bool) -> CheckLine:
+    """The line on a kind of pod that none of these machines is large enough for."""
+    found = f"no machine is large enough for a {size.name}: it asks for {in_words(size.requests)}"
+    largest = max((_has(node) for node in nodes), key=_largest_for(size), default={})
+    lacks = [name for name, amount in size.requests.items() if largest.get(name, 0) < amount]
+    if nodes:
+        has = in_words({name: largest[name] for name in _SIZE if name in largest})
+        found = f"{found}, and the largest has {has}"
+    more = " and ".join(_NAMES.get(name, name) for name in lacks)
+    fix = (
+        f"take machines with more {more} than the pod asks for, since no pod gets all of one, or "
+        f"lower {size.setting} and register again"
+    )
+    if not autoscaled:
+        fix += "; --autoscaled, if such machines are added when pods wait"
+    return CheckLine(name="nodes", state="warn" if autoscaled else "fail", found=found, fix=fix)
+
+
+def _largest_for(size: PodSize) -> Any:
+    """Orders machines by how much of the pod's requests they have, and then by their memory."""
+
+    def share(has: Mapping[str, Decimal]) -> tuple[Decimal, Decimal]:
+        least = min(has.get(name, Decimal(0)) / amount for name, amount in size.requests.items())
+        return least, has.get(MEMORY, Decimal(0))
+
+    return share
+
+
+def _together(
+    gang: Sequence[tuple[PodSize, int]], others: Sequence[PodSize], nodes: Sequence[Node]
+) -> CheckLine:
+    """The line on machines of which each pod by itself finds one that is large enough."""
+    names = ", ".join(f"{count} x {size.name}" for size, count in gang)
+    left = _unplaced([size for size, count in gang for _ in range(count)], nodes)
+    if left:
+        first = left[0]
+        found = (
+            f"the pods of a stage with Ray run all at once ({names}), and beside the others there "
+            f"is no room for a {first.name} with {in_words(first.requests)}"
+        )
+        return CheckLine(name="nodes", state="warn", found=found, fix=_ADD)
+    largest = max(others, key=lambda size: size.requests[MEMORY])
+    found = (
+        f"{len(nodes)} machines have room for {names}; the largest pod without a GPU is a "
+        f"{largest.name} with {in_words(largest.requests)}"
+    )
+    return CheckLine(name="nodes", state="ok", found=found)
+
+
+def _unplaced(pods: Sequence[PodSize], nodes: Sequence[Node]) -> list[PodSize]:
+    """The pods that find no room when large ones choose first, each the fullest machine that does.
+
+    It is no proof: another order might place them all.
+    """
+    free = {index: _has(node) for index, node in enumerate(nodes)}
+    left = []
+    for size in sorted(pods, key=lambda each: (-each.num_gpus, -each.requests[MEMORY])):
+        found = [
+            index
+            for index, node in enumerate(nodes)
+            if _is_open(node, size) and _number_in(free[index], size)
+        ]
+        if not found:
+            left.append(size)
+            continue
+        index = min(found, key=lambda each: (free[each].get(GPU, 0), free[each][MEMORY]))
+        for name, amount in size.requests.items():
+            free[index][name] -= amount
+    return left
+
+
+def _open_to(size: PodSize, nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if _is_open(node, size)]
+
+
+def _is_open(node: Node, size: PodSize) -> bool:
+    """Whether the machine takes such pods at all, if it is large enough.
+
+    Only taints that no pod without a GPU tolerates count: what Flyte's values let pods tolerate
+    beside them is not known here.
+    """
+    shut = {_CONTROL_PLANE} if size.num_gpus else {_CONTROL_PLANE, GPU}
+    taints = node["spec"].get("taints") or []
+    keys = [each["key"] for each in taints if each["effect"] in _KEEPS_OUT]
+    labels = node["metadata"].get("labels") or {}
+    is_shut = node["spec"].get("unschedulable") or shut.intersection(keys)
+    return not is_shut and size.labels.items() <= labels.items()
+
+
+def _number_on(node: Node, size: PodSize) -> int:
+    return _number_in(_has(node), size) if _is_open(node, size) else 0
+
+
+def _number_in(has: Mapping[str, Decimal], size: PodSize) -> int:
+    return int(min(has.get(name, Decimal(0)) // amount for name, amount in size.requests.items()))
+
+
+def _has(node: Node) -> dict[str, Decimal]:
+    return amounts(node["status"]["allocatable"])
+
+
+def _gpus_of(node: Node) -> int:
+    """A machine's allocatable GPUs, in use or not; none of one that takes no pods."""
+    if node["spec"].get("unschedulable"):
+        return 0
+    return int(node["status"]["allocatable"].get(GPU, 0))

@@ -1,0 +1,120 @@
+"""What each kind of pod asks a machine for, as `docs/clusters.md` and `cluster-check` have it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+
+from flytekit import PodTemplate, Resources
+
+from nemo_rl_core.config.cluster import ClusterConfig
+from tasks.platform import pods
+from tasks.platform.resources import DATA, GENERATE, PLAIN, WEIGHTS
+from tasks.platform.shapes import Nodes, Shape, shape_of
+
+CPU, MEMORY, DISK = "cpu", "memory", "ephemeral-storage"
+"""Kubernetes' names of what every machine has."""
+
+_GIB = Decimal(2**30)
+_OF_RESOURCES = {CPU: "cpu", MEMORY: "mem", DISK: "ephemeral_storage"}
+_SITE = "{}.container.resources in deployment/pods.yaml"
+_KIND = "{} in tasks/platform/resources.py"
+
+
+@dataclass(frozen=True)
+class PodSize:
+    """A kind of pod, and what it asks for.
+
+    Attributes:
+        name: What the pod is.
+        requests: Amounts by Kubernetes' names of resources.
+        setting: What to change for another size, and in which file.
+        labels: Of the machines that it may be on.
+    """
+
+    name: str
+    requests: Mapping[str, Decimal]
+    setting: str
+    labels: Mapping[str, str]
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of one pod."""
+        return int(self.requests.get(pods.GPU, 0))
+
+
+def amounts(quantities: Mapping[str, str]) -> dict[str, Decimal]:
+    """Numbers of Kubernetes' quantities, in cores and bytes.
+
+    Example:
+        >>> amounts({"cpu": "3920m", "memory": "14Gi"})
+        {'cpu': Decimal('3.920'), 'memory': Decimal('15032385536')}
+    """
+    from kubernetes.utils import quantity
+
+    parse: Callable[[str], Decimal] = quantity.parse_quantity
+    return {name: parse(value) for name, value in quantities.items()}
+
+
+def in_words(found: Mapping[str, Decimal]) -> str:
+    """Amounts as they are read.
+
+    Example:
+        >>> in_words(amounts({"ephemeral-storage": "50Gi", "cpu": "4", "memory": "32Gi"}))
+        '4 cores, 32 GiB, 50 GiB of disk'
+    """
+    words = []
+    if CPU in found:
+        words.append(f"{float(found[CPU]):.3g} core{'s' * (found[CPU] != 1)}")
+    if MEMORY in found:
+        words.append(f"{float(found[MEMORY] / _GIB):,.4g} GiB")
+    if DISK in found:
+        words.append(f"{float(found[DISK] / _GIB):,.4g} GiB of disk")
+    others = sorted(found.keys() - {CPU, MEMORY, DISK})
+    return ", ".join([*(f"{found[name]:f} x {name}" for name in others), *words])
+
+
+def workers(shape: Shape, group: Nodes) -> PodSize:
+    """The pods of one group of workers."""
+    gpus = f"{group.num_gpus} GPU" + "s" * (group.num_gpus > 1) if group.num_gpus else "no GPU"
+    place = "gpu_worker" if group.num_gpus else "worker"
+    template = pods.worker_pod(shape, group)
+    return _of_template(f"worker with {gpus}", template, _SITE.format(place))
+
+
+def of_ray(cluster: ClusterConfig) -> list[tuple[PodSize, int]]:
+    """The pods of a stage with Ray, which run all at once, and how many there are of each."""
+    shape = shape_of(cluster)
+    head = _of_template("head of a Ray cluster", pods.head_pod(), _SITE.format("head"))
+    driver = _of_resources("submitter of a RayJob", GENERATE.requests, _KIND.format("_DRIVER"))
+    if cluster.lifetime == "run":
+        driver = _of_resources(
+            "stage on a run's Ray cluster",
+            pods.DRIVER_RESOURCES["requests"],
+            "_HEAD in tasks/platform/pods.py",
+        )
+    return [(head, 1), (driver, 1), *((workers(shape, each), each.count) for each in shape.nodes)]
+
+
+def without_ray() -> list[PodSize]:
+    """The pods of other stages, of which each runs by itself."""
+    kinds = {
+        "stage that holds whole weights": (WEIGHTS, "WEIGHTS"),
+        "stage that reads and checks data": (DATA, "DATA"),
+        "stage that compares, decides, reports": (PLAIN, "LIGHT"),
+    }
+    return [
+        _of_resources(name, kind.requests, _KIND.format(setting))
+        for name, (kind, setting) in kinds.items()
+    ]
+
+
+def _of_template(name: str, template: PodTemplate, setting: str) -> PodSize:
+    spec = template.pod_spec
+    (main,) = [each for each in spec.containers if each.name == template.primary_container_name]
+    return PodSize(name, amounts(main.resources.requests), setting, spec.node_selector or {})
+
+
+def _of_resources(name: str, asked: Resources, setting: str) -> PodSize:
+    given = {key: getattr(asked, attribute) for key, attribute in _OF_RESOURCES.items()}
+    requests = amounts({key: str(each) for key, each in given.items() if each})
+    return PodSize(name, requests, setting, {})
