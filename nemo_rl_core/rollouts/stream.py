@@ -10,23 +10,21 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TypeVar
 
-import numpy as np
+import torch
 
 from nemo_rl_core.environments.interfaces import EnvironmentInterface
 from nemo_rl_core.environments.multi_turn.replies import checked_replies
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.streaming import KeptCompletion, StreamingGeneration
-from nemo_rl_core.models.generation.where_made import HeldCompletions, without_tokens
 from nemo_rl_core.rollouts.engine import CompletionResult, Episode, RolloutPlace, as_batch
 from nemo_rl_core.rollouts.episode import MultiTurnEpisode
-from nemo_rl_core.rollouts.held import HeldRollouts, HeldSource
+from nemo_rl_core.rollouts.pending import PendingRollout, PendingStep, held_rollouts
 from nemo_rl_core.rollouts.sampler import Sampler
-from nemo_rl_core.types import Completion, Prompt, Rollout
+from nemo_rl_core.types import Prompt, Rollout
 
 _MAX_WAIT_SECONDS = 1.0
 _IDLE_POLL_SECONDS = 0.05
@@ -37,39 +35,6 @@ _CLOSE_SECONDS = 5.0
 _MAX_RESTARTS_IN_A_ROW = 2
 _FOREVER = float("inf")
 T = TypeVar("T")
-
-
-@dataclass
-class _PendingRollout:
-    """One rollout that is under way, or done.
-
-    Attributes:
-        prompt: The episode's.
-        place: The episode's.
-        episode: The turns so far.
-        num_attempts: How often it was submitted from its first token.
-        failure: Why it has no rollout.
-        kept: Its completion, with the name under which an engine keeps it.
-    """
-
-    prompt: Prompt
-    place: RolloutPlace
-    episode: Episode
-    num_attempts: int = 1
-    failure: str | None = None
-    kept: tuple[int, KeptCompletion] | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.failure is not None or self.kept is not None or self.episode.is_over
-
-    def rollout(self) -> Rollout:
-        if self.failure is None:
-            return self.episode.rollout()
-        place, nothing = self.place, Completion((), (), truncated=True)
-        return Rollout(
-            self.prompt, nothing, "", group=place.group, sample=place.sample, error=self.failure
-        )
 
 
 class RolloutStream(AbstractContextManager["RolloutStream"]):
@@ -90,6 +55,9 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         timeout_seconds: How long `take` waits before missing rollouts are sampled once more, and
             again before they fail; None waits for ever.
         holds: Whether completions stay where they are made; of single-turn episodes.
+        on_draw: Gets the rollouts of each draw of a step as soon as all have ended, in the stream's
+            thread, and returns the prompts of the step's next draw, or None where the step needs no
+            more. With it, `wait` takes the place of `take`.
     """
 
     def __init__(
@@ -101,6 +69,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         seed: int,
         timeout_seconds: float | None = None,
         holds: bool = False,
+        on_draw: Callable[[int, Sequence[Rollout]], Sequence[Prompt] | None] | None = None,
     ) -> None:
         assert not (holds and environment is not None), "an environment reads completions"
         self._generation, self._holds = generation, holds
@@ -109,9 +78,10 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         self._environment = environment
         self._seed = seed
         self._timeout_seconds = timeout_seconds
+        self._on_draw = on_draw
         self._names = count()
-        self._steps: dict[int, list[_PendingRollout]] = {}
-        self._in_flight: dict[int, _PendingRollout] = {}
+        self._steps: dict[int, PendingStep] = {}
+        self._in_flight: dict[int, PendingRollout] = {}
         self._num_restarts = generation.num_restarts
         self._num_restarts_in_a_row = 0
         # Guards all above, the engine, and these: until when a caller waits in `take`, and what the
@@ -136,18 +106,23 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             num_generations_per_prompt: G.
             step: Not begun before.
         """
-        places = [
-            (prompt, RolloutPlace(self._seed, step, group, sample))
-            for group, prompt in enumerate(prompts)
-            for sample in range(num_generations_per_prompt)
-        ]
         with self._lock:
             self._resubmit_after_restart(may_restart=True)
-            self._steps[step] = [
-                _PendingRollout(*each, self._new_episode(*each)) for each in places
-            ]
-            self._submit(self._steps[step], may_restart=True)
+            self._steps[step] = PendingStep(num_generations_per_prompt)
+            self._begin_draw(step, prompts, may_restart=True)
             self._lock.notify_all()
+
+    def _begin_draw(self, step: int, prompts: Sequence[Prompt], *, may_restart: bool) -> None:
+        """Submits further rollouts of a step, whose groups follow those of its draws before."""
+        drawn = self._steps[step]
+        places = [
+            (prompt, RolloutPlace(self._seed, step, group, sample))
+            for group, prompt in enumerate(prompts, start=drawn.num_prompts)
+            for sample in range(drawn.num_generations_per_prompt)
+        ]
+        drawn.num_prompts += len(prompts)
+        drawn.draw = [PendingRollout(*each, self._new_episode(*each)) for each in places]
+        self._submit(drawn.draw, may_restart=may_restart)
 
     def take(self, step: int) -> Sequence[Rollout]:
         """Waits for a step's rollouts, while those of later steps go on.
@@ -159,40 +134,64 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             WorkerLostError: If the engine's worker is lost time and again before it completes
                 anything.
         """
+        with self._awaited(step) as wanted:
+            rollouts = None
+            while rollouts is None:  # None: an engine was lost with what it kept
+                self._wait_until(lambda: not wanted.missing, wanted)
+                rollouts = self._rollouts_of(wanted.draw, may_restart=True)
+            return rollouts
+
+    def wait(self, step: int) -> None:
+        """Waits until a step needs no further draw, while those of later steps go on.
+
+        Raises:
+            WorkerLostError: As `take`.
+            Exception: What `on_draw` has raised for this step.
+        """
+        with self._awaited(step) as wanted:
+            self._wait_until(lambda: wanted.is_drawn, wanted)
+            if wanted.failure is not None:
+                raise wanted.failure
+
+    @contextmanager
+    def _awaited(self, step: int) -> Generator[PendingStep]:
+        """Holds the engine except while it waits; the step is over afterwards."""
         with self._lock:
             self._resubmit_after_restart(may_restart=True)  # of what a lost engine has kept, too
-            wanted = self._steps[step]
             try:
-                self._wait_for(wanted)
-                if self._holds:
-                    return self._handed_over(wanted)
-                return [each.rollout() for each in wanted]
+                yield self._steps[step]
             finally:
                 self._deadline = None
                 del self._steps[step]
 
-    def _handed_over(self, wanted: Sequence[_PendingRollout]) -> HeldRollouts:
-        """The rollouts of a step, all of which have ended, by reference to their completions."""
-        completions = None
-        while completions is None:
-            kept = dict(each.kept for each in wanted if each.kept is not None)
-            completions = self._call_engine(
-                partial(self._generation.hand_over, kept), may_restart=True
-            )
-            if completions is None:  # an engine was lost with what it kept
-                self._wait_for(wanted)
-        return _held_rollouts(wanted, completions)
+    def _rollouts_of(
+        self, draw: Sequence[PendingRollout], *, may_restart: bool
+    ) -> Sequence[Rollout] | None:
+        """The rollouts of a draw, all of which have ended; held ones by reference.
 
-    def _wait_for(self, wanted: Sequence[_PendingRollout]) -> None:
-        self._deadline = self._new_deadline()
+        None where an engine is lost with what it kept: some have then not ended any more.
+        """
+        if not self._holds:
+            return [each.rollout() for each in draw]
+        kept = dict(each.kept for each in draw if each.kept is not None)
+        completions = self._call_engine(
+            partial(self._generation.hand_over, kept), may_restart=may_restart
+        )
+        return None if completions is None else held_rollouts(draw, completions)
+
+    def _wait_until(self, is_so: Callable[[], bool], wanted: PendingStep) -> None:
+        """Each draw of the step may take until a deadline of its own."""
+        draw, self._deadline = wanted.draw, self._new_deadline()
         self._lock.notify_all()
-        while missing := [each for each in wanted if not each.is_over]:
+        while not is_so():
             if self._failure is not None:
                 raise self._failure
             left = self._deadline - time.monotonic()
-            if left < 0:
-                self._retry(missing)
-                self._deadline = self._new_deadline()
+            if left < 0 or wanted.draw is not draw:
+                if left < 0 and wanted.missing:
+                    self._retry(wanted.missing)
+                    self._lock.notify_all()  # the draw may have ended with their failures
+                draw, self._deadline = wanted.draw, self._new_deadline()
             else:
                 self._lock.wait(min(left, _MAX_WAIT_SECONDS))
 
@@ -233,9 +232,11 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                         self._lock.wait()
                     if self._is_closed:
                         return
-                    completed = self._poll()
+                    completed = self._poll() if self._in_flight else []
                 if completed and self._environment is not None:
                     self._step_environment(completed, self._environment)
+                if self._on_draw is not None:
+                    self._end_draws(self._on_draw)
                 with self._lock:
                     self._lock.notify_all()
                     pause = _IDLE_POLL_SECONDS if self._deadline is None else _AWAITED_POLL_SECONDS
@@ -247,13 +248,50 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 self._lock.notify_all()
 
     def _must_poll(self) -> bool:
-        """Whether a caller waits, or completions may have to go to the environment."""
-        if not self._in_flight:
+        """Whether a caller waits, or there may be completions for the environment or `on_draw`."""
+        if not self._in_flight and not self._ended_draws():
             return False
         is_awaited = self._deadline is not None
-        return is_awaited or (self._environment is not None and not self._is_engine_lost)
+        reads = self._environment is not None or self._on_draw is not None
+        return is_awaited or (reads and not self._is_engine_lost)
 
-    def _poll(self) -> list[_PendingRollout]:
+    def _ended_draws(self) -> list[int]:
+        """The steps of draws that `on_draw` has not got yet."""
+        if self._on_draw is None:
+            return []
+        return [step for step, drawn in self._steps.items() if drawn.has_ended_draw]
+
+    def _end_draws(
+        self, on_draw: Callable[[int, Sequence[Rollout]], Sequence[Prompt] | None]
+    ) -> None:
+        """Hands out draws that have ended, and begins those that their steps need next."""
+        with self._lock:
+            ended = self._ended_draws()
+        for step in ended:
+            with self._lock:
+                may_restart = self._deadline is not None
+                self._resubmit_after_restart(may_restart=may_restart)  # new engines kept nothing
+                drawn = self._steps.get(step)
+                if drawn is None or not drawn.has_ended_draw:
+                    continue  # its caller has gone, or an engine was lost with what it kept
+                found = self._rollouts_of(drawn.draw, may_restart=may_restart)
+                if found is None:
+                    continue
+                drawn.draw = []
+            more = None
+            try:
+                with self._environment_lock:
+                    more = on_draw(step, found)
+            # Named fault boundary: it is the step's, whose turn may not have come.
+            except Exception as error:  # noqa: BLE001 (raised by wait)
+                drawn.failure = error
+            with self._lock:
+                if more is not None and step in self._steps:
+                    self._begin_draw(step, more, may_restart=self._deadline is not None)
+                else:
+                    drawn.is_drawn = True
+
+    def _poll(self) -> list[PendingRollout]:
         """Rollouts with a new completion, which is now part of their episode."""
         wait_seconds = 0.0
         if self._deadline is not None:
@@ -280,7 +318,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         return completed
 
     def _step_environment(
-        self, completed: Sequence[_PendingRollout], environment: EnvironmentInterface
+        self, completed: Sequence[PendingRollout], environment: EnvironmentInterface
     ) -> None:
         episodes = [
             (each, each.episode) for each in completed if isinstance(each.episode, MultiTurnEpisode)
@@ -301,12 +339,14 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 may_restart=self._deadline is not None,
             )
 
-    def _submit(self, pending: Sequence[_PendingRollout], *, may_restart: bool) -> None:
+    def _submit(self, pending: Sequence[PendingRollout], *, may_restart: bool) -> None:
         if not pending:
             return
         names = [next(self._names) for _ in pending]
         self._in_flight.update(zip(names, pending, strict=True))
         requests = as_batch([each.episode.request() for each in pending])
+        # Later turns and further draws come before what later steps have asked for.
+        requests["priorities"] = torch.tensor([each.place.step for each in pending])
         self._call_engine(lambda: self._generation.submit(names, requests), may_restart=may_restart)
 
     def _call_engine(self, call: Callable[[], T], *, may_restart: bool) -> T | None:
@@ -334,12 +374,14 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             self._num_restarts, self._is_engine_lost = self._generation.num_restarts, False
             unanswered = list(self._in_flight.values())
             self._in_flight.clear()
-            kept = [each for step in self._steps.values() for each in step if each.kept is not None]
+            kept = [
+                each for step in self._steps.values() for each in step.draw if each.kept is not None
+            ]
             for each in kept:
                 each.kept = None
             self._submit([*unanswered, *kept], may_restart=may_restart)
 
-    def _retry(self, missing: Sequence[_PendingRollout]) -> None:
+    def _retry(self, missing: Sequence[PendingRollout]) -> None:
         """Samples rollouts again from their first token, or fails those of the second attempt."""
         names = {id(each): name for name, each in self._in_flight.items()}
         stuck = [names[id(each)] for each in missing if id(each) in names]
@@ -359,35 +401,6 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         return time.monotonic() + (self._timeout_seconds or _FOREVER)
 
 
-def _held_rollouts(wanted: Sequence[_PendingRollout], completions: HeldCompletions) -> HeldRollouts:
-    """The rollouts of a step.
-
-    Args:
-        wanted: `B`, by group and sample.
-        completions: Of those that have not failed, in their order.
-    """
-    has_failed = np.array([each.failure is not None for each in wanted])
-    failed = [wanted[row] for row in np.flatnonzero(has_failed).tolist()]
-    source = HeldSource(completions)
-    if failed:
-        nothing = without_tokens([each.prompt.token_ids for each in failed])
-        source = HeldSource.joined([source, HeldSource(nothing)])
-    place = np.empty(len(wanted), np.int64)
-    place[~has_failed] = np.arange(len(wanted) - len(failed))
-    place[has_failed] = np.arange(len(wanted) - len(failed), len(wanted))
-    prompts = {each.place.group: each.prompt for each in wanted}
-    group = np.array([each.place.group for each in wanted])
-    return HeldRollouts(
-        source,
-        place,
-        tuple(prompts.values()),
-        np.unique(group, return_inverse=True)[1],
-        group,
-        np.array([each.place.sample for each in wanted]),
-        errors={row: str(wanted[row].failure) for row in np.flatnonzero(has_failed).tolist()},
-    )
-
-
 class StreamingSampler(Sampler):
     """A `Sampler` whose engine goes on generating between calls."""
 
@@ -396,7 +409,12 @@ class StreamingSampler(Sampler):
     _stream: RolloutStream | None = None
 
     def stream(
-        self, *, seed: int, timeout_seconds: float | None = None, holds: bool = False
+        self,
+        *,
+        seed: int,
+        timeout_seconds: float | None = None,
+        holds: bool = False,
+        on_draw: Callable[[int, Sequence[Rollout]], Sequence[Prompt] | None] | None = None,
     ) -> RolloutStream:
         """Rollouts of steps to come, as `RolloutStream` has it; there is one at a time.
 
@@ -410,6 +428,7 @@ class StreamingSampler(Sampler):
             seed=seed,
             timeout_seconds=timeout_seconds,
             holds=holds and self.environment is None,
+            on_draw=on_draw,
         )
         return self._stream
 

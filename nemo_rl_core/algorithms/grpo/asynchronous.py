@@ -7,6 +7,7 @@ from functools import partial
 from math import ceil
 from typing import ClassVar, cast
 
+from nemo_rl_core.algorithms.grpo.dynamic_sampling import StepDraws
 from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.trainer import RolloutSettings
@@ -14,6 +15,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation import agreement
+from nemo_rl_core.rollouts.batch import valid_rollouts
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.rollouts.stream import StreamingSampler
 from nemo_rl_core.trainers.loop import RunSpec
@@ -55,9 +57,13 @@ class AsyncGRPOTrainer(GRPOTrainer):
         assert settings is not None  # checked in super()._set_up
         self._max_staleness = settings.max_staleness
         if isinstance(self.sampler, StreamingSampler):
-            limit = settings.step_timeout_seconds
+            self._draws: dict[int, StepDraws] = {}
+            self._environment_of_draws: dict[int, list[tuple[int, dict[str, float]]]] = {}
             self._stream = self.sampler.stream(
-                seed=self.settings.seed, timeout_seconds=limit, holds=self._holds_rollouts
+                seed=self.settings.seed,
+                timeout_seconds=settings.step_timeout_seconds,
+                holds=self._holds_rollouts,
+                on_draw=self._score_draw if self.config.dynamic_sampling else None,
             )
 
     def _sampler_settings(self) -> RolloutSettings:
@@ -83,12 +89,46 @@ class AsyncGRPOTrainer(GRPOTrainer):
         """
         if not isinstance(self.sampler, StreamingSampler):
             return self._recorded()
-        with self.timer.phase("sync"):
-            self._update_weights(self.sampler, last_step=self.step - 1)
+        self._go_on_sampling(self.sampler)
         with self.timer.phase("rollout"):
-            self._begin_steps()
             rollouts = self._stream.take(self.step)
         return self._scored(self.sampler, rollouts)
+
+    def _sample_rollouts(self, prompts: list[Prompt]) -> tuple[Sequence[Rollout], dict[str, float]]:
+        """As `GRPOTrainer` does; draws of dynamic sampling follow each other without the trainer.
+
+        They are those of the synchronous loop, in its order.
+        """
+        if self.config.dynamic_sampling is None or not isinstance(self.sampler, StreamingSampler):
+            return super()._sample_rollouts(prompts)
+        self._go_on_sampling(self.sampler)
+        with self.timer.phase("rollout"):
+            self._stream.wait(self.step)
+        draws = self._draws.pop(self.step)
+        self._of_environment += self._environment_of_draws.pop(self.step)
+        return draws.rollouts(), draws.metrics()
+
+    def _score_draw(self, step: int, rollouts: Sequence[Rollout]) -> list[Prompt] | None:
+        """Scores a draw in the stream's thread, which holds the environment.
+
+        Returns:
+            The prompts of the step's next draw; None where it needs none.
+        """
+        sampling, draws = self.config.dynamic_sampling, self._draws[step]
+        assert sampling is not None and self.sampler is not None
+        scored, metrics = self.sampler.post_process(self.sampler.score(rollouts))
+        self._environment_of_draws[step].append((len(valid_rollouts(scored)), metrics))
+        draws.add(scored)
+        if not draws.wants_more:
+            return None
+        return self._further_prompts(sampling, step=step, num_draws=draws.num_draws)
+
+    def _go_on_sampling(self, sampler: Sampler) -> None:
+        """Gives the engine the weights of the step before, and the steps that are now near."""
+        with self.timer.phase("sync"):
+            self._update_weights(sampler, last_step=self.step - 1)
+        with self.timer.phase("rollout"):
+            self._begin_steps()
 
     def _post_process(
         self, sampler: Sampler, rollouts: Sequence[Rollout]
@@ -111,11 +151,17 @@ class AsyncGRPOTrainer(GRPOTrainer):
 
     def _begin_steps(self) -> None:
         """Asks for every step that may be sampled with the weights of now."""
+        sampling = self.config.dynamic_sampling
         first = max(self._last_begun + 1, self.step)
         last = min(self.step + self._max_staleness, self._last_step)
         for step in range(first, last + 1):
             group_size = self.config.num_generations_per_prompt
             prompts = self._batches.batch(step - 1)
+            if sampling is not None:
+                self._draws[step] = StepDraws(
+                    sampling, self.config.advantage, num_prompts=len(prompts)
+                )
+                self._environment_of_draws[step] = []
             self._stream.begin(prompts, num_generations_per_prompt=group_size, step=step)
             self._last_begun = step
 

@@ -66,7 +66,8 @@ class DynamicSampling(FrozenConfig):
     """Draws prompts anew for groups whose rewards are all equal, keeping the others.
 
     `max_draws` counts every draw of a step, the first one included; after the last one the step
-    trains on what there is.
+    trains on what there is. In asynchronous training the draws of later steps follow each other
+    while a step is trained.
 
     Attributes:
         max_draws: Times that a step samples, the first included.
@@ -223,11 +224,6 @@ class GRPOConfig(LoopConfig):
     def _stale_samples_can_be_used(self) -> "GRPOConfig":
         if self.asynchronous is None:
             return self
-        if self.dynamic_sampling:
-            raise ValueError(
-                "dynamic_sampling draws until a step is full, which a step that was sampled ahead "
-                "cannot; leave out dynamic_sampling or asynchronous"
-            )
         if isinstance(self.loss, OnPolicyLoss) and self.asynchronous.max_staleness:
             raise ValueError(
                 "loss 'on_policy' takes the weights to be those that sampled, but "

@@ -6,32 +6,18 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar, cast
 
-import torch
-
-from nemo_rl_core.algorithms.grpo.advantage_config import GDPO
-from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSettings
+from nemo_rl_core.algorithms.grpo.config import DynamicSampling, GRPOConfig, GRPOSettings
 from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch, reads_tokens
+from nemo_rl_core.algorithms.grpo.dynamic_sampling import StepDraws, sampling_metrics
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.functional.advantages import informative_groups, zero_variance_fraction
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation import agreement, agreement_metrics, check_consistency
-from nemo_rl_core.rollouts.batch import (
-    failed_rollouts,
-    failure_metrics,
-    groups_of,
-    joined,
-    mean_advantages,
-    reward_metrics,
-    rewards_of,
-    rollout_metrics,
-    selected,
-    valid_rollouts,
-)
+from nemo_rl_core.rollouts.batch import mean_advantages, rollout_metrics, valid_rollouts
 from nemo_rl_core.rollouts.engine import request_seed
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.rollouts import RolloutTrainer, num_parts, train_in_parts
@@ -200,41 +186,27 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         return check_consistency(batch, self.config.gate)
 
     def _sample_rollouts(self, prompts: list[Prompt]) -> tuple[Sequence[Rollout], dict[str, float]]:
-        """Samples the step's rollouts; the metrics cover all samples.
+        """Samples the step's rollouts; the metrics cover all samples, as `StepDraws` has it.
 
-        With dynamic sampling, groups with equal rewards are replaced by samples of other prompts,
-        and surplus groups are dropped, so that no completion is older than its weights. If no group
-        is informative, the step uses the first samples. Rollouts that could not be scored stay in
-        the records of the step. A replayed step is used as recorded.
+        Rollouts that could not be scored stay in the records of the step. A replayed step is used
+        as recorded.
         """
-        first = sampled = self._roll_out(prompts)
         sampling = self.config.dynamic_sampling
         if sampling is None or self.sampler is None:
-            return first, _sampling_metrics(first)
-        kept, num_samplings = self._informative(first), 1
-        while len(_groups(kept)) < len(prompts) and num_samplings < sampling.max_draws:
-            index = (self.step - 1) * (sampling.max_draws - 1) + num_samplings - 1
-            more = self._roll_out(
-                self._more_prompts.batch(index), first_place=num_samplings * len(prompts)
-            )
-            sampled, num_samplings = joined([sampled, more]), num_samplings + 1
-            kept = joined([kept, self._informative(more)])
-        wanted = _groups(kept)[: len(prompts)]
-        metrics = {**_sampling_metrics(sampled), "num_draws": float(num_samplings)}
-        if not wanted:
-            return first, metrics
-        chosen = selected(kept, torch.isin(groups_of(kept), torch.tensor(wanted)))
-        return joined([chosen, failed_rollouts(sampled)]), metrics
+            rollouts = self._roll_out(prompts)
+            return rollouts, sampling_metrics(rollouts)
+        draws = StepDraws(sampling, self.config.advantage, num_prompts=len(prompts))
+        draws.add(self._roll_out(prompts))
+        while draws.wants_more:
+            more = self._further_prompts(sampling, step=self.step, num_draws=draws.num_draws)
+            draws.add(self._roll_out(more, first_place=draws.num_draws * len(prompts)))
+        return draws.rollouts(), draws.metrics()
 
-    def _informative(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        rollouts = valid_rollouts(rollouts)
-        data = grpo_batch(rollouts)
-        rewards = data["rewards"][:, None]
-        if isinstance(self.config.advantage, GDPO):
-            # GDPO normalizes each reward separately: sums may be equal for unequal rewards.
-            rewards = data.get("reward_components", rewards)
-        masks = [informative_groups(part, data["group_ids"]) for part in rewards.unbind(dim=1)]
-        return selected(rollouts, torch.stack(masks).any(dim=0))
+    def _further_prompts(
+        self, sampling: DynamicSampling, *, step: int, num_draws: int
+    ) -> list[Prompt]:
+        """The prompts of a step's next draw, where it has made so many."""
+        return self._more_prompts.batch((step - 1) * (sampling.max_draws - 1) + num_draws - 1)
 
     def _training_setup(self, spec: RunSpec) -> TrainingSetup:
         return replace(
@@ -249,19 +221,3 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         if self.config.loss.kl:
             reference = self.policy.get_reference_logprobs(batch)
             batch["reference_logprobs"] = reference["logprobs"]
-
-
-def _groups(rollouts: Sequence[Rollout]) -> list[int]:
-    """The group ids in order of first appearance."""
-    return list(dict.fromkeys(groups_of(rollouts).tolist()))
-
-
-def _sampling_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics of all sampled rollouts, including those that dynamic sampling drops."""
-    valid = valid_rollouts(rollouts)
-    rewards = rewards_of(valid)
-    return {
-        **reward_metrics(rewards),
-        "zero_variance_fraction": float(zero_variance_fraction(rewards, groups_of(valid))),
-        **failure_metrics(rollouts),
-    }

@@ -56,9 +56,11 @@ class VllmBackend(ReceivesWeights):
 
     Attributes:
         most_gpu_gib: That this process held of its GPU before it slept.
+        scheduling_policy: vLLM's name of the order in which requests are computed.
     """
 
     most_gpu_gib = 0.0
+    scheduling_policy = "fcfs"
 
     def setup(self, setup: GenerationSetup) -> None:
         """Starts the engine."""
@@ -96,6 +98,7 @@ class VllmBackend(ReceivesWeights):
             dtype=setup.dtype,
             max_model_len=setup.max_model_len,
             max_num_seqs=config.max_num_seqs,
+            scheduling_policy=self.scheduling_policy,
             gpu_memory_utilization=config.gpu_memory_utilization,
             seed=setup.seed,
             load_format=config.load_format,

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,11 +41,13 @@ class _PendingRequest:
     Attributes:
         name: The caller's name for it.
         request: The original request.
+        priority: Requests with a smaller one come first, those with an equal one in their order.
         part: Number of interruptions.
     """
 
     name: int
     request: DecodingRequest
+    priority: int = 0
     part: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -105,12 +107,15 @@ class FinishedRequest:
 class StreamingVllmBackend(VllmBackend):
     """A vLLM engine with `submit` for requests and `poll` for completions."""
 
+    scheduling_policy = "priority"
+
     def setup(self, setup: GenerationSetup) -> None:
         """Starts the engine in its thread."""
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[FinishedRequest] = queue.SimpleQueue()
         self._kept: dict[int, FinishedRequest] = {}
         self._running: dict[str, _PendingRequest] = {}
+        self._arrivals = count()
         self._failure: Exception | None = None
         self._weight_version = self._next_version = 0
         self._proof_prompts: BatchedDataDict | None = None
@@ -125,10 +130,12 @@ class StreamingVllmBackend(VllmBackend):
 
         Args:
             names: `B` names, under which `poll` returns the completions.
-            batch: As for `generate`; sampled with the temperature.
+            batch: As for `generate`; sampled with the temperature. With `priorities [B]`, requests
+                of smaller ones come first where not all can be computed at once.
         """
         requests = read_requests(batch, self._config, max_model_len=self._setup.max_model_len)
-        pending = [_PendingRequest(*each) for each in zip(names, requests, strict=True)]
+        priorities = batch.get("priorities", torch.zeros(len(requests), dtype=torch.long)).tolist()
+        pending = [_PendingRequest(*each) for each in zip(names, requests, priorities, strict=True)]
         self._between_steps(lambda: self._start(pending))
 
     def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion]]:
@@ -338,7 +345,12 @@ class StreamingVllmBackend(VllmBackend):
             # An output a token costs a tenth of the engine's time; `_take_unfinished` has the rest.
             sampling.output_kind = RequestOutputKind.FINAL_ONLY
             prompt: Any = {"prompt_token_ids": left.prompt}
-            self._llm.llm_engine.add_request(each.engine_name, prompt, sampling)
+            # Requests of one priority are ordered by a count, equal on all ranks, where vLLM takes
+            # the time of each rank's clock.
+            arrival = float(next(self._arrivals))
+            self._llm.llm_engine.add_request(
+                each.engine_name, prompt, sampling, arrival_time=arrival, priority=each.priority
+            )
             self._running[each.engine_name] = each
 
     def _interrupt(self) -> list[_PendingRequest]:

@@ -216,6 +216,63 @@ def test_one_that_never_comes_has_an_error_and_no_tokens(make: Any, tmp_path: Pa
     assert load_rollouts(tmp_path / "step.parquet") == list(scored)
 
 
+class Draws:
+    """Two draws a step; after the first of all, engines are lost at a call.
+
+    Attributes:
+        found: All draws.
+        engines: To be lost.
+    """
+
+    engines: Engines
+
+    def __init__(self, lost_when_called: str = "") -> None:
+        self._lost_when_called = lost_when_called
+        self.found: list[Sequence[Rollout]] = []
+
+    def __call__(self, step: int, rollouts: Sequence[Rollout]) -> list[Prompt] | None:
+        self.found.append(rollouts)
+        if len(self.found) == 1:
+            self.engines.workers.lost_when_called = self._lost_when_called
+        return PROMPTS[::-1] if len(self.found) % 2 else None
+
+
+@pytest.mark.parametrize("lost_when_called", ["", "hand_over", "poll_lengths"])
+def test_draws_that_stay_are_those_that_would_be_brought(make: Any, lost_when_called: str) -> None:
+    here, held = Draws(), Draws(lost_when_called)
+    for draws, holds in ((here, False), (held, True)):
+        draws.engines, stream = make(holds=holds, on_draw=draws)
+        for step in (1, 2):
+            stream.begin(PROMPTS, num_generations_per_prompt=5, step=step)
+            stream.wait(step)
+    assert len(held.found) == 4
+    assert all(isinstance(each, HeldRollouts) for each in held.found)
+    assert [list(each) for each in held.found] == here.found
+    assert held.engines.num_restarts == int(bool(lost_when_called))
+
+
+def test_a_draw_that_ended_on_engines_that_the_caller_restarts_is_asked_for_again(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, held = Draws(), Draws()
+    here.engines, brings = make(on_draw=here)
+    held.engines, holds = make(holds=True, on_draw=held)
+    hand_out = holds._end_draws
+
+    def after_a_restart(on_draw: Any) -> None:
+        if holds._ended_draws() and not held.engines.num_restarts:
+            with holds.exclusive():
+                held.engines.restart(WorkerLostError("as update_weights does"))
+        hand_out(on_draw)
+
+    monkeypatch.setattr(holds, "_end_draws", after_a_restart)
+    for stream in (brings, holds):
+        stream.begin(PROMPTS, num_generations_per_prompt=5, step=1)
+        stream.wait(1)
+    assert held.engines.num_restarts == 1
+    assert [list(each) for each in held.found] == here.found
+
+
 def test_ranks_say_how_old_tokens_are_as_the_gate_does() -> None:
     """Steps 3 to 5 have drawn the tokens of step 6; only those of the last are compared."""
     generator = torch.Generator().manual_seed(0)

@@ -10,11 +10,11 @@ import torch
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
-from nemo_rl_core.errors import WorkerError, WorkerLostError
+from nemo_rl_core.errors import RewardError, WorkerError, WorkerLostError
 from nemo_rl_core.rollouts.engine import RolloutPlace
 from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode
 from nemo_rl_core.rollouts.stream import RolloutStream
-from nemo_rl_core.types import Completion, Prompt
+from nemo_rl_core.types import Completion, Prompt, Rollout
 
 SECONDS = 500.0
 NUM_TURNS = 3
@@ -34,6 +34,7 @@ class Engine:
         self.is_lost = False
         self.failure: Exception | None = None
         self.restarted_in: list[str] = []
+        self.priorities: list[int] = []
 
     def _refuse_if_lost(self) -> None:
         if self.is_lost:
@@ -42,6 +43,7 @@ class Engine:
     def submit(self, names: Sequence[int], requests: BatchedDataDict) -> None:
         self._refuse_if_lost()
         self._done += names
+        self.priorities += requests["priorities"].tolist()
 
     def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion]]:
         self._refuse_if_lost()
@@ -218,3 +220,78 @@ def test_a_closed_stream_leaves_no_thread(make: Any, ask: Any) -> None:
     stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
     stream.close()
     assert not [each for each in threading.enumerate() if each.name == "rollouts"]
+
+
+def test_further_draws_are_made_while_nobody_waits(make: Any, ask: Any, engine: Engine) -> None:
+    drawn: list[tuple[int, list[tuple[str, int, int]]]] = []
+
+    def on_draw(step: int, rollouts: Sequence[Rollout]) -> list[Prompt] | None:
+        drawn.append((step, [(each.prompt.text, each.group, each.sample) for each in rollouts]))
+        is_enough = step == 2 or len(drawn) > 2
+        return None if is_enough else [ask("7=", "7"), ask("6=", "6")]
+
+    stream = make(on_draw=on_draw)
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=2, step=1)
+    until(lambda: len(drawn) == 3)
+    stream.wait(1)
+    assert drawn[0] == (1, [("8=", 0, 0), ("8=", 0, 1)])
+    assert drawn[1] == (1, [("7=", 1, 0), ("7=", 1, 1), ("6=", 2, 0), ("6=", 2, 1)])
+    assert [place for _, *place in drawn[2][1]] == [[3, 0], [3, 1], [4, 0], [4, 1]]
+    assert len(engine.priorities) == (2 + 4 + 4) * NUM_TURNS  # each turn of each rollout
+    assert set(engine.priorities) == {1}
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=2)
+    stream.wait(2)
+    assert engine.priorities[-1] == 2
+
+
+def test_what_a_draw_raises_is_that_of_its_step(make: Any, ask: Any) -> None:
+    raised = threading.Event()
+
+    def on_draw(step: int, rollouts: Sequence[Rollout]) -> list[Prompt] | None:
+        if step == 2:
+            raised.set()
+            raise RewardError("4 of 4 rollouts could not be scored")
+        raised.wait(SECONDS)
+        return None
+
+    stream = make(on_draw=on_draw)
+    for step in (2, 1, 3):
+        stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=step)
+    assert raised.wait(SECONDS)
+    stream.wait(1)
+    with pytest.raises(RewardError, match="4 of 4"):
+        stream.wait(2)
+    stream.wait(3)
+
+
+def test_each_draw_may_take_as_long_as_a_step(make: Any, environment: Patient, ask: Any) -> None:
+    """The second draw ends after the first deadline, and scoring it takes longer than all."""
+    drawn: list[Sequence[Rollout]] = []
+
+    def on_draw(step: int, rollouts: Sequence[Rollout]) -> list[Prompt] | None:
+        time.sleep(1.5)
+        drawn.append(rollouts)
+        return [ask("7=", "7")] if len(drawn) == 1 else None
+
+    stream = make(on_draw=on_draw, timeout_seconds=1)
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    stream.wait(1)
+    assert [each.error for rollouts in drawn for each in rollouts] == [None, None]
+    assert environment.num_calls == 2 * NUM_TURNS  # none was begun once more
+
+
+def test_a_draw_that_never_ends_is_handed_out_with_errors(
+    make: Any, environment: Patient, ask: Any
+) -> None:
+    let_go, drawn = threading.Event(), []
+
+    def on_draw(step: int, rollouts: Sequence[Rollout]) -> list[Prompt] | None:
+        drawn.append([each.error for each in rollouts])
+        return None
+
+    environment.before = lambda call: let_go.wait(2) if call == 1 else None
+    stream = make(on_draw=on_draw, timeout_seconds=0.2)
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    stream.wait(1)
+    assert drawn == [["no answer within 0.2 s, twice"]]
+    let_go.set()

@@ -24,16 +24,15 @@ def test_stale_samples_are_weighted_unless_the_loss_says_otherwise() -> None:
     assert GRPOConfig.model_validate(ahead.model_dump()) == ahead
 
 
-@pytest.mark.parametrize(
-    ("grpo", "words"),
-    [
-        ({"dynamic_sampling": {}}, "sampled ahead"),
-        ({"loss": {"kind": "on_policy"}}, "max_staleness is 1"),
-    ],
-)
-def test_what_cannot_be_sampled_ahead_is_refused(grpo: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        GRPOConfig.model_validate({"asynchronous": {}, **grpo})
+def test_what_cannot_be_sampled_ahead_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_staleness is 1"):
+        GRPOConfig.model_validate({"asynchronous": {}, "loss": {"kind": "on_policy"}})
+
+
+def test_groups_are_drawn_again_ahead_as_well() -> None:
+    ahead = GRPOConfig.model_validate({"preset": "dapo", "asynchronous": {}})
+    assert ahead.dynamic_sampling is not None
+    assert ahead.dynamic_sampling.max_draws == 10
 
 
 @pytest.mark.parametrize("generation", [{"backend": "hf"}, {"backend": "megatron"}])
