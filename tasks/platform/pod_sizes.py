@@ -98,12 +98,12 @@ def of_ray(cluster: ClusterConfig) -> list[tuple[PodSize, int]]:
 def without_ray() -> list[PodSize]:
     """The pods of other stages, of which each runs by itself."""
     kinds = {
-        "stage that holds whole weights": (WEIGHTS, "WEIGHTS"),
-        "stage that reads and checks data": (DATA, "DATA"),
-        "stage that compares, decides, reports": (PLAIN, "LIGHT"),
+        "stage that holds whole weights": (WEIGHTS, "weights in deployment/pods.yaml"),
+        "stage that reads and checks data": (DATA, "data in deployment/pods.yaml"),
+        "stage that compares, decides, reports": (PLAIN, _KIND.format("LIGHT")),
     }
     return [
-        _of_resources(name, kind.requests, _KIND.format(setting))
+        _of_resources(name, kind.requests, setting)
         for name, (kind, setting) in kinds.items()
     ]
 

@@ -94,7 +94,7 @@ def test_a_machine_too_small_for_any_stage_is_no_room() -> None:
     assert "head of a Ray cluster: it asks for 4 cores, 32 GiB, 50 GiB of disk" in head.found
     assert "head.container.resources in deployment/pods.yaml" in head.fix
     assert "holds whole weights: it asks for 8 cores, 64 GiB, 200 GiB of disk" in weights.found
-    assert "lower WEIGHTS in tasks/platform/resources.py and register again" in weights.fix
+    assert "lower weights in deployment/pods.yaml and register again" in weights.fix
     assert data.fix.startswith("take machines with more memory than the pod asks for")
 
 
