@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Registers every workflow, stage and launch plan on a Flyte cluster, with the code of this checkout:
-#   deployment/register.sh --config FLYTE_CONFIG [--project P] [--domain D] [--activate]
+#   deployment/register.sh --config FLYTE_CONFIG [--project P] [--domain D] [--activate PLAN]...
 #   deployment/register.sh --package FILE.tgz       writes what would be registered, and stops
+# No launch plan of workflows/launch_plans.py is active before --activate names it.
 # NEMO_RL_REGISTRY: where the cluster pulls images from; NEMO_RL_NOTIFY: addresses for Flyte's mail.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
-pyflyte=.venv/bin/pyflyte config='' project=nemo-rl domain=development package='' activate=''
+bin=.venv/bin config='' project=nemo-rl domain=development package='' activate=()
+plans=$(sed -n 's/^\([a-z_]*\) = LaunchPlan\.create($/\1/p' workflows/launch_plans.py | paste -sd' ')
 
 fail() {
   printf 'register: %s\n' "$@" >&2
@@ -15,11 +17,16 @@ fail() {
 
 while [ $# -gt 0 ]; do
   case $1 in
-    --activate) activate=--activate-launchplans; shift; continue ;;
+    --activate)
+      # All of them would start runs of the examples' recipes, too.
+      [[ $# -ge 2 && $2 != *" "* && " $plans " == *" $2 "* ]] ||
+        fail "--activate needs the name of a launch plan" "  expected: one of $plans" \
+          "  got: ${2:-none}" "  fix: --activate nightly_collection, which frees the volume" ;;
     --config | --project | --domain | --package) [ $# -ge 2 ] || fail "$1 needs a value" ;;
     *) fail "unknown option $1" "  expected: --config, --project, --domain, --package or --activate" ;;
   esac
   case $1 in
+    --activate) activate+=("$2") ;;
     --config) config=$2 ;;
     --project) project=$2 ;;
     --domain) domain=$2 ;;
@@ -44,13 +51,19 @@ images=(--image "unused=${NEMO_RL_REGISTRY:+$NEMO_RL_REGISTRY/}nemo-rl-unused:0"
 folder=/home/nemo
 
 if [ -n "$package" ]; then
-  "$pyflyte" --pkgs workflows package --copy all --force "${images[@]}" \
+  [ -n "${NEMO_RL_REGISTRY:-}" ] ||
+    echo "register: NEMO_RL_REGISTRY is not set: only a sandbox finds images without a registry" >&2
+  "$bin/pyflyte" --pkgs workflows package --copy all --force "${images[@]}" \
     --in-container-source-path "$folder" --output "$package"
   exit
 fi
 [ -f "$config" ] || fail "there is no configuration ${config:-(none given)}" \
   "  expected: --config deployment/sandbox/flyte.yaml or one of your own"
-"$pyflyte" --config "$config" register --project "$project" --domain "$domain" \
-  --version "$version" --copy all --destination-dir "$folder" "${images[@]}" \
-  $activate workflows
+"$bin/python" -m tasks.platform.registry "$config"
+"$bin/pyflyte" --config "$config" register --project "$project" --domain "$domain" \
+  --version "$version" --copy all --destination-dir "$folder" "${images[@]}" workflows
 echo "register: version $version in $project/$domain"
+for plan in ${activate[@]+"${activate[@]}"}; do  # bash 3.2 calls an empty one unbound
+  "$bin/pyflyte" --config "$config" launchplan --project "$project" --domain "$domain" \
+    --activate "$plan" "$version"
+done

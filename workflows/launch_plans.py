@@ -1,6 +1,6 @@
 """Examples of what runs by itself on a cluster, and what a service starts by name.
 
-`deployment/register.sh` registers them; none is active before it is activated (`--activate`).
+`deployment/register.sh` registers them; none is active before `--activate` names it.
 `nemo-rl schedule` registers a launch plan with a recipe of yours. Flyte sends mail to the addresses
 in `NEMO_RL_NOTIFY` at the time of registration.
 """

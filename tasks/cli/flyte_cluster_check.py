@@ -14,7 +14,6 @@ from flytekit.configuration import Config, ImageConfig
 from flytekit.constants import CopyFileDetection
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
-from flytekit.exceptions.base import FlyteException
 from flytekit.models.core.execution import NodeExecutionPhase as Phase
 from flytekit.models.core.execution import WorkflowExecutionPhase as WorkflowPhase
 from flytekit.models.core.identifier import WorkflowExecutionIdentifier
@@ -22,8 +21,9 @@ from flytekit.remote import FlyteRemote
 from flytekit.tools.fast_registration import FastPackageOptions
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.errors import ResourceError
+from tasks.cli.flyte_answers import explained_answers
 from tasks.platform.check_line import CheckLine
+from tasks.platform.registry import refuse_missing_registry
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "/home/nemo"  # the images' user may not write flytekit's default, /root
@@ -127,9 +127,11 @@ class CheckRun:
             autoscaled: Whether machines are added for pods that wait.
 
         Raises:
+            ConfigError: If the cluster could not pull the images of the checks.
             ResourceError: If the cluster does not answer or refuses either of them.
         """
         found = Config.auto(str(config) if config else None)
+        refuse_missing_registry(found.platform.endpoint)
         workflow = importlib.import_module("workflows.cluster_check").check_cluster
         remote = FlyteRemote(found, default_project=project, default_domain=domain)
         inputs = {
@@ -138,7 +140,13 @@ class CheckRun:
             "wait_seconds": wait_seconds,
             "autoscaled": autoscaled,
         }
-        try:
+        with explained_answers(
+            "the checks cannot be launched",
+            found.platform.endpoint,
+            project=project,
+            domain=domain,
+            what="workflows and executions",
+        ):
             registered = remote.register_script(
                 workflow,
                 image_config=ImageConfig.auto_default_image(),
@@ -148,15 +156,6 @@ class CheckRun:
                 fast_package_options=FastPackageOptions([], copy_style=CopyFileDetection.ALL),
             )
             execution = remote.execute(registered, inputs=inputs)
-        except (FlyteException, RuntimeError) as error:
-            cause = error.__cause__ or error  # flytekit says only what it was about to do
-            raise ResourceError(
-                f"the checks cannot be launched on {found.platform.endpoint}",
-                expected=f"a Flyte 1.16 that takes workflows and executions in {project}/{domain}",
-                got=" ".join(str(cause).split())[:400],
-                fix="look at the endpoint and the login in the configuration, and whether that "
-                "project is there (flytectl create project)",
-            ) from error
         return cls(remote, execution.id)
 
     def lines(self, *, timeout_seconds: float, interrupted: Event) -> Iterator[CheckLine]:

@@ -11,9 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from flytekit import LaunchPlan
 from flytekit.clients.friendly import SynchronousFlyteClient
 from flytekit.configuration import Config, ImageConfig, SerializationSettings
-from flytekit.exceptions.system import FlyteSystemException
 from flytekit.exceptions.user import (
-    FlyteAuthenticationException,
     FlyteEntityAlreadyExistsException,
     FlyteEntityNotExistException,
     FlyteInvalidInputException,
@@ -30,9 +28,11 @@ from nemo_rl_core.config.model import PretrainedModel
 from nemo_rl_core.errors import ConfigError, ResourceError
 from nemo_rl_core.telemetry.budget import LIMIT
 from nemo_rl_core.telemetry.notices import mail_addresses
+from tasks.cli.flyte_answers import explained_answers
 from tasks.cli.recipe_plan import pipeline_of
 from tasks.cli.run import PIPELINES
 from tasks.cli.run_settings import chosen_pipeline
+from tasks.platform.registry import refuse_images_without_registry
 from tasks.platform.schedules import BAD_ENDS, OWN_LABELS, described, on_schedule
 from tasks.recipes.common import PipelineRecipe, Recipe
 
@@ -113,15 +113,14 @@ def _from_the_cluster(
 
     @functools.wraps(method)
     def explained(self: "Schedules", /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Found:
-        try:
+        with explained_answers(
+            "the schedules cannot be read or changed",
+            self._endpoint,
+            project=self._project,
+            domain=self._domain,
+            what="launch plans",
+        ):
             return method(self, *args, **kwargs)
-        except (FlyteSystemException, FlyteAuthenticationException) as error:
-            raise ResourceError(
-                "Flyte's admin service does not answer",
-                expected=f"{self.where}, as admin.endpoint of --config names it",
-                got=" ".join(str(error).split())[:300] or type(error).__name__,
-                fix="correct endpoint, insecure and authType there, or look at the service",
-            ) from error
 
     return explained
 
@@ -152,6 +151,7 @@ class Schedules:
         self, client: SynchronousFlyteClient, *, project: str, domain: str, where: str
     ) -> None:
         self._client, self._project, self._domain = client, project, domain
+        self._endpoint = where
         self.where = f"{project}/{domain} of {where}"
 
     @classmethod
@@ -180,9 +180,11 @@ class Schedules:
 
         Raises:
             ResourceError: If the workflow is not registered, or in another form than here.
+            ConfigError: If it was registered with images that the cluster cannot pull.
         """
         workflow = plan.workflow.name
         code = version or self._latest_workflow(workflow)
+        self._refuse_lost_images(workflow, code)
         spec = self._spec(plan, code)
         digest = sha256(spec.to_flyte_idl().SerializeToString(deterministic=True)).hexdigest()[:12]
         identifier = self._identifier(plan.name, f"{code}-{digest}")
@@ -271,6 +273,17 @@ class Schedules:
                 fix="register it in the same project and domain: make register CONFIG=flyte.yaml",
             )
         return str(found[0].id.version)
+
+    def _refuse_lost_images(self, name: str, version: str) -> None:
+        identifier = Identifier(ResourceType.WORKFLOW, self._project, self._domain, name, version)
+        try:
+            found = self._client.get_workflow(identifier)
+        except FlyteEntityNotExistException:
+            return  # what registers the launch plan says so
+        tasks = [each.template for each in found.closure.compiled_workflow.tasks]
+        images = [task.container.image for task in tasks if task.container is not None]
+        called = f"{name} of version {version}"
+        refuse_images_without_registry(images, workflow=called, endpoint=self._endpoint)
 
     def _spec(self, plan: LaunchPlan, version: str) -> LaunchPlanSpec | _SpecWithLimit:
         settings = SerializationSettings(

@@ -1,6 +1,7 @@
 """`nemo-rl run`: a pipeline by its name, with single settings changed on the command line."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,11 @@ def run(
         from tasks.platform.weights_pod import refuse_small_pods
 
         refuse_small_pods(chosen.recipe)
-    client, flags = _for_pyflyte(wait=wait, **cluster) if remote else ([], [])
-    _as_pyflyte(pipeline, chosen.values, client=client, flags=flags)
+        _launch(pipeline, chosen.values, wait=wait, **cluster)
+    else:
+        from flytekit.clis.sdk_in_container.pyflyte import main
+
+        _as_pyflyte(main, pipeline, chosen.values)
 
 
 def _refuse_without_remote(*, remote: bool) -> None:
@@ -95,28 +99,58 @@ def _refuse_without_remote(*, remote: bool) -> None:
         raise click.UsageError(f"{', '.join(alone)}: only for a run on a cluster; add --remote")
 
 
-def _for_pyflyte(
-    *, wait: bool, config: Path | None, project: str, domain: str
-) -> tuple[list[str], list[str]]:
-    """Options of pyflyte, and of `pyflyte run`.
+def _launch(
+    pipeline: str,
+    values: dict[str, Any],
+    *,
+    wait: bool,
+    config: Path | None,
+    project: str,
+    domain: str,
+) -> None:
+    """Registers and launches the pipeline as `pyflyte run --remote` does.
 
     All of the code travels: stages import most of it within their bodies, so that what is imported
     here is not what they need.
     """
+    import rich_click
+    from flytekit.clis.sdk_in_container.pyflyte import main
+    from flytekit.configuration import Config
+
+    from tasks.cli.flyte_answers import explained_answers
+    from tasks.platform.registry import refuse_missing_registry
+
+    endpoint = Config.auto(str(config) if config else None).platform.endpoint
+    refuse_missing_registry(endpoint)
     client = [] if config is None else ["--config", str(config)]
     waits = ["--wait"] if wait else []
-    return client, ["--remote", *waits, "--copy", "all", "--project", project, "--domain", domain]
+    flags = ["--remote", *waits, "--copy", "all", "--project", project, "--domain", domain]
+    # Without the part of pyflyte that prints an error's trace and exits.
+    pyflyte = rich_click.RichGroup(
+        main.name, commands=main.commands, params=main.params, callback=main.callback
+    )
+    with explained_answers(
+        "the run cannot be launched, or waited for,",
+        endpoint,
+        project=project,
+        domain=domain,
+        what="workflows and executions",
+    ):
+        _as_pyflyte(pyflyte, pipeline, values, client=client, flags=flags)
 
 
 def _as_pyflyte(
-    pipeline: str, values: dict[str, Any], *, client: list[str], flags: list[str]
+    main: click.Group,
+    pipeline: str,
+    values: dict[str, Any],
+    *,
+    client: Sequence[str] = (),
+    flags: Sequence[str] = (),
 ) -> None:
     """Goes on as `pyflyte run`, which the run's record then names as its command."""
     import sys
 
-    from flytekit.clis.sdk_in_container.pyflyte import main
-
     config = ["--config", json.dumps(values)]
     file = str(_WORKFLOWS / f"{pipeline}.py")
     sys.argv = ["pyflyte", *client, "run", *flags, file, PIPELINES[pipeline], *config]
-    main(args=sys.argv[1:])
+    main.main(args=sys.argv[1:])

@@ -1,7 +1,10 @@
 """`nemo-rl schedule` against Flyte's protocol on loopback: real client, real launch plans."""
 
 import json
+import re
 import socket
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,17 +13,25 @@ from typing import Any
 import msgpack
 import pytest
 from click.testing import CliRunner, Result
-from flyteidl.admin import launch_plan_pb2
+from flyteidl.admin import launch_plan_pb2, task_pb2
+from flyteidl.core import tasks_pb2
 from flytekit.clients.friendly import SynchronousFlyteClient
 from flytekit.configuration import Config, Image, ImageConfig, SerializationSettings
+from flytekit.models.admin.workflow import WorkflowSpec
+from flytekit.models.launch_plan import LaunchPlan
+from flytekit.models.task import TaskSpec
 from flytekit.tools.translator import get_serializable
 
 from tasks import cli
+from tasks.platform import registry
+from tests.commands import REPOSITORY
 from tests.workflows.flyte_backend import Backend
 from tests.workflows.flyte_backend.launch_plans import refusals
+from workflows.launch_plans import nightly_collection
 from workflows.sft import sft
 
 WORKFLOW = "workflows.sft.sft"
+PYFLYTE = "flytekit.clis.sdk_in_container.pyflyte"
 NIGHTLY = ["sft_arithmetic", "0 2 * * *"]
 
 
@@ -30,15 +41,18 @@ def backend(tmp_path: Path) -> Iterator[Backend]:
         yield started
 
 
-def registered(backend: Backend, version: str) -> None:
-    """Registers the workflow, without the tasks that a schedule does not name."""
-    settings = SerializationSettings(
+def settings(version: str) -> SerializationSettings:
+    return SerializationSettings(
         ImageConfig(default_image=Image("unused", "nemo-rl-unused", "0")),
         project="flytesnacks",
         domain="development",
         version=version,
     )
-    spec = get_serializable(OrderedDict(), settings, sft)
+
+
+def registered(backend: Backend, version: str) -> None:
+    """Registers the workflow, without the tasks that a schedule does not name."""
+    spec = get_serializable(OrderedDict(), settings(version), sft)
     client = SynchronousFlyteClient(Config.auto(str(backend.config)).platform)
     client.create_workflow(spec.template.id, spec)
 
@@ -143,8 +157,51 @@ def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
         arguments = ["schedule", "list", "--config", str(config)]
         result = CliRunner().invoke(cli.group, arguments)
     assert result.exit_code == 2
-    assert "Flyte's admin service does not answer" in result.output
+    assert "the schedules cannot be read or changed on" in result.output
+    assert "fix: look at endpoint, insecure and authType" in result.output
     assert address in result.output
+
+
+def test_what_was_registered_without_a_registry_is_not_scheduled_on_a_cluster(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered(backend, "v1")
+    template = tasks_pb2.TaskTemplate(container=tasks_pb2.Container(image="nemo-rl-light:0"))
+    backend.tasks["light", "v1"] = task_pb2.TaskSpec(template=template)
+    monkeypatch.setattr(registry, "is_of_this_machine", lambda _endpoint: False)
+    result = invoked(backend, *NIGHTLY)
+    assert result.exit_code == 2
+    assert f"{WORKFLOW} of version v1 was registered without a registry" in result.output
+    assert "got: nemo-rl-light:0" in result.output
+    assert backend.launch_plans == {}
+    template.container.image = "registry.invalid/team/nemo-rl-light:0"
+    backend.tasks["light", "v1"] = task_pb2.TaskSpec(template=template)
+    assert invoked(backend, *NIGHTLY).exit_code == 0
+
+
+def test_a_launch_plan_is_activated_as_register_sh_does_it(backend: Backend) -> None:
+    specs: OrderedDict[Any, Any] = OrderedDict()
+    get_serializable(specs, settings("v1"), nightly_collection)
+    client = SynchronousFlyteClient(Config.auto(str(backend.config)).platform)
+    makers = {
+        TaskSpec: client.create_task,
+        WorkflowSpec: client.create_workflow,
+        LaunchPlan: client.create_launch_plan,
+    }
+    for spec in [each for each in specs.values() if type(each) in makers]:
+        identifier = spec.id if isinstance(spec, LaunchPlan) else spec.template.id
+        makers[type(spec)](identifier, getattr(spec, "spec", spec))
+    assert backend.active == {}
+    line = re.search(
+        r'(?m)^  "\$bin/pyflyte" --config "\$config" (launchplan .*\\\n.*)$',
+        (REPOSITORY / "deployment/register.sh").read_text(),
+    )
+    assert line is not None
+    variables = f"project=flytesnacks domain=development plan={nightly_collection.name} version=v1"
+    command = f"{variables}\n{sys.executable} -m {PYFLYTE} --config {backend.config} {line[1]}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert backend.active == {"nightly_collection": "v1"}
 
 
 def test_the_latest_registered_code_runs_unless_another_is_named(backend: Backend) -> None:

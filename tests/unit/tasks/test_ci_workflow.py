@@ -87,7 +87,9 @@ def test_what_is_registered_to_production_was_checked_in_staging() -> None:
         "deployment/register.sh --config flyte.yaml --project nemo-rl --domain staging"
     )
     assert not any("--activate" in run for run in staging)
-    assert "--activate" in steps("production")[-1]
+    *_, register, schedule = steps("production")
+    assert register.endswith("--domain production --activate nightly_collection")
+    assert "--activate" in schedule
 
 
 def test_the_lock_for_gpus_is_installed_and_imported_every_week() -> None:

@@ -262,26 +262,6 @@ def test_scripts_parse(name: str) -> None:
     subprocess.run(["bash", "-n", DEPLOYMENT / name], check=True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--sideways"], "unknown option --sideways"),
-        (["--config"], "--config needs a value"),
-        (["--config", "nowhere.yaml"], "there is no configuration nowhere.yaml"),
-        ([], "there is no configuration (none given)"),
-    ],
-)
-def test_register_says_what_it_needs(arguments: list[str], said: str) -> None:
-    ran = subprocess.run(
-        ["bash", DEPLOYMENT / "register.sh", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 2
-    assert said in ran.stderr
-
-
 def test_the_plan_on_paper_shows_what_is_computed() -> None:
     scale = load("scale.py")
     text = (DEPLOYMENT / "SCALE.md").read_text()
@@ -368,44 +348,6 @@ def test_the_operator_reaches_the_head_and_nobody_else_does() -> None:
     assert [port["port"] for port in operator["ports"]] == [8265]
     (source,) = operator["from"]
     assert source["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "kuberay-operator"}
-
-
-def registered_version(checkout: Path) -> str:
-    """Of a checkout, whose `pyflyte` prints what it is called with."""
-    said = subprocess.run(
-        ["bash", "deployment/register.sh", "--config", "flyte.yaml"],
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    (version,) = re.findall(r"--version (\S+)", said)
-    return str(version)
-
-
-def test_the_version_covers_changed_and_new_files(tmp_path: Path) -> None:
-    (tmp_path / "deployment").mkdir()
-    shutil.copy(DEPLOYMENT / "register.sh", tmp_path / "deployment")
-    (tmp_path / "flyte.yaml").touch()
-    pyflyte = tmp_path / ".venv" / "bin" / "pyflyte"
-    pyflyte.parent.mkdir(parents=True)
-    pyflyte.write_text('#!/bin/sh\necho "$@"\n')
-    pyflyte.chmod(0o755)
-    (tmp_path / ".gitignore").write_text(".venv/\n")
-    who = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
-    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    found = [registered_version(tmp_path)]
-    for name, text in [
-        ("flyte.yaml", "changed"),
-        ("my_reward.py", "one"),
-        ("my_reward.py", "two"),
-        ("a name.py", "two"),
-    ]:
-        (tmp_path / name).write_text(text)
-        found.append(registered_version(tmp_path))
-    assert len(set(found)) == len(found)
-    assert registered_version(tmp_path) == found[-1]
 
 
 def test_the_transformer_engine_of_the_image_is_one_that_megatron_core_allows() -> None:

@@ -113,4 +113,4 @@ def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.group, ["cluster-check", "--config", str(config)])
     assert result.exit_code == 2
     assert "the checks cannot be launched on 127.0.0.1:9" in result.output
-    assert "fix: look at the endpoint" in result.output
+    assert "fix: look at endpoint" in result.output

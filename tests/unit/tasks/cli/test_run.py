@@ -1,6 +1,7 @@
 """`nemo-rl run`: recipes with changes, what they would do, and the run itself."""
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,41 @@ def test_options_of_a_cluster_are_refused_without_one(options: list[str], said: 
     result = invoked("sft", *options)
     assert result.exit_code == 2
     assert said in result.output
+
+
+def flyte_config(folder: Path, endpoint: str) -> str:
+    config = folder / "flyte.yaml"
+    config.write_text(f"admin:\n  endpoint: dns:///{endpoint}\n  insecure: true\n")
+    return str(config)
+
+
+def test_a_cluster_that_does_not_answer_is_named_in_four_lines(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{closed.getsockname()[1]}"
+        where = ["--remote", "--config", flyte_config(tmp_path, endpoint)]
+        result = invoked("sft", *where)
+    assert result.exit_code == 2
+    said = result.output[result.output.index("nemo-rl: ") :].splitlines()
+    assert said[0] == f"nemo-rl: the run cannot be launched, or waited for, on {endpoint}"
+    assert [line.split(":")[0] for line in said[1:]] == ["  expected", "  got", "  fix"]
+    assert "Connection refused" in said[2] or "UNAVAILABLE" in said[2]
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", [["run", "sft", "--remote"], ["cluster-check"]])
+def test_images_that_a_cluster_cannot_pull_are_refused(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NEMO_RL_REGISTRY", raising=False)
+    given = [*command, "--config", flyte_config(tmp_path, "flyte.invalid")]
+    result = CliRunner().invoke(cli.group, given)
+    assert result.exit_code == 2
+    assert "NEMO_RL_REGISTRY is not set, so that pods on flyte.invalid cannot" in result.output
+    monkeypatch.setenv("NEMO_RL_REGISTRY", "registry.invalid/team")
+    result = CliRunner().invoke(cli.group, given)
+    assert "NEMO_RL_REGISTRY" not in result.output
+    assert "on flyte.invalid" in result.output  # nothing answers there
 
 
 def test_values_are_yaml() -> None:
