@@ -55,6 +55,7 @@ class PendingStep:
         num_generations_per_prompt: G.
         num_prompts: Of all its draws.
         draw: The rollouts of the draw under way; none once they were handed out.
+        drawn: Those of the draws that were.
         is_drawn: Whether it needs no further draw.
         failure: What was raised over a draw.
     """
@@ -62,6 +63,7 @@ class PendingStep:
     num_generations_per_prompt: int
     num_prompts: int = 0
     draw: list[PendingRollout] = field(default_factory=list)
+    drawn: list[Sequence[Rollout]] = field(default_factory=list)
     is_drawn: bool = False
     failure: Exception | None = None
 

@@ -1,9 +1,9 @@
 """Rollouts of several steps under way at once, for a trainer that does not wait for its engine.
 
-A thread of the stream's own collects what the engine has completed, steps the environment and
-submits the next requests, so that episodes go on while the model trains. The caller's thread begins
-steps, takes them, and updates weights. Both use the engine under one lock; an environment, which
-may be slow, is called outside of it.
+A thread of the stream's own collects what the engine has completed, steps the environment, submits
+the next requests, and hands out draws that have ended, so that episodes go on, and are scored,
+while the model trains. The caller's thread begins steps, takes them, and updates weights. Both use
+the engine under one lock; an environment, which may be slow, is called outside of it.
 """
 
 import threading
@@ -20,6 +20,7 @@ from nemo_rl_core.environments.interfaces import EnvironmentInterface
 from nemo_rl_core.environments.multi_turn.replies import checked_replies
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.streaming import KeptCompletion, StreamingGeneration
+from nemo_rl_core.rollouts.batch import joined
 from nemo_rl_core.rollouts.engine import CompletionResult, Episode, RolloutPlace, as_batch
 from nemo_rl_core.rollouts.episode import MultiTurnEpisode
 from nemo_rl_core.rollouts.pending import PendingRollout, PendingStep, held_rollouts
@@ -35,6 +36,12 @@ _CLOSE_SECONDS = 5.0
 _MAX_RESTARTS_IN_A_ROW = 2
 _FOREVER = float("inf")
 T = TypeVar("T")
+OnDraw = Callable[[int, Sequence[Rollout]], Sequence[Prompt] | None]
+"""Gets a step's number and the rollouts of one of its draws; returns the prompts of the next."""
+
+
+def _no_more(step: int, rollouts: Sequence[Rollout]) -> None:
+    pass
 
 
 class RolloutStream(AbstractContextManager["RolloutStream"]):
@@ -55,9 +62,10 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         timeout_seconds: How long `take` waits before missing rollouts are sampled once more, and
             again before they fail; None waits for ever.
         holds: Whether completions stay where they are made; of single-turn episodes.
-        on_draw: Gets the rollouts of each draw of a step as soon as all have ended, in the stream's
-            thread, and returns the prompts of the step's next draw, or None where the step needs no
-            more. With it, `wait` takes the place of `take`.
+        on_draw: Gets the rollouts of each draw of a step as soon as all have ended, mostly in the
+            stream's thread, and returns the prompts of the step's next draw, or None where the step
+            needs no more. By default no step does. There is one call at a time, which the
+            environment may be under way beside.
     """
 
     def __init__(
@@ -69,7 +77,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         seed: int,
         timeout_seconds: float | None = None,
         holds: bool = False,
-        on_draw: Callable[[int, Sequence[Rollout]], Sequence[Prompt] | None] | None = None,
+        on_draw: OnDraw = _no_more,
     ) -> None:
         assert not (holds and environment is not None), "an environment reads completions"
         self._generation, self._holds = generation, holds
@@ -90,8 +98,10 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         self._deadline: float | None = None
         self._is_engine_lost = False
         self._failure: Exception | None = None
-        # Guards the environment; where both locks are needed, this one is taken first.
+        # Guard the environment and `on_draw`; where several locks are needed, `on_draw`'s is taken
+        # first, and that of the engine last.
         self._environment_lock = threading.Lock()
+        self._draw_lock = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
@@ -114,18 +124,18 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
 
     def _begin_draw(self, step: int, prompts: Sequence[Prompt], *, may_restart: bool) -> None:
         """Submits further rollouts of a step, whose groups follow those of its draws before."""
-        drawn = self._steps[step]
+        wanted = self._steps[step]
         places = [
             (prompt, RolloutPlace(self._seed, step, group, sample))
-            for group, prompt in enumerate(prompts, start=drawn.num_prompts)
-            for sample in range(drawn.num_generations_per_prompt)
+            for group, prompt in enumerate(prompts, start=wanted.num_prompts)
+            for sample in range(wanted.num_generations_per_prompt)
         ]
-        drawn.num_prompts += len(prompts)
-        drawn.draw = [PendingRollout(*each, self._new_episode(*each)) for each in places]
-        self._submit(drawn.draw, may_restart=may_restart)
+        wanted.num_prompts += len(prompts)
+        wanted.draw = [PendingRollout(*each, self._new_episode(*each)) for each in places]
+        self._submit(wanted.draw, may_restart=may_restart)
 
     def take(self, step: int) -> Sequence[Rollout]:
-        """Waits for a step's rollouts, while those of later steps go on.
+        """Waits until a step needs no further draw, while those of later steps go on.
 
         Returns:
             All that were begun, by group and sample; one that never came has an error.
@@ -133,36 +143,21 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         Raises:
             WorkerLostError: If the engine's worker is lost time and again before it completes
                 anything.
-        """
-        with self._awaited(step) as wanted:
-            rollouts = None
-            while rollouts is None:  # None: an engine was lost with what it kept
-                self._wait_until(lambda: not wanted.missing, wanted)
-                rollouts = self._rollouts_of(wanted.draw, may_restart=True)
-            return rollouts
-
-    def wait(self, step: int) -> None:
-        """Waits until a step needs no further draw, while those of later steps go on.
-
-        Raises:
-            WorkerLostError: As `take`.
             Exception: What `on_draw` has raised for this step.
         """
-        with self._awaited(step) as wanted:
-            self._wait_until(lambda: wanted.is_drawn, wanted)
-            if wanted.failure is not None:
-                raise wanted.failure
-
-    @contextmanager
-    def _awaited(self, step: int) -> Generator[PendingStep]:
-        """Holds the engine except while it waits; the step is over afterwards."""
         with self._lock:
             self._resubmit_after_restart(may_restart=True)  # of what a lost engine has kept, too
-            try:
-                yield self._steps[step]
-            finally:
+            wanted = self._steps[step]
+        try:
+            while not self._is_drawn(wanted):
+                self._end_draws()
+        finally:
+            with self._lock:
                 self._deadline = None
                 del self._steps[step]
+        if wanted.failure is not None:
+            raise wanted.failure
+        return joined(wanted.drawn)
 
     def _rollouts_of(
         self, draw: Sequence[PendingRollout], *, may_restart: bool
@@ -179,21 +174,29 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         )
         return None if completions is None else held_rollouts(draw, completions)
 
-    def _wait_until(self, is_so: Callable[[], bool], wanted: PendingStep) -> None:
-        """Each draw of the step may take until a deadline of its own."""
-        draw, self._deadline = wanted.draw, self._new_deadline()
-        self._lock.notify_all()
-        while not is_so():
-            if self._failure is not None:
-                raise self._failure
-            left = self._deadline - time.monotonic()
-            if left < 0 or wanted.draw is not draw:
-                if left < 0 and wanted.missing:
+    def _is_drawn(self, wanted: PendingStep) -> bool:
+        """Waits until a step needs no further draw; each may take until a deadline of its own.
+
+        Returns:
+            False where a draw has ended because its rollouts were given up: the stream's thread may
+            wait for the environment just then, and hand nothing out.
+        """
+        with self._lock:
+            draw, self._deadline = wanted.draw, self._new_deadline()
+            self._lock.notify_all()
+            while not wanted.is_drawn:
+                if self._failure is not None:
+                    raise self._failure
+                left = self._deadline - time.monotonic()
+                if left > 0 and wanted.draw is draw:
+                    self._lock.wait(min(left, _MAX_WAIT_SECONDS))
+                    continue
+                if left <= 0 and wanted.missing:
                     self._retry(wanted.missing)
-                    self._lock.notify_all()  # the draw may have ended with their failures
+                    if wanted.has_ended_draw:
+                        return False
                 draw, self._deadline = wanted.draw, self._new_deadline()
-            else:
-                self._lock.wait(min(left, _MAX_WAIT_SECONDS))
+            return True
 
     @contextmanager
     def exclusive(self, *, with_environment: bool = False) -> Generator[None]:
@@ -208,6 +211,12 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         else:
             with self._lock:
                 yield
+
+    @contextmanager
+    def environment_alone(self) -> Generator[None]:
+        """Waits until a step of the environment under way has returned, and lets none begin."""
+        with self._environment_lock:
+            yield
 
     def close(self) -> None:
         """Ends the thread; what is under way is forgotten, and given up by the engine's next user.
@@ -235,8 +244,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                     completed = self._poll() if self._in_flight else []
                 if completed and self._environment is not None:
                     self._step_environment(completed, self._environment)
-                if self._on_draw is not None:
-                    self._end_draws(self._on_draw)
+                self._end_draws()
                 with self._lock:
                     self._lock.notify_all()
                     pause = _IDLE_POLL_SECONDS if self._deadline is None else _AWAITED_POLL_SECONDS
@@ -248,22 +256,17 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 self._lock.notify_all()
 
     def _must_poll(self) -> bool:
-        """Whether a caller waits, or there may be completions for the environment or `on_draw`."""
-        if not self._in_flight and not self._ended_draws():
-            return False
+        """Whether there may be completions, which nobody waits for while the engine is lost."""
         is_awaited = self._deadline is not None
-        reads = self._environment is not None or self._on_draw is not None
-        return is_awaited or (reads and not self._is_engine_lost)
+        return bool(self._in_flight or self._ended_draws()) and (
+            is_awaited or not self._is_engine_lost
+        )
 
     def _ended_draws(self) -> list[int]:
         """The steps of draws that `on_draw` has not got yet."""
-        if self._on_draw is None:
-            return []
-        return [step for step, drawn in self._steps.items() if drawn.has_ended_draw]
+        return [step for step, wanted in self._steps.items() if wanted.has_ended_draw]
 
-    def _end_draws(
-        self, on_draw: Callable[[int, Sequence[Rollout]], Sequence[Prompt] | None]
-    ) -> None:
+    def _end_draws(self) -> None:
         """Hands out draws that have ended, and begins those that their steps need next."""
         with self._lock:
             ended = self._ended_draws()
@@ -271,25 +274,26 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             with self._lock:
                 may_restart = self._deadline is not None
                 self._resubmit_after_restart(may_restart=may_restart)  # new engines kept nothing
-                drawn = self._steps.get(step)
-                if drawn is None or not drawn.has_ended_draw:
+                wanted = self._steps.get(step)
+                if wanted is None or not wanted.has_ended_draw:
                     continue  # its caller has gone, or an engine was lost with what it kept
-                found = self._rollouts_of(drawn.draw, may_restart=may_restart)
+                found = self._rollouts_of(wanted.draw, may_restart=may_restart)
                 if found is None:
                     continue
-                drawn.draw = []
+                wanted.drawn.append(found)
+                wanted.draw = []
             more = None
             try:
-                with self._environment_lock:
-                    more = on_draw(step, found)
+                with self._draw_lock:
+                    more = self._on_draw(step, found)
             # Named fault boundary: it is the step's, whose turn may not have come.
-            except Exception as error:  # noqa: BLE001 (raised by wait)
-                drawn.failure = error
+            except Exception as error:  # noqa: BLE001 (raised by take)
+                wanted.failure = error
             with self._lock:
                 if more is not None and step in self._steps:
                     self._begin_draw(step, more, may_restart=self._deadline is not None)
                 else:
-                    drawn.is_drawn = True
+                    wanted.is_drawn = True
 
     def _poll(self) -> list[PendingRollout]:
         """Rollouts with a new completion, which is now part of their episode."""
@@ -414,7 +418,7 @@ class StreamingSampler(Sampler):
         seed: int,
         timeout_seconds: float | None = None,
         holds: bool = False,
-        on_draw: Callable[[int, Sequence[Rollout]], Sequence[Prompt] | None] | None = None,
+        on_draw: OnDraw = _no_more,
     ) -> RolloutStream:
         """Rollouts of steps to come, as `RolloutStream` has it; there is one at a time.
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,17 @@ import pytest
 import torch
 
 from nemo_rl_core.algorithms import AsyncGRPOTrainer, GRPOTrainer
+from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
+from nemo_rl_core.rollouts.engine import CompletionRequest, as_batch
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
-from nemo_rl_core.types import Rollout
+from nemo_rl_core.types import Prompt, Rollout
 from tests.training import Watch, assert_equal_weights, replay
 
 pytestmark = pytest.mark.slow
@@ -157,6 +162,38 @@ def test_a_step_whose_draw_cannot_be_scored_stops_the_run_when_it_comes(
     assert watch.steps == [1, 2]
 
 
+class Busy(Callback):
+    """Keeps the trainer busy for a second after each step."""
+
+    def __init__(self) -> None:
+        self.hours: list[tuple[float, float]] = []
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        began = time.monotonic()
+        time.sleep(1)
+        self.hours.append((began, time.monotonic()))
+
+
+def test_rewards_are_computed_while_the_trainer_is_busy(
+    session: ClusterSession, tiny_model: Path
+) -> None:
+    called_at: list[float] = []
+
+    def slow_reward(prompts: list[str], responses: list[str]) -> list[float]:
+        called_at.append(time.monotonic())
+        time.sleep(0.1)
+        return [float(len(each)) for each in responses]
+
+    busy = Busy()
+    settings = {"dynamic_sampling": None}
+    fitted(tiny_model, 1, reward_fn=slow_reward, callbacks=[busy], settings=settings)
+    calls = [sum(begin < moment < end for moment in called_at) for begin, end in busy.hours]
+    # After step 2 the engine samples step 3, and after step 3 the last one.
+    assert calls[1] > 0
+    assert calls[2] > 0
+    assert calls[3] == 0
+
+
 class Digits:
     """Two turns; the reward is that of `seven`, over both."""
 
@@ -191,3 +228,23 @@ def test_games_are_drawn_again_ahead_as_well(session: ClusterSession, tiny_model
     for result in results:
         # Of each draw by itself.
         assert [metrics["environment_rows"] for metrics in result.metrics] == [16.0] * NUM_STEPS
+
+
+def test_requests_of_earlier_steps_come_first(
+    session: ClusterSession, generation_setup: GenerationSetup, prompts: list[Prompt]
+) -> None:
+    config = generation_setup.config.model_copy(update={"max_num_seqs": 1, "max_new_tokens": 200})
+    setup = replace(generation_setup, config=config, max_model_len=216, stop_token_ids=())
+    engine = StreamingGeneration(session, setup)
+    requests = as_batch([CompletionRequest(each.token_ids, seed=7) for each in prompts[:6]])
+    later, earlier = list(range(6)), [10, 11]
+    engine.submit(later, BatchedDataDict({**requests, "priorities": torch.full((6,), 2)}))
+    engine.submit(
+        earlier, BatchedDataDict({**requests.slice(0, 2), "priorities": torch.full((2,), 1)})
+    )
+    order: list[int] = []
+    while len(order) < 8:
+        order += [name for name, _ in engine.poll(wait_seconds=1.0)]
+    assert [name for name in order if name in later] == later
+    assert [name for name in order if name in earlier] == earlier
+    assert order.index(11) < order.index(5)  # in the order of their coming it would be the last

@@ -1,8 +1,8 @@
 """GRPO with an engine that samples while the model trains."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
 from typing import ClassVar, cast
@@ -24,6 +24,19 @@ from nemo_rl_core.types import Prompt, Rollout
 
 _UNEVEN_SHARE = 1.25
 """Of a step's sequences, an engine may get so many times its equal share."""
+
+
+@dataclass
+class _SampledStep:
+    """A step that is sampled ahead.
+
+    Attributes:
+        draws: Those that were scored.
+        of_environment: The number of scored rollouts, and the environment's metrics, of each draw.
+    """
+
+    draws: StepDraws
+    of_environment: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
 
 class AsyncGRPOTrainer(GRPOTrainer):
@@ -57,13 +70,12 @@ class AsyncGRPOTrainer(GRPOTrainer):
         assert settings is not None  # checked in super()._set_up
         self._max_staleness = settings.max_staleness
         if isinstance(self.sampler, StreamingSampler):
-            self._draws: dict[int, StepDraws] = {}
-            self._environment_of_draws: dict[int, list[tuple[int, dict[str, float]]]] = {}
+            self._sampled: dict[int, _SampledStep] = {}
             self._stream = self.sampler.stream(
                 seed=self.settings.seed,
                 timeout_seconds=settings.step_timeout_seconds,
                 holds=self._holds_rollouts,
-                on_draw=self._score_draw if self.config.dynamic_sampling else None,
+                on_draw=self._score_draw,
             )
 
     def _sampler_settings(self) -> RolloutSettings:
@@ -80,62 +92,44 @@ class AsyncGRPOTrainer(GRPOTrainer):
         sampling = generation.model_copy(update=limits)
         return self.settings.model_copy(update={"generation": sampling})
 
-    def _roll_out(self, prompts: list[Prompt], *, first_place: int = 0) -> Sequence[Rollout]:
+    def _sample_rollouts(self, prompts: list[Prompt]) -> tuple[Sequence[Rollout], dict[str, float]]:
         """The step's rollouts, most of them made while earlier steps were trained.
 
-        Where an environment answers, it does so meanwhile, too, so that no turn waits for the
-        trainer. The engine first takes over the weights of the step before, in the middle of
-        whatever it generates, and then the prompts of steps that are now near enough.
+        Environments answer, rewards are computed and further draws begin meanwhile, too, so that
+        none of that waits for the trainer. The engine first takes over the weights of the step
+        before, in the middle of whatever it generates, and then the prompts of steps that are now
+        near enough.
         """
         if not isinstance(self.sampler, StreamingSampler):
-            return self._recorded()
-        self._go_on_sampling(self.sampler)
-        with self.timer.phase("rollout"):
-            rollouts = self._stream.take(self.step)
-        return self._scored(self.sampler, rollouts)
-
-    def _sample_rollouts(self, prompts: list[Prompt]) -> tuple[Sequence[Rollout], dict[str, float]]:
-        """As `GRPOTrainer` does; draws of dynamic sampling follow each other without the trainer.
-
-        They are those of the synchronous loop, in its order.
-        """
-        if self.config.dynamic_sampling is None or not isinstance(self.sampler, StreamingSampler):
             return super()._sample_rollouts(prompts)
-        self._go_on_sampling(self.sampler)
+        with self.timer.phase("sync"):
+            self._update_weights(self.sampler, last_step=self.step - 1)
         with self.timer.phase("rollout"):
-            self._stream.wait(self.step)
-        draws = self._draws.pop(self.step)
-        self._of_environment += self._environment_of_draws.pop(self.step)
-        return draws.rollouts(), draws.metrics()
+            self._begin_steps()
+            self._stream.take(self.step)
+        sampled = self._sampled.pop(self.step)
+        self._of_environment += sampled.of_environment
+        return sampled.draws.rollouts(), sampled.draws.metrics()
 
     def _score_draw(self, step: int, rollouts: Sequence[Rollout]) -> list[Prompt] | None:
-        """Scores a draw in the stream's thread, which holds the environment.
+        """Scores a draw beside the trainer's thread; the environment need not bear two calls.
 
         Returns:
             The prompts of the step's next draw; None where it needs none.
         """
-        sampling, draws = self.config.dynamic_sampling, self._draws[step]
-        assert sampling is not None and self.sampler is not None
-        scored, metrics = self.sampler.post_process(self.sampler.score(rollouts))
-        self._environment_of_draws[step].append((len(valid_rollouts(scored)), metrics))
-        draws.add(scored)
-        if not draws.wants_more:
+        sampled, sampler = self._sampled[step], self.sampler
+        assert sampler is not None
+        # Turns were scored as they ended: failures count though the environment does not return.
+        has_turns = sampler.environment is not None
+        with nullcontext() if has_turns else self._stream.environment_alone():
+            scored = sampler.score(rollouts)
+        with self._stream.environment_alone():
+            scored, metrics = sampler.post_process(scored)
+        sampled.of_environment.append((len(valid_rollouts(scored)), metrics))
+        sampled.draws.add(scored)
+        if not sampled.draws.wants_more:
             return None
-        return self._further_prompts(sampling, step=step, num_draws=draws.num_draws)
-
-    def _go_on_sampling(self, sampler: Sampler) -> None:
-        """Gives the engine the weights of the step before, and the steps that are now near."""
-        with self.timer.phase("sync"):
-            self._update_weights(sampler, last_step=self.step - 1)
-        with self.timer.phase("rollout"):
-            self._begin_steps()
-
-    def _post_process(
-        self, sampler: Sampler, rollouts: Sequence[Rollout]
-    ) -> tuple[Sequence[Rollout], dict[str, float]]:
-        """While the environment answers nobody else: it need not bear two calls at once."""
-        with self._stream.exclusive(with_environment=True):
-            return super()._post_process(sampler, rollouts)
+        return self._further_prompts(step=step, num_draws=sampled.draws.num_draws)
 
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
         """Also before a validation, in whose wake samples go on with the new weights."""
@@ -151,17 +145,12 @@ class AsyncGRPOTrainer(GRPOTrainer):
 
     def _begin_steps(self) -> None:
         """Asks for every step that may be sampled with the weights of now."""
-        sampling = self.config.dynamic_sampling
         first = max(self._last_begun + 1, self.step)
         last = min(self.step + self._max_staleness, self._last_step)
         for step in range(first, last + 1):
             group_size = self.config.num_generations_per_prompt
             prompts = self._batches.batch(step - 1)
-            if sampling is not None:
-                self._draws[step] = StepDraws(
-                    sampling, self.config.advantage, num_prompts=len(prompts)
-                )
-                self._environment_of_draws[step] = []
+            self._sampled[step] = _SampledStep(self._new_draws(len(prompts)))
             self._stream.begin(prompts, num_generations_per_prompt=group_size, step=step)
             self._last_begun = step
 

@@ -32,7 +32,7 @@ class StepDraws:
     dropped, so that no completion serves a later step, whose weights are newer.
 
     Args:
-        sampling: Has the bound on draws.
+        sampling: Has the bound on draws; None makes one, all of which is trained on.
         advantage: Says which rewards are compared.
         num_prompts: P, the groups that the step wants.
 
@@ -43,9 +43,10 @@ class StepDraws:
     """
 
     def __init__(
-        self, sampling: DynamicSampling, advantage: AdvantageConfig, *, num_prompts: int
+        self, sampling: DynamicSampling | None, advantage: AdvantageConfig, *, num_prompts: int
     ) -> None:
-        self._max_draws = sampling.max_draws
+        self._max_draws = sampling.max_draws if sampling else 1
+        self._takes_all = sampling is None
         self._advantage = advantage
         self._num_prompts = num_prompts
         self._drawn: list[Sequence[Rollout]] = []
@@ -58,7 +59,8 @@ class StepDraws:
             rollouts: Scored; some may have an error. Their groups are in no other draw.
         """
         self._drawn.append(rollouts)
-        self._kept.append(self._informative(rollouts))
+        if not self._takes_all:
+            self._kept.append(self._informative(rollouts))
 
     @property
     def num_draws(self) -> int:
@@ -68,7 +70,7 @@ class StepDraws:
     @property
     def wants_more(self) -> bool:
         """Whether groups are missing, and the bound allows a further draw."""
-        return len(self._groups()) < self._num_prompts and self.num_draws < self._max_draws
+        return self.num_draws < self._max_draws and len(self._groups()) < self._num_prompts
 
     def rollouts(self) -> Sequence[Rollout]:
         """What the step trains on and, behind it, what could not be scored.
@@ -83,8 +85,9 @@ class StepDraws:
         return joined([chosen, failed_rollouts(joined(self._drawn))])
 
     def metrics(self) -> dict[str, float]:
-        """Of all that was drawn, and how often."""
-        return {**sampling_metrics(joined(self._drawn)), "num_draws": float(self.num_draws)}
+        """Of all that was drawn and, where that varies, how often."""
+        metrics = _sampling_metrics(joined(self._drawn))
+        return metrics if self._takes_all else metrics | {"num_draws": float(self.num_draws)}
 
     def _groups(self) -> list[int]:
         """The ids of informative groups in the order in which they were drawn."""
@@ -103,7 +106,7 @@ class StepDraws:
         return selected(rollouts, torch.stack(masks).any(dim=0))
 
 
-def sampling_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def _sampling_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of all sampled rollouts, including those that dynamic sampling drops."""
     valid = valid_rollouts(rollouts)
     rewards = rewards_of(valid)

@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar, cast
 
-from nemo_rl_core.algorithms.grpo.config import DynamicSampling, GRPOConfig, GRPOSettings
+from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSettings
 from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch, reads_tokens
-from nemo_rl_core.algorithms.grpo.dynamic_sampling import StepDraws, sampling_metrics
+from nemo_rl_core.algorithms.grpo.dynamic_sampling import StepDraws
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
@@ -191,22 +191,23 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         Rollouts that could not be scored stay in the records of the step. A replayed step is used
         as recorded.
         """
-        sampling = self.config.dynamic_sampling
-        if sampling is None or self.sampler is None:
-            rollouts = self._roll_out(prompts)
-            return rollouts, sampling_metrics(rollouts)
-        draws = StepDraws(sampling, self.config.advantage, num_prompts=len(prompts))
+        draws = self._new_draws(len(prompts))
         draws.add(self._roll_out(prompts))
         while draws.wants_more:
-            more = self._further_prompts(sampling, step=self.step, num_draws=draws.num_draws)
+            more = self._further_prompts(step=self.step, num_draws=draws.num_draws)
             draws.add(self._roll_out(more, first_place=draws.num_draws * len(prompts)))
         return draws.rollouts(), draws.metrics()
 
-    def _further_prompts(
-        self, sampling: DynamicSampling, *, step: int, num_draws: int
-    ) -> list[Prompt]:
+    def _new_draws(self, num_prompts: int) -> StepDraws:
+        """Of a step that has made none."""
+        sampling = None if self.sampler is None else self.config.dynamic_sampling
+        return StepDraws(sampling, self.config.advantage, num_prompts=num_prompts)
+
+    def _further_prompts(self, *, step: int, num_draws: int) -> list[Prompt]:
         """The prompts of a step's next draw, where it has made so many."""
-        return self._more_prompts.batch((step - 1) * (sampling.max_draws - 1) + num_draws - 1)
+        assert self.config.dynamic_sampling is not None  # else there is one draw
+        most = self.config.dynamic_sampling.max_draws
+        return self._more_prompts.batch((step - 1) * (most - 1) + num_draws - 1)
 
     def _training_setup(self, spec: RunSpec) -> TrainingSetup:
         return replace(

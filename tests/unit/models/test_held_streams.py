@@ -244,7 +244,7 @@ def test_draws_that_stay_are_those_that_would_be_brought(make: Any, lost_when_ca
         draws.engines, stream = make(holds=holds, on_draw=draws)
         for step in (1, 2):
             stream.begin(PROMPTS, num_generations_per_prompt=5, step=step)
-            stream.wait(step)
+            stream.take(step)
     assert len(held.found) == 4
     assert all(isinstance(each, HeldRollouts) for each in held.found)
     assert [list(each) for each in held.found] == here.found
@@ -259,16 +259,16 @@ def test_a_draw_that_ended_on_engines_that_the_caller_restarts_is_asked_for_agai
     held.engines, holds = make(holds=True, on_draw=held)
     hand_out = holds._end_draws
 
-    def after_a_restart(on_draw: Any) -> None:
+    def after_a_restart() -> None:
         if holds._ended_draws() and not held.engines.num_restarts:
             with holds.exclusive():
                 held.engines.restart(WorkerLostError("as update_weights does"))
-        hand_out(on_draw)
+        hand_out()
 
     monkeypatch.setattr(holds, "_end_draws", after_a_restart)
     for stream in (brings, holds):
         stream.begin(PROMPTS, num_generations_per_prompt=5, step=1)
-        stream.wait(1)
+        stream.take(1)
     assert held.engines.num_restarts == 1
     assert [list(each) for each in held.found] == here.found
 

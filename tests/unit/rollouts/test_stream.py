@@ -233,14 +233,14 @@ def test_further_draws_are_made_while_nobody_waits(make: Any, ask: Any, engine: 
     stream = make(on_draw=on_draw)
     stream.begin([ask("8=", "8")], num_generations_per_prompt=2, step=1)
     until(lambda: len(drawn) == 3)
-    stream.wait(1)
+    stream.take(1)
     assert drawn[0] == (1, [("8=", 0, 0), ("8=", 0, 1)])
     assert drawn[1] == (1, [("7=", 1, 0), ("7=", 1, 1), ("6=", 2, 0), ("6=", 2, 1)])
     assert [place for _, *place in drawn[2][1]] == [[3, 0], [3, 1], [4, 0], [4, 1]]
     assert len(engine.priorities) == (2 + 4 + 4) * NUM_TURNS  # each turn of each rollout
     assert set(engine.priorities) == {1}
     stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=2)
-    stream.wait(2)
+    stream.take(2)
     assert engine.priorities[-1] == 2
 
 
@@ -258,10 +258,10 @@ def test_what_a_draw_raises_is_that_of_its_step(make: Any, ask: Any) -> None:
     for step in (2, 1, 3):
         stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=step)
     assert raised.wait(SECONDS)
-    stream.wait(1)
+    stream.take(1)
     with pytest.raises(RewardError, match="4 of 4"):
-        stream.wait(2)
-    stream.wait(3)
+        stream.take(2)
+    stream.take(3)
 
 
 def test_each_draw_may_take_as_long_as_a_step(make: Any, environment: Patient, ask: Any) -> None:
@@ -275,7 +275,7 @@ def test_each_draw_may_take_as_long_as_a_step(make: Any, environment: Patient, a
 
     stream = make(on_draw=on_draw, timeout_seconds=1)
     stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
-    stream.wait(1)
+    stream.take(1)
     assert [each.error for rollouts in drawn for each in rollouts] == [None, None]
     assert environment.num_calls == 2 * NUM_TURNS  # none was begun once more
 
@@ -292,6 +292,6 @@ def test_a_draw_that_never_ends_is_handed_out_with_errors(
     environment.before = lambda call: let_go.wait(2) if call == 1 else None
     stream = make(on_draw=on_draw, timeout_seconds=0.2)
     stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
-    stream.wait(1)
+    stream.take(1)
     assert drawn == [["no answer within 0.2 s, twice"]]
     let_go.set()
