@@ -5,6 +5,9 @@ No Ray runs here.
 
 import itertools
 import json
+import os
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
@@ -19,7 +22,7 @@ from tasks.platform.shapes import laptop
 from tasks.train_sft import train_sft
 from tests.commands import REPOSITORY
 from tests.schemas.ray_job import ray_job
-from tests.unit.tasks.test_deployment import YAML, documents
+from tests.unit.tasks.test_deployment import VALUES, YAML, documents
 from tests.unit.tasks.test_run_cluster import OWN_POD, cluster_of
 from tests.workflows.cluster_bed import Pod
 from tests.workflows.cluster_bed.pod import VOLUME
@@ -31,6 +34,8 @@ from tests.workflows.kubernetes_bed import (
     KubernetesBed,
     why_no_kubernetes,
 )
+from tests.workflows.kubernetes_bed.api import objects_of
+from tests.workflows.kubernetes_bed.binaries import binary
 from tests.workflows.test_ray_jobs import SHAPES, compiled, short_name
 
 pytestmark = [
@@ -40,6 +45,8 @@ pytestmark = [
 
 RAY_JOBS = f"/apis/ray.io/v1/namespaces/{NAMESPACE}/rayjobs"
 OF_OTHERS = ("monitoring.coreos.com/", "kueue.x-k8s.io/")
+KUEUE = "kueue/crd"
+"""Kueue's definitions (`config/components/crd/bases/` of its tag) beside the programs, if there."""
 MANIFESTS = [
     name
     for name in YAML
@@ -104,6 +111,33 @@ def test_every_object_is_taken_with_all_of_its_keys(cluster: KubernetesBed, name
             assert list(dropped(each, taken)) == [], each["metadata"]["name"]
 
 
+@pytest.mark.skipif(
+    why_no_kubernetes() is None and not binary(KUEUE).exists(), reason=f"there is no {KUEUE}"
+)
+def test_kueue_takes_its_queue_and_priorities(cluster: KubernetesBed) -> None:
+    for path in sorted(binary(KUEUE).glob("*.yaml")):
+        for definition in objects_of(path):
+            cluster.admin.create(definition)
+    for each in documents("production/kueue.yaml"):
+        wait(lambda made=each: knows(cluster.admin, made))
+        taken = cluster.admin.create(each, NAMESPACE, dryRun="All")
+        assert list(dropped(each, taken)) == [], each["metadata"]["name"]
+    queue = next(
+        each for each in documents("production/kueue.yaml") if "preemption" in each.get("spec", ())
+    )
+    queue["spec"]["preemption"]["withinClusterQueue"] = "Lower"
+    with pytest.raises(ApiError, match='Unsupported value: "Lower"'):
+        cluster.admin.create(queue, NAMESPACE, dryRun="All")
+
+
+def knows(api: Api, made: Mapping[str, Any]) -> bool:
+    """Whether its kind is served."""
+    try:
+        return api.find(api.path_of(made, NAMESPACE)) is not None
+    except ApiError:
+        return False
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("task", [train_sft, evaluate], ids=short_name)
 def test_the_job_of_a_stage_is_taken_from_flyte_with_all_of_its_keys(
@@ -129,6 +163,47 @@ def test_what_kubernetes_does_not_take_is_found(cluster: KubernetesBed, flyte: A
     claim["spec"]["resources"]["requests"]["storage"] = "10 Ti"
     with pytest.raises(ApiError, match="quantities must match"):
         cluster.admin.create(claim, NAMESPACE, dryRun="All")
+
+
+@pytest.mark.skipif(
+    not all(map(shutil.which, ("kubectl", "envsubst"))), reason="needs kubectl and envsubst"
+)
+def test_the_commands_of_the_set_up_make_a_namespace_and_may_be_repeated(
+    cluster: KubernetesBed, tmp_path: Path
+) -> None:
+    namespace = "nemo-rl-staging"
+    page = " ".join((REPOSITORY / "docs/clusters.md").read_text().replace("\\\n", " ").split())
+    environment = {**os.environ, **VALUES, "NAMESPACE": namespace, "HOME": str(tmp_path)}
+    environment["KUBECONFIG"] = str(cluster.plane.kubeconfig)
+
+    def run(command: str) -> list[str]:
+        assert command in page
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=REPOSITORY,
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return [line.rpartition(" ")[2] for line in done.stdout.splitlines()]
+
+    of_namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
+    cluster.admin.create(of_namespace)
+    wait(lambda: cluster.admin.items(f"/api/v1/namespaces/{namespace}/serviceaccounts") != [])
+    apply = (
+        'envsubst < deployment/production/cluster.yaml | kubectl apply --namespace "$NAMESPACE" '
+    )
+    apply += "--filename -"
+    logs = (
+        "envsubst '$BUCKET $REGION $LOGS_ROLE $FLUENT_BIT_IMAGE' < deployment/production/logs.yaml "
+    )
+    logs += "| kubectl apply --namespace flyte --filename -"
+    assert set(run(apply)) == {"created", "configured"}  # what belongs to no namespace is there
+    assert set(run(apply)) == {"unchanged"}
+    assert set(run(logs)) == {"created"}
+    secrets = "--from-literal=client_secret=… --from-literal=oidc_client_secret=…"
+    run(f"kubectl create --namespace flyte secret generic nemo-rl-auth {secrets}")
 
 
 def test_flyte_may_do_with_ray_jobs_what_it_does_and_nothing_else(flyte: Api) -> None:

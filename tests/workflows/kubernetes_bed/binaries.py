@@ -8,6 +8,7 @@ They lie in the folder that `NEMO_RL_KUBERNETES` names:
 | `kube-apiserver`, `kube-controller-manager`, `kube-scheduler` | a release of Kubernetes |
 | `kuberay-operator` | `/manager` in the image of KubeRay's operator 1.5.1 |
 | `kuberay/crd/`, `kuberay/rbac/` | `crd/bases/` and `rbac/` of `ray-operator/config/` there |
+| `kueue/crd/`, if you like | `config/components/crd/bases/` of Kueue 0.19.2 |
 """
 
 import os

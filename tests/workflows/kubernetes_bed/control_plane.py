@@ -34,13 +34,14 @@ class ControlPlane:
     Attributes:
         admin: The API, for one who may do everything.
         authority: File with the server's certificate.
+        kubeconfig: File by which `kubectl` is the administrator.
         host, port: Of the API server.
     """
 
     def __init__(self, folder: Path, address: str) -> None:
         self._folder, self.host = folder, address
         self.port, self._etcd_port, self._peer_port = (_free_port(address) for _ in range(3))
-        self.authority = folder / "ca.crt"
+        self.authority, self.kubeconfig = folder / "ca.crt", folder / "kubeconfig"
         self._token = secrets.token_hex(16)
         self._processes = ExitStack()
         self.admin: Api
@@ -56,9 +57,9 @@ class ControlPlane:
             started.callback(self.__exit__)
             self._start_etcd()
             self._start_api_server()
-            kubeconfig = self._kubeconfig()
-            self._start("kube-controller-manager", *self._controller_options(kubeconfig))
-            self._start("kube-scheduler", f"--kubeconfig={kubeconfig}", *_NO_SERVER)
+            self._write_kubeconfig()
+            self._start("kube-controller-manager", *self._controller_options())
+            self._start("kube-scheduler", f"--kubeconfig={self.kubeconfig}", *_NO_SERVER)
             self.wait(self._has_default_account, "the controllers")
             started.pop_all()
         return self
@@ -161,8 +162,7 @@ class ControlPlane:
             return False
         return True
 
-    def _kubeconfig(self) -> Path:
-        path = self._folder / "kubeconfig"
+    def _write_kubeconfig(self) -> None:
         cluster = {"server": self.url, "certificate-authority": str(self.authority)}
         content = {
             "apiVersion": "v1",
@@ -172,12 +172,11 @@ class ControlPlane:
             "users": [{"name": "bed", "user": {"token": self._token}}],
             "contexts": [{"name": "bed", "context": {"cluster": "bed", "user": "bed"}}],
         }
-        path.write_text(yaml.safe_dump(content))
-        return path
+        self.kubeconfig.write_text(yaml.safe_dump(content))
 
-    def _controller_options(self, kubeconfig: Path) -> list[str]:
+    def _controller_options(self) -> list[str]:
         return [
-            f"--kubeconfig={kubeconfig}",
+            f"--kubeconfig={self.kubeconfig}",
             "--controllers=*,-nodelifecycle,-nodeipam",
             "--use-service-account-credentials=true",
             f"--service-account-private-key-file={self._folder / 'key.pem'}",
