@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test bench test-changed test-slow test-gpu test-verifiers test-flyte2 test-float8 test-bare parity docs docs-serve lint format lock check-gpu clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test bench test-changed test-slow test-gpu test-verifiers test-flyte2 test-float8 test-kubernetes test-bare parity docs docs-serve lint format lock check-gpu clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -79,6 +79,9 @@ test-float8: setup ## Test training in float8, emulated, with torchao in a scrat
 	  $(bin)/python -m pip install -q --no-deps --target "$$site" \
 	    "$$(grep '^torchao==' deployment/requirements/gpu.txt)" && \
 	  PYTHONPATH="$$site" $(bin)/pytest -n 0 --no-cov tests/unit/backends/test_float8*.py tests/unit/planning/test_planned_float8.py
+
+test-kubernetes: setup ## Test manifests, rights and RayJobs on Kubernetes and KubeRay (NEMO_RL_KUBERNETES=folder; needs root)
+	$(bin)/pytest -n 0 --no-cov -rs -m slow tests/workflows/test_kubernetes.py
 
 test-bare: ## Run the short recipe on a Debian that has neither a compiler nor anything else (needs root)
 	bash tests/bare_debian.sh

@@ -95,7 +95,7 @@ class KubernetesServer:
     def __enter__(self) -> "KubernetesServer":
         self.account.mkdir(parents=True)
         key, certificate = self._folder / "key.pem", self.account / "ca.crt"
-        _make_certificate(key, certificate, self._address)
+        make_certificate(key, certificate, self._address)
         (self.account / "token").write_text(_TOKEN)
         (self.account / "namespace").write_text(NAMESPACE)
         server = self
@@ -281,7 +281,8 @@ def _rules() -> set[tuple[str, str, str]]:
     }
 
 
-def _make_certificate(key: Path, certificate: Path, address: str) -> None:
+def make_certificate(key: Path, certificate: Path, address: str) -> None:
+    """Writes a key and a certificate of its own for a server at this address."""
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),

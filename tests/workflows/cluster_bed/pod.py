@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.commands import REPOSITORY
-from tests.workflows.cluster_bed.network import Network
+from tests.workflows.cluster_bed.network import Network, Port
 
 _SCRIPT = Path(__file__).with_name("pod.sh")
 _ENVIRONMENT = Path(sys.prefix)
@@ -31,6 +31,10 @@ class Pod:
         log: File of this machine that takes the output; it is added to.
         volume: Folder of this machine that is mounted as the shared volume; None mounts none.
         account: Folder of this machine with the token of its service account; None has none.
+        port: Its place in the network, if somebody else has made it and takes it away; its own
+            else.
+        sees: Further folders of this machine that are in its image.
+        nameserver: Asked for names; by default nobody answers, and so at once.
 
     Attributes:
         name: Its host name.
@@ -48,13 +52,17 @@ class Pod:
         log: Path,
         volume: Path | None = None,
         account: Path | None = None,
+        port: Port | None = None,
+        sees: Sequence[Path] = (),
+        nameserver: str = "127.0.0.1",
     ) -> None:
-        self._network, self._port = network, network.connect()
+        self._network, self._has_own_port = network, port is None
+        self._port = port or network.connect()
         self.name, self.address = name, self._port.address
         self._environment, self._log = image_environment() | dict(environment), log
         spaces = ["--mount", "--pid", "--mount-proc", "--ipc", "--uts", "--fork", "--kill-child"]
-        inside = [name, self.address, str(volume or "-"), str(account or "-"), str(REPOSITORY)]
-        inside += [*_image_folders(), "--"]
+        inside = [name, self.address, nameserver, str(volume or "-"), str(account or "-")]
+        inside += [str(REPOSITORY), *_image_folders(), *map(str, sees), "--"]
         self._process = self._open(
             [
                 *("setpriv", "--pdeathsig", "KILL"),  # should this process be killed
@@ -106,13 +114,14 @@ class Pod:
         """Ends it as a kubelet does: its hook, a SIGTERM for its first process, then SIGKILL.
 
         Args:
-            hook: The command of its `preStop`.
+            hook: The command of its `preStop`; empty for a pod without.
             grace_seconds: For all of it.
         """
         deadline = time.monotonic() + grace_seconds
         # What waits for the command may end the pod meanwhile.
         with suppress(subprocess.TimeoutExpired, OSError):
-            self.run(hook, {}).wait(grace_seconds)
+            if hook:
+                self.run(hook, {}).wait(grace_seconds)
             os.kill(self._first(), signal.SIGTERM)
             self._process.wait(max(deadline - time.monotonic(), 0))
         self.kill()
@@ -122,7 +131,8 @@ class Pod:
         if not self._is_removed:
             self._is_removed = True
             self.kill()
-            self._network.disconnect(self._port)
+            if self._has_own_port:
+                self._network.disconnect(self._port)
 
     def _first(self) -> int:
         """The first process within, which `unshare` has forked."""

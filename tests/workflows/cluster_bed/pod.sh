@@ -1,9 +1,9 @@
 # The first process of a pod, in its new name spaces:
-#   pod.sh NAME ADDRESS VOLUME|- ACCOUNT|- CHECKOUT IMAGE_FOLDER... -- COMMAND...
+#   pod.sh NAME ADDRESS NAMESERVER VOLUME|- ACCOUNT|- CHECKOUT IMAGE_FOLDER... -- COMMAND...
 # IMAGE_FOLDERs are what the pod sees of folders that are its own, empty ones elsewhere.
 set -eu
-name=$1 address=$2 volume=$3 account=$4 checkout=$5
-shift 5
+name=$1 address=$2 nameserver=$3 volume=$4 account=$5 checkout=$6
+shift 6
 hostname "$name"
 mount --make-rprivate /
 mount -t tmpfs tmpfs /mnt
@@ -23,7 +23,7 @@ if [ "$volume" != - ]; then mount --bind "$volume" /mnt/volume; fi
 mkdir /mnt/account
 if [ "$account" != - ]; then cp "$account"/* /mnt/account; fi
 printf '127.0.0.1 localhost\n%s %s\n' "$address" "$name" > /mnt/hosts
-echo 'nameserver 127.0.0.1' > /mnt/resolv.conf  # nobody answers, and so at once
+echo "nameserver $nameserver" > /mnt/resolv.conf
 mount --bind /mnt/hosts /etc/hosts
 mount --bind /mnt/resolv.conf /etc/resolv.conf
 

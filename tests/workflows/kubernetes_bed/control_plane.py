@@ -1,0 +1,195 @@
+"""Kubernetes' own processes: etcd, the API server, its controllers and its scheduler."""
+
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import yaml
+from urllib3.exceptions import HTTPError
+
+from tests.workflows.cluster_bed.kubernetes_server import make_certificate
+from tests.workflows.kubernetes_bed.api import Api, ApiError
+from tests.workflows.kubernetes_bed.binaries import binary
+
+_START_SECONDS = 120.0
+_ADMIN = "admin"
+
+
+class ControlPlane:
+    """The processes; a context manager.
+
+    The API server asks for a token and holds to RBAC. Left out of the controllers is the one that
+    looks after nodes, which here have no heartbeat.
+
+    Args:
+        folder: Of this machine, for certificates, data and logs.
+        address: Where the API server listens.
+
+    Attributes:
+        admin: The API, for one who may do everything.
+        authority: File with the server's certificate.
+        kubeconfig: File by which `kubectl` is the administrator.
+        host, port: Of the API server.
+    """
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self._folder, self.host = folder, address
+        self.port, self._etcd_port, self._peer_port = (_free_port(address) for _ in range(3))
+        self.authority, self.kubeconfig = folder / "ca.crt", folder / "kubeconfig"
+        self._token = secrets.token_hex(16)
+        self._processes = ExitStack()
+        self.admin: Api
+
+    @property
+    def url(self) -> str:
+        """Of the API server."""
+        return f"https://{self.host}:{self.port}"
+
+    def __enter__(self) -> "ControlPlane":
+        self._folder.mkdir(parents=True)
+        with ExitStack() as started:
+            started.callback(self.__exit__)
+            self._start_etcd()
+            self._start_api_server()
+            self._write_kubeconfig()
+            self._start("kube-controller-manager", *self._controller_options())
+            self._start("kube-scheduler", f"--kubeconfig={self.kubeconfig}", *_NO_SERVER)
+            self.wait(self._has_default_account, "the controllers")
+            started.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._processes.close()
+
+    def account(self, namespace: str, name: str, folder: Path) -> Path:
+        """Writes what a pod has of its service account.
+
+        Returns:
+            The folder.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "token").write_text(self.token_of(namespace, name))
+        (folder / "namespace").write_text(namespace)
+        shutil.copy(self.authority, folder / "ca.crt")
+        return folder
+
+    def token_of(self, namespace: str, name: str) -> str:
+        """A token of a service account, as a kubelet asks for it."""
+        body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+        body["spec"] = {"audiences": None, "expirationSeconds": 36000}
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token"
+        token: str = self.admin.request("POST", path, body)["status"]["token"]
+        return token
+
+    def as_account(self, namespace: str, name: str) -> Api:
+        """The API for a service account, with its own token."""
+        return Api(self.url, self.token_of(namespace, name), self.authority)
+
+    def wait(self, is_so: Callable[[], Any], what: str, seconds: float = _START_SECONDS) -> None:
+        """Waits until it is so.
+
+        Raises:
+            TimeoutError: If it does not come true.
+        """
+        deadline = time.monotonic() + seconds
+        while not is_so():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what} did not come up: see the logs in {self._folder}")
+            time.sleep(0.2)
+
+    def _has_default_account(self) -> bool:
+        return self.admin.find("/api/v1/namespaces/default/serviceaccounts/default") is not None
+
+    def _start(self, name: str, *options: str) -> None:
+        with (self._folder / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", str(binary(name)), *options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+                start_new_session=True,
+            )
+        self._processes.callback(process.wait, 60)
+        self._processes.callback(process.kill)
+
+    def _start_etcd(self) -> None:
+        clients, peers = (f"http://127.0.0.1:{p}" for p in (self._etcd_port, self._peer_port))
+        self._start(
+            "etcd",
+            f"--data-dir={self._folder / 'etcd'}",
+            f"--listen-client-urls={clients}",
+            f"--advertise-client-urls={clients}",
+            f"--listen-peer-urls={peers}",
+            f"--initial-advertise-peer-urls={peers}",
+            f"--initial-cluster=default={peers}",
+        )
+
+    def _start_api_server(self) -> None:
+        key = self._folder / "key.pem"
+        make_certificate(key, self.authority, self.host)
+        tokens = self._folder / "tokens.csv"
+        tokens.write_text(f'{self._token},{_ADMIN},{_ADMIN},"system:masters"\n')
+        self._start(
+            "kube-apiserver",
+            f"--etcd-servers=http://127.0.0.1:{self._etcd_port}",
+            f"--bind-address={self.host}",
+            f"--advertise-address={self.host}",
+            f"--secure-port={self.port}",
+            f"--tls-cert-file={self.authority}",
+            f"--tls-private-key-file={key}",
+            f"--token-auth-file={tokens}",
+            "--authorization-mode=RBAC",
+            "--allow-privileged=true",
+            "--service-cluster-ip-range=10.96.0.0/16",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-signing-key-file={key}",
+            f"--service-account-key-file={key}",
+        )
+        self.wait(self._is_ready, "the API server")
+
+    def _is_ready(self) -> bool:
+        self.admin = Api(self.url, self._token, self.authority)
+        try:
+            self.admin.get("/readyz")
+        except (ApiError, HTTPError):
+            return False
+        return True
+
+    def _write_kubeconfig(self) -> None:
+        cluster = {"server": self.url, "certificate-authority": str(self.authority)}
+        content = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "bed",
+            "clusters": [{"name": "bed", "cluster": cluster}],
+            "users": [{"name": "bed", "user": {"token": self._token}}],
+            "contexts": [{"name": "bed", "context": {"cluster": "bed", "user": "bed"}}],
+        }
+        self.kubeconfig.write_text(yaml.safe_dump(content))
+
+    def _controller_options(self) -> list[str]:
+        return [
+            f"--kubeconfig={self.kubeconfig}",
+            "--controllers=*,-nodelifecycle,-nodeipam",
+            "--use-service-account-credentials=true",
+            f"--service-account-private-key-file={self._folder / 'key.pem'}",
+            f"--root-ca-file={self.authority}",
+            *_NO_SERVER,
+        ]
+
+
+_NO_SERVER = ("--leader-elect=false", "--secure-port=0")
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+    return port
