@@ -102,10 +102,7 @@ def without_ray() -> list[PodSize]:
         "stage that reads and checks data": (DATA, "data in deployment/pods.yaml"),
         "stage that compares, decides, reports": (PLAIN, _KIND.format("LIGHT")),
     }
-    return [
-        _of_resources(name, kind.requests, setting)
-        for name, (kind, setting) in kinds.items()
-    ]
+    return [_of_resources(name, kind.requests, setting) for name, (kind, setting) in kinds.items()]
 
 
 def _of_template(name: str, template: PodTemplate, setting: str) -> PodSize:
