@@ -58,9 +58,10 @@ def cluster_check(
     """Check a Flyte cluster before the first run, in the images and pods of the stages.
 
     Registers a workflow of small checks with the code of this checkout, launches it, and prints a
-    line as soon as a check has ended: plain pods, the bucket, the volume from two pods, a RayJob
-    with a step of training, GPUs, and notices that are really sent. Every check is tried, whatever
-    becomes of the others. Ctrl-C, or the timeout, ends the rest and says what was known of it.
+    line as soon as a check has ended: plain pods, the bucket, the volume from two pods, machines
+    large enough for each kind of pod, a RayJob with a step of training, GPUs, and notices that are
+    really sent. Every check is tried, whatever becomes of the others. Ctrl-C, or the timeout, ends
+    the rest and says what was known of it.
 
     KEY=VALUE sets a key of a recipe's section `cluster`, for the RayJobs; without any they have no
     GPU:

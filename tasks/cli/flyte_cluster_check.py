@@ -2,9 +2,11 @@
 
 import importlib
 import re
+import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -140,13 +142,15 @@ class CheckRun:
             "wait_seconds": wait_seconds,
             "autoscaled": autoscaled,
         }
-        with explained_answers(
+        explained = explained_answers(
             "the checks cannot be launched",
             found.platform.endpoint,
             project=project,
             domain=domain,
             what="workflows and executions",
-        ):
+        )
+        # On slow machines flytekit writes to stdout how long packing took; --json is for programs.
+        with redirect_stdout(sys.stderr), explained:
             registered = remote.register_script(
                 workflow,
                 image_config=ImageConfig.auto_default_image(),

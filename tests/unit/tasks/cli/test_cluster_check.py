@@ -1,12 +1,15 @@
 """`nemo-rl cluster-check` against Flyte's protocol on loopback, where no pod ever starts."""
 
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 from flytekit.configuration import SerializationSettings
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
+from flytekit.tools import fast_registration
 
 from nemo_rl_core.config.cluster import ClusterConfig
 from tasks import cli
@@ -37,6 +40,10 @@ def test_what_does_not_end_is_given_up_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEMO_RL_REGISTRY", "registry.invalid/team")
+    # A machine so slow that flytekit writes to stdout how long it has compressed the code.
+    monkeypatch.setattr(fast_registration.shutil, "which", lambda _program: None)
+    clock = SimpleNamespace(time=itertools.count(step=60).__next__)
+    monkeypatch.setattr(fast_registration, "time", clock)
     with Backend(tmp_path / "flyte", machine=NoRoom(), at_once=True) as backend:
         where = ["--config", str(backend.config), "--project", "flytesnacks"]
         given = ["cluster-check", *where, "--timeout", "3", "--json", "shape=one_gpu"]
@@ -44,6 +51,7 @@ def test_what_does_not_end_is_given_up_and_named(
         (execution,) = backend.executions.values()
         execution_ended = backend._aborted[execution.name].is_set()
     assert result.exit_code == 1, result.output
+    assert "tarball compression took 60 seconds" in result.stderr
     told = json.loads(result.stdout)
     assert told["counts"] == {"ok": 0, "warn": 0, "fail": len(NODES)}
     assert [line["name"] for line in told["checks"]] == [node.name for node in NODES.values()]
