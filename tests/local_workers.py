@@ -55,6 +55,12 @@ class LocalWorkers:
     def run_single_worker(self, method: str, *args: Any, rank: int = 0, **kwargs: Any) -> Any:
         return self._call(rank, method, *args, **kwargs)
 
+    def start_single_worker(self, method: str, *args: Any, rank: int = 0, **kwargs: Any) -> Any:
+        return self._call(rank, method, *args, **kwargs)
+
+    def finish(self, pending: Sequence[Any], timeout_seconds: float | None = None) -> list[Any]:
+        return list(pending)
+
     def run_all_workers_single_data(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return [self._call(rank, method, *args, **kwargs) for rank in range(self.world_size)]
 

@@ -12,6 +12,7 @@ from pydantic import (
 )
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.multi_turn import (
     GuessNumberGame,
     PythonEnvironment,
@@ -156,6 +157,20 @@ def reward_names(config: EnvironmentConfig) -> list[str]:
         each.target.partition(":")[2] if isinstance(each, RewardFunction) else each.kind
         for each in environments
     ]
+
+
+def judges_of_the_run(config: EnvironmentConfig) -> list[JudgeModel]:
+    """The judges that run in workers of the run, not behind an endpoint."""
+    return [
+        each.judge
+        for each in single_environments(config)
+        if isinstance(each, LLMJudge) and isinstance(each.judge, JudgeModel)
+    ]
+
+
+def has_reward_model(config: EnvironmentConfig) -> bool:
+    """Whether a reward model scores, alone or as a part."""
+    return any(isinstance(each, RewardModelScore) for each in single_environments(config))
 
 
 def reads_reward_model(config: EnvironmentConfig) -> bool:

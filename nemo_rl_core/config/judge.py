@@ -32,20 +32,33 @@ class JudgeEndpoint(FrozenConfig):
     max_concurrency: PositiveInt = 8
 
 
+_SHARE = 0.5
+
+
 class JudgeModel(FrozenConfig):
     """A model in a vLLM worker of this run; greedy.
+
+    On GPUs it lies on the first one of the trainer, and is awake only while it is asked: the
+    policy's engine and the trainer have given their share back then.
 
     Attributes:
         model: A transformers folder.
         max_model_len: Question and reply, in tokens.
-        kv_cache_gib: Of its own, beside that of the policy's engine.
-        dtype: Type of weights and activations.
+        kv_cache_gib: Of its own, beside that of the policy's engine, on a CPU.
+        gpu_memory_utilization: The share of the GPU's memory for weights, keys and values while it
+            is asked.
+        dtype: Type of weights and activations. A recipe that does not say which computes in
+            bfloat16 where its cluster has GPUs.
     """
 
     kind: Literal["model"] = "model"
     model: str = Field(min_length=1)
     max_model_len: PositiveInt = 4096
     kv_cache_gib: PositiveInt = 1
+    # Left out by default, so that keys of stages are what they were without it.
+    gpu_memory_utilization: float = Field(
+        default=_SHARE, gt=0, lt=1, exclude_if=lambda said: said == _SHARE
+    )
     dtype: DType = "float32"
 
 

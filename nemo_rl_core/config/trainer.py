@@ -6,7 +6,12 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers
+from nemo_rl_core.config.environment import (
+    EnvironmentConfig,
+    EnvironmentWorkers,
+    answers_back,
+    judges_of_the_run,
+)
 from nemo_rl_core.config.generation import (
     GenerationConfig,
     SamplingConfig,
@@ -173,4 +178,44 @@ class RolloutSettings(TrainerSettings):
     @model_validator(mode="after")
     def _engines_fit_the_cluster(self) -> Self:
         refuse_misplaced(self.cluster, self.generation)
+        refuse_judge_beside_others(self.cluster, self.generation, self.environment)
         return self
+
+
+def refuse_judge_beside_others(
+    cluster: ClusterConfig,
+    generation: SamplingConfig,
+    environment: EnvironmentConfig,
+    *,
+    samples_ahead: bool = False,
+) -> None:
+    """Refuses a judge of the run that would be asked while others hold the memory of its GPU.
+
+    On GPUs it lies on one of the trainer's. Engines there are awake between turns and while they
+    sample ahead; where they sample ahead of a conversation, its turns are scored beside training.
+
+    Args:
+        cluster: The section; without GPUs nothing is refused.
+        generation: The section of the policy's engines.
+        environment: What scores.
+        samples_ahead: Whether engines generate while a model is trained.
+
+    Raises:
+        ConfigError: Names another place for the judge or the engines.
+    """
+    if not cluster.num_gpus or not judges_of_the_run(environment):
+        return
+    has_turns, has_own_engines = answers_back(environment), generation.num_own_bundles > 0
+    beside_engine = not has_own_engines and (samples_ahead or has_turns)
+    beside_trainer = has_own_engines and samples_ahead and has_turns
+    if not beside_engine and not beside_trainer:
+        return
+    when = "while an engine samples on the same GPU" if beside_engine else "during training steps"
+    endpoint = "serve the judge elsewhere, and name it with judge: {kind: endpoint}"
+    own = "give the engines GPUs of their own, generation.placement: {own: 1}, or "
+    raise ConfigError(
+        f"a judge with kind: model on the trainer's GPU is asked {when}",
+        expected="a judge that is asked while nothing else holds the GPU's memory",
+        got="an environment with several turns" if has_turns else "grpo.asynchronous",
+        fix=(own if beside_engine and not (samples_ahead and has_turns) else "") + endpoint,
+    )

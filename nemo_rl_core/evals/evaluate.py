@@ -13,7 +13,6 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.needs import refuse_incomplete_rows
 from nemo_rl_core.evals.consensus import ExtractAnswer, extractor
 from nemo_rl_core.evals.metrics import (
-    accuracy_metrics,
     category_metrics,
     category_of,
     evaluation_metrics,
@@ -62,7 +61,7 @@ def evaluate(
     with Sampler(session, settings, model_folder) as sampler:
         engine = sampler.engine
         with waiting(f"generating {len(prompts):,} greedy completions"):
-            greedy = _greedy(sampler, prompts)
+            greedy = sampler.score(greedy_rollouts(sampler, prompts))
         sampled: Sequence[Rollout] = []
         if each := config.num_samples_per_prompt:
             with waiting(f"generating {each * len(prompts):,} sampled completions"):
@@ -82,19 +81,9 @@ def evaluate(
     )
 
 
-def greedy_metrics(sampler: Sampler, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """`accuracy_metrics` of the most likely completions.
-
-    Raises:
-        RewardError: If not one of them could be scored.
-    """
-    return accuracy_metrics(_greedy(sampler, prompts))
-
-
-def _greedy(sampler: Sampler, prompts: Sequence[Prompt]) -> Sequence[Rollout]:
-    return sampler.score(
-        sampler.engine.run(prompts, num_generations_per_prompt=1, step=0, greedy=True)
-    )
+def greedy_rollouts(sampler: Sampler, prompts: Sequence[Prompt]) -> Sequence[Rollout]:
+    """The most likely completion of each prompt, to be scored."""
+    return sampler.engine.run(prompts, num_generations_per_prompt=1, step=0, greedy=True)
 
 
 def eval_rows(

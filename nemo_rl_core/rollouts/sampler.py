@@ -31,7 +31,7 @@ from nemo_rl_core.rollouts.engine import RolloutEngine, SingleTurnRollouts
 from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.rollouts.held import HeldRollouts
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
-from nemo_rl_core.rollouts.scorers import scorer_of
+from nemo_rl_core.rollouts.scorers import scorer_of, scores_on_a_gpu
 from nemo_rl_core.types import Rollout
 
 
@@ -133,6 +133,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         self.tokenizer = load_tokenizer(model_folder)
         # Before the engine, which takes longer to start than a reward takes to be refused.
         self._scorer = scorer or scorer_of(session, settings, model_folder, reward_model)
+        self._scores_on_a_gpu = scorer is None and scores_on_a_gpu(session, settings)
         self.generation = generation or self._engine_class(
             session,
             GenerationSetup(
@@ -172,11 +173,15 @@ class Sampler(AbstractContextManager["Sampler"]):
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """The same rollouts, each with its reward or with the error for which it has none.
 
+        Where a model scores on a GPU, the engine gives its memory away first.
+
         Raises:
             RewardError: If more of them failed than the settings accept, or all.
         """
         # The turns of an episode are rewarded while it goes on.
         has_turns = self.environment is not None
+        if self._scores_on_a_gpu and not has_turns:
+            self.generation.finish_generation()
         scored = rollouts if has_turns else self._scored(rollouts)
         refuse_too_many_failures(scored, max_failed_fraction=self._max_failed_fraction)
         return scored

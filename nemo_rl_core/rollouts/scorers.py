@@ -9,13 +9,12 @@ import torch
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.environment import (
-    EnvironmentConfig,
     EnvironmentWorkers,
-    single_environments,
+    has_reward_model,
+    judges_of_the_run,
 )
 from nemo_rl_core.config.generation import VllmGenerationConfig
-from nemo_rl_core.config.judge import JudgeModel, LLMJudge
-from nemo_rl_core.config.single_turn import RewardModelScore
+from nemo_rl_core.config.judge import JudgeModel
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
@@ -47,10 +46,11 @@ def scorer_of(
     """
     environment, workers = settings.environment, settings.environment_workers
     cluster = session.cluster
-    if cluster.use_gpus and workers is None and has_reward_model(environment):
+    needs_actors = has_reward_model(environment) and not judges_of_the_run(environment)
+    if cluster.use_gpus and workers is None and needs_actors:
         workers = _WITH_A_MODEL
     if workers is not None:
-        takes_gpus = cluster.use_gpus and (workers.use_gpus or has_reward_model(environment))
+        takes_gpus = cluster.use_gpus and (workers.use_gpus or needs_actors)
         gpus = cluster if takes_gpus else None
         return make_remote_scorer(
             environment, workers, reward_model, policy=model_folder, gpus=gpus
@@ -78,29 +78,30 @@ _WITH_A_MODEL = EnvironmentWorkers(rows_per_call=64, call_timeout_seconds=600.0)
 """Of a reward model on GPUs, where the settings name none: this process sees all GPUs, or none."""
 
 
-def has_reward_model(environment: EnvironmentConfig) -> bool:
-    """Whether all that needs a GPU to score is a reward model, so that all can score in actors."""
-    single = single_environments(environment)
-    has_judge = any(
-        isinstance(each, LLMJudge) and isinstance(each.judge, JudgeModel) for each in single
-    )
-    return not has_judge and any(isinstance(each, RewardModelScore) for each in single)
+def scores_on_a_gpu(session: ClusterSession, settings: RolloutSettings) -> bool:
+    """Whether what scores computes on a GPU of the trainer's, which engines must have left."""
+    environment, workers = settings.environment, settings.environment_workers
+    has_model = has_reward_model(environment) or bool(judges_of_the_run(environment))
+    return session.cluster.use_gpus and (has_model or (workers is not None and workers.use_gpus))
 
 
 def start_judge(session: ClusterSession, config: JudgeModel, max_new_tokens: int) -> "EngineChat":
-    """A vLLM worker with the judge's model; one of an earlier stage is taken over."""
+    """A vLLM worker with the judge's model, asleep; one of an earlier stage is taken over."""
     folder = Path(config.model).expanduser()
     tokenizer = load_tokenizer(folder)
     setup = GenerationSetup(
         model_folder=folder,
         config=VllmGenerationConfig(
-            max_new_tokens=max_new_tokens, kv_cache_gib=config.kv_cache_gib
+            max_new_tokens=max_new_tokens,
+            kv_cache_gib=config.kv_cache_gib,
+            gpu_memory_utilization=config.gpu_memory_utilization,
         ),
         max_model_len=config.max_model_len,
         stop_token_ids=stop_token_ids(folder, tokenizer),
         dtype=config.dtype,
     )
     generation = VllmGeneration(session, setup, name="judge")
+    generation.finish_generation()  # the policy's engine starts now, and needs the GPU
     return EngineChat(
         generation, tokenizer, max_question_tokens=config.max_model_len - max_new_tokens
     )
@@ -154,7 +155,7 @@ class EngineChat:
         seeds = torch.zeros(len(prompts), dtype=torch.long)
         batch = BatchedDataDict({"input_ids": input_ids, "input_lengths": lengths, "seeds": seeds})
         output = self._generation.generate(batch, True)
-        self._generation.finish_generation()  # training needs the GPU
+        self._generation.finish_generation()  # the policy's engine and training need the GPU
         ends = output["unpadded_sequence_lengths"].tolist()
         completions = [
             ids[start:end].tolist()

@@ -17,7 +17,8 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import plan_microbatches
 from nemo_rl_core.environments.needs import refuse_incomplete_rows
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.evals.evaluate import greedy_metrics
+from nemo_rl_core.evals.evaluate import greedy_rollouts
+from nemo_rl_core.evals.metrics import accuracy_metrics
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.own import OwnGeneration
@@ -239,7 +240,8 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             return {}
         self._update_weights(self.sampler, last_step=self.step)
         with self._awake(self.sampler):
-            return greedy_metrics(self.sampler, self._held_out)
+            drawn = greedy_rollouts(self.sampler, self._held_out)
+        return accuracy_metrics(self.sampler.score(drawn))
 
     def _replacements(self) -> dict[str, float]:
         """How often the engine was started again in this step, and how many actors were."""

@@ -43,7 +43,12 @@ from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig, SmallModel
 from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.config.tracking import TrackingConfig
-from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings, TrainerSettings
+from nemo_rl_core.config.trainer import (
+    RolloutLimits,
+    RolloutSettings,
+    TrainerSettings,
+    refuse_judge_beside_others,
+)
 from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
 from nemo_rl_core.environments.contents import (
     data_content,
@@ -174,10 +179,12 @@ class PipelineRecipe(Recipe):
         return validated
 
     @model_validator(mode="after")
-    def _own_engines_have_gpus(self) -> Self:
-        for sampling in (self.generation, self.evaluation.generation):
-            if sampling is not None and sampling.num_own_bundles:
+    def _engines_and_judges_have_gpus(self) -> Self:
+        evaluated = self.evaluation.generation or self.generation
+        for sampling, reward in ((self.generation, self.environment), (evaluated, self.measure)):
+            if sampling.num_own_bundles:
                 refuse_misplaced(self.cluster, sampling)
+            refuse_judge_beside_others(self.cluster, sampling, reward)
         return self
 
     @property

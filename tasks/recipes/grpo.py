@@ -14,6 +14,7 @@ from nemo_rl_core.algorithms.grpo.config import (
 )
 from nemo_rl_core.config.environment import EnvironmentConfig, WeightedSum
 from nemo_rl_core.config.generation import refuse_for_training
+from nemo_rl_core.config.trainer import refuse_judge_beside_others
 from nemo_rl_core.errors import ConfigError
 from tasks.platform.failures import failure_handler, leave_record
 from tasks.platform.stage import plan_task
@@ -66,6 +67,9 @@ def refuse_unfit(grpo: GRPOConfig, reward: EnvironmentConfig, recipe: PipelineRe
     """
     refuse_for_training(recipe.generation)
     refuse_sampling_ahead(grpo, recipe.generation)
+    refuse_judge_beside_others(
+        recipe.cluster, recipe.generation, reward, samples_ahead=grpo.asynchronous is not None
+    )
     try:
         refuse_overlong(grpo, longest=recipe.rollouts.room(recipe.generation))
     except ValueError as error:

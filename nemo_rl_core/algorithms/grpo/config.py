@@ -30,7 +30,12 @@ from nemo_rl_core.config.generation import (
     VllmGenerationConfig,
     refuse_for_training,
 )
-from nemo_rl_core.config.trainer import GateConfig, LoopConfig, RolloutSettings
+from nemo_rl_core.config.trainer import (
+    GateConfig,
+    LoopConfig,
+    RolloutSettings,
+    refuse_judge_beside_others,
+)
 from nemo_rl_core.errors import ConfigError
 
 
@@ -259,6 +264,12 @@ class GRPOSettings(RolloutSettings):
         refuse_for_training(self.generation)
         refuse_overlong(self.grpo, longest=self.max_rollout_tokens)
         refuse_sampling_ahead(self.grpo, self.generation)
+        refuse_judge_beside_others(
+            self.cluster,
+            self.generation,
+            self.environment,
+            samples_ahead=self.grpo.asynchronous is not None,
+        )
         return self
 
 

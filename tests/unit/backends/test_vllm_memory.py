@@ -1,7 +1,7 @@
 """What `VllmBackend` asks of vLLM around a transfer of weights on a GPU, and in which order.
 
-A fake `LLM` records them. It has the memory of the real one: what sleeps cannot be read or written,
-and what is discarded is gone. Every recorded call is one that the installed vLLM takes.
+A fake `LLM` records them (`tests/fake_llm.py`). Every recorded call is one that the installed vLLM
+takes.
 """
 
 import inspect
@@ -30,75 +30,7 @@ from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import LinkSpec, SendsWeights
 from nemo_rl_core.errors import ConfigError, ConsistencyError, ModelError
-
-ALL = {"weights", "kv_cache"}
-
-
-class FakeLLM:
-    """`vllm.LLM`, of which each call is recorded."""
-
-    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
-    events: list[str]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.calls, self.events = [("__init__", args, kwargs)], []
-        self.asleep: set[str] = set()
-        self.loaded: set[str] = set()
-        self.model = AutoModelForCausalLM.from_pretrained(args[0])
-        worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: self.model))
-        executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
-        config = SimpleNamespace(enable_sleep_mode=kwargs["enable_sleep_mode"])
-        self.llm_engine = SimpleNamespace(
-            model_config=config, model_executor=executor, abort_request=lambda request_ids: None
-        )
-
-    def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
-        self.calls.append((name, args, kwargs))
-        self.events.append(" ".join([name, *map(str, kwargs.values())]))
-
-    def sleep(self, *args: Any, **kwargs: Any) -> None:
-        self._record("sleep", *args, **kwargs)
-        assert not self.asleep, "vLLM would only warn"
-        self.asleep = set(ALL)
-        if kwargs["level"] == 2:
-            with torch.no_grad():
-                for parameter in self.model.parameters():
-                    parameter.fill_(float("nan"))
-
-    def wake_up(self, *args: Any, **kwargs: Any) -> None:
-        self._record("wake_up", *args, **kwargs)
-        assert self.asleep >= set(kwargs["tags"]), "vLLM would only warn"
-        self.asleep -= set(kwargs["tags"])
-
-    def collective_rpc(self, *args: Any, **kwargs: Any) -> None:
-        self.calls.append(("collective_rpc", args, kwargs))
-        assert args == ("reload_weights",)
-        assert "weights" not in self.asleep, "there is no memory to write to"
-        own = dict(self.model.named_parameters())
-        self.arrived: list[str] = []
-        self.most_alive, alive = 0, weakref.WeakSet[torch.UntypedStorage]()
-        with torch.no_grad():
-            for name, tensor in kwargs["kwargs"]["weights_iterator"]:
-                self.arrived.append(name)
-                alive.add(tensor.untyped_storage())
-                self.most_alive = max(self.most_alive, len(alive))
-                if name in own:  # a tied head is no parameter of its own
-                    own[name].copy_(tensor)
-        self.events.append("reload_weights")
-
-    def reset_prefix_cache(self) -> bool:
-        self._record("reset_prefix_cache")
-        return True
-
-    def generate(self, *args: Any, **kwargs: Any) -> list[Any]:
-        self.calls.append(("generate", args, kwargs))
-        self.events.append("generate")
-        assert not self.asleep, "vLLM would read memory that is not there"
-        assert all(parameter.isfinite().all() for parameter in self.model.parameters())
-        logprobs = SimpleNamespace(token_ids=[5])
-        completion = SimpleNamespace(token_ids=[5], logprobs=logprobs, finish_reason="length")
-        logprobs.logprobs = [-1.0]
-        return [SimpleNamespace(outputs=[completion]) for _ in args[0]]
+from tests.fake_llm import ALL, FakeLLM
 
 
 class Trainer(SendsWeights):

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_core.config.environment import EnvironmentWorkers, WeightedSum
-from nemo_rl_core.config.judge import JudgeModel, LLMJudge
+from nemo_rl_core.config.environment import EnvironmentWorkers, WeightedSum, judges_of_the_run
+from nemo_rl_core.config.judge import JudgeEndpoint, JudgeModel, LLMJudge
 from nemo_rl_core.config.single_turn import ExactMatch, RewardModelScore
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.rollouts import scorers
-from nemo_rl_core.rollouts.scorers import EngineChat, has_reward_model, scorer_of
+from nemo_rl_core.rollouts.scorers import EngineChat, scorer_of, scores_on_a_gpu
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 MODEL = RewardModelScore(model="folder")
@@ -71,9 +71,32 @@ def test_other_scorers_get_one_only_if_the_recipe_says_so(
     assert asked.pop() == ("actors", with_gpus, None)
 
 
-def test_a_judge_of_the_run_cannot_be_started_in_actors() -> None:
-    assert has_reward_model(mixed(MODEL, ExactMatch()))
-    assert not has_reward_model(mixed(MODEL, JUDGE))
+def test_a_judge_of_the_run_cannot_be_started_in_actors(
+    asked: list[tuple[str, Any, Any]],
+) -> None:
+    assert not judges_of_the_run(mixed(MODEL, ExactMatch()))
+    assert judges_of_the_run(mixed(MODEL, JUDGE)) == [JUDGE.judge]
+    make(mixed(MODEL, JUDGE), None, use_gpus=True)
+    assert asked.pop() == ("here", None, None)
+
+
+@pytest.mark.parametrize(
+    ("environment", "workers", "expected"),
+    [
+        (MODEL, None, True),
+        (mixed(ExactMatch(), JUDGE), None, True),
+        (ExactMatch(), EnvironmentWorkers(use_gpus=True), True),
+        (ExactMatch(), EnvironmentWorkers(), False),
+        (LLMJudge(judge=JudgeEndpoint(url="http://localhost/v1", model="any")), None, False),
+    ],
+)
+def test_engines_leave_the_gpu_for_what_scores_there(
+    environment: Any, workers: EnvironmentWorkers | None, expected: bool
+) -> None:
+    for use_gpus in (True, False):
+        session: Any = SimpleNamespace(cluster=SimpleNamespace(use_gpus=use_gpus))
+        settings: Any = SimpleNamespace(environment=environment, environment_workers=workers)
+        assert scores_on_a_gpu(session, settings) is (expected and use_gpus)
 
 
 class Constant(Scorer):

@@ -1,0 +1,67 @@
+"""Where a judge of the run may lie on GPUs, and what it computes in."""
+
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.algorithms.grpo.config import GRPOSettings
+from nemo_rl_core.config.trainer import RolloutSettings
+from nemo_rl_core.errors import ConfigError
+from tasks.recipes.grpo import GRPORecipe
+
+JUDGE: dict[str, Any] = {"kind": "llm_judge", "judge": {"kind": "model", "model": "folder"}}
+SERVED = {"kind": "llm_judge", "judge": {"kind": "endpoint", "url": "http://here/v1", "model": "m"}}
+GPUS = {"shape": "cluster", "num_workers": 2}
+OWN = {"placement": {"own": 2}}
+
+
+def beside_a_game(judge: dict[str, Any]) -> dict[str, Any]:
+    game = {"task": "game", "environment": {"kind": "guess_number"}}
+    return {"kind": "by_task", "tasks": [{"task": "talk", "environment": judge}, game]}
+
+
+@pytest.mark.parametrize(
+    ("environment", "generation", "is_ahead", "fix"),
+    [
+        (JUDGE, {}, True, "placement: {own: 1}, or serve the judge"),
+        (beside_a_game(JUDGE), {}, False, "placement: {own: 1}, or serve the judge"),
+        (beside_a_game(JUDGE), {}, True, "serve the judge elsewhere"),
+        (beside_a_game(JUDGE), OWN, True, "serve the judge elsewhere"),
+        (JUDGE, {}, False, None),
+        (JUDGE, OWN, True, None),
+        (beside_a_game(JUDGE), OWN, False, None),
+        (SERVED, {}, True, None),
+        (beside_a_game(SERVED), OWN, True, None),
+    ],
+)
+def test_a_judge_is_asked_while_nothing_else_holds_its_gpu(
+    environment: dict[str, Any], generation: dict[str, Any], is_ahead: bool, fix: str | None
+) -> None:
+    settings = {
+        "environment": environment,
+        "generation": generation,
+        "grpo": {"asynchronous": {"max_staleness": 1}} if is_ahead else {},
+        "evaluation": {"environment": {"kind": "exact"}},
+    }
+    GRPORecipe.model_validate(settings)  # on CPUs nothing is in the way
+    on_gpus = {**settings, "cluster": GPUS}
+    of_trainer = {name: value for name, value in on_gpus.items() if name != "evaluation"}
+    if fix is None:
+        GRPORecipe.model_validate(on_gpus).refuse_contradictions()
+        GRPOSettings.model_validate(of_trainer)
+        return
+    with pytest.raises(ConfigError, match="is asked") as refused:
+        GRPORecipe.model_validate(on_gpus).refuse_contradictions()
+    assert fix in str(refused.value)
+    with pytest.raises(ConfigError, match="is asked"):
+        GRPOSettings.model_validate(of_trainer)
+
+
+def test_an_evaluation_of_conversations_is_held_to_it_too() -> None:
+    measured = {"evaluation": {"environment": beside_a_game(JUDGE)}, "cluster": GPUS}
+    with pytest.raises(ConfigError, match="samples on the same GPU"):
+        GRPORecipe.model_validate(measured)
+    with pytest.raises(ConfigError, match="samples on the same GPU"):
+        RolloutSettings.model_validate({"environment": beside_a_game(JUDGE), "cluster": GPUS})
+    own = {"evaluation": {**measured["evaluation"], "generation": OWN}, "cluster": GPUS}
+    GRPORecipe.model_validate(own)
