@@ -15,6 +15,7 @@ from pathlib import Path
 
 EXPECTED = {
     "gpu": "H100, driver 580 or newer",
+    "compiler": "gcc or clang compiles an extension of Python",
     "install": "3 min",
     "doctor": "no `fail`",
     "imports": "1 min; every file has one owner, all modules import",

@@ -12,7 +12,7 @@ fail() {
   exit 2
 }
 
-all=(gpu install doctor imports attention backends transfers turns run)
+all=(gpu compiler install doctor imports attention backends transfers turns run)
 steps=("${all[@]}") python="" report=first_gpu_run.txt
 while [ $# -gt 0 ]; do
   [ $# -gt 1 ] || fail "$1 is no option, or lacks its value" "give --python, --steps or --report and a value"
@@ -35,6 +35,10 @@ export NEMO_RL_HOME=${NEMO_RL_HOME:-$logs/store} PYTHONPATH=$PWD PYTHONWARNINGS=
 gpus() {
   command -v nvidia-smi > /dev/null || { echo "there is no GPU: nvidia-smi was not found"; return 1; }
   nvidia-smi --query-gpu=name,memory.total,memory.used,driver_version,compute_mode --format=csv
+}
+# Before the installation, which takes 10 GB: what Triton's kernels are compiled with.
+compiler() {
+  "${python:-$(plain_python)}" nemo_rl_core/maintenance/doctor/compiler.py
 }
 install() {
   local uv=.venv-gpu/bin/uv
@@ -88,6 +92,7 @@ gpus > "$logs/gpus" 2>&1 || {
 step gpu gpus
 run_python=${python:-.venv-gpu/bin/python}
 bin=$(dirname "$run_python")
+step compiler compiler || { finish; exit 1; }
 step install install || { finish; exit 1; }
 failed=0
 step doctor "$bin/nemo-rl" doctor || failed=1

@@ -107,6 +107,15 @@ RECORDS = "TORCH_FR_DUMP_TEMP_FILE"
 last collectives of a rank when one of them times out (its flight recorder)."""
 
 
+def collective_timeout() -> timedelta:
+    """After which a collective that some rank does not join is given up, by the environment.
+
+    Every group of ranks is made with it. One that is made without has torch's own, half an hour for
+    groups of gloo and NCCL together, whatever the group of all ranks has.
+    """
+    return timedelta(seconds=float(os.environ.get(TIMEOUT, _TIMEOUT_SECONDS)))
+
+
 def records_prefix(folder: Path, group: str, engine: int | None = None) -> str:
     """The value of `RECORDS` for a group of workers: `GROUP-rank_`, or `GROUP-engine_N-rank_`.
 
@@ -149,7 +158,5 @@ def join_process_group(*, timeout_seconds: float | None = None) -> None:
         rank=0 if alone else rank(),
         world_size=1 if alone else world_size(),
         store=dist.HashStore() if alone else None,  # type: ignore[attr-defined]
-        timeout=timedelta(
-            seconds=timeout_seconds or float(os.environ.get(TIMEOUT, _TIMEOUT_SECONDS))
-        ),
+        timeout=timedelta(seconds=timeout_seconds) if timeout_seconds else collective_timeout(),
     )

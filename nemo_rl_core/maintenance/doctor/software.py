@@ -15,6 +15,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from nemo_rl_core.distributed.resources import count_gpus
+from nemo_rl_core.maintenance.doctor import compiler
 from nemo_rl_core.maintenance.doctor.check import Check, Result
 from nemo_rl_core.store.store import Store
 
@@ -95,6 +97,16 @@ def check_ray_import(_: Store) -> Result:
     return done if isinstance(done, Result) else Result("ok", done.split()[-1])
 
 
+def check_compiler(_: Store) -> Result:
+    """Checks for the C compiler and the headers of Python that Triton needs on GPUs."""
+    missing = compiler.why_nothing_compiles()
+    if missing is None:
+        return Result("ok", f"{compiler.compiler()}, with the headers of Python")
+    if count_gpus() == 0:
+        return Result("ok", f"{missing}: needed on GPUs alone")
+    return Result("fail", f"{missing}: Triton compiles its kernels with it", compiler.fix())
+
+
 def check_git(_: Store) -> Result:
     """Checks for git, which manifests need to name the commit."""
     git = shutil.which("git")
@@ -172,6 +184,7 @@ CHECKS = [
     Check("import torch", check_torch_import, is_slow=True),
     Check("import vllm", check_vllm_import, is_slow=True),
     Check("import ray", check_ray_import, is_slow=True),
+    Check("compiler", check_compiler),
     Check("git", check_git),
     Check("flyte", check_flyte),
 ]

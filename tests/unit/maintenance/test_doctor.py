@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from nemo_rl_core.maintenance.doctor import machine, services, software
+from nemo_rl_core.maintenance.doctor import compiler, machine, services, software
 from nemo_rl_core.maintenance.doctor.check import Check, Result
 from nemo_rl_core.maintenance.doctor.diagnose import diagnose
 from nemo_rl_core.store.store import Store
@@ -152,6 +153,34 @@ def test_gpus_that_are_taken_and_a_driver_that_fails(
     found = machine.check_gpus(Store(tmp_path))
     assert found.state == "fail"
     assert "version mismatch" in found.found
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
+def test_gpus_need_a_compiler_and_the_headers_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    found = software.check_compiler(Store(tmp_path))  # for real, with this machine's gcc
+    assert (found.state, found.found) == (
+        "ok",
+        f"{shutil.which('gcc')}, with the headers of Python",
+    )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = software.check_compiler(Store(tmp_path))
+    assert found.state == "ok"
+    assert found.found.endswith("needed on GPUs alone")
+    _program(tmp_path, "echo 'GPU 0: NVIDIA H100'")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    found = software.check_compiler(Store(tmp_path))
+    assert (found.state, found.fix) == ("fail", compiler.fix())
+    assert "neither gcc nor clang is on the PATH" in found.found
+    _program(
+        tmp_path, "echo 'x.c:1:10: fatal error: stdio.h: No such file' >&2; exit 1", name="clang"
+    )
+    found = software.check_compiler(Store(tmp_path))
+    assert f"{tmp_path}/clang compiles no extension of Python: x.c:1:10: fatal" in found.found
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: "/nowhere")
+    assert "/nowhere/Python.h is missing" in software.check_compiler(Store(tmp_path)).found
 
 
 def test_a_cluster_that_answers_and_one_that_does_not(

@@ -16,6 +16,7 @@ from tests.commands import REPOSITORY
 SCRIPT = REPOSITORY / "deployment" / "first_gpu_run.sh"
 STEPS = [
     "gpu",
+    "compiler",
     "install",
     "doctor",
     "imports",
@@ -115,7 +116,8 @@ def test_steps_run_in_order_and_a_failure_does_not_end_them(
     assert [name for name, _ in rows] == STEPS
     assert [name for name, result in rows if result != "ok"] == ["transfers"]
     calls = Path(machine["CALLS"]).read_text().splitlines()
-    assert calls[1] == "doctor"
+    assert calls[0] == "nemo_rl_core/maintenance/doctor/compiler.py"
+    assert calls[2] == "doctor"
     assert calls[-2:] == [
         "plan grpo_1.5b_1gpu grpo.num_iterations=1 grpo.num_steps_per_iteration=3",
         "run grpo grpo_1.5b_1gpu grpo.num_iterations=1 grpo.num_steps_per_iteration=3",
@@ -125,6 +127,19 @@ def test_steps_run_in_order_and_a_failure_does_not_end_them(
     assert "RuntimeError: no IPC in PATH of GPU-ID, SECRET" in text
     for private in (SECRET, "correct horse", "10.1.2.3", machine["HOME"], "12345678-1234"):
         assert private not in text, private
+
+
+def test_nothing_is_installed_where_nothing_compiles(
+    machine: dict[str, str], tmp_path: Path
+) -> None:
+    program(tmp_path / "bin" / "nvidia-smi", SMI)  # and no gcc beside it
+    done = run(machine, "--report", str(tmp_path / "report"))
+    assert done.returncode == 1
+    assert "there is no C compiler" in done.stdout
+    assert "fix: `apt install gcc" in done.stdout
+    assert not (REPOSITORY / ".venv-gpu").exists()
+    found = re.findall(r"^\| (\w+) \| (ok|exit code \d+)", (tmp_path / "report").read_text(), re.M)
+    assert found == [("gpu", "ok"), ("compiler", "exit code 1")]
 
 
 def test_chosen_steps_alone(machine: dict[str, str], tmp_path: Path) -> None:

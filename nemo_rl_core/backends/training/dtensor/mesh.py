@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.collective_check import check_collectives
 from nemo_rl_core.distributed.process_group import (
+    collective_timeout,
     join_process_group,
     local_device,
     world_size,
@@ -110,18 +111,31 @@ def _grids(
     their connections, threads and buffers, exist until the process ends.
     """
     ranks = torch.arange(world.size())
+    parameters, tokens = ranks.view(replicas, -1, tensor), ranks.view(-1, context, tensor)
     return (
-        DeviceMesh(
-            device_type,
-            ranks.view(replicas, -1, tensor),
-            mesh_dim_names=("replica", "shard", "tensor"),
-        ),
-        DeviceMesh(
-            device_type,
-            ranks.view(-1, context, tensor),
-            mesh_dim_names=("data", "context", "tensor"),
-        ),
+        _grid(device_type, parameters, ("replica", "shard", "tensor")),
+        _grid(device_type, tokens, ("data", "context", "tensor")),
     )
+
+
+def _grid(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh whose groups have the timeout of collectives, which `DeviceMesh` itself takes not."""
+    groups = [_axis_group(ranks, axis) for axis in range(ranks.ndim)]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
+
+
+def _axis_group(ranks: torch.Tensor, axis: int) -> dist.ProcessGroup:
+    """The group of this rank along an axis; all ranks make all groups of the axis, in one order."""
+    lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+    if len(lines) == 1 and dist.group.WORLD is not None:
+        return dist.group.WORLD
+    found = None
+    for line in lines:
+        group = dist.new_group(line, timeout=collective_timeout())
+        if dist.get_rank() in line:
+            found = group
+    assert isinstance(found, dist.ProcessGroup)
+    return found
 
 
 def check_sizes(training: DTensorTraining, num_ranks: int) -> None:

@@ -6,6 +6,7 @@ ranks: neighbouring ones (after tensor ranks) hold different experts.
 """
 
 import random
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from nemo_rl_core.backends.training.megatron.cpu import run_on_cpu_where_cuda_is_absent
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.collective_check import check_collectives
-from nemo_rl_core.distributed.process_group import join_process_group
+from nemo_rl_core.distributed.process_group import collective_timeout, join_process_group
 from nemo_rl_core.errors import ConfigError
 
 _current_layout: tuple[object, dict[str, int | None]] | None = None
@@ -53,7 +54,13 @@ def initialize_topology(training: MegatronTraining, *, seed: int = 0) -> None:
     layout = dist.group.WORLD, sizes
     if _current_layout != layout:
         tear_down_topology()
-        parallel_state.initialize_model_parallel(**sizes, order="tp-cp-ep-dp-pp")
+        parallel_state.initialize_model_parallel(
+            **sizes,
+            order="tp-cp-ep-dp-pp",
+            # Its optimizer is made without them, and one is made without the timeout.
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=collective_timeout() / timedelta(minutes=1),
+        )
         _current_layout = layout
         check_collectives(
             {
