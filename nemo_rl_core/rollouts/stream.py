@@ -28,10 +28,11 @@ from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.types import Prompt, Rollout
 
 _MAX_WAIT_SECONDS = 1.0
-_IDLE_POLL_SECONDS = 0.05
-"""Between two polls while no caller waits: the engine must be free for new weights."""
+_TURN_POLL_SECONDS, _DRAW_POLL_SECONDS = 0.05, 0.25
+"""Before each poll while no caller waits, of turns, which the environment is to answer, and of
+single turns, which are only scored: the engine must be free for new weights, and to compute."""
 _AWAITED_POLL_SECONDS = 0.001
-"""Between two polls while a caller waits in `take`, so that it can see that the wait is over."""
+"""The same while a caller waits in `take`, so that it can see that the wait is over."""
 _CLOSE_SECONDS = 5.0
 _MAX_RESTARTS_IN_A_ROW = 2
 _FOREVER = float("inf")
@@ -239,6 +240,10 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 with self._lock:
                     while not (self._is_closed or self._must_poll()):
                         self._lock.wait()
+                    if self._deadline is None:
+                        self._lock.wait_for(self._is_urgent, self._pause_seconds)
+                    else:
+                        self._lock.wait(_AWAITED_POLL_SECONDS)
                     if self._is_closed:
                         return
                     completed = self._poll() if self._in_flight else []
@@ -247,13 +252,18 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 self._end_draws()
                 with self._lock:
                     self._lock.notify_all()
-                    pause = _IDLE_POLL_SECONDS if self._deadline is None else _AWAITED_POLL_SECONDS
-                    self._lock.wait(pause)
         # Named fault boundary: an exception in a thread would be lost; `take` raises it.
         except Exception as error:  # noqa: BLE001 (raised by take)
             with self._lock:
                 self._failure = error
                 self._lock.notify_all()
+
+    @property
+    def _pause_seconds(self) -> float:
+        return _DRAW_POLL_SECONDS if self._environment is None else _TURN_POLL_SECONDS
+
+    def _is_urgent(self) -> bool:
+        return self._is_closed or self._deadline is not None
 
     def _must_poll(self) -> bool:
         """Whether there may be completions, which nobody waits for while the engine is lost."""

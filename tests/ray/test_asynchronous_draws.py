@@ -194,6 +194,29 @@ def test_rewards_are_computed_while_the_trainer_is_busy(
     assert calls[3] == 0
 
 
+def test_the_engine_has_its_requests_before_the_trainer_checks_its_weights(
+    session: ClusterSession, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def noted(name: str) -> None:
+        original = getattr(StreamingGeneration, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(StreamingGeneration, name, call)
+
+    for name in ("_transfer_weights", "submit", "_checked"):
+        noted(name)
+    fitted(tiny_model, 0, settings={"dynamic_sampling": None})
+    of_steps = ["_transfer_weights", "submit", "_checked"] * NUM_STEPS
+    # Each of a validation's transfers, here one at the end, is checked at once.
+    assert calls[: len(of_steps)] == of_steps
+    assert calls[len(of_steps) :] in ([], ["_transfer_weights", "_checked"])
+
+
 class Digits:
     """Two turns; the reward is that of `seven`, over both."""
 

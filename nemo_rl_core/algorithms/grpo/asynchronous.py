@@ -102,10 +102,14 @@ class AsyncGRPOTrainer(GRPOTrainer):
         """
         if not isinstance(self.sampler, StreamingSampler):
             return super()._sample_rollouts(prompts)
-        with self.timer.phase("sync"):
-            self._update_weights(self.sampler, last_step=self.step - 1)
+        engine, policy = self.sampler.generation, cast("Policy", self.policy)
+        with self.timer.phase("sync"), self._stream.exclusive():
+            engine.update_weights(policy, weight_version=self.step - 1, checks_later=True)
         with self.timer.phase("rollout"):
             self._begin_steps()
+        with self.timer.phase("sync"):
+            engine.check_update()  # while the engine samples
+        with self.timer.phase("rollout"):
             self._stream.take(self.step)
         sampled = self._sampled.pop(self.step)
         self._of_environment += sampled.of_environment
@@ -132,7 +136,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         return self._further_prompts(step=step, num_draws=sampled.draws.num_draws)
 
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
-        """Also before a validation, in whose wake samples go on with the new weights."""
+        """Before a validation, in whose wake samples go on with the new weights."""
         assert isinstance(sampler, StreamingSampler)
         with self._stream.exclusive():
             sampler.generation.update_weights(cast("Policy", self.policy), weight_version=last_step)

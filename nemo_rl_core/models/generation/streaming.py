@@ -87,6 +87,7 @@ class StreamingGeneration(Generation):
         setup = read_vllm_setup(cluster, config)
         self._refuse_other_engines(setup.config)
         self._weight_version, self.keeps_completions = 0, False
+        self._unchecked: tuple[BatchedDataDict, Policy] | None = None
         super().__init__(cluster, setup, name=name, gate=gate)
 
     @staticmethod
@@ -107,6 +108,7 @@ class StreamingGeneration(Generation):
         super()._start()
         self._balance = RequestBalance(self.num_engines)  # new engines know of no requests
         self._arrived: list[tuple[int, Completion | KeptCompletion]] = []
+        self._submitting: list[Any] = []
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """It is always ready."""
@@ -115,7 +117,9 @@ class StreamingGeneration(Generation):
         """It goes on with what it was asked; there is no memory that it could give away."""
 
     def submit(self, names: Sequence[int], requests: BatchedDataDict) -> None:
-        """Hands requests over and returns at once.
+        """Hands requests over and returns at once; what becomes of that, the next call raises.
+
+        An engine takes them between two of its own steps, for which nobody waits.
 
         Args:
             names: `B` of them, by which `poll` calls the completions.
@@ -136,13 +140,11 @@ class StreamingGeneration(Generation):
             prompt_tokens=requests["input_lengths"].tolist(),
             new_tokens=limits.clamp(max=most).tolist(),
         )
-        calls = []
         for engine, rows in enumerate(shares):
             if rows:
                 batch = requests.select_indices(rows)
                 own = [names[row] for row in rows]
-                calls += self._calls(engine, "submit", names=own, batch=batch)
-        self._finish(calls)
+                self._submitting += self._calls(engine, "submit", names=own, batch=batch)
 
     def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion | KeptCompletion]]:
         """Completions that are done and were not returned before, by name.
@@ -243,7 +245,9 @@ class StreamingGeneration(Generation):
 
     def _finish(self, calls: Sequence[Any]) -> list[Any]:
         """Their answers; a worker that is stuck is lost, as one that does not `generate` is."""
-        return self._workers.finish(calls, self._setup.config.generate_timeout_seconds)
+        before, self._submitting = self._submitting, []
+        limit = self._setup.config.generate_timeout_seconds
+        return self._workers.finish([*before, *calls], limit)[len(before) :]
 
     @property
     def holds_completions(self) -> bool:
@@ -260,7 +264,9 @@ class StreamingGeneration(Generation):
             timeout_seconds=self._setup.config.generate_timeout_seconds,
         )
 
-    def update_weights(self, policy: Policy, *, weight_version: int | None = None) -> None:
+    def update_weights(
+        self, policy: Policy, *, weight_version: int | None = None, checks_later: bool = False
+    ) -> None:
         """Takes over the policy's weights in the middle of what is being generated.
 
         If a worker is lost, all are started again first; what they were asked is forgotten.
@@ -269,6 +275,8 @@ class StreamingGeneration(Generation):
             policy: Whose weights.
             weight_version: What tokens drawn from now on are marked with; None leaves that as it
                 is.
+            checks_later: Leave the policy's part of the proof to `check_update`, so that the engine
+                can be given requests before.
 
         Raises:
             ConsistencyError: If other weights arrived than were sent, the engine computes
@@ -278,6 +286,23 @@ class StreamingGeneration(Generation):
         if weight_version is not None:
             self._weight_version = weight_version
         super().update_weights(policy)
+        if not checks_later:
+            self.check_update()
+
+    def check_update(self) -> None:
+        """Compares what an update has proved with its policy, which must not have trained on.
+
+        Raises:
+            ConsistencyError: If the engine computes otherwise than the policy.
+        """
+        if self._unchecked is None:
+            return
+        (outputs, policy), self._unchecked = self._unchecked, None
+        try:
+            self.agreement = self._checked(outputs, policy)
+        except BaseException:
+            self._session.discard(self._name)
+            raise
 
     def _transfer_options(self) -> dict[str, Any]:
         return {"weight_version": self._weight_version, "proof": self._proof_prompts}
@@ -289,7 +314,7 @@ class StreamingGeneration(Generation):
             if proof.first is not None:
                 check_unchanged(self._proof_prompts, proof.first, proof.last, self._bounds)
         outputs = BatchedDataDict.from_batches([proof.output for proof in proofs])
-        self.agreement = self._checked(outputs, policy)
+        self._unchecked = outputs, policy
 
     def restart(self, lost: WorkerLostError) -> None:
         """Starts all workers again with the weights that they had; they were asked nothing then.

@@ -121,6 +121,7 @@ class Engines(StreamingGeneration):
         self.workers = Workers()
         self._workers: Any = self.workers
         self._balance, self._arrived = RequestBalance(NUM_ENGINES), []
+        self._submitting = []
 
     def restart(self, lost: WorkerLostError) -> None:
         self.num_restarts += 1
