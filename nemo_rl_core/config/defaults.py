@@ -13,7 +13,7 @@ from typing import Any, Final
 from pydantic import BaseModel, TypeAdapter
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.places import copied
+from nemo_rl_core.config.places import PlacedList, copied
 from nemo_rl_core.config.training import TrainingConfig
 
 LEARNING_RATES: Final[Mapping[str, float]] = {
@@ -188,6 +188,33 @@ def filled(values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any
             place = place[key]
         place[name] = value
     return result
+
+
+def with_types_of_judges(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a cluster with GPUs, in which judges of the run compute in bfloat16.
+
+    Args:
+        values: Nested mappings. A judge that says its `dtype` keeps it.
+
+    Example:
+        >>> with_types_of_judges({"judge": {"kind": "model", "model": "folder"}})["judge"]["dtype"]
+        'bfloat16'
+    """
+    found = copied(values)
+    found.update({key: _with_types_of_judges(value) for key, value in values.items()})
+    judge = found.get("judge")
+    if isinstance(judge, dict) and judge.get("kind") == "model" and "dtype" not in judge:
+        judge["dtype"] = "bfloat16"
+    return found
+
+
+def _with_types_of_judges(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return with_types_of_judges(value)
+    if isinstance(value, list):
+        places = getattr(value, "places", ())
+        return PlacedList([_with_types_of_judges(each) for each in value], places)
+    return value
 
 
 def as_sentence(found: Mapping[str, Any]) -> str:

@@ -165,6 +165,18 @@ class ActorPool:
             self._wait(waiting, found)
         return [found[place] for place in places]
 
+    def call_idle(self, method: str) -> None:
+        """Calls a method of every idle actor, and waits for it as long as for a call with rows.
+
+        One that has died meanwhile is replaced when it gets rows.
+        """
+        import ray
+
+        calls = [getattr(actor, method).remote() for actor in self._idle]
+        if calls:
+            limit = self._workers.call_timeout_seconds
+            ray.wait(calls, num_returns=len(calls), timeout=limit)
+
     def close(self) -> None:
         """Ends all actors, those that hang too; the next call of `run` starts others."""
         import ray

@@ -41,6 +41,11 @@ class ByTaskScorer(Scorer):
 
         return _routed(rollouts, [rollout.prompt.task for rollout in rollouts], score_task)
 
+    def release_memory(self) -> None:
+        """That of every scorer."""
+        for scorer in self._scorers.values():
+            scorer.release_memory()
+
     def close(self) -> None:
         """Closes every scorer, also when one of them fails to."""
         with ExitStack() as stack:

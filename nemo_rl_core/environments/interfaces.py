@@ -48,6 +48,9 @@ class Scorer(ABC):
         """Columns without which the row of a prompt cannot be scored, and which it lacks."""
         return ()
 
+    def release_memory(self) -> None:  # noqa: B027 (most hold none)
+        """Gives the memory of a GPU back, for others to use until the next completion is scored."""
+
     def close(self) -> None:  # noqa: B027 (most have nothing to release)
         """Releases what the scorer has started."""
 

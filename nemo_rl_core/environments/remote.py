@@ -55,15 +55,20 @@ class RemoteScorer(Scorer):
         gpus: RayVirtualCluster | None = None,
     ) -> None:
         self._pool = ActorPool(_ScoringActor, make, workers, gpus=gpus)
-        self._names = unique_names(names)
+        self._names, self._has_gpus = unique_names(names), gpus is not None
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout."""
         return [_outcome(each) for each in self.score_rollouts(rollouts)]
 
     def score_rollouts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with their rewards and components, or with errors."""
+        """The same rollouts with their rewards and components, or with errors.
+
+        When it returns, the actors have given the memory of their GPUs back.
+        """
         pairs = zip(rollouts, self._pool.run(rollouts), strict=True)
+        if self._has_gpus:
+            self._pool.call_idle("release_memory")
         return [
             given.failed(_error(given.prompt.text, given.text, found).in_one_line)
             if isinstance(found, CallError)
@@ -163,6 +168,9 @@ class _ScoringActor:
 
     def run(self, rows: list[Rollout]) -> list[Rollout]:
         return score_rollouts(self._scorer, rows)
+
+    def release_memory(self) -> None:
+        self._scorer.release_memory()
 
     def close(self) -> None:
         self._scorer.close()

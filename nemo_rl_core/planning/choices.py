@@ -18,6 +18,7 @@ from nemo_rl_core.config.training import (
 )
 from nemo_rl_core.planning.load import StageLoad, layout_of, layout_problem
 from nemo_rl_core.planning.memory import MemoryPlan, missing_cache, plan_memory
+from nemo_rl_core.planning.scorers import scorer_problem
 
 HEADROOM = 0.93
 """Of a GPU's memory, what a plan may fill: the rest is for what torch's allocator cannot use."""
@@ -29,7 +30,7 @@ _FRUGAL = {"gradient_sync": "every_microbatch", "activation_checkpointing": True
 
 def fits(load: StageLoad, memory_gib: float) -> bool:
     """Whether a stage can run on GPUs of so much memory."""
-    if layout_problem(load):
+    if layout_problem(load) or scorer_problem(load, memory_gib):
         return False
     load = chosen(load, memory_gib)
     plan = plan_memory(load, memory_gib)

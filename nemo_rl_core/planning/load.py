@@ -71,6 +71,27 @@ class SamplingLoad:
 
 
 @dataclass(frozen=True)
+class ScorerLoad:
+    """A model that scores what a stage samples, on the trainer's first GPU.
+
+    Attributes:
+        name: For messages.
+        sizes: Of the model.
+        dtype: Type of its weights.
+        path: Of its section in the recipe.
+        num_tokens: Of a question and its reply; of a reward model those of a forward pass.
+        share: Of the GPU, that a judge's engine reserves; None of a reward model.
+    """
+
+    name: str
+    sizes: ModelSizes
+    dtype: DType
+    path: str
+    num_tokens: int
+    share: float | None = None
+
+
+@dataclass(frozen=True)
 class StageLoad:
     """A stage that computes on the GPUs of a recipe.
 
@@ -83,6 +104,7 @@ class StageLoad:
         completion_tokens: The most that stand behind it.
         training: What it trains; None if it only samples.
         sampling: What it samples; None if it only trains.
+        scorers: Reward models and judges that score it.
     """
 
     name: str
@@ -93,6 +115,7 @@ class StageLoad:
     completion_tokens: int
     training: TrainingLoad | None = None
     sampling: SamplingLoad | None = None
+    scorers: tuple[ScorerLoad, ...] = ()
 
     @property
     def num_gpus(self) -> int:

@@ -10,18 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, MegatronTraining
+from nemo_rl_core.planning.engine_memory import GIB, parts_of_engine
 from nemo_rl_core.planning.float8 import bytes_less, rounding_gib
 from nemo_rl_core.planning.load import (
     Layout,
     StageLoad,
     layout_of,
-    ranks_of_engine,
-    share_of_engine,
 )
 from nemo_rl_core.planning.routes import GPU_BUCKET_BYTES
+from nemo_rl_core.planning.scorers import contexts_of_scorers, largest_scorer
 from nemo_rl_core.planning.sizes import ModelSizes
 
-GIB = 2**30
 _FLOAT32, _MOMENTS = 4, 8
 _LOGITS_BYTES = 2**30
 _MOST_ROWS, _ROW_COPIES = 1024, 4
@@ -31,9 +30,6 @@ _QUANTIZED = {"8bit": 1.0, "4bit": 0.52}
 """Bytes of a weight; 4 bits with their constants, which are quantized as well (QLoRA)."""
 _CONTEXT_GIB = 1.0
 """CUDA's context and libraries of one process. Assumed; an H100 showed 2 to 3 with an engine."""
-_ENGINE_BATCHED_TOKENS = 8192
-_ENGINE_GRAPHS_GIB = 1.0
-"""vLLM's CUDA graphs and workspaces. Assumed."""
 _SENT_BUCKETS = 3
 """Of a sender on a GPU: two buffers, and the tensors that are gathered for the next one."""
 _RECEIVED_COPIES = 2
@@ -47,9 +43,11 @@ class MemoryPlan:
     Attributes:
         parts: By name: weights, gradients, moments, reference, critic, whole gradients, gathered
             weights, gathered gradients, activations, logits, transfer, engine weights, KV cache,
-            engine workspace, contexts. Not all of them are there at one time.
+            engine workspace, scorer (the largest), contexts. Not all of them are there at one
+            time.
         training: The most at a time while the model is trained; 0 if it is not.
         sampling: The most at a time while the engine is awake; 0 without one.
+        scoring: The most at a time while a model scores on the trainer's first GPU; 0 without one.
         kv_tokens: Tokens that fit the KV cache of one engine.
         host: GiB of the machine's memory for each GPU, of what is offloaded.
     """
@@ -59,11 +57,12 @@ class MemoryPlan:
     sampling: float
     kv_tokens: float
     host: float = 0.0
+    scoring: float = 0.0
 
     @property
     def peak(self) -> float:
         """The most at a time."""
-        return max(self.training, self.sampling)
+        return max(self.training, self.sampling, self.scoring)
 
 
 def plan_memory(load: StageLoad, memory_gib: float) -> MemoryPlan:
@@ -75,16 +74,17 @@ def plan_memory(load: StageLoad, memory_gib: float) -> MemoryPlan:
     """
     trained = _TrainedModel(load) if load.training else None
     resident = trained.resident if trained else {}
-    engine, kv_tokens = _engine(load, memory_gib)
+    engine, kv_tokens = parts_of_engine(load, memory_gib)
     of_trainer, of_engine = _CONTEXT_GIB * (trained is not None), 2 * _CONTEXT_GIB * bool(engine)
-    contexts = of_trainer + of_engine
+    contexts = of_trainer + of_engine + contexts_of_scorers(load)
     base = sum(resident.values()) + contexts
     transfer = _transfer_gib(load) if trained and engine else 0.0
     in_passes = trained.peak - trained.reference_on_host if trained else 0.0
-    awake = sum(engine.values())
+    awake, never_asleep = sum(engine.values()), 0.0
     training = base + in_passes if trained else 0.0
     # Keys and values wake after the transfer.
-    sending, generating = (base - gone for gone in (trained.gone if trained else (0.0, 0.0)))
+    gone = trained.gone if trained else (0.0, 0.0)
+    sending, generating = base - gone[0], base - gone[1]
     sending += transfer + awake - engine.get("KV cache", 0.0)
     sampling = max(sending, generating + awake) if engine else 0.0
     if load.has_own_engines:  # the fuller of a trainer's GPU and an engine's
@@ -94,14 +94,19 @@ def plan_memory(load: StageLoad, memory_gib: float) -> MemoryPlan:
     elif load.sampling and load.sampling.is_asynchronous:
         training += awake
         sampling = base + transfer + awake
+        never_asleep = awake
+    scorer = largest_scorer(load, memory_gib)
+    scoring = base - gone[1] + never_asleep + scorer
     parts = resident | (trained.parts if trained else {})
     parts |= {"transfer": transfer} if transfer else {}
+    parts |= {"scorer": scorer} if scorer else {}
     return MemoryPlan(
         parts={**parts, **engine, "contexts": contexts},
         training=training,
         sampling=sampling,
         kv_tokens=kv_tokens,
         host=trained.host if trained else 0.0,
+        scoring=scoring if scorer else 0.0,
     )
 
 
@@ -442,40 +447,6 @@ def _adapter_weights(sizes: ModelSizes, lora: LoRAConfig) -> float:
     wanted = lora.target_modules
     chosen = [size for name, size in shapes.items() if wanted == "all-linear" or name in wanted]
     return float(sizes.num_layers * lora.rank * sum(chosen))
-
-
-def _engine(load: StageLoad, memory_gib: float) -> tuple[dict[str, float], float]:
-    """What the engine takes of a GPU, and the tokens that its KV cache holds."""
-    if load.sampling is None:
-        return {}, 0.0
-    config, sizes = load.sampling.config, load.sizes
-    width = 2 if load.dtype == "bfloat16" else _FLOAT32
-    ranks = ranks_of_engine(config)
-    weights = sizes.num_parameters * width / ranks / GIB
-    if getattr(config, "quantization", "none") != "none":  # of layers, to a byte each
-        weights -= (sizes.num_parameters - sizes.outer_weights) * (width - 1) / ranks / GIB
-    workspace = _ENGINE_GRAPHS_GIB + _ENGINE_BATCHED_TOKENS * width / GIB * (
-        2 * sizes.hidden + 2 * sizes.mlp_width / ranks
-    )
-    token = kv_bytes_of_rank(load)
-    share = share_of_engine(config)
-    if share is None:
-        cache = load.longest * load.sampling.num_sequences * token / GIB
-        return {"engine weights": weights, "KV cache": cache}, load.longest
-    cache = share * memory_gib - weights - workspace
-    parts = {"engine weights": weights, "engine workspace": workspace, "KV cache": max(cache, 0.0)}
-    return parts, cache * GIB / token
-
-
-def kv_bytes_of_rank(load: StageLoad) -> float:
-    """Bytes of a token in the KV cache of one rank of an engine, all its layers."""
-    assert load.sampling is not None
-    config, sizes = load.sampling.config, load.sizes
-    width = 2 if load.dtype == "bfloat16" else _FLOAT32
-    tensor = getattr(config, "tensor_parallel_size", 1)
-    heads = -(-sizes.num_kv_heads // tensor)  # more ranks than heads have copies
-    layers = sizes.num_layers * tensor / ranks_of_engine(config)
-    return 2.0 * layers * heads * sizes.head_size * width
 
 
 def _transfer_gib(load: StageLoad) -> float:

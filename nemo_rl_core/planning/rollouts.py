@@ -9,8 +9,9 @@ import math
 from dataclasses import dataclass
 
 from nemo_rl_core.planning.accelerators import Accelerator
+from nemo_rl_core.planning.engine_memory import kv_bytes_of_rank
 from nemo_rl_core.planning.load import StageLoad, ranks_of_engine
-from nemo_rl_core.planning.memory import MemoryPlan, kv_bytes_of_rank
+from nemo_rl_core.planning.memory import MemoryPlan
 
 PRODUCT_SHARE = 0.7
 """Of peak FLOP/s in matrix products. Fitted to one H100."""

@@ -97,6 +97,8 @@ def _knobs(loads: Sequence[StageLoad]) -> Iterator[list[_Level]]:
         yield from _training_knobs(training, loads)
     for path in dict.fromkeys(load.sampling.path for load in loads if load.sampling):
         yield from _engine_knobs(path, loads)
+    for path in dict.fromkeys(each.path for load in loads for each in load.scorers if each.share):
+        yield list(_shares_of_judge(path, loads))
     yield _more_ranks(loads) if loads else []
     if training is not None and isinstance(training.config, DTensorTraining):
         yield _last_resorts(training.config)
@@ -160,6 +162,24 @@ def _engine_knobs(path: str, loads: Sequence[StageLoad]) -> Iterator[list[_Level
         ]
     if isinstance(config, SplitEngine):
         yield list(_wider_engines(path, config, loads[0].cluster.num_workers))
+
+
+def _shares_of_judge(path: str, loads: Sequence[StageLoad]) -> Iterator[_Level]:
+    own = next(each.share for load in loads for each in load.scorers if each.path == path)
+    for share in _SHARES:
+        if share != own:
+            setting = Setting(f"{path}.gpu_memory_utilization", share)
+            yield _Level(1.1 + 5 * abs(share - (own or 0.0)), (setting,), _of_judge(path, share))
+
+
+def _of_judge(path: str, share: float) -> _Apply:
+    def apply(load: StageLoad) -> StageLoad:
+        changed = (
+            replace(each, share=share) if each.path == path else each for each in load.scorers
+        )
+        return replace(load, scorers=tuple(changed))
+
+    return apply
 
 
 def _wider_engines(path: str, config: SplitEngine, num_workers: int) -> Iterator[_Level]:

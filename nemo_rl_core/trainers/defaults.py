@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.defaults import (
     DefaultsContext,
     as_sentence,
     defaults_of_pretrained,
     filled,
     rate_warning,
+    with_types_of_judges,
 )
 from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.data.pretrained import context_length
@@ -42,6 +44,8 @@ def with_defaults_of(
     if found:
         _LOG.warning("chosen for the pretrained model %s: %s", folder.name, as_sentence(found))
     result = filled(config, found)
+    if ClusterConfig.model_validate(result.get("cluster") or {}).num_gpus:
+        result = with_types_of_judges(result)
     _warn_of_the_rate(result, trainer.algorithm, folder if is_here else None)
     return result
 

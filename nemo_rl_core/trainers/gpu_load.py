@@ -2,12 +2,16 @@
 
 import json
 import logging
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings, TrainerSettings
 from nemo_rl_core.config.training import open_choices
 from nemo_rl_core.errors import NemoRLError
-from nemo_rl_core.planning.load import StageLoad
+from nemo_rl_core.planning.load import ScorerLoad, StageLoad
+from nemo_rl_core.planning.scorers import scorers_of
 from nemo_rl_core.planning.sizes import ModelSizes, sizes_of
 from nemo_rl_core.planning.stages import Rollouts, TrainingPlace, reads_reference, training_stage
 from nemo_rl_core.trainers.loop import RunSpec
@@ -38,7 +42,7 @@ def load_of_trainer(
         )
     try:
         is_read = spec.reference is not None and reads_reference(algorithm, config)
-        return training_stage(
+        load = training_stage(
             algorithm,
             algorithm,
             config,
@@ -47,10 +51,28 @@ def load_of_trainer(
             reference=_sizes(spec.reference) if is_read and spec.reference else None,
             rollouts=rollouts,
         )
+        return replace(load, scorers=_scorers(settings, spec))
     except NemoRLError as error:
         _LOG.warning("memory was not planned: %s", error.in_one_line)
         return None
 
 
+def _scorers(settings: TrainerSettings, spec: RunSpec) -> tuple[ScorerLoad, ...]:
+    """The models that score, but those that are in no folder: they are left out."""
+    if not isinstance(settings, RolloutSettings) or spec.scorer is not None:
+        return ()
+    of_run = _sizes(spec.reward_model) if spec.reward_model else None
+    try:
+        return tuple(scorers_of(settings.environment, _config_in, of_run=of_run))
+    except OSError as error:
+        _LOG.warning("what scores was not planned: %s", error)
+        return ()
+
+
 def _sizes(folder: Path) -> ModelSizes:
-    return sizes_of(json.loads((folder / "config.json").read_text()))
+    return sizes_of(_config_in(str(folder)))
+
+
+def _config_in(folder: str) -> Mapping[str, Any]:
+    read: Mapping[str, Any] = json.loads((Path(folder).expanduser() / "config.json").read_text())
+    return read

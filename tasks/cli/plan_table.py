@@ -23,6 +23,7 @@ _PARTS = (
     "engine weights",
     "engine workspace",
     "KV cache",
+    "scorer",
     "contexts",
 )
 _Figure = Callable[[StagePlan], float | None]
@@ -40,6 +41,7 @@ def as_mapping(plan: RecipePlan) -> dict[str, Any]:
                 "gib": dict(stage.memory.parts),
                 "training_gib": stage.memory.training,
                 "sampling_gib": stage.memory.sampling,
+                "scoring_gib": stage.memory.scoring,
                 "kv_cache_tokens": stage.memory.kv_tokens,
                 "speed": asdict(stage.speed) if stage.speed else None,
             }
@@ -113,6 +115,7 @@ def _rows(plan: RecipePlan) -> Iterator[str]:
         yield from _row(plan, part, lambda stage, part=part: stage.memory.parts.get(part), ".1f")  # type: ignore[misc]
     yield from _row(plan, "most while training", lambda stage: stage.memory.training or None, ".1f")
     yield from _row(plan, "most while sampling", lambda stage: stage.memory.sampling or None, ".1f")
+    yield from _row(plan, "most while scoring", lambda stage: stage.memory.scoring or None, ".1f")
     yield ""
     yield _line("expected", names)
     yield from _row(plan, "tokens in the KV cache", lambda stage: stage.memory.kv_tokens or None)

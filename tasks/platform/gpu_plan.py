@@ -5,27 +5,26 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.config.environment import single_environments
+from nemo_rl_core.config.environment import EnvironmentConfig
 from nemo_rl_core.config.generation import num_gpus
-from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.model import (
     ModelConfig,
     ModelFromWheel,
     PretrainedModel,
     TextModelFromConfig,
 )
-from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.errors import ConfigError, ModelError, NemoRLError, ResourceError
 from nemo_rl_core.planning.accelerators import ACCELERATORS, Accelerator, own_accelerator
 from nemo_rl_core.planning.choices import HEADROOM, HOST_GIB, chosen, fits, resolved
 from nemo_rl_core.planning.float8_speed import problem_of
-from nemo_rl_core.planning.load import StageLoad, layout_problem, untried
+from nemo_rl_core.planning.load import ScorerLoad, StageLoad, layout_problem, untried
 from nemo_rl_core.planning.memory import MemoryPlan, missing_cache, plan_memory
+from nemo_rl_core.planning.scorers import names_of_scorers, scorer_problem, scorers_of
 from nemo_rl_core.planning.search import Setting, smallest_change
 from nemo_rl_core.planning.sizes import ModelSizes, sizes_of
 from nemo_rl_core.planning.speed import SpeedPlan, plan_speed
@@ -111,6 +110,7 @@ class RecipePlan:
             or stage.memory.host > HOST_GIB
             or layout_problem(stage.load) is not None
             or missing_cache(stage.load, stage.memory)
+            or scorer_problem(stage.load, self.gpu.memory_gib) is not None
             for stage in self.stages
         )
 
@@ -151,9 +151,9 @@ def plan_recipe(
         ConfigError: If the layout does not divide the ranks.
     """
     mean = mean_completion_tokens or recipe.budget.mean_completion_tokens
-    loads = [
-        _with_mean(load, mean) for load in loads_of(recipe, _reader(recipe.model, model_config))
-    ]
+    read, unread = _reader(recipe.model, model_config), dict[str, None]()
+    scorers = partial(_scorers, of_run=recipe.model, read=read, unread=unread)
+    loads = [_with_mean(load, mean) for load in loads_of(recipe, read, scorers)]
     steps = steps_of(recipe)
     stages = tuple(_planned(load, gpu, steps.get(load.name)) for load in loads)
     problems = tuple(text for stage in stages for text in _problems(stage, gpu))
@@ -168,7 +168,7 @@ def plan_recipe(
         (*refused, *problems),
         change,
         refused=refused,
-        unplanned=tuple(_scoring_models(recipe)),
+        unplanned=tuple(unread),
         max_gpu_hours=recipe.budget.max_gpu_hours,
     )
 
@@ -179,16 +179,30 @@ def _with_mean(load: StageLoad, tokens: float | None) -> StageLoad:
     return replace(load, sampling=replace(load.sampling, mean_completion_tokens=tokens))
 
 
-def _scoring_models(recipe: PipelineRecipe) -> list[str]:
-    """Models that score, which run in actors of their own."""
-    found = []
-    for reward in recipe.rewards:
-        for each in single_environments(reward):
-            if isinstance(each, RewardModelScore):
-                found.append(f"the reward model {each.model or 'of the run'}")
-            if isinstance(each, LLMJudge) and isinstance(each.judge, JudgeModel):
-                found.append(f"the judge {each.judge.model}")
-    return list(dict.fromkeys(found))
+def _scorers(
+    environment: EnvironmentConfig,
+    path: str,
+    *,
+    of_run: ModelConfig,
+    read: Callable[[ModelConfig], ModelSizes],
+    unread: dict[str, None],
+) -> tuple[ScorerLoad, ...]:
+    """The models that score; those whose config.json cannot be read are noted in `unread`."""
+    if not (names := names_of_scorers(environment)):
+        return ()
+    try:
+        return tuple(
+            scorers_of(
+                environment,
+                lambda name: _pretrained_config(located(name)),
+                of_run=read(of_run),
+                path=path,
+            )
+        )
+    except NemoRLError as error:
+        _LOG.warning("what scores was not planned: %s", error.in_one_line)
+        unread.update(dict.fromkeys(names))
+        return ()
 
 
 def _reader(
@@ -221,7 +235,10 @@ def _problems(stage: StagePlan, gpu: Accelerator) -> list[str]:
     found = []
     if problem := layout_problem(load):
         found.append(f"{load.name}: {problem}")
-    for doing, needed in (("training", memory.training), ("sampling", memory.sampling)):
+    if problem := scorer_problem(load, gpu.memory_gib):
+        found.append(f"{load.name}: {problem}")
+    needs = {"training": memory.training, "sampling": memory.sampling, "scoring": memory.scoring}
+    for doing, needed in needs.items():
         if needed > HEADROOM * gpu.memory_gib:
             found.append(
                 f"{load.name}: {doing} takes {needed:.1f} GiB a GPU, of {gpu.memory_gib:.1f} GiB, "

@@ -1,7 +1,7 @@
 """What models take of the pods of stages without workers on a Flyte cluster, by config.json."""
 
 from nemo_rl_core.errors import NemoRLError, ResourceError
-from nemo_rl_core.planning.memory import GIB
+from nemo_rl_core.planning.engine_memory import GIB
 from tasks.platform.gpu_plan import ASSUMED, RecipePlan, accelerator_of, plan_recipe
 from tasks.platform.resources import WEIGHTS
 from tasks.recipes.common import PipelineRecipe, Recipe

@@ -30,6 +30,7 @@ from nemo_rl_core.config.defaults import (
     defaults_of_pretrained,
     engines_of_gpus,
     filled,
+    with_types_of_judges,
 )
 from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
@@ -174,6 +175,8 @@ class PipelineRecipe(Recipe):
         with suppress(ConfigError, ValidationError):
             found = _chosen_for(cls, laid := with_base(value))
             value = filled(laid, found)
+            if _shape(value) != "laptop":
+                value = with_types_of_judges(value)
         validated: Self = handler(value)
         _tell(found)
         return validated
@@ -231,10 +234,14 @@ def _chosen_for(kind: type[PipelineRecipe], values: Mapping[str, Any]) -> dict[s
     if is_pretrained:
         found |= _of_algorithms(kind, values)
     if model.get("dtype", "auto" if is_pretrained else None) == "auto":
-        cluster = values.get("cluster") or {}
-        shape = cluster.get("shape") if isinstance(cluster, Mapping) else cluster.shape
-        found["model.dtype"] = "bfloat16" if (shape or "laptop") != "laptop" else "float32"
+        found["model.dtype"] = "bfloat16" if _shape(values) != "laptop" else "float32"
     return found | _engines(values)
+
+
+def _shape(values: Mapping[str, Any]) -> Any:
+    cluster = values.get("cluster") or {}
+    shape = cluster.get("shape") if isinstance(cluster, Mapping) else cluster.shape
+    return shape or "laptop"
 
 
 def _engines(values: Mapping[str, Any]) -> dict[str, Any]:

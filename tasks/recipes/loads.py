@@ -1,11 +1,13 @@
 """The stages of a recipe that compute on GPUs, as plans take them."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+from nemo_rl_core.config.environment import EnvironmentConfig
 from nemo_rl_core.config.model import DType, ModelConfig
 from nemo_rl_core.config.trainer import LoopConfig
-from nemo_rl_core.planning.load import SamplingLoad, StageLoad
+from nemo_rl_core.planning.load import SamplingLoad, ScorerLoad, StageLoad
 from nemo_rl_core.planning.sizes import ModelSizes
 from nemo_rl_core.planning.stages import (
     Rollouts,
@@ -18,6 +20,8 @@ from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.convert import ConvertRecipe
 from tasks.recipes.pairs import PairsFromRollouts
 
+ScorersOf = Callable[[EnvironmentConfig, str], tuple[ScorerLoad, ...]]
+"""What gives the models that score in a section, which stands at that path of a recipe."""
 SizesOf = Callable[[ModelConfig], ModelSizes]
 """What gives the sizes of a section `model`."""
 
@@ -32,12 +36,15 @@ _STAGES = {
 """By section, in the order in which a pipeline runs them."""
 
 
-def loads_of(recipe: PipelineRecipe, sizes_of: SizesOf) -> list[StageLoad]:
+def loads_of(
+    recipe: PipelineRecipe, sizes_of: SizesOf, scorers_of: ScorersOf = lambda *_: ()
+) -> list[StageLoad]:
     """The stages of a recipe that compute on GPUs, in the order in which they run.
 
     Args:
         recipe: Of any pipeline; a conversion has no such stage.
         sizes_of: Gives the sizes of a model.
+        scorers_of: Gives the models that score.
     """
     if isinstance(recipe, ConvertRecipe):
         return []
@@ -45,8 +52,17 @@ def loads_of(recipe: PipelineRecipe, sizes_of: SizesOf) -> list[StageLoad]:
     for section, stage in _STAGES.items():
         config = getattr(recipe, section, None)
         if config is not None:
-            loads.append(_trained(recipe, section, stage, config, sizes_of))
-    return [*loads, *_sampled_only(recipe, sizes_of)]
+            load = _trained(recipe, section, stage, config, sizes_of)
+            if samples(section):
+                load = replace(load, scorers=scorers_of(*_reward_of(recipe, section)))
+            loads.append(load)
+    return [*loads, *_sampled_only(recipe, sizes_of, scorers_of)]
+
+
+def _reward_of(recipe: PipelineRecipe, section: str) -> tuple[EnvironmentConfig, str]:
+    """What scores in a stage, and its path in the recipe."""
+    own = getattr(recipe, f"{section}_reward", None)
+    return (recipe.environment, "environment") if own is None else (own, f"{section}_reward")
 
 
 def steps_of(recipe: PipelineRecipe) -> dict[str, int]:
@@ -92,7 +108,9 @@ def _reference(
     return sizes_of(recipe.model) if reads_reference(section, config) else None
 
 
-def _sampled_only(recipe: PipelineRecipe, sizes_of: SizesOf) -> Iterator[StageLoad]:
+def _sampled_only(
+    recipe: PipelineRecipe, sizes_of: SizesOf, scorers_of: ScorersOf
+) -> Iterator[StageLoad]:
     """Pairs that the policy samples, and the evaluation."""
     pairs = getattr(recipe, "pairs", None)
     room = recipe.rollouts.room(recipe.generation)
@@ -105,7 +123,8 @@ def _sampled_only(recipe: PipelineRecipe, sizes_of: SizesOf) -> Iterator[StageLo
         sampling = SamplingLoad(recipe.generation, "generation", _num_at_once(recipe.generation))
         prompt = recipe.data.max_prompt_tokens
         yield StageLoad("sample_pairs", **common, prompt_tokens=prompt, completion_tokens=room,
-                        sampling=sampling)  # fmt: skip
+                        sampling=sampling,
+                        scorers=scorers_of(recipe.environment, "environment"))  # fmt: skip
     own, data = recipe.evaluation.generation, recipe.evaluation.data or recipe.data
     config = own or recipe.generation
     path = "evaluation.generation" if own else "generation"
@@ -115,6 +134,10 @@ def _sampled_only(recipe: PipelineRecipe, sizes_of: SizesOf) -> Iterator[StageLo
         prompt_tokens=data.max_prompt_tokens,
         completion_tokens=recipe.rollouts.room(config),
         sampling=SamplingLoad(config, path, _num_at_once(config)),
+        scorers=scorers_of(
+            recipe.measure,
+            "evaluation.environment" if recipe.evaluation.environment else "environment",
+        ),
     )
 
 

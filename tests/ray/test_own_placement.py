@@ -41,6 +41,18 @@ class Scorer:
     def close(self):
         pass
 
+def make_counting():
+    from nemo_rl_core.environments.interfaces import Scorer
+
+    class Counting(Scorer):
+        num_released = 0
+        def score(self, rollouts):
+            return [float(self.num_released)] * len(rollouts)
+        def release_memory(self):
+            self.num_released += 1
+
+    return Counting()
+
 machines = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
 for _ in range(2):
     machines.add_node(num_cpus=4, num_gpus=3)
@@ -52,7 +64,9 @@ from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.worker_group import SEES_ALL_GPUS
 from nemo_rl_core.environments.actor_pool import ActorPool
+from nemo_rl_core.environments.remote import RemoteScorer
 from nemo_rl_core.errors import ResourceError
+from nemo_rl_core.types import Completion, Prompt, Rollout
 
 config = ClusterConfig(shape="cluster", num_workers=2, num_gpus_per_node=3)
 session = ClusterSession.of(config)
@@ -76,6 +90,11 @@ for name, gpus in (("models", session.cluster), ("functions", None)):
     pool.close()
     found[name + " again"] = pool.run(range(12))  # by others, in the same shares
     pool.close()
+rows = [Rollout(Prompt("", "", (), "", ""), Completion((), (), False), "") for _ in range(6)]
+for name, gpus in (("released", session.cluster), ("kept", None)):
+    remote = RemoteScorer(make_counting, workers, gpus=gpus)
+    found[name] = [remote.score(rows) for _ in range(3)]
+    remote.close()
 found["devices of trainer"] = started("training", 2, "device")[0]
 found["devices of engine"] = started("split", 2, "device", env_vars=SEES_ALL_GPUS)[0]
 try:
@@ -151,3 +170,8 @@ def test_scorers_with_a_model_get_a_share_of_the_trainers_gpus_and_others_see_no
         assert {tuple(each) for each in found[name]} == trainer
     for name in ("functions", "functions again"):
         assert {gpu for _, gpu in found[name]} == {""}
+
+
+def test_scorers_leave_the_gpu_when_all_is_scored(found: dict[str, list[list[float]]]) -> None:
+    assert found["released"] == [[0.0] * 6, [1.0] * 6, [2.0] * 6]
+    assert found["kept"] == [[0.0] * 6] * 3

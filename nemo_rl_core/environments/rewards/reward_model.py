@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.environments.interfaces import Scorer, checked, failure
 from nemo_rl_core.environments.rewards.reward_model_loading import (
     SCALAR_HEAD,
@@ -27,7 +28,7 @@ class RewardModelScorer(Scorer):
     """The scalar head's output at the last token of prompt and completion.
 
     Names and vocabularies are checked at once; the weights are loaded, onto the GPU if there is
-    one, when the first completion is scored.
+    one, when the first completion is scored. After `release_memory` they wait on the host.
 
     Args:
         model: Hub name or folder of a transformers sequence classifier with one label, as
@@ -59,6 +60,14 @@ class RewardModelScorer(Scorer):
             for index, rollout in enumerate(rollouts)
         ]
 
+    def release_memory(self) -> None:
+        """Moves the weights to the host, and empties torch's cache; no-op on a CPU."""
+        import torch
+
+        if self._loaded is not None and self._loaded.device.type == "cuda":
+            self._loaded.to("cpu")
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
         """Lets go of the weights."""
         self._loaded = None
@@ -80,6 +89,7 @@ class RewardModelScorer(Scorer):
             return []
         if self._loaded is None:
             self._loaded = load_reward_model(self._name)
+        self._loaded.to(local_device())  # from the host, where it waited
         values = [math.nan] * len(sequences)
         lengths = [len(ids) for ids in sequences]
         for indices in batches_by_length(lengths, self._max_tokens_per_batch):

@@ -64,6 +64,11 @@ class WeightedSumScorer(Scorer):
         """The batch as it was, and the mean of each part by its name."""
         return batch, component_means(batch, self._names)
 
+    def release_memory(self) -> None:
+        """That of every part."""
+        for scorer in self._scorers:
+            scorer.release_memory()
+
     def close(self) -> None:
         """Closes every part, also when one of them fails to."""
         with ExitStack() as stack:

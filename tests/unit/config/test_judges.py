@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.algorithms.grpo.config import GRPOSettings
+from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
+from nemo_rl_core.config.environment import judges_of_the_run
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.trainers.defaults import with_defaults_of
 from tasks.recipes.grpo import GRPORecipe
 
 JUDGE: dict[str, Any] = {"kind": "llm_judge", "judge": {"kind": "model", "model": "folder"}}
@@ -65,3 +68,29 @@ def test_an_evaluation_of_conversations_is_held_to_it_too() -> None:
         RolloutSettings.model_validate({"environment": beside_a_game(JUDGE), "cluster": GPUS})
     own = {"evaluation": {**measured["evaluation"], "generation": OWN}, "cluster": GPUS}
     GRPORecipe.model_validate(own)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said", "expected"),
+    [
+        ({"shape": "one_gpu"}, {}, "bfloat16"),
+        ({"shape": "one_gpu"}, {"dtype": "float32"}, "float32"),
+        ({}, {}, "float32"),
+    ],
+)
+def test_a_judge_computes_in_bfloat16_on_gpus(
+    cluster: dict[str, Any], said: dict[str, Any], expected: str
+) -> None:
+    judge = {**JUDGE, "judge": {**JUDGE["judge"], **said}}
+    summed = {"kind": "weighted_sum", "parts": [{"weight": 2.0, "environment": judge}]}
+    values = {"environment": summed, "cluster": cluster, "evaluation": {"environment": judge}}
+    recipe = GRPORecipe.model_validate(values)
+    judges = [judges_of_the_run(each)[0] for each in recipe.rewards]
+    assert [each.dtype for each in judges] == [expected, expected]
+    read_again = GRPORecipe.model_validate_json(recipe.model_dump_json())
+    assert read_again == recipe
+    assert "dtype" not in JUDGE["judge"]
+    # A trainer from Python reads the same of a pretrained model's settings.
+    del values["evaluation"]
+    found = with_defaults_of("org/model", values, GRPOTrainer)
+    assert judges_of_the_run(GRPOSettings.model_validate(found).environment)[0].dtype == expected

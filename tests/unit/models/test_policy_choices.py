@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,37 @@ def test_a_trainer_asks_for_what_the_plan_of_its_stage_asks_for(folder: Path) ->
     found = chosen(load, H100).training
     assert found is not None
     assert found.config.activation_checkpointing is True  # type: ignore[union-attr]
+
+
+def test_a_trainer_counts_what_scores(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    judge = {"kind": "model", "model": str(folder), "gpu_memory_utilization": 0.3}
+    settings = GRPOSettings.model_validate(
+        {
+            "cluster": {"shape": "node_8gpu"},
+            "environment": {
+                "kind": "weighted_sum",
+                "parts": [
+                    {"environment": {"kind": "llm_judge", "judge": judge}},
+                    {"environment": {"kind": "reward_model"}},
+                ],
+            },
+        }
+    )
+    spec = RunSpec(folder, folder, folder, reward_model=folder)
+    load = load_of_trainer("grpo", settings.grpo, settings, spec)
+    assert load is not None
+    assert [each.share for each in load.scorers] == [0.3, None]
+    own = replace(spec, scorer=object())  # type: ignore[arg-type]
+    load = load_of_trainer("grpo", settings.grpo, settings, own)
+    assert load is not None
+    assert not load.scorers
+    of_hub = {"environment": {"kind": "reward_model", "model": "org/rm"}}
+    settings = GRPOSettings.model_validate({"cluster": {"shape": "node_8gpu"}, **of_hub})
+    with caplog.at_level(logging.WARNING):
+        load = load_of_trainer("grpo", settings.grpo, settings, spec)
+    assert load is not None
+    assert not load.scorers
+    assert "what scores was not planned" in caplog.text
 
 
 def test_a_laptop_asks_for_nothing(folder: Path) -> None:

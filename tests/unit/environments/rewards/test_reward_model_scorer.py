@@ -21,6 +21,7 @@ from nemo_rl_core.environments.interfaces import score_rollouts
 from nemo_rl_core.environments.rewards.reward_model import RewardModelScorer, batches_by_length
 from nemo_rl_core.errors import ConfigError, ModelError, RewardError
 from nemo_rl_core.types import Completion, Prompt, Rollout
+from tests.simulated_cuda import simulated_cuda
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # as the scorer chooses
 EOS = 2  # of the arithmetic tokenizer
@@ -222,3 +223,30 @@ def test_batches_hold_every_sequence_once_within_the_budget(lengths, max_tokens)
     for batch in batches:
         padded = len(batch) * max(lengths[index] for index in batch)
         assert padded <= max_tokens or len(batch) == 1
+
+
+def test_between_two_scorings_its_weights_wait_on_the_host(
+    tiny_model: Path, reward_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = RewardModelScore(model=str(reward_model))
+    here = make_scorer(part, policy=tiny_model)
+    expected = here.score(ROLLOUTS)
+    here.release_memory()  # no-op on a CPU
+    assert here.score(ROLLOUTS) == expected
+    one = {"weight": 1.0, "environment": part}
+    emptied: list[str] = []
+    # A simulated tensor stays one, so that modules get other parameters where they move.
+    monkeypatch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
+    for config in (part, WeightedSum(parts=[one])):
+        scorer = make_scorer(config, policy=tiny_model)
+        model_of = scorer if isinstance(scorer, RewardModelScorer) else scorer._scorers[0]
+        with simulated_cuda(), monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("cache"))
+            scorer.release_memory()  # nothing is loaded yet
+            for _ in range(2):
+                assert scorer.score(ROLLOUTS) == expected
+                assert {each.device.type for each in model_of._loaded.parameters()} == {"cuda"}
+                scorer.release_memory()
+                scorer.release_memory()
+                assert {each.device.type for each in model_of._loaded.parameters()} == {"cpu"}
+    assert emptied == ["cache"] * 4

@@ -338,6 +338,21 @@ def test_estimates_and_what_is_not_counted_are_said(tmp_path: Path) -> None:
     shown = invoked(*arguments).output
     assert "activations are an estimate for the model type gemma2" in shown
     assert "not counted: the reward model org/rm" in shown
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    shutil.copy(CONFIGS["qwen2.5-1.5b"], judge / "config.json")
+    named = f"environment={{kind: llm_judge, judge: {{kind: model, model: {judge}SHARE}}}}"
+    others = ["evaluation.environment={kind: exact}", "--model-config", judge / "config.json"]
+    counted = invoked("grpo_1.5b_1gpu", named.replace("SHARE", ""), *others).output
+    assert "not counted" not in counted
+    lines = {line[:25].strip(): line.split()[-1] for line in counted.splitlines() if line}
+    assert lines["scorer"] == f"{0.5 * H100.memory_gib:.1f}"
+    assert "most while scoring" in lines
+    large = named.replace("SHARE", ", gpu_memory_utilization: 0.9")
+    refused = invoked("grpo_1.5b_1gpu", large, *others)
+    assert refused.exit_code == 1
+    assert "grpo_iteration: scoring takes" in refused.output
+    assert "the smallest change that fits: environment.judge.gpu_memory_u" in refused.output
     megatron = invoked("grpo_1.5b_1gpu", "training={backend: megatron}", *arguments[3:]).output
     assert "for the model type gemma2, the backend megatron" in megatron
     assert "training.backend: megatron does not know the model type gemma2" in megatron

@@ -1,0 +1,61 @@
+"""GiB of a GPU that an engine takes while it is awake."""
+
+from nemo_rl_core.config.model import DType
+from nemo_rl_core.planning.load import StageLoad, ranks_of_engine, share_of_engine
+from nemo_rl_core.planning.sizes import ModelSizes
+
+GIB = 2**30
+_BATCHED_TOKENS = 8192
+_GRAPHS_GIB = 1.0
+"""vLLM's CUDA graphs and workspaces. Assumed."""
+
+
+def parts_of_engine(load: StageLoad, memory_gib: float) -> tuple[dict[str, float], float]:
+    """What the engine takes of a GPU, and the tokens that its KV cache holds."""
+    if load.sampling is None:
+        return {}, 0.0
+    config, sizes = load.sampling.config, load.sizes
+    width, ranks = bytes_of(load.dtype), ranks_of_engine(config)
+    weights = sizes.num_parameters * width / ranks / GIB
+    if getattr(config, "quantization", "none") != "none":  # of layers, to a byte each
+        weights -= (sizes.num_parameters - sizes.outer_weights) * (width - 1) / ranks / GIB
+    workspace = _GRAPHS_GIB + activations_gib(sizes, width, _BATCHED_TOKENS, ranks=ranks)
+    token = kv_bytes_of_rank(load)
+    share = share_of_engine(config)
+    if share is None:
+        cache = load.longest * load.sampling.num_sequences * token / GIB
+        return {"engine weights": weights, "KV cache": cache}, load.longest
+    cache = share * memory_gib - weights - workspace
+    parts = {"engine weights": weights, "engine workspace": workspace, "KV cache": max(cache, 0.0)}
+    return parts, cache * GIB / token
+
+
+def bytes_of(dtype: DType) -> int:
+    """Bytes of a number."""
+    return 2 if dtype == "bfloat16" else 4
+
+
+def activations_gib(sizes: ModelSizes, width: int, tokens: int, *, ranks: int = 1) -> float:
+    """What a layer of a forward pass without gradients holds for so many tokens."""
+    return tokens * width / GIB * (2 * sizes.hidden + 2 * sizes.mlp_width / ranks)
+
+
+def kv_tokens_of_judge(
+    sizes: ModelSizes, dtype: DType, *, share: float, memory_gib: float
+) -> float:
+    """Tokens that fit the KV cache of an engine on one GPU."""
+    width = bytes_of(dtype)
+    taken = _GRAPHS_GIB + activations_gib(sizes, width, _BATCHED_TOKENS)
+    cache = share * memory_gib - sizes.num_parameters * width / GIB - taken
+    token = 2.0 * sizes.num_layers * sizes.num_kv_heads * sizes.head_size * width
+    return cache * GIB / token
+
+
+def kv_bytes_of_rank(load: StageLoad) -> float:
+    """Bytes of a token in the KV cache of one rank of an engine, all its layers."""
+    assert load.sampling is not None
+    config, sizes = load.sampling.config, load.sizes
+    tensor = getattr(config, "tensor_parallel_size", 1)
+    heads = -(-sizes.num_kv_heads // tensor)  # more ranks than heads have copies
+    layers = sizes.num_layers * tensor / ranks_of_engine(config)
+    return 2.0 * layers * heads * sizes.head_size * bytes_of(load.dtype)

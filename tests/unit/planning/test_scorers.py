@@ -1,0 +1,133 @@
+"""What reward models and judges take of the trainer's first GPU, by hand."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.config.environment import ByTask, WeightedSum
+from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.config.judge import JudgeModel, LLMJudge
+from nemo_rl_core.config.single_turn import ExactMatch, RewardModelScore
+from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.planning.choices import fits
+from nemo_rl_core.planning.load import ScorerLoad, StageLoad
+from nemo_rl_core.planning.memory import plan_memory
+from nemo_rl_core.planning.scorers import names_of_scorers, scorer_problem, scorers_of
+from nemo_rl_core.planning.search import smallest_change
+from tests.unit.planning.layouts import CONFIGS, sizes, stage
+
+GPU, GIB = 80.0, 2**30
+JUDGE = ScorerLoad(
+    "the judge folder", sizes("llama-3.1-8b"), "bfloat16", "environment.judge", 4096, share=0.5
+)
+MODEL = ScorerLoad("the reward model folder", sizes("qwen2.5-7b"), "bfloat16", "environment", 8192)
+
+
+def stage_with(*scorers: ScorerLoad, **options: Any) -> StageLoad:
+    sampled = {"generation": VllmGenerationConfig(num_engines=8), "longest": 1024, **options}
+    return replace(stage("qwen2.5-7b", 8, **sampled), scorers=scorers)
+
+
+def test_the_largest_scores_beside_the_trainer_while_the_engine_sleeps() -> None:
+    alone = plan_memory(stage_with(), GPU)
+    assert (alone.scoring, "scorer" in alone.parts) == (0.0, False)
+    found = plan_memory(stage_with(JUDGE, MODEL), GPU)
+    # A process with an engine and one without hold their contexts always.
+    assert found.parts["contexts"] == alone.parts["contexts"] + 2 + 1
+    assert found.training == pytest.approx(alone.training + 3)
+    assert found.sampling == pytest.approx(alone.sampling + 3)
+    assert found.parts["scorer"] == 0.5 * GPU
+    resident = sum(found.parts[name] for name in ("weights", "moments", "contexts"))
+    assert found.scoring == pytest.approx(resident + 0.5 * GPU)
+    assert found.peak == max(found.training, found.sampling, found.scoring)
+    # 7.62e9 weights less a head of 152,064 x 3,584, in two bytes; 8192 tokens of a layer.
+    weights = 2 * (7_615_616_512 - 152_064 * 3_584)
+    activations = 8192 * 2 * 2 * (3_584 + 18_944)
+    expected = (weights + activations) / GIB
+    assert plan_memory(stage_with(MODEL), GPU).parts["scorer"] == pytest.approx(expected)
+    assert expected == pytest.approx(13.86, abs=0.01)
+
+
+def test_what_waits_on_the_host_leaves_room_for_scorers() -> None:
+    offloaded = DTensorTraining(offload_for_generation="all")
+    here, there = (
+        plan_memory(stage_with(MODEL, training=training), GPU)
+        for training in (DTensorTraining(), offloaded)
+    )
+    states = here.parts["weights"] + here.parts["moments"]
+    assert here.scoring - there.scoring == pytest.approx(states)
+
+
+def test_engines_that_do_not_sleep_are_counted_where_they_lie() -> None:
+    def scoring(is_ahead: bool, **placement: Any) -> float:
+        load = stage_with(MODEL, generation=VllmGenerationConfig(num_engines=8, **placement))
+        assert load.sampling is not None
+        sampling = replace(load.sampling, is_asynchronous=is_ahead)
+        return plan_memory(replace(load, sampling=sampling), GPU).scoring
+
+    asleep = scoring(False)
+    assert scoring(True) == pytest.approx(asleep + 0.5 * GPU)
+    own = {"placement": {"own": 8}}
+    assert scoring(True, **own) == scoring(False, **own) == asleep - 2  # and no engine's context
+
+
+def test_a_judge_that_cannot_read_its_questions_is_named() -> None:
+    # 8.03e9 weights in two bytes, a GiB, and 8192 tokens of a layer leave that of 16 GiB.
+    left = 0.2 * GPU - 1 - (2 * 8_030_261_248 + 8192 * 4 * (4096 + 14_336)) / GIB
+    assert left < 0
+    small = replace(JUDGE, share=0.2)
+    assert scorer_problem(stage_with(small), GPU) == (
+        "the judge folder: the KV cache holds 0 tokens, fewer than "
+        "environment.judge.max_model_len (4,096)"
+    )
+    assert not fits(stage_with(small, training=DTensorTraining()), GPU)
+    assert scorer_problem(stage_with(JUDGE, MODEL), GPU) is None
+
+
+def test_the_smallest_change_is_the_share_of_a_judge() -> None:
+    load = stage_with(replace(JUDGE, share=0.8), tokens=2048)
+    assert plan_memory(load, GPU).scoring > 0.93 * GPU
+    change = smallest_change([load], GPU)
+    assert change is not None
+    assert [str(each) for each in change] == ["environment.judge.gpu_memory_utilization=0.7"]
+
+
+def test_all_models_that_score_are_found() -> None:
+    judge = LLMJudge(judge=JudgeModel(model="judge", dtype="bfloat16"))
+    summed = WeightedSum(
+        parts=[{"environment": ExactMatch()}, {"environment": RewardModelScore(model="rm")}]
+    )
+    unnamed = RewardModelScore(max_tokens_per_batch=64)
+    environment = ByTask(
+        tasks=[
+            {"task": "a", "environment": judge},
+            {"task": "b", "environment": summed},
+            {"task": "c", "environment": unnamed},
+        ]
+    )
+    configs = {
+        "judge": json.loads(CONFIGS["llama-3.1-8b"].read_text()),
+        "rm": {**json.loads(CONFIGS["qwen2.5-7b"].read_text()), "dtype": "bfloat16"},
+    }
+    small = sizes("qwen2.5-1.5b")
+    found = list(scorers_of(environment, configs.__getitem__, of_run=small, path="environment"))
+    assert found == [
+        replace(JUDGE, name="the judge judge", path="environment.tasks.0.environment.judge"),
+        replace(
+            MODEL,
+            name="the reward model rm",
+            path="environment.tasks.1.environment.parts.1.environment",
+        ),
+        ScorerLoad(
+            "the reward model of the run",
+            small,
+            "float32",
+            "environment.tasks.2.environment",
+            64,
+        ),
+    ]
+    assert names_of_scorers(environment) == [each.name for each in found]
+    del configs["rm"]["dtype"]  # which transformers then reads as float32
+    assert next(iter(scorers_of(summed, configs.__getitem__))).dtype == "float32"
