@@ -14,6 +14,7 @@ from nemo_rl_core.planning.float8 import bytes_less, rounding_gib
 from nemo_rl_core.planning.load import (
     Layout,
     StageLoad,
+    gathered_width,
     layout_of,
     ranks_of_engine,
     share_of_engine,
@@ -482,7 +483,8 @@ def kv_bytes_of_rank(load: StageLoad) -> float:
 def _transfer_gib(load: StageLoad) -> float:
     """What trainer and engine hold while weights are sent, besides what stays."""
     width = 2 if load.dtype == "bfloat16" else _FLOAT32
-    largest = load.sizes.largest_weight * (_FLOAT32 + width) / GIB
+    # As ranks gather it, and as it is sent: of another type, or put together from uneven parts.
+    largest = load.sizes.largest_weight * (gathered_width(load) + width) / GIB
     bucket = min(GPU_BUCKET_BYTES, load.sizes.num_parameters * width) / GIB
     sent = largest + _SENT_BUCKETS * bucket
     return sent if load.has_own_engines else sent + _received_gib(load)
