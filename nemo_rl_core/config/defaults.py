@@ -36,6 +36,9 @@ LARGEST_LEARNING_RATE: Final = 1e-4
 _SMALL_MODEL: Final = 50_000_000
 _GPUS_OF_A_NODE: Final = 8
 _ENGINES: Final = ("vllm", "hf", "megatron")
+_TRAINERS: Final = ("dtensor", "megatron")
+OWN_GPU_SHARE: Final = 0.9
+"""Of the memory of a GPU that an engine has for itself, which no trainer needs a part of."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ def defaults_of_pretrained(
     """What is filled in for a pretrained model, by its path in the settings.
 
     A learning rate comes with a warm-up. `dtype` is bfloat16 where the shape of the cluster has
-    GPUs, and there are as many engines as fit. On a machine with GPUs the cluster has all of them
-    but those of the engines' own.
+    GPUs, float32 that is asked for there is computed in TF32, and there are as many engines as fit.
+    On a machine with GPUs the cluster has all of them but those of the engines' own.
 
     Args:
         values: The settings that are given, as nested mappings.
@@ -83,34 +86,83 @@ def defaults_of_pretrained(
         prompt = int(values.get("max_prompt_tokens", 512))
         room = (context.context_length or prompt + MAX_NEW_TOKENS) - prompt
         found["generation.max_new_tokens"] = min(MAX_NEW_TOKENS, room) if room > 0 else 1
+    cluster = _cluster({**values, **found})
     if samples:
-        found |= engines_of_gpus(_cluster({**values, **found}), generation)
-    return found
+        found |= engines_of_gpus(cluster, generation)
+    engines = {"generation": generation} if samples else {}
+    dtype = found.get("dtype", values.get("dtype"))
+    return found | float32_of_gpus(cluster, training, engines, dtype=dtype)
 
 
-def engines_of_gpus(cluster: Any, generation: Any, *, path: str = "generation") -> dict[str, int]:
-    """As many engines as a cluster with GPUs has room for, where their number is not said.
+def engines_of_gpus(cluster: Any, generation: Any, *, path: str = "generation") -> dict[str, float]:
+    """Engines for the GPUs of a cluster, where a section does not say how many or how large.
+
+    On the trainer's GPUs there are as many as these have room for. On GPUs of their own, which they
+    share with nothing, vLLM takes 0.9 of the memory.
 
     Args:
         cluster: The section of the recipe, or what it validates to.
-        generation: A section of engines on the trainer's GPUs.
+        generation: A section of engines.
         path: Of that section.
 
     Returns:
-        Nothing where one engine is all that fits: the default.
+        Nothing where that is the default: one engine, or no GPU.
 
     Example:
         >>> engines_of_gpus({"shape": "node_8gpu"}, {"tensor_parallel_size": 2})
         {'generation.num_engines': 4}
+        >>> engines_of_gpus({"shape": "one_gpu"}, {"placement": {"own": 1}})
+        {'generation.gpu_memory_utilization': 0.9}
     """
     section = _section({"": generation}, "")
+    num_gpus = _cluster({"cluster": cluster}).num_gpus
+    if _num_own(section):
+        is_open = _is_vllm(section) and "gpu_memory_utilization" not in section
+        return {f"{path}.gpu_memory_utilization": OWN_GPU_SHARE} if num_gpus and is_open else {}
     is_known = section.get("backend", "vllm") in _ENGINES
-    if "num_engines" in section or not is_known or _num_own(section):
+    if "num_engines" in section or not is_known:
         return {}
     ranks = int(section.get("tensor_parallel_size", 1))
     ranks *= int(section.get("pipeline_parallel_size", 1))
-    engines = _cluster({"cluster": cluster}).num_gpus // ranks
+    engines = num_gpus // ranks
     return {f"{path}.num_engines": engines} if engines > 1 else {}
+
+
+def float32_of_gpus(
+    cluster: Any, training: Any, engines: Mapping[str, Any], *, dtype: Any
+) -> dict[str, str]:
+    """TF32 where a cluster with GPUs computes in float32, in trainer and engines.
+
+    Args:
+        cluster: The section of the recipe, or what it validates to.
+        training: The section of the trainer. With `deterministic: true` nothing is chosen.
+        engines: By path, the sections of engines.
+        dtype: Of the model.
+
+    Returns:
+        Nothing of a section that says `float32_matmul_precision`.
+
+    Example:
+        >>> float32_of_gpus({"shape": "one_gpu"}, {}, {}, dtype="float32")
+        {'training.float32_matmul_precision': 'high'}
+    """
+    trainer = _section({"": training}, "")
+    if dtype != "float32" or trainer.get("deterministic") is True:
+        return {}
+    if not _cluster({"cluster": cluster}).num_gpus:
+        return {}
+    found, name = {}, "float32_matmul_precision"
+    if trainer.get("backend", "dtensor") in _TRAINERS and name not in trainer:
+        found[f"training.{name}"] = "high"
+    for path, given in engines.items():
+        section = _section({"": given}, "")
+        if _is_vllm(section) and name not in section:
+            found[f"{path}.{name}"] = "high"
+    return found
+
+
+def _is_vllm(generation: Mapping[str, Any]) -> bool:
+    return generation.get("backend", "vllm") == "vllm"
 
 
 def _rates(values: Mapping[str, Any], section: str, *, uses_lora: bool) -> dict[str, Any]:

@@ -168,11 +168,12 @@ class VllmGenerationConfig(SplitEngine):
             blocks that they begin with, such as those of a system prompt, so that short prompts
             share more of smaller blocks. None takes vLLM's own (128 on a CPU, 16 on a GPU); a CPU
             takes multiples of 32.
-        gpu_memory_utilization: The share of a GPU's memory for weights, keys and values.
+        gpu_memory_utilization: The share of a GPU's memory for weights, keys and values. A recipe
+            that does not say it has 0.9 for engines on GPUs of their own.
         enforce_eager: Does without CUDA graphs. A CPU always does.
         load_format: `dummy` starts with random weights; the model's own follow in any case.
         float32_matmul_precision: Of matrix products where `dtype` is `float32`; `high` is TF32 on
-            GPUs.
+            GPUs. A recipe that does not say it has the trainer's default.
         quantization: Rounds weights and activations of projections to FP8 while they are loaded, on
             GPUs that compute in it (Ada, Hopper and later): with one scale a matrix, an output
             channel, or a block of 128. Embedding, head and norms stay in 16 bits. The trainer

@@ -122,8 +122,9 @@ class DTensorTraining(Parallelism):
             of a group, wherever that is cheaper and attention is `sdpa` or `flex`. The results are
             those of sequences alone, but for rounding.
         float32_matmul_precision: Of matrix products where `dtype` is `float32`. `high` is TF32 on
-            GPUs (10 bits of a number's fraction instead of 23), several times as fast; the engine
-            has a setting of its own.
+            GPUs (10 bits of a number's fraction instead of 23), several times as fast. A recipe
+            that does not say it has `high` where its cluster has GPUs and `deterministic` is not
+            true, else `highest`. The engine has a setting of its own.
         deterministic: Takes kernels of torch that compute the same bits every time, so that a
             resumed or reproduced run has the bits of the first. `auto` does so on CPUs; on GPUs it
             takes the fastest kernels, a tenth faster on an H100.
@@ -252,8 +253,9 @@ class MegatronTraining(Parallelism):
             of a group, wherever that is cheaper and attention is `sdpa`. The results are those of
             sequences alone, but for rounding.
         float32_matmul_precision: Of matrix products where `dtype` is `float32`. `high` is TF32 on
-            GPUs (10 bits of a number's fraction instead of 23), several times as fast; the engine
-            has a setting of its own.
+            GPUs (10 bits of a number's fraction instead of 23), several times as fast. A recipe
+            that does not say it has `high` where its cluster has GPUs and `deterministic` is not
+            true, else `highest`. The engine has a setting of its own.
         deterministic: Takes kernels of torch that compute the same bits every time, so that a
             resumed or reproduced run has the bits of the first. `auto` does so on CPUs; on GPUs it
             takes the fastest kernels, a tenth faster on an H100.

@@ -206,6 +206,16 @@ def layout_of(training: TrainingConfig, num_workers: int) -> Layout:
     )
 
 
+def gathered_width(load: StageLoad) -> int:
+    """Bytes of a number in which a trainer's ranks gather whole weights for the engines.
+
+    That is the type of the engines, but for adapters, which are merged in float32 first.
+    """
+    config = load.training.config if load.training else None
+    has_lora = isinstance(config, DTensorTraining) and config.lora is not None
+    return 2 if load.dtype == "bfloat16" and not has_lora else 4
+
+
 def ranks_of_engine(config: GenerationConfig) -> int:
     """GPUs over which one copy of the engine's weights is spread."""
     return config.ranks_per_engine if isinstance(config, SplitEngine) else 1

@@ -15,6 +15,7 @@ from nemo_rl_core.planning.float8 import bytes_less, rounding_gib
 from nemo_rl_core.planning.load import (
     Layout,
     StageLoad,
+    gathered_width,
     layout_of,
 )
 from nemo_rl_core.planning.routes import GPU_BUCKET_BYTES
@@ -90,7 +91,8 @@ def plan_memory(load: StageLoad, memory_gib: float) -> MemoryPlan:
     if load.has_own_engines:  # the fuller of a trainer's GPU and an engine's
         base -= of_engine
         training = base + in_passes if trained else 0.0
-        sampling = max(base + transfer, awake + of_engine)
+        received = _received_gib(load) if transfer else 0.0
+        sampling = max(base + transfer, awake + of_engine + received)
     elif load.sampling and load.sampling.is_asynchronous:
         training += awake
         sampling = base + transfer + awake
@@ -452,12 +454,18 @@ def _adapter_weights(sizes: ModelSizes, lora: LoRAConfig) -> float:
 def _transfer_gib(load: StageLoad) -> float:
     """What trainer and engine hold while weights are sent, besides what stays."""
     width = 2 if load.dtype == "bfloat16" else _FLOAT32
-    largest = load.sizes.largest_weight * (_FLOAT32 + width) / GIB
+    # As ranks gather it, and as it is sent: of another type, or put together from uneven parts.
+    largest = load.sizes.largest_weight * (gathered_width(load) + width) / GIB
     bucket = min(GPU_BUCKET_BYTES, load.sizes.num_parameters * width) / GIB
     sent = largest + _SENT_BUCKETS * bucket
-    if load.has_own_engines:
-        return sent
-    return sent + _RECEIVED_COPIES * max(load.sizes.largest_weight * width / GIB, bucket)
+    return sent if load.has_own_engines else sent + _received_gib(load)
+
+
+def _received_gib(load: StageLoad) -> float:
+    """What an engine holds of a transfer besides its weights."""
+    width = 2 if load.dtype == "bfloat16" else _FLOAT32
+    bucket = min(GPU_BUCKET_BYTES, load.sizes.num_parameters * width)
+    return _RECEIVED_COPIES * max(load.sizes.largest_weight * width, bucket) / GIB
 
 
 def missing_cache(load: StageLoad, plan: MemoryPlan) -> bool:

@@ -16,6 +16,7 @@ from nemo_rl_core.planning.float8_speed import saved_seconds
 from nemo_rl_core.planning.load import (
     Layout,
     StageLoad,
+    gathered_width,
     layout_of,
     ranks_of_engine,
     transport_of,
@@ -296,12 +297,11 @@ def plan_transfer(load: StageLoad, gpu: Accelerator) -> TransferPlan | None:
 
 
 def _whole_tensors_seconds(load: StageLoad, gpu: Accelerator) -> float:
-    """Until every rank of the trainer has gathered every weight, in the type that it is kept in."""
+    """Until every rank of the trainer has gathered every weight."""
     assert load.training is not None
     layout = layout_of(load.training.config, load.cluster.num_workers)
     ranks = layout.shards * layout.tensor * layout.pipeline
     if ranks == 1:
         return 0.0
-    is_float32 = isinstance(load.training.config, DTensorTraining) or load.dtype == "float32"
-    sent = load.sizes.num_parameters * (4 if is_float32 else 2) * (ranks - 1) / ranks
+    sent = load.sizes.num_parameters * gathered_width(load) * (ranks - 1) / ranks
     return sent / _busy_link(load, gpu, ranks) + load.sizes.num_tensors * _GATHER_SECONDS

@@ -30,6 +30,7 @@ from nemo_rl_core.config.defaults import (
     defaults_of_pretrained,
     engines_of_gpus,
     filled,
+    float32_of_gpus,
     with_types_of_judges,
 )
 from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers
@@ -231,11 +232,13 @@ def _chosen_for(kind: type[PipelineRecipe], values: Mapping[str, Any]) -> dict[s
         return {}
     found: dict[str, Any] = {}
     is_pretrained = model.get("kind", "pretrained") == "pretrained"
+    dtype = model.get("dtype", "auto" if is_pretrained else "float32")
+    if dtype == "auto":
+        dtype = "bfloat16" if _shape(values) != "laptop" else "float32"
+        found["model.dtype"] = dtype
     if is_pretrained:
-        found |= _of_algorithms(kind, values)
-    if model.get("dtype", "auto" if is_pretrained else None) == "auto":
-        found["model.dtype"] = "bfloat16" if _shape(values) != "laptop" else "float32"
-    return found | _engines(values)
+        found |= _of_algorithms(kind, {**values, "dtype": dtype})
+    return found | _of_gpus(values, dtype)
 
 
 def _shape(values: Mapping[str, Any]) -> Any:
@@ -244,18 +247,19 @@ def _shape(values: Mapping[str, Any]) -> Any:
     return shape or "laptop"
 
 
-def _engines(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As many engines as the GPUs of the cluster hold, whatever the model."""
+def _of_gpus(values: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """What follows from the GPUs of the cluster, whatever the model."""
     cluster, evaluation = values.get("cluster") or {}, values.get("evaluation")
-    found: dict[str, Any] = engines_of_gpus(cluster, values.get("generation"))
+    engines = {"generation": values.get("generation")}
     if isinstance(evaluation, Mapping) and isinstance(evaluation.get("generation"), Mapping):
-        path = "evaluation.generation"
-        found |= engines_of_gpus(cluster, evaluation["generation"], path=path)
-    return found
+        engines["evaluation.generation"] = evaluation["generation"]
+    found: dict[str, Any] = {}
+    for path, section in engines.items():
+        found |= engines_of_gpus(cluster, section, path=path)
+    return found | float32_of_gpus(cluster, values.get("training"), engines, dtype=dtype)
 
 
 def _of_algorithms(kind: type[PipelineRecipe], values: Mapping[str, Any]) -> dict[str, Any]:
-    given = {**values, "dtype": "float32"}  # that of the model is chosen apart
     sections = [""]  # without an algorithm: the length of completions
     for section in LEARNING_RATES:
         field = kind.model_fields.get(section)
@@ -267,7 +271,7 @@ def _of_algorithms(kind: type[PipelineRecipe], values: Mapping[str, Any]) -> dic
     found: dict[str, Any] = {}
     for section in sections:
         found |= defaults_of_pretrained(
-            given, section=section, samples=True, context=DefaultsContext()
+            values, section=section, samples=True, context=DefaultsContext()
         )
     return found
 

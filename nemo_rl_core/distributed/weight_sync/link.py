@@ -53,6 +53,11 @@ class SendsWeights:
     def named_weights(self) -> NamedTensors:
         """Whole weights; every rank iterates to the end."""
 
+    def weights_to_send(self) -> NamedTensors:
+        """Whole weights in the type that engines compute with; every rank iterates to the end."""
+        for name, weight in self.named_weights():
+            yield name, weight.to(self.sent_dtype or weight.dtype)
+
     def release_memory(self, *, keeps_weights: bool = False) -> None:
         """Gives away what memory of the GPU this rank does not need until it computes again.
 
@@ -80,7 +85,7 @@ class SendsWeights:
             ConsistencyError: If something else has arrived.
             TransferError: If a receiver is gone, or does not join in time.
         """
-        weights = ((name, w.to(self.sent_dtype or w.dtype)) for name, w in self.named_weights())
+        weights = self.weights_to_send()
         self.release_memory(keeps_weights=True)
         # Engines wake when the first bucket arrives, on the GPUs of all ranks.
         if dist.is_initialized() and dist.get_world_size() > 1:

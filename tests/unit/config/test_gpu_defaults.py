@@ -28,6 +28,7 @@ def test_a_recipe_with_gpus_leaves_the_rest_to_these_defaults() -> None:
         assert getattr(training, setting) == "auto", setting
     assert not training.compile
     assert training.offload_for_generation == "none"
+    # What is not computed in float32 is not asked about it.
     assert training.float32_matmul_precision == engine.float32_matmul_precision == "highest"
     assert engine.gpu_memory_utilization == 0.5
     assert not engine.enforce_eager  # so that vLLM has CUDA graphs

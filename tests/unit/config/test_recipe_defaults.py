@@ -86,6 +86,66 @@ def test_engines_fill_the_gpus_of_the_cluster(
     assert evaluated.num_engines == engines
 
 
+@pytest.mark.parametrize(
+    ("sections", "share"),
+    [
+        ({"generation": {"placement": {"own": 2}}}, 0.9),
+        ({"generation": {"placement": {"own": 2}, "gpu_memory_utilization": 0.7}}, 0.7),
+        ({"generation": {}}, 0.5),
+        ({"generation": {"placement": {"own": 2}}, "cluster": {"num_workers": 4}}, 0.5),  # no GPUs
+    ],
+)
+def test_engines_take_most_of_gpus_of_their_own(sections: dict[str, Any], share: float) -> None:
+    sections = {"cluster": {"shape": "cluster", "num_workers": 4}, **sections}
+    found = recipe(**sections)
+    assert found.generation.gpu_memory_utilization == share
+    assert GRPORecipe.model_validate_json(found.model_dump_json()) == found
+    of_megatron = {"generation": {"backend": "megatron", "placement": {"own": 2}}}
+    assert recipe(**{**sections, **of_megatron}).generation.num_engines == 2
+    evaluated = recipe(**{**sections, "evaluation": {"generation": sections["generation"]}})
+    assert evaluated.evaluation.generation.gpu_memory_utilization == share
+
+
+def precisions(**sections: Any) -> tuple[str, str, str]:
+    found = recipe(evaluation={"generation": {"temperature": 0.5}}, **sections)
+    assert GRPORecipe.model_validate_json(found.model_dump_json()) == found
+    parts = found.training, found.generation, found.evaluation.generation
+    return tuple(part.float32_matmul_precision for part in parts)
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_float32_is_computed_in_tf32_on_gpus(backend: str) -> None:
+    training, cluster = {"backend": backend}, {"shape": "one_gpu"}
+    full = {"model": {"name": "org/model", "dtype": "float32"}, "training": training}
+    assert precisions(**full, cluster=cluster) == ("high",) * 3
+    small = {"kind": "from_config"}  # float32 by itself
+    assert precisions(model=small, training=training, cluster=cluster) == ("high",) * 3
+    # On CPUs, in bfloat16 and where bits matter, everything stays.
+    assert precisions(**full) == ("highest",) * 3
+    assert precisions(training=training, cluster=cluster) == ("highest",) * 3
+    exact = {**full, "training": {**training, "deterministic": True}}
+    assert precisions(**exact, cluster=cluster) == ("highest",) * 3
+
+
+def test_full_float32_on_gpus_may_be_asked_for() -> None:
+    highest = {"float32_matmul_precision": "highest"}
+    found = precisions(
+        model={"kind": "from_config"},
+        cluster={"shape": "node_8gpu"},
+        training=highest,
+        generation=highest,
+    )
+    assert found == ("highest", "highest", "high")
+
+
+def test_an_engine_of_another_kind_has_no_such_settings() -> None:
+    found = recipe(
+        model={"kind": "from_config"}, cluster={"shape": "one_gpu"}, generation={"backend": "hf"}
+    )
+    assert found.generation.backend == "hf"
+    assert found.training.float32_matmul_precision == "high"
+
+
 def test_an_evaluation_gets_the_length_alone() -> None:
     found = EvaluateRecipe.model_validate({"model": {"name": "org/model"}})
     assert found.generation.max_new_tokens == 512

@@ -189,9 +189,13 @@ def test_one_gpu_holds_few_buckets_while_weights_are_sent() -> None:
     generation = VllmGenerationConfig(gpu_memory_utilization=0.08)
     found = planned("qwen2.5-1.5b", training=RECOMPUTED, generation=generation)
     largest = 151936 * 1536 / 2**30
-    # The embedding in float32 and in 16 bits, gathered; three buckets of the sender; the embedding
-    # where it arrives, and where vLLM has it.
+    # The embedding in 16 bits, gathered and sent; three buckets of the sender; the embedding where
+    # it arrives, and where vLLM has it.
+    assert found.parts["transfer"] == pytest.approx(largest * (2 + 2) + 3 / 4 + 2 * largest * 2)
+    adapted = RECOMPUTED.replace(lora=LoRAConfig())  # merged in float32, and rounded
+    found = planned("qwen2.5-1.5b", training=adapted, generation=generation)
     assert found.parts["transfer"] == pytest.approx(largest * (4 + 2) + 3 / 4 + 2 * largest * 2)
+    found = planned("qwen2.5-1.5b", training=RECOMPUTED, generation=generation)
     # Of so small an engine, more than of keys and values, which wake afterwards.
     assert found.parts["transfer"] > found.parts["KV cache"]
     parts = ("weights", "moments", "contexts", "transfer", "engine weights", "engine workspace")

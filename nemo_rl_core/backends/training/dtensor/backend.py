@@ -424,7 +424,16 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         merged = self._adapters.merged(weights) if self._adapters else weights
         return as_published(self._policy.model, merged)
 
-    def _own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights_to_send(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields `named_weights` in the type of engines, in which ranks gather them.
+
+        Adapters are merged in the type that they are trained in, and rounded afterwards.
+        """
+        if self._adapters:
+            return super().weights_to_send()
+        return as_published(self._policy.model, self._own_weights(self.sent_dtype))
+
+    def _own_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         self._memory.restore("weights")
         model = self._policy.model
         if getattr(model, "is_quantized", False):
@@ -434,7 +443,7 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         for name, tensor in model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield name, whole_tensor(tensor)
+                yield name, whole_tensor(tensor, dtype)
 
     def release_memory(self, *, keeps_weights: bool = False) -> None:
         """Drops gradients and gathered weights, and moves what the recipe names to the host.

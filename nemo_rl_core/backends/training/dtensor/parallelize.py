@@ -150,11 +150,23 @@ def drop_gradients(model: Any) -> None:
                         whole.grad = None
 
 
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Gathers a tensor if it is sharded; a collective of all ranks then."""
+def whole_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Gathers a tensor if it is sharded; a collective of all ranks then.
+
+    Args:
+        tensor: A weight, or a shard of it.
+        dtype: Of the result; None keeps that of the tensor. Each rank rounds its own shard, so that
+            no more is sent or held than the result has. Parts of a sum are summed before.
+
+    Returns:
+        On the mesh's device, if it is sharded.
+    """
     if not isinstance(tensor, DTensor):
-        return tensor.detach()
+        return tensor.detach().to(dtype or tensor.dtype)
+    shards = unwrapped(tensor).detach()
+    if dtype is not None and not any(each.is_partial() for each in shards.placements):
+        shards = shards.to(dtype)
     # Shards on the CPU are sent through the mesh's device.
-    shards = unwrapped(tensor).detach().to(tensor.device_mesh.device_type)
+    shards = shards.to(tensor.device_mesh.device_type)
     assert isinstance(shards, DTensor)
-    return shards.full_tensor()
+    return shards.full_tensor().to(dtype or tensor.dtype)
