@@ -25,9 +25,9 @@ MACHINE = "machine-1"
 _LOOK_SECONDS = 0.2
 _GRACE_SECONDS = 30
 _CAPACITY = {
-    "cpu": "64",
-    "memory": "1Ti",
-    "ephemeral-storage": "1Ti",
+    "cpu": "256",
+    "memory": "4Ti",
+    "ephemeral-storage": "4Ti",
     "pods": "110",
     "nvidia.com/gpu": "8",
 }
@@ -44,6 +44,7 @@ class Kubelet:
         volume: Folder of this machine that is what the claim of stages is bound to.
 
     Attributes:
+        can_pull: Whether images can be pulled; pods wait where they cannot.
         ended: When the last process of each pod was gone, in seconds of `time.time`, by its name.
     """
 
@@ -52,6 +53,7 @@ class Kubelet:
     ) -> None:
         self.plane, self.network, self.nameserver = plane, network, nameserver
         self.folder, self.volume = folder, volume
+        self.can_pull = True
         self.ended: dict[str, float] = {}
         self._pods: dict[str, _RunningPod] = {}
         self._leaving = threading.Event()
@@ -150,6 +152,10 @@ class _RunningPod:
     def _is_main(self) -> bool:
         return not self._left and self.current is not None
 
+    @property
+    def _is_without_image(self) -> bool:
+        return self.current is None and not self._kubelet.can_pull
+
     def _check(self) -> None:
         if len(self._spec["containers"]) != 1 or self._spec["restartPolicy"] != "Never":
             self._exit_code, self._reason = 128, "this machine runs one container, once"
@@ -161,6 +167,8 @@ class _RunningPod:
             if self._is_main:
                 assert self.current is not None
                 self._probe.look(self.current)
+            return
+        if self._is_without_image:
             return
         if code or not self._left:
             self._exit_code = code if code >= 0 else 128 - code
@@ -265,7 +273,8 @@ class _RunningPod:
         is_running = self._is_main and self._exit_code is None
         is_ready = is_running and self._probe.is_ready and self._ending is None
         phase = "Running" if is_running else "Pending"
-        state: dict[str, Any] = {"waiting": {"reason": "PodInitializing"}}
+        reason = "ErrImagePull" if self._is_without_image else "PodInitializing"
+        state: dict[str, Any] = {"waiting": {"reason": reason}}
         if is_running:
             state = {"running": {"startedAt": self._started_at}}
         if self._exit_code is not None:
