@@ -46,6 +46,7 @@ class Kubelet:
     Attributes:
         can_pull: Whether images can be pulled; pods wait where they cannot.
         ended: When the last process of each pod was gone, in seconds of `time.time`, by its name.
+        exit_codes: Of the pods that have ended, by their names.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Kubelet:
         self.folder, self.volume = folder, volume
         self.can_pull = True
         self.ended: dict[str, float] = {}
+        self.exit_codes: dict[str, int] = {}
         self._pods: dict[str, _RunningPod] = {}
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -133,7 +135,6 @@ class _RunningPod:
             manifest: As the API has it; None if it is gone there.
         """
         if manifest is None:
-            self._kubelet.ended.setdefault(self.name, time.time())
             self.is_gone = True
             return
         if self._exit_code is None and self._ending is None:
@@ -171,8 +172,7 @@ class _RunningPod:
         if self._is_without_image:
             return
         if code or not self._left:
-            self._exit_code = code if code >= 0 else 128 - code
-            self._kubelet.ended.setdefault(self.name, time.time())
+            self._has_ended(code)
             return
         try:
             self._start(self._left[0])
@@ -246,9 +246,6 @@ class _RunningPod:
             self._ending = threading.Thread(target=self._stop, args=(grace_seconds,), daemon=True)
             self._ending.start()
         elif not self._ending.is_alive():
-            if self._exit_code is None:
-                code = self.current.poll() if self.current is not None else 0
-                self._exit_code = 0 if code is None else code if code >= 0 else 128 - code
             path = f"/api/v1/namespaces/{self.namespace}/pods/{self.name}"
             with suppress(ApiError):
                 self._api.request("DELETE", path, {"gracePeriodSeconds": 0})
@@ -259,7 +256,13 @@ class _RunningPod:
             lifecycle = self._spec["containers"][0].get("lifecycle", {}) if self._is_main else {}
             hook = lifecycle.get("preStop", {}).get("exec", {}).get("command", [])
             pod.stop(hook, grace_seconds=grace_seconds)
-        self._kubelet.ended.setdefault(self.name, time.time())
+        self._has_ended((pod.poll() if pod is not None else 0) or 0)
+
+    def _has_ended(self, code: int) -> None:
+        if self._exit_code is None:
+            self._exit_code = code if code >= 0 else 128 - code
+            self._kubelet.exit_codes[self.name] = self._exit_code
+            self._kubelet.ended[self.name] = time.time()
 
     def _report(self) -> None:
         status = self._status()
