@@ -81,7 +81,7 @@ test-float8: setup ## Test training in float8, emulated, with torchao in a scrat
 	  PYTHONPATH="$$site" $(bin)/pytest -n 0 --no-cov tests/unit/backends/test_float8*.py tests/unit/planning/test_planned_float8.py
 
 test-kubernetes: setup ## Test manifests, rights and RayJobs on Kubernetes and KubeRay (NEMO_RL_KUBERNETES=folder; needs root)
-	$(bin)/pytest -n 0 --no-cov -rs -m slow tests/workflows/test_kubernetes.py
+	$(bin)/pytest -n 0 --no-cov -rs -m slow tests/workflows/test_kubernetes.py tests/workflows/test_kuberay.py
 
 test-bare: ## Run the short recipe on a Debian that has neither a compiler nor anything else (needs root)
 	bash tests/bare_debian.sh

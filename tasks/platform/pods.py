@@ -45,6 +45,13 @@ _STOP_IN_ORDER = (
 )
 _GRACE_SECONDS = 120
 
+NO_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+"""Ray's variable, 0 in all pods: how long a node that is ended waits to be drained.
+
+By default it asks the head for that and waits 30 s, and so holds its GPUs as long where the head's
+pod has ended first.
+"""
+
 GPU = "nvidia.com/gpu"
 """Kubernetes' name of the resource."""
 
@@ -86,7 +93,7 @@ def _stopped_in_order(container: str) -> PodTemplate:
     handler = client.V1LifecycleHandler(_exec=stop)  # type: ignore[call-arg]  # stubs: var_exec
     head.lifecycle = client.V1Lifecycle(pre_stop=handler)
     template.pod_spec.termination_grace_period_seconds = _GRACE_SECONDS
-    return laid_over(template, "head")
+    return _left_at_once(laid_over(template, "head"))
 
 
 def worker_pod(shape: Shape, nodes: Nodes) -> PodTemplate:
@@ -98,8 +105,19 @@ def worker_pod(shape: Shape, nodes: Nodes) -> PodTemplate:
         spec = template.pod_spec
         spec.tolerations = [V1Toleration(key=GPU, operator="Exists", effect="NoSchedule")]
         spec.node_selector = nodes_with(shape.accelerator) if shape.accelerator else None
-        return laid_over(template, "worker", "gpu_worker")
-    return laid_over(template, "worker")
+        return _left_at_once(laid_over(template, "worker", "gpu_worker"))
+    return _left_at_once(laid_over(template, "worker"))
+
+
+def _left_at_once(template: PodTemplate) -> PodTemplate:
+    """With `NO_DRAIN`, unless the site has given it a value."""
+    from kubernetes import client
+
+    main = template.pod_spec.containers[0]
+    given = main.env or []
+    if NO_DRAIN not in [each.name for each in given]:
+        main.env = [*given, client.V1EnvVar(name=NO_DRAIN, value="0")]
+    return template
 
 
 def pod_with_store(*, apart: str | None = None) -> PodTemplate:

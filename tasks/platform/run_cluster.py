@@ -23,7 +23,7 @@ from nemo_rl_core.errors import ResourceError
 from nemo_rl_core.telemetry.waiting import waiting
 from tasks.platform.joining import TURN, TURNS
 from tasks.platform.kubernetes_api import KubernetesApi
-from tasks.platform.pods import POD_NAME, SECRETS
+from tasks.platform.pods import NO_DRAIN, POD_NAME, SECRETS
 from tasks.platform.ray_manifest import cluster_spec
 
 _LOG = logging.getLogger(f"nemo_rl_core.{__name__}")  # the run's log takes this one's
@@ -40,6 +40,7 @@ _LONGEST_NAME = 47  # KubeRay derives longer ones from it
 _KEEPER = Path(__file__).with_name("cluster_keeper.py")
 _QUEUE_LABELS = "kueue.x-k8s.io/"  # of the execution: Flyte passes them on to its pods
 _KEPT_OF_OWNERS = ("apiVersion", "kind", "name", "uid")
+_OF_TEMPLATES = (POD_NAME, NO_DRAIN)  # variables: that of the driver, and one that all pods have
 _KEPT_OF_PODS = ("serviceAccountName", "imagePullSecrets")
 
 
@@ -112,7 +113,7 @@ class RunCluster:
         metadata, main = own_pod["metadata"], own_pod["spec"]["containers"][0]
         container = {
             "image": main["image"],
-            "env": [each for each in main.get("env", []) if each["name"] != POD_NAME],
+            "env": [each for each in main.get("env", []) if each["name"] not in _OF_TEMPLATES],
             "envFrom": [each for each in main.get("envFrom", []) if not _is_in_template(each)],
         }
         given = {key: own_pod["spec"][key] for key in _KEPT_OF_PODS if key in own_pod["spec"]}

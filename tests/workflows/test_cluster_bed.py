@@ -118,10 +118,10 @@ def test_a_stage_across_two_nodes_equals_a_local_one(
     bed: ClusterBed, own_store: Path, tmp_path: Path
 ) -> None:
     sft = {"num_steps": 4, "save_every_num_steps": 2, "global_batch_size": 16}
-    inputs = _inputs(sft, model=LARGE_MODEL)
+    inputs = inputs_of_sft(sft, model=LARGE_MODEL)
     stage = _stage(bed, inputs, tmp_path)
     there = stage.run()
-    assert there["content_hash"] == _trained_here(inputs).content_hash
+    assert there["content_hash"] == trained_here(inputs).content_hash
     # Each machine has sent its own shards, and the head none.
     sent = {name: _clients(bed, "PUT", at) for name, at in _shards(bed, stage.attempts[0]).items()}
     (job,) = bed.jobs
@@ -158,7 +158,7 @@ def _assert_machines_made_the_artifact(bed: ClusterBed, address: str) -> None:
 def test_a_stage_goes_on_from_s3_after_a_worker_a_node_and_heads_were_lost(
     bed: ClusterBed, own_store: Path, tmp_path: Path
 ) -> None:
-    inputs = _inputs(SFT, model=LARGER_MODEL)
+    inputs = inputs_of_sft(SFT, model=LARGER_MODEL)
     stage = _stage(bed, inputs, tmp_path)
     losses = (_kill_a_worker, _kill_a_node, _evict_the_head, _kill_the_head)
     saved, left = [], []  # of each attempt: its first save, and the last before it was lost
@@ -202,7 +202,7 @@ def test_a_stage_goes_on_from_s3_after_a_worker_a_node_and_heads_were_lost(
         assert sorted(asked) == sorted([worker.address] for worker in job.workers)
     # Nothing is left of attempts before the last but one, and of that one what the last needs.
     assert [bool(_last_save(bed, each)) for each in attempts] == [False] * 4 + [True]
-    assert there["content_hash"] == _trained_here(inputs).content_hash
+    assert there["content_hash"] == trained_here(inputs).content_hash
 
 
 @pytest.mark.thorough
@@ -296,7 +296,7 @@ def _stage_at(bed: ClusterBed, path: str) -> str:
     return str(json.loads(manifest or b"{}").get("stage", ""))
 
 
-def _inputs(sft: dict[str, Any], *, model: dict[str, Any] | None = None) -> dict[str, Any]:
+def inputs_of_sft(sft: dict[str, Any], *, model: dict[str, Any] | None = None) -> dict[str, Any]:
     """Of `train_sft` from an untrained model, over two ranks."""
     from tasks.prepare_data import prepare_data
     from tasks.prepare_model import prepare_model
@@ -318,7 +318,7 @@ def _stage(bed: ClusterBed, inputs: dict[str, Any], folder: Path) -> "SingleStag
     return SingleStage(bed, stage, inputs, folder / "stage")
 
 
-def _trained_here(inputs: dict[str, Any]) -> Any:
+def trained_here(inputs: dict[str, Any]) -> Any:
     """The artifact of a local run."""
     from nemo_rl_core.distributed.session import shutdown
     from tasks.train_sft import train_sft

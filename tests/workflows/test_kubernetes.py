@@ -6,6 +6,7 @@ No Ray runs here.
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -22,7 +23,7 @@ from tasks.platform.shapes import laptop
 from tasks.train_sft import train_sft
 from tests.commands import REPOSITORY
 from tests.schemas.ray_job import ray_job
-from tests.unit.tasks.test_deployment import VALUES, YAML, documents
+from tests.unit.tasks.test_deployment import DEPLOYMENT, VALUES, YAML, documents
 from tests.unit.tasks.test_run_cluster import OWN_POD, cluster_of
 from tests.workflows.cluster_bed import Pod
 from tests.workflows.cluster_bed.pod import VOLUME
@@ -255,11 +256,99 @@ def test_the_quota_holds_gpus_and_lets_other_pods_in(cluster: KubernetesBed) -> 
         cluster.admin.create(pod(65), NAMESPACE, dryRun="All")
 
 
+@pytest.fixture
+def without_images(cluster: KubernetesBed) -> Iterator[None]:
+    """Pods are made and scheduled, and none starts."""
+    cluster.kubelet.can_pull = False
+    yield
+    cluster.kubelet.can_pull = True
+
+
+@pytest.mark.parametrize("name", ["f1-n0-0", f"f1-n0-0-{'x' * 39}"])
+@pytest.mark.usefixtures("without_images")
+def test_pods_of_a_job_are_named_and_labelled_as_policies_and_logs_have_it(
+    cluster: KubernetesBed, name: str
+) -> None:
+    job = ray_job(compiled(evaluate))
+    job["metadata"]["name"] = name
+    cluster.admin.create(job, NAMESPACE)
+    wait(lambda: len(cluster.pods(name)) == 2)
+    pods = cluster.pods(name)
+    policy = next(
+        each for each in documents("production/cluster.yaml") if "podSelector" in str(each)
+    )
+    selected = policy["spec"]["podSelector"]["matchLabels"].items()
+    tags = re.search(r"tag_regex: '(.*)'", str((DEPLOYMENT / "production/logs.yaml").read_text()))
+    assert tags is not None
+    for pod in pods:
+        assert pod["metadata"]["labels"].items() >= selected
+        (container,) = pod["spec"]["containers"]
+        file = f"{pod['metadata']['name']}_{NAMESPACE}_{container['name']}-{'0' * 64}.log"
+        found = re.fullmatch(tags[1].replace("(?<", "(?P<"), file)
+        assert found is not None
+        assert found["execution"] == "f1"
+    services = cluster.admin.items(f"/api/v1/namespaces/{NAMESPACE}/services")
+    (service,) = [each for each in services if each["metadata"]["name"].startswith(name[:20])]
+    assert service["spec"]["type"] == "ClusterIP"  # no port of the machines leads to a dashboard
+    remove(cluster, name)
+
+
+@pytest.mark.usefixtures("without_images")
+def test_a_job_waits_for_the_pod_that_finds_no_machine_and_holds_the_others(
+    cluster: KubernetesBed,
+) -> None:
+    job = ray_job(compiled(train_sft, "cluster"))  # 8 and 4 GPUs; the machine has 8
+    job["metadata"]["name"] = "f2-n0-0"
+    cluster.admin.create(job, NAMESPACE)
+    wait(lambda: len(cluster.pods("f2-n0-0")) == 3)
+    wait(lambda: len(unscheduled(cluster, "f2-n0-0")) == 1)
+    (message,) = unscheduled(cluster, "f2-n0-0")
+    assert "Insufficient nvidia.com/gpu" in message
+    assert status(cluster, "f2-n0-0")["jobDeploymentStatus"] == "Initializing"
+    remove(cluster, "f2-n0-0")
+
+
+@pytest.mark.usefixtures("without_images")
+def test_a_job_beyond_the_quota_holds_what_it_could_get_and_says_why(
+    cluster: KubernetesBed,
+) -> None:
+    job = ray_job(compiled(train_sft, "cluster"))
+    job["metadata"]["name"] = "f3-n0-0"
+    groups = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    groups[0] |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), 9)
+    cluster.admin.create(job, NAMESPACE)
+
+    def refusal() -> list[str]:
+        found = status(cluster, "f3-n0-0").get("rayClusterStatus", {}).get("conditions", [])
+        return [each["message"] for each in found if each["type"] == "ReplicaFailure"]
+
+    wait(lambda: refusal() != [])
+    assert "exceeded quota: nemo-rl-gpus" in refusal()[0]
+    assert status(cluster, "f3-n0-0")["jobDeploymentStatus"] == "Initializing"
+    assert len(cluster.pods("f3-n0-0", "worker")) == 8
+    remove(cluster, "f3-n0-0")
+
+
+def unscheduled(cluster: KubernetesBed, job: str) -> list[str]:
+    """Why pods of a RayJob have no machine."""
+    return [
+        each["message"]
+        for pod in cluster.pods(job)
+        for each in pod["status"].get("conditions", [])
+        if each["type"] == "PodScheduled" and each["status"] == "False"
+    ]
+
+
+def remove(cluster: KubernetesBed, job: str) -> None:
+    cluster.admin.request("DELETE", f"{RAY_JOBS}/{job}")
+    wait(lambda: not cluster.pods(job))
+
+
 def test_a_job_that_is_suspended_waits_without_a_pod(cluster: KubernetesBed) -> None:
     """As Kueue's webhook makes it."""
     cluster.admin.create(waiting_job("suspended"), NAMESPACE)
     time.sleep(7)  # twice as long as the operator's turn
-    assert ray_pods(cluster, "suspended") == []
+    assert cluster.pods("suspended") == []
     clusters = f"/apis/ray.io/v1/namespaces/{NAMESPACE}/rayclusters"
     assert [each["metadata"]["name"] for each in cluster.admin.items(clusters)] == []
     assert status(cluster, "suspended").get("jobDeploymentStatus") == "Suspended"
@@ -366,12 +455,6 @@ def waiting_job(name: str) -> dict[str, Any]:
 def status(cluster: KubernetesBed, name: str) -> dict[str, Any]:
     found: dict[str, Any] = cluster.admin.get(f"{RAY_JOBS}/{name}").get("status") or {}
     return found
-
-
-def ray_pods(cluster: KubernetesBed, job: str) -> list[str]:
-    """Names of a RayJob's pods, its submitter among them."""
-    pods = cluster.admin.items(f"/api/v1/namespaces/{NAMESPACE}/pods")
-    return [each["metadata"]["name"] for each in pods if each["metadata"]["name"].startswith(job)]
 
 
 def wait(is_so: Callable[[], bool], seconds: float = 60) -> None:

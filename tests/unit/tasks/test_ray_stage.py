@@ -81,10 +81,10 @@ def test_a_local_run_keeps_one_task_whatever_the_shape() -> None:
 
 
 def hand_back_seconds(ttl: int) -> float:
-    """The longest time from a job's end to the removal of its pods, by KubeRay's reconciler.
+    """The longest time from the submitter's end to the removal of pods, by KubeRay's reconciler.
 
-    It looks at a RayJob every 3 s. After it has found it ended, it looks once more, and where the
-    time to live is not over then, again 2 s after that.
+    It is told when the submitter ends, and else looks at a RayJob every 3 s. After it has found it
+    ended, it looks once more, and where the time to live is not over then, again 2 s after that.
     """
     look = 3
     left = ttl - look

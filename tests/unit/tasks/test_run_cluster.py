@@ -17,6 +17,7 @@ from nemo_rl_core.errors import ResourceError
 from tasks.evaluate import evaluate
 from tasks.platform import images
 from tasks.platform.images import image_name
+from tasks.platform.pods import NO_DRAIN
 from tasks.platform.ray_stage import RunStageTask
 from tasks.platform.run_cluster import IDLE_SECONDS, RunCluster, give_back
 from tasks.platform.shapes import Shape, laptop, shape_of
@@ -49,6 +50,7 @@ OWN_POD = {
                 "env": [
                     {"name": "NEMO_RL_POD_NAME", "valueFrom": {"fieldRef": {}}},
                     {"name": "FLYTE_AWS_ENDPOINT", "value": "https://s3"},
+                    {"name": NO_DRAIN, "value": "0"},
                 ],
                 "envFrom": [
                     {"secretRef": {"name": "nemo-rl-secrets", "optional": True}},
@@ -179,7 +181,10 @@ def test_its_pods_are_those_of_a_stage_with_what_flyte_gave_to_the_driver() -> N
     for template in (cluster["headGroupSpec"]["template"], group["template"]):
         main = template["spec"]["containers"][0]
         assert main["image"] == "registry/nemo-rl-training:1"
-        assert main["env"] == [{"name": "FLYTE_AWS_ENDPOINT", "value": "https://s3"}]
+        assert main["env"] == [
+            {"name": NO_DRAIN, "value": "0"},
+            {"name": "FLYTE_AWS_ENDPOINT", "value": "https://s3"},
+        ], "each name once, as Kubernetes asks for"
         secrets = [each["secretRef"]["name"] for each in main["envFrom"]]
         assert secrets == ["nemo-rl-secrets", "of-the-site"]
         assert template["spec"]["imagePullSecrets"] == [{"name": "nemo-rl-registry"}]

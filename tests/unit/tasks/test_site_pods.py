@@ -15,7 +15,7 @@ from kubernetes.client import ApiClient
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.errors import ConfigError
 from tasks.platform import site_pods
-from tasks.platform.pods import head_pod, worker_pod
+from tasks.platform.pods import NO_DRAIN, head_pod, worker_pod
 from tasks.platform.resources import DATA, WEIGHTS
 from tasks.platform.shapes import shape_of
 
@@ -184,3 +184,17 @@ def test_what_cannot_be_is_refused(
         worker_pod(LAPTOP, LAPTOP.nodes[0])
     for name in ("deployment/pods.yaml", *names):
         assert name in str(refused.value)
+
+
+def test_a_ray_node_leaves_at_once_unless_the_site_gives_it_time(
+    says: Callable[[str], None],
+) -> None:
+    def drain_seconds() -> list[str]:
+        templates = (head_pod(), worker_pod(LAPTOP, LAPTOP.nodes[0]))
+        given = [each.pod_spec.containers[0].env for each in templates]
+        return [each.value for env in given for each in env if each.name == NO_DRAIN]
+
+    says("")
+    assert drain_seconds() == ["0", "0"]
+    says(f"worker: {{container: {{env: [{{name: {NO_DRAIN}, value: '9'}}]}}}}")
+    assert drain_seconds() == ["0", "9"]

@@ -60,7 +60,7 @@ class KubernetesBed:
             self.volume.mkdir(parents=True)
             os.chown(self.volume, 1000, 1000)
             address = self.network.address
-            self.plane = enter(ControlPlane(self._folder / "plane", address))
+            self.plane = enter(ControlPlane(self._folder / "plane", self.network))
             enter(NameServer(address, self.admin))
             folder = self._folder / "machine"
             self.kubelet = enter(Kubelet(self.plane, self.network, address, folder, self.volume))

@@ -13,12 +13,15 @@ from typing import Any
 import yaml
 from urllib3.exceptions import HTTPError
 
+from tests.workflows.cluster_bed import Network
 from tests.workflows.cluster_bed.kubernetes_server import make_certificate
 from tests.workflows.kubernetes_bed.api import Api, ApiError
 from tests.workflows.kubernetes_bed.binaries import binary
 
 _START_SECONDS = 120.0
 _ADMIN = "admin"
+_NO_SERVER = ("--leader-elect=false", "--secure-port=0")
+_ENDS_WITH_THIS = ("setpriv", "--pdeathsig", "KILL")
 
 
 class ControlPlane:
@@ -29,7 +32,7 @@ class ControlPlane:
 
     Args:
         folder: Of this machine, for certificates, data and logs.
-        address: Where the API server listens.
+        network: By whose address of this machine the API server is reached.
 
     Attributes:
         admin: The API, for one who may do everything.
@@ -38,11 +41,13 @@ class ControlPlane:
         host, port: Of the API server.
     """
 
-    def __init__(self, folder: Path, address: str) -> None:
-        self._folder, self.host = folder, address
-        self.port, self._etcd_port, self._peer_port = (_free_port(address) for _ in range(3))
+    def __init__(self, folder: Path, network: Network) -> None:
+        self._folder, self._network, self.host = folder, network, network.address
+        self.port = _free_port(self.host)
+        self._etcd_port, self._peer_port = (_free_port("127.0.0.1") for _ in range(2))
         self.authority, self.kubeconfig = folder / "ca.crt", folder / "kubeconfig"
         self._token = secrets.token_hex(16)
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._processes = ExitStack()
         self.admin: Api
 
@@ -58,8 +63,8 @@ class ControlPlane:
             self._start_etcd()
             self._start_api_server()
             self._write_kubeconfig()
-            self._start("kube-controller-manager", *self._controller_options())
-            self._start("kube-scheduler", f"--kubeconfig={self.kubeconfig}", *_NO_SERVER)
+            self._start_apart("kube-controller-manager", *self._controller_options())
+            self._start_apart("kube-scheduler", f"--kubeconfig={self.kubeconfig}", *_NO_SERVER)
             self.wait(self._has_default_account, "the controllers")
             started.pop_all()
         return self
@@ -99,25 +104,35 @@ class ControlPlane:
         """
         deadline = time.monotonic() + seconds
         while not is_so():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{what} did not come up: see the logs in {self._folder}")
+            ended = [name for name, process in self._running.items() if process.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                logs = [self._folder / f"{name}.log" for name in ended]
+                told = "\n".join(log.read_text()[-2000:] for log in logs)
+                raise TimeoutError(f"{what} did not come up; ended: {ended}\n{told}")
             time.sleep(0.2)
 
     def _has_default_account(self) -> bool:
         return self.admin.find("/api/v1/namespaces/default/serviceaccounts/default") is not None
 
-    def _start(self, name: str, *options: str) -> None:
+    def _start(self, name: str, *options: str, within: tuple[str, ...] = ()) -> None:
         with (self._folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", str(binary(name)), *options],
+                [*_ENDS_WITH_THIS, *within, str(binary(name)), *options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd=self._folder,
                 start_new_session=True,
             )
+        self._running[name] = process
         self._processes.callback(process.wait, 60)
         self._processes.callback(process.kill)
+
+    def _start_apart(self, name: str, *options: str) -> None:
+        """In a network of its own: its ports are fixed, and two clusters may run at once."""
+        port = self._network.connect()
+        self._processes.callback(self._network.disconnect, port)
+        self._start(name, *options, within=("nsenter", f"--net=/run/netns/{port.namespace}"))
 
     def _start_etcd(self) -> None:
         clients, peers = (f"http://127.0.0.1:{p}" for p in (self._etcd_port, self._peer_port))
@@ -183,9 +198,6 @@ class ControlPlane:
             f"--root-ca-file={self.authority}",
             *_NO_SERVER,
         ]
-
-
-_NO_SERVER = ("--leader-elect=false", "--secure-port=0")
 
 
 def _free_port(address: str) -> int:

@@ -25,9 +25,9 @@ MACHINE = "machine-1"
 _LOOK_SECONDS = 0.2
 _GRACE_SECONDS = 30
 _CAPACITY = {
-    "cpu": "64",
-    "memory": "1Ti",
-    "ephemeral-storage": "1Ti",
+    "cpu": "256",
+    "memory": "4Ti",
+    "ephemeral-storage": "4Ti",
     "pods": "110",
     "nvidia.com/gpu": "8",
 }
@@ -44,7 +44,9 @@ class Kubelet:
         volume: Folder of this machine that is what the claim of stages is bound to.
 
     Attributes:
+        can_pull: Whether images can be pulled; pods wait where they cannot.
         ended: When the last process of each pod was gone, in seconds of `time.time`, by its name.
+        exit_codes: Of the pods that have ended, by their names.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class Kubelet:
     ) -> None:
         self.plane, self.network, self.nameserver = plane, network, nameserver
         self.folder, self.volume = folder, volume
+        self.can_pull = True
         self.ended: dict[str, float] = {}
+        self.exit_codes: dict[str, int] = {}
         self._pods: dict[str, _RunningPod] = {}
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -131,7 +135,6 @@ class _RunningPod:
             manifest: As the API has it; None if it is gone there.
         """
         if manifest is None:
-            self._kubelet.ended.setdefault(self.name, time.time())
             self.is_gone = True
             return
         if self._exit_code is None and self._ending is None:
@@ -150,6 +153,10 @@ class _RunningPod:
     def _is_main(self) -> bool:
         return not self._left and self.current is not None
 
+    @property
+    def _is_without_image(self) -> bool:
+        return self.current is None and not self._kubelet.can_pull
+
     def _check(self) -> None:
         if len(self._spec["containers"]) != 1 or self._spec["restartPolicy"] != "Never":
             self._exit_code, self._reason = 128, "this machine runs one container, once"
@@ -162,9 +169,10 @@ class _RunningPod:
                 assert self.current is not None
                 self._probe.look(self.current)
             return
+        if self._is_without_image:
+            return
         if code or not self._left:
-            self._exit_code = code if code >= 0 else 128 - code
-            self._kubelet.ended.setdefault(self.name, time.time())
+            self._has_ended(code)
             return
         try:
             self._start(self._left[0])
@@ -238,9 +246,6 @@ class _RunningPod:
             self._ending = threading.Thread(target=self._stop, args=(grace_seconds,), daemon=True)
             self._ending.start()
         elif not self._ending.is_alive():
-            if self._exit_code is None:
-                code = self.current.poll() if self.current is not None else 0
-                self._exit_code = 0 if code is None else code if code >= 0 else 128 - code
             path = f"/api/v1/namespaces/{self.namespace}/pods/{self.name}"
             with suppress(ApiError):
                 self._api.request("DELETE", path, {"gracePeriodSeconds": 0})
@@ -251,7 +256,13 @@ class _RunningPod:
             lifecycle = self._spec["containers"][0].get("lifecycle", {}) if self._is_main else {}
             hook = lifecycle.get("preStop", {}).get("exec", {}).get("command", [])
             pod.stop(hook, grace_seconds=grace_seconds)
-        self._kubelet.ended.setdefault(self.name, time.time())
+        self._has_ended((pod.poll() if pod is not None else 0) or 0)
+
+    def _has_ended(self, code: int) -> None:
+        if self._exit_code is None:
+            self._exit_code = code if code >= 0 else 128 - code
+            self._kubelet.exit_codes[self.name] = self._exit_code
+            self._kubelet.ended[self.name] = time.time()
 
     def _report(self) -> None:
         status = self._status()
@@ -265,7 +276,8 @@ class _RunningPod:
         is_running = self._is_main and self._exit_code is None
         is_ready = is_running and self._probe.is_ready and self._ending is None
         phase = "Running" if is_running else "Pending"
-        state: dict[str, Any] = {"waiting": {"reason": "PodInitializing"}}
+        reason = "ErrImagePull" if self._is_without_image else "PodInitializing"
+        state: dict[str, Any] = {"waiting": {"reason": reason}}
         if is_running:
             state = {"running": {"startedAt": self._started_at}}
         if self._exit_code is not None:
