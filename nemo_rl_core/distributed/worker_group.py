@@ -64,6 +64,7 @@ class RayWorkerGroup:
         import ray
 
         self.name = name or worker_class.__name__
+        self._class_name = worker_class.__name__
         count = num_workers or (sharding.world_size if sharding else cluster.world_size)
         self.sharding = sharding or NamedSharding(range(count), ["data_parallel"])
         if self.sharding.world_size != count or count > cluster.world_size:
@@ -206,6 +207,8 @@ class RayWorkerGroup:
         """
         import ray
 
+        # What Ray shows of the worker meanwhile, in the title of its process and on its page.
+        name = f"{self._class_name}.{function.__name__}"
         given = partial(_on_part, function, dict(common_kwargs))
         is_alone = self.world_size == 1
         shared = given if is_alone else ray.put(given)
@@ -221,9 +224,7 @@ class RayWorkerGroup:
         for part, ranks in zip(parts, self.sharding.along(axis), strict=True):
             first.append(len(pending))
             for rank in ranks:
-                call = self._workers[rank].__ray_call__
-                if num_held:
-                    call = call.options(num_returns=1 + num_held)
+                call = self._workers[rank].__ray_call__.options(name=name, num_returns=1 + num_held)
                 answer = call.remote(shared, *part)
                 pending.append(answer[0] if num_held else answer)
                 if rank == ranks[0]:

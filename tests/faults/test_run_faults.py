@@ -56,6 +56,7 @@ SETTINGS: dict[str, Any] = {
     "loss": {"importance": {"kind": "truncated"}},
 }
 ENGINE = ("VllmBackend.generate", "StreamingVllmBackend.poll")
+TRAINER = ("DTensorBackend.compute_together", "DTensorBackend.train_step")
 
 
 class Runs:
@@ -209,10 +210,10 @@ def test_an_engine_that_is_killed_while_it_generates_costs_nothing(
 def test_a_trainer_that_is_killed_stops_the_run_which_then_goes_on_from_its_save(
     runs: Runs, undisturbed: TrainResult, killer: Callable[..., Any]
 ) -> None:
-    kill = killer("DTensorBackend.train_step", step=4)
+    kill = killer(*TRAINER, step=4)
     with pytest.raises(WorkerLostError, match="'training' died") as stopped:
         runs.fit(callbacks=[kill, SaveIsWritten(step=3)], name="killed trainer")
-    assert kill.join() == ["ray::DTensorBackend.train_step"]
+    assert kill.join()[0].removeprefix("ray::") in TRAINER
     assert "resumes from the last save" in str(stopped.value)
     watch = Watch()
     result = runs.fit(callbacks=[watch], name="killed trainer")
