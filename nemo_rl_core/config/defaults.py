@@ -162,7 +162,7 @@ def float32_of_gpus(
 
 
 def _is_vllm(generation: Mapping[str, Any]) -> bool:
-    return generation.get("backend", "vllm") == "vllm"
+    return bool(generation.get("backend", "vllm") == "vllm")
 
 
 def _rates(values: Mapping[str, Any], section: str, *, uses_lora: bool) -> dict[str, Any]:

@@ -171,7 +171,9 @@ class VllmGenerationConfig(SplitEngine):
         gpu_memory_utilization: The share of a GPU's memory for weights, keys and values. A recipe
             that does not say it has 0.9 for engines on GPUs of their own.
         enforce_eager: Does without CUDA graphs. A CPU always does.
-        load_format: `dummy` starts with random weights; the model's own follow in any case.
+        load_format: With what vLLM starts; the model's own weights follow in any case. `auto` reads
+            them first on a CPU and with `quantization`, and starts with zeros on a GPU, so that
+            they are read once. `dummy` starts with random numbers.
         float32_matmul_precision: Of matrix products where `dtype` is `float32`; `high` is TF32 on
             GPUs. A recipe that does not say it has the trainer's default.
         quantization: Rounds weights and activations of projections to FP8 while they are loaded, on

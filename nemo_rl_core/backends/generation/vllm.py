@@ -21,6 +21,7 @@ from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.gpu_memory import held_gpu_gib
 from nemo_rl_core.backends.generation.incoming import IncomingWeights
 from nemo_rl_core.backends.generation.vllm_libraries import load_libnuma
+from nemo_rl_core.backends.generation.vllm_loader import load_format_of
 from nemo_rl_core.backends.generation.vllm_ranks import (
     gpu_of_single_rank,
     join_engine,
@@ -91,6 +92,8 @@ class VllmBackend(ReceivesWeights):
         from vllm import LLM  # after the folder was checked, since the import is slow
 
         ranks = config.ranks_per_engine
+        load_format = load_format_of(config, has_gpu=has_gpu)
+        self._is_empty = load_format not in ("auto", "dummy")
         self._llm = LLM(
             str(setup.model_folder),
             skip_tokenizer_init=config.skip_tokenizer_init,
@@ -101,7 +104,7 @@ class VllmBackend(ReceivesWeights):
             scheduling_policy=self.scheduling_policy,
             gpu_memory_utilization=config.gpu_memory_utilization,
             seed=setup.seed,
-            load_format=config.load_format,
+            load_format=load_format,
             quantization=None if config.quantization == "none" else config.quantization,
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
@@ -170,6 +173,8 @@ class VllmBackend(ReceivesWeights):
         Raises:
             ConsistencyError: If the weights were discarded, and no others have arrived since.
         """
+        if self._is_empty:  # nobody has given this engine weights
+            VllmBackend.load_weights(self, self._setup.model_folder)
         if not self._has_weights:
             raise ConsistencyError(
                 "the engine has discarded its weights and was given no others",
@@ -196,6 +201,7 @@ class VllmBackend(ReceivesWeights):
             self.most_gpu_gib = max(self.most_gpu_gib, held_gpu_gib())
             self._llm.sleep(level=level)
             self._asleep, self._has_weights = _ALL_TAGS, level == 1
+            self._is_empty &= self._has_weights
 
     def prefill_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
         """Returns logprobs of whole sequences, each in one forward pass.
@@ -269,7 +275,7 @@ class VllmBackend(ReceivesWeights):
         except Exception:
             incoming.refuse_wrong(arriving)  # which says it better than vLLM
             raise
-        self._has_weights = True
+        self._has_weights, self._is_empty = True, False
         # Otherwise keys and values of the old weights would be reused.
         if not self._llm.reset_prefix_cache():
             raise ConsistencyError(

@@ -24,6 +24,7 @@ from nemo_rl_core.backends.generation import incoming
 from nemo_rl_core.backends.generation import vllm as vllm_module
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.vllm import VllmBackend
+from nemo_rl_core.backends.generation.vllm_loader import load_format_of
 from nemo_rl_core.backends.generation.vllm_streaming import StreamingVllmBackend
 from nemo_rl_core.checkpoints.tensors import save_weights
 from nemo_rl_core.config.generation import VllmGenerationConfig
@@ -138,8 +139,10 @@ def test_what_it_held_is_asked_for_before_it_sleeps(
         backend.wake()
 
 
-def test_weights_that_stay_are_kept_on_the_host(backend: VllmBackend) -> None:
+def test_weights_that_stay_are_kept_on_the_host(backend: VllmBackend, tiny_model: Path) -> None:
+    backend.load_weights(tiny_model)
     llm: Any = backend._llm
+    llm.events.clear()
     backend.sleep()
     backend.sleep()
     backend.generate(prompts(), greedy=True)
@@ -257,6 +260,36 @@ def test_an_engine_on_a_gpu_has_its_caches_and_graphs(backend: VllmBackend) -> N
     assert options["enable_sleep_mode"]
     assert not options["enforce_eager"]
     assert options["gpu_memory_utilization"] == 0.5
+
+
+def test_an_engine_on_a_gpu_reads_its_weights_once(backend: VllmBackend, tiny_model: Path) -> None:
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    fake: Any = backend._llm
+    loader = get_model_loader(LoadConfig(load_format=fake.calls[0][2]["load_format"]))
+    model = torch.nn.BatchNorm1d(2)  # whose buffers are in no checkpoint of the weights
+    loader.load_weights(model, None)
+    assert [each.tolist() for each in model.parameters()] == [[0, 0], [0, 0]]
+    assert model.running_var.tolist() == [1, 1]
+    backend.load_weights(tiny_model)
+    backend.generate(prompts(), greedy=True)
+    assert fake.events == ["reload_weights", "reset_prefix_cache", "generate"]
+    # Where nobody gives it weights, it reads its own before it completes anything.
+    backend.setup(setup_of(tiny_model))
+    fake = backend._llm
+    backend.generate(prompts(), greedy=True)
+    backend.generate(prompts(), greedy=True)
+    assert fake.events == ["reload_weights", "reset_prefix_cache", "generate", "generate"]
+
+
+def test_a_load_format_that_is_said_stays_and_so_do_those_of_fp8_and_cpus() -> None:
+    plain, dummy = VllmGenerationConfig(), VllmGenerationConfig(load_format="dummy")
+    rounded = VllmGenerationConfig(quantization="fp8_per_channel")
+    assert load_format_of(plain, has_gpu=True) == "zeros"
+    assert load_format_of(plain, has_gpu=False) == "auto"
+    assert load_format_of(dummy, has_gpu=True) == "dummy"
+    assert load_format_of(rounded, has_gpu=True) == "auto"
 
 
 @pytest.mark.parametrize("quantization", ["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"])

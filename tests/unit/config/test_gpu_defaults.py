@@ -5,7 +5,9 @@ import torch
 from nemo_rl_core.backends.training.optimizers import build_optimizer
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.models.validation.proof import proof_bounds
 from tasks.recipes.grpo import GRPORecipe
 
 
@@ -33,6 +35,14 @@ def test_a_recipe_with_gpus_leaves_the_rest_to_these_defaults() -> None:
     assert engine.gpu_memory_utilization == 0.5
     assert not engine.enforce_eager  # so that vLLM has CUDA graphs
     assert engine.placement == "colocated"
+
+
+def test_experts_on_gpus_have_a_wider_gate() -> None:
+    gate = GRPORecipe.model_validate({"recipe": "grpo_moe_30b_a3b_2nodes"}).grpo.gate
+    dense = GRPORecipe.model_validate({"recipe": "grpo_7b_8gpu"}).grpo.gate
+    assert dense == GateConfig()
+    proof = proof_bounds(dense, dtype="bfloat16", is_quantized=False)
+    assert gate.max_token_mult_prob_error == proof.max_token_mult_prob_error > 1.05
 
 
 def test_moments_are_updated_by_the_fused_kernel() -> None:

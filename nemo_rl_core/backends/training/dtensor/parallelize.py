@@ -164,7 +164,7 @@ def whole_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torc
     if not isinstance(tensor, DTensor):
         return tensor.detach().to(dtype or tensor.dtype)
     shards = unwrapped(tensor).detach()
-    if dtype is not None and not any(each.is_partial() for each in shards.placements):
+    if dtype is not None and not any(each.is_partial() for each in tensor.placements):
         shards = shards.to(dtype)
     # Shards on the CPU are sent through the mesh's device.
     shards = shards.to(tensor.device_mesh.device_type)
