@@ -91,8 +91,7 @@ def plan_memory(load: StageLoad, memory_gib: float) -> MemoryPlan:
     if load.has_own_engines:  # the fuller of a trainer's GPU and an engine's
         base -= of_engine
         training = base + in_passes if trained else 0.0
-        received = _received_gib(load) if transfer else 0.0
-        sampling = max(base + transfer, awake + of_engine + received)
+        sampling = max(base + transfer, awake + of_engine + _received_gib(load) * bool(trained))
     elif load.sampling and load.sampling.is_asynchronous:
         training += awake
         sampling = base + transfer + awake
@@ -453,19 +452,18 @@ def _adapter_weights(sizes: ModelSizes, lora: LoRAConfig) -> float:
 
 def _transfer_gib(load: StageLoad) -> float:
     """What trainer and engine hold while weights are sent, besides what stays."""
-    width = 2 if load.dtype == "bfloat16" else _FLOAT32
-    # As ranks gather it, and as it is sent: of another type, or put together from uneven parts.
-    largest = load.sizes.largest_weight * (gathered_width(load) + width) / GIB
-    bucket = min(GPU_BUCKET_BYTES, load.sizes.num_parameters * width) / GIB
-    sent = largest + _SENT_BUCKETS * bucket
+    width, sizes = 2 if load.dtype == "bfloat16" else _FLOAT32, load.sizes
+    largest = sizes.largest_weight * (gathered_width(load) + width)  # as gathered, and as sent
+    bucket = min(GPU_BUCKET_BYTES, sizes.num_parameters * width)
+    sent = (largest + _SENT_BUCKETS * bucket) / GIB
     return sent if load.has_own_engines else sent + _received_gib(load)
 
 
 def _received_gib(load: StageLoad) -> float:
     """What an engine holds of a transfer besides its weights."""
-    width = 2 if load.dtype == "bfloat16" else _FLOAT32
-    bucket = min(GPU_BUCKET_BYTES, load.sizes.num_parameters * width)
-    return _RECEIVED_COPIES * max(load.sizes.largest_weight * width, bucket) / GIB
+    width, sizes = 2 if load.dtype == "bfloat16" else _FLOAT32, load.sizes
+    held = max(sizes.largest_weight * width, min(GPU_BUCKET_BYTES, sizes.num_parameters * width))
+    return _RECEIVED_COPIES * held / GIB
 
 
 def missing_cache(load: StageLoad, plan: MemoryPlan) -> bool:
