@@ -115,6 +115,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         tokenizer: The model's.
         generation: The engine, for weight updates.
         engine: Makes rollouts with it: of several turns, where the scorer is an environment.
+        scores_on_a_gpu: Whether a model scores on a GPU of the trainer's.
     """
 
     _engine_class: ClassVar[type[Generation]] = Generation
@@ -133,7 +134,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         self.tokenizer = load_tokenizer(model_folder)
         # Before the engine, which takes longer to start than a reward takes to be refused.
         self._scorer = scorer or scorer_of(session, settings, model_folder, reward_model)
-        self._scores_on_a_gpu = scorer is None and scores_on_a_gpu(session, settings)
+        self.scores_on_a_gpu = scorer is None and scores_on_a_gpu(session, settings)
         self.generation = generation or self._engine_class(
             session,
             GenerationSetup(
@@ -180,7 +181,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         """
         # The turns of an episode are rewarded while it goes on.
         has_turns = self.environment is not None
-        if self._scores_on_a_gpu and not has_turns:
+        if self.scores_on_a_gpu and not has_turns:
             self.generation.finish_generation()
         scored = rollouts if has_turns else self._scored(rollouts)
         refuse_too_many_failures(scored, max_failed_fraction=self._max_failed_fraction)

@@ -1,7 +1,8 @@
 """GRPO with an engine that samples while the model trains."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
@@ -70,6 +71,11 @@ class AsyncGRPOTrainer(GRPOTrainer):
         assert settings is not None  # checked in super()._set_up
         self._max_staleness = settings.max_staleness
         if isinstance(self.sampler, StreamingSampler):
+            # Of the trainer, but while it waits for rollouts. A model that scores on its GPU has
+            # memory there only then: gradients and caches were given back before the last transfer.
+            self._gpu_turn = threading.Lock()
+            self._gpu_turn.acquire()
+            resources.callback(self._gpu_turn.release)
             self._sampled: dict[int, _SampledStep] = {}
             self._stream = self.sampler.stream(
                 seed=self.settings.seed,
@@ -96,9 +102,9 @@ class AsyncGRPOTrainer(GRPOTrainer):
         """The step's rollouts, most of them made while earlier steps were trained.
 
         Environments answer, rewards are computed and further draws begin meanwhile, too, so that
-        none of that waits for the trainer. The engine first takes over the weights of the step
-        before, in the middle of whatever it generates, and then the prompts of steps that are now
-        near enough.
+        none of that waits for the trainer, but for models that score on its GPU. The engine first
+        takes over the weights of the step before, in the middle of whatever it generates, and then
+        the prompts of steps that are now near enough.
         """
         if not isinstance(self.sampler, StreamingSampler):
             return super()._sample_rollouts(prompts)
@@ -109,11 +115,19 @@ class AsyncGRPOTrainer(GRPOTrainer):
             self._begin_steps()
         with self.timer.phase("sync"):
             engine.check_update()  # while the engine samples
-        with self.timer.phase("rollout"):
+        with self.timer.phase("rollout"), self._gpu_given_up():
             self._stream.take(self.step)
         sampled = self._sampled.pop(self.step)
         self._of_environment += sampled.of_environment
         return sampled.draws.rollouts(), sampled.draws.metrics()
+
+    @contextmanager
+    def _gpu_given_up(self) -> Iterator[None]:
+        self._gpu_turn.release()
+        try:
+            yield
+        finally:
+            self._gpu_turn.acquire()
 
     def _score_draw(self, step: int, rollouts: Sequence[Rollout]) -> list[Prompt] | None:
         """Scores a draw beside the trainer's thread; the environment need not bear two calls.
@@ -125,7 +139,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
         assert sampler is not None
         # Turns were scored as they ended: failures count though the environment does not return.
         has_turns = sampler.environment is not None
-        with nullcontext() if has_turns else self._stream.environment_alone():
+        turn = self._gpu_turn if sampler.scores_on_a_gpu and not has_turns else nullcontext()
+        with turn, nullcontext() if has_turns else self._stream.environment_alone():
             scored = sampler.score(rollouts)
         with self._stream.environment_alone():
             scored, metrics = sampler.post_process(scored)

@@ -1,0 +1,84 @@
+"""Asynchronous GRPO: rewards come while a step is trained, unless a model scores on its GPU."""
+
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.environments.adapt import as_scorer
+from nemo_rl_core.trainers.loop import RunSpec
+from tests.benchmarks.asynchronous_loop import (
+    Ahead,
+    WaitingEngine,
+    WaitingPolicy,
+    WaitingStreamingSampler,
+)
+from tests.benchmarks.beside.inputs import model_folder, prompts, saved
+from tests.benchmarks.beside.rows_step import TEXT_OF_128
+
+NUM_STEPS = 6
+Times = list[tuple[float, float]]
+
+
+def overlaps(rewards: Times, steps: Times) -> int:
+    return sum(
+        begun < ended_step and begun_step < ended
+        for begun, ended in rewards
+        for begun_step, ended_step in steps
+    )
+
+
+@pytest.mark.parametrize("on_a_gpu", [False, True], ids=["anywhere", "on the trainer's GPU"])
+def test_rewards_on_the_trainers_gpu_wait_for_the_trainer(
+    on_a_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WaitingEngine, "seconds", 0.05)
+    rewards: Times = []
+    steps: Times = []
+
+    def reward(prompts: list[str], responses: list[str]) -> list[float]:
+        begun = time.monotonic()
+        time.sleep(0.15)
+        rewards.append((begun, time.monotonic()))
+        return [float(place % 7) for place in range(len(responses))]
+
+    class Timed(WaitingPolicy):
+        def train(self, batch: Any, loss_fn: Any) -> dict[str, float]:
+            begun = time.monotonic()
+            time.sleep(0.3)
+            steps.append((begun, time.monotonic()))
+            return {"loss": 0.0, "num_valid_tokens": 1.0}
+
+    class OnGpu(WaitingStreamingSampler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.scores_on_a_gpu = on_a_gpu
+
+    class Trainer(Ahead):
+        sampler_class = OnGpu
+
+        def _make_policy(self, spec: RunSpec) -> Any:
+            return Timed()
+
+    model = model_folder(tmp_path, TEXT_OF_128)
+    trainer = Trainer.from_pretrained(
+        model,
+        num_prompts_per_step=4,
+        num_generations_per_prompt=8,
+        num_steps_per_iteration=NUM_STEPS,
+        max_prompt_tokens=64,
+        save_every_num_steps=10**6,
+        loss={"kl": None},
+        asynchronous={"max_staleness": 1},
+    )
+    train = saved(prompts(4 * 8, 40), model, tmp_path / "rows")
+    spec = RunSpec(train=train, start=model, work=tmp_path / "run", scorer=as_scorer(reward))
+    trainer.run(spec)
+    assert (len(rewards), len(steps)) == (NUM_STEPS, NUM_STEPS)
+    assert all(ended <= begun for (_, ended), (begun, _) in pairwise(steps))
+    if on_a_gpu:
+        assert overlaps(rewards, steps) == 0
+    else:
+        assert overlaps(rewards, steps) >= NUM_STEPS // 2
