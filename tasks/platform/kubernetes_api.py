@@ -51,6 +51,14 @@ class KubernetesApi:
         pod: dict[str, Any] = self._pods.api_client.sanitize_for_serialization(found)
         return pod
 
+    def has_pod(self, name: str) -> bool:
+        """Whether there is a pod of that name that has not ended and is not being removed."""
+        with _Request("get pods", but=_NOT_FOUND):
+            pod = self._pods.read_namespaced_pod(name, self._namespace)
+            is_leaving = pod.metadata.deletion_timestamp is not None
+            return not is_leaving and pod.status.phase in ("Pending", "Running")
+        return False
+
     def ray_job(self, name: str) -> dict[str, Any] | None:
         """The RayJob of that name; None if there is none."""
         with _Request("get rayjobs", but=_NOT_FOUND):

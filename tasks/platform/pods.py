@@ -38,10 +38,11 @@ POD_NAME = "NEMO_RL_POD_NAME"
 
 # The kubelet signals only the first process of a pod, and here that is Ray. The pod is ended when
 # this command is over, or the grace period. In the last seconds KubeRay's submitter sees how the
-# stage has ended: else it would start the stage on the next head.
+# stage has ended, and ends itself, which took it 5 to 8 s; only after that its operator asks the
+# head how the job stands, and without an answer waits for 30 s.
 _STOP_IN_ORDER = (
     f"test -f {STAGE_PID} || exit 0; pid=$(cat {STAGE_PID}); kill -TERM $pid; "
-    "while kill -0 $pid 2> /dev/null; do sleep 1; done; sleep 5"
+    "while kill -0 $pid 2> /dev/null; do sleep 1; done; sleep 15"
 )
 _GRACE_SECONDS = 120
 

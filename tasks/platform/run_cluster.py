@@ -91,6 +91,10 @@ class RunCluster:
                     how = "Deleting"  # its name is free when its pods are gone
                 elif how in ("Complete", "Failed"):  # it was given back, or never came up
                     api.delete_ray_job(self.name)
+                elif how == "Running" and _has_lost_its_head(api, status):
+                    _LOG.warning("the head of the run's Ray cluster is gone: it is made again")
+                    api.delete_ray_job(self.name)
+                    how = "Deleting"
                 elif how == "Running":
                     return f"{status['dashboardURL'].rpartition(':')[0]}:{_PORT}"
                 if time.monotonic() >= deadline:
@@ -133,7 +137,7 @@ class RunCluster:
             },
             "spec": {
                 "entrypoint": shlex.join(keeper),
-                # Only in this mode KubeRay submits again after it has replaced the head's pod.
+                # KubeRay itself submits: no pod beside the cluster's has to stay.
                 "submissionMode": "HTTPMode",
                 "shutdownAfterJobFinishes": True,
                 "ttlSecondsAfterFinished": 0,
@@ -155,6 +159,12 @@ def give_back(api: KubernetesApi) -> list[str]:
     for name in names:
         api.delete_ray_job(name)
     return names
+
+
+def _has_lost_its_head(api: KubernetesApi, status: Mapping[str, Any]) -> bool:
+    """KubeRay 1.5.1 replaces no head of a RayJob, which stays `Running` in the mode `HTTPMode`."""
+    head = ((status.get("rayClusterStatus") or {}).get("head") or {}).get("podName")
+    return head is not None and not api.has_pod(head)
 
 
 def _execution() -> str:

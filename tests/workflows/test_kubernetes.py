@@ -413,7 +413,7 @@ def test_a_pod_asks_kubernetes_with_its_account(cluster: KubernetesBed, tmp_path
     finally:
         asks.remove()
     assert (tmp_path / "log").read_text().splitlines()[-5:] == [
-        "asks",
+        "asks True False",
         "asked ['asked']",
         "None",
         "['machine-1']",
@@ -428,7 +428,7 @@ from tasks.platform import kubernetes_api
 from tasks.platform.kubernetes_api import KubernetesApi
 api, job = KubernetesApi(), json.loads(sys.argv[1])
 job["metadata"]["labels"] = {"of": "this"}
-print(api.own_pod()["metadata"]["name"])
+print(api.own_pod()["metadata"]["name"], api.has_pod("asks"), api.has_pod("never"))
 api.create_ray_job(job)
 api.create_ray_job(job)
 print(api.ray_job("asked")["metadata"]["name"], api.ray_jobs("of=this"))

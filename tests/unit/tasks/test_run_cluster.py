@@ -69,6 +69,7 @@ class Jobs:
         self._states: Iterator[str] = iter(states)
         self.jobs: dict[str, dict[str, Any]] = {}
         self.asked: list[str] = []
+        self.lost_pods: set[str] = set()
 
     def own_pod(self) -> dict[str, Any]:
         return OWN_POD
@@ -83,12 +84,16 @@ class Jobs:
         job = json.loads(json.dumps(self.jobs[name]))
         if state == "Deleting":
             state, job["metadata"]["deletionTimestamp"] = "Running", "2026-01-01T00:00:00Z"
-        status = {"jobDeploymentStatus": state, "message": "no GPU is free"}
+        status: dict[str, Any] = {"jobDeploymentStatus": state, "message": "no GPU is free"}
+        status["rayClusterStatus"] = {"head": {"podName": f"head-{self.asked.count('create')}"}}
         return {**job, "status": {**status, "dashboardURL": "head-svc.flow.svc:8265"}}
 
     def ray_jobs(self, selector: str) -> list[str]:
         key, _, value = selector.partition("=")
         return [n for n, job in self.jobs.items() if job["metadata"]["labels"][key] == value]
+
+    def has_pod(self, name: str) -> bool:
+        return name not in self.lost_pods
 
     def create_ray_job(self, body: dict[str, Any]) -> None:
         self.asked.append("create")
@@ -125,6 +130,17 @@ def test_the_first_stage_makes_the_cluster_and_others_find_it() -> None:
 def test_a_cluster_that_was_given_back_is_made_again(ended: str) -> None:
     jobs = Jobs("Running", ended, "Running")
     assert address(jobs) == address(jobs)
+    assert jobs.asked == ["create", "delete", "create"]
+
+
+def test_a_cluster_whose_head_is_gone_is_made_again() -> None:
+    """KubeRay replaces no head of a RayJob, and in this mode says `Running` for ever."""
+    jobs = Jobs("Running", "Running", "Running", "Running")
+    address(jobs)
+    address(jobs)
+    assert jobs.asked == ["create"]
+    jobs.lost_pods = {"head-1"}
+    address(jobs)
     assert jobs.asked == ["create", "delete", "create"]
 
 
