@@ -27,7 +27,6 @@ from tasks.platform import registry
 from tests.commands import REPOSITORY
 from tests.workflows.flyte_backend import Backend
 from tests.workflows.flyte_backend.launch_plans import refusals
-from workflows.launch_plans import nightly_collection
 from workflows.sft import sft
 
 WORKFLOW = "workflows.sft.sft"
@@ -180,6 +179,9 @@ def test_what_was_registered_without_a_registry_is_not_scheduled_on_a_cluster(
 
 
 def test_a_launch_plan_is_activated_as_register_sh_does_it(backend: Backend) -> None:
+    # Not with this module: launch plans read their addresses when they are imported.
+    from workflows.launch_plans import nightly_collection
+
     specs: OrderedDict[Any, Any] = OrderedDict()
     get_serializable(specs, settings("v1"), nightly_collection)
     client = SynchronousFlyteClient(Config.auto(str(backend.config)).platform)

@@ -4,8 +4,12 @@ import pytest
 
 from nemo_rl_core.config.evaluation import EvaluationConfig
 from nemo_rl_core.errors import ConfigError, RewardError
-from nemo_rl_core.evals.evaluate import accuracy_metrics
-from nemo_rl_core.evals.metrics import category_metrics, category_of, evaluation_metrics
+from nemo_rl_core.evals.metrics import (
+    accuracy_metrics,
+    category_metrics,
+    category_of,
+    evaluation_metrics,
+)
 from nemo_rl_core.evals.pass_at_k import pass_at_k_interval
 from nemo_rl_core.evals.statistics import wilson_interval
 from nemo_rl_core.types import Completion, Prompt, Rollout

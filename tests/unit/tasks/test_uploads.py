@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -178,8 +179,15 @@ LARGE = sorted(["model/weights", *(f"trainer/shard-{number}" for number in range
 
 
 def test_what_the_last_save_has_is_copied_by_the_server(
-    bucket: S3Bucket, prefix: str, volume: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    bucket: S3Bucket,
+    prefix: str,
+    volume: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in ("tasks", "nemo_rl_core"):  # whose messages a run in this process may keep
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     address = run_as_container(prefix, 0, tmp_path / "out")
     assert address.startswith(f"{prefix}/raw/0/")
     assert stored(bucket, address) == artifact_of(volume)

@@ -11,6 +11,7 @@ import pytest
 from nemo_rl_core.errors import ConfigError, ResourceError
 from nemo_rl_core.maintenance.leftovers import find_leftovers
 from nemo_rl_core.produce import StageInputs, StageResult, produce
+from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry import gpu_seconds
@@ -159,8 +160,8 @@ def test_an_attempt_that_was_killed_is_counted(
     assert killed.returncode == -signal.SIGKILL
     with stage_budget(8, [], attempt(2)) as budget:
         assert budget is not None
-        assert 8 * 0.7 < budget.earlier_seconds < 8 * 1.5
-    monkeypatch.setenv(LIMIT, str(8 * 0.7 * GPU_SECOND))
+        assert budget.earlier_seconds > 8 * 0.5
+    monkeypatch.setenv(LIMIT, str(8 * 0.5 * GPU_SECOND))
     with (
         pytest.raises(ResourceError, match="has used its GPU-hours"),
         stage_budget(8, [], attempt(3)),
@@ -178,11 +179,17 @@ def test_what_nothing_depends_on_is_counted_once_and_as_it_runs(
     with stage_budget(8, [first], attempt(1, task="evaluate")) as beside:
         assert beside is not None
         once = beside.earlier_seconds
-        assert 8 * 0.4 <= once < 8 * 0.7, "by its manifest and by its note, but once"
+        own = Manifest.read(first)
+        assert own is not None
+        assert once == pytest.approx(own.cost.gpu_seconds, rel=0.4), (
+            "by manifest and note, but once"
+        )
         with stage_budget(8, [first], attempt(1, task="train_grpo")) as budget:
             assert budget is not None
-            time.sleep(0.3)
-            assert budget.earlier_seconds > once + 8 * 0.2, "the other one goes on"
+            deadline = time.monotonic() + 30.0
+            while budget.earlier_seconds < once + 8 * 0.2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert budget.earlier_seconds >= once + 8 * 0.2, "the other one goes on"
     with stage_budget(8, [], attempt(1).model_copy(update={"execution": "b"})) as other:
         assert other is not None
         assert other.earlier_seconds == 0
