@@ -192,14 +192,10 @@ def test_the_commands_of_the_set_up_make_a_namespace_and_may_be_repeated(
     of_namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
     cluster.admin.create(of_namespace)
     wait(lambda: cluster.admin.items(f"/api/v1/namespaces/{namespace}/serviceaccounts") != [])
-    apply = (
-        'envsubst < deployment/production/cluster.yaml | kubectl apply --namespace "$NAMESPACE" '
-    )
-    apply += "--filename -"
-    logs = (
-        "envsubst '$BUCKET $REGION $LOGS_ROLE $FLUENT_BIT_IMAGE' < deployment/production/logs.yaml "
-    )
-    logs += "| kubectl apply --namespace flyte --filename -"
+    apply = "deployment/fill.sh deployment/production/cluster.yaml | "
+    apply += 'kubectl apply --namespace "$NAMESPACE" --filename -'
+    logs = "deployment/fill.sh deployment/production/logs.yaml | "
+    logs += "kubectl apply --namespace flyte --filename -"
     assert set(run(apply)) == {"created", "configured"}  # what belongs to no namespace is there
     assert set(run(apply)) == {"unchanged"}
     assert set(run(logs)) == {"created"}

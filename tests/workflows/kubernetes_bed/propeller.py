@@ -55,7 +55,9 @@ class Propeller:
         given = tasks_pb2.TaskTemplate()
         given.CopyFrom(task)
         given.container.args[:] = command
-        own = {**environment, **self.bucket.environment}
+        known = {each.key: each.value for each in given.container.env}
+        own = {**known, **environment, **self.bucket.environment}
+        del given.container.env[:]  # Kubernetes refuses a RayJob in which a name stands twice
         for name, value in own.items():
             given.container.env.add(key=name, value=value)
         job = ray_job(given)
