@@ -198,7 +198,7 @@ def test_an_engine_that_is_killed_while_it_generates_costs_nothing(
 ) -> None:
     kill = killer(*ENGINE)
     result = runs.fit(callbacks=[kill])
-    assert kill.join()[0].removeprefix("ray::") in ENGINE
+    assert kill.join()[0].removeprefix("ray::").startswith(ENGINE)
     assert counts(result, "num_engine_restarts") == [0, 1, 0, 0]
     assert counts(result, "num_failed_rollouts") == [0, 0, 0, 0]
     assert said(recorded(result, 2)) == said(recorded(undisturbed, 2))
