@@ -1,6 +1,7 @@
 """A stage's saved work in an object store: a file an object, and a manifest of the save.
 
-    PREFIX/save.json           each file's path, sha256, size and object, and who wrote it
+    PREFIX/save.json           each file's path, sha256, size and object, and who wrote it;
+                               earlier attempts of which something may be left
     PREFIX/files/SHA256        its content
 
 The manifest is written last and replaced in one request, so that a save that was cut off is never
@@ -8,7 +9,8 @@ taken for one. Objects are named by their content: what has not changed since th
 as the frozen weights under adapters, is not sent again.
 
 An attempt takes over the save of the one before by a manifest of its own that names the other's
-objects. They are removed as all others are: when no file of the newest save needs them.
+objects. They are removed as all others are: when no file of the newest save needs them. An attempt
+that is killed before it removed them leaves that to the next, which reads where something is left.
 
 At a stage's end the object store copies from these objects what its artifact has of the last save.
 """
@@ -19,9 +21,9 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -119,7 +121,7 @@ class ObjectSaves:
         self._files: dict[str, StoredFile] = {}
         self._seen: dict[str, tuple[int, int]] = {}
         self._hashed: dict[_Identity, str] = {}
-        self._taken_over: str | None = None
+        self._earlier: list[str] = []
 
     def known_to(self, system: Any) -> dict[str, StoredFile]:
         """The files of the last save by their sha256, which another file system can copy.
@@ -148,7 +150,8 @@ class ObjectSaves:
         found = _read(self._system, previous.rstrip("/"))
         if found is None:
             return False
-        self._files, self._taken_over = found, previous.rstrip("/")
+        self._files, earlier = found
+        self._earlier = [*earlier, previous.rstrip("/")]
         self._write_manifest()
         return True
 
@@ -187,15 +190,14 @@ class ObjectSaves:
         Raises:
             TransferError: If the object store fails; the save before then stays whole.
         """
-        before, sent = self._files, {each.sha256 for each in self._files.values()}
+        address_of = {each.sha256: each.address for each in self._files.values()}
         with tempfile.TemporaryDirectory(dir=folder.parent) as copies:
             found = dict(self._describe(folder, published, Path(copies)))
             new: dict[str, Transfer] = {}
             for path, file in found.values():
-                if file.sha256 not in sent and file.sha256 not in new:
+                if file.sha256 not in address_of and file.sha256 not in new:
                     new[file.sha256] = Transfer(path, file)
             self._transfer(send, list(new.values()))
-        address_of = {each.sha256: each.address for each in before.values()}
         self._files = {
             name: replace(file, address=address_of.get(file.sha256, file.address))
             for name, (_, file) in found.items()
@@ -206,7 +208,7 @@ class ObjectSaves:
             for path, file in found.values()
             if file.num_bytes >= LARGE_BYTES and path.is_relative_to(folder / _CHECKPOINTS)
         }
-        self._remove_unneeded(before)
+        self._remove_unneeded()
 
     def _describe(
         self, folder: Path, published: manager.PublishedSave, copies: Path
@@ -253,21 +255,22 @@ class ObjectSaves:
 
     def _write_manifest(self) -> None:
         entries = {name: asdict(file) for name, file in sorted(self._files.items())}
+        content = json.dumps({"files": entries, "earlier": self._earlier}).encode()
         with _failures(f"{self._prefix}/{SAVE}"):
-            _put(self._system, f"{self._prefix}/{SAVE}", json.dumps({"files": entries}).encode())
+            _put(self._system, f"{self._prefix}/{SAVE}", content)
 
-    def _remove_unneeded(self, before: Mapping[str, StoredFile]) -> None:
+    def _remove_unneeded(self) -> None:
         """Removes objects of earlier saves; one that the store keeps costs space, not the run."""
         needed = {each.address for each in self._files.values()}
-        there = {each.address for each in before.values()}
-        previous, self._taken_over = self._taken_over, None
         try:
-            if previous is not None:
+            for earlier in self._earlier:
                 # First: with fewer objects it is no save that an attempt could begin with.
-                self._system.rm(f"{previous}/{SAVE}")
-                there |= self._listed(previous)
-            if unneeded := sorted((there | self._listed(self._prefix)) - needed):
+                with suppress(FileNotFoundError):
+                    self._system.rm(f"{earlier}/{SAVE}")
+            there = {prefix: self._listed(prefix) for prefix in (*self._earlier, self._prefix)}
+            if unneeded := sorted(set().union(*there.values()) - needed):
                 self._system.rm(unneeded)
+            self._earlier = [prefix for prefix in self._earlier if there[prefix] & needed]
         except OSError as error:
             logger.warning("earlier saves at %s could not be removed: %s", self._prefix, error)
 
@@ -414,15 +417,17 @@ def _machine_of(path: Path, published: manager.PublishedSave) -> str:
     return published.written.get(name, WrittenFile("", 0)).machine
 
 
-def _read(system: Any, prefix: str) -> dict[str, StoredFile] | None:
+def _read(system: Any, prefix: str) -> tuple[dict[str, StoredFile], list[str]] | None:
+    """The files of a save, and the earlier attempts of which something may be left."""
     with _failures(f"{prefix}/{SAVE}"):
         try:
             content = system.cat_file(f"{prefix}/{SAVE}")
         except FileNotFoundError:
             return None
     try:
-        entries = json.loads(content)["files"]
-        return {_inside(name): StoredFile(**entry) for name, entry in entries.items()}
+        manifest = json.loads(content)
+        found = {_inside(name): StoredFile(**each) for name, each in manifest["files"].items()}
+        return found, [str(prefix) for prefix in manifest.get("earlier", ())]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
             f"the manifest of the save {prefix}/{SAVE} is damaged",

@@ -183,8 +183,6 @@ def test_a_stage_goes_on_from_s3_after_a_worker_a_node_and_heads_were_lost(
             saved.append(
                 wait_for(lambda a=attempt, n=given: (s := handed_over(bed, a)) > n and s, ended)
             )
-            for before in stage.attempts[:number]:  # one that is killed earlier leaves their saves
-                wait_for(lambda b=before: not _last_save(bed, b), ended)
             lose(bed)
             left.append(left_behind(number))
         there = running.result()

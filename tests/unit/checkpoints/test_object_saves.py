@@ -322,6 +322,46 @@ step(folder, saves, 2, **{f"part-{number}": "x" * number for number in range(1, 
     assert objects(bucket, prefix) == set()  # neither the first save nor the one cut off
 
 
+def test_killed_before_it_removes_what_is_not_needed_the_next_attempt_does(
+    tmp_path: Path, prefix: str, system: Any, bucket: S3Bucket
+) -> None:
+    step(work_folder(tmp_path, "first"), ObjectSaves(system, prefix + "/0"), 1, base="frozen")
+    script = """
+import os, signal, sys
+from pathlib import Path
+from tests.unit.checkpoints.test_object_saves import ObjectSaves, file_system, step
+folder, prefix, endpoint = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+system = file_system(endpoint)
+saves = ObjectSaves(system, prefix + "/1")
+assert saves.take_over(prefix + "/0")
+saves.restore(folder)
+system.rm = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+step(folder, saves, 2, base="frozen")
+"""
+    killed, endpoint = work_folder(tmp_path, "killed"), bucket.environment["FLYTE_AWS_ENDPOINT"]
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(killed), prefix, endpoint],
+        cwd=Path(__file__).resolve().parents[3],
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGKILL
+    assert system.exists(prefix + "/0/save.json")
+    assert len(objects(bucket, prefix + "/0")) == 4
+
+    third = work_folder(tmp_path, "third")
+    saves = ObjectSaves(system, prefix + "/2")
+    assert saves.take_over(prefix + "/1")
+    saves.restore(third)
+    assert (third / "checkpoints/step-00000002/shard").read_text() == "weights 2"
+    step(third, saves, 3, base="frozen")
+    system.invalidate_cache()
+    assert not any(system.exists(f"{prefix}/{number}/save.json") for number in (0, 1))
+    # The base alone, which every step has.
+    assert [len(objects(bucket, f"{prefix}/{number}")) for number in (0, 1, 2)] == [1, 0, 3]
+    step(third, saves, 4, base="other")
+    assert [len(objects(bucket, f"{prefix}/{number}")) for number in (0, 1, 2)] == [0, 0, 4]
+
+
 def test_what_is_appended_meanwhile_is_of_a_later_save(
     tmp_path: Path, prefix: str, system: Any
 ) -> None:
