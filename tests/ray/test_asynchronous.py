@@ -1,4 +1,4 @@
-"""Sampling ahead: weights that change in the middle of completions, and a trainer that goes on."""
+"""Asynchronous GRPO: weights change in the middle of completions, and the trainer goes on."""
 
 import os
 import signal

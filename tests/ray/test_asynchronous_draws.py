@@ -1,4 +1,4 @@
-"""Dynamic sampling ahead: the draws of later steps follow each other while a step is trained."""
+"""Dynamic sampling of asynchronous GRPO: draws of later steps follow each other in training."""
 
 import os
 import signal

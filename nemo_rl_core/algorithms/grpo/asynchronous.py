@@ -29,7 +29,7 @@ _UNEVEN_SHARE = 1.25
 
 @dataclass
 class _SampledStep:
-    """A step that is sampled ahead.
+    """A step whose completions are sampled while an earlier one trains.
 
     Attributes:
         draws: Those that were scored.
