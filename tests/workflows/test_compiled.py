@@ -1,42 +1,28 @@
 """What Flyte would be given: every workflow, task and launch plan, as flytekit serializes it."""
 
-import importlib
 import os
-import pkgutil
 import subprocess
 import sys
 import tarfile
-from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from flyteidl.admin import launch_plan_pb2, workflow_pb2
-from flyteidl.admin.launch_plan_pb2 import LaunchPlan as LaunchPlanProto
 from flyteidl.admin.task_pb2 import TaskSpec
-from flyteidl.admin.workflow_pb2 import WorkflowSpec
 from flyteidl.core.tasks_pb2 import Resources
-from flytekit import LaunchPlan
-from flytekit.configuration import Image, ImageConfig, SerializationSettings
-from flytekit.core.base_task import PythonTask
-from flytekit.core.context_manager import ExecutionState, FlyteContextManager, FlyteEntities
-from flytekit.core.workflow import WorkflowBase
+from flytekit.configuration import SerializationSettings
+from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
-from flytekit.tools.translator import get_serializable
 from google.protobuf.json_format import MessageToDict
 
+from tests.commands import REPOSITORY
+from tests.workflows.serialized import SETTINGS, Package, serialized
+
 ResourceName = Resources.ResourceName
-REPOSITORY = Path(__file__).resolve().parents[2]
 ADDRESSES = ["one@example.com", "two@example.com"]
 REGISTRY = "registry.invalid/team"
-SETTINGS = SerializationSettings(
-    image_config=ImageConfig(default_image=Image("default", "unused", "1"), images=[]),
-    project="flow",
-    domain="development",
-    version="v1",
-)
 WORKFLOWS = {
     "workflows.cluster_check.check_cluster",
     "workflows.collect_garbage.collect_garbage",
@@ -84,53 +70,12 @@ STAGES = {
 ON_RAY = {name for name, (image, *_) in STAGES.items() if image == "laptop"}
 
 
-@dataclass(frozen=True)
-class Package:
-    """What is registered, by name."""
-
-    tasks: dict[str, TaskSpec]
-    workflows: dict[str, WorkflowSpec]
-    plans: dict[str, LaunchPlanProto]
-
-    def stage(self, name: str) -> Any:
-        """The template of a stage, by the name in `STAGES`."""
-        module, _, function = name.partition(".")
-        return self.tasks[f"tasks.{module}.{function or module}"].template
-
-
 @pytest.fixture(scope="module")
-def package() -> Iterator[Package]:
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Package]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEMO_RL_REGISTRY", REGISTRY)
         patch.setenv("NEMO_RL_NOTIFY", ", ".join(ADDRESSES))
-        import workflows
-
-        for module in pkgutil.iter_modules(workflows.__path__):
-            importlib.import_module(f"workflows.{module.name}")
-        yield _serialize()
-
-
-def _serialize() -> Package:
-    """As `pyflyte package` does, but for tasks of other tests and those made for a shape."""
-    from tasks.platform.ray_stage import by_shape
-
-    found: OrderedDict[Any, Any] = OrderedDict()
-    tasks = {each.name for each in FlyteEntities.entities if isinstance(each, PythonTask)}
-    for entity in [*FlyteEntities.entities, *LaunchPlan.CACHE.values()]:
-        declared = getattr(entity, "task_resolver", None) is not by_shape
-        # A dynamic that another test has run has left the graph that it made then, by its name.
-        declared &= not (isinstance(entity, WorkflowBase) and entity.name in tasks)
-        if entity.name.split(".")[0] in {"tasks", "workflows", *PLANS} and declared:
-            get_serializable(found, SETTINGS, entity)
-    package = Package({}, {}, {})
-    for entity, model in found.items():
-        if isinstance(entity, PythonTask):
-            package.tasks[entity.name] = model.to_flyte_idl()
-        elif isinstance(entity, WorkflowBase):
-            package.workflows[entity.name] = model.to_flyte_idl()
-        elif isinstance(entity, LaunchPlan):
-            package.plans[entity.name] = model.to_flyte_idl()
-    return package
+        yield serialized(tmp_path_factory.mktemp("package"), os.environ)
 
 
 def test_every_workflow_and_launch_plan_is_there(package: Package) -> None:
