@@ -285,7 +285,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 may_restart = self._deadline is not None
                 self._resubmit_after_restart(may_restart=may_restart)  # new engines kept nothing
                 wanted = self._steps.get(step)
-                if wanted is None or not wanted.has_ended_draw:
+                if self._is_closed or wanted is None or not wanted.has_ended_draw:
                     continue  # its caller has gone, or an engine was lost with what it kept
                 found = self._rollouts_of(wanted.draw, may_restart=may_restart)
                 if found is None:
@@ -354,7 +354,9 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             )
 
     def _submit(self, pending: Sequence[PendingRollout], *, may_restart: bool) -> None:
-        if not pending:
+        # The engine's next user has names from 0 on as well: after a slow reward or environment, a
+        # closed stream must not ask for anything under them.
+        if not pending or self._is_closed:
             return
         names = [next(self._names) for _ in pending]
         self._in_flight.update(zip(names, pending, strict=True))

@@ -295,3 +295,25 @@ def test_a_draw_that_never_ends_is_handed_out_with_errors(
     stream.take(1)
     assert drawn == [["no answer within 0.2 s, twice"]]
     let_go.set()
+
+
+def test_a_stream_that_was_closed_over_a_slow_reward_asks_the_engine_for_nothing_more(
+    make: Any, engine: Engine, ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next user of the workers calls its requests by the same names, from 0 on."""
+    monkeypatch.setattr("nemo_rl_core.rollouts.stream._CLOSE_SECONDS", 0.1)
+    scores, let_go = threading.Event(), threading.Event()
+
+    def on_draw(step: int, rollouts: Sequence[Rollout]) -> list[Prompt] | None:
+        scores.set()
+        let_go.wait(SECONDS)
+        return [ask("7=", "7")]
+
+    stream = make(on_draw=on_draw)
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    assert scores.wait(SECONDS)
+    stream.close()
+    asked = len(engine.priorities)
+    let_go.set()
+    until(lambda: not [each for each in threading.enumerate() if each.name == "rollouts"])
+    assert len(engine.priorities) == asked
