@@ -179,8 +179,8 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         """Waits until a step needs no further draw; each may take until a deadline of its own.
 
         Returns:
-            False where a draw has ended because its rollouts were given up: the stream's thread may
-            wait for the environment just then, and hand nothing out.
+            False where a draw has ended though the stream's thread did not look: it may wait for a
+            reward or for the environment just then, and hand nothing out.
         """
         with self._lock:
             draw, self._deadline = wanted.draw, self._new_deadline()
@@ -193,6 +193,8 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                     self._lock.wait(min(left, _MAX_WAIT_SECONDS))
                     continue
                 if left <= 0 and wanted.missing:
+                    if self._environment is None:
+                        self._poll()  # the thread does not while it scores another step's draw
                     self._retry(wanted.missing)
                     if wanted.has_ended_draw:
                         return False

@@ -11,7 +11,7 @@ import torch
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import RewardError, WorkerError, WorkerLostError
-from nemo_rl_core.rollouts.engine import RolloutPlace
+from nemo_rl_core.rollouts.engine import RolloutPlace, SingleTurnEpisode
 from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode
 from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -317,3 +317,38 @@ def test_a_stream_that_was_closed_over_a_slow_reward_asks_the_engine_for_nothing
     let_go.set()
     until(lambda: not [each for each in threading.enumerate() if each.name == "rollouts"])
     assert len(engine.priorities) == asked
+
+
+def test_what_has_come_while_another_step_was_scored_is_not_given_up(
+    engine: Engine, tokenizer: Any, ask: Any
+) -> None:
+    """Step 1 is complete while step 2 is scored, which takes longer than both deadlines."""
+    scores, found = threading.Event(), dict[int, list[str | None]]()
+
+    def on_draw(step: int, rollouts: Sequence[Rollout]) -> None:
+        if step == 2:
+            scores.set()
+            time.sleep(2)
+        found[step] = [each.error for each in rollouts]
+
+    def episode(prompt: Prompt, place: RolloutPlace) -> SingleTurnEpisode:
+        return SingleTurnEpisode(prompt, place, tokenizer=tokenizer)
+
+    answered = engine.poll
+
+    def later_steps_first(*, wait_seconds: float) -> list[tuple[int, Completion]]:
+        done = answered(wait_seconds=wait_seconds)
+        engine._done = [name for name, _ in done if name == 0 and not scores.is_set()]
+        return [each for each in done if each[0] not in engine._done]
+
+    engine.poll = later_steps_first  # type: ignore[method-assign]
+    with RolloutStream(
+        engine, episode, None, seed=0, timeout_seconds=0.2, on_draw=on_draw
+    ) as stream:
+        for step in (1, 2):
+            stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=step)
+        assert scores.wait(SECONDS)
+        for step in (1, 2):
+            stream.take(step)
+    assert found == {1: [None], 2: [None]}
+    assert len(engine.priorities) == 2  # none was asked for once more
