@@ -97,7 +97,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         # thread has raised.
         self._lock = threading.Condition()
         self._deadline: float | None = None
-        self._is_engine_lost = False
+        self._lost: WorkerLostError | None = None
         self._failure: Exception | None = None
         # Guard the environment and `on_draw`; where several locks are needed, `on_draw`'s is taken
         # first, and that of the engine last.
@@ -270,9 +270,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
     def _must_poll(self) -> bool:
         """Whether there may be completions, which nobody waits for while the engine is lost."""
         is_awaited = self._deadline is not None
-        return bool(self._in_flight or self._ended_draws()) and (
-            is_awaited or not self._is_engine_lost
-        )
+        return bool(self._in_flight or self._ended_draws()) and (is_awaited or self._lost is None)
 
     def _ended_draws(self) -> list[int]:
         """The steps of draws that `on_draw` has not got yet."""
@@ -377,7 +375,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             returned = call()
         except WorkerLostError as lost:
             if not may_restart:
-                self._is_engine_lost = True
+                self._lost = lost
                 return None
             if self._num_restarts_in_a_row == _MAX_RESTARTS_IN_A_ROW:
                 raise
@@ -388,8 +386,12 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
 
     def _resubmit_after_restart(self, *, may_restart: bool) -> None:
         """Submits all requests again if the worker is new, which knows of none."""
+        is_new = self._generation.num_restarts > self._num_restarts
+        if may_restart and self._lost is not None and not is_new:
+            # It lives, and was out of reach for one call, with which completions may have gone.
+            self._generation.restart(self._lost)
         if self._generation.num_restarts > self._num_restarts:
-            self._num_restarts, self._is_engine_lost = self._generation.num_restarts, False
+            self._num_restarts, self._lost = self._generation.num_restarts, None
             unanswered = list(self._in_flight.values())
             self._in_flight.clear()
             kept = [

@@ -151,6 +151,24 @@ def test_an_engine_that_is_lost_while_nobody_waits_is_left_until_somebody_does(
     assert (found.reward, environment.num_calls) == (3, 3)
 
 
+def test_an_engine_that_was_out_of_reach_once_is_started_again_though_it_lives(
+    make: Any, engine: Engine, environment: Patient, ask: Any
+) -> None:
+    """Its answer to that call is lost, and the next update of weights finds nothing amiss."""
+
+    def lose(call: int) -> None:
+        engine.is_lost = call == 1
+
+    environment.before = lose
+    stream = make()
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    until(lambda: stream._lost is not None)
+    with stream.exclusive():
+        engine.is_lost, engine._done = False, []
+    (found,) = stream.take(1)
+    assert (found.reward, engine.num_restarts) == (3, 1)
+
+
 def test_an_engine_that_the_caller_has_restarted_is_asked_again(
     make: Any, engine: Engine, environment: Patient, ask: Any
 ) -> None:
