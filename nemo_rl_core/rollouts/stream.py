@@ -98,7 +98,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         self._lock = threading.Condition()
         self._deadline: float | None = None
         self._lost: WorkerLostError | None = None
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         # Guard the environment and `on_draw`; where several locks are needed, `on_draw`'s is taken
         # first, and that of the engine last.
         self._environment_lock = threading.Lock()
@@ -254,8 +254,9 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 self._end_draws()
                 with self._lock:
                     self._lock.notify_all()
-        # Named fault boundary: an exception in a thread would be lost; `take` raises it.
-        except Exception as error:  # noqa: BLE001 (raised by take)
+        # Named fault boundary: an exception in a thread would be lost, and `SystemExit`, as of a
+        # user's hook, without a word; `take` raises it.
+        except BaseException as error:  # noqa: BLE001 (raised by take)
             with self._lock:
                 self._failure = error
                 self._lock.notify_all()

@@ -282,6 +282,16 @@ def test_what_a_draw_raises_is_that_of_its_step(make: Any, ask: Any) -> None:
     stream.take(3)
 
 
+def test_a_hook_that_exits_ends_the_wait(make: Any, ask: Any) -> None:
+    def on_draw(step: int, rollouts: Sequence[Rollout]) -> None:
+        raise SystemExit("no room left for the hook's records")
+
+    stream = make(on_draw=on_draw)
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    with pytest.raises(SystemExit, match="no room left"):
+        stream.take(1)
+
+
 def test_each_draw_may_take_as_long_as_a_step(make: Any, environment: Patient, ask: Any) -> None:
     """The second draw ends after the first deadline, and scoring it takes longer than all."""
     drawn: list[Sequence[Rollout]] = []
