@@ -14,7 +14,7 @@ if ! command -v envsubst > /dev/null; then
 fi
 
 # Of comments, none counts.
-mapfile -t names < <(sed 's/^ *#.*//' "$1" | grep -oE '\$\{[A-Z_]+\}' | tr -d '${}' | sort -u)
+mapfile -t names < <(sed 's/^ *#.*//' "$1" | grep -oE '\$\{[A-Z_][A-Z0-9_]*\}' | tr -d '${}' | sort -u)
 missing=()
 for name in "${names[@]}"; do
   [[ -n ${!name-} ]] || missing+=("$name")

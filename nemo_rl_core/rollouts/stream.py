@@ -97,8 +97,8 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         # thread has raised.
         self._lock = threading.Condition()
         self._deadline: float | None = None
-        self._is_engine_lost = False
-        self._failure: Exception | None = None
+        self._lost: WorkerLostError | None = None
+        self._failure: BaseException | None = None
         # Guard the environment and `on_draw`; where several locks are needed, `on_draw`'s is taken
         # first, and that of the engine last.
         self._environment_lock = threading.Lock()
@@ -179,8 +179,8 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         """Waits until a step needs no further draw; each may take until a deadline of its own.
 
         Returns:
-            False where a draw has ended because its rollouts were given up: the stream's thread may
-            wait for the environment just then, and hand nothing out.
+            False where a draw has ended though the stream's thread did not look: it may wait for a
+            reward or for the environment just then, and hand nothing out.
         """
         with self._lock:
             draw, self._deadline = wanted.draw, self._new_deadline()
@@ -193,6 +193,8 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                     self._lock.wait(min(left, _MAX_WAIT_SECONDS))
                     continue
                 if left <= 0 and wanted.missing:
+                    if self._environment is None:
+                        self._poll()  # the thread does not while it scores another step's draw
                     self._retry(wanted.missing)
                     if wanted.has_ended_draw:
                         return False
@@ -252,8 +254,9 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 self._end_draws()
                 with self._lock:
                     self._lock.notify_all()
-        # Named fault boundary: an exception in a thread would be lost; `take` raises it.
-        except Exception as error:  # noqa: BLE001 (raised by take)
+        # Named fault boundary: an exception in a thread would be lost, and `SystemExit`, as of a
+        # user's hook, without a word; `take` raises it.
+        except BaseException as error:  # noqa: BLE001 (raised by take)
             with self._lock:
                 self._failure = error
                 self._lock.notify_all()
@@ -268,9 +271,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
     def _must_poll(self) -> bool:
         """Whether there may be completions, which nobody waits for while the engine is lost."""
         is_awaited = self._deadline is not None
-        return bool(self._in_flight or self._ended_draws()) and (
-            is_awaited or not self._is_engine_lost
-        )
+        return bool(self._in_flight or self._ended_draws()) and (is_awaited or self._lost is None)
 
     def _ended_draws(self) -> list[int]:
         """The steps of draws that `on_draw` has not got yet."""
@@ -285,7 +286,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 may_restart = self._deadline is not None
                 self._resubmit_after_restart(may_restart=may_restart)  # new engines kept nothing
                 wanted = self._steps.get(step)
-                if wanted is None or not wanted.has_ended_draw:
+                if self._is_closed or wanted is None or not wanted.has_ended_draw:
                     continue  # its caller has gone, or an engine was lost with what it kept
                 found = self._rollouts_of(wanted.draw, may_restart=may_restart)
                 if found is None:
@@ -354,7 +355,9 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             )
 
     def _submit(self, pending: Sequence[PendingRollout], *, may_restart: bool) -> None:
-        if not pending:
+        # The engine's next user has names from 0 on as well: after a slow reward or environment, a
+        # closed stream must not ask for anything under them.
+        if not pending or self._is_closed:
             return
         names = [next(self._names) for _ in pending]
         self._in_flight.update(zip(names, pending, strict=True))
@@ -373,7 +376,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             returned = call()
         except WorkerLostError as lost:
             if not may_restart:
-                self._is_engine_lost = True
+                self._lost = lost
                 return None
             if self._num_restarts_in_a_row == _MAX_RESTARTS_IN_A_ROW:
                 raise
@@ -384,8 +387,12 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
 
     def _resubmit_after_restart(self, *, may_restart: bool) -> None:
         """Submits all requests again if the worker is new, which knows of none."""
+        is_new = self._generation.num_restarts > self._num_restarts
+        if may_restart and self._lost is not None and not is_new:
+            # It lives, and was out of reach for one call, with which completions may have gone.
+            self._generation.restart(self._lost)
         if self._generation.num_restarts > self._num_restarts:
-            self._num_restarts, self._is_engine_lost = self._generation.num_restarts, False
+            self._num_restarts, self._lost = self._generation.num_restarts, None
             unanswered = list(self._in_flight.values())
             self._in_flight.clear()
             kept = [

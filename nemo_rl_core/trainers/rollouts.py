@@ -181,14 +181,9 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     def _scored(self, sampler: Sampler, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """With rewards, as the environment adapts them to all rollouts of the draw."""
         with self.timer.phase("reward"):
-            scored, metrics = self._post_process(sampler, sampler.score(rollouts))
+            scored, metrics = sampler.post_process(sampler.score(rollouts))
         self._of_environment.append((len(valid_rollouts(scored)), metrics))
         return scored
-
-    def _post_process(
-        self, sampler: Sampler, rollouts: Sequence[Rollout]
-    ) -> tuple[Sequence[Rollout], dict[str, float]]:
-        return sampler.post_process(rollouts)
 
     def _record(
         self, rollouts: Sequence[Rollout], *, advantages: Tensor | None = None

@@ -115,6 +115,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
             self._begin_steps()
         with self.timer.phase("sync"):
             engine.check_update()  # while the engine samples
+            if self.sampler.scores_on_a_gpu:
+                self._release_policy()  # which the check has called back
         with self.timer.phase("rollout"), self._gpu_given_up():
             self._stream.take(self.step)
         sampled = self._sampled.pop(self.step)

@@ -37,6 +37,7 @@ def test_rewards_on_the_trainers_gpu_wait_for_the_trainer(
     monkeypatch.setattr(WaitingEngine, "seconds", 0.05)
     rewards: Times = []
     steps: Times = []
+    released: list[float] = []
 
     def reward(prompts: list[str], responses: list[str]) -> list[float]:
         begun = time.monotonic()
@@ -62,6 +63,9 @@ def test_rewards_on_the_trainers_gpu_wait_for_the_trainer(
         def _make_policy(self, spec: RunSpec) -> Any:
             return Timed()
 
+        def _release_policy(self) -> None:
+            released.append(time.monotonic())
+
     model = model_folder(tmp_path, TEXT_OF_128)
     trainer = Trainer.from_pretrained(
         model,
@@ -80,5 +84,9 @@ def test_rewards_on_the_trainers_gpu_wait_for_the_trainer(
     assert all(ended <= begun for (_, ended), (begun, _) in pairwise(steps))
     if on_a_gpu:
         assert overlaps(rewards, steps) == 0
+        # Weights that wait on the host are called back by the check of each transfer.
+        assert len(released) == NUM_STEPS
+        assert all(began <= given for (began, _), given in zip(steps, released[1:], strict=False))
+        assert all(given <= began for given, (began, _) in zip(released, rewards, strict=True))
     else:
         assert overlaps(rewards, steps) >= NUM_STEPS // 2

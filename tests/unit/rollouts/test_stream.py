@@ -11,7 +11,7 @@ import torch
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import RewardError, WorkerError, WorkerLostError
-from nemo_rl_core.rollouts.engine import RolloutPlace
+from nemo_rl_core.rollouts.engine import RolloutPlace, SingleTurnEpisode
 from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode
 from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -151,6 +151,24 @@ def test_an_engine_that_is_lost_while_nobody_waits_is_left_until_somebody_does(
     assert (found.reward, environment.num_calls) == (3, 3)
 
 
+def test_an_engine_that_was_out_of_reach_once_is_started_again_though_it_lives(
+    make: Any, engine: Engine, environment: Patient, ask: Any
+) -> None:
+    """Its answer to that call is lost, and the next update of weights finds nothing amiss."""
+
+    def lose(call: int) -> None:
+        engine.is_lost = call == 1
+
+    environment.before = lose
+    stream = make()
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    until(lambda: stream._lost is not None)
+    with stream.exclusive():
+        engine.is_lost, engine._done = False, []
+    (found,) = stream.take(1)
+    assert (found.reward, engine.num_restarts) == (3, 1)
+
+
 def test_an_engine_that_the_caller_has_restarted_is_asked_again(
     make: Any, engine: Engine, environment: Patient, ask: Any
 ) -> None:
@@ -264,6 +282,16 @@ def test_what_a_draw_raises_is_that_of_its_step(make: Any, ask: Any) -> None:
     stream.take(3)
 
 
+def test_a_hook_that_exits_ends_the_wait(make: Any, ask: Any) -> None:
+    def on_draw(step: int, rollouts: Sequence[Rollout]) -> None:
+        raise SystemExit("no room left for the hook's records")
+
+    stream = make(on_draw=on_draw)
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    with pytest.raises(SystemExit, match="no room left"):
+        stream.take(1)
+
+
 def test_each_draw_may_take_as_long_as_a_step(make: Any, environment: Patient, ask: Any) -> None:
     """The second draw ends after the first deadline, and scoring it takes longer than all."""
     drawn: list[Sequence[Rollout]] = []
@@ -295,3 +323,60 @@ def test_a_draw_that_never_ends_is_handed_out_with_errors(
     stream.take(1)
     assert drawn == [["no answer within 0.2 s, twice"]]
     let_go.set()
+
+
+def test_a_stream_that_was_closed_over_a_slow_reward_asks_the_engine_for_nothing_more(
+    make: Any, engine: Engine, ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next user of the workers calls its requests by the same names, from 0 on."""
+    monkeypatch.setattr("nemo_rl_core.rollouts.stream._CLOSE_SECONDS", 0.1)
+    scores, let_go = threading.Event(), threading.Event()
+
+    def on_draw(step: int, rollouts: Sequence[Rollout]) -> list[Prompt] | None:
+        scores.set()
+        let_go.wait(SECONDS)
+        return [ask("7=", "7")]
+
+    stream = make(on_draw=on_draw)
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    assert scores.wait(SECONDS)
+    stream.close()
+    asked = len(engine.priorities)
+    let_go.set()
+    until(lambda: not [each for each in threading.enumerate() if each.name == "rollouts"])
+    assert len(engine.priorities) == asked
+
+
+def test_what_has_come_while_another_step_was_scored_is_not_given_up(
+    engine: Engine, tokenizer: Any, ask: Any
+) -> None:
+    """Step 1 is complete while step 2 is scored, which takes longer than both deadlines."""
+    scores, found = threading.Event(), dict[int, list[str | None]]()
+
+    def on_draw(step: int, rollouts: Sequence[Rollout]) -> None:
+        if step == 2:
+            scores.set()
+            time.sleep(2)
+        found[step] = [each.error for each in rollouts]
+
+    def episode(prompt: Prompt, place: RolloutPlace) -> SingleTurnEpisode:
+        return SingleTurnEpisode(prompt, place, tokenizer=tokenizer)
+
+    answered = engine.poll
+
+    def later_steps_first(*, wait_seconds: float) -> list[tuple[int, Completion]]:
+        done = answered(wait_seconds=wait_seconds)
+        engine._done = [name for name, _ in done if name == 0 and not scores.is_set()]
+        return [each for each in done if each[0] not in engine._done]
+
+    engine.poll = later_steps_first  # type: ignore[method-assign]
+    with RolloutStream(
+        engine, episode, None, seed=0, timeout_seconds=0.2, on_draw=on_draw
+    ) as stream:
+        for step in (1, 2):
+            stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=step)
+        assert scores.wait(SECONDS)
+        for step in (1, 2):
+            stream.take(step)
+    assert found == {1: [None], 2: [None]}
+    assert len(engine.priorities) == 2  # none was asked for once more

@@ -93,3 +93,13 @@ def test_the_script_refuses_what_is_no_file(tmp_path: Path) -> None:
     ran = filled(str(tmp_path / "none.yaml"), {})
     assert (ran.returncode, ran.stdout) == (2, "")
     assert "usage: " in ran.stderr
+
+
+@needs_gettext
+def test_a_variable_with_a_digit_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "site.yaml"
+    file.write_text("bucket: ${S3_BUCKET}\n")
+    ran = filled(str(file), {})
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "got: nothing for S3_BUCKET\n" in ran.stderr
+    assert filled(str(file), {"S3_BUCKET": "b"}).stdout == "bucket: b\n"
