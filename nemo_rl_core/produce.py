@@ -2,14 +2,18 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.environment import EnvironmentConfig, own_bundles_of_scorers
+from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.store.ancestry import write_ancestors
 from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.git import git_state
@@ -233,15 +237,17 @@ def _cluster(inputs: StageInputs) -> ClusterConfig | None:
 
 
 def _num_gpus(inputs: StageInputs) -> int:
-    """GPUs that the stage holds."""
+    """GPUs that the stage holds: of its workers, and those of engines and scorers' own."""
     cluster = _cluster(inputs)
-    return cluster.num_gpus + _num_own_gpus(inputs) if cluster and cluster.num_gpus else 0
-
-
-def _num_own_gpus(inputs: StageInputs) -> int:
-    """GPUs of engines with a placement of their own."""
+    if cluster is None or not cluster.num_gpus:
+        return 0
     placement = (inputs.settings.get("generation") or {}).get("placement")
-    return int(placement["own"]) if isinstance(placement, dict) else 0
+    of_engines = int(placement["own"]) if isinstance(placement, dict) else 0
+    scorers: Sequence[OwnBundles] = ()
+    if section := inputs.settings.get("environment"):
+        environment: EnvironmentConfig = TypeAdapter(EnvironmentConfig).validate_python(section)
+        scorers = own_bundles_of_scorers(environment)
+    return cluster.num_gpus_with(scorers) + of_engines
 
 
 def cost_html(cost: Cost) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.distributed.held_rows import InProcess
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 
@@ -26,11 +27,20 @@ class LocalSession:
 
     Attributes:
         groups: The groups that were asked for, by name.
+        reserved: What was reserved beside the cluster, in this order.
     """
 
     def __init__(self, world_size: int = 1) -> None:
         self.cluster = LocalCluster(world_size)
         self.groups: dict[str, LocalWorkers] = {}
+        self.reserved: tuple[OwnBundles, ...] = ()
+
+    def reserve_beside(self, own: Sequence[OwnBundles]) -> None:
+        self.reserved = tuple(own)
+
+    def beside(self, own: OwnBundles) -> LocalCluster:
+        assert own in self.reserved
+        return LocalCluster(own.number, self.cluster.use_gpus)
 
     def workers(
         self, worker_class: type, *, name: str, sharding: NamedSharding, **_: Any

@@ -103,7 +103,7 @@ def measure(
     The last one of a run, which is given the one before training, gives back the cluster that the
     run's stages have shared.
     """
-    report = evaluate.on(config.cluster, config.generation)(
+    report = evaluate.on(config.cluster, config.own_bundles)(
         config=config, checkpoint=checkpoint, validation=validation
     )
     if last_after is not None and config.cluster.lifetime == "run" and on_cluster():
@@ -118,7 +118,7 @@ def make_pairs(
     """Preference pairs: those of the data, or out of the checkpoint's own completions."""
     if config.rollouts is None:
         return tokenize_pairs(tokenizer=tokenizer, rows=rows)
-    return sample_pairs.on(config.rollouts.cluster, config.rollouts.generation)(
+    return sample_pairs.on(config.rollouts.cluster, config.rollouts.own_bundles)(
         config=config.rollouts, checkpoint=checkpoint, prompts=rows, iteration=iteration
     )
 

@@ -30,7 +30,7 @@ def learn(
     validation: Dataset,
 ) -> Checkpoint:
     """Distillation, with held-out prompts where the recipe validates on the way."""
-    return train_student.on(config.cluster, config.generation)(
+    return train_student.on(config.cluster, config.own_bundles)(
         config=config,
         student=student,
         teacher=teacher,

@@ -31,7 +31,7 @@ def iterate(
     given = {"reward_model": reward_model} if reads_reward_model(config.environment) else {}
     checkpoint = start
     for iteration in range(1, num_iterations + 1):
-        checkpoint = grpo_iteration.on(config.cluster, config.generation)(
+        checkpoint = grpo_iteration.on(config.cluster, config.own_bundles)(
             config=config,
             start=checkpoint,
             reference=start,
@@ -49,7 +49,7 @@ def measure_base(
 ) -> None:
     """The model before its supervised start, where the recipe asks for it."""
     if config is not None:
-        evaluate.on(config.cluster, config.generation)(
+        evaluate.on(config.cluster, config.own_bundles)(
             config=config, checkpoint=base, validation=validation
         )
 

@@ -27,7 +27,7 @@ def iterate(
     """Iteration after iteration, each cached, policy and critic going on from the one before."""
     checkpoint = start
     for iteration in range(1, num_iterations + 1):
-        checkpoint = ppo_iteration.on(config.cluster, config.generation)(
+        checkpoint = ppo_iteration.on(config.cluster, config.own_bundles)(
             config=config,
             start=checkpoint,
             reference=start,

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.placement import OwnBundles, with_own_bundles
 from nemo_rl_core.errors import ConfigError
 
 ShapeName = Literal["laptop", "one_gpu", "node_8gpu", "cluster"]
@@ -38,8 +39,9 @@ class ClusterConfig(FrozenConfig):
             of `num_gpus_per_node` as that takes.
         num_threads: Cores that each worker computes with.
         num_workers: Ranks that train together: whole copies of the model, each over the ranks that
-            `training` says. Eight by default in the shape `node_8gpu`, else one. Engines with a
-            placement of their own (`generation.placement: {own: 4}`) come on top.
+            `training` says. Eight by default in the shape `node_8gpu`, else one. Engines, judges
+            and reward models with a placement of their own (`generation.placement: {own: 4}`) come
+            on top.
         num_gpus_per_node: How many of the workers one machine holds, in the shape `cluster`.
         accelerator: The kind of GPU; None takes any that the cluster has.
         collective_timeout_seconds: After which ranks that wait for another one give up, on every
@@ -59,7 +61,7 @@ class ClusterConfig(FrozenConfig):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the workers, on all machines together; engines of their own come on top."""
+        """GPUs of the workers, on all machines together; `num_gpus_with` has others' besides."""
         return 0 if self.shape == "laptop" else self.num_workers
 
     @property
@@ -70,23 +72,39 @@ class ClusterConfig(FrozenConfig):
         full, rest = divmod(self.num_workers, self.num_gpus_per_node)
         return [self.num_gpus_per_node] * full + [rest] * bool(rest)
 
-    def refuse_unplaced(self, num_own: int) -> None:
-        """Refuses bundles of the engines' own for which the shape has no GPU.
+    def num_gpus_with(self, own: Sequence[OwnBundles]) -> int:
+        """GPUs of the workers, and of what has some of its own; 0 for a cluster without GPUs."""
+        return self.num_gpus and self.num_gpus + sum(each.number for each in own)
+
+    def bundles_with(self, own: Sequence[OwnBundles]) -> list[int]:
+        """Bundles on each machine: those of the workers, and those beside them.
+
+        Example:
+            >>> engines = OwnBundles("generation", 12)
+            >>> ClusterConfig(shape="cluster", num_workers=12).bundles_with([engines])
+            [8, 8, 8]
+        """
+        limit = self.num_gpus_per_node if self.num_gpus else None
+        return with_own_bundles(self.bundles_per_node, own, num_gpus_per_node=limit)
+
+    def refuse_unplaced(self, own: Sequence[OwnBundles]) -> None:
+        """Refuses own bundles for which the shape has no GPU.
 
         Args:
-            num_own: Bundles besides those of the workers.
+            own: Bundles besides those of the workers.
 
         Raises:
             ConfigError: Says how many workers leave room for them, where any do.
         """
-        room = _ROOM.get(self.shape)
-        if room is None or self.num_workers + num_own <= room:
+        room, wanted = _ROOM.get(self.shape), sum(each.number for each in own)
+        if not own or room is None or self.num_workers + wanted <= room:
             return
-        fits = room - num_own
+        fits = room - wanted
+        paths = ["cluster.num_workers", *(each.path for each in own)]
         raise ConfigError(
-            f"the shape {self.shape!r} has no GPU left for engines of their own",
-            expected=f"cluster.num_workers and generation.placement.own of at most {room} together",
-            got=f"{self.num_workers} and {num_own}",
+            f"the shape {self.shape!r} has no GPU left for {_named(own)} of their own",
+            expected=f"{_listed(paths)} of at most {room} together",
+            got=_listed([str(self.num_workers), *(str(each.number) for each in own)]),
             fix=(f"set cluster.num_workers to {fits}, or " if fits > 0 else "")
             + "set cluster.shape to cluster, which has as many GPUs as are asked for",
         )
@@ -133,40 +151,15 @@ class ClusterConfig(FrozenConfig):
         return self
 
 
+def _named(own: Sequence[OwnBundles]) -> str:
+    """Who wants bundles, for a message."""
+    kinds = ["engines" if each.name == "generation" else "models that score" for each in own]
+    return _listed(list(dict.fromkeys(kinds)))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
 def _counted(room: int) -> str:
     return "one worker" if room == 1 else f"{room} workers"
-
-
-def own_bundles_per_node(
-    taken: Sequence[int], num_own: int, *, ranks_per_engine: int, num_gpus_per_node: int | None
-) -> list[int]:
-    """Engines' own bundles on each machine, in the order of the trainer's machines.
-
-    They fill what the trainer leaves of its last machine, and further machines then. The ranks of
-    an engine stay on one machine where a machine holds as many.
-
-    Args:
-        taken: The trainer's bundles on each machine.
-        num_own: How many to place.
-        ranks_per_engine: Bundles that stay together.
-        num_gpus_per_node: Bundles of a machine; None for one machine that holds any number.
-
-    Returns:
-        One number a machine, 0 where the trainer has it for itself.
-
-    Example:
-        >>> own_bundles_per_node([8, 4], 12, ranks_per_engine=1, num_gpus_per_node=8)
-        [0, 4, 8]
-        >>> own_bundles_per_node([8, 5], 4, ranks_per_engine=4, num_gpus_per_node=8)
-        [0, 0, 4]
-    """
-    if num_gpus_per_node is None:
-        return [num_own]
-    together = ranks_per_engine if ranks_per_engine <= num_gpus_per_node else 1
-    found, left = [0] * (len(taken) - 1), num_own
-    room = max(num_gpus_per_node - taken[-1], 0)
-    while left or len(found) < len(taken):
-        found.append(min(left, room // together * together))
-        left -= found[-1]
-        room = num_gpus_per_node
-    return found

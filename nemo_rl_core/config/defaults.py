@@ -7,14 +7,18 @@ so that the config of a run records all of them.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.environment import EnvironmentConfig, own_bundles_of_scorers
 from nemo_rl_core.config.places import PlacedList, copied
+from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.config.training import TrainingConfig
+from nemo_rl_core.errors import ConfigError
 
 LEARNING_RATES: Final[Mapping[str, float]] = {
     "sft": 2e-5,
@@ -61,7 +65,8 @@ def defaults_of_pretrained(
 
     A learning rate comes with a warm-up. `dtype` is bfloat16 where the shape of the cluster has
     GPUs, float32 that is asked for there is computed in TF32, and there are as many engines as fit.
-    On a machine with GPUs the cluster has all of them but those of the engines' own.
+    On a machine with GPUs the cluster has all of them but those that engines and models that score
+    have for themselves.
 
     Args:
         values: The settings that are given, as nested mappings.
@@ -76,7 +81,7 @@ def defaults_of_pretrained(
     training = values.get("training") or {}
     found |= _rates(values, section, uses_lora=_get(training, "lora") is not None)
     generation = _section(values, "generation")
-    num_own = _num_own(generation) if samples else 0
+    num_own = _num_own(generation) + _num_own_of_scorers(values) if samples else 0
     if "cluster" not in values and context.num_gpus > num_own:
         found["cluster"] = _whole_machine(training, context.num_gpus, num_own)
     if values.get("dtype", "auto") == "auto":
@@ -191,10 +196,19 @@ def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return given if isinstance(given, Mapping) else {}
 
 
-def _num_own(generation: Mapping[str, Any]) -> int:
-    """GPUs that the engines have for themselves; 0 where the section does not say so."""
-    own = _get(generation.get("placement"), "own")
+def _num_own(section: Mapping[str, Any]) -> int:
+    """GPUs that its workers have for themselves; 0 where the section does not say so."""
+    own = _get(section.get("placement"), "own")
     return own if isinstance(own, int) else 0
+
+
+def _num_own_of_scorers(values: Mapping[str, Any]) -> int:
+    """GPUs that models that score have for themselves; 0 where the section is none that is read."""
+    with suppress(ConfigError, ValidationError):
+        section = values.get("environment") or ExactMatch()
+        environment: EnvironmentConfig = TypeAdapter(EnvironmentConfig).validate_python(section)
+        return sum(own.number for own in own_bundles_of_scorers(environment))
+    return 0
 
 
 def _whole_machine(training: Any, num_gpus: int, num_own: int) -> dict[str, Any]:
@@ -242,30 +256,36 @@ def filled(values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any
     return result
 
 
-def with_types_of_judges(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_judges_of_gpus(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a cluster with GPUs, in which judges of the run compute in bfloat16.
 
+    A judge on GPUs of its own, which it shares with nothing, takes 0.9 of their memory.
+
     Args:
-        values: Nested mappings. A judge that says its `dtype` keeps it.
+        values: Nested mappings. What a judge says stays.
 
     Example:
-        >>> with_types_of_judges({"judge": {"kind": "model", "model": "folder"}})["judge"]["dtype"]
-        'bfloat16'
+        >>> judge = {"kind": "model", "model": "folder", "placement": {"own": 1}}
+        >>> found = with_judges_of_gpus({"judge": judge})["judge"]
+        >>> found["dtype"], found["gpu_memory_utilization"]
+        ('bfloat16', 0.9)
     """
     found = copied(values)
-    found.update({key: _with_types_of_judges(value) for key, value in values.items()})
+    found.update({key: _with_judges_of_gpus(value) for key, value in values.items()})
     judge = found.get("judge")
-    if isinstance(judge, dict) and judge.get("kind") == "model" and "dtype" not in judge:
-        judge["dtype"] = "bfloat16"
+    if isinstance(judge, dict) and judge.get("kind") == "model":
+        judge.setdefault("dtype", "bfloat16")
+        if _num_own(judge):
+            judge.setdefault("gpu_memory_utilization", OWN_GPU_SHARE)
     return found
 
 
-def _with_types_of_judges(value: Any) -> Any:
+def _with_judges_of_gpus(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return with_types_of_judges(value)
+        return with_judges_of_gpus(value)
     if isinstance(value, list):
         places = getattr(value, "places", ())
-        return PlacedList([_with_types_of_judges(each) for each in value], places)
+        return PlacedList([_with_judges_of_gpus(each) for each in value], places)
     return value
 
 

@@ -1,6 +1,7 @@
 """How a completion is scored."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
@@ -19,6 +20,7 @@ from nemo_rl_core.config.multi_turn import (
     SlidingPuzzleGame,
     ToolUse,
 )
+from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.config.single_turn import (
     AnySingle,
     RewardFunction,
@@ -159,13 +161,99 @@ def reward_names(config: EnvironmentConfig) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class ModelScorer:
+    """A model that scores in workers of the run.
+
+    Attributes:
+        name: Of its workers, which all scorers of the same settings share.
+        config: Its section.
+        path: Of that section in the recipe.
+        max_new_tokens: Of a judge's reply; None of a reward model.
+    """
+
+    name: str
+    config: JudgeModel | RewardModelScore
+    path: str
+    max_new_tokens: int | None = None
+
+    @property
+    def own_bundles(self) -> tuple[OwnBundles, ...]:
+        """Its bundles besides the trainer's; none for one that shares those."""
+        return self.config.own_bundles(self.name, self.path)
+
+
+def model_scorers(config: EnvironmentConfig, path: str = "environment") -> list[ModelScorer]:
+    """The judges and reward models that score in workers of the run, one for each section.
+
+    Args:
+        config: The section.
+        path: Of the section in the recipe.
+
+    Example:
+        >>> both = [RewardModelScore(model="a"), RewardModelScore(model="b")]
+        >>> config = WeightedSum(parts=[{"environment": each} for each in both])
+        >>> [(each.name, each.path) for each in model_scorers(config)][1]
+        ('reward-model-2', 'environment.parts.1.environment')
+    """
+    names: dict[tuple[JudgeModel | RewardModelScore, int | None], str] = {}
+    found = []
+    for place, each in _placed(config, path):
+        match each:
+            case LLMJudge(judge=JudgeModel() as model):
+                found.append(_named(names, "judge", model, f"{place}.judge", each.max_new_tokens))
+            case RewardModelScore():
+                found.append(_named(names, "reward-model", each, place, None))
+    return found
+
+
+def _named(
+    names: dict[tuple[JudgeModel | RewardModelScore, int | None], str],
+    kind: str,
+    config: JudgeModel | RewardModelScore,
+    path: str,
+    max_new_tokens: int | None,
+) -> ModelScorer:
+    number = 1 + sum(name.startswith(kind) for name in names.values())
+    name = kind if number == 1 else f"{kind}-{number}"
+    return ModelScorer(
+        names.setdefault((config, max_new_tokens), name), config, path, max_new_tokens
+    )
+
+
+def _placed(
+    config: EnvironmentConfig, path: str
+) -> Iterator[tuple[str, SingleEnvironmentConfig | MultiTurnConfig]]:
+    """The environments without parts, each with its path."""
+    inner: list[tuple[str, EnvironmentConfig]]
+    match config:
+        case WeightedSum(parts=parts):
+            inner = [(f"{path}.parts.{n}", part.environment) for n, part in enumerate(parts)]
+        case ByTask(tasks=tasks):
+            inner = [(f"{path}.tasks.{n}", each.environment) for n, each in enumerate(tasks)]
+        case _:
+            yield path, config
+            return
+    for place, each in inner:
+        yield from _placed(each, f"{place}.environment")
+
+
+def own_bundles_of_scorers(
+    config: EnvironmentConfig, path: str = "environment"
+) -> tuple[OwnBundles, ...]:
+    """What models that score have besides the trainer's bundles, once for each group of workers.
+
+    Args:
+        config: The section.
+        path: Of the section in the recipe.
+    """
+    found = [own for each in model_scorers(config, path) for own in each.own_bundles]
+    return tuple(dict.fromkeys(found))
+
+
 def judges_of_the_run(config: EnvironmentConfig) -> list[JudgeModel]:
     """The judges that run in workers of the run, not behind an endpoint."""
-    return [
-        each.judge
-        for each in single_environments(config)
-        if isinstance(each, LLMJudge) and isinstance(each.judge, JudgeModel)
-    ]
+    return [each.config for each in model_scorers(config) if isinstance(each.config, JudgeModel)]
 
 
 def has_reward_model(config: EnvironmentConfig) -> bool:

@@ -1,12 +1,9 @@
 """How completions are sampled, and which engine makes them."""
 
-from collections.abc import Mapping
-from itertools import zip_longest
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    BeforeValidator,
-    Discriminator,
     Field,
     NonNegativeFloat,
     PositiveFloat,
@@ -17,41 +14,13 @@ from pydantic import (
 )
 
 from nemo_rl_core.config.base import FrozenConfig, kind_or
-from nemo_rl_core.config.cluster import ClusterConfig, own_bundles_per_node
+from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.model import MatmulPrecision
+from nemo_rl_core.config.placement import OwnBundles, OwnPlacement, Placement, own_bundles
 from nemo_rl_core.config.registered import REGISTERED, RegisteredBackend, SectionTable
 from nemo_rl_core.errors import ConfigError
 
 _SMALLEST_TEMPERATURE = 0.01
-
-
-class OwnPlacement(FrozenConfig):
-    """Engines beside the trainer, on GPUs or processes that it does not use.
-
-    Attributes:
-        own: Bundles of the engines' own, a GPU each, or without GPUs a process each: the number
-            of engines times the workers of one. Where `num_engines` is left out, there are as many
-            engines as they hold.
-    """
-
-    own: PositiveInt
-
-
-def _kind_of_placement(value: Any) -> str:
-    return "own" if isinstance(value, dict | OwnPlacement) else "colocated"
-
-
-def _refuse_other_words(value: Any) -> Any:
-    if value != "colocated":
-        raise ValueError("expected colocated, or {own: 4} for four GPUs of the engines' own")
-    return value
-
-
-Placement = Annotated[
-    Annotated[Literal["colocated"], BeforeValidator(_refuse_other_words), Tag("colocated")]
-    | Annotated[OwnPlacement, Tag("own")],
-    Discriminator(_kind_of_placement),
-]
 
 
 class SamplingConfig(FrozenConfig):
@@ -102,7 +71,13 @@ class SamplingConfig(FrozenConfig):
     @property
     def num_own_bundles(self) -> int:
         """Bundles besides the trainer's; 0 for engines that share those."""
-        return self.placement.own if isinstance(self.placement, OwnPlacement) else 0
+        return sum(each.number for each in self.own_bundles)
+
+    @property
+    def own_bundles(self) -> tuple[OwnBundles, ...]:
+        """The engines' bundles besides the trainer's; none for engines that share those."""
+        ranks = self.ranks_per_engine
+        return own_bundles(self.placement, "generation", "generation", ranks_per_engine=ranks)
 
     @model_validator(mode="before")
     @classmethod
@@ -242,39 +217,21 @@ GenerationConfig = Annotated[
 ]
 
 
-def bundles_per_node(cluster: ClusterConfig, generation: SamplingConfig) -> list[int]:
-    """Bundles on each machine: the trainer's, and those of engines with a placement of their own.
+def refuse_misplaced(
+    cluster: ClusterConfig, generation: SamplingConfig, scorers: Sequence[OwnBundles] = ()
+) -> None:
+    """Refuses engines, and models that score, that the cluster of a recipe has no place for.
 
-    Example:
-        >>> cluster = ClusterConfig(shape="cluster", num_workers=12)
-        >>> bundles_per_node(cluster, SamplingConfig(placement=OwnPlacement(own=12)))
-        [8, 8, 8]
-    """
-    taken = cluster.bundles_per_node
-    own = own_bundles_per_node(
-        taken,
-        generation.num_own_bundles,
-        ranks_per_engine=generation.ranks_per_engine,
-        num_gpus_per_node=cluster.num_gpus_per_node if cluster.num_gpus else None,
-    )
-    return [mine + theirs for mine, theirs in zip_longest(taken, own, fillvalue=0)]
-
-
-def num_gpus(cluster: ClusterConfig, generation: SamplingConfig | None) -> int:
-    """GPUs of trainer and engines together; 0 for a cluster without GPUs."""
-    own = generation.num_own_bundles if generation is not None and cluster.num_gpus else 0
-    return cluster.num_gpus + own
-
-
-def refuse_misplaced(cluster: ClusterConfig, generation: SamplingConfig) -> None:
-    """Refuses engines that the cluster of a recipe has no place for.
+    Args:
+        cluster: The section.
+        generation: The section of the engines.
+        scorers: What models that score have for themselves.
 
     Raises:
         ConfigError: Says how many there are, and how many it takes.
     """
-    if generation.num_own_bundles:
-        cluster.refuse_unplaced(generation.num_own_bundles)
-    else:
+    cluster.refuse_unplaced((*generation.own_bundles, *scorers))
+    if not generation.own_bundles:
         refuse_more_than(cluster.num_workers, generation)
 
 

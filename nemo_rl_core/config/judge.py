@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.placement import OwnBundles, Placement, own_bundles
 
 
 class JudgeEndpoint(FrozenConfig):
@@ -39,16 +40,20 @@ class JudgeModel(FrozenConfig):
     """A model in a vLLM worker of this run; greedy.
 
     On GPUs it lies on the first one of the trainer, and is awake only while it is asked: the
-    policy's engine and the trainer have given their share back then.
+    policy's engine and the trainer have given their share back then. On GPUs of its own it is
+    always awake.
 
     Attributes:
         model: A transformers folder.
         max_model_len: Question and reply, in tokens.
         kv_cache_gib: Of its own, beside that of the policy's engine, on a CPU.
         gpu_memory_utilization: The share of the GPU's memory for weights, keys and values while it
-            is asked.
+            is asked. A recipe that does not say it has 0.9 for a judge on GPUs of its own.
         dtype: Type of weights and activations. A recipe that does not say which computes in
             bfloat16 where its cluster has GPUs.
+        placement: Where it runs. `colocated`: on the trainer's first GPU, in turns with all else
+            there. `{own: 2}`: two copies on two GPUs besides those of `cluster.num_workers`, beside
+            engines and trainer; without GPUs, in processes of their own.
     """
 
     kind: Literal["model"] = "model"
@@ -60,6 +65,16 @@ class JudgeModel(FrozenConfig):
         default=_SHARE, gt=0, lt=1, exclude_if=lambda said: said == _SHARE
     )
     dtype: DType = "float32"
+    placement: Placement = Field(default="colocated", exclude_if=lambda said: said == "colocated")
+
+    def own_bundles(self, name: str, path: str) -> tuple[OwnBundles, ...]:
+        """Its bundles besides the trainer's; none for one that shares those.
+
+        Args:
+            name: Of its workers.
+            path: Of this section in a recipe.
+        """
+        return own_bundles(self.placement, name, path)
 
 
 class LLMJudge(FrozenConfig):

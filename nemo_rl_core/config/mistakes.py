@@ -120,11 +120,16 @@ def mistakes_of(error: ValidationError, values: Any) -> list[Mistake]:
 def _path(location: Path, values: Any, problem: str) -> Path:
     """A location without what pydantic adds to it: the tags and types of unions' members."""
     path: list[str | int] = []
+    is_section_new = True
     for part in location:
         is_place = isinstance(part, int) and isinstance(values, list | tuple)
-        if is_place or (isinstance(values, Mapping) and part in values):
+        is_key = isinstance(values, Mapping) and part in values
+        # The tag of a judge with kind: model is also the name of one of its keys.
+        is_tag = is_key and is_section_new and values.get("kind") == part
+        if is_place or (is_key and not is_tag):
             path.append(part)
             values = values[part]
+        is_section_new = not is_tag
     return (*path, location[-1]) if problem == "missing" else tuple(path)
 
 

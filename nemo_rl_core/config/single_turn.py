@@ -7,6 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.judge import LLMJudge
+from nemo_rl_core.config.placement import OwnBundles, Placement, own_bundles
 
 
 class ExactMatch(FrozenConfig):
@@ -102,11 +103,25 @@ class RewardModelScore(FrozenConfig):
         model: A hub name or a folder; None takes the reward model that the pipeline has trained.
         max_tokens_per_batch: Bounds the memory of one forward pass; it changes scores only by
             rounding.
+        placement: Where it runs. `colocated`: on a share of a trainer's GPU, or without GPUs in the
+            trainer's process. `{own: 2}`: two copies in actors on two GPUs besides those of
+            `cluster.num_workers`, where their weights stay; without GPUs, in two processes.
     """
 
     kind: Literal["reward_model"] = "reward_model"
     model: str | None = Field(default=None, min_length=1)
     max_tokens_per_batch: PositiveInt = 8192
+    # Left out by default, so that keys of stages are what they were without it.
+    placement: Placement = Field(default="colocated", exclude_if=lambda said: said == "colocated")
+
+    def own_bundles(self, name: str, path: str) -> tuple[OwnBundles, ...]:
+        """Its bundles besides the trainer's; none for one that shares those.
+
+        Args:
+            name: Of its workers.
+            path: Of this section in a recipe.
+        """
+        return own_bundles(self.placement, name, path)
 
 
 class MultipleChoice(FrozenConfig):

@@ -11,6 +11,8 @@ from nemo_rl_core.config.environment import (
     EnvironmentWorkers,
     answers_back,
     judges_of_the_run,
+    model_scorers,
+    own_bundles_of_scorers,
 )
 from nemo_rl_core.config.generation import (
     GenerationConfig,
@@ -20,7 +22,8 @@ from nemo_rl_core.config.generation import (
 )
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.optimizer import OptimizerConfig
-from nemo_rl_core.config.single_turn import ExactMatch
+from nemo_rl_core.config.placement import OwnBundles
+from nemo_rl_core.config.single_turn import ExactMatch, RewardModelScore
 from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
 from nemo_rl_core.errors import ConfigError
 
@@ -175,9 +178,16 @@ class RolloutSettings(TrainerSettings):
         """The most tokens that can stand behind a prompt."""
         return self.rollouts.room(self.generation)
 
+    @property
+    def own_bundles(self) -> tuple[OwnBundles, ...]:
+        """What engines and models that score have besides the trainer's bundles, in this order."""
+        return (*self.generation.own_bundles, *own_bundles_of_scorers(self.environment))
+
     @model_validator(mode="after")
     def _engines_fit_the_cluster(self) -> Self:
-        refuse_misplaced(self.cluster, self.generation)
+        scorers = own_bundles_of_scorers(self.environment)
+        refuse_misplaced(self.cluster, self.generation, scorers)
+        refuse_scorers_in_actors(self.environment, self.environment_workers)
         refuse_judge_beside_others(self.cluster, self.generation, self.environment)
         return self
 
@@ -203,7 +213,8 @@ def refuse_judge_beside_others(
     Raises:
         ConfigError: Names another place for the judge or the engines.
     """
-    if not cluster.num_gpus or not judges_of_the_run(environment):
+    colocated = [each for each in judges_of_the_run(environment) if each.placement == "colocated"]
+    if not cluster.num_gpus or not colocated:
         return
     has_turns, has_own_engines = answers_back(environment), generation.num_own_bundles > 0
     beside_engine = not has_own_engines and (samples_ahead or has_turns)
@@ -212,10 +223,33 @@ def refuse_judge_beside_others(
         return
     when = "while an engine samples on the same GPU" if beside_engine else "during training steps"
     endpoint = "serve the judge elsewhere, and name it with judge: {kind: endpoint}"
-    own = "give the engines GPUs of their own, generation.placement: {own: 1}, or "
+    of_judge = "give the judge a GPU of its own, judge.placement: {own: 1}, or "
+    of_engines = "give the engines GPUs of their own, generation.placement: {own: 1}, or "
     raise ConfigError(
         f"a judge with kind: model on the trainer's GPU is asked {when}",
         expected="a judge that is asked while nothing else holds the GPU's memory",
         got="an environment with several turns" if has_turns else "grpo.asynchronous",
-        fix=(own if beside_engine and not (samples_ahead and has_turns) else "") + endpoint,
+        fix=of_judge
+        + (of_engines if beside_engine and not (samples_ahead and has_turns) else "")
+        + endpoint,
     )
+
+
+def refuse_scorers_in_actors(
+    environment: EnvironmentConfig, workers: EnvironmentWorkers | None
+) -> None:
+    """Refuses bundles of a reward model's own in an environment that runs in actors as a whole.
+
+    Raises:
+        ConfigError: Names the setting.
+    """
+    if workers is None:
+        return
+    own = [each for each in model_scorers(environment) if each.own_bundles]
+    if own and isinstance(own[0].config, RewardModelScore):
+        raise ConfigError(
+            "a reward model with a placement of its own has actors of its own",
+            expected="environment_workers, or a reward model's placement, and not both",
+            got=f"environment_workers, and {own[0].own_bundles[0].path}",
+            fix="leave environment_workers out: there are as many actors as placement.own says",
+        )

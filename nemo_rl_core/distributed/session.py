@@ -7,11 +7,12 @@ stage left such. What a worker holds never carries over: every stage sets it up 
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.distributed.allocator import allocator_environment
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.process_group import RECORDS, TIMEOUT, records_prefix
@@ -114,7 +115,7 @@ class ClusterSession:
         if cluster.use_gpus:
             self._records.mkdir(parents=True, exist_ok=True)
         self._groups: dict[str, tuple[str, RayWorkerGroup]] = {}
-        self._beside: dict[tuple[int, int], RayVirtualCluster] = {}
+        self._beside: dict[str, tuple[OwnBundles, RayVirtualCluster]] = {}
 
     @classmethod
     def of(cls, config: ClusterConfig) -> "ClusterSession":
@@ -183,25 +184,43 @@ class ClusterSession:
         self._groups[name] = (key, group)
         return group, True
 
-    def beside(self, num_bundles: int, *, ranks_per_engine: int) -> RayVirtualCluster:
-        """Bundles of engines' own, which one group of engines after the other gets.
+    def beside(self, own: OwnBundles) -> RayVirtualCluster:
+        """Bundles of one group of workers' own, those that it has already where they are as many.
 
         Args:
-            num_bundles: How many. Where there are others than these, those are given back first.
-            ranks_per_engine: Bundles that stay on one machine.
+            own: How many, and for whom. Others of this name are given back first.
         """
-        size = (num_bundles, ranks_per_engine)
-        if size not in self._beside:
-            self._give_back_beside()
-            self._beside[size] = self.cluster.beside(num_bundles, ranks_per_engine=ranks_per_engine)
-        return self._beside[size]
+        if own.name in self._beside and self._beside[own.name][0] != own:
+            self._give_back_beside([own.name])
+        if own.name not in self._beside:
+            before = [placed for placed, _ in self._beside.values()]
+            self._beside[own.name] = own, self.cluster.beside(own, placed_before=before)
+        return self._beside[own.name][1]
 
-    def _give_back_beside(self) -> None:
-        for cluster in self._beside.values():
+    def reserve_beside(self, own: Sequence[OwnBundles]) -> None:
+        """Reserves all that a stage has beside the bundles of the session, in this order.
+
+        So all lie on machines as planned, whichever group of workers starts first. What earlier
+        stages have had besides is given back, unless all of this is among it.
+
+        Args:
+            own: For each group of workers.
+        """
+        found = {name: placed for name, (placed, _) in self._beside.items()}
+        if all(found.get(each.name) == each for each in own):
+            return
+        self._give_back_beside([name for name, placed in found.items() if placed not in own])
+        if self.cluster.use_gpus:
+            self.cluster.bundles()  # the trainer's come first
+        for each in own:
+            self.beside(each).bundles()
+
+    def _give_back_beside(self, names: Sequence[str]) -> None:
+        for given_back in names:
+            _, cluster = self._beside.pop(given_back)
             for name in [name for name, (_, group) in self._groups.items() if group.is_on(cluster)]:
                 self.discard(name)
             cluster.shutdown()
-        self._beside.clear()
 
     def discard(self, name: str) -> None:
         """Ends the group of that name, if it runs: after a failure nothing of it is reused."""
@@ -212,7 +231,7 @@ class ClusterSession:
         """Ends all workers and gives the bundles back."""
         for name in list(self._groups):
             self.discard(name)
-        self._give_back_beside()
+        self._give_back_beside(list(self._beside))
         self.cluster.shutdown()
 
 

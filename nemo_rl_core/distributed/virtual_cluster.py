@@ -6,12 +6,12 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from nemo_rl_core.config.cluster import own_bundles_per_node
+from nemo_rl_core.config.placement import OwnBundles, own_bundles_per_node, with_own_bundles
 from nemo_rl_core.distributed.ports import hold_port
 from nemo_rl_core.distributed.resources import Resource, ResourceManager
 from nemo_rl_core.errors import ResourceError
@@ -181,26 +181,24 @@ class RayVirtualCluster:
         """How many nodes hold at least one bundle."""
         return sum(1 for count in self.bundle_ct_per_node_list if count)
 
-    def beside(self, num_bundles: int, *, ranks_per_engine: int) -> "RayVirtualCluster":
-        """Bundles of engines' own, of the same kind as these and on none of their GPUs.
+    def beside(
+        self, own: OwnBundles, *, placed_before: Sequence[OwnBundles] = ()
+    ) -> "RayVirtualCluster":
+        """Bundles that one group of workers has for itself, of the same kind as these.
 
         Args:
-            num_bundles: How many.
-            ranks_per_engine: Bundles that stay on one machine, where one holds as many.
+            own: How many, and for whom.
+            placed_before: What lies beside these bundles already, in this order.
         """
+        limit = self.num_gpus_per_node if self.use_gpus else None
         taken = [count for count in self.bundle_ct_per_node_list if count]
-        counts = own_bundles_per_node(
-            taken,
-            num_bundles,
-            ranks_per_engine=ranks_per_engine,
-            num_gpus_per_node=self.num_gpus_per_node if self.use_gpus else None,
-        )
+        taken = with_own_bundles(taken, placed_before, num_gpus_per_node=limit)
         return RayVirtualCluster(
-            counts,
+            own_bundles_per_node(taken, own, num_gpus_per_node=limit),
             self.use_gpus,
             self.num_gpus_per_node,
             max_colocated_worker_groups=self.max_colocated_worker_groups,
-            name=f"{self.name}-engines" if self.name else "",
+            name=f"{self.name}-{own.name}" if self.name else "",
             # Without GPUs the first bundles may have reserved all cores of the machine.
             num_cpus_per_bundle=self._resources["CPU"] if self.use_gpus else _SMALL_CPU_SHARE,
             wait_seconds=self._wait_seconds,

@@ -54,8 +54,8 @@ class _Call:
     piece: _Piece | None = None
 
 
-class _GpuShares:
-    """Places on the GPUs of a cluster, those with the fewest actors first.
+class _Shares:
+    """Places on the bundles of a cluster, those with the fewest actors first.
 
     Args:
         cluster: Whose bundles they share with the worker groups.
@@ -66,7 +66,7 @@ class _GpuShares:
         self._cluster, self._bundles = cluster, cluster.bundles()
         self._actors: dict[Any, int] = {}
         most = -(-num_actors // len(self._bundles))
-        self._num_gpus = int(cluster.admit(_TENANT)["GPU"] / most * 1e4) / 1e4
+        self._num_gpus = int(cluster.admit(_TENANT).get("GPU", 0.0) / most * 1e4) / 1e4
 
     def start(self, remote: Any, *args: Any) -> Any:
         """A new actor."""
@@ -98,8 +98,9 @@ class ActorPool:
             calls `make`; `run(rows) -> list`, one result a row; and `close()`.
         make: For the actors.
         workers: How many, how many rows a call, and the deadline of one.
-        gpus: The cluster on whose GPUs each actor gets a share; without one, actors see no GPU:
-            they would all take the first of their machine, beside whatever computes there.
+        bundles: The cluster on whose bundles actors lie, each with a share of the GPU of its
+            bundle, where that has one. All other actors see no GPU: they would take the first of
+            their machine, beside whatever computes there.
 
     Attributes:
         greeting: What `start` returned.
@@ -116,7 +117,7 @@ class ActorPool:
         make: Callable[[], Any],
         workers: EnvironmentWorkers,
         *,
-        gpus: RayVirtualCluster | None = None,
+        bundles: RayVirtualCluster | None = None,
     ) -> None:
         import ray
 
@@ -124,12 +125,12 @@ class ActorPool:
         # The rows' own work is all that they use: they must find room beside the trainer's bundles.
         # They find the modules that this process finds, such as the user's own rewards.
         variables = {"PYTHONPATH": _search_path()}
-        if gpus is None:
+        if bundles is None or not bundles.use_gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ""
         # Of the class, so that what a pool adds for each actor keeps them.
         self._remote = ray.remote(num_cpus=0, runtime_env={"env_vars": variables})(actor_class)
-        self._make, self._workers, self._gpus = make, workers, gpus
-        self._shares: _GpuShares | None = None
+        self._make, self._workers, self._bundles = make, workers, bundles
+        self._shares: _Shares | None = None
         self._idle: list[Any] = []
         self._busy: dict[Any, _Call] = {}
         self._num_failed_in_a_row = 0
@@ -198,8 +199,8 @@ class ActorPool:
 
     def _start(self) -> None:
         usage.watch(self)
-        if self._gpus is not None:
-            self._shares = _GpuShares(self._gpus, self._workers.num_workers)
+        if self._bundles is not None:
+            self._shares = _Shares(self._bundles, self._workers.num_workers)
         try:
             for _ in range(self._workers.num_workers):
                 self._start_one()

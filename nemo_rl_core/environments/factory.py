@@ -111,7 +111,8 @@ def make_remote_scorer(
     reward_model: Path | None = None,
     *,
     policy: Path | None = None,
-    gpus: "RayVirtualCluster | None" = None,
+    bundles: "RayVirtualCluster | None" = None,
+    are_own: bool = False,
 ) -> Scorer:
     """As `make_scorer`, in Ray actors.
 
@@ -120,7 +121,9 @@ def make_remote_scorer(
         workers: How many actors, and their deadline.
         reward_model: As for `make_scorer`.
         policy: As for `make_scorer`.
-        gpus: The cluster on whose GPUs scorers get a share; None for scorers without GPUs.
+        bundles: The cluster on whose bundles scorers lie, with a share of a GPU where they have
+            such; None for scorers without GPUs.
+        are_own: Whether nothing else computes on these bundles.
 
     Raises:
         WorkerError: When the actors do not start.
@@ -131,7 +134,8 @@ def make_remote_scorer(
 
     make = partial(make_scorer, config, reward_model, policy=policy)
     if not answers_back(config):
-        return RemoteScorer(make, workers, names=reward_names(config), gpus=gpus)
+        names = reward_names(config)
+        return RemoteScorer(make, workers, names=names, bundles=bundles, are_own=are_own)
     return EnvironmentScorer(RemoteEnvironment(partial(_environment_of, make), workers))
 
 

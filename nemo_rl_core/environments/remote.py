@@ -39,7 +39,8 @@ class RemoteScorer(Scorer):
         make: Makes the scorer, in the actor.
         workers: How many actors, and their deadline.
         names: Of the rewards that the scorer adds, for metrics.
-        gpus: As `ActorPool` takes it.
+        bundles: As `ActorPool` takes it.
+        are_own: Whether nothing else computes on these bundles, so that models stay there.
 
     Raises:
         NemoRLError: As `make` raises it.
@@ -52,10 +53,12 @@ class RemoteScorer(Scorer):
         workers: EnvironmentWorkers,
         *,
         names: Sequence[str] = (),
-        gpus: RayVirtualCluster | None = None,
+        bundles: RayVirtualCluster | None = None,
+        are_own: bool = False,
     ) -> None:
-        self._pool = ActorPool(_ScoringActor, make, workers, gpus=gpus)
-        self._names, self._has_gpus = unique_names(names), gpus is not None
+        self._pool = ActorPool(_ScoringActor, make, workers, bundles=bundles)
+        self._names = unique_names(names)
+        self._shares_gpus = bundles is not None and bundles.use_gpus and not are_own
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout."""
@@ -64,10 +67,10 @@ class RemoteScorer(Scorer):
     def score_rollouts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The same rollouts with their rewards and components, or with errors.
 
-        When it returns, the actors have given the memory of their GPUs back.
+        When it returns, the actors have given the memory of GPUs back that others use, too.
         """
         pairs = zip(rollouts, self._pool.run(rollouts), strict=True)
-        if self._has_gpus:
+        if self._shares_gpus:
             self._pool.call_idle("release_memory")
         return [
             given.failed(_error(given.prompt.text, given.text, found).in_one_line)

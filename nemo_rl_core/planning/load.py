@@ -9,10 +9,9 @@ from nemo_rl_core.config.generation import (
     GenerationConfig,
     SplitEngine,
     VllmGenerationConfig,
-    bundles_per_node,
-    num_gpus,
 )
 from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, TrainingConfig
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.planning.routes import Location, Route, TransportName, choose_routes
@@ -72,7 +71,7 @@ class SamplingLoad:
 
 @dataclass(frozen=True)
 class ScorerLoad:
-    """A model that scores what a stage samples, on the trainer's first GPU.
+    """A model that scores what a stage samples, on the trainer's first GPU or on its own.
 
     Attributes:
         name: For messages.
@@ -81,6 +80,7 @@ class ScorerLoad:
         path: Of its section in the recipe.
         num_tokens: Of a question and its reply; of a reward model those of a forward pass.
         share: Of the GPU, that a judge's engine reserves; None of a reward model.
+        has_own_gpus: Whether it shares no GPU with engines and trainer.
     """
 
     name: str
@@ -89,6 +89,7 @@ class ScorerLoad:
     path: str
     num_tokens: int
     share: float | None = None
+    has_own_gpus: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class StageLoad:
         training: What it trains; None if it only samples.
         sampling: What it samples; None if it only trains.
         scorers: Reward models and judges that score it.
+        own_scorers: What they have besides the GPUs of trainer and engines.
     """
 
     name: str
@@ -116,18 +118,22 @@ class StageLoad:
     training: TrainingLoad | None = None
     sampling: SamplingLoad | None = None
     scorers: tuple[ScorerLoad, ...] = ()
+    own_scorers: tuple[OwnBundles, ...] = ()
+
+    @property
+    def own_bundles(self) -> tuple[OwnBundles, ...]:
+        """GPUs besides the trainer's: of engines, then of models that score."""
+        return (*(self.sampling.config.own_bundles if self.sampling else ()), *self.own_scorers)
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of trainer and engines."""
-        return num_gpus(self.cluster, self.sampling.config if self.sampling else None)
+        """GPUs of trainer, engines and models that score."""
+        return self.cluster.num_gpus_with(self.own_bundles)
 
     @property
     def machines(self) -> list[int]:
         """Its GPUs on each machine."""
-        if self.sampling is None:
-            return self.cluster.bundles_per_node
-        return bundles_per_node(self.cluster, self.sampling.config)
+        return self.cluster.bundles_with(self.own_bundles)
 
     @property
     def has_own_engines(self) -> bool:
@@ -232,7 +238,8 @@ def routes_of(load: StageLoad) -> list[Route]:
     trainer = _places(load.cluster.bundles_per_node)
     if load.has_own_engines:
         taken = set(trainer)
-        engine = [place for place in _places(load.machines) if place not in taken]
+        machines = load.cluster.bundles_with(load.sampling.config.own_bundles)
+        engine = [place for place in _places(machines) if place not in taken]
     else:
         config = load.sampling.config
         engine = trainer[: config.num_engines * ranks_of_engine(config)]
@@ -283,6 +290,8 @@ def untried(load: StageLoad) -> list[str]:
         found.append("several ranks over NCCL")
     if load.training is not None and load.has_own_engines:
         found.append("engines on GPUs of their own, with weights over NCCL")
+    if load.own_scorers:
+        found.append("models that score on GPUs of their own")
     if len(load.machines) > 1:
         found.append("several machines")
     if load.sampling is not None and ranks_of_engine(load.sampling.config) > 1:

@@ -19,7 +19,7 @@ from nemo_rl_core.planning.load import (
     layout_of,
 )
 from nemo_rl_core.planning.routes import GPU_BUCKET_BYTES
-from nemo_rl_core.planning.scorers import contexts_of_scorers, largest_scorer
+from nemo_rl_core.planning.scorers import contexts_of_scorers, largest_own_scorer, largest_scorer
 from nemo_rl_core.planning.sizes import ModelSizes
 
 _FLOAT32, _MOMENTS = 4, 8
@@ -44,11 +44,13 @@ class MemoryPlan:
     Attributes:
         parts: By name: weights, gradients, moments, reference, critic, whole gradients, gathered
             weights, gathered gradients, activations, logits, transfer, engine weights, KV cache,
-            engine workspace, scorer (the largest), contexts. Not all of them are there at one
-            time.
+            engine workspace, scorer (the largest beside the trainer), scorer on its own (the
+            largest on GPUs of its own, with its context), contexts. Not all of them are there at
+            one time.
         training: The most at a time while the model is trained; 0 if it is not.
         sampling: The most at a time while the engine is awake; 0 without one.
-        scoring: The most at a time while a model scores on the trainer's first GPU; 0 without one.
+        scoring: The most at a time while a model scores, of the trainer's first GPU or of a GPU
+            of the model's own; 0 without one.
         kv_tokens: Tokens that fit the KV cache of one engine.
         host: GiB of the machine's memory for each GPU, of what is offloaded.
     """
@@ -96,18 +98,19 @@ def plan_memory(load: StageLoad, memory_gib: float) -> MemoryPlan:
         training += awake
         sampling = base + transfer + awake
         never_asleep = awake
-    scorer = largest_scorer(load, memory_gib)
-    scoring = base - gone[1] + never_asleep + scorer
+    scorer, own = largest_scorer(load, memory_gib), largest_own_scorer(load, memory_gib)
+    scoring = base - gone[1] + never_asleep + scorer if scorer else 0.0
     parts = resident | (trained.parts if trained else {})
     parts |= {"transfer": transfer} if transfer else {}
     parts |= {"scorer": scorer} if scorer else {}
+    parts |= {"scorer on its own": own} if own else {}
     return MemoryPlan(
         parts={**parts, **engine, "contexts": contexts},
         training=training,
         sampling=sampling,
         kv_tokens=kv_tokens,
         host=trained.host if trained else 0.0,
-        scoring=scoring if scorer else 0.0,
+        scoring=max(scoring, own),
     )
 
 

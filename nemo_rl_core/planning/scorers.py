@@ -1,19 +1,15 @@
-"""Reward models and judges of a stage: what they ask of the trainer's first GPU.
+"""Reward models and judges of a stage: what they ask of the trainer's first GPU, or of their own.
 
-Each is a process of its own there. Only one computes at a time, while the policy's engine sleeps
-and the trainer waits; the others wait on the host then, and hold their CUDA contexts alone.
+Each is a process of its own there. Of those on the trainer's GPU only one computes at a time, while
+the policy's engine sleeps and the trainer waits; the others wait on the host then, and hold their
+CUDA contexts alone. One on GPUs of its own stays there.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from nemo_rl_core.config.environment import (
-    ByTask,
-    EnvironmentConfig,
-    WeightedSum,
-    single_environments,
-)
-from nemo_rl_core.config.judge import JudgeModel, LLMJudge
+from nemo_rl_core.config.environment import EnvironmentConfig, model_scorers
+from nemo_rl_core.config.judge import JudgeModel
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.planning.engine_memory import (
@@ -45,53 +41,74 @@ def scorers_of(
             it out.
         path: Of the section in the recipe.
     """
-    inner: list[tuple[str, EnvironmentConfig]] = []
-    match environment:
-        case WeightedSum(parts=parts):
-            inner = [(f"{path}.parts.{n}.environment", e.environment) for n, e in enumerate(parts)]
-        case ByTask(tasks=tasks):
-            inner = [(f"{path}.tasks.{n}.environment", e.environment) for n, e in enumerate(tasks)]
-        case LLMJudge(judge=JudgeModel() as judge):
-            yield ScorerLoad(
-                f"the judge {judge.model}",
-                sizes_of(read(judge.model)),
-                judge.dtype,
-                path=f"{path}.judge",
-                num_tokens=judge.max_model_len,
-                share=judge.gpu_memory_utilization,
-            )
-        case RewardModelScore(model=None, max_tokens_per_batch=tokens):
-            if of_run is not None:  # which is saved in float32
-                yield ScorerLoad("the reward model of the run", of_run, "float32", path, tokens)
-        case RewardModelScore(model=str() as name, max_tokens_per_batch=tokens):
-            config = read(name)
-            said = str(config.get("dtype") or config.get("torch_dtype"))
-            dtype: DType = "bfloat16" if said in ("bfloat16", "float16") else "float32"
-            sizes = sizes_of(config)
-            yield ScorerLoad(f"the reward model {name}", sizes, dtype, path, tokens)
-    for inner_path, part in inner:
-        yield from scorers_of(part, read, of_run=of_run, path=inner_path)
+    for each in model_scorers(environment, path):
+        if isinstance(each.config, JudgeModel):
+            yield _judge(each.config, each.path, sizes_of(read(each.config.model)))
+        elif each.config.model is not None:
+            yield _reward_model(each.config, each.path, read(each.config.model))
+        elif of_run is not None:
+            name = "the reward model of the run"
+            yield _with_head(each.config, each.path, name, of_run, "float32")  # as it is saved
+
+
+def _judge(judge: JudgeModel, path: str, sizes: ModelSizes) -> ScorerLoad:
+    return ScorerLoad(
+        f"the judge {judge.model}",
+        sizes,
+        judge.dtype,
+        path,
+        num_tokens=judge.max_model_len,
+        share=judge.gpu_memory_utilization,
+        has_own_gpus=judge.placement != "colocated",
+    )
+
+
+def _reward_model(config: RewardModelScore, path: str, read: Mapping[str, Any]) -> ScorerLoad:
+    said = str(read.get("dtype") or read.get("torch_dtype"))
+    dtype: DType = "bfloat16" if said in ("bfloat16", "float16") else "float32"
+    return _with_head(config, path, f"the reward model {config.model}", sizes_of(read), dtype)
+
+
+def _with_head(
+    config: RewardModelScore, path: str, name: str, sizes: ModelSizes, dtype: DType
+) -> ScorerLoad:
+    has_own_gpus, tokens = config.placement != "colocated", config.max_tokens_per_batch
+    return ScorerLoad(name, sizes, dtype, path, tokens, has_own_gpus=has_own_gpus)
 
 
 def names_of_scorers(environment: EnvironmentConfig) -> list[str]:
     """The models that score in an environment, as `scorers_of` names them."""
-    found = []
-    for each in single_environments(environment):
-        if isinstance(each, RewardModelScore):
-            found.append(f"the reward model {each.model or 'of the run'}")
-        if isinstance(each, LLMJudge) and isinstance(each.judge, JudgeModel):
-            found.append(f"the judge {each.judge.model}")
-    return found
+    return [
+        f"the judge {each.config.model}"
+        if isinstance(each.config, JudgeModel)
+        else f"the reward model {each.config.model or 'of the run'}"
+        for each in model_scorers(environment)
+    ]
 
 
 def contexts_of_scorers(load: StageLoad) -> float:
-    """GiB that they hold always."""
-    return sum(_CONTEXT_GIB if each.share is None else _ENGINE_CONTEXT_GIB for each in load.scorers)
+    """GiB that they hold always of the trainer's first GPU."""
+    return sum(_context_gib(each) for each in load.scorers if not each.has_own_gpus)
 
 
 def largest_scorer(load: StageLoad, memory_gib: float) -> float:
-    """GiB of that which takes most while it scores; 0 without one."""
-    return max((_awake_gib(each, memory_gib) for each in load.scorers), default=0.0)
+    """GiB of that which takes most of the trainer's first GPU while it scores; 0 without one."""
+    found = (_awake_gib(each, memory_gib) for each in load.scorers if not each.has_own_gpus)
+    return max(found, default=0.0)
+
+
+def largest_own_scorer(load: StageLoad, memory_gib: float) -> float:
+    """GiB of that which takes most of a GPU of its own, with its context; 0 without one."""
+    found = (
+        _context_gib(each) + _awake_gib(each, memory_gib)
+        for each in load.scorers
+        if each.has_own_gpus
+    )
+    return max(found, default=0.0)
+
+
+def _context_gib(scorer: ScorerLoad) -> float:
+    return _CONTEXT_GIB if scorer.share is None else _ENGINE_CONTEXT_GIB
 
 
 def _awake_gib(scorer: ScorerLoad, memory_gib: float) -> float:

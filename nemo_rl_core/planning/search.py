@@ -12,11 +12,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from nemo_rl_core.config.defaults import OWN_GPU_SHARE
 from nemo_rl_core.config.generation import SplitEngine, VllmGenerationConfig
+from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.planning.choices import fits
-from nemo_rl_core.planning.load import SamplingLoad, StageLoad, TrainingLoad
+from nemo_rl_core.planning.load import SamplingLoad, ScorerLoad, StageLoad, TrainingLoad
 
 _MOST_CHANGES, _MOST_TRIED = 4, 20_000
 """A recipe that needs more is another recipe. The second bounds the seconds of a search."""
@@ -97,8 +99,9 @@ def _knobs(loads: Sequence[StageLoad]) -> Iterator[list[_Level]]:
         yield from _training_knobs(training, loads)
     for path in dict.fromkeys(load.sampling.path for load in loads if load.sampling):
         yield from _engine_knobs(path, loads)
-    for path in dict.fromkeys(each.path for load in loads for each in load.scorers if each.share):
-        yield list(_shares_of_judge(path, loads))
+    scorers = {each.path: each for load in loads for each in load.scorers}
+    for scorer in scorers.values():
+        yield [*_shares_of_judge(scorer), *_own_gpu(scorer, loads[0])]
     yield _more_ranks(loads) if loads else []
     if training is not None and isinstance(training.config, DTensorTraining):
         yield _last_resorts(training.config)
@@ -164,19 +167,41 @@ def _engine_knobs(path: str, loads: Sequence[StageLoad]) -> Iterator[list[_Level
         yield list(_wider_engines(path, config, loads[0].cluster.num_workers))
 
 
-def _shares_of_judge(path: str, loads: Sequence[StageLoad]) -> Iterator[_Level]:
-    own = next(each.share for load in loads for each in load.scorers if each.path == path)
-    for share in _SHARES:
+def _shares_of_judge(scorer: ScorerLoad) -> Iterator[_Level]:
+    own = scorer.share
+    for share in _SHARES if own is not None else ():
         if share != own:
-            setting = Setting(f"{path}.gpu_memory_utilization", share)
-            yield _Level(1.1 + 5 * abs(share - (own or 0.0)), (setting,), _of_judge(path, share))
+            setting = Setting(f"{scorer.path}.gpu_memory_utilization", share)
+            cost = 1.1 + 5 * abs(share - (own or 0.0))
+            yield _Level(cost, (setting,), _of_scorer(scorer.path, share=share))
 
 
-def _of_judge(path: str, share: float) -> _Apply:
+def _own_gpu(scorer: ScorerLoad, load: StageLoad) -> Iterator[_Level]:
+    """One more GPU, for what scores alone; a judge then takes most of it, as in a recipe."""
+    if scorer.has_own_gpus:
+        return
+    own = OwnBundles(scorer.path, 1, path=f"{scorer.path}.placement.own")
+    share = scorer.share and OWN_GPU_SHARE
+    settings, widened = [Setting(own.path, 1)], {}
+    try:
+        load.cluster.refuse_unplaced((*load.own_bundles, own))
+    except ConfigError:
+        widened = {"shape": "cluster"}
+        settings.insert(0, Setting("cluster.shape", "cluster"))
+
     def apply(load: StageLoad) -> StageLoad:
-        changed = (
-            replace(each, share=share) if each.path == path else each for each in load.scorers
-        )
+        load = _of_cluster(widened)(load)
+        if all(each.path != scorer.path for each in load.scorers):
+            return load
+        placed = _of_scorer(scorer.path, share=share, has_own_gpus=True)(load)
+        return replace(placed, own_scorers=(*placed.own_scorers, own))
+
+    yield _Level(14, tuple(settings), apply)
+
+
+def _of_scorer(path: str, **changes: Any) -> _Apply:
+    def apply(load: StageLoad) -> StageLoad:
+        changed = (replace(each, **changes) if each.path == path else each for each in load.scorers)
         return replace(load, scorers=tuple(changed))
 
     return apply
@@ -211,7 +236,7 @@ def _wider_own(path: str, config: SplitEngine, ranks: int, size: int, cost: floa
 
 def _more_ranks(loads: Sequence[StageLoad]) -> list[_Level]:
     cluster = loads[0].cluster
-    num_own = max(load.sampling.config.num_own_bundles if load.sampling else 0 for load in loads)
+    num_own = max(sum(own.number for own in load.own_bundles) for load in loads)
     levels = []
     for step, factor in enumerate(_FACTORS):
         num_workers = cluster.num_workers * factor

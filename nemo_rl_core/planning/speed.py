@@ -6,7 +6,7 @@ they give within 12 %, and to the steps of another system that `planning.publish
 B on 128 GPUs, which they give within the factor stated there. `deployment/scale.py` has no others.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nemo_rl_core.config.training import DTensorTraining, MegatronTraining
@@ -277,11 +277,12 @@ def plan_transfer(load: StageLoad, gpu: Accelerator) -> TransferPlan | None:
     """The transfer of weights before a step; None if nothing is trained, or nothing sampled."""
     if load.training is None or load.sampling is None:
         return None
+    linked = replace(load, own_scorers=())  # what scores gets no weights
     width = 2 if load.dtype == "bfloat16" else 4
     whole = load.sizes.num_parameters * width
-    over_machines = len(load.machines) > 1
+    over_machines = len(linked.machines) > 1
     link = gpu.network_gb_per_second if over_machines else gpu.link_gb_per_second
-    link = gpu.memory_gb_per_second if load.num_gpus == 1 else link
+    link = gpu.memory_gb_per_second if linked.num_gpus == 1 else link
     seconds = _TRANSFER_SECONDS + load.sizes.num_tensors * _TENSOR_SECONDS
     seconds += _whole_tensors_seconds(load, gpu)
     seconds += whole * _TRANSFER_PASSES / (gpu.memory_gb_per_second * 1e9 * _PASS_SHARE)

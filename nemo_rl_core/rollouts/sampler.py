@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.config.environment import own_bundles_of_scorers
 from nemo_rl_core.config.trainer import GateConfig, RolloutSettings
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
@@ -132,6 +133,10 @@ class Sampler(AbstractContextManager["Sampler"]):
         generation: Generation | OwnGeneration | None = None,
     ) -> None:
         self.tokenizer = load_tokenizer(model_folder)
+        own_engines = () if generation else settings.generation.own_bundles
+        own_scorers = () if scorer else own_bundles_of_scorers(settings.environment)
+        if own_engines or own_scorers:
+            session.reserve_beside((*own_engines, *own_scorers))
         # Before the engine, which takes longer to start than a reward takes to be refused.
         self._scorer = scorer or scorer_of(session, settings, model_folder, reward_model)
         self.scores_on_a_gpu = scorer is None and scores_on_a_gpu(session, settings)

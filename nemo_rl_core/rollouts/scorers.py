@@ -10,11 +10,14 @@ import torch
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.environment import (
     EnvironmentWorkers,
+    ModelScorer,
     has_reward_model,
     judges_of_the_run,
+    model_scorers,
 )
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.judge import JudgeModel
+from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
@@ -22,6 +25,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.factory import make_remote_scorer, make_scorer
 from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.environments.rewards.llm_judge import ChatModel
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.models.generation import VllmGeneration
 from nemo_rl_core.models.interfaces import GenerationInterface
@@ -45,48 +49,102 @@ def scorer_of(
         NemoRLError: As `make_scorer` and `make_remote_scorer`.
     """
     environment, workers = settings.environment, settings.environment_workers
-    cluster = session.cluster
+    cluster, models = session.cluster, model_scorers(environment)
+    has_own = any(each.own_bundles for each in models)
     needs_actors = has_reward_model(environment) and not judges_of_the_run(environment)
-    if cluster.use_gpus and workers is None and needs_actors:
+    if cluster.use_gpus and workers is None and needs_actors and not has_own:
         workers = _WITH_A_MODEL
     if workers is not None:
         takes_gpus = cluster.use_gpus and (workers.use_gpus or needs_actors)
-        gpus = cluster if takes_gpus else None
         return make_remote_scorer(
-            environment, workers, reward_model, policy=model_folder, gpus=gpus
-        )
-    start_reward_model = None
-    if cluster.use_gpus:
-        # Beside a judge, which this process asks: each reward model in an actor of its own.
-        start_reward_model = partial(
-            make_remote_scorer,
-            workers=_WITH_A_MODEL,
-            reward_model=reward_model,
+            environment,
+            workers,
+            reward_model,
             policy=model_folder,
-            gpus=cluster,
+            bundles=cluster if takes_gpus else None,
         )
+    start = _Models(session, models, reward_model=reward_model, policy=model_folder)
     return make_scorer(
         environment,
         reward_model,
         policy=model_folder,
-        start_judge=partial(start_judge, session),
-        start_reward_model=start_reward_model,
+        start_judge=start.judge,
+        start_reward_model=start.reward_model if cluster.use_gpus or has_own else None,
     )
 
 
 _WITH_A_MODEL = EnvironmentWorkers(rows_per_call=64, call_timeout_seconds=600.0)
-"""Of a reward model on GPUs, where the settings name none: this process sees all GPUs, or none."""
+"""Of a reward model in actors, where the settings name none."""
+
+
+class _Models:
+    """Starts the models that score, each group of workers once.
+
+    Args:
+        session: Where they live.
+        models: What is started, with the names of its workers.
+        reward_model: For a reward model that names none.
+        policy: The folder of the policy.
+    """
+
+    def __init__(
+        self,
+        session: ClusterSession,
+        models: Sequence[ModelScorer],
+        *,
+        reward_model: Path | None,
+        policy: Path,
+    ) -> None:
+        self._session, self._reward_model, self._policy = session, reward_model, policy
+        self._models = {(each.config, each.max_new_tokens): each for each in models}
+        self._in_own_actors: dict[str, Scorer] = {}
+
+    def judge(self, config: JudgeModel, max_new_tokens: int) -> ChatModel:
+        """A judge, asleep where others use its GPU."""
+        name = self._models[config, max_new_tokens].name
+        return start_judge(self._session, config, max_new_tokens, name)
+
+    def reward_model(self, config: RewardModelScore) -> Scorer:
+        """A reward model in actors, or in this process where it has no GPU."""
+        model, cluster = self._models[config, None], self._session.cluster
+        if not model.own_bundles and not cluster.use_gpus:
+            return make_scorer(config, self._reward_model, policy=self._policy)
+        in_actors = partial(
+            make_remote_scorer, config, reward_model=self._reward_model, policy=self._policy
+        )
+        if not model.own_bundles:  # this process sees all GPUs, or none
+            return in_actors(workers=_WITH_A_MODEL, bundles=cluster)
+        (own,) = model.own_bundles
+        if own.name not in self._in_own_actors:
+            self._in_own_actors[own.name] = in_actors(
+                workers=_WITH_A_MODEL.replace(num_workers=own.number),
+                bundles=self._session.beside(own),
+                are_own=True,
+            )
+        return self._in_own_actors[own.name]
 
 
 def scores_on_a_gpu(session: ClusterSession, settings: RolloutSettings) -> bool:
     """Whether what scores computes on a GPU of the trainer's, which engines must have left."""
-    environment, workers = settings.environment, settings.environment_workers
-    has_model = has_reward_model(environment) or bool(judges_of_the_run(environment))
-    return session.cluster.use_gpus and (has_model or (workers is not None and workers.use_gpus))
+    models, workers = model_scorers(settings.environment), settings.environment_workers
+    has_colocated = any(not each.own_bundles for each in models)
+    takes_gpus = workers is not None and workers.use_gpus
+    return session.cluster.use_gpus and (has_colocated or takes_gpus)
 
 
-def start_judge(session: ClusterSession, config: JudgeModel, max_new_tokens: int) -> "EngineChat":
-    """A vLLM worker with the judge's model, asleep; one of an earlier stage is taken over."""
+def start_judge(
+    session: ClusterSession, config: JudgeModel, max_new_tokens: int, name: str = "judge"
+) -> "EngineChat":
+    """Starts vLLM workers with the judge's model, or takes over those of an earlier stage.
+
+    On a GPU of the trainer's it is asleep then.
+
+    Args:
+        session: Where they live.
+        config: The model, and where it lies.
+        max_new_tokens: Of a reply.
+        name: Of the workers.
+    """
     folder = Path(config.model).expanduser()
     tokenizer = load_tokenizer(folder)
     setup = GenerationSetup(
@@ -95,12 +153,13 @@ def start_judge(session: ClusterSession, config: JudgeModel, max_new_tokens: int
             max_new_tokens=max_new_tokens,
             kv_cache_gib=config.kv_cache_gib,
             gpu_memory_utilization=config.gpu_memory_utilization,
+            placement=config.placement,
         ),
         max_model_len=config.max_model_len,
         stop_token_ids=stop_token_ids(folder, tokenizer),
         dtype=config.dtype,
     )
-    generation = VllmGeneration(session, setup, name="judge")
+    generation = VllmGeneration(session, setup, name=name)
     generation.finish_generation()  # the policy's engine starts now, and needs the GPU
     return EngineChat(
         generation, tokenizer, max_question_tokens=config.max_model_len - max_new_tokens

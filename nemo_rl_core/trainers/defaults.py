@@ -12,7 +12,7 @@ from nemo_rl_core.config.defaults import (
     defaults_of_pretrained,
     filled,
     rate_warning,
-    with_types_of_judges,
+    with_judges_of_gpus,
 )
 from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.data.pretrained import context_length
@@ -45,7 +45,7 @@ def with_defaults_of(
         _LOG.warning("chosen for the pretrained model %s: %s", folder.name, as_sentence(found))
     result = filled(config, found)
     if ClusterConfig.model_validate(result.get("cluster") or {}).num_gpus:
-        result = with_types_of_judges(result)
+        result = with_judges_of_gpus(result)
     _warn_of_the_rate(result, trainer.algorithm, folder if is_here else None)
     return result
 

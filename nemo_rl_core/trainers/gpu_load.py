@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.config.environment import own_bundles_of_scorers
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings, TrainerSettings
 from nemo_rl_core.config.training import open_choices
 from nemo_rl_core.errors import NemoRLError
@@ -51,22 +52,24 @@ def load_of_trainer(
             reference=_sizes(spec.reference) if is_read and spec.reference else None,
             rollouts=rollouts,
         )
-        return replace(load, scorers=_scorers(settings, spec))
+        return _with_scorers(load, settings, spec)
     except NemoRLError as error:
         _LOG.warning("memory was not planned: %s", error.in_one_line)
         return None
 
 
-def _scorers(settings: TrainerSettings, spec: RunSpec) -> tuple[ScorerLoad, ...]:
-    """The models that score, but those that are in no folder: they are left out."""
+def _with_scorers(load: StageLoad, settings: TrainerSettings, spec: RunSpec) -> StageLoad:
+    """With the models that score, but those that are in no folder: their memory is left out."""
     if not isinstance(settings, RolloutSettings) or spec.scorer is not None:
-        return ()
+        return load
     of_run = _sizes(spec.reward_model) if spec.reward_model else None
+    scorers: tuple[ScorerLoad, ...] = ()
     try:
-        return tuple(scorers_of(settings.environment, _config_in, of_run=of_run))
+        scorers = tuple(scorers_of(settings.environment, _config_in, of_run=of_run))
     except OSError as error:
         _LOG.warning("what scores was not planned: %s", error)
-        return ()
+    own = own_bundles_of_scorers(settings.environment)
+    return replace(load, scorers=scorers, own_scorers=own)
 
 
 def _sizes(folder: Path) -> ModelSizes:

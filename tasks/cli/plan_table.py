@@ -24,6 +24,7 @@ _PARTS = (
     "engine workspace",
     "KV cache",
     "scorer",
+    "scorer on its own",
     "contexts",
 )
 _Figure = Callable[[StagePlan], float | None]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.environment import EnvironmentConfig
-from nemo_rl_core.config.generation import num_gpus
 from nemo_rl_core.config.model import (
     ModelConfig,
     ModelFromWheel,
@@ -380,7 +379,7 @@ def refuse_what_does_not_fit(recipe: PipelineRecipe) -> RecipePlan | None:
             fix="leave training.float8 out, or take H100s with model.dtype: bfloat16",
         )
     refusal = ResourceError(
-        f"the recipe does not fit {num_gpus(recipe.cluster, recipe.generation)} x {gpu.name}",
+        f"the recipe does not fit {recipe.cluster.num_gpus_with(recipe.own_bundles)} x {gpu.name}",
         expected=f"at most {gpu.memory_gib:.1f} GiB a GPU",
         got="; ".join(plan.problems),
         fix=fix_of(plan.change),

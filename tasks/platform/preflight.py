@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.budget import BudgetConfig
+from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.data import (
     DataConfig,
     FileData,
@@ -23,9 +24,10 @@ from nemo_rl_core.config.environment import (
 )
 from nemo_rl_core.config.float8 import require_torchao
 from nemo_rl_core.config.generated_data import ReasoningGymData
-from nemo_rl_core.config.generation import SamplingConfig, num_gpus, refuse_misplaced
+from nemo_rl_core.config.generation import SamplingConfig, refuse_misplaced
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.model import ModelConfig, ModelFromWheel, PretrainedModel, SmallModel
+from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.config.single_turn import (
     JsonSchemaMatch,
     RegexMatch,
@@ -71,18 +73,39 @@ def preflight(inputs: Mapping[str, Any]) -> None:
                     _check(experiment, value.budget)
 
 
-def _num_gpus(experiment: PipelineRecipe) -> int:
-    """GPUs of the stage that asks for most."""
-    sections = (experiment.generation, experiment.evaluation.generation)
-    return max(num_gpus(experiment.cluster, each) for each in sections)
+def _check_machine(experiment: PipelineRecipe) -> None:
+    """Refuses a recipe whose largest stage asks for more GPUs than there are."""
+    cluster, own = experiment.cluster, experiment.own_bundles
+    machine, wanted = ResourceManager.of_this_machine(), cluster.num_gpus_with(own)
+    missing = machine.missing({"GPU": wanted})
+    fix = _fewer_gpus(cluster, own, wanted - int(missing["GPU"])) if missing else None
+    # One core is enough for any number of workers, which share it on a laptop.
+    machine.check({"CPU": 1, "GPU": wanted}, fix=fix)
+
+
+def _fewer_gpus(cluster: ClusterConfig, own: Sequence[OwnBundles], short: int) -> str | None:
+    """The smallest change that asks for so many GPUs less; None where own bundles have no part.
+
+    Models that score change nothing of a result where they lie elsewhere, and so they come first.
+    """
+    scorers = [each for each in own if each.name != "generation"]
+    for each in scorers:
+        if each.number > short:
+            return f"set {each.path} to {each.number - short}, or use a larger machine"
+    for number in range(1, len(scorers) + 1):
+        if sum(each.number for each in scorers[:number]) >= short:
+            paths = [each.path.removesuffix(".own") for each in scorers[:number]]
+            return f"leave {' and '.join(paths)} out, or use a larger machine"
+    if own and cluster.num_workers > short:
+        return f"set cluster.num_workers to {cluster.num_workers - short}, or use a larger machine"
+    return None
 
 
 def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     model = located_model(experiment.model)
     if model != experiment.model:
         experiment = experiment.replace(model=model)
-    # One core is enough for any number of workers, which share it on a laptop.
-    ResourceManager.of_this_machine().check({"CPU": 1, "GPU": _num_gpus(experiment)})
+    _check_machine(experiment)
     experiment.training.data_parallel_size(experiment.cluster.num_workers)
     for model in experiment.models:
         if isinstance(model, PretrainedModel):

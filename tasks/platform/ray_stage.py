@@ -12,7 +12,7 @@ key, which joins the Ray cluster that all stages of the run share (`run_cluster.
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from pydantic import BaseModel
 
 from nemo_rl_core.checkpoints import stop_request
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.generation import SamplingConfig
+from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.distributed.resources import Resource, ResourceManager
 from nemo_rl_core.distributed.virtual_cluster import start_ray
 from nemo_rl_core.errors import ConfigError
@@ -129,14 +129,14 @@ class RayStageTask(RayFunctionTask):
         """The shape of its reserved cluster."""
         return self.task_config.shape
 
-    def on(self, config: ClusterConfig, generation: SamplingConfig | None = None) -> "RayStageTask":
+    def on(self, config: ClusterConfig, own: Sequence[OwnBundles] = ()) -> "RayStageTask":
         """Returns this stage on the cluster of a recipe; call inside a `@dynamic`.
 
         Local runs have one runtime for all shapes.
 
         Args:
             config: The section `cluster`.
-            generation: The section of a stage with engines, which may have GPUs of their own.
+            own: What engines and models that score have besides the GPUs of that section.
 
         Raises:
             ConfigError: If the recipe is not known yet.
@@ -152,7 +152,7 @@ class RayStageTask(RayFunctionTask):
         state = FlyteContextManager.current_context().execution_state
         if state is not None and state.is_local_execution():
             return self
-        shape = shape_of(config, generation)
+        shape = shape_of(config, own)
         check_offered(shape)
         stage = self.on_shape(shape)
         return stage if config.lifetime == "stage" else stage.of_run()

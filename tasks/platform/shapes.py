@@ -4,13 +4,13 @@ Shapes do not change results and are not part of cache keys (`nemo_rl_core.store
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flytekit import Resources
 
 from nemo_rl_core.config.cluster import AcceleratorName, ClusterConfig
-from nemo_rl_core.config.generation import SamplingConfig, bundles_per_node
+from nemo_rl_core.config.placement import OwnBundles
 
 _CORES_PER_GPU, _GIB_PER_GPU = 11, 120
 """Eight of them leave some for the system on Amazon's machines with eight A100 (96, 1,152). Those
@@ -85,19 +85,19 @@ def one_gpu(accelerator: AcceleratorName | None = None) -> Shape:
     return shape_of(ClusterConfig(shape="one_gpu", accelerator=accelerator))
 
 
-def shape_of(config: ClusterConfig, generation: SamplingConfig | None = None) -> Shape:
-    """Returns the shape of a recipe's `cluster` section, and of its engines.
+def shape_of(config: ClusterConfig, own: Sequence[OwnBundles] = ()) -> Shape:
+    """Returns the shape of a recipe's `cluster` section, and of what has GPUs besides.
 
     Args:
         config: The section.
-        generation: The section of a stage with engines, which may have GPUs of their own.
+        own: What engines and models that score have for themselves.
 
     Example:
         >>> shape = shape_of(ClusterConfig(shape="cluster", num_workers=12))
         >>> shape.name, [(group.count, group.num_gpus) for group in shape.nodes]
         ('cluster:12:8:any', [(1, 8), (1, 4)])
-        >>> engines = SamplingConfig(placement={"own": 4})
-        >>> shape = shape_of(ClusterConfig(shape="cluster", num_workers=12), engines)
+        >>> engines = OwnBundles("generation", 4)
+        >>> shape = shape_of(ClusterConfig(shape="cluster", num_workers=12), [engines])
         >>> shape.name, [(group.count, group.num_gpus) for group in shape.nodes]
         ('cluster:12:8:any:8x2', [(2, 8)])
     """
@@ -109,9 +109,9 @@ def shape_of(config: ClusterConfig, generation: SamplingConfig | None = None) ->
         pod = Nodes(1, 0, Resources(cpu="2", mem="16Gi", ephemeral_storage="50Gi"), 6)
         return Shape(name, (pod,))
     machines = config.bundles_per_node
-    if generation is not None and generation.num_own_bundles:
-        config.refuse_unplaced(generation.num_own_bundles)
-        machines = bundles_per_node(config, generation)
+    if own:
+        config.refuse_unplaced(own)
+        machines = config.bundles_with(own)
         name += ":" + "-".join(f"{gpus}x{count}" for gpus, count in Counter(machines).items())
     return _of_machines(name, Counter(machines), config.accelerator)
 

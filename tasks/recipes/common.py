@@ -31,18 +31,23 @@ from nemo_rl_core.config.defaults import (
     engines_of_gpus,
     filled,
     float32_of_gpus,
-    with_types_of_judges,
+    with_judges_of_gpus,
 )
-from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers
+from nemo_rl_core.config.environment import (
+    EnvironmentConfig,
+    EnvironmentWorkers,
+    own_bundles_of_scorers,
+)
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.generated_data import ArithmeticData
 from nemo_rl_core.config.generation import (
     GenerationConfig,
+    SamplingConfig,
     VllmGenerationConfig,
-    refuse_misplaced,
 )
 from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig, SmallModel
+from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.config.trainer import (
@@ -50,6 +55,7 @@ from nemo_rl_core.config.trainer import (
     RolloutSettings,
     TrainerSettings,
     refuse_judge_beside_others,
+    refuse_scorers_in_actors,
 )
 from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
 from nemo_rl_core.environments.contents import (
@@ -177,19 +183,42 @@ class PipelineRecipe(Recipe):
             found = _chosen_for(cls, laid := with_base(value))
             value = filled(laid, found)
             if _shape(value) != "laptop":
-                value = with_types_of_judges(value)
+                value = with_judges_of_gpus(value)
         validated: Self = handler(value)
         _tell(found)
         return validated
 
     @model_validator(mode="after")
     def _engines_and_judges_have_gpus(self) -> Self:
-        evaluated = self.evaluation.generation or self.generation
-        for sampling, reward in ((self.generation, self.environment), (evaluated, self.measure)):
-            if sampling.num_own_bundles:
-                refuse_misplaced(self.cluster, sampling)
+        for sampling, reward, path in self.samplings:
+            own = (*sampling.own_bundles, *own_bundles_of_scorers(reward, path))
+            self.cluster.refuse_unplaced(own)
+            refuse_scorers_in_actors(reward, self.environment_workers)
             refuse_judge_beside_others(self.cluster, sampling, reward)
         return self
+
+    @property
+    def samplings(self) -> list[tuple[SamplingConfig, EnvironmentConfig, str]]:
+        """Of each kind of stage that samples: engines, what scores, and the latter's path."""
+        evaluated = self.evaluation.generation or self.generation
+        return [
+            (self.generation, self.environment, "environment"),
+            (evaluated, self.measure, self.path_of_measure),
+        ]
+
+    @property
+    def own_bundles(self) -> tuple[OwnBundles, ...]:
+        """What engines and scorers have beside the workers, in the stage in which that is most."""
+        found = [
+            (*sampling.own_bundles, *own_bundles_of_scorers(reward, path))
+            for sampling, reward, path in self.samplings
+        ]
+        return max(found, key=lambda own: sum(each.number for each in own))
+
+    @property
+    def path_of_measure(self) -> str:
+        """The path of `measure` in the recipe."""
+        return "evaluation.environment" if self.evaluation.environment else "environment"
 
     @property
     def experiments(self) -> "list[PipelineRecipe]":

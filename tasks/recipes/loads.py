@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from nemo_rl_core.config.environment import EnvironmentConfig
+from nemo_rl_core.config.environment import EnvironmentConfig, own_bundles_of_scorers
 from nemo_rl_core.config.model import DType, ModelConfig
 from nemo_rl_core.config.trainer import LoopConfig
 from nemo_rl_core.planning.load import SamplingLoad, ScorerLoad, StageLoad
@@ -54,9 +54,17 @@ def loads_of(
         if config is not None:
             load = _trained(recipe, section, stage, config, sizes_of)
             if samples(section):
-                load = replace(load, scorers=scorers_of(*_reward_of(recipe, section)))
+                load = _scored(load, scorers_of, *_reward_of(recipe, section))
             loads.append(load)
     return [*loads, *_sampled_only(recipe, sizes_of, scorers_of)]
+
+
+def _scored(
+    load: StageLoad, scorers_of: ScorersOf, environment: EnvironmentConfig, path: str
+) -> StageLoad:
+    """The stage with the models that score in it, and the GPUs that these have for themselves."""
+    own = own_bundles_of_scorers(environment, path)
+    return replace(load, scorers=scorers_of(environment, path), own_scorers=own)
 
 
 def _reward_of(recipe: PipelineRecipe, section: str) -> tuple[EnvironmentConfig, str]:
@@ -122,23 +130,20 @@ def _sampled_only(
     if isinstance(pairs, PairsFromRollouts):
         sampling = SamplingLoad(recipe.generation, "generation", _num_at_once(recipe.generation))
         prompt = recipe.data.max_prompt_tokens
-        yield StageLoad("sample_pairs", **common, prompt_tokens=prompt, completion_tokens=room,
-                        sampling=sampling,
-                        scorers=scorers_of(recipe.environment, "environment"))  # fmt: skip
+        load = StageLoad("sample_pairs", **common, prompt_tokens=prompt, completion_tokens=room,
+                         sampling=sampling)  # fmt: skip
+        yield _scored(load, scorers_of, recipe.environment, "environment")
     own, data = recipe.evaluation.generation, recipe.evaluation.data or recipe.data
     config = own or recipe.generation
     path = "evaluation.generation" if own else "generation"
-    yield StageLoad(
+    load = StageLoad(
         "evaluate",
         **common,
         prompt_tokens=data.max_prompt_tokens,
         completion_tokens=recipe.rollouts.room(config),
         sampling=SamplingLoad(config, path, _num_at_once(config)),
-        scorers=scorers_of(
-            recipe.measure,
-            "evaluation.environment" if recipe.evaluation.environment else "environment",
-        ),
     )
+    yield _scored(load, scorers_of, recipe.measure, recipe.path_of_measure)
 
 
 def _num_at_once(config: Any) -> int:

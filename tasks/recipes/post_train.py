@@ -8,6 +8,7 @@ from nemo_rl_core.algorithms.dpo.config import DPOSchedule
 from nemo_rl_core.algorithms.grpo.config import GRPOSchedule
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig
 from nemo_rl_core.config.environment import EnvironmentConfig, reads_reward_model
+from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.config.trainer import refuse_without_scalar_head
 from tasks.platform.failures import failure_handler, leave_record
@@ -50,6 +51,11 @@ class PostTrainRecipe(PairRecipe):
         """GRPO must fit what it samples and what scores; a reward model needs a scalar head."""
         refuse_without_scalar_head(self.training)
         refuse_unfit(self.grpo, self.grpo_reward, self)
+
+    @property
+    def samplings(self) -> list[tuple[SamplingConfig, EnvironmentConfig, str]]:
+        """Those of pairs and evaluation, and GRPO's."""
+        return [*super().samplings, (self.generation, self.grpo_reward, "grpo_reward")]
 
     @property
     def rewards(self) -> list[EnvironmentConfig]:

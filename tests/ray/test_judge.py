@@ -3,15 +3,17 @@
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForSequenceClassification
 
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
+from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.rewards.llm_judge import ChatModel
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.models.generation import VllmGeneration
-from nemo_rl_core.rollouts.scorers import EngineChat, start_judge
+from nemo_rl_core.rollouts.scorers import EngineChat, scorer_of, start_judge
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 
@@ -64,3 +66,49 @@ def test_where_no_engine_can_be_started_such_a_judge_is_refused(tiny_model: Path
     config = LLMJudge(judge=JudgeModel(model=str(tiny_model)))
     with pytest.raises(ConfigError, match="cannot be started here"):
         make_scorer(config)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_judge_on_bundles_of_its_own_replies_as_one_beside_the_trainer(
+    number: int, session: ClusterSession, tiny_model: Path, prompts: list[Prompt]
+) -> None:
+    beside = JudgeModel(model=str(tiny_model), max_model_len=64)
+    questions = [each.text for each in prompts]
+    expected = start_judge(session, beside, 6).replies(questions)
+    assert len(set(expected)) > 1
+    own = JudgeModel.model_validate({**beside.model_dump(), "placement": {"own": number}})
+    (bundles,) = own.own_bundles("judge", "environment.judge")
+    session.reserve_beside([bundles])
+    chat = start_judge(session, own, 6)
+    assert chat.replies(questions) == expected
+    assert chat.replies(questions[:1]) == expected[:1]  # fewer questions than engines
+    group = session._groups["judge"][1]
+    assert group.world_size == number
+    assert group.is_on(session.beside(bundles))
+    # A stage whose judge lies beside the trainer again starts that one anew.
+    assert start_judge(session, beside, 6).replies(questions) == expected
+    session.discard("judge")
+
+
+def test_a_reward_model_on_bundles_of_its_own_scores_as_one_in_this_process(
+    session: ClusterSession, tiny_model: Path, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
+    model.config.pad_token_id = 0
+    model.save_pretrained(tmp_path)
+    load_tokenizer(tiny_model).save_pretrained(tmp_path)
+    rollouts = [
+        Rollout(each, Completion((5, 6), (-1.0, -1.0), truncated=False), "12") for each in prompts
+    ]
+    found = {}
+    for placement in ("colocated", {"own": 2}):
+        environment = {"kind": "reward_model", "model": str(tmp_path), "placement": placement}
+        settings = RolloutSettings.model_validate({"environment": environment})
+        session.reserve_beside(settings.own_bundles)
+        scorer = scorer_of(session, settings, tiny_model)
+        found[str(placement)] = scorer.score(rollouts)
+        scorer.close()
+    here, in_actors = found.values()
+    assert len(set(here)) > 1
+    assert in_actors == pytest.approx(here, rel=1e-6)

@@ -1,10 +1,11 @@
-"""Engines on bundles of their own: which GPUs and machines they get, on machines with fake GPUs."""
+"""Engines and models that score on bundles of their own: which GPUs, fake ones, they get."""
 
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,7 @@ machines.connect()
 
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.environment import EnvironmentWorkers
+from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.worker_group import SEES_ALL_GPUS
@@ -78,29 +80,61 @@ def started(name, count, method="where", **options):
 
 found = {"trainer": started("training", 2)[0]}
 # An engine of two ranks: one GPU of the trainer's machine stays free, for it holds no engine.
-found["engine"], _ = started("generation", 2, cluster=session.beside(2, ranks_per_engine=2))
-found["again"] = started("generation", 2, cluster=session.beside(2, ranks_per_engine=2))
+two, three = OwnBundles("generation", 2, ranks_per_engine=2), OwnBundles("generation", 3)
+found["engine"], _ = started("generation", 2, cluster=session.beside(two))
+found["again"] = started("generation", 2, cluster=session.beside(two))
 # Others than these give them back first: else three more GPUs would not be there.
-found["three"] = started("generation", 3, cluster=session.beside(3, ranks_per_engine=1))[0]
+found["three"] = started("generation", 3, cluster=session.beside(three))[0]
 found["colocated"] = started("generation", 1)[0]
 workers = EnvironmentWorkers(num_workers=3, rows_per_call=1)
-for name, gpus in (("models", session.cluster), ("functions", None)):
-    pool = ActorPool(Scorer, None, workers, gpus=gpus)
+for name, bundles in (("models", session.cluster), ("functions", None)):
+    pool = ActorPool(Scorer, None, workers, bundles=bundles)
     found[name] = pool.run(range(12))
     pool.close()
     found[name + " again"] = pool.run(range(12))  # by others, in the same shares
     pool.close()
 rows = [Rollout(Prompt("", "", (), "", ""), Completion((), (), False), "") for _ in range(6)]
-for name, gpus in (("released", session.cluster), ("kept", None)):
-    remote = RemoteScorer(make_counting, workers, gpus=gpus)
+for name, bundles in (("released", session.cluster), ("kept", None)):
+    remote = RemoteScorer(make_counting, workers, bundles=bundles)
     found[name] = [remote.score(rows) for _ in range(3)]
     remote.close()
 found["devices of trainer"] = started("training", 2, "device")[0]
 found["devices of engine"] = started("split", 2, "device", env_vars=SEES_ALL_GPUS)[0]
 try:
-    started("generation", 6, cluster=session.beside(6, ranks_per_engine=1))
+    started("generation", 6, cluster=session.beside(OwnBundles("generation", 6)))
 except ResourceError as error:
     found["refused"] = str(error)
+
+# Models that score, on GPUs that neither trainer nor engines use.
+judge, model = OwnBundles("judge", 1), OwnBundles("reward-model", 1)
+session.reserve_beside([two, judge, model])
+
+def scored_beside(name):
+    placed = {}
+    placed["engine"], is_new = started("generation", 2, cluster=session.beside(two))
+    placed["judge"] = started("judge", 1, cluster=session.beside(judge))[0]
+    pool = ActorPool(Scorer, None, EnvironmentWorkers(), bundles=session.beside(model))
+    placed["model"] = pool.run([0])
+    pool.close()
+    found[name] = placed
+
+scored_beside("own scorers")
+# A stage with some of it keeps all; one with others gives theirs back first.
+session.reserve_beside([two])
+scored_beside("own scorers again")
+session.reserve_beside([OwnBundles("reward-model", 4)])
+pool = ActorPool(
+    Scorer,
+    None,
+    EnvironmentWorkers(num_workers=4, rows_per_call=1),
+    bundles=session.beside(OwnBundles("reward-model", 4)),
+)
+found["four models"] = pool.run(range(24))
+pool.close()
+bundles = session.beside(OwnBundles("reward-model", 4))
+remote = RemoteScorer(make_counting, workers, bundles=bundles, are_own=True)
+found["stays"] = [remote.score(rows) for _ in range(3)]
+remote.close()
 print("FOUND " + json.dumps(found))
 session.shutdown()
 ray.shutdown()
@@ -175,3 +209,31 @@ def test_scorers_with_a_model_get_a_share_of_the_trainers_gpus_and_others_see_no
 def test_scorers_leave_the_gpu_when_all_is_scored(found: dict[str, list[list[float]]]) -> None:
     assert found["released"] == [[0.0] * 6, [1.0] * 6, [2.0] * 6]
     assert found["kept"] == [[0.0] * 6] * 3
+
+
+@pytest.mark.parametrize("name", ["own scorers", "own scorers again"])
+def test_models_that_score_get_gpus_that_nobody_else_uses(name: str, found: dict[str, Any]) -> None:
+    placed = found[name]
+    assert {group: len(each) for group, each in placed.items()} == {
+        "engine": 2,
+        "judge": 1,
+        "model": 1,
+    }
+    used = [tuple(each) for group in placed.values() for each in group]
+    used += [tuple(each) for each in found["trainer"]]
+    assert len(set(used)) == 6
+    assert all(gpu in ("0", "1", "2") for _, gpu in used)
+    # The engine's ranks come first, and share a machine.
+    assert len({node for node, _ in placed["engine"]}) == 1
+
+
+def test_a_stage_with_other_scorers_gets_the_gpus_of_those_before(found: dict[str, Any]) -> None:
+    assert found["own scorers again"]["engine"] == found["own scorers"]["engine"]
+    of_trainer = {tuple(each) for each in found["trainer"]}
+    four = {tuple(each) for each in found["four models"]}
+    assert len(four) == 4
+    assert not four & of_trainer
+
+
+def test_models_on_gpus_of_their_own_stay_there(found: dict[str, list[list[float]]]) -> None:
+    assert found["stays"] == [[0.0] * 6] * 3

@@ -79,6 +79,7 @@ for _ in range(2):
 machines.connect()
 
 from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConsistencyError
@@ -99,7 +100,7 @@ trainer = started(Trainer, "training", 4)
 found = {"trainer": ask(trainer, "place")}
 for name, count, options in (
     ("colocated", 4, {}),
-    ("own", 2, {"cluster": session.beside(2, ranks_per_engine=1)}),
+    ("own", 2, {"cluster": session.beside(OwnBundles("generation", 2))}),
 ):
     engine = started(Engine, name, count, **options)
     for step in (1, 2):

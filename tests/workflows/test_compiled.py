@@ -312,7 +312,7 @@ def test_a_container_finds_the_stage_of_its_shape_again(package: Package) -> Non
 
     node = ClusterConfig(shape="node_8gpu")
     nodes = ClusterConfig(shape="cluster", num_workers=1024, accelerator="nvidia-h200")
-    own = shape_of(nodes, SamplingConfig.model_validate({"placement": {"own": 12}}))
+    own = shape_of(nodes, SamplingConfig.model_validate({"placement": {"own": 12}}).own_bundles)
     for shape in (one_gpu("nvidia-h100"), shape_of(node), shape_of(nodes), own, laptop(4)):
         stage = evaluate.on_shape(shape)
         command = stage.get_default_command(SETTINGS)

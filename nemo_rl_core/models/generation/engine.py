@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -122,15 +123,14 @@ class Generation(GenerationInterface):
 
     def _start(self) -> None:
         config, backend = self._setup.config, get_generation_backend(self._backend)
-        own = config.num_own_bundles
-        ranks = config.ranks_per_engine
+        own = [replace(each, name=self._name) for each in config.own_bundles]
         self._workers, is_new = self._session.workers(
             backend,
             name=self._name,
             key=f"{self._backend} {id(backend)} {_engine_key(self._setup)}",
             sharding=self._sharding,
             env_vars={**engine_environment(config), **user_search_path(config)},
-            cluster=self._session.beside(own, ranks_per_engine=ranks) if own else None,
+            cluster=self._session.beside(own[0]) if own else None,
         )
         if is_new:
             with waiting(f"starting the engine ({self._backend})"):

@@ -13,6 +13,7 @@ from nemo_rl_core.trainers.defaults import with_defaults_of
 from tasks.recipes.grpo import GRPORecipe
 
 JUDGE: dict[str, Any] = {"kind": "llm_judge", "judge": {"kind": "model", "model": "folder"}}
+OF_ITS_OWN = {**JUDGE, "judge": {**JUDGE["judge"], "placement": {"own": 1}}}
 SERVED = {"kind": "llm_judge", "judge": {"kind": "endpoint", "url": "http://here/v1", "model": "m"}}
 GPUS = {"shape": "cluster", "num_workers": 2}
 OWN = {"placement": {"own": 2}}
@@ -26,10 +27,14 @@ def beside_a_game(judge: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("environment", "generation", "is_ahead", "fix"),
     [
-        (JUDGE, {}, True, "placement: {own: 1}, or serve the judge"),
-        (beside_a_game(JUDGE), {}, False, "placement: {own: 1}, or serve the judge"),
-        (beside_a_game(JUDGE), {}, True, "serve the judge elsewhere"),
-        (beside_a_game(JUDGE), OWN, True, "serve the judge elsewhere"),
+        (JUDGE, {}, True, "generation.placement: {own: 1}, or serve the judge"),
+        (beside_a_game(JUDGE), {}, False, "generation.placement: {own: 1}, or serve the judge"),
+        (beside_a_game(JUDGE), {}, True, "judge a GPU of its own, judge.placement: {own: 1}"),
+        (beside_a_game(JUDGE), OWN, True, "judge.placement: {own: 1}, or serve the judge"),
+        (OF_ITS_OWN, {}, True, None),
+        (beside_a_game(OF_ITS_OWN), {}, False, None),
+        (beside_a_game(OF_ITS_OWN), {}, True, None),
+        (beside_a_game(OF_ITS_OWN), OWN, True, None),
         (JUDGE, {}, False, None),
         (JUDGE, OWN, True, None),
         (beside_a_game(JUDGE), OWN, False, None),

@@ -4,18 +4,16 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.config.cluster import ClusterConfig, own_bundles_per_node
+from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.defaults import DefaultsContext, defaults_of_pretrained
 from nemo_rl_core.config.generation import (
     MegatronGenerationConfig,
-    OwnPlacement,
     SamplingConfig,
     VllmGenerationConfig,
-    bundles_per_node,
-    num_gpus,
     refuse_misplaced,
 )
 from nemo_rl_core.config.mistakes import describe
+from nemo_rl_core.config.placement import OwnBundles, OwnPlacement, own_bundles_per_node
 from nemo_rl_core.errors import ConfigError
 
 
@@ -91,17 +89,25 @@ def test_another_placement_is_refused_by_its_path(placement: Any, said: list[str
 def test_engines_fill_what_the_trainer_leaves_of_its_last_machine(
     taken: list[int], num_own: int, ranks: int, per_node: int | None, expected: list[int]
 ) -> None:
-    found = own_bundles_per_node(taken, num_own, ranks_per_engine=ranks, num_gpus_per_node=per_node)
-    assert found == expected
+    own = OwnBundles("generation", num_own, ranks)
+    assert own_bundles_per_node(taken, own, num_gpus_per_node=per_node) == expected
 
 
-def test_gpus_of_engines_come_on_top() -> None:
+def test_gpus_of_engines_and_scorers_come_on_top() -> None:
     cluster = ClusterConfig(shape="cluster", num_workers=12)
-    own = SamplingConfig.model_validate({"placement": {"own": 8}})
-    assert (num_gpus(cluster, own), bundles_per_node(cluster, own)) == (20, [8, 8, 4])
-    assert (num_gpus(cluster, SamplingConfig()), num_gpus(cluster, None)) == (12, 12)
-    assert bundles_per_node(cluster, SamplingConfig()) == [8, 4]
-    assert num_gpus(ClusterConfig(), own) == 0  # processes, on a laptop
+    own = SamplingConfig.model_validate({"placement": {"own": 8}}).own_bundles
+    assert (cluster.num_gpus_with(own), cluster.bundles_with(own)) == (20, [8, 8, 4])
+    assert SamplingConfig().own_bundles == ()
+    assert (cluster.num_gpus_with(()), cluster.bundles_with(())) == (12, [8, 4])
+    assert ClusterConfig().num_gpus_with(own) == 0  # processes, on a laptop
+    # A judge comes after the engines, and an engine of four stays on one machine.
+    judge = OwnBundles("judge", 3)
+    split = OwnBundles("generation", 4, ranks_per_engine=4)
+    six = ClusterConfig(shape="cluster", num_workers=6)
+    assert six.bundles_with([split, judge]) == [8, 5]
+    assert six.bundles_with([judge, split]) == [8, 5]
+    assert six.bundles_with([split]) == [6, 4]
+    assert six.num_gpus_with([split, judge]) == 13
 
 
 @pytest.mark.parametrize(

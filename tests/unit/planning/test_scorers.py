@@ -6,16 +6,20 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.environment import ByTask, WeightedSum
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
+from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.config.single_turn import ExactMatch, RewardModelScore
 from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.planning.accelerators import ACCELERATORS
 from nemo_rl_core.planning.choices import fits
-from nemo_rl_core.planning.load import ScorerLoad, StageLoad
+from nemo_rl_core.planning.load import ScorerLoad, StageLoad, routes_of, untried
 from nemo_rl_core.planning.memory import plan_memory
 from nemo_rl_core.planning.scorers import names_of_scorers, scorer_problem, scorers_of
 from nemo_rl_core.planning.search import smallest_change
+from nemo_rl_core.planning.speed import plan_transfer
 from tests.unit.planning.layouts import CONFIGS, sizes, stage
 
 GPU, GIB = 80.0, 2**30
@@ -92,6 +96,58 @@ def test_the_smallest_change_is_the_share_of_a_judge() -> None:
     change = smallest_change([load], GPU)
     assert change is not None
     assert [str(each) for each in change] == ["environment.judge.gpu_memory_utilization=0.7"]
+
+
+def test_on_gpus_of_their_own_they_are_counted_there() -> None:
+    own = (OwnBundles("judge", 2), OwnBundles("reward-model", 1))
+    judge = replace(JUDGE, has_own_gpus=True, share=0.9)
+    alone = plan_memory(stage_with(), GPU)
+    load = replace(stage_with(judge, replace(MODEL, has_own_gpus=True)), own_scorers=own)
+    assert (load.num_gpus, load.machines) == (11, [8, 3])
+    found = plan_memory(load, GPU)
+    # The trainer's GPU holds none of it, not even a context.
+    assert (found.training, found.sampling) == (alone.training, alone.sampling)
+    assert found.parts == {**alone.parts, "scorer on its own": 0.9 * GPU + 2}
+    assert found.scoring == 0.9 * GPU + 2
+    beside = plan_memory(stage_with(MODEL), GPU).parts["scorer"]
+    of_model = replace(load, scorers=(replace(MODEL, has_own_gpus=True),))
+    assert plan_memory(of_model, GPU).scoring == beside + 1
+    # One beside the trainer and one on its own: the fuller of both GPUs.
+    both = plan_memory(replace(load, scorers=(judge, MODEL)), GPU)
+    assert both.parts["scorer"] == beside
+    assert both.scoring == max(plan_memory(stage_with(MODEL), GPU).scoring, found.scoring)
+    assert "models that score on GPUs of their own" in untried(load)
+    assert "models that score on GPUs of their own" not in untried(stage_with(judge))
+
+
+def test_they_get_no_weights_of_the_policy() -> None:
+    generation = VllmGenerationConfig(placement={"own": 4})
+    alone = stage_with(generation=generation)
+    load = replace(alone, own_scorers=(OwnBundles("judge", 4),))
+    assert routes_of(load) == routes_of(alone)
+    found, expected = (plan_transfer(each, ACCELERATORS["nvidia-h100"]) for each in (load, alone))
+    assert found == expected
+
+
+def test_a_gpu_of_its_own_is_a_change_that_fits() -> None:
+    # It leaves 3 GiB of what can be filled; contexts of trainer and engine take 3, its own one.
+    large = replace(MODEL, sizes=sizes("qwen3-30b-a3b", num_hidden_layers=61))
+    load = stage_with(large, tokens=2048)
+    assert plan_memory(load, GPU).scoring > 0.93 * GPU
+    change = smallest_change([load], GPU)
+    assert change is not None
+    assert [str(each) for each in change] == ["environment.placement.own=1"]
+    # A machine of eight that the workers fill has no other GPU.
+    full = replace(load, cluster=ClusterConfig(shape="node_8gpu"))
+    change = smallest_change([full], GPU)
+    assert change is not None
+    assert [str(each) for each in change] == [
+        "cluster.shape=cluster",
+        "environment.placement.own=1",
+    ]
+    # What no GPU holds has no place on one of its own either.
+    huge = replace(MODEL, sizes=sizes("llama-3.1-70b"))
+    assert smallest_change([stage_with(huge, tokens=2048)], GPU) is None
 
 
 def test_all_models_that_score_are_found() -> None:

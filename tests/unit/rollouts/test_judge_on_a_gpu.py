@@ -15,6 +15,7 @@ import torch
 from nemo_rl_core.config.evaluation import EvaluationConfig
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.model import TextModelFromConfig
+from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.data.loader import save_frame
@@ -155,6 +156,44 @@ def test_pairs_are_scored_while_the_engine_sleeps(
         "judge generates",
         "judge sleeps 1",
     ]
+
+
+class OnTwoGpus(LLMOnGpu):
+    """As `LLMOnGpu`, with a GPU for the judge."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if Path(args[0]).name == "judge":
+            self.gpu = Gpu(80.0)  # type: ignore[misc]
+        super().__init__(*args, **kwargs)
+
+
+def test_on_a_gpu_of_its_own_nobody_waits(
+    session: Any, judge: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "LLM", OnTwoGpus, raising=False)
+    settings = settings_of(judge, placement={"own": 1}, gpu_memory_utilization=0.9)
+    found = evaluate(
+        tiny_model,
+        data_of(tiny_model, tmp_path),
+        session,
+        config=EvaluationConfig(num_samples_per_prompt=2),
+        settings=settings,
+    )
+    asked = session.groups["judge"].backends[0]._llm
+    # Neither sleeps for the other: the judge starts, stays, and answers; so does the engine, which
+    # gives its share to the trainer at the end.
+    assert without_proofs(asked.gpu.events) == ["judge starts", "judge generates"]
+    assert without_proofs(LLMOnGpu.gpu.events) == [
+        "model starts",
+        "model generates",
+        "model sleeps 1",
+    ]
+    assert asked.gpu.held == {"judge": 72}
+    assert asked.calls[0][2]["enable_sleep_mode"] is False
+    assert session.reserved == (OwnBundles("judge", 1),)
+    assert {row["reward"] for row in found.rows} == {0.5}
 
 
 class Recorded:

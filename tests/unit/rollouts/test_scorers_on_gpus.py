@@ -10,6 +10,7 @@ import torch
 
 from nemo_rl_core.config.environment import EnvironmentWorkers, WeightedSum, judges_of_the_run
 from nemo_rl_core.config.judge import JudgeEndpoint, JudgeModel, LLMJudge
+from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.config.single_turn import ExactMatch, RewardModelScore
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.environments.interfaces import Scorer
@@ -20,6 +21,9 @@ from nemo_rl_core.types import Completion, Prompt, Rollout
 
 MODEL = RewardModelScore(model="folder")
 JUDGE = LLMJudge(judge=JudgeModel(model="folder"))
+
+OWN_MODEL = RewardModelScore(model="folder", placement={"own": 2})
+OWN_JUDGE = LLMJudge(judge=JudgeModel(model="folder", placement={"own": 1}))
 
 
 def mixed(*environments: Any) -> WeightedSum:
@@ -33,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, Any]]:
     monkeypatch.setattr(
         scorers,
         "make_remote_scorer",
-        lambda environment, workers, *_, gpus, **__: found.append(("actors", workers, gpus)),
+        lambda environment, workers, *_, bundles, **__: found.append(("actors", workers, bundles)),
     )
     monkeypatch.setattr(scorers, "make_scorer", lambda *_, **__: found.append(("here", None, None)))
     return found
@@ -85,6 +89,11 @@ def test_a_judge_of_the_run_cannot_be_started_in_actors(
     [
         (MODEL, None, True),
         (mixed(ExactMatch(), JUDGE), None, True),
+        (OWN_MODEL, None, False),
+        (mixed(OWN_MODEL, OWN_JUDGE), None, False),
+        (mixed(OWN_MODEL, JUDGE), None, True),
+        (mixed(MODEL, OWN_JUDGE), None, True),
+        (OWN_JUDGE, EnvironmentWorkers(use_gpus=True), True),
         (ExactMatch(), EnvironmentWorkers(use_gpus=True), True),
         (ExactMatch(), EnvironmentWorkers(), False),
         (LLMJudge(judge=JudgeEndpoint(url="http://localhost/v1", model="any")), None, False),
@@ -97,6 +106,11 @@ def test_engines_leave_the_gpu_for_what_scores_there(
         session: Any = SimpleNamespace(cluster=SimpleNamespace(use_gpus=use_gpus))
         settings: Any = SimpleNamespace(environment=environment, environment_workers=workers)
         assert scores_on_a_gpu(session, settings) is (expected and use_gpus)
+
+
+ROLLOUT = Rollout(
+    Prompt("0", "question", (1, 2), "answer", "task"), Completion((3,), (-1.0,), False), "text"
+)
 
 
 class Constant(Scorer):
@@ -125,9 +139,9 @@ def test_a_reward_model_beside_a_judge_gets_a_share_of_a_gpu(
     started: list[tuple[Any, ...]] = []
 
     def in_actors(
-        environment: Any, workers: Any, reward_model: Any, *, policy: Any, gpus: Any
+        environment: Any, workers: Any, reward_model: Any, *, policy: Any, bundles: Any
     ) -> Any:
-        started.append((environment, workers, reward_model, policy, gpus))
+        started.append((environment, workers, reward_model, policy, bundles))
         return Constant(3.0)
 
     monkeypatch.setattr(scorers, "make_remote_scorer", in_actors)
@@ -146,11 +160,8 @@ def test_a_reward_model_beside_a_judge_gets_a_share_of_a_gpu(
     scorer = scorer_of(session, settings, Path("policy"), Path("trained before"))
     shared = (scorers._WITH_A_MODEL, Path("trained before"), Path("policy"), cluster)
     assert started == [(MODEL, *shared), (unnamed, *shared)]
-    rollout = Rollout(
-        Prompt("0", "question", (1, 2), "answer", "task"), Completion((3,), (-1.0,), False), "text"
-    )
     # The judge's 5 of 10, and the models' 3.
-    assert scorer.score([rollout]) == [0.5 + 30 + 300]
+    assert scorer.score([ROLLOUT]) == [0.5 + 30 + 300]
 
 
 def test_without_gpus_a_reward_model_beside_a_judge_computes_here(
@@ -160,6 +171,68 @@ def test_without_gpus_a_reward_model_beside_a_judge_computes_here(
     monkeypatch.setattr(scorers, "make_scorer", lambda *_, **options: made.append(options))
     make(mixed(MODEL, JUDGE), None, use_gpus=False)
     assert made[0]["start_reward_model"] is None
+
+
+@pytest.mark.parametrize("use_gpus", [True, False])
+def test_reward_models_on_bundles_of_their_own_have_actors_there(
+    use_gpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[Any, dict[str, Any]]] = []
+
+    def in_actors(environment: Any, **options: Any) -> Any:
+        started.append((environment, options))
+        return Constant(float(len(started)))
+
+    here = Constant(10.0)
+    make_here = scorers.make_scorer
+    monkeypatch.setattr(scorers, "make_remote_scorer", in_actors)
+    monkeypatch.setattr(
+        scorers,
+        "make_scorer",
+        lambda config, *args, **options: (
+            here if config == MODEL else make_here(config, *args, **options)
+        ),
+    )
+    session: Any = SimpleNamespace(
+        cluster=SimpleNamespace(use_gpus=use_gpus), beside=lambda own: ("bundles of", own)
+    )
+    settings: Any = SimpleNamespace(
+        environment=mixed(OWN_MODEL, MODEL, OWN_MODEL), environment_workers=None
+    )
+    scorer = scorer_of(session, settings, Path("policy"), Path("trained before"))
+    common = {"reward_model": Path("trained before"), "policy": Path("policy")}
+    of_own = {
+        "workers": scorers._WITH_A_MODEL.replace(num_workers=2),
+        "bundles": ("bundles of", OwnBundles("reward-model", 2)),
+        "are_own": True,
+    }
+    shared = {"workers": scorers._WITH_A_MODEL, "bundles": session.cluster}
+    expected = [(OWN_MODEL, common | of_own), (MODEL, common | shared)]
+    assert started == (expected if use_gpus else expected[:1])
+    # Both parts with one model share its actors.
+    assert scorer.score([ROLLOUT]) == [1 + (2 if use_gpus else 10) + 1]
+
+
+def test_judges_that_differ_have_workers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def start(session: Any, config: JudgeModel, max_new_tokens: int, name: str) -> Any:
+        started.append((config.model, max_new_tokens, name))
+        return Asked()
+
+    monkeypatch.setattr(scorers, "start_judge", start)
+    others = [
+        LLMJudge(judge=JudgeModel(model="other")),
+        LLMJudge(judge=JUDGE.judge, instruction="Say how short it is."),
+    ]
+    session: Any = SimpleNamespace(cluster=SimpleNamespace(use_gpus=True))
+    settings: Any = SimpleNamespace(environment=mixed(JUDGE, *others), environment_workers=None)
+    scorer_of(session, settings, Path("policy"))
+    assert started == [
+        ("folder", 512, "judge"),
+        ("other", 512, "judge-2"),
+        ("folder", 512, "judge"),
+    ]
 
 
 def test_a_judge_sleeps_when_it_has_answered() -> None:

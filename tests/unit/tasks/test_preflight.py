@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_core.config import float8
+from nemo_rl_core.distributed import resources
 from nemo_rl_core.errors import ConfigError, DataError, ResourceError
 from tasks.platform.preflight import preflight
 from tasks.recipes.common import PipelineRecipe
@@ -35,6 +36,47 @@ def test_float8_without_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     check()
     with pytest.raises(ResourceError, match="pip install --no-deps torchao"):
         check(training={"float8": "tensorwise"})
+
+
+OF_ITS_OWN = {
+    "kind": "weighted_sum",
+    "parts": [
+        {
+            "environment": {
+                "kind": "llm_judge",
+                "judge": {"kind": "model", "model": "folder", "placement": {"own": 2}},
+            }
+        },
+        {"environment": {"kind": "reward_model", "model": "folder", "placement": {"own": 1}}},
+    ],
+}
+AT = "environment.parts.0.environment.judge.placement"
+
+
+@pytest.mark.parametrize(
+    ("has", "fix"),
+    [
+        (8, f"set {AT}.own to 1, or"),
+        (7, f"leave {AT} out, or"),
+        (6, f"leave {AT} and environment.parts.1.environment.placement out, or"),
+        (5, "set cluster.num_workers to 1, or"),
+        (0, "set `cluster: {shape: laptop}`"),
+    ],
+)
+def test_gpus_of_models_that_score_are_among_those_of_the_machine(
+    has: int, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "count_gpus", lambda: has)
+    with pytest.raises(ResourceError, match="smaller than the cluster") as refused:
+        check(
+            cluster={"shape": "cluster", "num_workers": 5},
+            generation={"placement": {"own": 1}},
+            environment=OF_ITS_OWN,
+            evaluation={"environment": {"kind": "exact"}},
+        )
+    assert refused.value.expected == "9 GPUs"
+    assert refused.value.got.startswith(f"{has} GPUs")
+    assert refused.value.fix.startswith(fix)
 
 
 def test_a_missing_file_of_a_mixture_is_refused(tmp_path: Path) -> None:

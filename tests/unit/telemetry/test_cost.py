@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from nemo_rl_core import produce
+from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.produce import cost_html
+from nemo_rl_core.produce import StageInputs, cost_html
 from nemo_rl_core.store.manifest import Cost
 from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.cost import Prices, model_flops_utilization, peak_flops
@@ -187,3 +189,18 @@ def test_a_decks_table_has_a_column_for_each_figure_that_is_known() -> None:
         "peak GiB": "1.50",
         "money": "0.5000 EUR",
     }
+
+
+def test_gpus_of_engines_and_of_what_scores_are_paid_for() -> None:
+    settings = RolloutSettings.model_validate(
+        {
+            "cluster": {"shape": "cluster", "num_workers": 4},
+            "generation": {"placement": {"own": 2}},
+            "environment": {"kind": "reward_model", "model": "folder", "placement": {"own": 3}},
+        }
+    )
+    held = settings.model_dump(mode="json")
+    assert produce._num_gpus(StageInputs("train", held)) == 4 + 2 + 3
+    assert produce._num_gpus(StageInputs("train", {**held, "cluster": {}})) == 0
+    assert produce._num_gpus(StageInputs("train", {"cluster": held["cluster"]})) == 4
+    assert produce._num_gpus(StageInputs("train", {})) == 0

@@ -353,6 +353,18 @@ def test_estimates_and_what_is_not_counted_are_said(tmp_path: Path) -> None:
     assert refused.exit_code == 1
     assert "grpo_iteration: scoring takes" in refused.output
     assert "the smallest change that fits: environment.judge.gpu_memory_u" in refused.output
+    of_its_own = named.replace("SHARE", ", placement: {own: 2}")
+    larger = ["cluster={shape: cluster}", of_its_own, *others]
+    lines = invoked("grpo_1.5b_1gpu", *larger).output.splitlines()
+    assert " on 3 x nvidia-h100" in lines[0]
+    assert f"{0.9 * H100.memory_gib + 2:.1f}" in next(
+        line for line in lines if line.startswith("scorer on its own")
+    )
+    assert any("never run so far: models that score on GPUs" in line for line in lines)
+    assert lines[-1] == "fits"
+    refused = invoked("grpo_1.5b_1gpu", of_its_own)
+    assert refused.exit_code == 2
+    assert "set cluster.shape to cluster" in refused.output
     megatron = invoked("grpo_1.5b_1gpu", "training={backend: megatron}", *arguments[3:]).output
     assert "for the model type gemma2, the backend megatron" in megatron
     assert "training.backend: megatron does not know the model type gemma2" in megatron
