@@ -38,7 +38,9 @@ def group_normalized(
         `[B]` advantages in the dtype of `rewards`.
     """
     groups = _Groups.of(rewards, group_ids)
-    measured = groups if outcomes is None else _Groups.of(outcomes, group_ids)
+    measured = groups
+    if outcomes is not None and outcomes is not rewards:
+        measured = _Groups.of(outcomes, group_ids)
     squares = measured.sum_by_group(measured.centered.square())
     std = (squares / (groups.sizes - 1).clamp(min=1)).sqrt()
     centered = torch.where(measured.is_constant, 0.0, groups.centered)
@@ -187,9 +189,9 @@ class _Groups:
         # Groups mostly lie one behind the other, where nothing has to be sorted.
         is_sorted = bool((group_ids[1:] >= group_ids[:-1]).all())
         unique = torch.unique_consecutive if is_sorted else torch.unique
-        ids, index = unique(group_ids, return_inverse=True)
-        num_groups = ids.numel()
-        sizes = _sum_by_group(torch.ones_like(rewards), index, num_groups)
+        _, index, counts = unique(group_ids, return_inverse=True, return_counts=True)
+        num_groups = counts.numel()
+        sizes = counts.to(rewards.dtype)[index]
         lowest, highest = (
             rewards.new_zeros(num_groups).scatter_reduce(
                 0, index, rewards, reduce=kind, include_self=False

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,7 +32,8 @@ class MetricsFile:
         Raises:
             StoreError: If the disk refuses; the file is then unchanged.
         """
-        line = json.dumps(asdict(report)).encode() + b"\n"
+        values = {each.name: getattr(report, each.name) for each in fields(report)}
+        line = json.dumps(values).encode() + b"\n"
         with storage_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.touch()

@@ -7,16 +7,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.environments.adapt import as_scorer
 from nemo_rl_core.trainers.loop import RunSpec
-from tests.benchmarks.asynchronous_loop import (
-    Ahead,
-    WaitingEngine,
-    WaitingPolicy,
-    WaitingStreamingSampler,
-)
-from tests.benchmarks.beside.inputs import model_folder, prompts, saved
-from tests.benchmarks.beside.rows_step import TEXT_OF_128
+from tests.waiting import Ahead, WaitingEngine, WaitingPolicy, WaitingStreamingSampler, run
 
 NUM_STEPS = 6
 Times = list[tuple[float, float]]
@@ -66,20 +58,7 @@ def test_rewards_on_the_trainers_gpu_wait_for_the_trainer(
         def _release_policy(self) -> None:
             released.append(time.monotonic())
 
-    model = model_folder(tmp_path, TEXT_OF_128)
-    trainer = Trainer.from_pretrained(
-        model,
-        num_prompts_per_step=4,
-        num_generations_per_prompt=8,
-        num_steps_per_iteration=NUM_STEPS,
-        max_prompt_tokens=64,
-        save_every_num_steps=10**6,
-        loss={"kl": None},
-        asynchronous={"max_staleness": 1},
-    )
-    train = saved(prompts(4 * 8, 40), model, tmp_path / "rows")
-    spec = RunSpec(train=train, start=model, work=tmp_path / "run", scorer=as_scorer(reward))
-    trainer.run(spec)
+    run(Trainer, tmp_path, reward, num_prompts=4, num_steps=NUM_STEPS)
     assert (len(rewards), len(steps)) == (NUM_STEPS, NUM_STEPS)
     assert all(ended <= begun for (_, ended), (begun, _) in pairwise(steps))
     if on_a_gpu:
