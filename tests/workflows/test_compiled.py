@@ -38,6 +38,7 @@ SETTINGS = SerializationSettings(
     version="v1",
 )
 WORKFLOWS = {
+    "workflows.arrivals.look_for_rows",
     "workflows.cluster_check.check_cluster",
     "workflows.collect_garbage.collect_garbage",
     "workflows.common.begin",
