@@ -8,7 +8,8 @@ or another one under its name, is other data.
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -33,16 +34,22 @@ class RemoteObject:
         address: With its scheme.
         size: In bytes.
         version: What the store calls this content.
+        written: When, in seconds since 1970, by the store's clock; None where it does not say.
     """
 
     address: str
     size: int
     version: str
+    written: float | None = field(default=None, compare=False)
 
     @property
     def digest(self) -> str:
         """Of address, size and version."""
         return sha256(f"{self.address}\t{self.size}\t{self.version}".encode()).hexdigest()
+
+
+class NothingThereError(DataError):
+    """A bucket that answers, without an object at the address."""
 
 
 def is_remote(name: str) -> bool:
@@ -77,14 +84,14 @@ def listing(address: str) -> list[RemoteObject]:
         found = _found(files, address)
     objects = sorted(
         (
-            RemoteObject(f"{_scheme(address)}://{each['name']}", each["size"], _version(each))
+            _object(address, each)
             for each in found
             if each["type"] == "file" and each["name"].lower().endswith(_SUFFIXES)
         ),
         key=lambda each: each.address,
     )
     if not objects:
-        raise DataError(
+        raise NothingThereError(
             f"there is no data under {address}",
             expected=f"an object, a folder of objects or a pattern, of {', '.join(_SUFFIXES)}",
             got=f"{len(found)} objects of other kinds" if found else "an empty listing",
@@ -113,10 +120,7 @@ def tree(address: str) -> list[RemoteObject]:
         if not found:
             raise FileNotFoundError(address)
     return sorted(
-        (
-            RemoteObject(f"{_scheme(address)}://{each['name']}", each["size"], _version(each))
-            for each in found
-        ),
+        (_object(address, each) for each in found),
         key=lambda each: each.address,
     )
 
@@ -195,6 +199,15 @@ def _found(files: Any, address: str) -> Sequence[Mapping[str, Any]]:
     return [each for each in files.ls(address, detail=True) if each["type"] == "file"]
 
 
+def _object(address: str, info: Mapping[str, Any]) -> RemoteObject:
+    written = info.get("LastModified") or info.get("updated")
+    if isinstance(written, str):  # of GCS
+        written = datetime.fromisoformat(written)
+    seconds = written.timestamp() if isinstance(written, datetime) else None
+    name = f"{_scheme(address)}://{info['name']}"
+    return RemoteObject(name, info["size"], _version(info), seconds)
+
+
 def _version(info: Mapping[str, Any]) -> str:
     version = info.get("generation") or info.get("ETag") or info.get("etag")
     return str(version or info.get("LastModified") or info.get("updated")).strip('"')
@@ -230,7 +243,7 @@ def _explained(address: str) -> Iterator[None]:
     except NemoRLError:
         raise
     except FileNotFoundError as error:
-        raise DataError(
+        raise NothingThereError(
             f"there is nothing under {address}",
             expected="an object, a folder of objects or a pattern in a bucket that exists",
             got="no such bucket or object",

@@ -23,8 +23,8 @@ from flytekit.remote import FlyteRemote
 from flytekit.tools.fast_registration import FastPackageOptions
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from tasks.cli.flyte_answers import explained_answers
 from tasks.platform.check_line import CheckLine
+from tasks.platform.flyte_answers import explained_answers
 from tasks.platform.registry import refuse_missing_registry
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -2,7 +2,7 @@
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from flytekit import LaunchPlan
 from flytekit.clients.friendly import SynchronousFlyteClient
-from flytekit.configuration import Config, ImageConfig, SerializationSettings
+from flytekit.configuration import Config, ImageConfig, PlatformConfig, SerializationSettings
 from flytekit.exceptions.user import (
     FlyteEntityAlreadyExistsException,
     FlyteEntityNotExistException,
@@ -18,23 +18,18 @@ from flytekit.exceptions.user import (
 )
 from flytekit.models.admin.common import Sort
 from flytekit.models.common import NamedEntityIdentifier
-from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
 from flytekit.models.core.identifier import Identifier, ResourceType
 from flytekit.models.launch_plan import LaunchPlanSpec, LaunchPlanState
 from flytekit.tools.translator import get_serializable_launch_plan
 
-from nemo_rl_core.config.data import DataConfig, FileData, MixtureData
-from nemo_rl_core.config.model import PretrainedModel
 from nemo_rl_core.errors import ConfigError, ResourceError
 from nemo_rl_core.telemetry.budget import LIMIT
-from nemo_rl_core.telemetry.notices import mail_addresses
-from tasks.cli.flyte_answers import explained_answers
-from tasks.cli.recipe_plan import pipeline_of
-from tasks.cli.run import PIPELINES
-from tasks.cli.run_settings import chosen_pipeline
+from tasks.cli.planned_schedules import Looks, planned_looks
+from tasks.platform.flyte_answers import explained_answers
 from tasks.platform.registry import refuse_images_without_registry
-from tasks.platform.schedules import BAD_ENDS, OWN_LABELS, described, on_schedule
-from tasks.recipes.common import PipelineRecipe, Recipe
+from tasks.platform.schedules import ARRIVALS, OWN_LABELS, RUNS
+from tasks.recipes.arrivals import WatchedRows
+from tasks.recipes.common import Recipe
 
 _LATEST = Sort("created_at", Sort.Direction.DESCENDING)
 _PAGE = 100
@@ -47,13 +42,14 @@ class ScheduledRecipe:
     """A schedule as the cluster has it.
 
     Attributes:
-        name: Of the launch plan.
-        version: Of the launch plan.
+        name: Of the launch plan that runs the recipe.
+        version: Of the launch plan with the times.
         workflow: Name of the workflow that it runs.
         workflow_version: The version of the code.
         cron: When runs start, in UTC.
         active: Whether runs start.
         labels: That its runs get, without those that every schedule has.
+        on_arrival: Whether `cron` says when it looks for new rows, which start a run.
     """
 
     name: str
@@ -63,47 +59,12 @@ class ScheduledRecipe:
     cron: str
     active: bool
     labels: dict[str, str] = field(default_factory=dict)
+    on_arrival: bool = False
 
-
-def planned_schedule(
-    recipe: str,
-    settings: Sequence[str],
-    *,
-    cron: str,
-    pipeline: str | None,
-    name: str | None,
-    notify: str,
-    labels: Mapping[str, str] | None = None,
-) -> LaunchPlan:
-    """A launch plan that runs a recipe by itself.
-
-    Args:
-        recipe: A YAML file, or the name of one of `workflows/recipes`.
-        settings: `key=value` each, laid over it.
-        cron: When runs start.
-        pipeline: What the recipe is for; None finds it out.
-        name: Of the launch plan; None takes that of the recipe.
-        notify: Addresses with commas between them, for mail by Flyte.
-        labels: Of its runs.
-
-    Raises:
-        NemoRLError: If the recipe is not valid, or names files that the cluster cannot have.
-        RecipeError: If a section of the recipe is not valid.
-    """
-    chosen = chosen_pipeline(
-        pipeline or pipeline_of(recipe), [recipe, *settings], pipelines=PIPELINES
-    )
-    _refuse_own_files(chosen.recipe)
-    addresses = mail_addresses({"NEMO_RL_NOTIFY": notify})
-    called = name or Path(recipe).stem
-    LaunchPlan.CACHE.pop(called, None)  # flytekit refuses a name twice in a process
-    return LaunchPlan.create(
-        called,
-        chosen.workflow,
-        default_inputs={"config": chosen.recipe},
-        **on_schedule(cron, addresses, Phase.SUCCEEDED, *BAD_ENDS),
-        **described("schedule", f"The recipe {Path(recipe).stem}, at {cron} UTC", labels),
-    )
+    @property
+    def launch_plan(self) -> str:
+        """Name of the launch plan with the times."""
+        return self.name + ARRIVALS * self.on_arrival
 
 
 def _from_the_cluster(
@@ -144,15 +105,23 @@ class Schedules:
         client: Of Flyte's admin service.
         project: The project on the cluster.
         domain: Its domain, such as `production`.
-        where: The address of the cluster, for messages.
+        platform: How the cluster is reached.
+
+    Attributes:
+        where: Project, domain and address, for messages.
     """
 
     def __init__(
-        self, client: SynchronousFlyteClient, *, project: str, domain: str, where: str
+        self,
+        client: SynchronousFlyteClient,
+        *,
+        project: str,
+        domain: str,
+        platform: PlatformConfig,
     ) -> None:
         self._client, self._project, self._domain = client, project, domain
-        self._endpoint = where
-        self.where = f"{project}/{domain} of {where}"
+        self._platform, self._endpoint = platform, platform.endpoint
+        self.where = f"{project}/{domain} of {platform.endpoint}"
 
     @classmethod
     def of(cls, config: Path | None, *, project: str, domain: str) -> Self:
@@ -165,7 +134,7 @@ class Schedules:
         """
         platform = Config.auto(str(config) if config else None).platform
         client = SynchronousFlyteClient(platform)
-        return cls(client, project=project, domain=domain, where=platform.endpoint)
+        return cls(client, project=project, domain=domain, platform=platform)
 
     @_from_the_cluster
     def register(self, plan: LaunchPlan, *, version: str | None) -> ScheduledRecipe:
@@ -200,11 +169,36 @@ class Schedules:
                 fix="register this checkout first (make register CONFIG=flyte.yaml), or name "
                 "another --version",
             ) from error
-        return _scheduled(self._client.get_launch_plan(identifier))
+        return self._scheduled(self._client.get_launch_plan(identifier))
+
+    def register_looks(self, plan: LaunchPlan, looks: Looks) -> ScheduledRecipe:
+        """Registers a recipe's launch plan, and another that looks for its rows and starts it.
+
+        Args:
+            plan: Without times.
+            looks: What is looked at, and when.
+
+        Raises:
+            NemoRLError: As `register` does.
+        """
+        started = self.register(plan, version=looks.version)
+        watched = WatchedRows(
+            schedule=plan.name,
+            version=started.version,
+            data=looks.data,
+            settled_minutes=looks.settled_minutes,
+            num_tries=looks.num_tries,
+            endpoint=self._endpoint,
+            insecure=self._platform.insecure,
+        )
+        return self.register(planned_looks(plan, watched, looks), version=started.workflow_version)
 
     @_from_the_cluster
     def activate(self, schedule: ScheduledRecipe) -> ScheduledRecipe:
         """Starts runs of a schedule; former versions of it start none from then on."""
+        for other in self._active():
+            if other.name == schedule.name and other.on_arrival != schedule.on_arrival:
+                self._set(other, LaunchPlanState.INACTIVE)
         self._set(schedule, LaunchPlanState.ACTIVE)
         return replace(schedule, active=True)
 
@@ -236,14 +230,7 @@ class Schedules:
     @_from_the_cluster
     def found(self) -> list[ScheduledRecipe]:
         """The active version of each schedule, or its latest if none is active."""
-        active = {}
-        for plan in _pages(
-            lambda token: self._client.list_active_launch_plans_paginated(
-                self._project, self._domain, limit=_PAGE, token=token
-            )
-        ):
-            if _cron(plan):
-                active[plan.id.name] = _scheduled(plan)
+        active = {each.name: each for each in self._active()}
         names = _pages(
             lambda token: self._client.list_launch_plan_ids_paginated(
                 self._project, self._domain, limit=_PAGE, token=token
@@ -251,15 +238,48 @@ class Schedules:
         )
         # Every workflow has a launch plan of its own name, without a schedule.
         own = {each.name for each in names if not each.name.startswith("workflows.")}
+        own = {each.removesuffix(ARRIVALS) for each in own}
         candidates = sorted(own - active.keys())
         paused = {name: found for name in candidates if (found := self._latest(name))}
         return [found for _, found in sorted({**active, **paused}.items())]
 
+    def _active(self) -> list[ScheduledRecipe]:
+        plans = _pages(
+            lambda token: self._client.list_active_launch_plans_paginated(
+                self._project, self._domain, limit=_PAGE, token=token
+            )
+        )
+        return [self._scheduled(plan) for plan in plans if _cron(plan)]
+
     def _latest(self, name: str) -> ScheduledRecipe | None:
+        found = [self._latest_plan(called) for called in (name, name + ARRIVALS)]
+        return next((self._scheduled(plan) for plan in found if plan and _cron(plan)), None)
+
+    def _latest_plan(self, name: str) -> Any:
         plans, _ = self._client.list_launch_plans_paginated(
             self._named(name), limit=1, sort_by=_LATEST
         )
-        return _scheduled(plans[0]) if plans and _cron(plans[0]) else None
+        return plans[0] if plans else None
+
+    def _scheduled(self, plan: Any) -> ScheduledRecipe:
+        runs = plan.spec.annotations.values.get(RUNS)
+        name = plan.id.name.removesuffix(ARRIVALS) if runs else plan.id.name
+        # Those of a schedule are of its runs, not of its looks.
+        labelled = (self._latest_plan(name) if runs else None) or plan
+        return ScheduledRecipe(
+            name=name,
+            version=plan.id.version,
+            workflow=runs or plan.spec.workflow_id.name,
+            workflow_version=plan.spec.workflow_id.version,
+            cron=_cron(plan),
+            active=plan.closure.state == LaunchPlanState.ACTIVE,
+            labels={
+                key: value
+                for key, value in sorted(labelled.spec.labels.values.items())
+                if key not in OWN_LABELS
+            },
+            on_arrival=runs is not None,
+        )
 
     def _latest_workflow(self, name: str) -> str:
         found, _ = self._client.list_workflows_paginated(
@@ -297,12 +317,14 @@ class Schedules:
             OrderedDict(), settings, plan, recurse_downstream=False
         )
         spec: LaunchPlanSpec = found.spec
-        limit = plan.saved_inputs["config"].budget.max_gpu_hours
+        config = plan.saved_inputs["config"]
+        limit = config.budget.max_gpu_hours if isinstance(config, Recipe) else None
         # No stage reads the section, so its limit comes to the containers as their variable.
         return spec if limit is None else _SpecWithLimit(spec, limit)
 
     def _set(self, schedule: ScheduledRecipe, state: int) -> None:
-        self._client.update_launch_plan(self._identifier(schedule.name, schedule.version), state)
+        identifier = self._identifier(schedule.launch_plan, schedule.version)
+        self._client.update_launch_plan(identifier, state)
 
     def _identifier(self, name: str, version: str) -> Identifier:
         return Identifier(ResourceType.LAUNCH_PLAN, self._project, self._domain, name, version)
@@ -319,22 +341,6 @@ class Schedules:
         )
 
 
-def _scheduled(plan: Any) -> ScheduledRecipe:
-    return ScheduledRecipe(
-        name=plan.id.name,
-        version=plan.id.version,
-        workflow=plan.spec.workflow_id.name,
-        workflow_version=plan.spec.workflow_id.version,
-        cron=_cron(plan),
-        active=plan.closure.state == LaunchPlanState.ACTIVE,
-        labels={
-            key: value
-            for key, value in sorted(plan.spec.labels.values.items())
-            if key not in OWN_LABELS
-        },
-    )
-
-
 def _pages(page: Callable[[str | None], tuple[list[Any], str]]) -> Iterator[Any]:
     token: str | None = None
     while True:
@@ -348,44 +354,3 @@ def _cron(plan: Any) -> str:
     schedule = plan.spec.entity_metadata.schedule
     expression = schedule.cron_schedule if schedule is not None else None
     return str(expression.schedule) if expression is not None else ""
-
-
-def _refuse_own_files(recipe: Recipe) -> None:
-    """Refuses files and folders of this machine that do not travel with the code.
-
-    Raises:
-        ConfigError: For the first one.
-    """
-    for experiment in recipe.experiments:
-        if not isinstance(experiment, PipelineRecipe):
-            continue
-        named = list(_files(experiment.data, "data"))
-        if experiment.evaluation.data is not None:
-            named += _files(experiment.evaluation.data, "evaluation.data")
-        for model in experiment.models:
-            if isinstance(model, PretrainedModel) and Path(model.name).expanduser().is_dir():
-                named.append(("model.name", model.name))
-        for path, name in named:
-            if _stays_here(name):
-                raise ConfigError(
-                    f"{path}: the cluster cannot read {name}",
-                    expected="an address such as s3://BUCKET/rows/*.jsonl, a name on the hub, or a "
-                    "relative path in this checkout, which travels with the code",
-                    got=name,
-                    fix="upload it, and name where it lies in the recipe",
-                )
-
-
-def _files(data: DataConfig, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(data, MixtureData):
-        for index, source in enumerate(data.sources):
-            yield from _files(source.data, f"{path}.sources.{index}.data")
-    if isinstance(data, FileData):
-        yield f"{path}.train", data.train
-        if data.validation is not None:
-            yield f"{path}.validation", data.validation
-
-
-def _stays_here(name: str) -> bool:
-    path = Path(name).expanduser()
-    return "://" not in name and (path.is_absolute() or not path.exists() or ".." in path.parts)

@@ -117,7 +117,7 @@ def _launch(
     from flytekit.clis.sdk_in_container.pyflyte import main
     from flytekit.configuration import Config
 
-    from tasks.cli.flyte_answers import explained_answers
+    from tasks.platform.flyte_answers import explained_answers
     from tasks.platform.registry import refuse_missing_registry
 
     endpoint = Config.auto(str(config) if config else None).platform.endpoint

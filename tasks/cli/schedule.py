@@ -6,7 +6,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
+from nemo_rl_core.errors import ConfigError
 from tasks.cli.cluster_options import as_options, on_a_cluster
 
 if TYPE_CHECKING:
@@ -39,6 +41,11 @@ def schedule() -> None:
     its own, which is inactive until --activate or `resume`.
 
         nemo-rl schedule mine.yaml "0 2 * * *" --config flyte.yaml --activate
+
+    With --on-arrival CRON says when it looks for rows, and only rows that no run has begun with
+    start one.
+
+        nemo-rl schedule mine.yaml "*/10 * * * *" --on-arrival --config flyte.yaml --activate
     """
 
 
@@ -58,46 +65,71 @@ def schedule() -> None:
 @click.option("--label", "labels", metavar="KEY=VALUE", multiple=True,
               help="Of its runs and their RayJobs, such as kueue.x-k8s.io/queue-name=training; may "
               "be repeated.")  # fmt: skip
+@click.option(
+    "--on-arrival",
+    is_flag=True,
+    help="Look for rows at these times, and run the recipe on those that are new.",
+)
+@click.option(
+    "--settled",
+    "settled_minutes",
+    metavar="MINUTES",
+    default=10.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="With --on-arrival: start nothing while an object of the rows is younger than this.",
+)
+@click.option("--tries", "num_tries", metavar="NUMBER", default=1, show_default=True,
+              type=click.IntRange(min=1), help="With --on-arrival: how many runs may fail on the "
+              "same rows before only others start one.")  # fmt: skip
 @on_a_cluster
 def add(
     recipe: str,
     cron: str,
     settings: tuple[str, ...],
     *,
-    pipeline: str | None,
-    name: str | None,
+    on_arrival: bool,
     version: str | None,
     activate: bool,
     notify: str | None,
-    **cluster: Any,
+    **options: Any,
 ) -> None:
     """Register a schedule; the word `add` may be left out."""
     from tasks.platform.schedules import labels_of, next_times
 
-    times, labels = (
-        next_times(cron),
-        labels_of(cluster.pop("labels")),
-    )  # before a workflow's imports
-    from tasks.cli.flyte_schedules import planned_schedule
+    # Before a workflow's imports.
+    times, labels = next_times(cron), labels_of(options.pop("labels"))
+    looks = {key: options.pop(key) for key in ("settled_minutes", "num_tries")}
+    _refuse_without_arrival(on_arrival=on_arrival)
+    from tasks.cli.planned_schedules import Looks, planned_schedule, rows_of
 
     planned = planned_schedule(
         recipe,
         settings,
-        cron=cron,
-        pipeline=pipeline,
-        name=name,
+        cron=None if on_arrival else cron,
+        pipeline=options.pop("pipeline"),
+        name=options.pop("name"),
         notify=notify or "",
         labels=labels,
     )
-    schedules = _schedules(cluster)
-    found = schedules.register(planned, version=version)
+    rows = rows_of(planned) if on_arrival else None
+    schedules = _schedules(options)
+    if rows is None:
+        found = schedules.register(planned, version=version)
+    else:
+        looked = Looks(cron, rows, notify=notify or "", version=version, **looks)
+        found = schedules.register_looks(planned, looked)
     if activate:
         found = schedules.activate(found)
     click.echo(f"schedule: {found.name}, {found.workflow} of version {found.workflow_version}")
-    click.echo("next:     " + ", ".join(f"{time:%Y-%m-%d %H:%M}" for time in times) + " UTC")
+    click.echo(
+        ("looks:    " if on_arrival else "next:     ")
+        + ", ".join(f"{time:%Y-%m-%d %H:%M}" for time in times)
+        + " UTC"
+    )
     if found.labels:
         click.echo("labels:   " + ", ".join(f"{key}={val}" for key, val in found.labels.items()))
-    resume = shlex.join(["nemo-rl", "schedule", "resume", found.name, *as_options(**cluster)])
+    resume = shlex.join(["nemo-rl", "schedule", "resume", found.name, *as_options(**options)])
     click.echo("state:    active" if found.active else f"state:    paused; to start: {resume}")
 
 
@@ -134,6 +166,24 @@ def resume(name: str, **cluster: Any) -> None:
     click.echo(_row(schedules.activate(schedules.latest(name))))
 
 
+def _refuse_without_arrival(*, on_arrival: bool) -> None:
+    """Raises for options that only a schedule with --on-arrival has.
+
+    Raises:
+        ConfigError: For one that was given without it.
+    """
+    context = click.get_current_context()
+    for name, option in (("settled_minutes", "--settled"), ("num_tries", "--tries")):
+        given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if given and not on_arrival:
+            raise ConfigError(
+                f"{option} is only for a schedule that looks for rows",
+                expected=f"--on-arrival beside {option}",
+                got=f"{option} alone",
+                fix=f"add --on-arrival, or leave out {option}",
+            )
+
+
 def _schedules(cluster: dict[str, Any]) -> "Schedules":
     from tasks.cli.flyte_schedules import Schedules
 
@@ -145,8 +195,9 @@ def _row(each: "ScheduledRecipe") -> str:
 
     if each.active:
         (time,) = next_times(each.cron, count=1)
-        state = f"next {time:%Y-%m-%d %H:%M} UTC"
+        state = f"{'looks' if each.on_arrival else 'next'} {time:%Y-%m-%d %H:%M} UTC"
     else:
         state = "paused"
+    cron = f"{each.cron} on arrival" if each.on_arrival else each.cron
     labels = "".join(f"  {key}={value}" for key, value in each.labels.items())
-    return f"{each.name:<28}{each.cron:<16}{each.workflow:<32}{state}{labels}"
+    return f"{each.name:<28}{cron:<27}{each.workflow:<32}{state}{labels}"

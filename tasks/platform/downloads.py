@@ -1,11 +1,17 @@
 """Download of the parts of an artifact that a stage reads, each file verified.
 
 flytekit downloads a folder as a whole. Of a checkpoint most bytes are `trainer/`, the optimizer's
-state and moments, which only the next iteration reads.
+state and moments, which only the next iteration reads. Where nodes have a cache, what it has of the
+content is not downloaded.
 """
 
-from collections.abc import Iterable, Iterator
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
@@ -14,7 +20,11 @@ from nemo_rl_core.errors import StoreError
 from nemo_rl_core.store import partial
 from nemo_rl_core.store.files import digest_of, hash_file, list_files
 from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.node_cache import FOLDER
 from nemo_rl_core.store.store import is_volatile
+from tasks.platform.kept_downloads import kept
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def fetch(directory: FlyteDirectory, *parts: str) -> Path:
@@ -45,7 +55,7 @@ def fetch(directory: FlyteDirectory, *parts: str) -> Path:
     for part in parts:
         names = [name for name in digests if name == part or name.startswith(f"{part}/")]
         if not all((folder / name).exists() for name in names):
-            _get(directory, folder, part, is_folder=names != [part])
+            _get_part(directory, folder, part, {name: digests[name] for name in names})
             _fetched(directory, folder, names)
     return folder
 
@@ -64,15 +74,44 @@ def fetch_whole(directory: FlyteDirectory) -> Path:
 
 def _fetch_top(directory: FlyteDirectory, folder: Path) -> bool:
     """Downloads the files at the top, the digests last; False if there are no digests."""
-    source = str(directory.remote_source)
-    system = FlyteContextManager.current_context().file_access.get_filesystem_for_path(source)
+    system, source = _source(directory)
     entries = system.ls(source, detail=True)
     names = [Path(each["name"]).name for each in entries if each["type"] == "file"]
     if partial.DIGESTS not in names:
         return False
-    for name in sorted(names, key=lambda name: name == partial.DIGESTS):
+    known = _announced(system, source) if FOLDER in os.environ else {}
+    here = kept(system, source, folder, {name: known[name] for name in names if name in known})
+    for name in sorted({*names} - here, key=lambda name: (name == partial.DIGESTS, name)):
         _get(directory, folder, name, is_folder=False)
     return True
+
+
+def _announced(system: Any, source: str) -> dict[str, str]:
+    """The digests as the store has them, which are held against the manifest afterwards."""
+    with suppress(ValueError, AttributeError, TypeError):
+        found = json.loads(system.cat_file(f"{source.rstrip('/')}/{partial.DIGESTS}"))
+        return {
+            str(name): str(each) for name, each in found.items() if _SHA256.fullmatch(str(each))
+        }
+    return {}
+
+
+def _get_part(
+    directory: FlyteDirectory, folder: Path, part: str, digests: Mapping[str, str]
+) -> None:
+    """Downloads a file, or a folder with files of these digests, if the node does not have it."""
+    system, source = _source(directory)
+    here = kept(system, source, folder, digests)
+    if not here:
+        _get(directory, folder, part, is_folder=[*digests] != [part])
+    for name in digests.keys() - here if here else ():
+        _get(directory, folder, name, is_folder=False)
+
+
+def _source(directory: FlyteDirectory) -> tuple[Any, str]:
+    source = str(directory.remote_source)
+    access = FlyteContextManager.current_context().file_access
+    return access.get_filesystem_for_path(source), source
 
 
 def _get(directory: FlyteDirectory, folder: Path, part: str, *, is_folder: bool) -> None:
@@ -107,6 +146,8 @@ def _differences(folder: Path, expected: dict[str, str]) -> Iterator[str]:
         path = folder / name
         if not path.is_file():
             yield f"{name} is missing"
+        elif path.is_symlink():
+            continue  # of the node's cache, which has verified it
         elif (found := hash_file(path)) != digest:
             yield f"the hash of {name} was {digest[:12]} and is {found[:12]}"
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from flytekit import PodTemplate, Resources
 
+from nemo_rl_core.store.node_cache import FOLDER, GIB
 from tasks.platform.shapes import Nodes, Shape
-from tasks.platform.site_pods import laid_over, nodes_with
+from tasks.platform.site_pods import laid_over, nodes_with, of_node_cache
 
 if TYPE_CHECKING:
     from kubernetes.client import (
@@ -26,6 +27,9 @@ STORE_CLAIM, STORE_FOLDER = "nemo-rl-store", "/var/nemo_rl"
 
 SECRETS = "nemo-rl-secrets"
 """Environment of every pod from an optional secret: tokens of hubs and loggers."""
+
+NODE_CACHE_FOLDER = "/var/nemo_rl_node"
+"""Where pods have the folder of their node that keeps downloads, if the site has given one."""
 
 NODE = "NEMO_RL_NODE"
 """Variable of the pods of `pod_with_store`: the name of their machine."""
@@ -94,7 +98,40 @@ def _stopped_in_order(container: str) -> PodTemplate:
     handler = client.V1LifecycleHandler(_exec=stop)  # type: ignore[call-arg]  # stubs: var_exec
     head.lifecycle = client.V1Lifecycle(pre_stop=handler)
     template.pod_spec.termination_grace_period_seconds = _GRACE_SECONDS
+    _add_node_cache(template.pod_spec)
     return _left_at_once(laid_over(template, "head"))
+
+
+def pod_with_node_cache() -> PodTemplate | None:
+    """A plain task's pod with its node's cache; None where the site has no such folders."""
+    if of_node_cache() is None:
+        return None
+    from kubernetes import client
+
+    spec = client.V1PodSpec(
+        containers=[client.V1Container(name="primary")], security_context=_user()
+    )
+    _add_node_cache(spec)
+    return PodTemplate(primary_container_name="primary", pod_spec=spec, labels=dict(_LABELS))
+
+
+def _add_node_cache(spec: "V1PodSpec") -> None:
+    found = of_node_cache()
+    if found is None:
+        return
+    from kubernetes import client
+
+    folder = client.V1HostPathVolumeSource(path=found.folder, type="DirectoryOrCreate")
+    spec.volumes = [
+        *(spec.volumes or []),
+        client.V1Volume(name="node-cache", host_path=folder),
+    ]
+    main = spec.containers[0]
+    mount = client.V1VolumeMount(name="node-cache", mount_path=NODE_CACHE_FOLDER)
+    main.volume_mounts = [*(main.volume_mounts or []), mount]
+    variables = {FOLDER: NODE_CACHE_FOLDER, GIB: f"{found.gib:g}"}
+    given = [client.V1EnvVar(name=name, value=value) for name, value in variables.items()]
+    main.env = [*(main.env or []), *given]
 
 
 def worker_pod(shape: Shape, nodes: Nodes) -> PodTemplate:

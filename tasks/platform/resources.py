@@ -14,6 +14,7 @@ from flytekit.deck import DeckField
 
 from nemo_rl_core.store.git import git_state
 from tasks.platform import images
+from tasks.platform.pods import pod_with_node_cache
 from tasks.platform.shapes import Shape
 from tasks.platform.site_pods import requests_of
 
@@ -42,6 +43,8 @@ class Kind:
         on_ray: Whether it has workers, on a Ray cluster of the recipe's shape.
         resumes: Whether an attempt goes on from the last save of the one before, so that a site may
             let it run on preemptible machines, too (`deployment/pods.yaml`).
+        keeps_downloads: Whether its pod has the node's cache of downloads, where the site has one.
+            Those of Ray stages have it by their templates.
     """
 
     requests: Resources
@@ -52,11 +55,14 @@ class Kind:
     serialize: bool = True
     on_ray: bool = False
     resumes: bool = False
+    keeps_downloads: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `flytekit.task`."""
+        template = pod_with_node_cache() if self.keeps_downloads else None
         return {
+            **({} if template is None else {"pod_template": template}),
             "requests": self.requests,
             "container_image": self.image,
             "retries": self.retries,
@@ -95,6 +101,7 @@ DATA = Kind(
     requests=requests_of("data", Resources(cpu="2", mem="16Gi")),
     image=images.LIGHT,
     timeout=timedelta(hours=4),
+    keeps_downloads=True,
 )
 """Reads, generates and checks rows."""
 
@@ -102,6 +109,7 @@ WEIGHTS = Kind(
     requests=requests_of("weights", Resources(cpu="8", mem="64Gi", ephemeral_storage="200Gi")),
     image=images.LIGHT,
     timeout=timedelta(hours=6),
+    keeps_downloads=True,
 )
 """Holds a whole model in memory, on CPUs: fetches, converts, exports."""
 

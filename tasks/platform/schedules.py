@@ -43,13 +43,18 @@ def on_schedule(cron: str, addresses: Sequence[str], *phases: int) -> dict[str, 
         addresses: Who is sent mail by Flyte.
         phases: The ends of a run that are mailed.
     """
-    one_at_a_time = ConcurrencyPolicy(max_concurrency=1, behavior=ConcurrencyLimitBehavior.SKIP)
-    return {
-        "schedule": CronSchedule(schedule=cron),
-        "notifications": mail(addresses, *phases),
-        "max_parallelism": 4,
-        "concurrency": one_at_a_time,
-    }
+    return {"schedule": CronSchedule(schedule=cron), **one_at_a_time(addresses, *phases)}
+
+
+def one_at_a_time(addresses: Sequence[str], *phases: int) -> dict[str, Any]:
+    """The options of a launch plan that takes no run while its last one runs.
+
+    Args:
+        addresses: Who is sent mail by Flyte.
+        phases: The ends of a run that are mailed.
+    """
+    skips = ConcurrencyPolicy(max_concurrency=1, behavior=ConcurrencyLimitBehavior.SKIP)
+    return {"notifications": mail(addresses, *phases), "max_parallelism": 4, "concurrency": skips}
 
 
 def mail(addresses: Sequence[str], *phases: int) -> list[Notification]:
@@ -57,7 +62,16 @@ def mail(addresses: Sequence[str], *phases: int) -> list[Notification]:
     return [Email(phases=list(phases), recipients_email=list(addresses))] if addresses else []
 
 
-def described(purpose: str, text: str, labels: Mapping[str, str] | None = None) -> dict[str, Any]:
+ARRIVALS = "-arrivals"
+"""End of the name of a launch plan that looks for rows."""
+
+RUNS = "nemo-rl-flow/runs"
+"""Annotation of a launch plan that looks for rows: the workflow that rows start."""
+
+
+def described(
+    purpose: str, text: str, labels: Mapping[str, str] | None = None, *, runs: str | None = None
+) -> dict[str, Any]:
     """The options of a launch plan that a list of launch plans shows.
 
     Args:
@@ -65,11 +79,12 @@ def described(purpose: str, text: str, labels: Mapping[str, str] | None = None) 
         text: What it runs.
         labels: Further ones. Flyte gives the labels of a launch plan to its executions, and those
             to their pods and RayJobs.
+        runs: The workflow that it starts, where it only looks for rows.
     """
     own = dict(zip(OWN_LABELS, ("nemo-rl-flow", purpose), strict=True))
     return {
         "labels": Labels({**own, **(labels or {})}),
-        "annotations": Annotations({"nemo-rl-flow/about": text}),
+        "annotations": Annotations({"nemo-rl-flow/about": text, **({RUNS: runs} if runs else {})}),
     }
 
 

@@ -32,6 +32,7 @@ GROUPS = {
     "job": _OF_JOBS,
     "weights": tuple(_OF_STAGES),
     "data": tuple(_OF_STAGES),
+    "node_cache": ("folder", "gib"),
 }
 """The groups of the file, and the parts that each may have."""
 
@@ -52,6 +53,41 @@ class JobSettings:
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
     spot_training: bool
+
+
+@dataclass(frozen=True)
+class NodeCacheSettings:
+    """The folder of every node in which stages keep what they have downloaded.
+
+    Attributes:
+        folder: On the node.
+        gib: The size that it may have.
+    """
+
+    folder: str
+    gib: float
+
+
+def of_node_cache() -> NodeCacheSettings | None:
+    """Returns what the file says of the nodes' caches; None where it says nothing.
+
+    Raises:
+        ConfigError: If the file is not what its comment describes.
+    """
+    patch = _patches(FILE).get("node_cache")
+    if not patch:
+        return None
+    folder, gib = patch.get("folder"), patch.get("gib")
+    if not isinstance(gib, int | float) or isinstance(gib, bool):
+        gib = 0
+    if not isinstance(folder, str) or not folder.startswith("/") or gib <= 0:
+        raise _refused(
+            "node_cache is no folder with a size",
+            expected="folder, a path on the nodes that begins with /, and gib, a number above 0",
+            got=repr(patch),
+            fix="write node_cache: {folder: /mnt/disks/ssd0/nemo_rl, gib: 500}",
+        )
+    return NodeCacheSettings(folder, float(gib))
 
 
 def of_jobs() -> JobSettings:
@@ -182,6 +218,8 @@ def _patches(file: Path) -> Mapping[str, Mapping[str, Any]]:
                 _check_quantity(patch[part], f"{group}.{part}")
             elif part == "spot_training":
                 _check_flag(patch[part], f"{group}.{part}")
+            elif group == "node_cache":
+                continue  # `of_node_cache` checks them together
             else:
                 names = get_args(AcceleratorName) if part == "accelerators" else None
                 _check_keys(patch[part], names, f"{group}.{part}.")

@@ -24,6 +24,7 @@ ResourceName = Resources.ResourceName
 ADDRESSES = ["one@example.com", "two@example.com"]
 REGISTRY = "registry.invalid/team"
 WORKFLOWS = {
+    "workflows.arrivals.look_for_rows",
     "workflows.cluster_check.check_cluster",
     "workflows.collect_garbage.collect_garbage",
     "workflows.common.begin",

@@ -24,7 +24,7 @@ WORKFLOWS = sorted(
     for path in (REPOSITORY / "workflows").glob("*.py")
     if path.stem not in {"__init__", "common"}
 )
-IMPORTED = {"collect_garbage", "convert"}
+IMPORTED = {"arrivals", "collect_garbage", "convert"}
 """Workflows that flyte-migrate imports as they are: those without a stage on Ray."""
 
 needs_flyte2 = pytest.mark.skipif(
@@ -72,8 +72,8 @@ def test_the_page_says_what_is_seen() -> None:
     packages = (REPOSITORY / "deployment/requirements/flyte2.txt").read_text()
     versions = dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", packages, re.MULTILINE))
     assert f"`flyte-migrate` {versions['flyte-migrate']} and `flyte` {versions['flyte']}" in PAGE
-    imported = " and ".join(f"`workflows/{name}.py`" for name in sorted(IMPORTED))
-    assert f"only {imported} are imported as they are" in PAGE
+    *others, last = (f"`workflows/{name}.py`" for name in sorted(IMPORTED))
+    assert f"only {', '.join(others)} and {last} are imported as they are" in PAGE
     assert "`deck_fields` of tasks and `on_failure` of workflows are left out" in PAGE
     assert "`RayStage` is no configuration of a plugin that is known" in PAGE
     assert "a stage has no `on_shape`" in PAGE

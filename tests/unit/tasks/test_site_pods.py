@@ -14,8 +14,9 @@ from kubernetes.client import ApiClient
 
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.store.node_cache import FOLDER, GIB
 from tasks.platform import site_pods
-from tasks.platform.pods import NO_DRAIN, head_pod, worker_pod
+from tasks.platform.pods import NO_DRAIN, head_pod, pod_with_node_cache, worker_pod
 from tasks.platform.resources import DATA, WEIGHTS
 from tasks.platform.shapes import shape_of
 
@@ -97,6 +98,45 @@ def test_stages_without_ray_ask_for_what_the_site_says(says: Callable[[str], Non
     assert site_pods.requests_of("data", own["data"]) == own["data"]
 
 
+CACHE = "node_cache: {folder: /mnt/disks/ssd0/nemo_rl, gib: 500}"
+
+
+def test_pods_that_download_have_the_cache_of_their_node(says: Callable[[str], None]) -> None:
+    before = spec(head_pod())
+    assert pod_with_node_cache() is None
+    shipped = (Path(__file__).parents[3] / "deployment/pods.yaml").read_text()
+    assert f"\n#   {CACHE}\n" in shipped
+    says(CACHE)
+    head, plain = spec(head_pod()), spec(pod_with_node_cache())
+    folder = {"path": "/mnt/disks/ssd0/nemo_rl", "type": "DirectoryOrCreate"}
+    for pod in (head, plain):
+        assert {"name": "node-cache", "hostPath": folder} in pod["volumes"]
+        (main,) = pod["containers"]
+        (mount,) = [each for each in main["volumeMounts"] if each["name"] == "node-cache"]
+        variables = {each["name"]: each.get("value") for each in main["env"]}
+        assert variables[FOLDER] == mount["mountPath"]
+        assert variables[GIB] == "500"
+    assert plain["securityContext"]["runAsUser"] == 1000
+    # Nothing else of the head is another one.
+    head["volumes"].pop()
+    head["containers"][0]["volumeMounts"].pop()
+    kept = {FOLDER, GIB}
+    env = head["containers"][0]["env"]
+    head["containers"][0]["env"] = [each for each in env if each["name"] not in kept]
+    assert head == before
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["folder: /a", "gib: 5", "folder: a, gib: 5", "folder: /a, gib: 0", "folder: /a, gib: yes"],
+)
+def test_a_cache_needs_a_folder_and_a_size(says: Callable[[str], None], given: str) -> None:
+    says(f"node_cache: {{{given}}}")
+    with pytest.raises(ConfigError, match="node_cache is no folder with a size") as refused:
+        head_pod()
+    assert "gib: 500" in str(refused.value)
+
+
 REGISTERED = """
 from tasks.platform import site_pods
 from pathlib import Path
@@ -104,16 +144,17 @@ import sys
 site_pods.FILE = Path(sys.argv[1])
 from tasks.prepare_model import prepare_model
 print(prepare_model.resources.requests.ephemeral_storage)
+print([each.name for each in prepare_model.pod_template.pod_spec.volumes])
 """
 
 
 def test_a_registered_stage_asks_for_it(tmp_path: Path) -> None:
-    (tmp_path / "pods.yaml").write_text("weights: {ephemeral-storage: 440Gi}")
+    (tmp_path / "pods.yaml").write_text(f"weights: {{ephemeral-storage: 440Gi}}\n{CACHE}")
     ran = subprocess.run(
         [sys.executable, "-c", REGISTERED, tmp_path / "pods.yaml"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert ran.stdout.splitlines()[-1] == "440Gi"
+    assert ran.stdout.splitlines()[-2:] == ["440Gi", "['node-cache']"]
 
 
 def test_lists_grow_and_values_replace(says: Callable[[str], None]) -> None:
@@ -173,6 +214,7 @@ def test_a_kind_of_gpu_is_selected_by_the_labels_of_the_site(says: Callable[[str
         ("weights: {mem: 1Gi}", ["weights.mem is not known", "cpu, memory, ephemeral-storage"]),
         ("weights: {memory: much}", ["weights.memory is no quantity", "64Gi", "'much'"]),
         ("data: {cpu: 0}", ["data.cpu is no quantity", "got: 0"]),
+        ("node_cache: {size: 1}", ["node_cache.size is not known", "folder, gib"]),
         ("job: {spot_training: maybe}", ["job.spot_training is neither true nor false", "maybe"]),
     ],
 )

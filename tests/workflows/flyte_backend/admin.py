@@ -1,6 +1,7 @@
 """The services that flytekit's client speaks to: registration, launches, and uploads."""
 
 import hashlib
+import re
 import threading
 import uuid
 from concurrent import futures
@@ -253,6 +254,7 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         """Begins to walk the launch plan's workflow."""
         spec = self._find_plan(request, context)
         name = request.name or f"f{uuid.uuid4().hex[:12]}"
+        self._refuse_start(name, request.spec.launch_plan.name, spec, context)
         inputs = literals_pb2.LiteralMap()
         for key, parameter in spec.default_inputs.parameters.items():
             if parameter.HasField("default"):
@@ -274,6 +276,22 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         self._walks.append(walk)
         walk.start()
         return executions.ExecutionCreateResponse(id=_execution_id(name))
+
+    def _refuse_start(self, name: str, plan: str, spec: Any, context: grpc.ServicerContext) -> None:
+        """As flyteadmin 1.16 does (execution_manager.go, execution_validator.go)."""
+        if len(name) > 63 or not re.fullmatch(r"[a-z][a-z\-0-9]*", name):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"invalid name format: {name}")
+        most = spec.concurrency_policy.max
+        going = [
+            each
+            for each in self.executions.values()
+            if each.launch_plan == plan and each.phase == "RUNNING"
+        ]
+        if most and len(going) >= most:
+            said = f"concurrency limit ({most}) reached for launch plan {plan}; skipping execution"
+            context.abort(grpc.StatusCode.ALREADY_EXISTS, said)
+        if name in self.executions:
+            context.abort(grpc.StatusCode.ALREADY_EXISTS, f"execution {name} already exists")
 
     def _find_plan(self, request: Any, context: grpc.ServicerContext) -> Any:
         identifier = request.spec.launch_plan

@@ -29,9 +29,22 @@ _OF_A_CLUSTER = (
 )
 
 
+_FIX = (
+    "look at endpoint, insecure and authType in the configuration (--config), and whether that "
+    "project is there (flytectl create project)"
+)
+
+
 @contextmanager
 def explained_answers(
-    problem: str, endpoint: str, *, project: str, domain: str, what: str
+    problem: str,
+    endpoint: str,
+    *,
+    project: str,
+    domain: str,
+    what: str,
+    fix: str = _FIX,
+    passed: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
     """Within it, errors of a cluster become a `ResourceError`.
 
@@ -41,6 +54,8 @@ def explained_answers(
         project: On the cluster.
         domain: Of the project.
         what: The cluster takes where all is well.
+        fix: What the user does.
+        passed: Answers that the caller expects; they are raised as they are.
 
     Raises:
         ResourceError: If the cluster does not answer, does not know who asks, or refuses. Other
@@ -51,6 +66,8 @@ def explained_answers(
     except NemoRLError:  # explained already
         raise
     except Exception as error:
+        if isinstance(error, passed):
+            raise
         causes = list(_causes(error))
         if not any(isinstance(cause, _OF_A_CLUSTER) for cause in causes):
             raise
@@ -58,8 +75,7 @@ def explained_answers(
             f"{problem} on {endpoint}",
             expected=f"a Flyte 1.16 that takes {what} in {project}/{domain}",
             got=_said(causes),
-            fix="look at endpoint, insecure and authType in the configuration (--config), and "
-            "whether that project is there (flytectl create project)",
+            fix=fix,
         ) from error
 
 
