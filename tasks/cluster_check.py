@@ -44,8 +44,10 @@ _VOLUME = (
     "machines write at once (deployment/production/cluster.yaml)"
 )
 _DRIVER = (
-    "install the GPU operator (deployment/production/values-gpu-operator.yaml), and look at its "
-    "pods on that machine"
+    "where Kubernetes installs the driver, look at the GPU operator's pods on that machine "
+    "(deployment/production/values-gpu-operator.yaml). Where a machine's image brings it, look at "
+    "what mounts it: on GKE the pod has /usr/local/nvidia/lib64/libcuda.so.1, a folder that "
+    "LD_LIBRARY_PATH of the image names and deployment/pods.yaml must not replace"
 )
 
 

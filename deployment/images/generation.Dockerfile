@@ -15,9 +15,13 @@ ARG PIP_INDEX_URL
 RUN --mount=type=bind,target=/deployment \
     bash /deployment/images/install.sh gpu.txt --without megatron-core
 
-# The driver's libraries are put in by the NVIDIA container toolkit.
+# The driver's libraries are put in by NVIDIA's container toolkit, where the loader finds them, or by GKE in
+# /usr/local/nvidia, which is named here: the loader's cache is as old as the image. It holds the driver
+# alone, and torch looks for the CUDA libraries of its wheels first (their RPATH).
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}/usr/local/nvidia/lib64 \
+    PATH=$PATH:/usr/local/nvidia/bin \
     NEMO_RL_HOME=/var/nemo_rl \
     PYTHONPATH=/home/nemo \
     PYTHONUNBUFFERED=1

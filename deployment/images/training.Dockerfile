@@ -25,9 +25,13 @@ RUN --mount=type=bind,target=/deployment \
       && apt-get purge --yes --auto-remove g++ && rm -rf /root/.cache; \
     fi
 
-# The driver's libraries are put in by the NVIDIA container toolkit.
+# The driver's libraries are put in by NVIDIA's container toolkit, where the loader finds them, or by GKE in
+# /usr/local/nvidia, which is named here: the loader's cache is as old as the image. It holds the driver
+# alone, and torch looks for the CUDA libraries of its wheels first (their RPATH).
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}/usr/local/nvidia/lib64 \
+    PATH=$PATH:/usr/local/nvidia/bin \
     NEMO_RL_HOME=/var/nemo_rl \
     PYTHONPATH=/home/nemo \
     PYTHONUNBUFFERED=1

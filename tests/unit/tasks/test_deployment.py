@@ -163,6 +163,28 @@ def test_containers_are_pinned_and_not_root(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["training", "generation"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "/usr/local/nvidia/lib64"),
+        ("/opt/amazon/efa/lib", "/opt/amazon/efa/lib:/usr/local/nvidia/lib64"),
+    ],
+)
+def test_the_loader_finds_a_driver_that_gke_mounts(kind: str, given: str, expected: str) -> None:
+    """What the first image has in the variable stays; an empty part would be the current folder."""
+    text = (DEPLOYMENT / f"images/{kind}.Dockerfile").read_text()
+    (value,) = re.findall(r"(?m)^\s+LD_LIBRARY_PATH=(\S+) ", text)
+    filled = subprocess.run(  # builders fill in variables as shells do
+        ["bash", "-c", f'printf %s "{value}"'],
+        env={"LD_LIBRARY_PATH": given},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert filled == expected
+
+
 @pytest.mark.parametrize("name", ["cpu.txt", "gpu.txt"])
 def test_images_leave_out_what_only_development_needs(name: str) -> None:
     lock = (DEPLOYMENT / "requirements" / name).read_text()
