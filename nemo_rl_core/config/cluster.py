@@ -45,7 +45,7 @@ class ClusterConfig(FrozenConfig):
         num_gpus_per_node: How many of the workers one machine holds, in the shape `cluster`.
         accelerator: The kind of GPU; None takes any that the cluster has.
         collective_timeout_seconds: After which ranks that wait for another one give up, on every
-            axis of a layout.
+            axis of a layout. Those that wait for a save to be written wait for 30 minutes at least.
         lifetime: How long a Ray cluster lives on Flyte: `stage` makes one for each stage, `run` one
             that all stages of the run share. It is in no cache key.
     """

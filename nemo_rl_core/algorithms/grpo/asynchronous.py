@@ -159,7 +159,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
             sampler.generation.update_weights(cast("Policy", self.policy), weight_version=last_step)
 
     def _validate(self) -> dict[str, float]:
-        if self.sampler is None:
+        if self.sampler is None or not self._held_out:
             return {}
         with self._stream.exclusive(with_environment=True):
             return super()._validate()

@@ -30,7 +30,8 @@ from nemo_rl_core.planning.routes import TransportName
 
 DEFAULT_BUCKET_BYTES = 256 * 1024**2
 _ALIGNMENT_BYTES = 16
-_WORDS_A_ROW = 4096
+_WORDS_A_ROW = 4097
+"""Odd, so that a change that all words share, such as of their sign, does not cancel modulo 2^64."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def word_sums(payload: torch.Tensor) -> bytes:
         payload: `[num_bytes]` of uint8, a multiple of 8.
 
     Returns:
-        The sums, modulo 2^64, and the words left over: 96 KiB of a bucket of 256 MiB.
+        The sums, modulo 2^64, and the words left over: 96 to 128 KiB of a bucket of 256 MiB.
     """
     words = payload.view(torch.int64)
     num_rows = len(words) // _WORDS_A_ROW

@@ -123,6 +123,15 @@ def test_sums_of_a_gpu_by_hand() -> None:
     assert word_sums(payload[:16]) == np.array([0, 0, 0, 0, 1, 2], dtype=np.int64).tobytes()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("values", [(0.0, -0.0), (1.0, 2.0), (1.0, -1.0), (2.0, 512.0)])
+def test_a_change_that_all_words_share_changes_the_sums_of_a_gpu(
+    dtype: torch.dtype, values: tuple[float, float]
+) -> None:
+    one, other = (torch.full((2**21,), value, dtype=dtype).view(torch.uint8) for value in values)
+    assert word_sums(one) != word_sums(other)
+
+
 @pytest.mark.usefixtures("short_rows")
 def test_up_to_three_changed_words_change_the_sums_of_a_gpu() -> None:
     """Also where the changes cancel in the sum of all: brute force over all places of 14 words."""

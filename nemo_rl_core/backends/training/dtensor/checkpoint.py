@@ -22,13 +22,14 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from nemo_rl_core.backends.training.dtensor.shards import local
 from nemo_rl_core.checkpoints.state_file import STATE_FILE, STATE_NAME, read_state, write_state
 from nemo_rl_core.checkpoints.tensors import order_metadata
 from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.checkpoints.written_files import WrittenFile, describe_written
-from nemo_rl_core.distributed.process_group import rank
+from nemo_rl_core.distributed.process_group import collective_timeout, rank
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.store.files import list_files
 
@@ -285,9 +286,9 @@ def _writer_group(_: dist.ProcessGroup) -> dist.ProcessGroup:
     """A separate process group, shared by all set-ups of this process.
 
     The writing thread plans shards with other ranks while this thread trains. Planning uses the CPU
-    for any training device.
+    for any training device. Ranks that have written wait in it for the slowest disk.
     """
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=max(collective_timeout(), default_pg_timeout))
     assert isinstance(group, dist.ProcessGroup)
     return group
 
