@@ -96,8 +96,11 @@ def test_a_pipeline_on_one_cluster_equals_a_local_run_after_its_driver_and_its_h
     assert launched.returncode == 0, output[-2000:] + execution.error
     attempts = {each: execution.named(each)[0].attempts for each in ("train_sft", "grpo_iteration")}
     assert [len(each) for each in attempts.values()] == [2, 2]
-    assert [each.how for each in bed.kubernetes.ray_jobs] == ["Failed", "Deleted"]
-    assert bed.kubernetes.ray_jobs[-1].removed_at is not None, "given back before the run's end"
+    headless, remade = bed.kubernetes.ray_jobs
+    assert [headless.how, remade.how] == ["Deleted", "Deleted"]
+    assert headless.removed_at is not None
+    assert headless.removed_at < remade.made_at, "the next attempt has seen that it has no head"
+    assert remade.removed_at is not None, "given back before the run's end"
     assert not bed.jobs, "Flyte made no RayJob"
     assert not bed.kubernetes.refused
     _log_start_up(bed)

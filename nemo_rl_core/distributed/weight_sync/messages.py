@@ -31,7 +31,7 @@ from nemo_rl_core.planning.routes import TransportName
 DEFAULT_BUCKET_BYTES = 256 * 1024**2
 _ALIGNMENT_BYTES = 16
 _WORDS_A_ROW = 4097
-"""Odd, so that a change that all words share, such as of their sign, does not cancel modulo 2^64."""
+"""Odd, so that a change that all words share, as of their sign, does not cancel modulo 2^64."""
 
 
 @dataclass(frozen=True)
