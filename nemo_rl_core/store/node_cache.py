@@ -93,6 +93,9 @@ class NodeCache:
             with self._on_its_way(digest, num_bytes):
                 if self._is_whole(path):
                     return path
+                if path.exists():  # only here: who does not hold the lock may look at an older one
+                    _warn(f"{path} is damaged, and fetched again")
+                    self._remove(path)
                 if not self._has_room():
                     return None
                 with written_aside(path) as aside:
@@ -117,8 +120,6 @@ class NodeCache:
         known = self._verified / path.name
         is_known = known.exists() and known.read_text() == _identity(path)
         if not is_known and hash_file(path) != path.name:
-            _warn(f"{path} is damaged, and fetched again")
-            path.unlink(missing_ok=True)
             return False
         self._note(path)
         return True
