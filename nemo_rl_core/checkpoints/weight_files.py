@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.store.node_cache import near
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,13 +109,29 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, "Tensor"]]:
 def open_weights(path: Path) -> Any:
     """Opens a safetensors file and validates its header; a context manager.
 
+    On a node with a cache, what is opened is the file in there, with the same content.
+
     Raises:
         ModelError: If it is damaged.
     """
+    return _opened(near(path), path)
+
+
+def refuse_damaged(path: Path) -> None:
+    """Validates the header of a safetensors file, where it lies.
+
+    Raises:
+        ModelError: If it is damaged.
+    """
+    with _opened(path, path):
+        pass
+
+
+def _opened(there: Path, path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(there, framework="pt")
     except (SafetensorError, OSError) as error:
         found = unreadable(f"the weights in {path}", error)
         raise ModelError(

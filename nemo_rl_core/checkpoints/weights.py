@@ -16,7 +16,7 @@ from nemo_rl_core.checkpoints.weight_files import (
     distinct,
     files_of_index,
     first_names,
-    open_weights,
+    refuse_damaged,
     stored_tensors,
     unreadable,
     weight_files,
@@ -154,5 +154,4 @@ def _refuse_damaged_files(folder: Path) -> None:
         files_of_index(folder / index)
     if any((folder / name).is_file() for name in (WEIGHTS, INDICES[0])):
         for path in weight_files(folder):
-            with open_weights(path):
-                pass  # the error of transformers would not name the file
+            refuse_damaged(path)  # the error of transformers would not name the file

@@ -115,7 +115,7 @@ def rows_of(plan: LaunchPlan) -> tuple[DataConfig, ...]:
     """Where the rows of a planned recipe come from, which others may join.
 
     Raises:
-        ConfigError: If all of its rows are generated.
+        ConfigError: If all of its rows are generated, or came with the code.
     """
     recipe: Recipe = plan.saved_inputs["config"]
     found = [
@@ -129,7 +129,7 @@ def rows_of(plan: LaunchPlan) -> tuple[DataConfig, ...]:
         raise ConfigError(
             f"no rows of the recipe of {plan.name} can arrive",
             expected="data.kind: file with addresses such as s3://BUCKET/rows/*.jsonl, or hub",
-            got="rows that the recipe generates",
+            got="rows that are generated, or files of the checkout, the same at each look",
             fix="name where rows come to lie in data.train, or leave out --on-arrival",
         )
     return tuple(each for place, each in enumerate(found) if each not in found[:place])

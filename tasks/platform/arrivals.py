@@ -109,10 +109,12 @@ def rows_seen(data: Sequence[DataConfig]) -> RowsSeen:
 
 
 def can_arrive(data: DataConfig) -> bool:
-    """Whether rows have an address where others may come to lie."""
+    """Whether rows have an address where others may come to lie: in a bucket, or on the hub."""
     if isinstance(data, MixtureData):
         return any(can_arrive(source.data) for source in data.sources)
-    return isinstance(data, FileData | HubData)
+    if isinstance(data, FileData):
+        return any(remote.is_remote(name) for name in (data.train, data.validation) if name)
+    return isinstance(data, HubData)
 
 
 def run_name(schedule: str, rows: RowsSeen, number: int) -> str:

@@ -98,7 +98,6 @@ def _stopped_in_order(container: str) -> PodTemplate:
     handler = client.V1LifecycleHandler(_exec=stop)  # type: ignore[call-arg]  # stubs: var_exec
     head.lifecycle = client.V1Lifecycle(pre_stop=handler)
     template.pod_spec.termination_grace_period_seconds = _GRACE_SECONDS
-    _add_node_cache(template.pod_spec)
     return _left_at_once(laid_over(template, "head"))
 
 
@@ -233,6 +232,7 @@ def _spec(container: str, resources: Resources, shared_memory_gib: int) -> "V1Po
         client.V1EnvFromSource(secret_ref=client.V1SecretEnvSource(name=SECRETS, optional=True))
     ]
     spec.security_context = _user()
+    _add_node_cache(spec)
     return spec
 
 

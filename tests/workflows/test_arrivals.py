@@ -5,6 +5,11 @@ same with real containers.
 """
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -14,18 +19,24 @@ from typing import Any
 import msgpack
 import pytest
 from click.testing import CliRunner, Result
+from flyteidl.core import tasks_pb2
 from flytekit import FlyteContextManager
 from flytekit.clients.friendly import SynchronousFlyteClient
 from flytekit.configuration import Config
+from flytekit.models.common import NamedEntityIdentifier
 from flytekit.models.core.identifier import WorkflowExecutionIdentifier
+from flytekit.models.execution import ExecutionMetadata, ExecutionSpec
+from flytekit.models.literals import LiteralMap
 from flytekit.tools.translator import get_serializable
 
 from nemo_rl_core.errors import ResourceError
 from tasks import cli
 from tasks.look_for_rows import look_for_rows as look
 from tasks.recipes.arrivals import WatchedRows
-from tests.workflows.flyte_backend import Backend
+from tests.commands import REPOSITORY
+from tests.workflows.flyte_backend import Backend, ExecutionRecord
 from tests.workflows.flyte_backend.buckets import S3Bucket
+from tests.workflows.flyte_backend.containers import ProcessContainer, Processes
 from tests.workflows.test_schedule_command import settings
 from workflows.arrivals import look_for_rows
 from workflows.sft import sft
@@ -218,3 +229,88 @@ def test_what_cannot_be_is_refused(backend: Backend, arguments: list[str], said:
     assert result.exit_code == 2, result.output
     assert said in result.output
     assert backend.launch_plans == {}
+
+
+class WithRows(Processes):
+    """Starts containers that reach the rows, and kills the first that has started a run.
+
+    Args:
+        bucket: With the rows.
+    """
+
+    def __init__(self, bucket: S3Bucket) -> None:
+        self._bucket = bucket
+        self.backend: Backend | None = None
+        self.num_killed = 0
+
+    def start(
+        self,
+        task: tasks_pb2.TaskTemplate,
+        command: list[str],
+        pod: Path,
+        environment: dict[str, str],
+    ) -> ProcessContainer:
+        before = self._num_runs()
+        found = super().start(task, command, pod, environment | self._bucket.environment)
+        if "look_for_rows" in task.id.name and not self.num_killed:
+            threading.Thread(target=self._kill, args=(found, before), daemon=True).start()
+        return found
+
+    def _kill(self, container: ProcessContainer, before: int) -> None:
+        while container.poll() is None and self._num_runs() == before:
+            time.sleep(0.005)
+        if container.poll() is None:
+            os.killpg(container.pid, signal.SIGKILL)
+            self.num_killed += 1
+
+    def _num_runs(self) -> int:
+        assert self.backend is not None
+        return sum(each.launch_plan == "mine" for each in [*self.backend.executions.values()])
+
+
+def start_look(backend: Backend, name: str) -> None:
+    """What Flyte's scheduler does when it is time."""
+    client = SynchronousFlyteClient(Config.auto(str(backend.config)).platform)
+    project, domain = "flytesnacks", "development"
+    plan = client.get_active_launch_plan(NamedEntityIdentifier(project, domain, "mine-arrivals"))
+    mode = ExecutionMetadata.ExecutionMode.SCHEDULED
+    spec = ExecutionSpec(plan.id, ExecutionMetadata(mode, "scheduler", 0))
+    client.create_execution(project, domain, name, spec, LiteralMap({}))
+
+
+def said(look: ExecutionRecord) -> str:
+    """What a look returned."""
+    text: str = look.outputs.literals["o0"].scalar.primitive.string_value
+    return text
+
+
+@pytest.mark.slow
+def test_a_look_that_is_killed_after_the_start_starts_nothing_again(
+    tmp_path: Path, bucket: S3Bucket
+) -> None:
+    machine = WithRows(bucket)
+    with Backend(tmp_path / "flyte", machine=machine) as backend:
+        machine.backend = backend
+        register = [
+            Path(sys.executable).with_name("pyflyte"), "--config", backend.config, "register",
+            "--project", "flytesnacks", "--domain", "development", "--version", "v1",
+            "--copy", "all", "workflows/arrivals.py",
+        ]  # fmt: skip
+        subprocess.run(register, cwd=REPOSITORY, check=True, capture_output=True, timeout=500)
+        client = SynchronousFlyteClient(Config.auto(str(backend.config)).platform)
+        spec = get_serializable(OrderedDict(), settings("v1"), sft)
+        client.create_workflow(spec.template.id, spec)
+        done(backend, *MINE, "--settled", "0", "--activate")
+        start_look(backend, "look")
+        deadline = time.monotonic() + 500
+        while backend.executions["look"].phase == "RUNNING" and time.monotonic() < deadline:
+            time.sleep(0.1)
+        look = backend.executions["look"]
+        assert look.phase == "SUCCEEDED", look.error
+        attempts = [each for node in look.nodes.values() for each in node.attempts]
+        assert [each.exit_code for each in attempts] == [-signal.SIGKILL, 0]
+        assert machine.num_killed == 1
+        (name,) = backend.executions.keys() - {"look"}
+        # It fails at once, since the tasks of its workflow are not registered.
+        ended(backend, name)
+        assert said(look).startswith(f"nothing new: {name} ")

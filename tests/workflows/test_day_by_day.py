@@ -1,9 +1,11 @@
-"""A run that is started every night: rows in an object store, and a webhook that is told."""
+"""Runs that nobody starts by hand: every night, and on rows that arrive in an object store."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 
 from tests.commands import REPOSITORY
 from tests.notice_servers import hook
+from tests.workflows.flyte_backend import Backend, ExecutionRecord
 from tests.workflows.flyte_backend.buckets import S3Bucket
+from tests.workflows.test_arrivals import WithRows, said, start_look
 
 pytestmark = pytest.mark.thorough
 
@@ -89,3 +93,69 @@ def test_a_nightly_run_sees_new_rows_and_says_when_there_are_none(tmp_path: Path
         assert "there is no data under s3://flyte-data/rows/*.jsonl" in fourth.stderr
     assert len(posted) == 3
     assert "its-secret" not in json.dumps(posted)
+
+
+def nemo_rl(*arguments: object, program: str = "nemo-rl") -> str:
+    done = subprocess.run(
+        [Path(sys.executable).with_name(program), *map(str, arguments)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
+def test_rows_that_arrive_on_a_cluster_start_one_run_each(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(json.dumps(RECIPE))
+    with S3Bucket("127.0.0.1") as bucket:
+        for path in bucket.list(""):  # moto's servers in one process share their buckets
+            bucket.remove(path)
+        bucket.write("rows/monday.jsonl", rows(0, 8))
+        bucket.write("held_out.jsonl", rows(40, 44))
+        machine = WithRows(bucket)
+        with Backend(tmp_path / "flyte", machine=machine) as backend:
+            machine.backend = backend
+            where = ["--config", backend.config]
+            project = ["--project", "flytesnacks", "--domain", "development"]
+            nemo_rl(*where, "register", *project, "--version", "v1", "--copy", "all",
+                    "workflows/arrivals.py", "workflows/sft.py", program="pyflyte")  # fmt: skip
+            shown = nemo_rl("schedule", recipe, "*/10 * * * *", "--on-arrival", "--settled", 0,
+                            "--workflow", "sft", "--activate", *where, *project)  # fmt: skip
+            assert "schedule: mine, workflows.sft.sft of version v1" in shown
+
+            def ended(name: str) -> ExecutionRecord:
+                record = backend.executions[name]
+                deadline = time.monotonic() + 1500
+                while record.phase == "RUNNING" and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                assert record.phase == "SUCCEEDED", record.error
+                return record
+
+            def looked(name: str) -> ExecutionRecord:
+                start_look(backend, name)
+                return ended(name)
+
+            first = looked("look-1")
+            attempts = [each for node in first.nodes.values() for each in node.attempts]
+            assert [each.exit_code for each in attempts] == [-signal.SIGKILL, 0]
+            assert machine.num_killed == 1
+            (name,) = backend.executions.keys() - {"look-1"}
+            assert f"nothing new: {name} runs on these rows" in said(first)
+            ended(name)
+            assert f"nothing new: {name} has run on these rows" in said(looked("look-2"))
+
+            bucket.write("rows/tuesday.jsonl", rows(8, 16))
+            third = said(looked("look-3"))
+            (other,) = backend.executions.keys() - {"look-1", "look-2", "look-3", name}
+            assert third.startswith(f"new rows: {other} was started (2 objects")
+            trained = ended(other)
+            summaries = [
+                node.entity
+                for node in trained.nodes.values()
+                if node.attempts and not node.cached and "prepare_data" in node.entity
+            ]
+            assert len(summaries) == 1, "the rows are read anew"

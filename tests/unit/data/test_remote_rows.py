@@ -1,7 +1,9 @@
 """Rows in an object store, over moto's S3 server: keys, bytes, and what is said when they fail."""
 
 import json
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -175,3 +177,24 @@ def test_an_address_of_another_kind_is_refused() -> None:
     with pytest.raises(DataError, match="rows cannot be read from ftp://host"):
         remote.is_remote("ftp://host/rows.csv")
     assert not remote.is_remote("rows/a.jsonl")
+
+
+def test_objects_have_the_times_of_their_stores(bucket: S3Bucket) -> None:
+    before = time.time()
+    bucket.write("rows/a.jsonl", jsonl(1))
+    bucket.write("rows/b.jsonl", jsonl(2))
+    for address in ("rows/*.jsonl", "rows", "rows/a.jsonl"):
+        for each in remote.listing(f"{BUCKET}/{address}"):
+            assert each.written == pytest.approx(before, abs=60), address
+    # The answer of GCS, which was never asked: a text, and a generation.
+    answer = {
+        "name": "b/a.jsonl",
+        "size": 5,
+        "generation": "7",
+        "updated": "2026-11-23T02:00:05.5Z",
+    }
+    found = remote._object("gs://b/*", answer)
+    assert found.written == datetime(2026, 11, 23, 2, 0, 5, 500_000, UTC).timestamp()
+    # In no key.
+    plain = remote.RemoteObject("gs://b/a.jsonl", 5, "7")
+    assert (found, found.digest) == (plain, plain.digest)

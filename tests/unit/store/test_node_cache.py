@@ -1,18 +1,24 @@
 """Files that several processes of a node keep on its disk, within a size."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from nemo_rl_core.store import locks
-from nemo_rl_core.store.node_cache import FOLDER, GIB, NodeCache
+from nemo_rl_core.checkpoints.weight_files import refuse_damaged, stored_tensors
+from nemo_rl_core.errors import ModelError
+from nemo_rl_core.store import locks, node_cache, partial
+from nemo_rl_core.store.files import hash_file, hash_files
+from nemo_rl_core.store.node_cache import FOLDER, GIB, NodeCache, near
 
 
 class Source:
@@ -60,9 +66,9 @@ def test_the_file_that_was_not_used_for_longest_goes_first(folder: Path) -> None
     cache = opened(folder, 100)
     old, used, new = Source(b"a" * 40), Source(b"b" * 40), Source(b"c" * 40)
     for source in (used, old):
-        path = brought(cache, source)
-        assert path is not None
-        os.utime(path, (1_000_000_000, 1_000_000_000 + (source is old)))
+        assert brought(cache, source) is not None
+        times = (1_000_000_000, 1_000_000_000 + (source is old))
+        os.utime(folder / "used" / source.digest, times)
     assert brought(cache, used) is not None  # now that of last use
     assert brought(cache, new) is not None
     assert held(folder) == {used.content, new.content}
@@ -101,6 +107,102 @@ def test_a_damaged_file_is_fetched_again(folder: Path) -> None:
     assert again is not None
     assert again.read_bytes() == b"weights"
     assert source.num_fetched == 2
+
+
+def test_a_file_is_read_against_its_digest_when_it_was_touched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+
+    def counted(path: Path) -> str:
+        hashed.append(path.name)
+        return hash_file(path)
+
+    monkeypatch.setattr(node_cache, "hash_file", counted)
+    cache, source = opened(folder), Source(b"weights")
+    path = brought(cache, source)
+    assert path is not None
+    hashed.clear()
+    for _ in range(8):  # such as the ranks of a node
+        assert brought(opened(folder), source) == path
+    assert hashed == []
+    path.touch()
+    for _ in range(2):
+        assert brought(cache, source) == path
+    assert hashed == [source.digest]
+    assert source.num_fetched == 1
+
+
+def weights(folder: Path, num_files: int = 2) -> Path:
+    """The model of an artifact on a volume, in so many files."""
+    model, tensors = folder / "model", {}
+    model.mkdir(parents=True)
+    for number in range(num_files):
+        name = f"model-{number}.safetensors"
+        tensors[f"layers.{number}.weight"] = name
+        save_file({f"layers.{number}.weight": torch.full((4, 4), float(number))}, model / name)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
+    partial.write_digests(folder, hash_files(folder))
+    return model
+
+
+def read(model: Path) -> dict[str, float]:
+    return {name: tensor.mean().item() for name, tensor in stored_tensors(model)}
+
+
+@pytest.fixture
+def of_the_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv(FOLDER, str(folder))
+    monkeypatch.setenv(GIB, "1")
+    yield folder
+    locks.unshare(folder / "marks")
+
+
+def test_weights_on_a_volume_are_read_from_the_node_s_disk(
+    of_the_node: Path, tmp_path: Path
+) -> None:
+    model = weights(tmp_path / "volume" / "stage-1")
+    expected = {"layers.0.weight": 0.0, "layers.1.weight": 1.0}
+    assert read(model) == expected
+    assert len(list((of_the_node / "files").iterdir())) == 2
+    # Another stage has them in another folder of the volume, which is not read any more.
+    again = weights(tmp_path / "volume" / "stage-2")
+    for path in again.glob("*.safetensors"):
+        path.write_bytes(b"\0" * path.stat().st_size)
+    assert read(again) == expected
+
+
+def test_what_the_node_has_damaged_is_copied_again(of_the_node: Path, tmp_path: Path) -> None:
+    model = weights(tmp_path / "stage")
+    first = read(model)
+    for path in (of_the_node / "files").iterdir():
+        path.write_bytes(b"\0" * path.stat().st_size)
+    assert read(model) == first
+
+
+def test_damaged_weights_of_the_volume_are_not_kept(of_the_node: Path, tmp_path: Path) -> None:
+    model = weights(tmp_path / "stage")
+    damaged = model / "model-0.safetensors"
+    damaged.write_bytes(b"\0" * damaged.stat().st_size)
+    with pytest.raises(ModelError, match=r"model-0\.safetensors"):
+        read(model)
+    assert len(list((of_the_node / "files").iterdir())) <= 1
+
+
+def test_other_weights_are_read_where_they_lie(
+    of_the_node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = weights(tmp_path / "stage")
+    link = tmp_path / "stage" / "model" / "link"
+    link.symlink_to(model / "model-0.safetensors")
+    assert near(link) == link
+    refuse_damaged(model / "model-0.safetensors")
+    assert list((of_the_node / "files").iterdir()) == [], "a header is no reason to copy"
+    (tmp_path / "stage" / partial.DIGESTS).unlink()
+    read(model)
+    assert list((of_the_node / "files").iterdir()) == [], "without digests there is no name"
+    monkeypatch.delenv(FOLDER)
+    assert near(model / "model-0.safetensors") == model / "model-0.safetensors"
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("NoSuchKey")])

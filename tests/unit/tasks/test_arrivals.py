@@ -209,8 +209,11 @@ def test_files_of_the_checkout_and_mixtures(tmp_path: Path) -> None:
     assert rows_seen([mixed]).digest == first.digest
     file.write_text("two")
     assert rows_seen([mixed]).digest != first.digest
-    assert can_arrive(mixed)
+    # The checkout travels with the code, and is the same at each look.
+    assert not can_arrive(mixed)
     assert not can_arrive(ArithmeticData())
+    assert can_arrive(MixtureData(sources=[{"data": data}, {"data": ROWS}]))
+    assert can_arrive(HubData(name="openai/gsm8k"))
 
 
 @pytest.mark.parametrize("schedule", ["mine", "My rows_2", "7b", "ü", "a" * 80, "-"])

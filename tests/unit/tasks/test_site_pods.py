@@ -108,8 +108,9 @@ def test_pods_that_download_have_the_cache_of_their_node(says: Callable[[str], N
     assert f"\n#   {CACHE}\n" in shipped
     says(CACHE)
     head, plain = spec(head_pod()), spec(pod_with_node_cache())
+    worker = spec(worker_pod(GPUS, GPUS.nodes[0]))
     folder = {"path": "/mnt/disks/ssd0/nemo_rl", "type": "DirectoryOrCreate"}
-    for pod in (head, plain):
+    for pod in (head, worker, plain):
         assert {"name": "node-cache", "hostPath": folder} in pod["volumes"]
         (main,) = pod["containers"]
         (mount,) = [each for each in main["volumeMounts"] if each["name"] == "node-cache"]
