@@ -122,8 +122,9 @@ def test_on_gpus_of_their_own_they_are_counted_there() -> None:
 
 def test_they_get_no_weights_of_the_policy() -> None:
     generation = VllmGenerationConfig(placement={"own": 4})
-    alone = stage_with(generation=generation)
+    alone = stage("qwen2.5-7b", 4, generation=generation, longest=1024)
     load = replace(alone, own_scorers=(OwnBundles("judge", 4),))
+    assert (alone.machines, load.machines) == ([8], [8, 4])
     assert routes_of(load) == routes_of(alone)
     found, expected = (plan_transfer(each, ACCELERATORS["nvidia-h100"]) for each in (load, alone))
     assert found == expected
