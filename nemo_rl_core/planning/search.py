@@ -99,9 +99,9 @@ def _knobs(loads: Sequence[StageLoad]) -> Iterator[list[_Level]]:
         yield from _training_knobs(training, loads)
     for path in dict.fromkeys(load.sampling.path for load in loads if load.sampling):
         yield from _engine_knobs(path, loads)
-    scorers = {each.path: each for load in loads for each in load.scorers}
-    for scorer in scorers.values():
-        yield [*_shares_of_judge(scorer), *_own_gpus(scorer, loads[0])]
+    scorers = {each.path: (each, load) for load in loads for each in load.scorers}
+    for scorer, load in scorers.values():
+        yield [*_shares_of_judge(scorer), *_own_gpus(scorer, load)]
     yield _more_ranks(loads) if loads else []
     if training is not None and isinstance(training.config, DTensorTraining):
         yield _last_resorts(training.config)
