@@ -1,10 +1,12 @@
 """What lies beside the trainer's bundles: in which order it is reserved, and what is given back."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
@@ -88,6 +90,18 @@ def test_a_stage_gives_back_what_only_others_had(make: Callable[..., Any]) -> No
     session.shutdown()
     assert [name for name, _ in events] == ["all-reward-model ends", "all-generation ends",
                                             "all ends"]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 7])
+def test_as_many_workers_as_cores_leave_room_for_processes_beside_them(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    cluster = ClusterSession.of(ClusterConfig(num_workers=num_workers)).cluster
+    beside = cluster.beside(OwnBundles("generation", 10))
+    asked = [each._resources["CPU"] * each.world_size for each in (cluster, beside)]
+    assert sum(asked) <= 2 + 1e-9
+    assert asked[0] == (1 if num_workers == 1 else pytest.approx(1.9))
 
 
 def test_an_engine_alone_replaces_only_its_own(make: Callable[..., Any]) -> None:
