@@ -7,7 +7,8 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.model import DType
-from nemo_rl_core.config.placement import OwnBundles, Placement, own_bundles
+from nemo_rl_core.config.placement import OwnBundles, OwnPlacement, Placement, own_bundles
+from nemo_rl_core.errors import ConfigError
 
 
 class JudgeEndpoint(FrozenConfig):
@@ -54,6 +55,7 @@ class JudgeModel(FrozenConfig):
         placement: Where it runs. `colocated`: on the trainer's first GPU, in turns with all else
             there. `{own: 2}`: two copies on two GPUs besides those of `cluster.num_workers`, beside
             engines and trainer; without GPUs, in processes of their own.
+        tensor_parallel_size: GPUs of its own that share each weight matrix of one copy.
     """
 
     kind: Literal["model"] = "model"
@@ -66,6 +68,7 @@ class JudgeModel(FrozenConfig):
     )
     dtype: DType = "float32"
     placement: Placement = Field(default="colocated", exclude_if=lambda said: said == "colocated")
+    tensor_parallel_size: PositiveInt = Field(default=1, exclude_if=lambda said: said == 1)
 
     def own_bundles(self, name: str, path: str) -> tuple[OwnBundles, ...]:
         """Its bundles besides the trainer's; none for one that shares those.
@@ -74,7 +77,22 @@ class JudgeModel(FrozenConfig):
             name: Of its workers.
             path: Of this section in a recipe.
         """
-        return own_bundles(self.placement, name, path)
+        return own_bundles(self.placement, name, path, ranks_per_engine=self.tensor_parallel_size)
+
+    @model_validator(mode="after")
+    def _copies_fill_their_bundles(self) -> "JudgeModel":
+        own = self.placement.own if isinstance(self.placement, OwnPlacement) else 1
+        size = self.tensor_parallel_size
+        if own % size == 0:
+            return self
+        raise ConfigError(
+            f"a judge over {size} workers does not fill its bundles",
+            expected=f"placement: {{own: {size}}}, or a multiple of {size}",
+            got="placement: colocated"
+            if self.placement == "colocated"
+            else f"placement: {{own: {own}}}",
+            fix=f"set placement.own to {-(-own // size) * size}, or leave tensor_parallel_size out",
+        )
 
 
 class LLMJudge(FrozenConfig):

@@ -22,6 +22,8 @@ from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.waiting import waiting
 
 _MAX_COLOCATED_WORKER_GROUPS = 8
+_CPUS_BESIDE = 0.1
+"""Of a laptop's cores, as Ray counts them: for up to ten bundles beside the trainer's."""
 _sessions: "dict[ClusterConfig, ClusterSession]" = {}
 
 _RECORDED_COLLECTIVES = 2000
@@ -129,7 +131,9 @@ class ClusterSession:
             max_colocated_worker_groups=_MAX_COLOCATED_WORKER_GROUPS,
             name=config.shape,
             # Four ranks of a laptop with two cores take turns: slower, but the same program.
-            num_cpus_per_bundle=1.0 if use_gpus else min(1.0, cores / config.num_workers),
+            num_cpus_per_bundle=1.0
+            if use_gpus
+            else min(1.0, (cores - _CPUS_BESIDE) / config.num_workers),
         )
         return cls(
             cluster,

@@ -199,7 +199,7 @@ class RayVirtualCluster:
             self.num_gpus_per_node,
             max_colocated_worker_groups=self.max_colocated_worker_groups,
             name=f"{self.name}-{own.name}" if self.name else "",
-            # Without GPUs the first bundles may have reserved all cores of the machine.
+            # Without GPUs the first bundles may have reserved nearly all cores of the machine.
             num_cpus_per_bundle=self._resources["CPU"] if self.use_gpus else _SMALL_CPU_SHARE,
             wait_seconds=self._wait_seconds,
         )

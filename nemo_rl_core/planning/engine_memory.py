@@ -41,13 +41,14 @@ def activations_gib(sizes: ModelSizes, width: int, tokens: int, *, ranks: int = 
 
 
 def kv_tokens_of_judge(
-    sizes: ModelSizes, dtype: DType, *, share: float, memory_gib: float
+    sizes: ModelSizes, dtype: DType, *, share: float, memory_gib: float, ranks: int = 1
 ) -> float:
-    """Tokens that fit the KV cache of an engine on one GPU."""
+    """Tokens that fit the KV cache of an engine over GPUs that share each weight matrix."""
     width = bytes_of(dtype)
-    taken = _GRAPHS_GIB + activations_gib(sizes, width, _BATCHED_TOKENS)
-    cache = share * memory_gib - sizes.num_parameters * width / GIB - taken
-    token = 2.0 * sizes.num_layers * sizes.num_kv_heads * sizes.head_size * width
+    taken = _GRAPHS_GIB + activations_gib(sizes, width, _BATCHED_TOKENS, ranks=ranks)
+    cache = share * memory_gib - sizes.num_parameters * width / ranks / GIB - taken
+    heads = -(-sizes.num_kv_heads // ranks)  # more ranks than heads have copies
+    token = 2.0 * sizes.num_layers * heads * sizes.head_size * width
     return cache * GIB / token
 
 

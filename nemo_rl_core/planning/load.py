@@ -81,6 +81,7 @@ class ScorerLoad:
         num_tokens: Of a question and its reply; of a reward model those of a forward pass.
         share: Of the GPU, that a judge's engine reserves; None of a reward model.
         has_own_gpus: Whether it shares no GPU with engines and trainer.
+        ranks: GPUs over which one copy of a judge is spread.
     """
 
     name: str
@@ -90,6 +91,7 @@ class ScorerLoad:
     num_tokens: int
     share: float | None = None
     has_own_gpus: bool = False
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,8 @@ def untried(load: StageLoad) -> list[str]:
         found.append("models that score on GPUs of their own")
     if len(load.machines) > 1:
         found.append("several machines")
-    if load.sampling is not None and ranks_of_engine(load.sampling.config) > 1:
+    ranks = [ranks_of_engine(load.sampling.config)] if load.sampling else []
+    if max([*ranks, *(each.ranks for each in load.scorers)], default=1) > 1:
         found.append("an engine over several GPUs")
     if getattr(load.training and load.training.config, "offload_for_generation", "none") != "none":
         found.append("training.offload_for_generation")

@@ -60,6 +60,7 @@ def _judge(judge: JudgeModel, path: str, sizes: ModelSizes) -> ScorerLoad:
         num_tokens=judge.max_model_len,
         share=judge.gpu_memory_utilization,
         has_own_gpus=judge.placement != "colocated",
+        ranks=judge.tensor_parallel_size,
     )
 
 
@@ -120,11 +121,18 @@ def _awake_gib(scorer: ScorerLoad, memory_gib: float) -> float:
 
 
 def scorer_problem(load: StageLoad, memory_gib: float) -> str | None:
-    """Why a judge cannot read a question of its full length; None if all can."""
+    """Why a judge cannot read a question of its full length, or start; None if all can."""
     for each in load.scorers:
         if each.share is None:
             continue
-        tokens = kv_tokens_of_judge(each.sizes, each.dtype, share=each.share, memory_gib=memory_gib)
+        if each.sizes.num_heads % each.ranks:
+            return (
+                f"{each.path}.tensor_parallel_size: {each.ranks} does not divide the "
+                f"{each.sizes.num_heads} heads of {each.name}"
+            )
+        tokens = kv_tokens_of_judge(
+            each.sizes, each.dtype, share=each.share, memory_gib=memory_gib, ranks=each.ranks
+        )
         if tokens < each.num_tokens:
             return (
                 f"{each.name}: the KV cache holds {max(tokens, 0):,.0f} tokens, fewer than "

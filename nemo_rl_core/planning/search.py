@@ -99,9 +99,9 @@ def _knobs(loads: Sequence[StageLoad]) -> Iterator[list[_Level]]:
         yield from _training_knobs(training, loads)
     for path in dict.fromkeys(load.sampling.path for load in loads if load.sampling):
         yield from _engine_knobs(path, loads)
-    scorers = {each.path: each for load in loads for each in load.scorers}
-    for scorer in scorers.values():
-        yield [*_shares_of_judge(scorer), *_own_gpu(scorer, loads[0])]
+    scorers = {each.path: (each, load) for load in loads for each in load.scorers}
+    for scorer, load in scorers.values():
+        yield [*_shares_of_judge(scorer), *_own_gpus(scorer, load)]
     yield _more_ranks(loads) if loads else []
     if training is not None and isinstance(training.config, DTensorTraining):
         yield _last_resorts(training.config)
@@ -176,27 +176,45 @@ def _shares_of_judge(scorer: ScorerLoad) -> Iterator[_Level]:
             yield _Level(cost, (setting,), _of_scorer(scorer.path, share=share))
 
 
-def _own_gpu(scorer: ScorerLoad, load: StageLoad) -> Iterator[_Level]:
-    """One more GPU, for what scores alone; a judge then takes most of it, as in a recipe."""
-    if scorer.has_own_gpus:
-        return
-    own = OwnBundles(scorer.path, 1, path=f"{scorer.path}.placement.own")
-    share = scorer.share and OWN_GPU_SHARE
-    settings, widened = [Setting(own.path, 1)], {}
+def _own_gpus(scorer: ScorerLoad, load: StageLoad) -> Iterator[_Level]:
+    """GPUs for what scores alone: one, or those over which a copy of a judge is spread."""
+    path = f"{scorer.path}.placement.own"
+    number = next((own.number for own in load.own_scorers if own.path == path), 1)
+    copies = max(number // scorer.ranks, 1)
+    for step, ranks in enumerate((1, 2, 4, 8)):
+        if ranks == 1 and scorer.has_own_gpus:
+            continue
+        if ranks == 1 or (scorer.share is not None and ranks > scorer.ranks):
+            own = OwnBundles(scorer.path, copies * ranks, ranks, path)
+            yield _on_own_gpus(scorer, own, load, cost=14 + step)
+
+
+def _on_own_gpus(scorer: ScorerLoad, own: OwnBundles, load: StageLoad, *, cost: float) -> _Level:
+    """A judge then takes most of them, as in a recipe."""
+    ranks = own.ranks_per_engine
+    settings = [Setting(own.path, own.number)]
+    settings += [Setting(f"{scorer.path}.tensor_parallel_size", ranks)] if ranks > 1 else []
+    widened: dict[str, Any] = {}
     try:
-        load.cluster.refuse_unplaced((*load.own_bundles, own))
+        load.cluster.refuse_unplaced((*_without(load, own.path).own_bundles, own))
     except ConfigError:
         widened = {"shape": "cluster"}
         settings.insert(0, Setting("cluster.shape", "cluster"))
+    share = scorer.share if scorer.has_own_gpus else scorer.share and OWN_GPU_SHARE
+    place = _of_scorer(scorer.path, share=share, has_own_gpus=True, ranks=ranks)
 
     def apply(load: StageLoad) -> StageLoad:
         load = _of_cluster(widened)(load)
         if all(each.path != scorer.path for each in load.scorers):
             return load
-        placed = _of_scorer(scorer.path, share=share, has_own_gpus=True)(load)
-        return replace(placed, own_scorers=(*placed.own_scorers, own))
+        others = _without(place(load), own.path)
+        return replace(others, own_scorers=(*others.own_scorers, own))
 
-    yield _Level(14, tuple(settings), apply)
+    return _Level(cost, tuple(settings), apply)
+
+
+def _without(load: StageLoad, path: str) -> StageLoad:
+    return replace(load, own_scorers=tuple(own for own in load.own_scorers if own.path != path))
 
 
 def _of_scorer(path: str, **changes: Any) -> _Apply:

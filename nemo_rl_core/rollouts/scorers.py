@@ -154,6 +154,7 @@ def start_judge(
             kv_cache_gib=config.kv_cache_gib,
             gpu_memory_utilization=config.gpu_memory_utilization,
             placement=config.placement,
+            tensor_parallel_size=config.tensor_parallel_size,
         ),
         max_model_len=config.max_model_len,
         stop_token_ids=stop_token_ids(folder, tokenizer),

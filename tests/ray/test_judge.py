@@ -69,15 +69,16 @@ def test_where_no_engine_can_be_started_such_a_judge_is_refused(tiny_model: Path
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(("number", "ranks"), [(1, 1), (2, 1), (2, 2)])
 def test_a_judge_on_bundles_of_its_own_replies_as_one_beside_the_trainer(
-    number: int, session: ClusterSession, tiny_model: Path, prompts: list[Prompt]
+    number: int, ranks: int, session: ClusterSession, tiny_model: Path, prompts: list[Prompt]
 ) -> None:
     beside = JudgeModel(model=str(tiny_model), max_model_len=64)
     questions = [each.text for each in prompts]
     expected = start_judge(session, beside, 6).replies(questions)
     assert len(set(expected)) > 1
-    own = JudgeModel.model_validate({**beside.model_dump(), "placement": {"own": number}})
+    placed = {"placement": {"own": number}, "tensor_parallel_size": ranks}
+    own = JudgeModel.model_validate({**beside.model_dump(), **placed})
     (bundles,) = own.own_bundles("judge", "environment.judge")
     session.reserve_beside([bundles])
     chat = start_judge(session, own, 6)

@@ -86,6 +86,18 @@ def test_their_gpus_are_those_of_the_stage() -> None:
     assert shape_of(ClusterConfig(), settings.own_bundles) == shape_of(ClusterConfig())
 
 
+def test_a_judge_may_be_spread_over_gpus_of_its_own() -> None:
+    judge = JudgeModel(model="folder", placement={"own": 4}, tensor_parallel_size=2)
+    assert judge.own_bundles("judge", "x") == (OwnBundles("judge", 4, ranks_per_engine=2),)
+    assert JudgeModel.model_validate_json(judge.model_dump_json()) == judge
+    assert "tensor_parallel_size" not in JudgeModel(model="folder").model_dump()
+    for placement, got in (("colocated", "colocated"), ({"own": 3}, "{own: 3}")):
+        with pytest.raises(ConfigError, match="does not fill its bundles") as refused:
+            JudgeModel(model="folder", placement=placement, tensor_parallel_size=2)
+        assert refused.value.got == f"placement: {got}"
+    assert refused.value.fix.startswith("set placement.own to 4")
+
+
 @pytest.mark.parametrize(
     ("cluster", "environment", "expected", "fix"),
     [

@@ -15,6 +15,7 @@ from nemo_rl_core.config.single_turn import ExactMatch, RewardModelScore
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.planning.accelerators import ACCELERATORS
 from nemo_rl_core.planning.choices import fits
+from nemo_rl_core.planning.engine_memory import kv_tokens_of_judge
 from nemo_rl_core.planning.load import ScorerLoad, StageLoad, routes_of, untried
 from nemo_rl_core.planning.memory import plan_memory
 from nemo_rl_core.planning.scorers import names_of_scorers, scorer_problem, scorers_of
@@ -122,8 +123,9 @@ def test_on_gpus_of_their_own_they_are_counted_there() -> None:
 
 def test_they_get_no_weights_of_the_policy() -> None:
     generation = VllmGenerationConfig(placement={"own": 4})
-    alone = stage_with(generation=generation)
+    alone = stage("qwen2.5-7b", 4, generation=generation, longest=1024)
     load = replace(alone, own_scorers=(OwnBundles("judge", 4),))
+    assert (alone.machines, load.machines) == ([8], [8, 4])
     assert routes_of(load) == routes_of(alone)
     found, expected = (plan_transfer(each, ACCELERATORS["nvidia-h100"]) for each in (load, alone))
     assert found == expected
@@ -148,6 +150,41 @@ def test_a_gpu_of_its_own_is_a_change_that_fits() -> None:
     # What no GPU holds has no place on one of its own either.
     huge = replace(MODEL, sizes=sizes("llama-3.1-70b"))
     assert smallest_change([stage_with(huge, tokens=2048)], GPU) is None
+
+
+def test_a_judge_that_no_gpu_holds_is_spread_over_several() -> None:
+    huge = replace(JUDGE, sizes=sizes("llama-3.1-70b"))
+    change = smallest_change([stage_with(huge, tokens=2048)], GPU)
+    assert change is not None
+    # 65.7 GiB of weights on each of two, and 0.9 of 80 GiB.
+    assert [str(each) for each in change] == [
+        "environment.judge.placement.own=2",
+        "environment.judge.tensor_parallel_size=2",
+    ]
+    # Two copies stay two, and the share that the recipe has stays, which leaves two GPUs too few.
+    on_two = replace(huge, has_own_gpus=True, share=0.8)
+    own = OwnBundles("judge", 2, path="environment.judge.placement.own")
+    load = replace(stage_with(on_two, tokens=2048), own_scorers=(own,))
+    change = smallest_change([load], GPU)
+    assert change is not None
+    assert [str(each) for each in change] == [
+        "environment.judge.placement.own=8",
+        "environment.judge.tensor_parallel_size=4",
+    ]
+
+
+def test_a_judge_over_several_gpus_by_hand() -> None:
+    spread = replace(JUDGE, has_own_gpus=True, share=0.9, ranks=4)
+    weights = 2 * 8_030_261_248 / 4
+    activations = 8192 * 4 * (4096 + 14_336 / 4)
+    free = 0.9 * GPU * GIB - GIB - weights - activations
+    tokens = kv_tokens_of_judge(spread.sizes, "bfloat16", share=0.9, memory_gib=GPU, ranks=4)
+    assert tokens == pytest.approx(free / (2 * 32 * 2 * 128 * 2))  # 2 of 8 heads of 32 layers
+    assert scorer_problem(stage_with(spread), GPU) is None
+    assert "an engine over several GPUs" in untried(stage_with(spread))
+    assert scorer_problem(stage_with(replace(spread, ranks=3)), GPU) == (
+        "environment.judge.tensor_parallel_size: 3 does not divide the 32 heads of the judge folder"
+    )
 
 
 def test_all_models_that_score_are_found() -> None:
