@@ -142,7 +142,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         What has ended since the last poll is then handed out beside what the caller does before.
         """
         with self._lock:
-            self._polls_next = True
+            self._polls_next = self._must_poll()
             self._lock.notify_all()
 
     def take(self, step: int) -> Sequence[Rollout]:
