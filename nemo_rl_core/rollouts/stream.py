@@ -93,10 +93,11 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         self._in_flight: dict[int, PendingRollout] = {}
         self._num_restarts = generation.num_restarts
         self._num_restarts_in_a_row = 0
-        # Guards all above, the engine, and these: until when a caller waits in `take`, and what the
-        # thread has raised.
+        # Guards all above, the engine, and these: until when a caller waits in `take`, whether one
+        # will soon, and what the thread has raised.
         self._lock = threading.Condition()
         self._deadline: float | None = None
+        self._polls_next = False
         self._lost: WorkerLostError | None = None
         self._failure: BaseException | None = None
         # Guard the environment and `on_draw`; where several locks are needed, `on_draw`'s is taken
@@ -134,6 +135,15 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         wanted.num_prompts += len(prompts)
         wanted.draw = [PendingRollout(*each, self._new_episode(*each)) for each in places]
         self._submit(wanted.draw, may_restart=may_restart)
+
+    def look(self) -> None:
+        """Has the thread poll at once, for a caller that will take a step soon; returns at once.
+
+        What has ended since the last poll is then handed out beside what the caller does before.
+        """
+        with self._lock:
+            self._polls_next = self._must_poll()
+            self._lock.notify_all()
 
     def take(self, step: int) -> Sequence[Rollout]:
         """Waits until a step needs no further draw, while those of later steps go on.
@@ -246,6 +256,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                         self._lock.wait_for(self._is_urgent, self._pause_seconds)
                     else:
                         self._lock.wait(_AWAITED_POLL_SECONDS)
+                    self._polls_next = False
                     if self._is_closed:
                         return
                     completed = self._poll() if self._in_flight else []
@@ -266,7 +277,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         return _DRAW_POLL_SECONDS if self._environment is None else _TURN_POLL_SECONDS
 
     def _is_urgent(self) -> bool:
-        return self._is_closed or self._deadline is not None
+        return self._is_closed or self._polls_next or self._deadline is not None
 
     def _must_poll(self) -> bool:
         """Whether there may be completions, which nobody waits for while the engine is lost."""

@@ -30,26 +30,15 @@ from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
 from nemo_rl_core.types import Prompt, Rollout
+from tests.ray.ahead import COMMON, ROWS, worker_pid
 from tests.training import assert_equal_weights, replay
 
 pytestmark = pytest.mark.slow
 
 LONG = 200
 G = 2
-ROWS = [{"prompt": f"{n}+{n % 7}=", "answer": str(n + n % 7)} for n in range(10, 34)]
-SETTINGS: dict[str, Any] = {
-    "cluster": {"num_threads": 1},
-    "generation": {"max_new_tokens": 6, "kv_cache_gib": 1, "max_num_seqs": 64},
-    "max_prompt_tokens": 16,
-    "num_prompts_per_step": 4,
-    "num_generations_per_prompt": 4,
-    "num_steps_per_iteration": 4,
-    "save_every_num_steps": 9,
-    # Hands weights over between two steps, too, and must leave the samples as they are.
-    "validate_every_num_steps": 1,
-    "learning_rate": 0.01,
-    "loss": {"importance": {"kind": "truncated"}},
-}
+# Hands weights over between two steps, too, and must leave the samples as they are.
+SETTINGS: dict[str, Any] = {**COMMON, "validate_every_num_steps": 1}
 
 
 def length(prompt: str, response: str) -> float:
@@ -81,13 +70,6 @@ def stream(engine: StreamingGeneration, rollouts: SingleTurnRollouts) -> Iterato
 
 def batch_of(rollouts: list[Rollout]) -> BatchedDataDict:
     return grpo_batch([rollout.scored(0.0) for rollout in rollouts])
-
-
-def worker_pid(engine: StreamingGeneration) -> int:
-    import ray
-
-    worker = engine._workers._workers[0]
-    return int(ray.get(worker.__ray_call__.remote(lambda _: os.getpid())))
 
 
 def test_a_stream_gives_the_rollouts_of_the_engine(

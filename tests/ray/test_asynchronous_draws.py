@@ -22,22 +22,14 @@ from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
 from nemo_rl_core.types import Prompt, Rollout
+from tests.ray.ahead import COMMON, NUM_STEPS, ROWS, worker_pid
 from tests.training import Watch, assert_equal_weights, replay
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 4
-ROWS = [{"prompt": f"{n}+{n % 7}=", "answer": str(n + n % 7)} for n in range(10, 34)]
 SETTINGS: dict[str, Any] = {
-    "cluster": {"num_threads": 1},
-    "generation": {"max_new_tokens": 6, "kv_cache_gib": 1, "max_num_seqs": 64},
-    "max_prompt_tokens": 16,
-    "num_prompts_per_step": 4,
-    "num_generations_per_prompt": 4,
-    "num_steps_per_iteration": NUM_STEPS,
+    **COMMON,
     "save_every_num_steps": 2,
-    "learning_rate": 0.01,
-    "loss": {"importance": {"kind": "truncated"}},
     "dynamic_sampling": {"max_draws": 4},
 }
 
@@ -84,13 +76,6 @@ def test_without_staleness_the_draws_are_those_of_training_by_turns(
     for ours, theirs in zip(in_step.metrics, by_turns.metrics, strict=True):
         for name in ("num_draws", "reward", "zero_variance_fraction", "num_valid_tokens", "loss"):
             assert ours[name] == theirs[name], name
-
-
-def worker_pid(engine: StreamingGeneration) -> int:
-    import ray
-
-    worker = engine._workers._workers[0]
-    return int(ray.get(worker.__ray_call__.remote(lambda _: os.getpid())))
 
 
 class Faults(Callback):

@@ -27,6 +27,7 @@ from nemo_rl_core.models.generation import (
 )
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.types import Prompt
+from tests.ray.ahead import worker_pid
 
 
 @pytest.fixture
@@ -137,14 +138,6 @@ def train_once(policy, output: BatchedDataDict) -> None:
         ),
         NLLLoss(),
     )
-
-
-def worker_pid(engine: Generation) -> int:
-    """The process of the only worker."""
-    import ray
-
-    worker = engine._workers._workers[0]
-    return ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))
 
 
 @pytest.mark.thorough

@@ -8,6 +8,8 @@ from functools import partial
 from math import ceil
 from typing import ClassVar, cast
 
+from torch import Tensor
+
 from nemo_rl_core.algorithms.grpo.dynamic_sampling import StepDraws
 from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.config.generation import VllmGenerationConfig
@@ -122,6 +124,17 @@ class AsyncGRPOTrainer(GRPOTrainer):
         sampled = self._sampled.pop(self.step)
         self._of_environment += sampled.of_environment
         return sampled.draws.rollouts(), sampled.draws.metrics()
+
+    def _record(
+        self, rollouts: Sequence[Rollout], *, advantages: Tensor | None = None
+    ) -> dict[str, float]:
+        """Beside it, the stream hands out what the engine has completed for the next step.
+
+        Later, calls of the engine would wait until it has new weights and requests.
+        """
+        if isinstance(self.sampler, StreamingSampler):
+            self._stream.look()
+        return super()._record(rollouts, advantages=advantages)
 
     @contextmanager
     def _gpu_given_up(self) -> Iterator[None]:

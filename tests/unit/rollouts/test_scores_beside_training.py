@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.trainers.loop import RunSpec
+from nemo_rl_core.types import Completion
 from tests.waiting import Ahead, WaitingEngine, WaitingPolicy, WaitingStreamingSampler, run
 
 NUM_STEPS = 6
@@ -69,3 +70,35 @@ def test_rewards_on_the_trainers_gpu_wait_for_the_trainer(
         assert all(given <= began for given, (began, _) in zip(released, rewards, strict=True))
     else:
         assert overlaps(rewards, steps) >= NUM_STEPS // 2
+
+
+def test_the_next_steps_completions_are_polled_before_the_engine_gets_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemo_rl_core.rollouts.stream._DRAW_POLL_SECONDS", 1000.0)
+    monkeypatch.setattr(WaitingEngine, "seconds", 0.05)
+    monkeypatch.setattr(WaitingPolicy, "seconds", 0.3)
+    events: list[str] = []
+
+    class Noted(WaitingEngine):
+        def update_weights(self, policy: Any, **options: Any) -> None:
+            events.append("weights")
+            super().update_weights(policy, **options)
+
+        def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion]]:
+            found = super().poll(wait_seconds=wait_seconds)
+            events.extend(["completions"] if found else [])
+            return found
+
+    class WithNotes(WaitingStreamingSampler):
+        _engine_class = Noted
+
+    class Trainer(Ahead):
+        sampler_class = WithNotes
+
+    run(Trainer, tmp_path, lambda _, responses: [0.0] * len(responses), num_prompts=4, num_steps=6)
+    # The first step's come once it waits; those of each later one while the last is recorded.
+    of_later = events[events.index("completions") + 1 :]
+    assert of_later.count("weights") == NUM_STEPS - 1
+    pairs = [tuple(of_later[place : place + 2]) for place in range(0, len(of_later), 2)]
+    assert pairs.count(("completions", "weights")) >= NUM_STEPS // 2, events

@@ -133,6 +133,20 @@ def test_turns_are_taken_before_anybody_asks(make: Any, environment: Patient, as
     ]
 
 
+def test_a_caller_who_will_take_soon_has_the_engine_polled_at_once(
+    make: Any, environment: Patient, ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemo_rl_core.rollouts.stream._TURN_POLL_SECONDS", SECONDS)
+    stream = make()
+    stream.look()  # at nothing, and for nothing that comes later
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    for turn in range(NUM_TURNS):
+        time.sleep(0.05)  # no poll but those that were asked for
+        assert environment.num_calls == turn
+        stream.look()
+        until(lambda turn=turn: environment.num_calls == turn + 1)
+
+
 def test_an_engine_that_is_lost_while_nobody_waits_is_left_until_somebody_does(
     make: Any, engine: Engine, environment: Patient, ask: Any
 ) -> None:
