@@ -50,6 +50,9 @@ images=(--image "unused=${NEMO_RL_REGISTRY:+$NEMO_RL_REGISTRY/}nemo-rl-unused:0"
 # Where the code is unpacked: the images' user may not write flytekit's default, /root.
 folder=/home/nemo
 
+# All that git does not ignore is uploaded, and every stage reads it.
+"$bin/python" -m tasks.platform.code_secrets .
+
 if [ -n "$package" ]; then
   [ -n "${NEMO_RL_REGISTRY:-}" ] ||
     echo "register: NEMO_RL_REGISTRY is not set: only a sandbox finds images without a registry" >&2

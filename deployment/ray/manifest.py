@@ -1,7 +1,7 @@
 """A RayCluster for KubeRay of the shapes that stages ask for, to work on without Flyte.
 
 `python deployment/ray/manifest.py node_8gpu > deployment/ray/node_8gpu.yaml` writes the files that
-lie beside this one; `cluster:16` is 16 machines. The image is for envsubst to fill in.
+lie beside this one; `cluster:16` is 16 machines. The image is for `deployment/fill.sh` to fill in.
 """
 
 import sys
@@ -41,7 +41,7 @@ def text(words: str) -> str:
     """The manifest as a file."""
     return (
         f"# Written by deployment/ray/manifest.py {words}\n"
-        "#   envsubst < FILE | kubectl apply --namespace NAMESPACE --filename -\n"
+        "#   deployment/fill.sh FILE | kubectl apply --namespace NAMESPACE --filename -\n"
         + yaml.safe_dump(manifest(read_shape(words)), sort_keys=False)
     )
 

@@ -24,10 +24,10 @@ from flytekit.tools.fast_registration import FastPackageOptions
 
 from nemo_rl_core.config.cluster import ClusterConfig
 from tasks.platform.check_line import CheckLine
+from tasks.platform.code_secrets import CHECKOUT, refuse_secrets
 from tasks.platform.flyte_answers import explained_answers
 from tasks.platform.registry import refuse_missing_registry
 
-_ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "/home/nemo"  # the images' user may not write flytekit's default, /root
 _PAUSE_SECONDS = 1.0
 _ENDED_EXECUTION = (
@@ -129,11 +129,13 @@ class CheckRun:
             autoscaled: Whether machines are added for pods that wait.
 
         Raises:
-            ConfigError: If the cluster could not pull the images of the checks.
+            ConfigError: If the cluster could not pull the images of the checks, or the code that
+                would be uploaded holds secrets.
             ResourceError: If the cluster does not answer or refuses either of them.
         """
         found = Config.auto(str(config) if config else None)
         refuse_missing_registry(found.platform.endpoint)
+        refuse_secrets(CHECKOUT)
         workflow = importlib.import_module("workflows.cluster_check").check_cluster
         remote = FlyteRemote(found, default_project=project, default_domain=domain)
         inputs = {
@@ -155,7 +157,7 @@ class CheckRun:
                 workflow,
                 image_config=ImageConfig.auto_default_image(),
                 destination_dir=_FOLDER,
-                source_path=str(_ROOT),
+                source_path=str(CHECKOUT),
                 module_name=workflow.__module__,
                 fast_package_options=FastPackageOptions([], copy_style=CopyFileDetection.ALL),
             )

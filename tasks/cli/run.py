@@ -117,11 +117,13 @@ def _launch(
     from flytekit.clis.sdk_in_container.pyflyte import main
     from flytekit.configuration import Config
 
+    from tasks.platform.code_secrets import CHECKOUT, refuse_secrets
     from tasks.platform.flyte_answers import explained_answers
     from tasks.platform.registry import refuse_missing_registry
 
     endpoint = Config.auto(str(config) if config else None).platform.endpoint
     refuse_missing_registry(endpoint)
+    refuse_secrets(CHECKOUT)
     client = [] if config is None else ["--config", str(config)]
     waits = ["--wait"] if wait else []
     flags = ["--remote", *waits, "--copy", "all", "--project", project, "--domain", domain]

@@ -2,18 +2,20 @@
 
 flytekit calls an image's builder for its name when a stage is registered. This builder only returns
 names: `deployment/images/build.sh` builds images from `deployment/images/*.Dockerfile`, under names
-that end in a digest of their sources, so that registered stages and images always have the same
-locked packages.
+that end in a digest of what they are made of: Dockerfile, locked packages, the scripts that install
+them, the build arguments of `deployment/images/arguments.txt` and a site's certificates. Registered
+stages and images therefore have the same packages, whichever machine has built or registered them.
 
 The registry is set in `NEMO_RL_REGISTRY`; without one, names refer to images on the nodes, as in a
 sandbox. It is not part of the specification below, because flytekit looks up images by a hash of it
 inside the container of a dynamic stage, where the variable is unset.
 
-`python -m tasks.platform.images` lists the images: kind, Dockerfile, name.
+`python -m tasks.platform.images` lists the images: kind, Dockerfile, name, build arguments.
 """
 
 import hashlib
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -33,6 +35,8 @@ _INSTALLED_BY = (
     "deployment/requirements/transformer_engine.txt",
     "deployment/torch_source.sh",
 )
+_ARGUMENTS = "deployment/images/arguments.txt"
+_CERTIFICATES = "deployment/images/site/*.crt"
 REGISTRY = "NEMO_RL_REGISTRY"
 """The variable with the registry to pull images from."""
 
@@ -77,14 +81,15 @@ LAPTOP = _image("laptop", "cpu")
 LIGHT = _image("light", "cpu")
 """Stages without workers: torch for CPUs, no vLLM."""
 
-IMAGES = (TRAINING, GENERATION, LAPTOP, LIGHT)
+IMAGES = (LIGHT, LAPTOP, GENERATION, TRAINING)
+"""In the order in which they are built: what the registry refuses is known after the smallest."""
 
 
 def image_name(image: ImageSpec) -> str:
     """Returns the image name of registered stages, which `build.sh` builds and pushes.
 
     Raises:
-        ConfigError: If a source file of the image is missing.
+        ConfigError: If a source file of the image is missing, or a build argument cannot be.
     """
     digest = hashlib.sha256()
     for name in (*sources(image), *_INSTALLED_BY):
@@ -97,6 +102,11 @@ def image_name(image: ImageSpec) -> str:
                 fix="register from a checkout of the project",
             )
         digest.update(path.read_bytes())
+    # Without any of these the name is that of the sources alone.
+    for argument in build_arguments(image):
+        digest.update(f"{argument}\n".encode())
+    for path in sorted(_ROOT.glob(_CERTIFICATES)):
+        digest.update(path.read_bytes())
     registry = os.environ.get(REGISTRY, "").rstrip("/")
     return f"{registry}/{image.name}:{digest.hexdigest()[:12]}".removeprefix("/")
 
@@ -107,6 +117,65 @@ def sources(image: ImageSpec) -> tuple[str, str]:
     return options["dockerfile"], options["requirements"]
 
 
+def build_arguments(image: ImageSpec) -> list[str]:
+    """What an image is built with in place of its Dockerfile's defaults.
+
+    Returns:
+        `NAME=VALUE`, sorted: the lines of `deployment/images/arguments.txt` that its Dockerfile
+        takes, without those that say its default.
+
+    Raises:
+        ConfigError: If a line is no argument that one of the images takes.
+    """
+    defaults = _defaults(image)
+    given = _given_arguments()
+    return sorted(
+        f"{name}={value}"
+        for name, value in given.items()
+        if name in defaults and value != defaults[name]
+    )
+
+
+def _defaults(image: ImageSpec) -> dict[str, str]:
+    """Arguments that say what is in an image; those without a default say where it comes from."""
+    path = _ROOT / sources(image)[0]
+    text = path.read_text() if path.is_file() else ""
+    return dict(re.findall(r"(?m)^ARG (\w+)=(\S+)$", text))
+
+
+def _given_arguments() -> dict[str, str]:
+    path = _ROOT / _ARGUMENTS
+    known = sorted({name for image in IMAGES for name in _defaults(image)})
+    given: dict[str, str] = {}
+    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
+        stripped = line.strip()
+        if not stripped or stripped.startswith("#"):
+            continue
+        name, _, value = stripped.partition("=")
+        if name not in known or not re.fullmatch(r"\S+", value) or name in given:
+            raise ConfigError(
+                f"{_ARGUMENTS}:{number} is no build argument of an image",
+                expected=f"NAME=VALUE, once for each of {', '.join(known)}",
+                got=stripped,
+                fix="correct or remove the line",
+            )
+        given[name] = value
+    return given
+
+
+def main() -> int:
+    """Lists the images for `build.sh`; returns the exit code."""
+    try:
+        lines = [
+            " ".join([each.name, sources(each)[0], image_name(each), *build_arguments(each)])
+            for each in IMAGES
+        ]
+    except ConfigError as error:
+        sys.stderr.write(f"build: {error}\n")
+        return 1
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0
+
+
 if __name__ == "__main__":
-    for each in IMAGES:
-        sys.stdout.write(f"{each.name} {sources(each)[0]} {image_name(each)}\n")
+    sys.exit(main())

@@ -1,21 +1,20 @@
 """The images for machines without a GPU are built, and run stages as user 1000 without a network.
 
 They begin with `PYTHON_IMAGE`, or, since no registry may be at hand, with a Debian that debootstrap
-makes here, whose sources of packages lead nowhere. This machine's certificates, sources and wheels
-go into `deployment/images/site/` meanwhile.
+makes here, whose sources of packages lead nowhere. They are built in a copy of the checkout, whose
+`deployment/images/site/` has this machine's certificates, sources and wheels.
 """
 
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.commands import REPOSITORY
+from tests.image_checkout import copy_checkout
 
-SITE = REPOSITORY / "deployment/images/site"
 DEBIAN = ("python3", "python3-pip", "python-is-python3", "ca-certificates")
 MIRROR = os.environ.get("DEBIAN_MIRROR", "")
 """Where debootstrap takes packages from; by default what apt of this machine names."""
@@ -69,28 +68,28 @@ def _mirror() -> str | None:
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[None]:
-    """What this machine's network asks for; removed at the end."""
+def checkout(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy with the image to begin with, and what this machine's network asks for."""
+    folder = copy_checkout(tmp_path_factory.mktemp("images") / "checkout")
+    (folder / "deployment/images/arguments.txt").write_text(f"PYTHON_IMAGE={base}\n")
     wheels = os.environ.get("PIP_FIND_LINKS", "").split()
     given = [
         *Path("/usr/local/share/ca-certificates").glob("*.crt"),
-        *(wheel for folder in wheels for wheel in Path(folder).glob("*.whl")),
+        *(wheel for each in wheels for wheel in Path(each).glob("*.whl")),
         *Path("/etc/apt/sources.list.d").glob("debian*.sources"),
     ]
-    added = [SITE / path.name for path in given if not (SITE / path.name).exists()]
     for path in given:
-        shutil.copy(path, SITE)
-    yield
-    for path in added:
-        path.unlink()
+        shutil.copy(path, folder / "deployment/images/site")
+    return folder
 
 
-def built(kind: str, base: str) -> str:
+def built(kind: str, checkout: Path) -> str:
     """Builds an image as a user does; returns its name."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHON_IMAGE"}
     done = subprocess.run(
         ["deployment/images/build.sh", kind, "--", "--network", "host"],
-        cwd=REPOSITORY,
-        env={**os.environ, "NEMO_RL_BUILDER": "podman", "PYTHON_IMAGE": base},
+        cwd=checkout,
+        env=kept | {"NEMO_RL_BUILDER": "podman"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -149,14 +148,14 @@ print(*(read_metadata(each.folder / "rows.parquet").num_rows for each in rows))
 """
 
 
-def test_light_needs_no_compiler_and_runs_a_stage(base: str, site: None) -> None:
-    image = built("light", base)
+def test_light_needs_no_compiler_and_runs_a_stage(checkout: Path) -> None:
+    image = built("light", checkout)
     assert installed_tools(image) == set()
     assert run_in(image, f"python - <<'END'\n{PREPARE}END").endswith("64 8\n")
 
 
-def test_laptop_runs_a_pipeline_with_ray_and_vllm(base: str, site: None) -> None:
-    image = built("laptop", base)
+def test_laptop_runs_a_pipeline_with_ray_and_vllm(checkout: Path) -> None:
+    image = built("laptop", checkout)
     assert installed_tools(image) == {"gcc"}
     recipe = (
         '{"recipe": "sft_arithmetic", "sft": {"num_steps": 5}, '

@@ -50,7 +50,8 @@ def test_images_that_the_registry_has_are_not_built(tmp_path: Path) -> None:
     builder, notes = tmp_path / "builder", tmp_path / "notes"
     builder.write_text(
         "#!/bin/sh\n"
-        'case "$*" in "manifest inspect "*-light:*) exit 0;; "manifest "*) exit 1;; esac\n'
+        'case "$*" in "manifest inspect "*-light:*) exit 0;; "manifest "* | "image "*) exit 1;;\n'
+        "--version) exit 0;; esac\n"
         f'echo "$*" >> {notes}\n'
     )
     builder.chmod(0o755)

@@ -237,7 +237,7 @@ g==7
         (
             "lite",
             "echo",
-            "there is no image lite\n  fix: take some of training generation laptop light",
+            "there is no image lite\n  fix: take some of light laptop generation training",
         ),
     ],
 )

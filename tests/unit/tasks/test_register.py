@@ -142,6 +142,17 @@ def test_a_cluster_without_a_registry_is_refused(checkout: Path) -> None:
     assert "unused=registry.example/team/nemo-rl-unused:0" in done.stdout
 
 
+@pytest.mark.parametrize("words", [["--config", "flyte.yaml"], ["--package", "flow.tgz"]])
+def test_a_private_key_is_not_registered(checkout: Path, words: list[str]) -> None:
+    write_program(checkout, "python", f'PYTHONPATH={REPOSITORY} exec {sys.executable} "$@"')
+    assert ran(checkout, *words).returncode == 0
+    (checkout / "tls.pem").write_text("-----BEGIN PRIVATE" + " KEY-----\n")
+    refused = ran(checkout, *words)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "register: files that would be uploaded with the code hold secrets" in refused.stderr
+    assert "got: tls.pem (a private key)" in refused.stderr
+
+
 def test_a_package_without_a_registry_says_so(checkout: Path) -> None:
     done = ran(checkout, "--package", "flow.tgz")
     assert done.returncode == 0

@@ -12,9 +12,10 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.produce import NotMade, StageInputs, StageResult, dry_run, produce
 from nemo_rl_core.store.store import Store
 from tasks import cli
+from tasks.cli import flyte_cluster_check
 from tasks.cli.run import PIPELINES
 from tasks.cli.run_settings import changes_of
-from tasks.platform import ray_stage
+from tasks.platform import code_secrets, ray_stage
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -92,6 +93,20 @@ def test_images_that_a_cluster_cannot_pull_are_refused(
     result = CliRunner().invoke(cli.group, given)
     assert "NEMO_RL_REGISTRY" not in result.output
     assert "on flyte.invalid" in result.output  # nothing answers there
+
+
+@pytest.mark.parametrize("command", [["run", "sft", "--remote"], ["cluster-check"]])
+def test_code_with_a_key_is_not_uploaded(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tls.pem").write_text("-----BEGIN PRIVATE" + " KEY-----\n")
+    for user in (code_secrets, flyte_cluster_check):
+        monkeypatch.setattr(user, "CHECKOUT", tmp_path)
+    given = [*command, "--config", flyte_config(tmp_path, "localhost:1")]
+    result = CliRunner().invoke(cli.group, given)
+    assert result.exit_code == 2
+    assert "files that would be uploaded with the code hold secrets" in result.output
+    assert "got: tls.pem (a private key)" in result.output
 
 
 def test_values_are_yaml() -> None:

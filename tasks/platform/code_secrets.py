@@ -1,0 +1,95 @@
+"""Whether the code that goes to a cluster holds secrets, before it is uploaded.
+
+flytekit uploads every file of the checkout that git does not ignore, tracked or not, and every pod
+of a stage downloads them. `python -m tasks.platform.code_secrets FOLDER` exits with 2 if one of
+them looks like a private key or credentials.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from flytekit.tools.ignore import (
+    DockerIgnore,
+    FlyteIgnore,
+    GitIgnore,
+    IgnoreGroup,
+    StandardIgnore,
+)
+from flytekit.tools.script_mode import list_all_files
+
+from nemo_rl_core.errors import ConfigError
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""The folder that is uploaded."""
+
+_MOST_BYTES = 2**20  # of a file that is looked at; keys and credentials are far smaller
+_SECRETS = {
+    "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",  # a Google account's in JSON, too
+    "the key of a kubeconfig": rb"(?m)^ *client-key-data: *\S",
+    "credentials of Amazon": rb"(?m)^aws_secret_access_key *= *\S",
+}
+
+
+def refuse_secrets(folder: Path) -> None:
+    """Refuses to upload code with private keys or credentials.
+
+    Args:
+        folder: That would be uploaded.
+
+    Raises:
+        ConfigError: If a file that would be uploaded has one.
+    """
+    found = [f"{path.relative_to(folder)} ({kind})" for path, kind in _secrets(folder)]
+    if not found:
+        return
+    raise ConfigError(
+        "files that would be uploaded with the code hold secrets, which every stage could read",
+        expected="no private key and no credentials in what git does not ignore",
+        got=", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else ""),
+        fix="move them out of the checkout, or write them to .gitignore (to .flyteignore, where "
+        "git tracks them); keys of stages belong to the secret nemo-rl-secrets",
+    )
+
+
+def _secrets(folder: Path) -> Iterator[tuple[Path, str]]:
+    for path in _uploaded(folder):
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            continue
+        content = path.read_bytes()
+        for kind, pattern in _SECRETS.items():
+            if re.search(pattern, content):
+                yield path, kind
+                break
+
+
+def _uploaded(folder: Path) -> list[Path]:
+    """As flytekit lists files, but that git is asked for them: a walk enters `.venv`, too."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=folder,
+        capture_output=True,
+        check=False,
+    )
+    if listed.returncode:
+        every = IgnoreGroup(str(folder), [GitIgnore, DockerIgnore, StandardIgnore, FlyteIgnore])
+        return [Path(path) for path in list_all_files(str(folder), False, every)]
+    others = IgnoreGroup(str(folder), [DockerIgnore, StandardIgnore, FlyteIgnore])
+    names = sorted(set(filter(None, listed.stdout.decode(errors="surrogateescape").split("\0"))))
+    return [folder / name for name in names if not others.is_ignored(name)]
+
+
+def main(folder: str) -> int:
+    """Looks through a folder that would be uploaded; returns the exit code."""
+    try:
+        refuse_secrets(Path(folder).resolve())
+    except ConfigError as error:
+        sys.stderr.write(f"register: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,89 @@
+"""Code with private keys or credentials is refused before it is uploaded."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_core.errors import ConfigError
+from tasks.platform.code_secrets import CHECKOUT, main, refuse_secrets
+from tests.commands import REPOSITORY
+
+KEY = "-----BEGIN {}PRIVATE" + " KEY-----\nMIIEvg==\n"  # in two, since this file is uploaded, too
+SECRETS = {
+    "tls.pem": (KEY.format(""), "a private key"),
+    "folder/id_ed25519": (KEY.format("OPENSSH "), "a private key"),
+    "account.json": (f'{{"private_key": {KEY.format("")!r}}}', "a private key"),
+    "kube": ("users:\n- user:\n    client-key-data: LS0t\n", "the key of a kubeconfig"),
+    "credentials": ("[default]\naws_secret_access_key = abc\n", "credentials of Amazon"),
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "code.py").write_text("client(aws_secret_access_key=secret)\n")
+    (tmp_path / "ca.pem").write_text("-----BEGIN CERTIFICATE-----\n")
+    return tmp_path
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def track(folder: Path) -> None:
+    subprocess.run(["git", "add", "--all"], cwd=folder, check=True)
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_secrets_are_refused_with_their_path(
+    checkout: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refuse_secrets(checkout)
+    assert main(str(checkout)) == 0
+    text, kind = SECRETS[name]
+    write(checkout, name, text)
+    with pytest.raises(ConfigError, match="hold secrets") as error:
+        refuse_secrets(checkout)
+    assert error.value.got == f"{name} ({kind})"
+    track(checkout)
+    assert main(str(checkout)) == 2
+    assert f"got: {name} ({kind})\n  fix: move them out of the checkout" in capsys.readouterr().err
+
+
+def test_what_is_not_uploaded_may_be_anything(checkout: Path) -> None:
+    for name, (text, _) in SECRETS.items():
+        write(checkout, name, text)
+    with pytest.raises(ConfigError) as error:
+        refuse_secrets(checkout)
+    assert str(error.value.got).count("(") == len(SECRETS)
+    (checkout / ".gitignore").write_text("\n".join(SECRETS))
+    refuse_secrets(checkout)
+    (checkout / ".gitignore").unlink()
+    track(checkout)
+    (checkout / ".flyteignore").write_text("\n".join(SECRETS))
+    refuse_secrets(checkout)
+
+
+def test_without_git_all_files_are_looked_at(tmp_path: Path) -> None:
+    write(tmp_path, "code.py", "")
+    refuse_secrets(tmp_path)
+    write(tmp_path, "folder/tls.key", KEY.format("RSA "))
+    with pytest.raises(ConfigError, match=r"folder/tls\.key \(a private key\)"):
+        refuse_secrets(tmp_path)
+
+
+def test_the_checkout_holds_no_secret_and_ignores_the_usual_ones() -> None:
+    assert CHECKOUT == REPOSITORY
+    refuse_secrets(REPOSITORY)
+    usual = ["tls.key", "tls.crt", "flyte.yaml", "secrets.env", ".env", "folder/own.key", ".netrc"]
+    ignored = subprocess.run(
+        ["git", "check-ignore", "--no-index", *usual],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ignored.stdout.split() == usual
