@@ -9,6 +9,7 @@ from tasks.platform.pods import POD_NAME
 
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _NOT_FOUND, _CONFLICT = 404, 409
+_INVALID = (400, 422)
 _RAY_JOBS = {"group": "ray.io", "version": "v1", "plural": "rayjobs"}
 
 RUN_CLUSTER_RIGHTS = {
@@ -140,11 +141,20 @@ class _Request:
         status = getattr(error, "status", None)
         if status is not None and status == self._but:
             return True
-        said = getattr(error, "body", None) or str(error)
+        said = " ".join(str(getattr(error, "body", None) or error).split())
+        got = f"{status or 'no answer'}: {said}"
+        if status in _INVALID:
+            raise ResourceError(
+                f"what a stage asks for is invalid: Kubernetes does not {self._request}",
+                expected="an object that the API server and the definitions of KubeRay take",
+                got=got,
+                fix="correct what it names in deployment/pods.yaml and register again; "
+                "what is not of that file is a fault of this project",
+            ) from error
         raise ResourceError(
             f"Kubernetes does not {self._request} for the account of this pod",
             expected=f"the role {self._role} of deployment/production/cluster.yaml",
-            got=f"{status or 'no answer'}: {' '.join(str(said).split())}",
+            got=got,
             fix="apply that file to the namespace again"
             + ", or remove cluster.lifetime" * (self._role == "nemo-rl-run-clusters"),
         ) from error

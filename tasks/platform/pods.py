@@ -57,6 +57,9 @@ By default it asks the head for that and waits 30 s, and so holds its GPUs as lo
 pod has ended first.
 """
 
+SPOT = "nemo-rl/spot"
+"""Taint of spot nodes: Flyte lets attempts that may run there tolerate it (`values-s3.yaml`)."""
+
 GPU = "nvidia.com/gpu"
 """Kubernetes' name of the resource."""
 

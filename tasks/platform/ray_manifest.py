@@ -19,8 +19,9 @@ def cluster_spec(
     Args:
         head: Of the pod that runs no workers.
         workers: A group for each size of machine.
-        container: Laid over the container that Ray runs in, as its image; lists grow.
-        spec: Laid over each pod's spec.
+        container: Of the container that Ray runs in, such as its image. What a template has of its
+            own stays; its lists and maps grow by what they do not have, by name.
+        spec: Of each pod's spec, likewise.
     """
 
     def pod(template: PodTemplate) -> dict[str, Any]:
@@ -53,11 +54,30 @@ def _pod(
 
     client = ApiClient()
     own: dict[str, Any] = client.sanitize_for_serialization(template.pod_spec)  # type: ignore[no-untyped-call]
-    main = own["containers"][0]
-    for key, value in container.items():
-        main[key] = [*main.get(key, []), *value] if isinstance(value, list) else value
-    own["containers"][0] = dict(sorted(main.items()))
+    own["containers"][0] = dict(sorted(_filled(own["containers"][0], container).items()))
     metadata: dict[str, Any] = {"labels": template.labels}
     if template.annotations:
         metadata["annotations"] = template.annotations
-    return {"metadata": metadata, "spec": {**own, **spec}}
+    return {"metadata": metadata, "spec": _filled(own, spec)}
+
+
+def _filled(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is there, and what is given besides.
+
+    Kubernetes takes no name twice in a list; of two that are given the last one counts, as for a
+    container's variables.
+    """
+    filled = {**given, **own}
+    for key in own.keys() & given.keys():
+        if isinstance(own[key], list):
+            names = [_name(each) for each in own[key]]
+            new = {str(_name(each)): each for each in given[key] if _name(each) not in names}
+            filled[key] = [*own[key], *new.values()]
+        elif isinstance(own[key], dict):
+            filled[key] = {**given[key], **own[key]}
+    return filled
+
+
+def _name(entry: Mapping[str, Any]) -> Any:
+    """That of a variable; an entry of a list without names is the whole of it."""
+    return entry.get("name") or entry

@@ -21,9 +21,9 @@ from flytekitplugins.ray import HeadNodeConfig, WorkerNodeConfig
 
 from nemo_rl_core.errors import ResourceError
 from nemo_rl_core.telemetry.waiting import waiting
+from tasks.platform import taken_over
 from tasks.platform.joining import TURN, TURNS
 from tasks.platform.kubernetes_api import KubernetesApi
-from tasks.platform.pods import NO_DRAIN, POD_NAME, SECRETS
 from tasks.platform.ray_manifest import cluster_spec
 
 _LOG = logging.getLogger(f"nemo_rl_core.{__name__}")  # the run's log takes this one's
@@ -38,10 +38,7 @@ _WAIT_SECONDS = 2 * 3600.0
 _PORT = 6379
 _LONGEST_NAME = 47  # KubeRay derives longer ones from it
 _KEEPER = Path(__file__).with_name("cluster_keeper.py")
-_QUEUE_LABELS = "kueue.x-k8s.io/"  # of the execution: Flyte passes them on to its pods
 _KEPT_OF_OWNERS = ("apiVersion", "kind", "name", "uid")
-_OF_TEMPLATES = (POD_NAME, NO_DRAIN)  # variables: that of the driver, and one that all pods have
-_KEPT_OF_PODS = ("serviceAccountName", "imagePullSecrets")
 
 
 @dataclass(frozen=True)
@@ -114,25 +111,23 @@ class RunCluster:
             own_pod: This pod, as Kubernetes describes it. The cluster's pods get what Flyte has
                 given to it, and are removed with the Flyte execution that owns it.
         """
-        metadata, main = own_pod["metadata"], own_pod["spec"]["containers"][0]
-        container = {
-            "image": main["image"],
-            "env": [each for each in main.get("env", []) if each["name"] not in _OF_TEMPLATES],
-            "envFrom": [each for each in main.get("envFrom", []) if not _is_in_template(each)],
-        }
-        given = {key: own_pod["spec"][key] for key in _KEPT_OF_PODS if key in own_pod["spec"]}
-        spec = cluster_spec(self.head, self.workers, container=container, spec=given)
+        spec = cluster_spec(
+            self.head,
+            self.workers,
+            container=taken_over.of_container(own_pod),
+            spec=taken_over.of_spec(own_pod),
+        )
         spec["headGroupSpec"]["serviceType"] = "ClusterIP"  # no port of the machines leads to it
         keeper = ["python", "-c", _KEEPER.read_text(), TURNS, TURN, str(IDLE_SECONDS)]
-        owners = metadata.get("ownerReferences", [])
-        labels = metadata.get("labels", {})
-        queue = {key: value for key, value in labels.items() if key.startswith(_QUEUE_LABELS)}
+        owners = own_pod["metadata"].get("ownerReferences", [])
+        metadata = taken_over.of_metadata(own_pod)
         return {
             "apiVersion": "ray.io/v1",
             "kind": "RayJob",
             "metadata": {
                 "name": self.name,
-                "labels": {EXECUTION_LABEL: _label(), **queue},
+                **metadata,
+                "labels": {**metadata["labels"], EXECUTION_LABEL: _label()},
                 "ownerReferences": [{key: each[key] for key in _KEPT_OF_OWNERS} for each in owners],
             },
             "spec": {
@@ -174,7 +169,3 @@ def _execution() -> str:
 def _label() -> str:
     """Values of labels have at most 63 characters, as names of executions have."""
     return _execution()[:63]
-
-
-def _is_in_template(source: Mapping[str, Any]) -> bool:
-    return (source.get("secretRef") or {}).get("name") == SECRETS

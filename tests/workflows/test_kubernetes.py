@@ -3,7 +3,6 @@
 No Ray runs here.
 """
 
-import itertools
 import json
 import os
 import re
@@ -16,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tasks.evaluate import evaluate
-from tasks.platform.pods import POD_NAME
+from tasks.platform import site_pods
+from tasks.platform.pods import GPU, POD_NAME, SPOT
 from tasks.platform.shapes import laptop
 from tasks.train_sft import train_sft
 from tests.commands import REPOSITORY
 from tests.schemas.ray_job import ray_job
 from tests.unit.tasks.test_deployment import DEPLOYMENT, VALUES, YAML, documents
 from tests.unit.tasks.test_run_cluster import OWN_POD, cluster_of
+from tests.unit.tasks.test_taken_over import NODE, SITE, driver_of, pods_of
 from tests.workflows.cluster_bed import Pod
 from tests.workflows.cluster_bed.pod import VOLUME
 from tests.workflows.kubernetes_bed import (
@@ -35,8 +37,9 @@ from tests.workflows.kubernetes_bed import (
     KubernetesBed,
     why_no_kubernetes,
 )
-from tests.workflows.kubernetes_bed.api import objects_of
+from tests.workflows.kubernetes_bed.api import dropped, objects_of
 from tests.workflows.kubernetes_bed.binaries import binary
+from tests.workflows.kubernetes_bed.rights import allowed
 from tests.workflows.test_ray_jobs import SHAPES, compiled, short_name
 
 pytestmark = [
@@ -74,15 +77,6 @@ FLYTE_WORKFLOWS = {
         ],
     },
 }
-VERBS = ("create", "delete", "deletecollection", "get", "list", "patch", "update", "watch")
-RESOURCES = (
-    *(("ray.io", each) for each in ("rayjobs", "rayclusters", "rayservices", "rayjobs/status")),
-    *(("", each) for each in ("pods", "pods/exec", "pods/log", "secrets", "nodes", "services")),
-    *(("", each) for each in ("serviceaccounts", "persistentvolumeclaims", "resourcequotas")),
-    ("batch", "jobs"),
-    ("rbac.authorization.k8s.io", "rolebindings"),
-    ("networking.k8s.io", "networkpolicies"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -384,6 +378,37 @@ def test_the_cluster_of_a_run_goes_with_its_execution(
     wait(lambda: cluster.admin.find(f"{RAY_JOBS}/{run_cluster.name}") is None)
 
 
+def test_the_cluster_of_a_run_is_taken_with_a_site_that_gives_pods_variables(
+    cluster: KubernetesBed,
+    stage: Api,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The stage's pod is as Kubernetes describes it, after its defaults and admission."""
+    file = tmp_path / "pods.yaml"
+    file.write_text(
+        yaml.safe_dump({**SITE, "job": {"spot_training": True, "annotations": {"a": "1"}}})
+    )
+    monkeypatch.setattr(site_pods, "FILE", file)
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "f1")
+    driver = driver_of(train_sft, is_interruptible=True)
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "driver"}}
+    cluster.admin.create({**pod, "spec": {**driver["spec"], "schedulerName": "none"}}, NAMESPACE)
+    described = cluster.admin.get(f"/api/v1/namespaces/{NAMESPACE}/pods/driver")
+    tolerated = [each["key"] for each in described["spec"]["tolerations"]]
+    assert "node.kubernetes.io/not-ready" in tolerated
+    cluster.admin.request("DELETE", f"/api/v1/namespaces/{NAMESPACE}/pods/driver")
+    job = cluster_of(NODE).manifest(described)
+    assert list(dropped(job, stage.create(job, NAMESPACE, dryRun="All"))) == []
+    for spec in pods_of(job):
+        keys = [each["key"] for each in spec["tolerations"] if each["key"] != GPU]
+        assert keys == ["team", SPOT]
+        main = spec["containers"][0]
+        main["env"] = [*main["env"], main["env"][0]]  # each name once
+    with pytest.raises(ApiError, match=r"422: .*Duplicate value"):
+        stage.create(job, NAMESPACE, dryRun="All")
+
+
 def test_a_pod_asks_kubernetes_with_its_account(cluster: KubernetesBed, tmp_path: Path) -> None:
     """Every request of `tasks/platform/kubernetes_api.py`."""
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "asks"}}
@@ -458,35 +483,3 @@ def wait(is_so: Callable[[], bool], seconds: float = 60) -> None:
     while not is_so():
         assert time.monotonic() < deadline, "it did not come"
         time.sleep(0.1)
-
-
-def allowed(api: Api, namespace: str) -> dict[tuple[str, str], set[str]]:
-    """What a user may do there, of all verbs and of many resources."""
-    found: dict[tuple[str, str], set[str]] = {}
-    kind = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
-    for (group, whole), verb in itertools.product(RESOURCES, VERBS):
-        resource, _, part = whole.partition("/")
-        asked = {"group": group, "resource": resource, "subresource": part}
-        asked |= {"verb": verb, "namespace": "" if resource == "nodes" else namespace}
-        spec = {"resourceAttributes": asked}
-        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-        if api.request("POST", path, {**kind, "spec": spec})["status"]["allowed"]:
-            found.setdefault((group, whole), set()).add(verb)
-    return found
-
-
-def dropped(sent: Any, taken: Any, at: str = "") -> Iterator[str]:
-    """Paths of what the server did not keep: keys that it does not know."""
-    if isinstance(sent, Mapping):
-        for key, value in sent.items():
-            path = f"{at}.{key}".lstrip(".")
-            if isinstance(taken, Mapping) and key in taken:
-                yield from dropped(value, taken[key], path)
-            elif value not in ({}, [], "", None, 0, False):  # Go leaves out what is empty
-                yield path
-    elif isinstance(sent, list):
-        for place, each in enumerate(sent):
-            if place < len(taken):
-                yield from dropped(each, taken[place], f"{at}[{place}]")
-            else:
-                yield f"{at}[{place}]"

@@ -90,6 +90,25 @@ def test_a_missing_right_is_explained(server: KubernetesServer) -> None:
     assert server.refused == ["create rayjobs"]
 
 
+def test_what_is_invalid_is_no_missing_right(
+    server: KubernetesServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Kubernetes 1.20 answers a variable that stands twice."""
+    message = 'RayJob "one" is invalid: spec: Duplicate value: map[string]interface{}{"name":"A"}'
+    answer = server.answer
+
+    def refuse(method: str, *request: Any) -> tuple[int, Any]:
+        return (422, {"message": message}) if method == "POST" else answer(method, *request)
+
+    monkeypatch.setattr(server, "answer", refuse)
+    with pytest.raises(ResourceError, match="invalid: Kubernetes does not create") as caught:
+        KubernetesApi().create_ray_job(JOB)
+    assert str(caught.value.got).startswith("422: ")
+    assert "Duplicate value" in str(caught.value.got)
+    assert "deployment/pods.yaml" in str(caught.value.fix)
+    assert "role" not in f"{caught.value.expected} {caught.value.fix}"
+
+
 def test_machines_are_listed_by_a_role_of_the_whole_cluster(server: KubernetesServer) -> None:
     server.nodes.append({"metadata": {"name": "a", "labels": {"gpus": "8"}}, "spec": {}})
     (node,) = KubernetesApi().nodes()

@@ -129,3 +129,20 @@ def objects_of(path: Path) -> Iterator[dict[str, Any]]:
     for each in yaml.safe_load_all(path.read_text()):
         if each:
             yield each
+
+
+def dropped(sent: Any, taken: Any, at: str = "") -> Iterator[str]:
+    """Paths of what the server did not keep: keys that it does not know."""
+    if isinstance(sent, Mapping):
+        for key, value in sent.items():
+            path = f"{at}.{key}".lstrip(".")
+            if isinstance(taken, Mapping) and key in taken:
+                yield from dropped(value, taken[key], path)
+            elif value not in ({}, [], "", None, 0, False):  # Go leaves out what is empty
+                yield path
+    elif isinstance(sent, list):
+        for place, each in enumerate(sent):
+            if place < len(taken):
+                yield from dropped(each, taken[place], f"{at}[{place}]")
+            else:
+                yield f"{at}[{place}]"
