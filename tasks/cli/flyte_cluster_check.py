@@ -27,6 +27,7 @@ from tasks.platform.check_line import CheckLine
 from tasks.platform.code_secrets import CHECKOUT, refuse_secrets
 from tasks.platform.flyte_answers import explained_answers
 from tasks.platform.registry import refuse_missing_registry
+from tasks.platform.site_pods import QUEUE_LABEL, of_jobs
 
 _FOLDER = "/home/nemo"  # the images' user may not write flytekit's default, /root
 _PAUSE_SECONDS = 1.0
@@ -56,6 +57,10 @@ _PENDING = "kubectl describe its pod: no room, no image, or a volume that cannot
 _JOB = (
     "look whether KubeRay's operator runs (helm install kuberay-operator, "
     "deployment/production/values-kuberay.yaml), then at kubectl describe rayjob"
+)
+_ADMITTED = (
+    "look at kubectl describe workloads, whether Kueue admits the RayJob: its queue has no quota "
+    "left, or lacks a resource or a topology that deployment/pods.yaml asks for. Once admitted, "
 )
 NODES = {
     "pods": _Node("pods", _PENDING),
@@ -198,7 +203,7 @@ class CheckRun:
             self._remote.client.terminate_execution(self._execution, "cluster-check gave up")
         for id_, node in open_nodes.items():
             found = f"did not end {why}; Flyte has it as {states.get(id_, 'not started')}"
-            yield CheckLine(name=node.name, state="fail", found=found, fix=node.waits)
+            yield CheckLine(name=node.name, state="fail", found=found, fix=_what_to_look_at(node))
 
     def _end(self) -> str:
         """How the execution as a whole has ended; empty while it runs."""
@@ -223,6 +228,12 @@ class CheckRun:
         if literal is not None and literal.collection is not None:
             context = FlyteContextManager.current_context()
             yield from TypeEngine.to_python_value(context, literal, list[CheckLine])
+
+
+def _what_to_look_at(node: _Node) -> str:
+    """With a queue of Kueue a RayJob waits for it first."""
+    is_queued = node.waits == _JOB and QUEUE_LABEL in of_jobs().labels
+    return _ADMITTED * is_queued + node.waits
 
 
 def line_of_error(name: str, message: str) -> CheckLine:

@@ -10,6 +10,7 @@ from tasks.platform.pods import POD_NAME
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _NOT_FOUND, _CONFLICT = 404, 409
 _INVALID = (400, 422)
+_DENIED = "denied the request"  # of an admission webhook, such as Kueue's, with the status 403
 _RAY_JOBS = {"group": "ray.io", "version": "v1", "plural": "rayjobs"}
 
 RUN_CLUSTER_RIGHTS = {
@@ -143,10 +144,10 @@ class _Request:
             return True
         said = " ".join(str(getattr(error, "body", None) or error).split())
         got = f"{status or 'no answer'}: {said}"
-        if status in _INVALID:
+        if status in _INVALID or _DENIED in said:
             raise ResourceError(
                 f"what a stage asks for is invalid: Kubernetes does not {self._request}",
-                expected="an object that the API server and the definitions of KubeRay take",
+                expected="an object that the API server, KubeRay's definitions and webhooks take",
                 got=got,
                 fix="correct what it names in deployment/pods.yaml and register again; "
                 "what is not of that file is a fault of this project",

@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.maintenance.doctor.check import State
 from tasks.platform.check_line import CheckLine
 from tasks.platform.pod_sizes import (
     CPU,
@@ -90,22 +91,45 @@ def machines_found(
     if sum(roomy) >= group.count:
         return CheckLine(name="nodes", state="ok", found=found)
     if large and not chosen:
-        there = {
-            f"{key}={value}"
-            for node in large
-            for key, value in node["metadata"]["labels"].items()
-            if key in _KINDS_OF_GPUS
-        }
-        found = f"{found}; those with GPUs have {', '.join(sorted(there)) or 'no label of a kind'}"
-        fix = (
-            "say which labels they have (gpu_worker.accelerators in deployment/pods.yaml), "
-            f"or give them this one (kubectl label nodes NODE {wanted})"
-        )
-        return CheckLine(name="nodes", state="fail", found=found, fix=fix)
+        return _of_other_kinds(size, large, found, autoscaled=autoscaled)
     if chosen and not roomy:
         return _too_small(size, chosen, autoscaled=autoscaled)
     found = f"{found}; the shape has {group.count}"
     return CheckLine(name="nodes", state="warn", found=found, fix=_ADD)
+
+
+def _of_other_kinds(
+    size: PodSize, nodes: Sequence[Node], found: str, *, autoscaled: bool
+) -> CheckLine:
+    """The line on machines with enough GPUs, none of which has the labels that pods select.
+
+    A machine with another label of a kind may be of another kind, and is not to be given this one.
+    """
+    keys = {*_KINDS_OF_GPUS, *size.labels}
+    kinds = [
+        {f"{key}={value}" for key, value in node["metadata"]["labels"].items() if key in keys}
+        for node in nodes
+    ]
+    there = sorted(set().union(*kinds))
+    wanted = " ".join(f"{key}={value}" for key, value in size.labels.items())
+    found = f"{found}; those with GPUs have {', '.join(there) or 'no label of a kind'}"
+    fixes = ["add machines of the kind that the recipe asks for"]
+    if there:
+        fixes.append(
+            "if one of these labels is that kind's, name it (gpu_worker.accelerators in "
+            "deployment/pods.yaml)"
+        )
+    if not all(kinds):
+        fixes.append(
+            "if those without a label are of that kind, give them this one (kubectl label nodes "
+            f"NODE {wanted})"
+        )
+    if autoscaled:
+        fixes[0] = f"let the group of machines that is added have the label {wanted}"
+    else:
+        fixes.append("--autoscaled, if such machines are added when pods wait")
+    state: State = "warn" if autoscaled else "fail"
+    return CheckLine(name="nodes", state=state, found=found, fix="; ".join(fixes))
 
 
 def _too_small(size: PodSize, nodes: Sequence[Node], *, autoscaled: bool) -> CheckLine:

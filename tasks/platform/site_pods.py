@@ -39,6 +39,9 @@ GROUPS = {
 ACCELERATOR_LABEL = "k8s.amazonaws.com/accelerator"
 """Node label of the kind of GPU, where the file has no `accelerators`."""
 
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+"""Label of a RayJob that waits in a queue of Kueue."""
+
 
 @dataclass(frozen=True)
 class JobSettings:

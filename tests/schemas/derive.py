@@ -38,6 +38,7 @@ _KUEUE_KINDS = {
     "ClusterQueue": "clusterqueues",
     "LocalQueue": "localqueues",
     "ResourceFlavor": "resourceflavors",
+    "Topology": "topologies",
     "WorkloadPriorityClass": "workloadpriorityclasses",
 }
 _STRUCT = re.compile(r"^type (\w+) struct \{\n(.*?)^\}", re.MULTILINE | re.DOTALL)

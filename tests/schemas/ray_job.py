@@ -27,7 +27,7 @@ def ray_job(
         task: As it was registered, of the type `ray`.
         execution_labels: Of the execution or its launch plan, which Flyte puts on every object.
     """
-    custom = _whole(json_format.MessageToDict(task.custom))
+    custom = whole(json_format.MessageToDict(task.custom))
     cluster, given = custom["rayCluster"], dict(execution_labels or {})
     base = _container(task)
     head = cluster["headGroupSpec"]
@@ -68,12 +68,12 @@ def ray_job(
     }
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
     """A struct's numbers are floating; Go writes whole ones without a point."""
     if isinstance(value, dict):
-        return {key: _whole(each) for key, each in value.items()}
+        return {key: whole(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_whole(each) for each in value]
+        return [whole(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -113,7 +113,8 @@ def test_kueue_takes_its_queue_and_priorities(cluster: KubernetesBed) -> None:
     for path in sorted(binary(KUEUE).glob("*.yaml")):
         for definition in objects_of(path):
             cluster.admin.create(definition)
-    for each in documents("production/kueue.yaml"):
+    topology = documents("production/kueue_topology.yaml")
+    for each in [*documents("production/kueue.yaml"), *topology]:
         wait(lambda made=each: knows(cluster.admin, made))
         taken = cluster.admin.create(each, NAMESPACE, dryRun="All")
         assert list(dropped(each, taken)) == [], each["metadata"]["name"]

@@ -1,11 +1,13 @@
 """The RayJobs that Flyte makes of stages are what KubeRay's pinned version takes."""
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.tools.translator import get_serializable
@@ -16,8 +18,10 @@ from tasks.cluster_check import answer_from_training
 from tasks.evaluate import evaluate
 from tasks.grpo_iteration import grpo_iteration
 from tasks.platform import site_pods
+from tasks.platform.pods import GPU
 from tasks.platform.shapes import one_gpu, shape_of
 from tasks.train_sft import train_sft
+from tests.commands import REPOSITORY
 from tests.schemas import problems, schema
 from tests.schemas.ray_job import ray_job
 from tests.unit.tasks.test_deployment import documents
@@ -35,6 +39,7 @@ SHAPES = {
     "one_gpu": ClusterConfig(shape="one_gpu", accelerator="nvidia-h100"),
     "cluster": ClusterConfig(shape="cluster", num_workers=12),
 }
+RACK = "kueue.x-k8s.io/podset-required-topology"
 QUEUE = {"kueue.x-k8s.io/queue-name": "training", "kueue.x-k8s.io/priority-class": "nightly"}
 STAGES = [train_sft, grpo_iteration, evaluate]
 
@@ -101,8 +106,7 @@ def test_a_job_has_no_label_or_spot_unless_the_site_says_so() -> None:
 def test_kueue_has_its_labels_on_the_job_and_on_no_pod(
     says: Callable[[str], None], shape: str
 ) -> None:
-    kueue = example_with("queue-name")
-    says(kueue)
+    says(example_with("priority-class"))
     for stage in STAGES:
         job = ray_job(compiled(stage, shape))
         assert list(problems(job, KUBERAY)) == []
@@ -114,35 +118,125 @@ def test_kueue_has_its_labels_on_the_job_and_on_no_pod(
         for group in cluster["workerGroupSpecs"]:
             metadata = group["template"]["metadata"]
             assert not metadata["labels"].keys() & QUEUE.keys()
-            rack = {"kueue.x-k8s.io/podset-required-topology": "topology.kubernetes.io/rack"}
-            assert metadata["annotations"] == ({} if shape == "laptop" else rack)
+            assert metadata["annotations"] == {}  # kueue.yaml has no topology
 
 
-def test_the_queue_covers_what_the_pods_of_stages_ask_for() -> None:
-    """Kueue never admits a pod that asks for a resource that is not covered."""
-    objects = {each["metadata"]["name"]: each for each in documents("production/kueue.yaml")}
-    assert objects["training"]["kind"] == "LocalQueue"  # as the example names it
-    assert objects["nightly"]["kind"] == "WorkloadPriorityClass"
-    queue = objects[objects["training"]["spec"]["clusterQueue"]]
+def queue_of(name: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """The resources of a file's queue of Kueue, and its flavors, each with its quotas by name."""
+    (queue,) = [each for each in documents(name) if each["kind"] == "ClusterQueue"]
     (group,) = queue["spec"]["resourceGroups"]
-    (flavor,) = group["flavors"]
-    assert flavor["name"] in objects
-    assert [each["name"] for each in flavor["resources"]] == group["coveredResources"]
+    flavors = {
+        each["metadata"]["name"]: each.get("spec", {})
+        for file in ("production/kueue.yaml", name)  # applied in this order
+        for each in documents(file)
+        if each["kind"] == "ResourceFlavor"
+    }
+    found = []
+    for each in group["flavors"]:
+        quotas = {quota["name"]: quota["nominalQuota"] for quota in each["resources"]}
+        assert [*quotas] == group["coveredResources"]
+        found.append({**flavors[each["name"]], "quotas": quotas})
+    return group["coveredResources"], found
+
+
+def asked_by_pods(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """The specs of all pods of a RayJob, head and submitter among them."""
+    cluster = job["spec"]["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    templates = [job["spec"]["submitterPodTemplate"], *(each["template"] for each in groups)]
+    return [each["spec"] for each in templates]
+
+
+def not_counted() -> tuple[str, ...]:
+    (values,) = documents("production/values-kueue.yaml")
+    config = yaml.safe_load(values["managerConfig"]["controllerManagerConfigYaml"])
+    return tuple(config["resources"]["excludeResourcePrefixes"])
+
+
+def test_kueue_has_the_queue_that_the_example_names() -> None:
+    objects = {
+        (each["kind"], each["metadata"]["name"]): each
+        for each in documents("production/kueue.yaml")
+    }
+    assert ("WorkloadPriorityClass", QUEUE["kueue.x-k8s.io/priority-class"]) in objects
+    local = objects["LocalQueue", QUEUE["kueue.x-k8s.io/queue-name"]]
+    for name in ("production/kueue.yaml", "production/kueue_topology.yaml"):
+        (queue,) = [each for each in documents(name) if each["kind"] == "ClusterQueue"]
+        assert queue["metadata"]["name"] == local["spec"]["clusterQueue"]
+
+
+def examples() -> list[str]:
+    """Everything that the file's comment and the page show of `deployment/pods.yaml`."""
+    shipped = site_pods.FILE.read_text()
+    found = [each.replace("#   ", "") for each in re.findall(r"(?:^#   .*\n)+", shipped, re.M)]
+    page = (REPOSITORY / "docs/clusters.md").read_text()
+    found += re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return [text for text in found if re.match(rf"(?:{'|'.join(site_pods.GROUPS)}):\s", text)]
+
+
+def test_the_examples_are_those_of_both_texts() -> None:
+    together = "\n".join(examples())
+    for word in ("rdma/ib", "vpc.amazonaws.com/efa", RACK, "weights:", "matchLabelKeys"):
+        assert word in together
+
+
+@pytest.mark.parametrize("example", ["{}", *examples()])
+def test_the_queue_covers_what_pods_ask_for(says: Callable[[str], None], example: str) -> None:
+    """Kueue never admits a pod that asks for a resource that is neither covered nor excluded."""
+    says(example)
+    covered, _ = queue_of("production/kueue.yaml")
     for stage in STAGES:
-        spec = ray_job(compiled(stage, "cluster"))["spec"]
-        cluster = spec["rayClusterSpec"]
-        groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-        templates = [spec["submitterPodTemplate"], *(each["template"] for each in groups)]
-        for template in templates:
-            (container,) = template["spec"]["containers"]
-            assert container["resources"]["requests"].keys() <= {*group["coveredResources"]}
+        for spec in asked_by_pods(ray_job(compiled(stage, "cluster"))):
+            (container,) = spec["containers"]
+            for asked in container["resources"]["requests"]:
+                assert asked in covered or asked.startswith(not_counted()), asked
+
+
+@pytest.mark.parametrize("example", examples())
+def test_a_topology_is_asked_for_only_with_its_objects(
+    says: Callable[[str], None], example: str
+) -> None:
+    """Kueue never admits pods with a level of a topology that no flavor with a quota has."""
+    says(example)
+    groups = ray_job(compiled(train_sft, "cluster"))["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    found = [group["template"]["metadata"]["annotations"].get(RACK) for group in groups]
+    asked = {each for each in found if each is not None}
+    # kueue.yaml alone, of which the example with a priority is, has no topology.
+    assert bool(asked) == (RACK in example and "priority-class" not in example)
+    (topology,) = [
+        each for each in documents("production/kueue_topology.yaml") if each["kind"] == "Topology"
+    ]
+    levels = [each["nodeLabel"] for each in topology["spec"]["levels"]]
+    assert asked <= {*levels}
+    assert levels[-1] == "kubernetes.io/hostname"
+
+
+def test_workers_with_gpus_have_the_flavor_of_the_racks_and_others_the_other() -> None:
+    """By Kueue: the first flavor whose taints a pod tolerates, and of which there is a quota."""
+    covered, (racks, other) = queue_of("production/kueue_topology.yaml")
+    before, (alone,) = queue_of("production/kueue.yaml")
+    assert covered == before
+    (topology,) = [
+        each["metadata"]["name"]
+        for each in documents("production/kueue_topology.yaml")
+        if each["kind"] == "Topology"
+    ]
+    assert racks["topologyName"] == topology
+    assert racks["nodeLabels"]  # a rule of its definition, which Kubernetes 1.20 passes over
+    assert racks["quotas"] == alone["quotas"]
+    assert other["quotas"] == {**alone["quotas"], GPU: 0}
+    (taint,) = racks["nodeTaints"]
+    for spec in asked_by_pods(ray_job(compiled(train_sft, "cluster"))):
+        tolerated = [each["key"] for each in spec.get("tolerations", [])]
+        has_gpus = GPU in spec["containers"][0]["resources"]["requests"]
+        assert (taint["key"] in tolerated) == has_gpus
 
 
 def test_a_label_of_the_execution_comes_before_that_of_the_site(
     says: Callable[[str], None],
 ) -> None:
     """`pyflyte run --remote --labels`: one run with another priority."""
-    says(example_with("queue-name"))
+    says(example_with("priority-class"))
     urgent = {"kueue.x-k8s.io/priority-class": "urgent"}
     job = ray_job(compiled(train_sft), execution_labels=urgent)
     assert job["metadata"]["labels"] == QUEUE | urgent

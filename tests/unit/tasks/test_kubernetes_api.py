@@ -1,5 +1,6 @@
 """Requests of a stage to Kubernetes' API, over TLS to a server with the rights of the role."""
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,21 +91,30 @@ def test_a_missing_right_is_explained(server: KubernetesServer) -> None:
     assert server.refused == ["create rayjobs"]
 
 
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (
+            422,
+            'RayJob "one" is invalid: spec: Duplicate value: map[string]interface {}{"name":"A"}',
+        ),
+        (403, 'admission webhook "vrayjob.kb.io" denied the request: spec.suspend: Forbidden'),
+    ],
+)
 def test_what_is_invalid_is_no_missing_right(
-    server: KubernetesServer, monkeypatch: pytest.MonkeyPatch
+    server: KubernetesServer, monkeypatch: pytest.MonkeyPatch, status: int, message: str
 ) -> None:
-    """As Kubernetes 1.20 answers a variable that stands twice."""
-    message = 'RayJob "one" is invalid: spec: Duplicate value: map[string]interface{}{"name":"A"}'
+    """As Kubernetes 1.20 answers a variable that stands twice, and for a webhook that refuses."""
     answer = server.answer
 
     def refuse(method: str, *request: Any) -> tuple[int, Any]:
-        return (422, {"message": message}) if method == "POST" else answer(method, *request)
+        return (status, {"message": message}) if method == "POST" else answer(method, *request)
 
     monkeypatch.setattr(server, "answer", refuse)
     with pytest.raises(ResourceError, match="invalid: Kubernetes does not create") as caught:
         KubernetesApi().create_ray_job(JOB)
-    assert str(caught.value.got).startswith("422: ")
-    assert "Duplicate value" in str(caught.value.got)
+    assert str(caught.value.got).startswith(f"{status}: ")
+    assert json.dumps(message) in str(caught.value.got)
     assert "deployment/pods.yaml" in str(caught.value.fix)
     assert "role" not in f"{caught.value.expected} {caught.value.fix}"
 

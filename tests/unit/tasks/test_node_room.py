@@ -56,6 +56,43 @@ def test_machines_are_found_by_their_gpus_and_labels(
     assert bool(line.fix) == (state != "ok")
 
 
+@pytest.mark.parametrize(
+    ("labels", "may_be_labelled", "may_be_named"),
+    [
+        ([{"accelerator": "nvidia-a100"}], False, True),
+        ([{"accelerator": "nvidia-a100"}, {}], True, True),
+        ([{}], True, False),
+    ],
+)
+def test_a_kind_that_has_no_machine_is_not_made_of_another_one(
+    labels: list[dict[str, str]], may_be_labelled: bool, may_be_named: bool
+) -> None:
+    """A group of H100 that is scaled to zero beside machines of another kind."""
+    shape = shape_of(ClusterConfig(shape="node_8gpu", num_workers=8, accelerator="nvidia-h100"))
+    nodes = [gpu_machine(8, **each) for each in labels]
+    wanted = "k8s.amazonaws.com/accelerator=nvidia-h100"
+    for autoscaled, state in ((False, "fail"), (True, "warn")):
+        line = machines_found(shape, shape.nodes[0], nodes, autoscaled=autoscaled)
+        assert line.state == state
+        assert (f"kubectl label nodes NODE {wanted}" in line.fix) == may_be_labelled
+        assert ("gpu_worker.accelerators" in line.fix) == may_be_named
+        assert ("--autoscaled" in line.fix) != autoscaled
+        assert (f"machines that is added have the label {wanted}" in line.fix) == autoscaled
+
+
+def test_labels_of_the_site_say_which_kind_a_machine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pods.yaml").write_text("gpu_worker: {accelerators: {nvidia-h100: {pool: h100}}}")
+    monkeypatch.setattr(site_pods, "FILE", tmp_path / "pods.yaml")
+    shape = shape_of(ClusterConfig(shape="node_8gpu", num_workers=8, accelerator="nvidia-h100"))
+    node = gpu_machine(8)
+    node["metadata"]["labels"]["pool"] = "a100"
+    line = machines_found(shape, shape.nodes[0], [node])
+    assert "those with GPUs have pool=a100" in line.found
+    assert "kubectl label" not in line.fix
+
+
 def test_a_machine_that_takes_no_pods_does_not_count() -> None:
     shape = shape_of(ClusterConfig(shape="node_8gpu", num_workers=8))
     node = gpu_machine(8)

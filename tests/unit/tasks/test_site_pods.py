@@ -76,12 +76,12 @@ def test_the_example_in_the_file_is_laid_over_the_pods(says: Callable[[str], Non
     assert main["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     assert {"name": "NCCL_SOCKET_IFNAME", "value": "eth0"} in main["env"]
     assert main["volumeMounts"] == before["containers"][0]["volumeMounts"]
-    assert (after["schedulerName"], after["priorityClassName"]) == ("volcano", "training")
+    assert after["priorityClassName"] == "training"
     for key in ("tolerations", "nodeSelector", "volumes"):
         assert after[key] == before[key]
     head, laptop = spec(head_pod()), spec(worker_pod(LAPTOP, LAPTOP.nodes[0]))
     for other in (head, laptop):
-        assert other["schedulerName"] == "volcano"
+        assert other["priorityClassName"] == "training"
         assert "rdma/ib" not in other["containers"][0]["resources"]["limits"]
     assert head["containers"][0]["lifecycle"]
 

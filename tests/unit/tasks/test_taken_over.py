@@ -17,6 +17,7 @@ from tasks.platform.ray_stage import RunStageTask
 from tasks.platform.shapes import shape_of
 from tasks.train_sft import train_sft
 from tests.schemas import problems, schema
+from tests.schemas.ray_job import whole
 from tests.unit.tasks.test_deployment import documents
 from tests.unit.tasks.test_run_cluster import OWN_POD, cluster_of, compiled
 
@@ -84,7 +85,7 @@ def driver_of(stage: Any, *, is_interruptible: bool = False) -> dict[str, Any]:
     Kubernetes' own additions are those of `tests/workflows/test_kubernetes.py`.
     """
     template = compiled(RunStageTask(stage.on_shape(NODE)))
-    spec = json_format.MessageToDict(template.k8s_pod.pod_spec)
+    spec = whole(json_format.MessageToDict(template.k8s_pod.pod_spec))
     (main,) = spec["containers"]
     main["env"] = [*main["env"], *GIVEN]
     secret = {"secretRef": {"name": "nemo-rl-secrets", "optional": True}}

@@ -15,6 +15,8 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from tasks import cli
 from tasks.cli.flyte_cluster_check import NODES
 from tasks.cluster_check import try_engines, try_ray
+from tasks.platform import site_pods
+from tasks.platform.site_pods import QUEUE_LABEL
 from tests.schemas import problems, schema
 from tests.schemas.ray_job import ray_job
 from tests.workflows.flyte_backend import Backend
@@ -40,6 +42,8 @@ def test_what_does_not_end_is_given_up_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEMO_RL_REGISTRY", "registry.invalid/team")
+    (tmp_path / "pods.yaml").write_text(f"job: {{labels: {{{QUEUE_LABEL}: training}}}}")
+    monkeypatch.setattr(site_pods, "FILE", tmp_path / "pods.yaml")
     # A machine so slow that flytekit writes to stdout how long it has compressed the code.
     monkeypatch.setattr(fast_registration.shutil, "which", lambda _program: None)
     clock = SimpleNamespace(time=itertools.count(step=60).__next__)
@@ -58,6 +62,8 @@ def test_what_does_not_end_is_given_up_and_named(
     for line in told["checks"]:
         assert line["found"].startswith("did not end within 3 s")
         assert "kubectl describe" in line["fix"]
+        waits_for_kueue = line["name"] in ("ray", "ray: engines")
+        assert ("kubectl describe workloads" in line["fix"]) == waits_for_kueue
     assert execution_ended
     (ray,) = [s.template for (name, _), s in backend.tasks.items() if name.endswith(".try_ray")]
     (carried,) = [entry.value for entry in ray.container.env if entry.key == "_F_SS_C"]
