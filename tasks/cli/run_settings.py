@@ -133,6 +133,7 @@ def show_dry_run(chosen: ChosenPipeline) -> None:
     Raises:
         NemoRLError: For the first failed check.
     """
+    Store.default().check_writable()
     _echo_differences(chosen)
     preflight({"config": chosen.recipe})
     logging.disable_progress_bar()  # of saving; those of downloads stay

@@ -14,6 +14,7 @@ from flytekit.core.base_task import Task
 from flytekit.core.workflow import WorkflowBase
 
 from nemo_rl_core.produce import NotMade, StageInputs, dry_run
+from tasks.platform.failures import without_records
 from tasks.platform.run import recording_by
 
 PREPARED = ("prepare_model", "prepare_data", "choose_questions")
@@ -80,10 +81,10 @@ def call_dry(workflow: WorkflowBase, **inputs: Any) -> DryRun:
         inputs: As in a call of the workflow.
 
     Raises:
-        NemoRLError: For what is wrong with model or data.
+        NemoRLError: For what is wrong with model or data; no record of a failure is left.
     """
     found = DryRun()
-    with recording_by(found):
+    with recording_by(found), without_records():
         try:
             workflow(**inputs)
         except NotMade as missing:

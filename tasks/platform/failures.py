@@ -10,6 +10,9 @@ import json
 import logging
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
 
 import click
@@ -34,6 +37,18 @@ _LOG = logging.getLogger(__name__)
 failure_handler = task(**{**PLAIN.options, **DECK})
 """A task that Flyte runs after a workflow failed."""
 
+_leaves_records: ContextVar[bool] = ContextVar("leaves_records", default=True)
+
+
+@contextmanager
+def without_records() -> Iterator[None]:
+    """Within it, failed workflows leave no records: a dry run has nothing to resume."""
+    token = _leaves_records.set(False)
+    try:
+        yield
+    finally:
+        _leaves_records.reset(token)
+
 
 def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | None) -> None:
     """Writes `failures/<time>-<workflow>.json` and the recipe beside it, and shows both in a deck.
@@ -41,7 +56,8 @@ def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | N
     On a cluster it also sends the notice of the run's end, tells trackers of it, and gives back the
     Ray cluster that the run's stages have shared.
 
-    A run that was refused before its start leaves no record, since there is nothing to resume.
+    A run that was refused before its start leaves no record, since there is nothing to resume. Nor
+    does a dry run.
 
     Args:
         module: Module of the workflow, under `workflows/`.
@@ -50,7 +66,8 @@ def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | N
         err: The error from Flyte.
     """
     # Locally flytekit calls this while it handles the error; refused runs exit with 2.
-    if getattr(sys.exception(), "exit_code", None) == RecipeError.exit_code:
+    is_refused = getattr(sys.exception(), "exit_code", None) == RecipeError.exit_code
+    if is_refused or not _leaves_records.get():
         return
     if on_cluster():
         _give_back_cluster(config)

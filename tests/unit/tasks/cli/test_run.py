@@ -195,6 +195,31 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(own_store: Path, tmp_path: 
     assert not list(own_store.glob("artifacts/train_sft*"))
 
 
+def test_a_dry_run_that_fails_leaves_no_record(own_store: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "", "answer": "3"}\n')
+    settings = ["data.kind=file", f"data.train={rows}", f"data.validation={rows}"]
+    settings.append("data.max_prompt_tokens=16")
+    result = invoked("grpo", "grpo_ci", *settings, "--dry-run")
+    assert result.exit_code == 2, result.output
+    assert "how to go on" not in result.output
+    assert not (own_store / "failures").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "/proc/nope"])
+def test_a_dry_run_on_a_store_that_cannot_be_written_ends_as_a_run_does(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / place))
+    result = invoked("grpo", "grpo_ci", "--dry-run")
+    assert result.exit_code == 2, result.output
+    first, *rest = result.output.splitlines()  # no record of a failure, no traceback
+    assert first.startswith("nemo-rl: ")
+    assert str(tmp_path / place) in first
+    assert [line.split(":")[0] for line in rest] == ["  expected", "  got", "  fix"]
+
+
 def test_a_damaged_artifact_is_no_hit_of_a_dry_run(own_store: Path) -> None:
     made = []
 
