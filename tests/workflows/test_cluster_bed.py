@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from nemo_rl_core.store.files import hash_file
+from nemo_rl_core.store.node_cache import FOLDER, GIB
+from tasks.platform.pods import STORE_FOLDER
 from tests.commands import RECIPE, REPOSITORY
 from tests.workflows.cluster_bed import ClusterBed, Network, Pod, why_no_pods
 from tests.workflows.flyte_backend import Attempt, ExecutionRecord
@@ -131,6 +134,33 @@ def test_a_stage_across_two_nodes_equals_a_local_one(
     # What is uploaded leaves the volume, and what was downloaded does.
     assert not any((bed.volume / "artifacts").iterdir())
     assert not any((bed.volume / "inputs").iterdir())
+
+
+@pytest.mark.thorough
+def test_a_second_stage_of_pods_with_one_node_s_cache_downloads_nothing(
+    own_store: Path, tmp_path: Path
+) -> None:
+    # The cache lies on the volume here, since all pods of the bed are on one machine.
+    kept = {FOLDER: f"{STORE_FOLDER}/node", GIB: "1"}
+    with ClusterBed(tmp_path / "bed", at_once=True, secrets=kept) as bed:
+        for num_steps, downloads in ((3, True), (4, False)):
+            sft = {"num_steps": num_steps, "save_every_num_steps": 4, "global_batch_size": 16}
+            inputs = inputs_of_sft(sft, model=LARGE_MODEL)
+            stage = _stage(bed, inputs, tmp_path / f"{num_steps}", node=f"n{num_steps}")
+            bed.bucket.sent.clear()
+            there = stage.run()
+            sent = {
+                Path(path).name: num_bytes
+                for path, num_bytes in bed.bucket.sent.items()
+                if path.startswith("single/given/") and num_bytes
+            }
+            assert "manifest.json" in sent, "each stage has its inputs in a place of its own"
+            assert ({"model.safetensors", "rows.parquet"} <= sent.keys()) == downloads
+            assert sum(sent.values()) > 2**20 if downloads else sum(sent.values()) < 2**17
+            assert there["content_hash"] == trained_here(inputs).content_hash
+        names = {path.name for path in (bed.volume / "node" / "files").iterdir()}
+        weights = inputs["base"].model_folder / "model.safetensors"
+        assert hash_file(weights) in names
 
 
 def _assert_machines_made_the_artifact(bed: ClusterBed, address: str) -> None:
@@ -309,13 +339,15 @@ def inputs_of_sft(sft: dict[str, Any], *, model: dict[str, Any] | None = None) -
     return {"config": stages.sft, "base": model.base, "train": data.train}
 
 
-def _stage(bed: ClusterBed, inputs: dict[str, Any], folder: Path) -> "SingleStage":
+def _stage(
+    bed: ClusterBed, inputs: dict[str, Any], folder: Path, *, node: str = "n0"
+) -> "SingleStage":
     from tasks.platform.shapes import shape_of
     from tasks.train_sft import train_sft
     from tests.workflows.cluster_bed.single_stage import SingleStage
 
     stage = train_sft.on_shape(shape_of(inputs["config"].cluster))
-    return SingleStage(bed, stage, inputs, folder / "stage")
+    return SingleStage(bed, stage, inputs, folder / "stage", node=node)
 
 
 def trained_here(inputs: dict[str, Any]) -> Any:
