@@ -11,6 +11,7 @@ from nemo_rl_core.algorithms import GRPOTrainer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.models.generation.where_made import HeldCompletions
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.rollouts.sampler import Sampler
 
@@ -44,6 +45,10 @@ class NotedGeneration(Generation):
     def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
         self.calls.append("generate")
         return super().generate(data, greedy)
+
+    def generate_held(self, *args: Any, **options: Any) -> HeldCompletions:
+        self.calls.append("wake, generate, sleep")
+        return super().generate_held(*args, **options)
 
     def finish_generation(self, **options: Any) -> None:
         super().finish_generation(**options)
@@ -83,10 +88,11 @@ def test_the_engine_is_awake_only_while_it_generates(
         **TWO_STEPS,
     )
     trainer.fit(PROMPTS, reward_fn=lambda prompt, response: response.count("7") + 0.1)
-    rollouts = ["weights", "wake", "generate", "sleep"]
+    step = ["weights", "wake, generate, sleep", "trained"]  # what is held takes one call
+    validation = ["weights", "wake", "generate", "sleep"]
     # At the start, since an engine is awake when it has started; and once more at the end, for the
     # stage that comes next.
-    assert NotedGeneration.calls == ["sleep", *2 * [*rollouts, "trained"], *rollouts, "sleep"]
+    assert NotedGeneration.calls == ["sleep", *2 * step, *validation, "sleep"]
 
 
 def test_an_engine_that_sleeps_wakes_for_what_it_is_asked(

@@ -1,5 +1,6 @@
 """A model of the run as a judge."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,13 @@ from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.models.generation import VllmGeneration
 from nemo_rl_core.rollouts.scorers import EngineChat, scorer_of, start_judge
 from nemo_rl_core.types import Completion, Prompt, Rollout
+
+
+@pytest.fixture(autouse=True)
+def _given_back(session: ClusterSession) -> Iterator[None]:
+    """Other tests of the process ask for all cores."""
+    yield
+    session._give_back_beside(list(session._beside))
 
 
 def test_replies_are_the_engines_greedy_completions_in_order(

@@ -120,6 +120,7 @@ SAID_BY = {
     ("nemo_rl_core.environments.tools.environment", "Exception"),
     ("nemo_rl_core.rollouts.episode", "DataError"),
     ("nemo_rl_core.rollouts.scorers", "DataError"),
+    ("nemo_rl_core.rollouts.stream", "BaseException"),
     ("nemo_rl_core.rollouts.stream", "Exception"),
     ("nemo_rl_core.rollouts.stream", "WorkerLostError"),
     # Programs of sandboxes, which import nothing of the project: no error of its own comes there.

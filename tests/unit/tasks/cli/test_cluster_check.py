@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from flytekit.configuration import SerializationSettings
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
+from flytekit.image_spec.image_spec import ImageBuildEngine
 from flytekit.tools import fast_registration
 
 from nemo_rl_core.config.cluster import ClusterConfig
@@ -38,6 +40,16 @@ class NoRoom:
         """Leaves nothing."""
 
 
+@pytest.fixture
+def images_named_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """flytekit keeps an image's name, which tests ask for with a registry and without."""
+    monkeypatch.setattr(ImageBuildEngine, "_IMAGE_NAME_TO_REAL_NAME", {})
+    ImageBuildEngine.build.cache_clear()
+    yield
+    ImageBuildEngine.build.cache_clear()
+
+
+@pytest.mark.usefixtures("images_named_anew")
 def test_what_does_not_end_is_given_up_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
