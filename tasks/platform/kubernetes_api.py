@@ -1,6 +1,7 @@
 """What a stage asks Kubernetes for, with the service account of its pod."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class KubernetesApi:
 
     def has_pod(self, name: str) -> bool:
         """Whether there is a pod of that name that has not ended and is not being removed."""
-        with _Request("get pods", but=_NOT_FOUND):
+        with _Request("get pods", but=(_NOT_FOUND,)):
             pod = self._pods.read_namespaced_pod(name, self._namespace)
             is_leaving = pod.metadata.deletion_timestamp is not None
             return not is_leaving and pod.status.phase in ("Pending", "Running")
@@ -63,7 +64,7 @@ class KubernetesApi:
 
     def ray_job(self, name: str) -> dict[str, Any] | None:
         """The RayJob of that name; None if there is none."""
-        with _Request("get rayjobs", but=_NOT_FOUND):
+        with _Request("get rayjobs", but=(_NOT_FOUND,)):
             job: dict[str, Any] = self._objects.get_namespaced_custom_object(
                 name=name, **self._ray_jobs
             )
@@ -80,13 +81,20 @@ class KubernetesApi:
 
     def create_ray_job(self, body: dict[str, Any]) -> None:
         """Makes a RayJob; there may be one of its name already."""
-        with _Request("create rayjobs", but=_CONFLICT):
+        with _Request("create rayjobs", but=(_CONFLICT,)):
             self._objects.create_namespaced_custom_object(body=body, **self._ray_jobs)
 
-    def delete_ray_job(self, name: str) -> None:
-        """Removes a RayJob and its pods; it may be gone already."""
-        with _Request("delete rayjobs", but=_NOT_FOUND):
-            self._objects.delete_namespaced_custom_object(name=name, **self._ray_jobs)
+    def delete_ray_job(self, name: str, *, uid: str | None = None) -> None:
+        """Removes a RayJob and its pods; it may be gone already.
+
+        Args:
+            name: Of the RayJob.
+            uid: Of the one that was looked at. Another of this name, which another stage has made
+                since, stays. None removes any.
+        """
+        found = {"preconditions": {"uid": uid}} if uid else {}
+        with _Request("delete rayjobs", but=(_NOT_FOUND, _CONFLICT)):
+            self._objects.delete_namespaced_custom_object(name=name, body=found, **self._ray_jobs)
 
     def missing_rights(self) -> list[str]:
         """Which of `RUN_CLUSTER_RIGHTS` the pod's account lacks, as `create rayjobs`."""
@@ -119,12 +127,12 @@ class _Request:
 
     Args:
         request: Verb and resource.
-        but: The status of an answer that is no error here.
+        but: Statuses of answers that are no errors here.
         role: Of `deployment/production/cluster.yaml`, which allows the request.
     """
 
     def __init__(
-        self, request: str, *, but: int | None = None, role: str = "nemo-rl-run-clusters"
+        self, request: str, *, but: Sequence[int] = (), role: str = "nemo-rl-run-clusters"
     ) -> None:
         self._request, self._but, self._role = request, but, role
 
@@ -140,7 +148,7 @@ class _Request:
         if not isinstance(error, ApiException | HTTPError):
             return False
         status = getattr(error, "status", None)
-        if status is not None and status == self._but:
+        if status in self._but:
             return True
         said = " ".join(str(getattr(error, "body", None) or error).split())
         got = f"{status or 'no answer'}: {said}"

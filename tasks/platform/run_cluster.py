@@ -87,10 +87,10 @@ class RunCluster:
                 elif job["metadata"].get("deletionTimestamp"):
                     how = "Deleting"  # its name is free when its pods are gone
                 elif how in ("Complete", "Failed"):  # it was given back, or never came up
-                    api.delete_ray_job(self.name)
+                    api.delete_ray_job(self.name, uid=job["metadata"].get("uid"))
                 elif how == "Running" and _has_lost_its_head(api, status):
                     _LOG.warning("the head of the run's Ray cluster is gone: it is made again")
-                    api.delete_ray_job(self.name)
+                    api.delete_ray_job(self.name, uid=job["metadata"].get("uid"))
                     how = "Deleting"
                 elif how == "Running":
                     return f"{status['dashboardURL'].rpartition(':')[0]}:{_PORT}"

@@ -434,9 +434,11 @@ def test_a_pod_asks_kubernetes_with_its_account(cluster: KubernetesBed, tmp_path
         wait(lambda: asks.poll() is not None, 300)
     finally:
         asks.remove()
-    assert (tmp_path / "log").read_text().splitlines()[-5:] == [
+    assert (tmp_path / "log").read_text().splitlines()[-7:] == [
         "asks True False",
         "asked ['asked']",
+        "asked",
+        "True",
         "None",
         "['machine-1']",
         "403 the role nemo-rl-run-clusters of deployment/production/cluster.yaml",
@@ -454,7 +456,11 @@ print(api.own_pod()["metadata"]["name"], api.has_pod("asks"), api.has_pod("never
 api.create_ray_job(job)
 api.create_ray_job(job)
 print(api.ray_job("asked")["metadata"]["name"], api.ray_jobs("of=this"))
-api.delete_ray_job("asked")
+api.delete_ray_job("asked", uid="of-another")
+print(api.ray_job("asked")["metadata"]["name"])
+api.delete_ray_job("asked", uid=api.ray_job("asked")["metadata"]["uid"])
+left = api.ray_job("asked")  # until the operator gives its finalizer up
+print(left is None or "deletionTimestamp" in left["metadata"])
 api.delete_ray_job("never")
 print(api.ray_job("never"))
 print([each["metadata"]["name"] for each in api.nodes()])

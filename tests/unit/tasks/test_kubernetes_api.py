@@ -66,10 +66,14 @@ def test_a_ray_job_is_made_found_listed_and_removed(server: KubernetesServer) ->
     api.create_ray_job(JOB)
     api.create_ray_job(JOB)  # another stage was quicker
     found = api.ray_job("one")
-    assert found is not None and found["metadata"] == JOB["metadata"]
+    assert found is not None
+    uid = found["metadata"].pop("uid")
+    assert found["metadata"] == JOB["metadata"]
     assert (api.ray_jobs("run=f1"), api.ray_jobs("run=f2")) == (["one"], [])
-    api.delete_ray_job("one")
-    api.delete_ray_job("one")
+    api.delete_ray_job("one", uid="of-another")
+    assert api.ray_job("one") is not None
+    api.delete_ray_job("one", uid=uid)
+    api.delete_ray_job("one", uid=uid)
     assert api.ray_job("one") is None
     assert len(server.ray_jobs) == 1
 

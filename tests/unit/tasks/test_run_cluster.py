@@ -97,10 +97,12 @@ class Jobs:
 
     def create_ray_job(self, body: dict[str, Any]) -> None:
         self.asked.append("create")
-        self.jobs[body["metadata"]["name"]] = body
+        uid = f"uid-{self.asked.count('create')}"
+        self.jobs[body["metadata"]["name"]] = {**body, "metadata": {**body["metadata"], "uid": uid}}
 
-    def delete_ray_job(self, name: str) -> None:
+    def delete_ray_job(self, name: str, *, uid: str | None = None) -> None:
         self.asked.append("delete")
+        assert uid in (None, self.jobs[name]["metadata"]["uid"])
         del self.jobs[name]
 
 

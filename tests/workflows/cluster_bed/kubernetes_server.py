@@ -55,6 +55,11 @@ class MadeRayJob:
         return str(self.body["metadata"]["name"])
 
     @property
+    def uid(self) -> str:
+        """Of the object, which a later one of its name does not have."""
+        return f"{self.name}-{self.made_at}"
+
+    @property
     def head_pod(self) -> str:
         """The name of its head's pod."""
         return f"{self.name}-head"
@@ -71,7 +76,8 @@ class MadeRayJob:
             # Both stay when the head is lost, as `test_kuberay.py` has seen of the operator.
             status["dashboardURL"] = f"{self.job.head.address}:{_DASHBOARD_PORT}"
             status["rayClusterStatus"] = {"head": {"podName": self.head_pod}}
-        return {**self.body, "status": status}
+        metadata = {**self.body["metadata"], "uid": self.uid}
+        return {**self.body, "metadata": metadata, "status": status}
 
 
 class KubernetesServer:
@@ -251,6 +257,9 @@ class KubernetesServer:
             return 201, made.as_object()
         if name not in there:
             return 404, {"message": "not found"}
+        wanted = (body or {}).get("preconditions", {}).get("uid")
+        if verb == "delete" and wanted not in (None, there[name].uid):
+            return 409, {"message": "the UID in the precondition is another"}
         if verb == "delete":
             there[name].removed_at = time.monotonic()
             self._operator.submit(self._take_down, there[name], "Deleted")
