@@ -53,6 +53,7 @@ from nemo_rl_core.telemetry.model_flops import num_parameters
 from nemo_rl_core.types import Prompt
 from tasks.platform.gpu_hours import hold_to_budget
 from tasks.platform.gpu_plan import refuse_what_does_not_fit
+from tasks.platform.heads_check import refuse_heads
 from tasks.recipes.common import PipelineRecipe, Recipe
 
 _LOG = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
             check_pretrained(located_model(model).name)
+    refuse_heads(experiment)
     if isinstance(experiment.training, DTensorTraining):
         require_torchao(experiment.training.float8)
     plan = refuse_what_does_not_fit(experiment)
