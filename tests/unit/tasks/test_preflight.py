@@ -86,7 +86,7 @@ def test_a_missing_file_of_a_mixture_is_refused(tmp_path: Path) -> None:
     sources = [{"data": {"kind": "file", "train": str(path)}} for path in (there, missing)]
     with pytest.raises(DataError, match="a data file does not exist") as refused:
         check(data={"kind": "mixture", "sources": sources, "max_prompt_tokens": 16})
-    assert refused.value.got == str(missing)
+    assert f"data.sources.1.data.train: no file {missing}" in refused.value.problem
 
 
 def test_a_task_without_an_environment_is_refused(tmp_path: Path) -> None:
@@ -306,3 +306,27 @@ def test_heads_that_only_a_teacher_has_are_no_mistake() -> None:
 def test_on_gpus_heads_are_vllms_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "count_gpus", lambda: 1)
     check(model=NARROW, cluster={"shape": "one_gpu"})
+
+
+def test_everything_that_is_missing_is_named_at_once_with_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as refused:
+        check(
+            model={"kind": "pretrained", "name": "./nomodel"},
+            data={"kind": "file", "train": "no.jsonl", "validation": "none.jsonl"},
+            environment={"kind": "python", "target": "no_rewards_here:near"},
+        )
+    lines = refused.value.problem.splitlines()
+    assert lines[1:4] == [
+        f"  data.train: no file {tmp_path / 'no.jsonl'}",
+        f"  data.validation: no file {tmp_path / 'none.jsonl'}",
+        f"  model.name: no folder {tmp_path / 'nomodel'}",
+    ]
+    assert lines[4].startswith("  environment: ")
+    assert "no_rewards_here" in lines[4]
+    assert (
+        refused.value.fix
+        == "correct data.train, data.validation, model.name, environment in the recipe"
+    )
