@@ -71,6 +71,7 @@ class RowChecking:
         unknown_characters: Of prompts, those without a token, in their order.
         too_long: Prompts beyond `max_prompt_tokens`.
         longer: Rows beyond `policy.max_sequence_tokens`.
+        longest_prompt: Tokens of the longest prompt; infinity where it was too long to be counted.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class RowChecking:
         self.surrogates, self.faults = Faults(), Faults()
         self.unknown_characters: dict[str, None] = {}
         self.too_long, self.longer = Faults(), Faults()
+        self.longest_prompt = 0.0
 
     def checked(self) -> CheckedRows | None:
         """Goes through all rows.
@@ -160,11 +162,12 @@ class RowChecking:
             _merge(self.faults, schema_faults(_SCHEMAS[self._kind], found), first)
         if self._tokenizer is not None and self._kind == "prompts":
             rows = rows_of(chunk) if rows is None else rows
-            unknown, too_long, characters = checks.prompt_faults(
+            unknown, too_long, characters, longest = checks.prompt_faults(
                 rows, self._tokenizer, max_prompt_tokens=self._max_prompt_tokens
             )
             _merge(self._unknown, unknown, first)
             self.unknown_characters |= characters
+            self.longest_prompt = max(self.longest_prompt, longest)
             _merge(self.too_long, too_long, first)
         if self.faults or self._unknown:
             return None

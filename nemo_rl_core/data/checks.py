@@ -122,16 +122,18 @@ def _has_lone_surrogate(value: Any) -> bool:
 
 def prompt_faults(
     rows: Records, tokenizer: Any, *, max_prompt_tokens: int | None
-) -> tuple[Faults, Faults, dict[str, None]]:
+) -> tuple[Faults, Faults, dict[str, None], float]:
     """Prompts that the tokenizer cannot encode, and prompts that are too long.
 
     Returns:
-        Both kinds of faults, and the characters without a token, in their order.
+        Both kinds of faults, the characters without a token, in their order, and the tokens of the
+        longest prompt: infinity where it was too long to be counted.
     """
     characters: dict[str, None] = {}
     unknown_id = unknown_token_id(tokenizer)
     unknown: Faults = {}
     too_long: Faults = {}
+    longest = 0.0
     for index, row in enumerate(rows):
         if not isinstance(row.get("prompt"), str) or _row_faults(row):
             continue  # named by other checks
@@ -140,6 +142,7 @@ def prompt_faults(
         try:
             if is_certainly_longer(tokenizer, row["prompt"], limit):
                 too_long.setdefault(fault_text, []).append(index)
+                longest = math.inf
                 continue
             ids = prompt_token_ids(tokenizer, row["prompt"], row="prompt")
         except DataError as error:
@@ -149,9 +152,10 @@ def prompt_faults(
             unknown.setdefault("prompt has unknown characters", []).append(index)
             text = "".join(str(turn["content"]) for turn in as_turns(row["prompt"], role="user"))
             characters.update(dict.fromkeys(unknown_characters(tokenizer, text)))
+        longest = max(longest, len(ids))
         if len(ids) > limit:
             too_long.setdefault(fault_text, []).append(index)
-    return unknown, too_long, characters
+    return unknown, too_long, characters, longest
 
 
 def example_faults(

@@ -6,6 +6,7 @@ roles, lengths, equal answers, trained tokens. `checking.py` goes through the ro
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,18 +127,31 @@ def checked_rows(
     refused |= longer if policy.overlong == "refuse" else Faults()
     refused |= twice if policy.duplicates == "refuse" else Faults()
     if faults or refused:
-        repeated_alone = bool(refused) and not faults and refused == twice
-        otherwise = "; data.duplicates: drop or keep allows repeated ones" if repeated_alone else ""
-        error = describe_faults(faults | refused, name, otherwise=otherwise)
-        if characters := checking.unknown_characters:
-            got = described_unknown(tokenizer, characters)
-            raise DataError(error.problem, got=got, fix=f"{error.fix}, or {OTHER_MODELS}")
-        raise error
+        raise _refusal(checking, refused, name, tokenizer, repeated=twice)
     assert found is not None, "rows without faults are kept"
     dropped = (too_long | longer) if policy.overlong == "drop" else Faults()
     dropped |= twice if policy.duplicates == "drop" else Faults()
     limit = policy.max_sequence_tokens if policy.overlong == "truncate" and longer else None
     return _kept(found, name, dropped=dropped, limit=limit, num_cut=_num_rows(longer))
+
+
+def _refusal(
+    checking: RowChecking, refused: Faults, name: str, tokenizer: Any, *, repeated: Faults
+) -> DataError:
+    """The error for rows with faults, and for those that the policy refuses."""
+    if refused and not checking.faults and refused == checking.too_long:
+        # The limit comes first: it is a setting, and the rows may be all that there are.
+        longest = checking.longest_prompt
+        enough = f" to at least {longest:.0f}" if longest < math.inf else ""
+        fix = f"raise data.max_prompt_tokens{enough}, or leave these rows out: data.overlong: drop"
+        return describe_faults(refused, name, fix=fix)
+    repeated_alone = bool(refused) and not checking.faults and refused == repeated
+    otherwise = "; data.duplicates: drop or keep allows repeated ones" if repeated_alone else ""
+    error = describe_faults(checking.faults | refused, name, otherwise=otherwise)
+    if not (characters := checking.unknown_characters):
+        return error
+    got = described_unknown(tokenizer, characters)
+    return DataError(error.problem, got=got, fix=f"{error.fix}, or {OTHER_MODELS}")
 
 
 def check_disjoint(train: Sequence[Row], validation: Sequence[Row]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.planning.accelerators import Accelerator, accelerator
+from tasks.cli.recipe_pipeline import pipeline_of
 from tasks.cli.run import PIPELINES
 from tasks.cli.run_settings import chosen_pipeline
 from tasks.platform.gpu_plan import (
@@ -16,7 +17,6 @@ from tasks.platform.gpu_plan import (
     read_model_config,
 )
 from tasks.recipes.common import PipelineRecipe
-from tasks.recipes.recipe_file import RECIPES, read_recipe
 
 
 def planned(
@@ -58,30 +58,3 @@ def planned(
 
 def _gpu(recipe: PipelineRecipe, name: str | None) -> Accelerator:
     return accelerator(name) if name else accelerator_of(recipe) or ASSUMED
-
-
-def pipeline_of(recipe: str) -> str:
-    """The pipeline of a recipe, by its name or by that of the recipe that it begins with.
-
-    Raises:
-        ConfigError: If neither is called after a pipeline.
-    """
-    named, seen = recipe, set()
-    while named not in seen:
-        seen.add(named)
-        stem = Path(named).stem
-        fitting = [name for name in PIPELINES if stem == name or stem.startswith(f"{name}_")]
-        if fitting:
-            return max(fitting, key=len)
-        path = Path(named) if named.endswith((".yaml", ".yml")) else RECIPES / f"{named}.yaml"
-        values = read_recipe(path) if path.is_file() else {}
-        named = str(values.get("recipe", named))
-        sections = [name for name in PIPELINES if name in values]
-        if named in seen and len(sections) == 1:
-            return sections[0]
-    raise ConfigError(
-        f"it is not clear which pipeline the recipe {recipe!r} is for",
-        expected=f"a recipe called after one of {', '.join(PIPELINES)}",
-        got=recipe,
-        fix=f"name the pipeline: nemo-rl plan {recipe} --pipeline grpo",
-    )

@@ -18,9 +18,10 @@ from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.model_flops import num_parameters
+from tasks.cli.recipe_pipeline import is_shipped, refuse_of_another_pipeline
 from tasks.platform.dry_run import DryRun, call_dry
 from tasks.platform.preflight import preflight
-from tasks.recipes.common import Recipe, default_name
+from tasks.recipes.common import Recipe, RecipeError, default_name
 
 _BYTES_PER_PARAMETER = 16
 """Weights, gradients and Adam's two moments in float32."""
@@ -56,7 +57,8 @@ def chosen_pipeline(
         pipelines: The workflow of each pipeline.
 
     Raises:
-        NemoRLError: If there is no such pipeline or recipe, or a setting is not valid.
+        NemoRLError: If there is no such pipeline or recipe, if the recipe is for another pipeline,
+            or if a setting is not valid.
         RecipeError: If the recipe is not valid.
     """
     if pipeline not in pipelines:
@@ -69,7 +71,16 @@ def chosen_pipeline(
     has_recipe = bool(settings) and "=" not in settings[0]
     named = {"recipe": settings[0] if has_recipe else default_name(default)}
     values = overlaid(named, changes_of(settings[has_recipe:]))
-    recipe = kind.model_validate(values)  # first: it has the mistakes of the file, too
+    if has_recipe and is_shipped(settings[0]):
+        refuse_of_another_pipeline(pipeline, settings[0])
+    try:
+        recipe = kind.model_validate(values)  # first: it has the mistakes of the file, too
+    except RecipeError as error:
+        # Keys that a recipe shares with another pipeline are no mistake; a file of the user's may
+        # be meant for both.
+        if has_recipe and "unknown key" in str(error):
+            refuse_of_another_pipeline(pipeline, settings[0])
+        raise
     base = kind.model_validate(named)
     return ChosenPipeline(workflow, base, recipe, values, default_name(default))
 

@@ -47,12 +47,14 @@ from nemo_rl_core.environments.needs import (
     no_columns,
     refuse_incomplete_rows,
 )
-from nemo_rl_core.errors import ConfigError, DataError
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.store import remote
 from nemo_rl_core.telemetry.model_flops import num_parameters
 from nemo_rl_core.types import Prompt
 from tasks.platform.gpu_hours import hold_to_budget
 from tasks.platform.gpu_plan import refuse_what_does_not_fit
+from tasks.platform.heads_check import refuse_heads
+from tasks.platform.missing_files import refuse_missing
 from tasks.recipes.common import PipelineRecipe, Recipe
 
 _LOG = logging.getLogger(__name__)
@@ -105,11 +107,13 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     model = located_model(experiment.model)
     if model != experiment.model:
         experiment = experiment.replace(model=model)
+    refuse_missing(experiment)
     _check_machine(experiment)
     experiment.training.data_parallel_size(experiment.cluster.num_workers)
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
             check_pretrained(located_model(model).name)
+    refuse_heads(experiment)
     if isinstance(experiment.training, DTensorTraining):
         require_torchao(experiment.training.float8)
     plan = refuse_what_does_not_fit(experiment)
@@ -299,14 +303,5 @@ def _check_files(data: DataConfig) -> None:
     if not isinstance(data, FileData):
         return
     for name in (data.train, data.validation):
-        if name is None:
-            continue
-        if remote.is_remote(name):
+        if name is not None and remote.is_remote(name):
             remote.listing(name)
-        elif not Path(name).expanduser().exists():
-            raise DataError(
-                "a data file does not exist",
-                expected="a .jsonl, .csv, .parquet or .arrow file, or a folder of such",
-                got=name,
-                fix="correct data.train or data.validation in the recipe",
-            )

@@ -236,6 +236,11 @@ class PipelineRecipe(Recipe):
         return [self.model]
 
     @property
+    def sampled_models(self) -> list[ModelConfig]:
+        """Those of them that an engine of the recipe samples from."""
+        return self.models
+
+    @property
     def rewards(self) -> list[EnvironmentConfig]:
         """Every environment that must be able to score."""
         return [self.environment, self.measure]

@@ -51,6 +51,11 @@ class DistillationRecipe(PipelineRecipe):
         """The student and the teacher."""
         return [self.model, self.teacher.model]
 
+    @property
+    def sampled_models(self) -> list[ModelConfig]:
+        """The student; the teacher only scores."""
+        return [self.model]
+
     def refuse_contradictions(self) -> None:
         """Rollouts are drawn."""
         refuse_for_training(self.generation)

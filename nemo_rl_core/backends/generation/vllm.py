@@ -20,6 +20,7 @@ from nemo_rl_core.backends.decoding.requests import (
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.gpu_memory import held_gpu_gib
 from nemo_rl_core.backends.generation.incoming import IncomingWeights
+from nemo_rl_core.backends.generation.vllm_heads import refuse_heads_on_cpu
 from nemo_rl_core.backends.generation.vllm_libraries import load_libnuma
 from nemo_rl_core.backends.generation.vllm_loader import load_format_of
 from nemo_rl_core.backends.generation.vllm_ranks import (
@@ -28,10 +29,11 @@ from nemo_rl_core.backends.generation.vllm_ranks import (
     launcher,
     unlink_shared_memory,
 )
-from nemo_rl_core.backends.training.dtensor.loading import empty_model
+from nemo_rl_core.backends.training.dtensor.loading import called, empty_model
 from nemo_rl_core.backends.training.dtensor.matching import check_folder
 from nemo_rl_core.checkpoints.weight_files import stored_tensors
 from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.data.pretrained import described
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import ReceivesWeights
 from nemo_rl_core.documented_names import documented
@@ -81,6 +83,8 @@ class VllmBackend(ReceivesWeights):
         _refuse_block_size(config, has_gpu=has_gpu)
         if config.quantization != "none":
             _refuse_quantization(config.quantization, dtype=setup.dtype, has_gpu=has_gpu)
+        if not has_gpu:
+            refuse_heads_on_cpu(described(setup.model_folder), called=called(setup.model_folder))
         # vLLM itself ignores missing parts of fused matrices and surplus weights.
         self._expected = empty_model(setup.model_folder, "lm")
         check_folder(self._expected, setup.model_folder)

@@ -35,8 +35,12 @@ def test_ten_megabytes_are_refused_before_they_are_tokenized() -> None:
     row = {"id": "0", "prompt": "1+" * 5_000_000 + "1=", "answer": "1", "completion": "1"}
     rows: list[dict[str, Any]] = [{**row, "task": "sum", "metadata": "{}"}]
     unread = Unread(build_arithmetic_tokenizer())
-    with pytest.raises(DataError, match=r"more than 16 tokens \(max_prompt_tokens\): rows 0"):
+    with pytest.raises(
+        DataError, match=r"more than 16 tokens \(max_prompt_tokens\): rows 0"
+    ) as refused:
         validate_rows(rows, tokenizer=unread, max_prompt_tokens=16, name="train")
+    # Nobody knows how many tokens it has.
+    assert refused.value.fix.startswith("raise data.max_prompt_tokens, or leave")
 
 
 def test_the_bound_is_exact() -> None:

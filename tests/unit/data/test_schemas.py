@@ -48,6 +48,19 @@ def test_unknown_characters_are_named_with_the_tokenizer_and_the_ways_on() -> No
     ]
 
 
+def test_the_fix_of_long_prompts_is_the_setting_and_how_large_it_must_be() -> None:
+    rows = _rows()
+    rows[1]["prompt"], rows[3]["prompt"] = "100+1=", "10+1="  # with bos: 7 and 6 tokens
+    with pytest.raises(DataError, match=r"more than 5 tokens \(max_prompt_tokens\)") as caught:
+        _check(rows)
+    assert caught.value.fix == (
+        "raise data.max_prompt_tokens to at least 7, or leave these rows out: data.overlong: drop"
+    )
+    assert len(_check(rows, max_prompt_tokens=7)) == len(rows)
+    with pytest.raises(DataError, match="rows 1"):
+        _check(rows, max_prompt_tokens=6)
+
+
 def test_good_rows_come_back_in_order_with_the_columns_alone() -> None:
     rows = [{**row, "extra": 1} for row in _rows()]
     frame = _check(rows)

@@ -7,9 +7,10 @@ import pytest
 
 from nemo_rl_core.config import float8
 from nemo_rl_core.distributed import resources
-from nemo_rl_core.errors import ConfigError, DataError, ResourceError
+from nemo_rl_core.errors import ConfigError, DataError, ModelError, ResourceError
 from tasks.platform.preflight import preflight
 from tasks.recipes.common import PipelineRecipe
+from tasks.recipes.distillation import DistillationRecipe
 from tasks.recipes.grpo import GRPORecipe
 
 SUMS = {"task": "arithmetic", "environment": {"kind": "exact"}}
@@ -85,7 +86,7 @@ def test_a_missing_file_of_a_mixture_is_refused(tmp_path: Path) -> None:
     sources = [{"data": {"kind": "file", "train": str(path)}} for path in (there, missing)]
     with pytest.raises(DataError, match="a data file does not exist") as refused:
         check(data={"kind": "mixture", "sources": sources, "max_prompt_tokens": 16})
-    assert refused.value.got == str(missing)
+    assert f"data.sources.1.data.train: no file {missing}" in refused.value.problem
 
 
 def test_a_task_without_an_environment_is_refused(tmp_path: Path) -> None:
@@ -252,3 +253,80 @@ def test_a_base_model_is_measured_only_before_a_supervised_start() -> None:
     with pytest.raises(ConfigError, match="measure_base") as refused:
         preflight({"config": GRPORecipe.model_validate({**words, "sft": None})})
     assert refused.value.expected == "a section sft, or measure_base: false"
+
+
+NARROW = {"kind": "from_config", "hidden_size": 64, "num_heads": 4}
+WIDE = {"kind": "from_config", "hidden_size": 128, "num_heads": 4}
+HF = {"backend": "hf", "max_new_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    ("sections", "fix"),
+    [
+        ({}, "set generation.backend to hf, or"),
+        ({"evaluation": {"generation": HF}}, "set generation.backend to hf, or"),
+        (
+            {"evaluation": {"generation": {"backend": "vllm"}}},
+            "set generation.backend and evaluation.generation.backend to hf, or",
+        ),
+        (
+            {"generation": HF, "evaluation": {"generation": {"backend": "vllm"}}},
+            "set evaluation.generation.backend to hf, or",
+        ),
+    ],
+)
+def test_heads_that_vllm_does_not_compute_are_refused_before_training(
+    sections: dict, fix: str
+) -> None:
+    with pytest.raises(ModelError, match="cannot sample from the model 'qwen2-tiny'") as refused:
+        check(model=NARROW, **sections)
+    assert refused.value.got.startswith("head_dim 16")
+    assert refused.value.fix.startswith(fix)
+    check(model=WIDE, **sections)
+    check(model=NARROW, generation=HF)
+
+
+def test_heads_of_a_folder_and_of_a_judge_are_looked_at(tiny_model: Path) -> None:
+    own = {"kind": "pretrained", "name": str(tiny_model)}  # two heads share a width of 32
+    with pytest.raises(ModelError, match="cannot sample from the model '/"):
+        check(model=own)
+    check(model=own, generation=HF)
+    judge = {"kind": "llm_judge", "judge": {"kind": "model", "model": str(tiny_model)}}
+    with pytest.raises(ModelError, match="cannot sample from the judge") as refused:
+        check(environment=judge, evaluation={"environment": {"kind": "exact"}})
+    assert "backend" not in refused.value.fix
+
+
+def test_heads_that_only_a_teacher_has_are_no_mistake() -> None:
+    teacher = {"model": NARROW}
+    recipe = DistillationRecipe.model_validate({"model": WIDE, "teacher": teacher})
+    preflight({"config": recipe})
+
+
+def test_on_gpus_heads_are_vllms_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "count_gpus", lambda: 1)
+    check(model=NARROW, cluster={"shape": "one_gpu"})
+
+
+def test_everything_that_is_missing_is_named_at_once_with_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as refused:
+        check(
+            model={"kind": "pretrained", "name": "./nomodel"},
+            data={"kind": "file", "train": "no.jsonl", "validation": "none.jsonl"},
+            environment={"kind": "python", "target": "no_rewards_here:near"},
+        )
+    lines = refused.value.problem.splitlines()
+    assert lines[1:4] == [
+        f"  data.train: no file {tmp_path / 'no.jsonl'}",
+        f"  data.validation: no file {tmp_path / 'none.jsonl'}",
+        f"  model.name: no folder {tmp_path / 'nomodel'}",
+    ]
+    assert lines[4].startswith("  environment: ")
+    assert "no_rewards_here" in lines[4]
+    assert (
+        refused.value.fix
+        == "correct data.train, data.validation, model.name, environment in the recipe"
+    )

@@ -15,7 +15,7 @@ from nemo_rl_core.config.model import ModelFromConfig, ModelFromWheel, TextModel
 from nemo_rl_core.errors import ConfigError, ModelError, ResourceError
 from nemo_rl_core.planning.accelerators import ACCELERATORS, OWN
 from tasks import cli
-from tasks.cli.recipe_plan import pipeline_of
+from tasks.cli.recipe_pipeline import pipeline_of
 from tasks.platform import gpu_plan
 from tasks.platform.gpu_plan import config_of, plan_recipe, refuse_what_does_not_fit
 from tasks.platform.preflight import preflight

@@ -13,6 +13,7 @@ from nemo_rl_core.produce import NotMade, StageInputs, StageResult, dry_run, pro
 from nemo_rl_core.store.store import Store
 from tasks import cli
 from tasks.cli import flyte_cluster_check
+from tasks.cli.recipe_pipeline import is_shipped, pipeline_of, refuse_of_another_pipeline
 from tasks.cli.run import PIPELINES
 from tasks.cli.run_settings import changes_of
 from tasks.platform import code_secrets, ray_stage
@@ -156,6 +157,37 @@ def test_mistakes_end_with_2_and_a_word(arguments: list[str], said: str) -> None
     assert result.exit_code == 2, result.output
     assert said in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_shipped_recipe_of_another_pipeline_is_refused_with_the_command_that_runs_it() -> None:
+    for pipeline, recipe in (("sft", "grpo_arithmetic"), ("grpo", "sft_arithmetic")):
+        own = recipe.partition("_")[0]
+        for named in (recipe, str(REPOSITORY / "workflows" / "recipes" / f"{recipe}.yaml")):
+            result = invoked(pipeline, named, "--dry-run")
+            assert result.exit_code == 2, result.output
+            assert f"this is a recipe for `{own}`" in result.output
+            assert f"fix: nemo-rl run {own} {named}" in " ".join(result.output.split())
+            assert "remove it" not in result.output
+
+
+def test_a_file_that_begins_with_another_pipelines_recipe_is_refused_for_its_keys(
+    tmp_path: Path,
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("recipe: grpo_arithmetic\n")
+    refused = invoked("sft", str(mine), "--print-config")
+    assert refused.exit_code == 2
+    assert f"fix: nemo-rl run grpo {mine}" in " ".join(refused.output.split())
+    mine.write_text("recipe: sft_arithmetic\n")  # all keys are shared, so it may be meant
+    assert invoked("grpo", str(mine), "--print-config").exit_code == 0
+    mine.write_text("recipe: sft_arithmetic\nsft: {lerning_rate: 1}\n")
+    assert "did you mean 'learning_rate'" in invoked("sft", str(mine), "--print-config").output
+
+
+def test_every_shipped_recipe_is_for_one_pipeline() -> None:
+    for path in (REPOSITORY / "workflows" / "recipes").glob("*.yaml"):
+        assert is_shipped(path.stem)
+        refuse_of_another_pipeline(pipeline_of(path.stem), str(path))
 
 
 def test_a_dry_run_prepares_and_stops_before_the_first_training(

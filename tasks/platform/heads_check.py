@@ -1,0 +1,63 @@
+"""Whether vLLM computes the attention heads of a recipe's models where there is no GPU."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_rl_core.backends.generation.vllm_heads import refuse_heads_on_cpu
+from nemo_rl_core.config.environment import model_scorers
+from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.config.judge import JudgeModel
+from nemo_rl_core.config.model import ModelConfig, ModelFromWheel, PretrainedModel
+from nemo_rl_core.environments.contents import located_model
+from nemo_rl_core.errors import NemoRLError
+from tasks.platform.gpu_plan import config_of
+from tasks.recipes.common import PipelineRecipe
+
+_LOG = logging.getLogger(__name__)
+_FIX_OF_A_JUDGE = "name a judge with heads of one of these widths, or let the cluster have GPUs"
+
+
+def refuse_heads(experiment: PipelineRecipe) -> None:
+    """Refuses a recipe without GPUs whose models or judges vLLM could not sample from.
+
+    Models whose config.json is not known before they are there are checked where their engine
+    starts.
+
+    Raises:
+        ModelError: Names the width of the heads, those that vLLM takes, and the fix.
+    """
+    if experiment.cluster.num_gpus:
+        return
+    own = experiment.evaluation.generation
+    # A recipe of both samples with `generation`, and with the other one while it evaluates.
+    paths = {"generation": experiment.generation} | ({"evaluation.generation": own} if own else {})
+    engines = [path for path, each in paths.items() if isinstance(each, VllmGenerationConfig)]
+    if engines:
+        fix = (
+            f"set {' and '.join(f'{path}.backend' for path in engines)} to hf, "
+            "or take a model with heads of one of these widths"
+        )
+        for model in experiment.sampled_models:
+            _refuse(model, called=f"the model {model.name!r}", fix=fix)
+    for _, reward, path in experiment.samplings:
+        for each in model_scorers(reward, path):
+            if isinstance(each.config, JudgeModel):
+                judge = PretrainedModel(name=each.config.model)
+                _refuse(judge, called=f"the judge {judge.name!r}", fix=_FIX_OF_A_JUDGE)
+
+
+def _refuse(model: ModelConfig, *, called: str, fix: str) -> None:
+    config = _known_config(model)
+    if config is not None:
+        refuse_heads_on_cpu(config, called=called, fix=fix)
+
+
+def _known_config(model: ModelConfig) -> Mapping[str, Any] | None:
+    if isinstance(model, ModelFromWheel):
+        return None
+    try:
+        return config_of(located_model(model))
+    except NemoRLError as error:  # what cannot be had is named by the stage that needs all of it
+        _LOG.debug("the heads of %s are not known: %s", model.name, error.in_one_line)
+        return None
