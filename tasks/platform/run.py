@@ -38,6 +38,7 @@ from nemo_rl_core.telemetry.run_log import RunLog, redirect_descriptors
 from nemo_rl_core.telemetry.tracking import tracked
 from tasks.platform import starting
 from tasks.platform.closing import closing_lines
+from tasks.platform.error_box import widen_error_boxes
 from tasks.platform.local import on_cluster
 from tasks.platform.notifying import good_end, notify
 from tasks.platform.preflight import preflight
@@ -248,6 +249,7 @@ def install_recording() -> None:
     """Wraps flytekit's local execution; no-op on a cluster and if repeated."""
     if on_cluster() or hasattr(WorkflowBase.local_execute, "__wrapped__"):
         return
+    widen_error_boxes()
     WorkflowBase.__call__ = _wrap_call(WorkflowBase.__call__)
     WorkflowBase.local_execute = _wrap_workflow(WorkflowBase.local_execute)
     Task.local_execute = _wrap_task(Task.local_execute)
