@@ -90,12 +90,15 @@ def _fault_message(column: str, check: str, case: Any) -> str:
     return f"{subject} {_MESSAGES.get(check, check)}"
 
 
-def describe_faults(faults: Faults, name: str, *, otherwise: str = "") -> DataError:
+def describe_faults(
+    faults: Faults, name: str, *, source: str = "", otherwise: str = ""
+) -> DataError:
     """Returns an error that names the invalid rows of the table `name` and their faults.
 
     Args:
         faults: At least one.
         name: Of the table.
+        source: Where its rows are from, such as a file; empty if that is not known.
         otherwise: A further way out, besides changing the rows.
     """
     lines = [
@@ -106,7 +109,8 @@ def describe_faults(faults: Faults, name: str, *, otherwise: str = "") -> DataEr
     more = f", of which the first {len(lines)} are" if len(faults) > len(lines) else ""
     return DataError(
         f"the {name} data set fails {count}{more}:\n    " + "\n    ".join(lines),
-        fix=f"mend or remove these rows (counted from 0){otherwise}",
+        fix=f"mend or remove these rows{f' of {source}' if source else ''} (counted from 0)"
+        f"{otherwise}",
     )
 
 

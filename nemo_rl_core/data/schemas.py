@@ -70,11 +70,17 @@ def validate_rows(
     tokenizer: Any | None,
     max_prompt_tokens: int | None,
     name: str,
+    source: str = "",
     policy: RowPolicy | None = None,
 ) -> pd.DataFrame:
     """Checks rows of any kind and returns them as a frame; see `checked_rows`."""
     found = checked_rows(
-        rows, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, name=name, policy=policy
+        rows,
+        tokenizer=tokenizer,
+        max_prompt_tokens=max_prompt_tokens,
+        name=name,
+        source=source,
+        policy=policy,
     )
     return found.frame()
 
@@ -85,6 +91,7 @@ def checked_rows(
     tokenizer: Any | None,
     max_prompt_tokens: int | None,
     name: str,
+    source: str = "",
     policy: RowPolicy | None = None,
 ) -> CheckedRows:
     """Checks rows of any kind, a chunk at a time.
@@ -95,6 +102,7 @@ def checked_rows(
         max_prompt_tokens: The longest prompt allowed in rows to sample from, chat template
             included; None for any.
         name: Name of the data set in messages, such as `train`.
+        source: Where its rows are from, for messages, such as a file.
         policy: Longest row, handling of longer and duplicate rows, and which turns are trained on
             (a data config is one); None takes the defaults.
 
@@ -111,16 +119,14 @@ def checked_rows(
             f"the {name} data set is empty",
             expected="at least one row",
             got="0 rows",
-            fix="check the file, or raise num_train and num_validation",
+            fix=f"check {source or 'the file'}, or raise num_train and num_validation",
         )
     checking = RowChecking(rows, tokenizer, max_prompt_tokens=max_prompt_tokens, policy=policy)
     found = checking.checked()
     if checking.surrogates:  # pandas cannot hold such text
-        raise describe_faults(checking.surrogates, name)
+        raise describe_faults(checking.surrogates, name, source=source)
     faults, too_long, longer = checking.faults, checking.too_long, checking.longer
-    twice = Faults()
-    if checking.has_readable_rows and policy.duplicates != "keep":
-        twice = checks.duplicate_faults(rows, checking.columns)
+    twice = Faults() if policy.duplicates == "keep" else _repeated(rows, checking)
     # Prompts to sample from are never truncated: half a question has another answer.
     refused = too_long if policy.overlong != "drop" else Faults()
     refused |= longer if policy.overlong == "refuse" else Faults()
@@ -128,16 +134,32 @@ def checked_rows(
     if faults or refused:
         repeated_alone = bool(refused) and not faults and refused == twice
         otherwise = "; data.duplicates: drop or keep allows repeated ones" if repeated_alone else ""
-        error = describe_faults(faults | refused, name, otherwise=otherwise)
+        error = describe_faults(faults | refused, name, source=source, otherwise=otherwise)
         if characters := checking.unknown_characters:
             got = described_unknown(tokenizer, characters)
-            raise DataError(error.problem, got=got, fix=f"{error.fix}, or {OTHER_MODELS}")
+            is_alone = len(faults | refused) == 1
+            instead = "or " if is_alone else "for the unknown characters it is enough to "
+            raise DataError(error.problem, got=got, fix=f"{error.fix}, {instead}{OTHER_MODELS}")
         raise error
     assert found is not None, "rows without faults are kept"
     dropped = (too_long | longer) if policy.overlong == "drop" else Faults()
     dropped |= twice if policy.duplicates == "drop" else Faults()
     limit = policy.max_sequence_tokens if policy.overlong == "truncate" and longer else None
     return _kept(found, name, dropped=dropped, limit=limit, num_cut=_num_rows(longer))
+
+
+def _repeated(rows: Sequence[Row], checking: RowChecking) -> Faults:
+    """Rows that repeat an earlier one; where others have faults, among rows without any."""
+    if checking.has_readable_rows:
+        return checks.duplicate_faults(rows, checking.columns)
+    # Malformed conversations and pairs cannot be compared.
+    key = "text" if "text" in checking.columns else "prompt"
+    if {"messages", "chosen"} & {*checking.columns} or not all(key in row for row in rows):
+        return Faults()
+    faulty = {row for found in checking.faults.values() for row in found}
+    repeated = checks.duplicate_faults(rows, checking.columns)
+    left = {text: [row for row in found if row not in faulty] for text, found in repeated.items()}
+    return {text: found for text, found in left.items() if found}
 
 
 def check_disjoint(train: Sequence[Row], validation: Sequence[Row]) -> None:
