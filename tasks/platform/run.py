@@ -45,7 +45,7 @@ from tasks.platform.preflight import preflight
 from tasks.platform.recording import Recorder, said
 from tasks.platform.stopping import StopSignals, stopped_lines
 from tasks.platform.values import plain
-from tasks.recipes.common import Recipe
+from tasks.recipes.common import Recipe, default_name
 
 
 class NodeRecorder(Protocol):
@@ -159,7 +159,7 @@ def _execution(workflow: WorkflowBase, inputs: dict[str, Any], log_path: Path) -
     module = workflow.name.rpartition(".")[0]
     return NewExecution(
         workflow=workflow.name,
-        recipe=recipe_name(sys.argv),
+        recipe=recipe_name(sys.argv) or _default_recipe(workflow, inputs),
         command=sys.argv,
         inputs=plain(inputs),
         log_path=log_path,
@@ -168,6 +168,13 @@ def _execution(workflow: WorkflowBase, inputs: dict[str, Any], log_path: Path) -
         packages=package_versions(),
         source_digest=source_digest(module),
     )
+
+
+def _default_recipe(workflow: WorkflowBase, inputs: dict[str, Any]) -> str:
+    """The name of the workflow's default recipe, if the run has that one; else ""."""
+    _, default = workflow.python_interface.inputs_with_defaults.get("config", (None, None))
+    name = default_name(default)
+    return name if name is not None and inputs.get("config") == default else ""
 
 
 def recipe_name(command: list[str]) -> str:

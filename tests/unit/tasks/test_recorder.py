@@ -24,7 +24,7 @@ from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.events import StageResumed, StageSaved, publish, report
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
-from tasks.platform.run import RunFailed, recipe_name
+from tasks.platform.run import RunFailed, _execution, recipe_name
 from tasks.platform.stage import cached_task, make
 
 assert workflows  # wraps flytekit's local execution when it is imported
@@ -319,3 +319,13 @@ def test_the_part_of_the_log_that_is_a_nodes(history: Store) -> None:
 )
 def test_the_recipe_that_a_command_names(command: list[str], recipe: str) -> None:
     assert recipe_name(command) == recipe
+
+
+def test_a_run_without_a_recipe_has_the_name_of_the_default_one() -> None:
+    from workflows.grpo import DEFAULT, grpo
+
+    def named(config: object) -> str:
+        return _execution(grpo, {"config": config}, Path("run.log")).recipe
+
+    assert named(DEFAULT) == named(DEFAULT.model_copy()) == "grpo_arithmetic"
+    assert named(DEFAULT.replace(seed=7)) == ""
