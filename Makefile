@@ -1,5 +1,5 @@
 # Every target sets up .venv first; when it is ready, that takes a fraction of a second.
-# CONFIG=recipe.yaml (or JSON) goes to --config; EXTRA=gpu sets up for a CUDA machine.
+# CONFIG=recipe.yaml (or JSON, or a name in workflows/recipes) goes to --config; EXTRA=gpu sets up for a CUDA machine.
 EXTRA ?= cpu
 CONFIG ?=
 COVERAGE ?=
@@ -9,6 +9,15 @@ N ?= 10
 # Tests and stages start interpreters by the dozen: each would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 bin := .venv/bin
+# A recipe of workflows/recipes may be given by its name.
+config = $(if $(CONFIG),--config '$(or $(wildcard workflows/recipes/$(CONFIG).yaml),$(CONFIG))')
+
+# Settings of a recipe are lower-case; make would take them for variables and ignore them.
+letters := a b c d e f g h i j k l m n o p q r s t u v w x y z
+given := $(foreach name,$(filter-out bin,$(filter $(addsuffix %,$(letters)),$(.VARIABLES))),$(if $(filter command,$(origin $(name))),$(name)))
+ifneq ($(strip $(given)),)
+$(error make takes no settings of a recipe, such as $(firstword $(given)); give them to nemo-rl: $(bin)/nemo-rl run grpo $(firstword $(given))=$($(firstword $(given))))
+endif
 
 .DEFAULT_GOAL := help
 .PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test bench test-changed test-slow test-gpu test-verifiers test-flyte2 test-float8 test-kubernetes test-bare parity docs docs-serve lint format lock check-gpu clean
@@ -21,19 +30,19 @@ setup: ## Make .venv, with pinned requirements and this project in it
 	@bash deployment/setup.sh $(EXTRA)
 
 grpo: setup ## Run the main job: SFT, GRPO, evaluation, export (CONFIG=recipe.yaml for another recipe)
-	$(bin)/pyflyte run workflows/grpo.py grpo $(if $(CONFIG),--config '$(CONFIG)')
+	$(bin)/pyflyte run workflows/grpo.py grpo $(config)
 
 sft dpo reward-model ppo distill post-train: setup ## Run another pipeline
-	$(bin)/pyflyte run workflows/$(subst -,_,$@).py $(subst -,_,$@) $(if $(CONFIG),--config '$(CONFIG)')
+	$(bin)/pyflyte run workflows/$(subst -,_,$@).py $(subst -,_,$@) $(config)
 
 sweep: setup ## Run GRPO over seeds and learning rates, and lay the results side by side
-	$(bin)/pyflyte run workflows/sweep.py sweep $(if $(CONFIG),--config '$(CONFIG)')
+	$(bin)/pyflyte run workflows/sweep.py sweep $(config)
 
 evaluate: setup ## Measure a model, or compare two on the same prompts (CONFIG=recipe.yaml)
-	$(bin)/pyflyte run workflows/evaluate.py evaluate_model $(if $(CONFIG),--config '$(CONFIG)')
+	$(bin)/pyflyte run workflows/evaluate.py evaluate_model $(config)
 
 regression: setup ## Fail if a model is worse than its baseline (CONFIG=recipe.yaml)
-	$(bin)/pyflyte run workflows/regression.py check_regression $(if $(CONFIG),--config '$(CONFIG)')
+	$(bin)/pyflyte run workflows/regression.py check_regression $(config)
 
 cluster-check: setup ## Check a Flyte cluster before the first run (CONFIG=flyte.yaml ARGUMENTS=shape=one_gpu)
 	$(bin)/nemo-rl cluster-check $(if $(CONFIG),--config '$(CONFIG)') $(ARGUMENTS)

@@ -91,13 +91,14 @@ def _fault_message(column: str, check: str, case: Any) -> str:
 
 
 def describe_faults(
-    faults: Faults, name: str, *, fix: str | None = None, otherwise: str = ""
+    faults: Faults, name: str, *, source: str = "", fix: str | None = None, otherwise: str = ""
 ) -> DataError:
     """Returns an error that names the invalid rows of the table `name` and their faults.
 
     Args:
         faults: At least one.
         name: Of the table.
+        source: Where its rows are from, such as a file; empty if that is not known.
         fix: What to do; None is to change the rows.
         otherwise: A further way out, besides changing the rows.
     """
@@ -109,7 +110,9 @@ def describe_faults(
     more = f", of which the first {len(lines)} are" if len(faults) > len(lines) else ""
     return DataError(
         f"the {name} data set fails {count}{more}:\n    " + "\n    ".join(lines),
-        fix=fix or f"mend or remove these rows (counted from 0){otherwise}",
+        fix=fix
+        or f"mend or remove these rows{f' of {source}' if source else ''} (counted from 0)"
+        f"{otherwise}",
     )
 
 

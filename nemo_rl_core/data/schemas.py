@@ -71,11 +71,17 @@ def validate_rows(
     tokenizer: Any | None,
     max_prompt_tokens: int | None,
     name: str,
+    source: str = "",
     policy: RowPolicy | None = None,
 ) -> pd.DataFrame:
     """Checks rows of any kind and returns them as a frame; see `checked_rows`."""
     found = checked_rows(
-        rows, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, name=name, policy=policy
+        rows,
+        tokenizer=tokenizer,
+        max_prompt_tokens=max_prompt_tokens,
+        name=name,
+        source=source,
+        policy=policy,
     )
     return found.frame()
 
@@ -86,6 +92,7 @@ def checked_rows(
     tokenizer: Any | None,
     max_prompt_tokens: int | None,
     name: str,
+    source: str = "",
     policy: RowPolicy | None = None,
 ) -> CheckedRows:
     """Checks rows of any kind, a chunk at a time.
@@ -96,6 +103,7 @@ def checked_rows(
         max_prompt_tokens: The longest prompt allowed in rows to sample from, chat template
             included; None for any.
         name: Name of the data set in messages, such as `train`.
+        source: Where its rows are from, for messages, such as a file.
         policy: Longest row, handling of longer and duplicate rows, and which turns are trained on
             (a data config is one); None takes the defaults.
 
@@ -112,22 +120,20 @@ def checked_rows(
             f"the {name} data set is empty",
             expected="at least one row",
             got="0 rows",
-            fix="check the file, or raise num_train and num_validation",
+            fix=f"check {source or 'the file'}, or raise num_train and num_validation",
         )
     checking = RowChecking(rows, tokenizer, max_prompt_tokens=max_prompt_tokens, policy=policy)
     found = checking.checked()
     if checking.surrogates:  # pandas cannot hold such text
-        raise describe_faults(checking.surrogates, name)
+        raise describe_faults(checking.surrogates, name, source=source)
     faults, too_long, longer = checking.faults, checking.too_long, checking.longer
-    twice = Faults()
-    if checking.has_readable_rows and policy.duplicates != "keep":
-        twice = checks.duplicate_faults(rows, checking.columns)
+    twice = Faults() if policy.duplicates == "keep" else _repeated(rows, checking)
     # Prompts to sample from are never truncated: half a question has another answer.
-    refused = too_long if policy.overlong != "drop" else Faults()
-    refused |= longer if policy.overlong == "refuse" else Faults()
-    refused |= twice if policy.duplicates == "refuse" else Faults()
+    refused = Faults() if policy.overlong == "drop" else too_long
+    refused = refused | (longer if policy.overlong == "refuse" else Faults())
+    refused = refused | (twice if policy.duplicates == "refuse" else Faults())
     if faults or refused:
-        raise _refusal(checking, refused, name, tokenizer, repeated=twice)
+        raise _refusal(checking, refused, name, tokenizer, repeated=twice, source=source)
     assert found is not None, "rows without faults are kept"
     dropped = (too_long | longer) if policy.overlong == "drop" else Faults()
     dropped |= twice if policy.duplicates == "drop" else Faults()
@@ -136,7 +142,13 @@ def checked_rows(
 
 
 def _refusal(
-    checking: RowChecking, refused: Faults, name: str, tokenizer: Any, *, repeated: Faults
+    checking: RowChecking,
+    refused: Faults,
+    name: str,
+    tokenizer: Any,
+    *,
+    repeated: Faults,
+    source: str,
 ) -> DataError:
     """The error for rows with faults, and for those that the policy refuses."""
     if refused and not checking.faults and refused == checking.too_long:
@@ -144,14 +156,30 @@ def _refusal(
         longest = checking.longest_prompt
         enough = f" to at least {longest:.0f}" if longest < math.inf else ""
         fix = f"raise data.max_prompt_tokens{enough}, or leave these rows out: data.overlong: drop"
-        return describe_faults(refused, name, fix=fix)
+        return describe_faults(refused, name, source=source, fix=fix)
     repeated_alone = bool(refused) and not checking.faults and refused == repeated
     otherwise = "; data.duplicates: drop or keep allows repeated ones" if repeated_alone else ""
-    error = describe_faults(checking.faults | refused, name, otherwise=otherwise)
+    found = checking.faults | refused
+    error = describe_faults(found, name, source=source, otherwise=otherwise)
     if not (characters := checking.unknown_characters):
         return error
     got = described_unknown(tokenizer, characters)
-    return DataError(error.problem, got=got, fix=f"{error.fix}, or {OTHER_MODELS}")
+    instead = "or " if len(found) == 1 else "for the unknown characters it is enough to "
+    return DataError(error.problem, got=got, fix=f"{error.fix}, {instead}{OTHER_MODELS}")
+
+
+def _repeated(rows: Sequence[Row], checking: RowChecking) -> Faults:
+    """Rows that repeat an earlier one; where others have faults, among rows without any."""
+    if checking.has_readable_rows:
+        return checks.duplicate_faults(rows, checking.columns)
+    # Malformed conversations and pairs cannot be compared.
+    key = "text" if "text" in checking.columns else "prompt"
+    if {"messages", "chosen"} & {*checking.columns} or not all(key in row for row in rows):
+        return Faults()
+    faulty = {row for found in checking.faults.values() for row in found}
+    repeated = checks.duplicate_faults(rows, checking.columns)
+    left = {text: [row for row in found if row not in faulty] for text, found in repeated.items()}
+    return {text: found for text, found in left.items() if found}
 
 
 def check_disjoint(train: Sequence[Row], validation: Sequence[Row]) -> None:

@@ -103,14 +103,24 @@ def end_execution(
 
 
 def _last_record_time(database: sqlite3.Connection, execution: str) -> float:
-    """Time of an execution's last record: the best estimate of when its process died."""
+    """Time of an execution's last record: the best estimate of when its process died.
+
+    Of figures only samples of the machine have times: the seconds since the run began.
+    """
+    sampled = database.execute(
+        "SELECT max(executions.started_at + metrics.step) FROM executions "
+        "JOIN nodes ON nodes.execution = executions.id AND nodes.state = 'running' "
+        "JOIN metrics ON metrics.node = nodes.id AND metrics.name GLOB 'machine/*' "
+        "WHERE executions.id = ?",
+        (execution,),
+    ).fetchone()[0]
     row = database.execute(
         "SELECT max(executions.started_at, coalesce(max(nodes.started_at), 0), "
         "coalesce(max(nodes.ended_at), 0)) FROM executions "
         "LEFT JOIN nodes ON nodes.execution = executions.id WHERE executions.id = ?",
         (execution,),
     ).fetchone()
-    return float(row[0])
+    return max(float(row[0]), float(sampled or 0.0))
 
 
 def _lock_path(store: Store, execution: str) -> Path:

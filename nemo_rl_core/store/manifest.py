@@ -100,7 +100,7 @@ class Cost(_Record):
     """The cost of making an artifact, without its parents.
 
     For a stage that was killed and resumed, `tokens` counts all attempts; the other fields count
-    the last attempt.
+    the last attempt. A run's own record counts the tokens of its attempt.
 
     Attributes:
         wall_seconds: Wall time of the stage.

@@ -98,12 +98,15 @@ class RecordedStages(UnrecordedStages):
         self._writer, self._log_path, self._module = writer, log_path, module
         self._node: int | None = None
         self._step = ""
+        self._num_tokens = 0
+        self._is_resumed = False
         self._makers: dict[Path, int | None] = {}
         self._made: set[Path] = set()
 
     def produce(self, inputs: StageInputs, work: Callable[[Path], StageResult]) -> Path:
         """Runs a stage as a node of the execution."""
         name, self._step = f"{inputs.stage} {inputs.part}".strip(), ""
+        self._num_tokens, self._is_resumed = 0, False
         node = self._begin(name, inputs)
         publish(StageStarted(name))
         began = time.monotonic()
@@ -133,6 +136,7 @@ class RecordedStages(UnrecordedStages):
             case StepReport(metrics=metrics, timings=timings):
                 step = int(metrics.get("global_step", event.step))
                 self._step = f"step {event.step} of {event.num_steps}"
+                self._num_tokens += int(metrics.get("num_valid_tokens", 0))
                 spent = {f"timings/{name}": value for name, value in timings.items()}
                 self._writer.log_metrics(self._node, step, metrics | spent)
             case MachineSample(second, figures):
@@ -140,6 +144,7 @@ class RecordedStages(UnrecordedStages):
                 self._writer.log_metrics(self._node, second, load)
             case StageResumed(step):
                 self._writer.resumed(self._node, step)
+                self._is_resumed = True
             case ArtifactMade(folder):
                 self._made.add(folder)
 
@@ -181,6 +186,8 @@ class RecordedStages(UnrecordedStages):
     def _end(self, node: int | None, name: str, artifact: Path, *, seconds: float) -> None:
         manifest, is_new = Manifest.read(artifact), artifact in self._made
         cost = manifest.cost if is_new else Cost()
+        if is_new and self._is_resumed:  # all else of the cost is of this attempt
+            cost = cost.model_copy(update={"tokens": self._num_tokens})
         summary = (artifact / "summary.txt").read_text()
         self._makers[artifact] = node
         self._writer.end_node(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
@@ -17,6 +16,7 @@ from nemo_rl_core.history.openlineage import events_of, send
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import AncestryGraph, GraphArtifact, Parentage
 from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.console import console_on
 
 _MAX_DIFFERENCES = 12
 _EVALUATED = ("evaluation", "promotion")
@@ -49,7 +49,7 @@ def lineage(
     elif as_json:
         click.echo(json.dumps(asdict(graph), indent=1))
     else:
-        console = Console(highlight=False, soft_wrap=True)
+        console = console_on(whole_lines=True)
         console.print(_tree(graph, limit=None if configs else _MAX_DIFFERENCES))
 
 

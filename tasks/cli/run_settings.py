@@ -16,15 +16,32 @@ from nemo_rl_core.config.places import PlacedDict, overlaid
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.queries import History
+from nemo_rl_core.produce import StageInputs
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.model_flops import num_parameters
 from tasks.cli.recipe_pipeline import is_shipped, refuse_of_another_pipeline
-from tasks.platform.dry_run import DryRun, call_dry
+from tasks.platform.dry_run import call_dry
 from tasks.platform.preflight import preflight
 from tasks.recipes.common import Recipe, RecipeError, default_name
 
-_BYTES_PER_PARAMETER = 16
-"""Weights, gradients and Adam's two moments in float32."""
+_BYTES_OF_WEIGHTS = 4
+"""A parameter in float32."""
+_BYTES_OF_TRAINING = 16
+"""A parameter with its gradient and Adam's two moments in float32."""
+
+TRAINING = (
+    "dpo_iteration",
+    "grpo_iteration",
+    "ppo_iteration",
+    "sweep_point",
+    "train_reward_model",
+    "train_sft",
+    "train_student",
+)
+"""Stages that train; the others read a model."""
+
+_Lasted = tuple[str, float]
+"""A stage and its seconds."""
 
 
 @dataclass(frozen=True)
@@ -150,15 +167,17 @@ def show_dry_run(chosen: ChosenPipeline) -> None:
     logging.disable_progress_bar()  # of saving; those of downloads stay
     found = call_dry(chosen.workflow, config=chosen.recipe)
     click.echo("\nstages")
-    took, run = _last_durations(chosen)
+    rest, run = _last_durations(chosen)
+    took = None
     for stage in found.stages:
-        last = f"{took[stage.name]:.0f} s the last time" if stage.name in took else ""
-        shown = last if stage.state == "runs" else ""
+        took = _taken(rest, stage.name)
+        shown = f"{took:.0f} s the last time" if stage.state == "runs" and took is not None else ""
         click.echo(f"  {stage.name:<24}{stage.state:<10}{shown}".rstrip())
     if found.stopped_at is None:
         click.echo("  everything is cached: the run would only report")
         return
-    _echo_rest(found, took, run)
+    _echo_rest(rest, took, run)
+    _echo_memory(found.stages[-1].name, found.stopped_at)
 
 
 def _echo_differences(chosen: ChosenPipeline) -> None:
@@ -180,11 +199,15 @@ def _flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, values
 
 
-def _last_durations(chosen: ChosenPipeline) -> tuple[dict[str, float], str]:
-    """Seconds of each stage in the last run of this recipe, and the run's id."""
+def _last_durations(chosen: ChosenPipeline) -> tuple[list[_Lasted], str]:
+    """The stages of the last run of this recipe in their order, and the run's id.
+
+    Two may have one name: `evaluate` runs before and after training. Of a cache hit they are the
+    seconds of the run that made it.
+    """
     store = Store.default()
     if not path_of(store).is_file():
-        return {}, ""
+        return [], ""
     recipe = Path(str(chosen.values["recipe"])).stem
     with History(store) as history:
         runs = history.executions(workflow=chosen.workflow.name, state="succeeded").items
@@ -194,30 +217,48 @@ def _last_durations(chosen: ChosenPipeline) -> tuple[dict[str, float], str]:
             history.node(node.cached_from).node if node.cached_from is not None else node
             for node in nodes
         ]
-    took = {
-        node.name: maker.ended_at - maker.started_at
+    took = [
+        (node.name, maker.ended_at - maker.started_at)
         for node, maker in zip(nodes, made, strict=True)
         if node.kind == "task" and "plan_" not in node.name and maker.ended_at is not None
-    }
+    ]
     return took, run.id if run else ""
 
 
-def _echo_rest(found: DryRun, took: dict[str, float], run: str) -> None:
-    assert found.stopped_at is not None
-    seen = {stage.name for stage in found.stages}
-    rest = {name: seconds for name, seconds in took.items() if name not in seen}
-    first = found.stages[-1].name
-    click.echo("  and everything after it" + (": " + ", ".join(rest) if rest else ""))
-    if first in took:
-        seconds = took[first] + sum(rest.values())
-        click.echo(f"\ntime: about {seconds:.0f} s, as in run {run}")
-    else:
+def _taken(rest: list[_Lasted], name: str) -> float | None:
+    """Removes the first stage of a name, and returns its seconds; None if there is none."""
+    for index, (each, seconds) in enumerate(rest):
+        if each == name:
+            del rest[index]
+            return seconds
+    return None
+
+
+def _echo_rest(rest: list[_Lasted], took: float | None, run: str) -> None:
+    """What follows the first stage that runs, and how long that and the rest have taken."""
+    names = ", ".join(name for name, _ in rest)
+    click.echo("  and everything after it" + (f": {names}" if names else ""))
+    if took is None:
         click.echo("\ntime: no earlier run of this recipe in the store to judge by")
-    for role, folder in found.stopped_at.parents.items():
-        if number := num_parameters(folder / "model"):
-            click.echo(
-                f"memory of {first}: {number / 1e6:,.2f} M parameters of {role!r}, "
-                f"{number * _BYTES_PER_PARAMETER / 2**30:.2f} GiB of weights, gradients and "
-                "moments in float32 over all ranks, and activations"
-            )
-            return
+        return
+    seconds = took + sum(seconds for _, seconds in rest)
+    click.echo(f"\ntime: about {seconds:.0f} s, as the stages of run {run} took when they ran")
+
+
+def _echo_memory(stage: str, inputs: StageInputs) -> None:
+    """The memory of the first model that the stage reads; with all that training adds."""
+    for role, folder in inputs.parents.items():
+        if not (number := num_parameters(folder / "model")):
+            continue
+        trains = stage.partition(" ")[0] in TRAINING
+        size = number * (_BYTES_OF_TRAINING if trains else _BYTES_OF_WEIGHTS) / 2**30
+        what = (
+            "weights, gradients and moments in float32 over all ranks, and activations"
+            if trains
+            else "weights in float32 in each process that holds the model"
+        )
+        click.echo(
+            f"memory of {stage}: {number / 1e6:,.2f} M parameters of {role!r}, {size:.2f} GiB of "
+            f"{what}"
+        )
+        return

@@ -63,6 +63,7 @@ class NodeCall:
         executed: Whether it ran; False for a cache hit of flytekit.
         has_made: Whether it has made an artifact; a stage may find in the store what it would make.
         num_tokens: Tokens in the loss of its steps so far.
+        is_resumed: Whether it goes on from a save, whose tokens are not among these.
         spent: What its work has used; complete when it has ended.
         place: How far it is, for a run that is stopped.
     """
@@ -77,6 +78,7 @@ class NodeCall:
     executed: bool = False
     has_made: bool = False
     num_tokens: int = 0
+    is_resumed: bool = False
     spent: usage.Spent = field(default_factory=usage.Spent)
     place: StopPlace = field(default_factory=StopPlace)
 
@@ -162,6 +164,7 @@ class Recorder:
                 self._writer.log_metrics(node, second, busy)
             case StageResumed(step):
                 self._writer.resumed(node, step)
+                self._calls[-1].is_resumed = True
                 place.saved = step
             case StageSaved(step):
                 place.saved = step
@@ -223,6 +226,8 @@ class Recorder:
         manifests = [(each.folder, each.manifest) for each in artifacts]
         # Artifacts of earlier runs have no cost in this run, such as points of a sweep.
         cost = _sum([m.cost for folder, m in manifests if folder in self._made and _is(m, own)])
+        if call.is_resumed:  # all else of the cost is of this attempt
+            cost = cost.model_copy(update={"tokens": call.num_tokens})
         state = call.state_with(made)
         summary = ", ".join(each.summary for each in made if each.summary)
         if isinstance(call.entity, ArrayNodeMapTask):

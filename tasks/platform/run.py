@@ -38,13 +38,14 @@ from nemo_rl_core.telemetry.run_log import RunLog, redirect_descriptors
 from nemo_rl_core.telemetry.tracking import tracked
 from tasks.platform import starting
 from tasks.platform.closing import closing_lines
+from tasks.platform.error_box import widen_error_boxes
 from tasks.platform.local import on_cluster
 from tasks.platform.notifying import good_end, notify
 from tasks.platform.preflight import preflight
 from tasks.platform.recording import Recorder, said
 from tasks.platform.stopping import StopSignals, stopped_lines
 from tasks.platform.values import plain
-from tasks.recipes.common import Recipe
+from tasks.recipes.common import Recipe, default_name
 
 
 class NodeRecorder(Protocol):
@@ -158,7 +159,7 @@ def _execution(workflow: WorkflowBase, inputs: dict[str, Any], log_path: Path) -
     module = workflow.name.rpartition(".")[0]
     return NewExecution(
         workflow=workflow.name,
-        recipe=recipe_name(sys.argv),
+        recipe=recipe_name(sys.argv) or _default_recipe(workflow, inputs),
         command=sys.argv,
         inputs=plain(inputs),
         log_path=log_path,
@@ -167,6 +168,13 @@ def _execution(workflow: WorkflowBase, inputs: dict[str, Any], log_path: Path) -
         packages=package_versions(),
         source_digest=source_digest(module),
     )
+
+
+def _default_recipe(workflow: WorkflowBase, inputs: dict[str, Any]) -> str:
+    """The name of the workflow's default recipe, if the run has that one; else ""."""
+    _, default = workflow.python_interface.inputs_with_defaults.get("config", (None, None))
+    name = default_name(default)
+    return name if name is not None and inputs.get("config") == default else ""
 
 
 def recipe_name(command: list[str]) -> str:
@@ -248,6 +256,7 @@ def install_recording() -> None:
     """Wraps flytekit's local execution; no-op on a cluster and if repeated."""
     if on_cluster() or hasattr(WorkflowBase.local_execute, "__wrapped__"):
         return
+    widen_error_boxes()
     WorkflowBase.__call__ = _wrap_call(WorkflowBase.__call__)
     WorkflowBase.local_execute = _wrap_workflow(WorkflowBase.local_execute)
     Task.local_execute = _wrap_task(Task.local_execute)

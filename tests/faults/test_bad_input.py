@@ -200,7 +200,7 @@ LONG = "1+" * 20 + "1="
         ([], ["the train data set is empty", "expected: at least one row", "fix:"]),
         (
             [*ROWS, {"prompt": " ", "answer": "1"}, {"prompt": "", "answer": "1"}],
-            ["the train data set fails a check", "prompt is empty: rows 8, 9", "fix:"],
+            ["prompt is empty: rows 8, 9", "fix: mend or remove these rows of", "train.jsonl"],
         ),
         (
             [*ROWS, {"prompt": LONG, "answer": "21"}],

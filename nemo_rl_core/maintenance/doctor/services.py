@@ -1,5 +1,6 @@
 """Checks of ports, leftovers of earlier Ray runtimes, and the cache of the model hub."""
 
+import itertools
 import os
 import socket
 import tempfile
@@ -12,7 +13,13 @@ from nemo_rl_core.maintenance.disk import allocated
 from nemo_rl_core.maintenance.doctor.check import Check, Result
 from nemo_rl_core.store.store import Store
 
-PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 10001: "Ray's clients", 8321: "`nemo-rl ui`"}
+UI_PORT = 8321
+PORTS = {
+    6379: "Ray's head",
+    8265: "Ray's dashboard",
+    10001: "Ray's clients",
+    UI_PORT: "`nemo-rl ui`",
+}
 """Default ports of programs; a local run uses free ones instead."""
 
 _RAY_PROCESSES = ("raylet", "gcs_server")
@@ -27,6 +34,8 @@ def check_ports(_: Store, *, ports: Mapping[int, str] = PORTS) -> Result:
         return Result("ok", f"{', '.join(map(str, ports))} are free")
     if all(use.startswith("Ray") for use in taken.values()) and _ray_processes():
         return Result("ok", f"{found} taken, and a Ray runs here")
+    if taken.keys() == {UI_PORT} and _pages():
+        return Result("ok", f"{found} taken, and `nemo-rl ui` runs here")
     return Result("warn", f"{found} taken",
                   "end what listens there (`ss -ltnp` names it), or choose another")  # fmt: skip
 
@@ -90,6 +99,16 @@ def _is_free(port: int) -> bool:
 
 def _ray_processes() -> list[psutil.Process]:
     return [each for each in psutil.process_iter(["name"]) if each.info["name"] in _RAY_PROCESSES]
+
+
+def _pages() -> list[psutil.Process]:
+    """Processes of `nemo-rl ui`."""
+    found = ((each, _command(each)) for each in psutil.process_iter())
+    return [
+        each
+        for each, words in found
+        if any(Path(a).name == "nemo-rl" and b == "ui" for a, b in itertools.pairwise(words))
+    ]
 
 
 def _is_orphan(process: psutil.Process) -> bool:

@@ -61,6 +61,28 @@ def test_the_fix_of_long_prompts_is_the_setting_and_how_large_it_must_be() -> No
         _check(rows, max_prompt_tokens=6)
 
 
+def test_all_faults_come_at_once_with_their_file_and_each_way_on() -> None:
+    """Repeated rows too, among those without another fault; a model mends characters only."""
+    rows = [row for each in range(2) for row in _rows()[:2]]
+    rows += [{**_rows()[3], "prompt": text} for text in ("", "b=", "b=")]
+    for number, row in enumerate(rows):
+        row["id"] = str(number)
+    with pytest.raises(DataError) as caught:
+        validate_rows(
+            rows, tokenizer=TOKENIZER, max_prompt_tokens=5, name="train", source="rows.jsonl"
+        )
+    assert str(caught.value).splitlines() == [
+        "the train data set fails 3 checks:",
+        "    prompt is empty: rows 4",
+        "    prompt has unknown characters: rows 5, 6",
+        "    prompt occurs twice: rows 2, 3",
+        "  got: 'b'; the model's tokenizer knows only ' *+-0123456789='",
+        "  fix: mend or remove these rows of rows.jsonl (counted from 0), for the unknown "
+        "characters it is enough to take a model that reads any text: "
+        "model: {kind: text_from_config} or a pretrained one, model: {name: FOLDER}",
+    ]
+
+
 def test_good_rows_come_back_in_order_with_the_columns_alone() -> None:
     rows = [{**row, "extra": 1} for row in _rows()]
     frame = _check(rows)

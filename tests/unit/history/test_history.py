@@ -225,7 +225,9 @@ from nemo_rl_core.history.writer import HistoryWriter, NewExecution
 from nemo_rl_core.store.store import Store
 writer = HistoryWriter(Store(Path(sys.argv[1])), "killed")
 writer.begin(NewExecution("w.w", "", [], {}, Path("run.log")))
-writer.begin_node("train_sft", task="tasks.train_sft", kind="task")
+node = writer.begin_node("train_sft", task="tasks.train_sft", kind="task")
+writer.log_metrics(node, 900, {"loss": 1.0})  # a step
+writer.log_metrics(node, 30, {"machine/cpu": 0.5})  # seconds since the run's start
 if os.fork() == 0:  # a worker that outlives it does not pass for it
     sys.stdin.read()
     os._exit(0)
@@ -248,6 +250,8 @@ sys.stdin.read()
         assert history.execution("killed").state == "aborted"
         (node,) = history.nodes("killed")
         assert node.state == "aborted"
+        killed = history.execution("killed")
+        assert node.ended_at == killed.ended_at == killed.started_at + 30
         assert history.node(node.id).attempts[0].state == "aborted"
     process.communicate()
 

@@ -118,6 +118,22 @@ def test_a_port_that_is_taken(tmp_path: Path, listener: socket.socket) -> None:
     assert (found.state, found.found) == ("ok", f"{port} are free")
 
 
+def test_the_page_s_own_port_is_no_warning(
+    tmp_path: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = listener.getsockname()[1]
+    monkeypatch.setattr(services, "UI_PORT", port)
+    page = tmp_path / "nemo-rl"  # a process with the command line of the page
+    page.write_text("import sys\nprint(flush=True)\nsys.stdin.read()\n")
+    command = [sys.executable, str(page), "ui"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = services.check_ports(Store(tmp_path), ports={port: "`nemo-rl ui`"})
+    assert found.state == "ok"
+    assert found.found == f"{port} (`nemo-rl ui`) taken, and `nemo-rl ui` runs here"
+
+
 def test_a_library_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm.py").write_text("raise ImportError('libcuda.so.1: cannot open')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

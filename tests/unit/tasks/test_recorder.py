@@ -24,7 +24,7 @@ from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.events import StageResumed, StageSaved, publish, report
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
-from tasks.platform.run import RunFailed, recipe_name
+from tasks.platform.run import RunFailed, _execution, recipe_name
 from tasks.platform.stage import cached_task, make
 
 assert workflows  # wraps flytekit's local execution when it is imported
@@ -70,7 +70,8 @@ def rows(config: Words) -> Rows:
 def training(config: Words, start: Checkpoint, train: Dataset, iteration: int) -> Checkpoint:
     def work(folder: Path) -> StageResult:
         publish(StageResumed(10))
-        report(StepReport("training", 1, 2, {"loss": 2.0, "global_step": 11.0}, {"train": 0.5}))
+        metrics = {"loss": 2.0, "global_step": 11.0, "num_valid_tokens": 5.0}
+        report(StepReport("training", 1, 2, metrics, {"train": 0.5}))
         if config.stopped and iteration == 2:
             publish(StageSaved(11))
             report(StepReport("training", 2, 2, {"loss": 1.0, "global_step": 12.0}))
@@ -78,7 +79,8 @@ def training(config: Words, start: Checkpoint, train: Dataset, iteration: int) -
         if config.broken and iteration == 2:
             raise ValueError("no such luck")
         (folder / "text.txt").write_text(f"{start.content_hash} {iteration}")
-        return StageResult("checkpoint", "text", f"iteration {iteration}", step=10 * iteration)
+        step, summary = 10 * iteration, f"iteration {iteration}"
+        return StageResult("checkpoint", "text", summary, num_tokens=50, step=step)
 
     parents = {"start": start, "train": train}
     fields = make(
@@ -225,11 +227,14 @@ def test_nodes_edges_and_values_of_a_run(history: Store) -> None:
         assert read.metrics(detail.node.id) == {
             "loss": [(11, 2.0)],
             "global_step": [(11, 11.0)],
+            "num_valid_tokens": [(11, 5.0)],
             "timings/train": [(11, 0.5)],
         }
         candidates = {value.name: value for value in read.node(nodes["choose"].id).inputs}
         assert len(json.loads(candidates["candidates"].value)) == 2
         artifact = read.artifact(detail.outputs[0].artifact or "")
+        # The tokens of the steps before the resume are no cost of this attempt.
+        assert (detail.node.cost["tokens"], artifact.manifest["cost"]["tokens"]) == (5, 50)
         # Three more nodes returned it.
         assert artifact.made_by == nodes["training 2"].id
         roles = {each.role for each in read.ancestry(artifact.id).parentage}
@@ -314,3 +319,13 @@ def test_the_part_of_the_log_that_is_a_nodes(history: Store) -> None:
 )
 def test_the_recipe_that_a_command_names(command: list[str], recipe: str) -> None:
     assert recipe_name(command) == recipe
+
+
+def test_a_run_without_a_recipe_has_the_name_of_the_default_one() -> None:
+    from workflows.grpo import DEFAULT, grpo
+
+    def named(config: object) -> str:
+        return _execution(grpo, {"config": config}, Path("run.log")).recipe
+
+    assert named(DEFAULT) == named(DEFAULT.model_copy()) == "grpo_arithmetic"
+    assert named(DEFAULT.replace(seed=7)) == ""

@@ -152,6 +152,8 @@ def test_an_interrupted_run_goes_on_and_the_record_says_where(
         assert history.nodes(stopped.id)[-1].cost["wall_seconds"] > 0
         (node,) = [node for node in history.nodes(last.id) if node.name == "add"]
         assert history.node(node.id).attempts[0].resumed_from_step == 2
+        tokens = [step["num_valid_tokens"] for step in resumed.metrics]
+        assert (node.cost["tokens"], resumed.num_tokens) == (tokens[2], sum(tokens))
 
 
 class Noisy(Callback):

@@ -90,7 +90,7 @@ def ran(own_store: Path) -> Ran:
 
 
 def ask(command: object, *words: str) -> Result:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(command, words)
+    result = CliRunner(env={"COLUMNS": "40"}).invoke(command, words)
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,15 @@ import yaml
 from click.testing import CliRunner, Result
 
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.history.database import open_for_writing, transaction
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.produce import NotMade, StageInputs, StageResult, dry_run, produce
 from nemo_rl_core.store.store import Store
 from tasks import cli
 from tasks.cli import flyte_cluster_check
 from tasks.cli.recipe_pipeline import is_shipped, pipeline_of, refuse_of_another_pipeline
 from tasks.cli.run import PIPELINES
-from tasks.cli.run_settings import changes_of
+from tasks.cli.run_settings import TRAINING, changes_of
 from tasks.platform import code_secrets, ray_stage
 
 REPOSITORY = Path(__file__).parents[4]
@@ -215,6 +218,43 @@ def test_a_dry_run_prepares_and_stops_before_the_first_training(
         line.split()[0]: line.split()[1] for line in again.output.splitlines() if "  " in line
     }
     assert states["prepare_model"] == states["prepare_data"] == "cached"
+
+
+def record_run(*stages: tuple[str, float]) -> str:
+    """A successful run of `sft_text` in the store's record, of stages with their seconds."""
+    store = Store.default()
+    writer = HistoryWriter(store, "20260101T000000Z-aaaaaa")
+    writer.begin(NewExecution("workflows.sft.sft", "sft_text", [], {}, Path("run.log")))
+    for name, _ in stages:
+        node = writer.begin_node(name, task=f"tasks.{name}", kind="task")
+        writer.end_node(node, NodeEnd("succeeded"))
+    writer.end("succeeded")
+    with closing(open_for_writing(store)) as database, transaction(database):
+        for node, (_, seconds) in enumerate(stages, start=1):
+            database.execute("UPDATE nodes SET ended_at = started_at + ? WHERE id = ?",
+                             (seconds, node))  # fmt: skip
+    return "20260101T000000Z-aaaaaa"
+
+
+def test_a_dry_run_estimates_every_stage_that_is_left(own_store: Path) -> None:
+    run = record_run(
+        ("prepare_model", 5), ("prepare_data", 6),
+        ("evaluate", 20), ("train_sft", 100), ("evaluate", 40), ("export", 2),
+    )  # fmt: skip
+    result = invoked("sft", "sft_text", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "evaluate                runs      20 s the last time" in result.output
+    assert "  and everything after it: train_sft, evaluate, export\n" in result.output
+    assert f"time: about 162 s, as the stages of run {run} took when they ran" in result.output
+    (memory,) = [line for line in result.output.splitlines() if line.startswith("memory")]
+    assert memory.startswith("memory of evaluate: ")
+    assert memory.endswith("GiB of weights in float32 in each process that holds the model")
+
+
+def test_stages_that_train_are_known_by_name() -> None:
+    stages = {path.stem for path in (REPOSITORY / "tasks").glob("*.py")}
+    named = {name for name in stages if name.startswith("train_") or name.endswith("_iteration")}
+    assert set(TRAINING) == named | {"sweep_point"}
 
 
 def test_a_dry_run_refuses_what_the_run_would_refuse(own_store: Path, tmp_path: Path) -> None:
