@@ -80,7 +80,7 @@ def runs(store: Path) -> list[Path]:
         ),
         (
             {"data": {"kind": "file", "train": "no.jsonl", "validation": "no.jsonl"}},
-            ["data file does not exist", "expected:", "got: no.jsonl", "fix:"],
+            ["names what is missing", "expected:", "data.train: no file /", "/no.jsonl", "fix:"],
         ),
         (
             {"environment": {"kind": "reward_model", "model": "some/model"}},

@@ -157,7 +157,8 @@ def _read_file(path: Path, limit: int | None) -> Records:
             f"the data file {path} does not exist",
             expected="a file, named absolutely or from the current directory",
             got="nothing there",
-            fix="correct data.train or data.validation",
+            fix="correct the name: data.train or data.validation of a recipe, dataset or "
+            "eval_dataset in Python",
         )
     return reader(path, limit)
 
