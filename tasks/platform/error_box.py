@@ -18,7 +18,9 @@ _FRAME = 6
 def widen_error_boxes() -> None:
     """Wraps the part of rich-click that writes errors; no-op if repeated."""
     if not hasattr(RichHelpFormatter.write_error, "__wrapped__"):
-        RichHelpFormatter.write_error = _wrap(RichHelpFormatter.write_error)
+        RichHelpFormatter.write_error = _wrap(  # type: ignore[method-assign]
+            RichHelpFormatter.write_error
+        )
 
 
 def _wrap(original: Any) -> Any:
