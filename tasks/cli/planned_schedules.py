@@ -12,8 +12,8 @@ from nemo_rl_core.config.data import DataConfig, FileData, MixtureData
 from nemo_rl_core.config.model import PretrainedModel
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.telemetry.notices import mail_addresses
+from tasks.cli.pipelines import PIPELINES
 from tasks.cli.recipe_pipeline import pipeline_of
-from tasks.cli.run import PIPELINES
 from tasks.cli.run_settings import chosen_pipeline
 from tasks.platform.arrivals import can_arrive
 from tasks.platform.schedules import ARRIVALS, BAD_ENDS, described, on_schedule, one_at_a_time

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nemo_rl_core.errors import ConfigError
-from tasks.cli.run import PIPELINES
+from tasks.cli.pipelines import PIPELINES
 from tasks.recipes.recipe_file import RECIPES, read_recipe
 
 
@@ -32,6 +32,19 @@ def pipeline_of(recipe: str) -> str:
         got=recipe,
         fix=f"name the pipeline: nemo-rl plan {recipe} --pipeline grpo",
     )
+
+
+def keys_of(recipe: str) -> set[str]:
+    """The top-level keys of a recipe and of those that it begins with; none where no file is."""
+    found: set[str] = set()
+    named, seen = recipe, {""}
+    while named not in seen:
+        seen.add(named)
+        path = Path(named) if named.endswith((".yaml", ".yml")) else RECIPES / f"{named}.yaml"
+        values = read_recipe(path) if path.is_file() else {}
+        found |= {*values}
+        named = str(values.get("recipe", ""))
+    return found
 
 
 def is_shipped(recipe: str) -> bool:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.planning.accelerators import Accelerator, accelerator
+from tasks.cli.pipelines import PIPELINES
 from tasks.cli.recipe_pipeline import pipeline_of
-from tasks.cli.run import PIPELINES
 from tasks.cli.run_settings import chosen_pipeline
 from tasks.platform.gpu_plan import (
     ASSUMED,

@@ -9,21 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from tasks.cli.cluster_options import on_a_cluster
-
-PIPELINES = {
-    "convert": "convert_model",
-    "distill": "distill",
-    "dpo": "dpo",
-    "evaluate": "evaluate_model",
-    "grpo": "grpo",
-    "post_train": "post_train",
-    "ppo": "ppo",
-    "regression": "check_regression",
-    "reward_model": "reward_model",
-    "sft": "sft",
-    "sweep": "sweep",
-}
-"""Files of `workflows/`, and the workflow in each."""
+from tasks.cli.pipelines import PIPELINES
 
 _WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 

@@ -19,7 +19,7 @@ from nemo_rl_core.history.queries import History
 from nemo_rl_core.produce import StageInputs
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.model_flops import num_parameters
-from tasks.cli.recipe_pipeline import is_shipped, refuse_of_another_pipeline
+from tasks.cli.recipe_pipeline import is_shipped, keys_of, refuse_of_another_pipeline
 from tasks.platform.dry_run import call_dry
 from tasks.platform.preflight import preflight
 from tasks.recipes.common import Recipe, RecipeError, default_name
@@ -92,10 +92,9 @@ def chosen_pipeline(
         refuse_of_another_pipeline(pipeline, settings[0])
     try:
         recipe = kind.model_validate(values)  # first: it has the mistakes of the file, too
-    except RecipeError as error:
-        # Keys that a recipe shares with another pipeline are no mistake; a file of the user's may
-        # be meant for both.
-        if has_recipe and "unknown key" in str(error):
+    except RecipeError:
+        # A file of the user's may be meant for several pipelines, with the sections of them all.
+        if has_recipe and not keys_of(settings[0]) <= {"recipe", *kind.model_fields}:
             refuse_of_another_pipeline(pipeline, settings[0])
         raise
     base = kind.model_validate(named)

@@ -83,11 +83,11 @@ class VllmBackend(ReceivesWeights):
         _refuse_block_size(config, has_gpu=has_gpu)
         if config.quantization != "none":
             _refuse_quantization(config.quantization, dtype=setup.dtype, has_gpu=has_gpu)
-        if not has_gpu:
-            refuse_heads_on_cpu(described(setup.model_folder), called=called(setup.model_folder))
         # vLLM itself ignores missing parts of fused matrices and surplus weights.
         self._expected = empty_model(setup.model_folder, "lm")
         check_folder(self._expected, setup.model_folder)
+        if not has_gpu:
+            refuse_heads_on_cpu(described(setup.model_folder), called=called(setup.model_folder))
         load_libnuma()
         if not has_gpu:
             # vLLM compiles a sampler function even in eager mode, which needs a C++ compiler on a

@@ -14,6 +14,6 @@ def test_a_path_in_an_error_stays_on_its_line(
     data = {"kind": "file", "train": str(rows), "max_prompt_tokens": 16}
     finished = run_grpo({"recipe": "grpo_ci", "data": data})
     assert finished.exit_code == 2
-    assert f"got: {rows} " in finished.output
     lines = finished.output.splitlines()
+    assert any(f"{rows} " in line for line in lines)
     assert len({len(line) for line in lines if line.startswith(("╭", "│", "╰"))}) == 1

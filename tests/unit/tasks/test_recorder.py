@@ -321,8 +321,13 @@ def test_the_recipe_that_a_command_names(command: list[str], recipe: str) -> Non
     assert recipe_name(command) == recipe
 
 
-def test_a_run_without_a_recipe_has_the_name_of_the_default_one() -> None:
+def test_a_run_without_a_recipe_has_the_name_of_the_default_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from workflows.grpo import DEFAULT, grpo
+
+    # Else that of pytest, whose arguments may end in a recipe.
+    monkeypatch.setattr("sys.argv", ["pyflyte", "run", "workflows/grpo.py", "grpo"])
 
     def named(config: object) -> str:
         return _execution(grpo, {"config": config}, Path("run.log")).recipe

@@ -16,8 +16,8 @@ from nemo_rl_core.produce import NotMade, StageInputs, StageResult, dry_run, pro
 from nemo_rl_core.store.store import Store
 from tasks import cli
 from tasks.cli import flyte_cluster_check
+from tasks.cli.pipelines import PIPELINES
 from tasks.cli.recipe_pipeline import is_shipped, pipeline_of, refuse_of_another_pipeline
-from tasks.cli.run import PIPELINES
 from tasks.cli.run_settings import TRAINING, changes_of
 from tasks.platform import code_secrets, ray_stage
 
