@@ -188,6 +188,7 @@ def test_what_the_last_save_has_is_copied_by_the_server(
 ) -> None:
     for name in ("tasks", "nemo_rl_core"):  # whose messages a run in this process may keep
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    caplog.set_level(logging.WARNING)  # also where a test has disabled warnings in this process
     address = run_as_container(prefix, 0, tmp_path / "out")
     assert address.startswith(f"{prefix}/raw/0/")
     assert stored(bucket, address) == artifact_of(volume)
