@@ -4,7 +4,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_rl_core.backends.generation.vllm_heads import refuse_heads_on_cpu
 from nemo_rl_core.config.environment import model_scorers
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.judge import JudgeModel
@@ -50,6 +49,8 @@ def refuse_heads(experiment: PipelineRecipe) -> None:
 def _refuse(model: ModelConfig, *, called: str, fix: str) -> None:
     config = _known_config(model)
     if config is not None:
+        from nemo_rl_core.backends.generation.vllm_heads import refuse_heads_on_cpu  # with torch
+
         refuse_heads_on_cpu(config, called=called, fix=fix)
 
 
