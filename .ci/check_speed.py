@@ -115,7 +115,7 @@ def many_ranks(scratch: Path) -> tuple[float, float, float]:
 
 
 def ahead() -> float:
-    """How many times as fast the loop ahead is as the one by turns, if nothing else runs.
+    """How many times as fast the asynchronous loop is as the synchronous one.
 
     A busy machine wakes those that wait too late: the best of some attempts counts.
     """

@@ -56,7 +56,7 @@ def step_seconds(
 
 
 def compared(seconds: float, reward_seconds: float, num_steps: int = NUM_STEPS) -> list[float]:
-    """Seconds a step by turns and ahead; the arguments are those of `step_seconds`."""
+    """Seconds a step, synchronous and asynchronous; the arguments are those of `step_seconds`."""
     with tempfile.TemporaryDirectory() as scratch:
         return [
             step_seconds(kind, Path(scratch) / kind.__name__, seconds, reward_seconds, num_steps)
