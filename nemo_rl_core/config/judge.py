@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.patterns import HTTP_URL, VARIABLE
 from nemo_rl_core.config.placement import OwnBundles, OwnPlacement, Placement, own_bundles
 from nemo_rl_core.errors import ConfigError
 
@@ -26,9 +27,9 @@ class JudgeEndpoint(FrozenConfig):
     renamed: ClassVar[Mapping[str, str]] = {"timeout_seconds": "reply_timeout_seconds"}
 
     kind: Literal["endpoint"] = "endpoint"
-    url: str = Field(pattern=r"^https?://\S+$")
+    url: str = Field(pattern=HTTP_URL)
     model: str = Field(min_length=1)
-    api_key_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    api_key_variable: str | None = Field(default=None, pattern=VARIABLE)
     reply_timeout_seconds: PositiveFloat = 60.0
     num_retries: NonNegativeInt = 3
     max_concurrency: PositiveInt = 8

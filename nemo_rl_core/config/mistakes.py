@@ -8,6 +8,8 @@ from pydantic import (
     ValidationError,
 )
 
+from nemo_rl_core.config.names import name_hint
+from nemo_rl_core.config.patterns import IN_WORDS
 from nemo_rl_core.config.places import place_of
 from nemo_rl_core.config.sections import (
     Path,
@@ -136,4 +138,15 @@ def _path(location: Path, values: Any, problem: str) -> Path:
 def _text(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "union_tag_not_found":
         return "must say of which kind it is, as in {kind: ...}"
+    if problem["type"] == "union_tag_invalid":
+        return _unknown_tag(**problem["ctx"])
+    if problem["type"] == "string_pattern_mismatch":
+        return IN_WORDS.get(problem["ctx"]["pattern"], str(problem["msg"]))
     return str(problem["msg"]).removeprefix("Value error, ")
+
+
+def _unknown_tag(discriminator: str, tag: str, expected_tags: str) -> str:
+    choices = [each.strip().strip("'") for each in expected_tags.split(",")]
+    name = discriminator.strip("'").removesuffix("()").removesuffix("_of")
+    hint = name_hint(tag, choices, {}) or f"it is one of {', '.join(choices)}"
+    return f"there is no {name} {tag!r}; {hint}"

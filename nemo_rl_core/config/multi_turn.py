@@ -12,6 +12,7 @@ from pydantic import (
 )
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.patterns import MEMBER_OR_NAME
 from nemo_rl_core.config.single_turn import (
     ExactMatch,
     MathVerify,
@@ -116,7 +117,7 @@ class PythonEnvironment(FrozenConfig):
     """
 
     kind: Literal["python"] = "python"
-    target: str = Field(pattern=r"^[\w.-]+(:\w+(\.\w+)*)?$")
+    target: str = Field(pattern=MEMBER_OR_NAME)
     arguments: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")

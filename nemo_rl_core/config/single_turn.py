@@ -7,6 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.judge import LLMJudge
+from nemo_rl_core.config.patterns import FUNCTION
 from nemo_rl_core.config.placement import OwnBundles, Placement, own_bundles
 
 
@@ -89,7 +90,7 @@ class RewardFunction(FrozenConfig):
     """
 
     kind: Literal["function"] = "function"
-    target: str = Field(pattern=r"^[\w.]+:\w+$")
+    target: str = Field(pattern=FUNCTION)
 
 
 class RewardModelScore(FrozenConfig):

@@ -159,6 +159,9 @@ _OWN_LINES: Final[dict[str, Callable[[Any, str, Collection[str]], str | None]]] 
 }
 """Where the line to write depends on the value or the algorithm."""
 
+OTHER_NAMES: Final = frozenset({*PEER_NAMES, *_OWN_LINES})
+"""The names that `python_hint` knows."""
+
 
 def _shown(value: Any) -> str:
     text = repr(value)

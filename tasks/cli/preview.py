@@ -8,6 +8,7 @@ import click
 
 from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.config.row_policy import MaskKind, RowPolicy
+from nemo_rl_core.errors import DataError
 
 
 @click.command()
@@ -31,7 +32,13 @@ def preview(data: str, model: Path, row: int, mask: MaskKind, columns: tuple[str
     from nemo_rl_core.data.preview import preview as as_text
 
     form = RowFormat.of({"columns": _by_name(columns)}) if columns else None
-    chosen = read_row(data, row, RowPolicy(mask=mask), form)
+    try:
+        chosen = read_row(data, row, RowPolicy(mask=mask), form)
+    except DataError as error:
+        if "data.columns" not in (error.fix or ""):
+            raise
+        fix = f"{error.fix}; of this command: --columns YOUR_COLUMN=prompt"
+        raise type(error)(error.problem, error.expected, error.got, fix) from error
     shown = as_text(chosen, load_tokenizer(model), colour=sys.stdout.isatty())
     click.echo(f"{shown}\n\n{LEGEND}", color=True)  # unchanged, in a pipe too
 

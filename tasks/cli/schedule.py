@@ -46,6 +46,8 @@ def schedule() -> None:
     start one.
 
         nemo-rl schedule mine.yaml "*/10 * * * *" --on-arrival --config flyte.yaml --activate
+
+    `nemo-rl schedule add --help` lists these options and the others.
     """
 
 

@@ -178,6 +178,26 @@ def test_all_problems_are_listed() -> None:
     assert "  learning_rate: Input should be greater than 0 (got -3)" in lines
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"environment": {"kind": "function", "target": "a b"}},
+            "environment.target: must be module:function, as in my_rewards:score",
+        ),
+        ({"environment": {"kind": "mathh"}}, "there is no kind 'mathh'; did you mean 'math'?"),
+        (
+            {"grpo": {"loss": {"kind": "x"}}},
+            "grpo.loss: there is no kind 'x'; it is one of clipped",
+        ),
+    ],
+)
+def test_patterns_and_kinds_are_said_in_words(values: dict, said: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        GRPORecipe.model_validate({"recipe": "grpo_arithmetic", **values})
+    assert said in str(caught.value)
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_checked_in_recipe_loads(path: Path) -> None:
     experiment_of(path).model_validate(yaml.safe_load(path.read_text()))

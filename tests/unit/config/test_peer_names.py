@@ -99,6 +99,12 @@ def test_a_call_from_python_is_told() -> None:
         refuse_unclaimed(GRPOSettings, "grpo", {}, {"max_completion_length": 64})
 
 
+@pytest.mark.parametrize("name", ["num_stepz", "max_step"])
+def test_a_misspelt_name_of_another_algorithm_is_told_as_that_one(name: str) -> None:
+    with pytest.raises(ConfigError, match="fix: write num_steps_per_iteration=3"):
+        refuse_unclaimed(GRPOSettings, "grpo", {}, {name: 3})
+
+
 def test_a_misspelt_name_is_none_of_them() -> None:
     assert peer_hint("lerning_rate") is None
     with pytest.raises(RecipeError, match="did you mean 'learning_rate'"):
