@@ -435,7 +435,9 @@ def _lines(bed: ClusterBed, folder: str) -> list[str]:
 
 def _kill_a_worker(bed: ClusterBed) -> None:
     """One of the two ranks that train."""
-    (rank,) = bed.jobs[-1].workers[1].processes("ray::DTensorBackend")
+    worker = bed.jobs[-1].workers[1]
+    # A rank that begins or ends a call has no name while Ray writes the other one.
+    (rank,) = wait_for(lambda: worker.processes("ray::DTensorBackend"), lambda: None)
     os.kill(rank, signal.SIGKILL)
 
 

@@ -117,8 +117,11 @@ class S3Bucket:
 
         import boto3
         from botocore.config import Config
+        from moto.s3.models import s3_backends
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        for account in s3_backends.values():
+            account.reset()  # objects are the process's: those of the server before this one
         self._server.start()
         wsgi: Any = self._server._server
         wsgi.app = self._counted(wsgi.app)
