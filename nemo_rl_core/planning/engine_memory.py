@@ -5,6 +5,9 @@ from nemo_rl_core.planning.load import StageLoad, ranks_of_engine, share_of_engi
 from nemo_rl_core.planning.sizes import ModelSizes
 
 GIB = 2**30
+CONTEXT_GIB, ENGINE_CONTEXT_GIB = 1.0, 2.0
+"""CUDA's context and libraries of one process, and of an engine with its worker. Assumed; an H100
+showed 2 to 3 with an engine."""
 _BATCHED_TOKENS = 8192
 _GRAPHS_GIB = 1.0
 """vLLM's CUDA graphs and workspaces. Assumed."""

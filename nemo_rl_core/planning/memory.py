@@ -10,7 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, MegatronTraining
-from nemo_rl_core.planning.engine_memory import GIB, parts_of_engine
+from nemo_rl_core.planning.engine_memory import (
+    CONTEXT_GIB,
+    ENGINE_CONTEXT_GIB,
+    GIB,
+    parts_of_engine,
+)
 from nemo_rl_core.planning.float8 import bytes_less, rounding_gib
 from nemo_rl_core.planning.load import (
     Layout,
@@ -29,8 +34,6 @@ _MOST_ROWS, _ROW_COPIES = 1024, 4
 is not imported, since torch takes seconds."""
 _QUANTIZED = {"8bit": 1.0, "4bit": 0.52}
 """Bytes of a weight; 4 bits with their constants, which are quantized as well (QLoRA)."""
-_CONTEXT_GIB = 1.0
-"""CUDA's context and libraries of one process. Assumed; an H100 showed 2 to 3 with an engine."""
 _SENT_BUCKETS = 3
 """Of a sender on a GPU: two buffers, and the tensors that are gathered for the next one."""
 _RECEIVED_COPIES = 2
@@ -78,7 +81,8 @@ def plan_memory(load: StageLoad, memory_gib: float) -> MemoryPlan:
     trained = _TrainedModel(load) if load.training else None
     resident = trained.resident if trained else {}
     engine, kv_tokens = parts_of_engine(load, memory_gib)
-    of_trainer, of_engine = _CONTEXT_GIB * (trained is not None), 2 * _CONTEXT_GIB * bool(engine)
+    of_trainer = CONTEXT_GIB * (trained is not None)
+    of_engine = ENGINE_CONTEXT_GIB * bool(engine)
     contexts = of_trainer + of_engine + contexts_of_scorers(load)
     base = sum(resident.values()) + contexts
     transfer = _transfer_gib(load) if trained and engine else 0.0

@@ -13,6 +13,8 @@ from nemo_rl_core.config.judge import JudgeModel
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.planning.engine_memory import (
+    CONTEXT_GIB,
+    ENGINE_CONTEXT_GIB,
     GIB,
     activations_gib,
     bytes_of,
@@ -20,9 +22,6 @@ from nemo_rl_core.planning.engine_memory import (
 )
 from nemo_rl_core.planning.load import ScorerLoad, StageLoad
 from nemo_rl_core.planning.sizes import ModelSizes, sizes_of
-
-_CONTEXT_GIB, _ENGINE_CONTEXT_GIB = 1.0, 2.0
-"""As of trainers and engines (`memory.py`). Assumed."""
 
 
 def scorers_of(
@@ -109,7 +108,7 @@ def largest_own_scorer(load: StageLoad, memory_gib: float) -> float:
 
 
 def _context_gib(scorer: ScorerLoad) -> float:
-    return _CONTEXT_GIB if scorer.share is None else _ENGINE_CONTEXT_GIB
+    return CONTEXT_GIB if scorer.share is None else ENGINE_CONTEXT_GIB
 
 
 def _awake_gib(scorer: ScorerLoad, memory_gib: float) -> float:

@@ -115,7 +115,7 @@ def head_sizes_of_kernels(width: int) -> Sequence[int]:
                 timeout=_MAX_SECONDS,
                 check=True,
             )
-        # Without any the call itself has changed, and says nothing of widths.
+        # None taken: the call itself has changed, and says nothing of widths.
         return tuple(json.loads(done.stdout.rpartition("taken:")[2]))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         _LOG.debug("vLLM's kernels were not asked: %s", error)
