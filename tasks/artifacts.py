@@ -140,7 +140,7 @@ class SweepReport(Artifact):
 
 
 class LineageReport(Artifact):
-    """`lineage.html` and `lineage.json`: a checkpoint and all it came from."""
+    """`lineage.json`, and `deck.html` to look at: a checkpoint and all it came from."""
 
 
 def content_hash(artifact: Artifact) -> str:

@@ -8,7 +8,7 @@ from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.ancestry import ancestry_of
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.manifest import Manifest
-from nemo_rl_core.telemetry.curves import completions_html
+from nemo_rl_core.telemetry.lineage_page import lineage_html
 from tasks.artifacts import Checkpoint, Lineage, LineageReport
 from tasks.platform.resources import PLAIN
 from tasks.platform.stage import cached_task, make
@@ -34,8 +34,8 @@ def lineage_report(model: Checkpoint) -> Lineage:
             for a in found
         ]
         write_atomic(folder / "lineage.json", json.dumps(rows, indent=1, sort_keys=True))
-        summary = f"{len(rows)} artifacts from {rows[-1]['stage']} to {rows[0]['stage']}"
-        return StageResult("lineage", "json", summary, deck=completions_html(rows))
+        summary = f"{model.manifest.stage} and the {len(found)} artifacts that it came from"
+        return StageResult("lineage", "json", summary, deck=lineage_html(rows))
 
     fields = make(
         __name__, "lineage_report", config=LineageTaskConfig(), parents={"model": model}, work=work
@@ -49,7 +49,7 @@ def _row(depth: int, manifest: Manifest) -> dict[str, object]:
         "stage": manifest.stage,
         "kind": manifest.kind,
         "content": manifest.content_hash[:16],
-        "step": manifest.step,
+        "step": manifest.step or None,  # data and what is measured have none
         "seed": manifest.seed,
         "config": manifest.config_hash[:12],
         "source": manifest.source_digest,
