@@ -23,7 +23,7 @@ from nemo_rl_core.config.generation import (
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.placement import OwnBundles
-from nemo_rl_core.config.single_turn import ExactMatch, RewardModelScore
+from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
 from nemo_rl_core.errors import ConfigError
 
@@ -238,15 +238,23 @@ def refuse_judge_beside_others(
 def refuse_scorers_in_actors(
     environment: EnvironmentConfig, workers: EnvironmentWorkers | None
 ) -> None:
-    """Refuses bundles of a reward model's own in an environment that runs in actors as a whole.
+    """Refuses scorers that start workers of their own in an environment that runs in actors.
 
     Raises:
         ConfigError: Names the setting.
     """
     if workers is None:
         return
+    if judges_of_the_run(environment):
+        raise ConfigError(
+            "a judge that is a model of this run cannot be started by an actor of the environment",
+            expected="environment_workers, or a judge with kind: model, and not both",
+            got="environment_workers, and a judge with kind: model",
+            fix="leave environment_workers out, or serve the judge elsewhere, and name it with "
+            "judge: {kind: endpoint}",
+        )
     own = [each for each in model_scorers(environment) if each.own_bundles]
-    if own and isinstance(own[0].config, RewardModelScore):
+    if own:
         raise ConfigError(
             "a reward model with a placement of its own has actors of its own",
             expected="environment_workers, or a reward model's placement, and not both",

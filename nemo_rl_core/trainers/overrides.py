@@ -1,15 +1,14 @@
 """Settings given by name alone, sorted into the sections they belong to."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.names import closest_name, unknown_names
-from nemo_rl_core.config.peer_names import PEER_NAMES
+from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.trainers.peer_arguments import OTHER_NAMES, python_hint
+from nemo_rl_core.trainers.peer_arguments import python_hint
 from nemo_rl_core.trainers.peer_calls import Hint
 
 
@@ -75,17 +74,8 @@ def refuse_unclaimed(
             sorted(choices),
             otherwise="leave it out",
             renamed={old: new for kind in sections for old, new in kind.renamed.items()},
-            elsewhere=lambda name: _hint_elsewhere(
-                name, overrides[name], choices, hint_of(settings_class, section)
-            ),
+            elsewhere=lambda name: hint_of(settings_class, section)(name, overrides[name]),
         )
-
-
-def _hint_elsewhere(name: str, value: Any, choices: Collection[str], hint: Hint) -> str | None:
-    """The hint for a name of another framework or algorithm, also for one that is misspelt so."""
-    if closest_name(name, choices) is None and name not in PEER_NAMES:
-        name = closest_name(name, OTHER_NAMES) or name
-    return hint(name, value)
 
 
 def hint_of(settings_class: type[FrozenConfig], section: str) -> Hint:

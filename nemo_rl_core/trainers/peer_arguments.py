@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from nemo_rl_core.config.names import closest_name
 from nemo_rl_core.config.peer_names import PEER_NAMES, peer_hint
 
 _ALGORITHMS: Final = frozenset({"grpo", "ppo", "dpo", "sft", "reward_model", "distillation"})
@@ -31,7 +32,7 @@ def python_hint(
     number which means the same here.
 
     Args:
-        name: The setting.
+        name: The setting; also misspelt, unless one of the trainer's own is meant.
         value: Its value.
         section: The algorithm's.
         names: What the trainer takes by name.
@@ -46,6 +47,9 @@ def python_hint(
         >>> python_hint("num_generations", 8, **has)
         'here it is grpo.num_generations_per_prompt'
     """
+    known = {*PEER_NAMES, *_OWN_LINES}
+    if name not in known and closest_name(name, names) is None:
+        name = closest_name(name, known) or name
     if name in _OWN_LINES:
         return _OWN_LINES[name](value, section, names)
     here = PEER_NAMES.get(name)
@@ -158,9 +162,6 @@ _OWN_LINES: Final[dict[str, Callable[[Any, str, Collection[str]], str | None]]] 
     **dict.fromkeys(("model_name", "model_name_or_path", "pretrain"), _model),
 }
 """Where the line to write depends on the value or the algorithm."""
-
-OTHER_NAMES: Final = frozenset({*PEER_NAMES, *_OWN_LINES})
-"""The names that `python_hint` knows."""
 
 
 def _shown(value: Any) -> str:

@@ -155,6 +155,17 @@ def test_a_reward_model_has_its_own_actors_or_the_environment_has() -> None:
         assert "environment.placement.own" in refused.value.got
 
 
+@pytest.mark.parametrize("judge_first", [True, False])
+def test_a_judge_of_the_run_is_refused_in_actors_wherever_it_stands(judge_first: bool) -> None:
+    workers = {"environment_workers": EnvironmentWorkers().model_dump()}
+    parts = [{"environment": each} for each in ([JUDGE, MODEL] if judge_first else [MODEL, JUDGE])]
+    both = {"kind": "weighted_sum", "parts": parts}
+    for environment in (both, JUDGE):
+        with pytest.raises(ConfigError, match="cannot be started by an actor") as refused:
+            RolloutSettings.model_validate({"environment": environment, **workers})
+        assert "judge: {kind: endpoint}" in refused.value.fix
+
+
 @pytest.mark.parametrize(
     ("placement", "said"),
     [("own", "colocated, or {own: 4}"), ({"own": 0}, "greater than 0")],
