@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from nemo_rl_core.config.data import source_of
 from nemo_rl_core.environments.contents import refuse_changed
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.telemetry.curves import completions_html
@@ -36,6 +37,7 @@ def evaluate_questions(config: QuestionsTaskConfig, tokenizer: Tokenizer) -> Dat
             tokenizer=load_tokenizer(tokenizer.folder),
             max_prompt_tokens=data.max_prompt_tokens,
             name="validation",
+            source=source_of(data, "validation"),
             policy=data,
         )
         save_rows(rows, folder)

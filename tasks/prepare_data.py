@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_rl_core.config.data import DataConfig, FileData
+from nemo_rl_core.config.data import source_of
 from nemo_rl_core.environments.contents import refuse_changed
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.telemetry.curves import completions_html
@@ -46,7 +46,7 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
             tokenizer=loaded_tokenizer,
             max_prompt_tokens=limit,
             name=name,
-            source=_source(config.data, name),
+            source=source_of(config.data, name),
             policy=config.data,
         )
 
@@ -67,12 +67,3 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
 
     check_disjoint(train, validation)
     return PreparedData(artifact("train", train), artifact("validation", validation))
-
-
-def _source(data: DataConfig, part: str) -> str:
-    """The file that the rows of a part are counted in; empty for rows that are from no file."""
-    if not isinstance(data, FileData):
-        return ""
-    if data.validation is None:
-        return f"the {part} part of {data.train}"
-    return data.train if part == "train" else data.validation

@@ -141,3 +141,12 @@ DataConfig = Annotated[
     | MixtureData,
     Field(discriminator="kind"),
 ]
+
+
+def source_of(data: DataConfig, part: str) -> str:
+    """The file that the rows of a part are counted in; empty for rows that are from no file."""
+    if not isinstance(data, FileData):
+        return ""
+    if data.validation is None:
+        return f"the {part} part of {data.train}"
+    return data.train if part == "train" else data.validation

@@ -40,7 +40,13 @@ def scorers_of(
             it out.
         path: Of the section in the recipe.
     """
+    found = set()
     for each in model_scorers(environment, path):
+        # Sections that ask one judge alike share it, and models on GPUs of their own are shared.
+        # A reward model on the trainer's GPU is loaded for each of its sections.
+        if each.name in found and (isinstance(each.config, JudgeModel) or each.own_bundles):
+            continue
+        found.add(each.name)
         if isinstance(each.config, JudgeModel):
             yield _judge(each.config, each.path, sizes_of(read(each.config.model)))
         elif each.config.model is not None:

@@ -62,7 +62,7 @@ class NodeCache:
             for each in (cache._files, cache._verified, cache._used, cache._coming):
                 each.mkdir(parents=True, exist_ok=True)
             locks.share(cache._marks, "of this process")
-        except (OSError, ValueError, NemoRLError) as error:
+        except (OSError, ValueError, OverflowError, NemoRLError) as error:
             _warn(f"{FOLDER}={folder} with {GIB}={gib} is not used, and files are fetched: {error}")
             return None
         return cache

@@ -5,6 +5,7 @@ for the listing once, when it begins, and its digest is part of the key of the r
 or another one under its name, is other data.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from typing import Any
 
 from nemo_rl_core.errors import DataError, NemoRLError
 from nemo_rl_core.store.files import written_aside
+
+logger = logging.getLogger(__name__)
 
 SCHEMES = ("s3", "gs")
 _SUFFIXES = (".jsonl", ".csv", ".parquet", ".arrow")
@@ -80,8 +83,12 @@ def listing(address: str) -> list[RemoteObject]:
         DataError: If the store cannot be asked, or has no such object.
     """
     files = _file_system(address)
-    with _explained(address):
-        found = _found(files, address)
+    try:
+        with _explained(address):
+            found = _found(files, address)
+    except NothingThereError:
+        _refuse_missing_bucket(files, address)
+        raise
     objects = sorted(
         (
             _object(address, each)
@@ -91,6 +98,7 @@ def listing(address: str) -> list[RemoteObject]:
         key=lambda each: each.address,
     )
     if not objects:
+        _refuse_missing_bucket(files, address)
         raise NothingThereError(
             f"there is no data under {address}",
             expected=f"an object, a folder of objects or a pattern, of {', '.join(_SUFFIXES)}",
@@ -233,6 +241,29 @@ def _flytes_access(environment: Mapping[str, str]) -> dict[str, Any]:
         "key": environment.get("FLYTE_AWS_ACCESS_KEY_ID"),
         "secret": environment.get("FLYTE_AWS_SECRET_ACCESS_KEY"),
     }
+
+
+def _refuse_missing_bucket(files: Any, address: str) -> None:
+    """Refuses a bucket of S3 that is not there; other clients say the same of an empty one.
+
+    Raises:
+        DataError: If there is no such bucket.
+    """
+    if _scheme(address) != "s3":
+        return
+    bucket = "/".join(address.split("/")[:3])
+    try:
+        files.info(bucket)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"the bucket of {address} does not exist",
+            expected="a bucket that this process may list and read",
+            got=f"no {bucket}",
+            fix="correct the address in the recipe, or make the bucket",
+        ) from error
+    # Named fault boundary: who may list objects need not be allowed to look at the bucket.
+    except Exception:
+        logger.debug("%s could not be looked at", bucket, exc_info=True)
 
 
 @contextmanager

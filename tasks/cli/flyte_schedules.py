@@ -1,6 +1,7 @@
 """Schedules as launch plans of a Flyte cluster."""
 
 import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -141,7 +142,7 @@ class Schedules:
         """Registers a launch plan for a workflow that is registered already.
 
         The same schedule of the same code has the same version, so that a second time changes
-        nothing.
+        nothing. One that has been another in between has a new version, and is the latest again.
 
         Args:
             plan: What to register.
@@ -156,11 +157,8 @@ class Schedules:
         self._refuse_lost_images(workflow, code)
         spec = self._spec(plan, code)
         digest = sha256(spec.to_flyte_idl().SerializeToString(deterministic=True)).hexdigest()[:12]
-        identifier = self._identifier(plan.name, f"{code}-{digest}")
         try:
-            self._client.create_launch_plan(identifier, spec)
-        except FlyteEntityAlreadyExistsException:
-            pass
+            identifier = self._created(plan.name, f"{code}-{digest}", spec)
         except (FlyteInvalidInputException, FlyteEntityNotExistException) as error:
             raise ResourceError(
                 f"the cluster does not take the schedule {plan.name}",
@@ -170,6 +168,19 @@ class Schedules:
                 "another --version",
             ) from error
         return self._scheduled(self._client.get_launch_plan(identifier))
+
+    def _created(self, name: str, version: str, spec: Any) -> Any:
+        """The identifier of the launch plan, which is then the latest of its name."""
+        for number in itertools.count():
+            identifier = self._identifier(name, version + (f"-{number}" if number else ""))
+            try:
+                self._client.create_launch_plan(identifier, spec)
+            except FlyteEntityAlreadyExistsException:
+                latest = self._latest_plan(name)
+                if latest is not None and latest.id.version != identifier.version:
+                    continue
+            return identifier
+        raise AssertionError
 
     def register_looks(self, plan: LaunchPlan, looks: Looks) -> ScheduledRecipe:
         """Registers a recipe's launch plan, and another that looks for its rows and starts it.

@@ -29,7 +29,12 @@ _MOST_BYTES = 2**20  # of a file that is looked at; keys and credentials are far
 _SECRETS = {
     "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",  # a Google account's in JSON, too
     "the key of a kubeconfig": rb"(?m)^ *client-key-data: *\S",
-    "credentials of Amazon": rb"(?m)^aws_secret_access_key *= *\S",
+    "credentials of Amazon": rb"(?m)^aws_secret_access_key *= *\S"
+    rb"|^\s*(?:export\s+)?(?:aws_secret_access_key|AWS_SECRET_ACCESS_KEY)\s*[=:]\s*"
+    rb"[\"']?[A-Za-z0-9/+]{30}",
+    "a token of Hugging Face": rb"\bhf_[A-Za-z0-9]{30}",
+    "a secret of Flyte's client": rb"(?m)^\s*(?:export\s+)?FLYTE_CREDENTIALS_CLIENT_SECRET\s*[=:]"
+    rb"\s*[\"']?[\w./+-]{8}",
 }
 
 
@@ -67,18 +72,21 @@ def _secrets(folder: Path) -> Iterator[tuple[Path, str]]:
 
 def _uploaded(folder: Path) -> list[Path]:
     """As flytekit lists files, but that git is asked for them: a walk enters `.venv`, too."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=folder,
-        capture_output=True,
-        check=False,
-    )
-    if listed.returncode:
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=folder, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # no git here, or no repository
         every = IgnoreGroup(str(folder), [GitIgnore, DockerIgnore, StandardIgnore, FlyteIgnore])
         return [Path(path) for path in list_all_files(str(folder), False, every)]
     others = IgnoreGroup(str(folder), [DockerIgnore, StandardIgnore, FlyteIgnore])
-    names = sorted(set(filter(None, listed.stdout.decode(errors="surrogateescape").split("\0"))))
-    return [folder / name for name in names if not others.is_ignored(name)]
+    names = sorted(set(filter(None, listed.decode(errors="surrogateescape").split("\0"))))
+    paths = [folder / name for name in names if not others.is_ignored(name)]
+    # Git names a repository in this one, which flytekit enters, by its folder alone.
+    return [file for path in paths for file in (_files_of(path) if path.is_dir() else [path])]
+
+
+def _files_of(repository: Path) -> Iterator[Path]:
+    return (path for path in repository.rglob("*") if ".git" not in path.parts)
 
 
 def main(folder: str) -> int:

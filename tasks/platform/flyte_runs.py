@@ -22,10 +22,12 @@ from flytekit.models.literals import LiteralMap
 from tasks.platform.flyte_answers import explained_answers
 
 URL, CLIENT_ID = "FLYTE_PLATFORM_URL", "FLYTE_CREDENTIALS_CLIENT_ID"
+INSECURE = "FLYTE_PLATFORM_INSECURE"
 """flytekit's own variables; `FLYTE_CREDENTIALS_CLIENT_SECRET` belongs to the second."""
 
 _FIX = (
-    f"give the pods {URL}, an address of Flyte that they reach, and where it asks who they are "
+    f"give the pods {URL}, an address of Flyte that they reach, {INSECURE} (true where it is "
+    "without TLS, else false), and where it asks who they are "
     f"{CLIENT_ID} and FLYTE_CREDENTIALS_CLIENT_SECRET, as keys of the secret nemo-rl-secrets"
 )
 
@@ -58,7 +60,9 @@ class FlyteRuns:
         """
         platform = PlatformConfig.auto()
         if URL not in os.environ:
-            platform = replace(platform, endpoint=endpoint, insecure=insecure)
+            platform = replace(platform, endpoint=endpoint)
+        if URL not in os.environ or INSECURE not in os.environ:
+            platform = replace(platform, insecure=insecure)
         if CLIENT_ID in os.environ:
             platform = replace(platform, auth_mode=AuthType.CLIENTSECRET)
         plan = Identifier(ResourceType.LAUNCH_PLAN, project, domain, name, version)

@@ -54,8 +54,8 @@ def _missing_model(model: ModelConfig) -> Iterator[str]:
 
 
 def _missing_rewards(experiment: PipelineRecipe) -> Iterator[str]:
-    paths = ("environment", experiment.path_of_measure)
-    for path, reward in dict(zip(paths, experiment.rewards, strict=False)).items():
+    scored = {path: reward for _, reward, path in experiment.samplings}
+    for path, reward in scored.items():
         try:
             check_targets(reward)
         except NemoRLError as error:

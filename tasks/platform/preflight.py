@@ -92,8 +92,9 @@ def _fewer_gpus(cluster: ClusterConfig, own: Sequence[OwnBundles], short: int) -
     """
     scorers = [each for each in own if each.name != "generation"]
     for each in scorers:
-        if each.number > short:
-            return f"set {each.path} to {each.number - short}, or use a larger machine"
+        number = (each.number - short) // each.ranks_per_engine * each.ranks_per_engine
+        if number > 0:
+            return f"set {each.path} to {number}, or use a larger machine"
     for number in range(1, len(scorers) + 1):
         if sum(each.number for each in scorers[:number]) >= short:
             paths = [each.path.removesuffix(".own") for each in scorers[:number]]

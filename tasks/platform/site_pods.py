@@ -5,6 +5,7 @@ of a recipe's shape. It is part of the registered code, so that both read the sa
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -83,14 +84,18 @@ def of_node_cache() -> NodeCacheSettings | None:
     folder, gib = patch.get("folder"), patch.get("gib")
     if not isinstance(gib, int | float) or isinstance(gib, bool):
         gib = 0
-    if not isinstance(folder, str) or not folder.startswith("/") or gib <= 0:
+    if not isinstance(folder, str) or not _is_below_root(folder) or not 0 < gib < math.inf:
         raise _refused(
             "node_cache is no folder with a size",
-            expected="folder, a path on the nodes that begins with /, and gib, a number above 0",
+            expected="folder, a path below / on the nodes, and gib, a number above 0",
             got=repr(patch),
             fix="write node_cache: {folder: /mnt/disks/ssd0/nemo_rl, gib: 500}",
         )
     return NodeCacheSettings(folder, float(gib))
+
+
+def _is_below_root(folder: str) -> bool:
+    return folder.startswith("/") and bool(folder.strip("/"))
 
 
 def of_jobs() -> JobSettings:

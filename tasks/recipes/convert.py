@@ -6,7 +6,7 @@ from flytekit.types.error.error import FlyteError
 from pydantic import PositiveFloat, PositiveInt
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.model import DType, ModelConfig
 from nemo_rl_core.config.training import MegatronTraining
 from tasks.platform.failures import failure_handler, leave_record
 from tasks.platform.stage import plan_task
@@ -41,6 +41,11 @@ class ConvertRecipe(PipelineRecipe):
 
     training: MegatronTraining = MegatronTraining()
     proof: ProofTaskConfig = ProofTaskConfig()
+
+    @property
+    def sampled_models(self) -> list[ModelConfig]:
+        """None: a conversion is proven by logprobs."""
+        return []
 
 
 class ConvertPlan(NamedTuple):

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from flytekit.types.error.error import FlyteError
 
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig, RewardModelSettings
+from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.config.trainer import TrainerSettings, refuse_without_scalar_head
 from tasks.platform.failures import failure_handler, leave_record
 from tasks.platform.stage import plan_task
@@ -15,7 +16,7 @@ from tasks.recipes.common import (
     SFTTaskConfig,
     trainer_fields,
 )
-from tasks.recipes.pairs import PairPlan, PairRecipe
+from tasks.recipes.pairs import PairPlan, PairRecipe, PairsFromData
 
 
 class RewardModelRecipe(PairRecipe):
@@ -26,6 +27,11 @@ class RewardModelRecipe(PairRecipe):
     """
 
     reward_model: RewardModelConfig = RewardModelConfig()
+
+    @property
+    def sampled_models(self) -> list[ModelConfig]:
+        """The model, where pairs are sampled from it."""
+        return [] if isinstance(self.pairs, PairsFromData) else self.models
 
     def refuse_contradictions(self) -> None:
         """A reward model needs a backend with a scalar head."""

@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt, field_validator
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.errors import ConfigError
 from tasks.platform.failures import failure_handler, leave_record
+from tasks.platform.local import on_cluster
 from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
     DataTaskConfig,
@@ -170,12 +171,28 @@ class SweepPlan(FrozenConfig):
 @plan_task
 def plan_sweep(config: SweepRecipe) -> SweepPlan:
     """Deals the recipe out to the points."""
+    if on_cluster():
+        _refuse_other_shapes(config)
     return SweepPlan(
         points=[PointPlan.of(config.experiment(point)) for point in config.points],
         concurrency=config.concurrency,
         min_success_ratio=config.min_success_ratio,
         summary=SummaryTaskConfig(points=config.points, confidence=config.confidence),
     )
+
+
+def _refuse_other_shapes(config: SweepRecipe) -> None:
+    """Refuses GPUs on a cluster, where one mapped task has all points, and that without any."""
+    for point in config.points:
+        experiment = config.experiment(point)
+        if experiment.cluster.shape != "laptop" or experiment.own_bundles:
+            raise ConfigError(
+                "the points of a sweep have no GPUs on a cluster",
+                expected="base.cluster.shape laptop, and no placement: {own: n}",
+                got=f"shape {experiment.cluster.shape}",
+                fix="schedule or run each point as a pipeline of its own, `nemo-rl run grpo RECIPE "
+                "KEY=VALUE --remote`, or run the sweep on one machine with GPUs",
+            )
 
 
 @failure_handler

@@ -172,6 +172,16 @@ def test_a_schedule_by_the_clock_and_one_on_arrival_take_each_other_s_place(
     assert list(backend.active) == ["mine"]
     (found,) = json.loads(done(backend, "list", "--json"))
     assert not found["on_arrival"]
+    # What stood last is what is paused and resumed, though it stood before, too.
+    done(backend, "pause", "mine")
+    (found,) = json.loads(done(backend, "list", "--json"))
+    assert not found["on_arrival"]
+    done(backend, "resume", "mine")
+    assert list(backend.active) == ["mine"]
+    done(backend, *MINE, "--activate")
+    done(backend, "pause", "mine")
+    done(backend, "resume", "mine")
+    assert list(backend.active) == ["mine-arrivals"]
 
 
 def test_new_rows_start_the_recipe_once(backend: Backend, bucket: S3Bucket) -> None:

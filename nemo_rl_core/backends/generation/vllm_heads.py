@@ -50,7 +50,8 @@ FIX: Final = "set generation.backend: hf, or take a model with heads of one of t
 def refuse_heads_on_cpu(config: Mapping[str, Any], *, called: str, fix: str = FIX) -> None:
     """Refuses a model whose heads vLLM's attention on a CPU cannot compute.
 
-    Nothing is refused where vLLM, its list of widths or the model's width is not known.
+    Nothing is refused where vLLM, its list of widths or the model's width is not known, or where
+    its kernels cannot be asked: the list lacks widths that they take.
 
     Args:
         config: A transformers config.json, read.
@@ -63,8 +64,8 @@ def refuse_heads_on_cpu(config: Mapping[str, Any], *, called: str, fix: str = FI
     listed, width = listed_head_sizes(), head_size(config)
     if width is None or not listed or width in listed:
         return
-    taken = head_sizes_of_kernels(width) or listed
-    if width in taken:
+    taken = head_sizes_of_kernels(width)
+    if width in taken or not taken:
         return
     text = _text_config(config)
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
@@ -118,6 +119,12 @@ def head_sizes_of_kernels(width: int) -> Sequence[int]:
         # None taken: the call itself has changed, and says nothing of widths.
         return tuple(json.loads(done.stdout.rpartition("taken:")[2]))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
+        _LOG.warning(
+            "whether vLLM computes attention heads of a width of %d on this CPU is not known until "
+            "it samples: its kernels could not be asked (%s)",
+            width,
+            type(error).__name__,
+        )
         _LOG.debug("vLLM's kernels were not asked: %s", error)
         return ()
 

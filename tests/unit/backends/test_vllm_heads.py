@@ -1,5 +1,6 @@
 """Heads that vLLM does not compute on a CPU are refused before anything is trained."""
 
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -92,12 +93,15 @@ def test_what_vllm_lists_its_kernels_take_and_more_is_tried_with_them() -> None:
         refuse_heads_on_cpu({**NARROW, "head_dim": width}, called="the model 'mine'")
 
 
-def test_the_list_stands_where_the_kernels_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_refused_where_the_kernels_cannot_be_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The list lacks widths that they take."""
     head_sizes_of_kernels.cache_clear()
     monkeypatch.setattr(vllm_heads, "_PROBE", "raise SystemExit(1)")
+    monkeypatch.setattr(logging.getLogger("nemo_rl_core"), "propagate", True)
     try:
-        with pytest.raises(ModelError) as refused:
-            refuse_heads_on_cpu(NARROW, called="the model 'mine'")
+        refuse_heads_on_cpu({**NARROW, "head_dim": 48}, called="the model 'mine'")
     finally:
         head_sizes_of_kernels.cache_clear()
-    assert "48" not in refused.value.expected
+    assert "a width of 48 on this CPU is not known" in caplog.text

@@ -132,7 +132,7 @@ def test_flytes_names_of_a_store_are_enough(
     ("address", "problem", "fix"),
     [
         (f"{BUCKET}/none.jsonl", "there is nothing under", "correct the address"),
-        ("s3://no-such-bucket/a.jsonl", "there is nothing under", "correct the address"),
+        ("s3://no-such-bucket/a.jsonl", "the bucket of .* does not exist", "correct the address"),
         (f"{BUCKET}/none/*.jsonl", "there is no data under", "correct data.train"),
         (f"{BUCKET}/texts", "there is no data under", "correct data.train"),
         (f"{BUCKET}/both", "cannot be read as one data set", f"{BUCKET}/both/*.csv"),

@@ -224,3 +224,15 @@ def test_all_models_that_score_are_found() -> None:
     assert names_of_scorers(environment) == [each.name for each in found]
     del configs["rm"]["dtype"]  # which transformers then reads as float32
     assert next(iter(scorers_of(summed, configs.__getitem__))).dtype == "float32"
+
+
+def test_sections_that_ask_one_judge_alike_share_it() -> None:
+    judge = LLMJudge(judge=JudgeModel(model="judge"), instruction="Is it short?")
+    other = LLMJudge(judge=JudgeModel(model="judge"), instruction="Is it right?")
+    model = RewardModelScore(model="rm")
+    parts = [{"environment": each} for each in (judge, other, model, model)]
+    summed = WeightedSum.model_validate({"parts": parts})
+    read = json.loads(CONFIGS["qwen2.5-7b"].read_text())
+    found = [each.name for each in scorers_of(summed, lambda _: read)]
+    # Each section loads its own reward model on the trainer's GPU.
+    assert found == ["the judge judge", "the reward model rm", "the reward model rm"]

@@ -226,3 +226,11 @@ def test_names_of_runs_are_such_as_flyte_takes(schedule: str) -> None:
         assert name[0].isalpha()
         assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
     assert run_name(schedule, RowsSeen("cd", None, ""), 0) not in names
+
+
+def test_a_bucket_that_does_not_exist_is_no_empty_one(bucket: S3Bucket, runs: FakeRuns) -> None:
+    misspelt = FileData(train="s3://flyte-dota/rows/*.jsonl")
+    with pytest.raises(DataError, match=r"flyte-dota.* does not exist"):
+        looked(runs, data=(misspelt,))
+    empty = FileData(train="s3://flyte-data/none/*.jsonl")
+    assert looked(runs, data=(empty,)).startswith("no rows yet")

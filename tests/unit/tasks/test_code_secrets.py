@@ -15,6 +15,9 @@ SECRETS = {
     "folder/id_ed25519": (KEY.format("OPENSSH "), "a private key"),
     "account.json": (f'{{"private_key": {KEY.format("")!r}}}', "a private key"),
     "kube": ("users:\n- user:\n    client-key-data: LS0t\n", "the key of a kubeconfig"),
+    "mine.env": (f"export AWS_SECRET_ACCESS_KEY='{'a1' * 20}'\n", "credentials of Amazon"),
+    "hub.env": ("HF_TOKEN=hf_" + "aB3" * 11, "a token of Hugging Face"),
+    "flyte.env": ("FLYTE_CREDENTIALS_CLIENT_" + "SECRET=abcd1234", "a secret of Flyte's client"),
     "credentials": ("[default]\naws_secret_access_key = abc\n", "credentials of Amazon"),
 }
 
@@ -87,3 +90,21 @@ def test_the_checkout_holds_no_secret_and_ignores_the_usual_ones() -> None:
         check=True,
     )
     assert ignored.stdout.split() == usual
+
+
+def test_a_repository_in_the_checkout_is_looked_through(checkout: Path) -> None:
+    subprocess.run(["git", "init", "-q", "nested"], cwd=checkout, check=True)
+    write(checkout, "nested/folder/tls.pem", SECRETS["tls.pem"][0])
+    with pytest.raises(ConfigError) as error:
+        refuse_secrets(checkout)
+    assert error.value.got == "nested/folder/tls.pem (a private key)"
+
+
+def test_without_git_every_file_is_looked_at(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    refuse_secrets(checkout)
+    write(checkout, "tls.pem", SECRETS["tls.pem"][0])
+    with pytest.raises(ConfigError, match="hold secrets"):
+        refuse_secrets(checkout)

@@ -7,11 +7,14 @@ import pytest
 
 from nemo_rl_core.config import float8
 from nemo_rl_core.distributed import resources
-from nemo_rl_core.errors import ConfigError, DataError, ModelError, ResourceError
+from nemo_rl_core.errors import ConfigError, DataError, ModelError, NemoRLError, ResourceError
 from tasks.platform.preflight import preflight
 from tasks.recipes.common import PipelineRecipe
+from tasks.recipes.convert import ConvertRecipe
 from tasks.recipes.distillation import DistillationRecipe
 from tasks.recipes.grpo import GRPORecipe
+from tasks.recipes.post_train import PostTrainRecipe
+from tasks.recipes.reward_model import RewardModelRecipe
 
 SUMS = {"task": "arithmetic", "environment": {"kind": "exact"}}
 GAME = {"task": "guess_number", "environment": {"kind": "guess_number"}}
@@ -78,6 +81,18 @@ def test_gpus_of_models_that_score_are_among_those_of_the_machine(
     assert refused.value.expected == "9 GPUs"
     assert refused.value.got.startswith(f"{has} GPUs")
     assert refused.value.fix.startswith(fix)
+
+
+def test_fewer_gpus_of_a_judge_are_whole_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "count_gpus", lambda: 5)
+    model = {"kind": "model", "model": "folder", "tensor_parallel_size": 2}
+    with pytest.raises(ResourceError) as refused:
+        check(
+            cluster={"shape": "cluster", "num_workers": 2},
+            environment={"kind": "llm_judge", "judge": {**model, "placement": {"own": 4}}},
+            evaluation={"environment": {"kind": "exact"}},
+        )
+    assert refused.value.fix.startswith("set environment.judge.placement.own to 2, or")
 
 
 def test_a_missing_file_of_a_mixture_is_refused(tmp_path: Path) -> None:
@@ -303,6 +318,16 @@ def test_heads_that_only_a_teacher_has_are_no_mistake() -> None:
     preflight({"config": recipe})
 
 
+def test_heads_of_a_model_that_nothing_samples_from_are_no_mistake(tmp_path: Path) -> None:
+    preflight({"config": ConvertRecipe.model_validate({"model": NARROW})})
+    rows = tmp_path / "pairs.jsonl"
+    rows.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
+    data = {"kind": "file", "train": str(rows), "validation": str(rows)}
+    given = {"model": NARROW, "pairs": {"kind": "data"}, "data": data}
+    assert RewardModelRecipe.model_validate(given).sampled_models == []
+    assert RewardModelRecipe.model_validate({"model": NARROW}).sampled_models != []
+
+
 def test_on_gpus_heads_are_vllms_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "count_gpus", lambda: 1)
     check(model=NARROW, cluster={"shape": "one_gpu"})
@@ -330,3 +355,14 @@ def test_everything_that_is_missing_is_named_at_once_with_its_key(
         refused.value.fix
         == "correct data.train, data.validation, model.name, environment in the recipe"
     )
+
+
+def test_a_missing_reward_of_a_later_stage_is_named_with_the_rest() -> None:
+    missing = {"kind": "function", "target": "no_rewards_here:near"}
+    data = {"kind": "file", "train": "no.jsonl"}
+    given = {"environment": missing, "grpo_reward": missing, "data": data}
+    recipe = PostTrainRecipe.model_validate(given)
+    with pytest.raises(NemoRLError) as refused:
+        preflight({"config": recipe})
+    assert "environment: " in refused.value.problem
+    assert "grpo_reward: " in refused.value.problem

@@ -129,7 +129,16 @@ def test_pods_that_download_have_the_cache_of_their_node(says: Callable[[str], N
 
 @pytest.mark.parametrize(
     "given",
-    ["folder: /a", "gib: 5", "folder: a, gib: 5", "folder: /a, gib: 0", "folder: /a, gib: yes"],
+    [
+        "folder: /a",
+        "gib: 5",
+        "folder: a, gib: 5",
+        "folder: /a, gib: 0",
+        "folder: /a, gib: yes",
+        "folder: /a, gib: .inf",
+        "folder: /a, gib: .nan",
+        "folder: /, gib: 5",
+    ],
 )
 def test_a_cache_needs_a_folder_and_a_size(says: Callable[[str], None], given: str) -> None:
     says(f"node_cache: {{{given}}}")

@@ -54,6 +54,17 @@ def test_what_no_point_can_take_is_refused(over: dict[str, Any], said: str) -> N
         [config.experiment(point) for point in config.points]
 
 
+def test_gpus_are_refused_where_points_would_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = {"seed": [0, 1]}
+    base = {**BASE, "cluster": {"shape": "node_8gpu"}}
+    config = SweepRecipe.model_validate({"base": base, "over": over})
+    assert len(plan_sweep(config=config).points) == 2  # on one machine
+    monkeypatch.setattr("tasks.recipes.sweep.on_cluster", lambda: True)
+    with pytest.raises(Exception, match="points of a sweep have no GPUs on a cluster"):
+        plan_sweep.task_function(config=config)
+    assert len(plan_sweep.task_function(config=sweep(seed=[0])).points) == 1
+
+
 def test_the_summary_gathers_points_over_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
