@@ -64,6 +64,7 @@ def test_what_does_not_end_is_given_up_and_named(
         where = ["--config", str(backend.config), "--project", "flytesnacks"]
         given = ["cluster-check", *where, "--timeout", "3", "--json", "shape=one_gpu"]
         result = CliRunner().invoke(cli.group, given)
+        assert backend.executions, f"{result.output}{result.exception!r}"
         (execution,) = backend.executions.values()
         execution_ended = backend._aborted[execution.name].is_set()
     assert result.exit_code == 1, result.output
