@@ -9,7 +9,7 @@ from pydantic import (
 )
 
 from nemo_rl_core.config.names import name_hint
-from nemo_rl_core.config.patterns import IN_WORDS
+from nemo_rl_core.config.patterns import MESSAGES
 from nemo_rl_core.config.places import place_of
 from nemo_rl_core.config.sections import (
     Path,
@@ -141,7 +141,7 @@ def _text(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "union_tag_invalid":
         return _unknown_tag(**problem["ctx"])
     if problem["type"] == "string_pattern_mismatch":
-        return IN_WORDS.get(problem["ctx"]["pattern"], str(problem["msg"]))
+        return MESSAGES.get(problem["ctx"]["pattern"], str(problem["msg"]))
     return str(problem["msg"]).removeprefix("Value error, ")
 
 

@@ -1,4 +1,4 @@
-"""Patterns that texts of a recipe must match, and the same in words, for errors."""
+"""Patterns that texts of a recipe must match, and what error messages say of each."""
 
 from typing import Final
 
@@ -6,10 +6,10 @@ FUNCTION: Final = r"^[\w.]+:\w+$"
 MEMBER_OR_NAME: Final = r"^[\w.-]+(:\w+(\.\w+)*)?$"
 HTTP_URL: Final = r"^https?://\S+$"
 VARIABLE: Final = r"^[A-Za-z_][A-Za-z0-9_]*$"
-IN_WORDS: Final[dict[str, str]] = {
+MESSAGES: Final[dict[str, str]] = {
     FUNCTION: "must be module:function, as in my_rewards:score",
     MEMBER_OR_NAME: "must be module:name, as in my_game:Game, or a registered name",
     HTTP_URL: "must be an address, as in http://localhost:8000/v1",
     VARIABLE: "must be the name of an environment variable, as in JUDGE_API_KEY",
 }
-"""What a text must be, by its pattern."""
+"""What a text must be, by pattern."""

@@ -5,6 +5,7 @@ of a stage downloads them. `python -m tasks.platform.code_secrets FOLDER` exits 
 them looks like a private key or credentials.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -80,13 +81,18 @@ def _uploaded(folder: Path) -> list[Path]:
         return [Path(path) for path in list_all_files(str(folder), False, every)]
     others = IgnoreGroup(str(folder), [DockerIgnore, StandardIgnore, FlyteIgnore])
     names = sorted(set(filter(None, listed.decode(errors="surrogateescape").split("\0"))))
-    paths = [folder / name for name in names if not others.is_ignored(name)]
-    # Git names a repository in this one, which flytekit enters, by its folder alone.
-    return [file for path in paths for file in (_files_of(path) if path.is_dir() else [path])]
+    files = (file for name in names for file in _files_at(folder / name))
+    return [each for each in files if not others.is_ignored(str(each.relative_to(folder)))]
 
 
-def _files_of(repository: Path) -> Iterator[Path]:
-    return (path for path in repository.rglob("*") if ".git" not in path.parts)
+def _files_at(path: Path) -> Iterator[Path]:
+    """The file; of a repository in this one, which git names by its folder alone, all files."""
+    if path.is_symlink() or not path.is_dir():
+        yield path  # flytekit follows no link to a folder
+        return
+    for root, folders, names in os.walk(path):
+        folders[:] = [each for each in folders if each != ".git"]
+        yield from (Path(root, name) for name in names)
 
 
 def main(folder: str) -> int:

@@ -185,11 +185,12 @@ def _refuse_other_shapes(config: SweepRecipe) -> None:
     """Refuses GPUs on a cluster, where one mapped task has all points, and that without any."""
     for point in config.points:
         experiment = config.experiment(point)
-        if experiment.cluster.shape != "laptop" or experiment.own_bundles:
+        asked = [f"{each.path} {each.number}" for each in experiment.own_bundles]
+        if experiment.cluster.shape != "laptop" or asked:
             raise ConfigError(
                 "the points of a sweep have no GPUs on a cluster",
                 expected="base.cluster.shape laptop, and no placement: {own: n}",
-                got=f"shape {experiment.cluster.shape}",
+                got=", ".join([f"shape {experiment.cluster.shape}", *asked]),
                 fix="schedule or run each point as a pipeline of its own, `nemo-rl run grpo RECIPE "
                 "KEY=VALUE --remote`, or run the sweep on one machine with GPUs",
             )

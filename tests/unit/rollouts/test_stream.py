@@ -11,10 +11,12 @@ import torch
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import RewardError, WorkerError, WorkerLostError
+from nemo_rl_core.rollouts import stream as stream_module
 from nemo_rl_core.rollouts.engine import RolloutPlace, SingleTurnEpisode
 from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode
 from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.types import Completion, Prompt, Rollout
+from tests.commands import REPOSITORY
 
 SECONDS = 500.0
 NUM_TURNS = 3
@@ -394,3 +396,11 @@ def test_what_has_come_while_another_step_was_scored_is_not_given_up(
             stream.take(step)
     assert found == {1: [None], 2: [None]}
     assert len(engine.priorities) == 2  # none was asked for once more
+
+
+def test_the_page_says_how_often_engines_are_polled() -> None:
+    page = " ".join((REPOSITORY / "docs/asynchronous.md").read_text().split())
+    turns, draws = stream_module._TURN_POLL_SECONDS, stream_module._DRAW_POLL_SECONDS
+    assert f"every {turns:g} s for turns and every {draws:g} s for single turns" in page
+    assert stream_module._AWAITED_POLL_SECONDS == 0.001
+    assert "while the trainer waits for rollouts, every millisecond" in page

@@ -2,6 +2,7 @@
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,3 +109,10 @@ def test_without_git_every_file_is_looked_at(
     write(checkout, "tls.pem", SECRETS["tls.pem"][0])
     with pytest.raises(ConfigError, match="hold secrets"):
         refuse_secrets(checkout)
+
+
+def test_a_link_to_a_folder_is_not_followed(checkout: Path, tmp_path_factory: Any) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    write(elsewhere, "tls.pem", SECRETS["tls.pem"][0])
+    (checkout / "link").symlink_to(elsewhere)
+    refuse_secrets(checkout)

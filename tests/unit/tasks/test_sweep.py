@@ -59,7 +59,7 @@ def test_gpus_are_refused_where_points_would_have_none(monkeypatch: pytest.Monke
     base = {**BASE, "cluster": {"shape": "node_8gpu"}}
     config = SweepRecipe.model_validate({"base": base, "over": over})
     assert len(plan_sweep(config=config).points) == 2  # on one machine
-    monkeypatch.setattr("tasks.recipes.sweep.on_cluster", lambda: True)
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "of-a-container")
     with pytest.raises(Exception, match="points of a sweep have no GPUs on a cluster"):
         plan_sweep.task_function(config=config)
     assert len(plan_sweep.task_function(config=sweep(seed=[0])).points) == 1
