@@ -8,7 +8,7 @@ from tasks.platform.flyte_runs import INSECURE, URL, FlyteRuns
 def asked_at() -> tuple[str, bool]:
     named = {"project": "p", "domain": "d", "name": "n", "version": "v"}
     runs = FlyteRuns.of(**named, endpoint="recorded:80", insecure=True)
-    return runs._client.cfg.endpoint, runs._client.cfg.insecure
+    return runs._client._cfg.endpoint, runs._client._cfg.insecure
 
 
 @pytest.mark.parametrize(
