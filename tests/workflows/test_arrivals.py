@@ -304,7 +304,8 @@ def test_a_look_that_is_killed_after_the_start_starts_nothing_again(
         register = [
             Path(sys.executable).with_name("pyflyte"), "--config", backend.config, "register",
             "--project", "flytesnacks", "--domain", "development", "--version", "v1",
-            "--copy", "all", "workflows/arrivals.py",
+            # Into the container's own folder: by default it is /root, which here is this machine's.
+            "--copy", "all", "--destination-dir", ".", "workflows/arrivals.py",
         ]  # fmt: skip
         subprocess.run(register, cwd=REPOSITORY, check=True, capture_output=True, timeout=500)
         client = SynchronousFlyteClient(Config.auto(str(backend.config)).platform)

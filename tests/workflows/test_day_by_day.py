@@ -122,7 +122,9 @@ def test_rows_that_arrive_on_a_cluster_start_one_run_each(tmp_path: Path) -> Non
             where = ["--config", backend.config]
             project = ["--project", "flytesnacks", "--domain", "development"]
             nemo_rl(*where, "register", *project, "--version", "v1", "--copy", "all",
-                    "workflows/arrivals.py", "workflows/sft.py", program="pyflyte")  # fmt: skip
+                    # Into the container's own folder: by default it is /root, this machine's.
+                    "--destination-dir", ".", "workflows/arrivals.py", "workflows/sft.py",
+                    program="pyflyte")  # fmt: skip
             shown = nemo_rl("schedule", recipe, "*/10 * * * *", "--on-arrival", "--settled", 0,
                             "--workflow", "sft", "--activate", *where, *project)  # fmt: skip
             assert "schedule: mine, workflows.sft.sft of version v1" in shown
