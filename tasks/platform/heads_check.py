@@ -10,6 +10,7 @@ from nemo_rl_core.config.judge import JudgeModel
 from nemo_rl_core.config.model import ModelConfig, ModelFromWheel, PretrainedModel
 from nemo_rl_core.environments.contents import located_model
 from nemo_rl_core.errors import NemoRLError
+from nemo_rl_core.planning.vllm_heads import refuse_heads_on_cpu
 from tasks.platform.gpu_plan import config_of
 from tasks.recipes.common import PipelineRecipe
 
@@ -49,8 +50,6 @@ def refuse_heads(experiment: PipelineRecipe) -> None:
 def _refuse(model: ModelConfig, *, called: str, fix: str) -> None:
     config = _known_config(model)
     if config is not None:
-        from nemo_rl_core.backends.generation.vllm_heads import refuse_heads_on_cpu  # with torch
-
         refuse_heads_on_cpu(config, called=called, fix=fix)
 
 

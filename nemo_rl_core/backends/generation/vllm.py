@@ -20,7 +20,6 @@ from nemo_rl_core.backends.decoding.requests import (
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.gpu_memory import held_gpu_gib
 from nemo_rl_core.backends.generation.incoming import IncomingWeights
-from nemo_rl_core.backends.generation.vllm_heads import refuse_heads_on_cpu
 from nemo_rl_core.backends.generation.vllm_libraries import load_libnuma
 from nemo_rl_core.backends.generation.vllm_loader import load_format_of
 from nemo_rl_core.backends.generation.vllm_ranks import (
@@ -38,6 +37,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import ReceivesWeights
 from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError, ConsistencyError, NemoRLError
+from nemo_rl_core.planning.vllm_heads import refuse_heads_on_cpu
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 _MAX_BATCHED_TOKENS = 8192

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_core.backends.generation import vllm_heads
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.vllm import VllmBackend
-from nemo_rl_core.backends.generation.vllm_heads import (
+from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.errors import ModelError
+from nemo_rl_core.planning import vllm_heads
+from nemo_rl_core.planning.vllm_heads import (
     _SOURCE,
     head_size,
     head_sizes_of_kernels,
     listed_head_sizes,
     refuse_heads_on_cpu,
 )
-from nemo_rl_core.config.generation import VllmGenerationConfig
-from nemo_rl_core.errors import ModelError
 
 NARROW = {"hidden_size": 64, "num_attention_heads": 4}
 
