@@ -56,6 +56,9 @@ def _refuse(model: ModelConfig, *, called: str, fix: str) -> None:
 def _known_config(model: ModelConfig) -> Mapping[str, Any] | None:
     if isinstance(model, ModelFromWheel):
         return None
+    if not isinstance(model, PretrainedModel):
+        # Without `config_of`, which counts the vocabulary: a CPU second of each cached run.
+        return {"hidden_size": model.hidden_size, "num_attention_heads": model.num_heads}
     try:
         return config_of(located_model(model))
     except NemoRLError as error:  # what cannot be had is named by the stage that needs all of it
