@@ -67,7 +67,11 @@ def test_rewards_on_the_trainers_gpu_wait_for_the_trainer(
         # Weights that wait on the host are called back by the check of each transfer.
         assert len(released) == NUM_STEPS
         assert all(began <= given for (began, _), given in zip(steps, released[1:], strict=False))
-        assert all(given <= began for given, (began, _) in zip(released, rewards, strict=True))
+        # Since the last step that was trained; on a busy machine, the next step's rewards may
+        # follow at once, before the trainer has its GPU back.
+        for began, _ in rewards:
+            since = max((ended for _, ended in steps if ended <= began), default=0.0)
+            assert any(since <= given <= began for given in released)
     else:
         assert overlaps(rewards, steps) >= NUM_STEPS // 2
 
