@@ -44,6 +44,11 @@ class Parallelism(FrozenConfig):
         """Ranks that together see one shard of the data."""
         return self.tensor_parallel_size * self.context_parallel_size
 
+    @property
+    def smallest_world_size(self) -> int:
+        """Fewest ranks of this layout; every other number of ranks is a multiple of it."""
+        return self.ranks_per_replica
+
     def data_parallel_size(self, num_workers: int) -> int:
         """Copies of the model that `num_workers` ranks hold, each with its own shard of the data.
 
@@ -164,6 +169,11 @@ class DTensorTraining(Parallelism):
         return 1 if self.data_parallel_replicas == "auto" else self.data_parallel_replicas
 
     @property
+    def smallest_world_size(self) -> int:
+        """Fewest ranks of this layout, which has every copy of HSDP."""
+        return super().smallest_world_size * self.num_copies
+
+    @property
     def recomputes(self) -> bool:
         """Whether layers are computed again; not where that is `auto` still."""
         return self.activation_checkpointing is True
@@ -281,6 +291,11 @@ class MegatronTraining(Parallelism):
     def ranks_per_replica(self) -> int:
         """Ranks that together see one shard of the data."""
         return super().ranks_per_replica * self.pipeline_parallel_size
+
+    @property
+    def smallest_world_size(self) -> int:
+        """Fewest ranks of this layout, whose data-parallel ones share the experts."""
+        return super().smallest_world_size * self.expert_parallel_size
 
     @model_validator(mode="after")
     def _interleaving_needs_a_pipeline(self) -> "MegatronTraining":

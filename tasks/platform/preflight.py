@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.budget import BudgetConfig
-from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.data import (
     DataConfig,
     FileData,
@@ -27,7 +26,6 @@ from nemo_rl_core.config.generated_data import ReasoningGymData
 from nemo_rl_core.config.generation import SamplingConfig, refuse_misplaced
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.model import ModelConfig, ModelFromWheel, PretrainedModel, SmallModel
-from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.config.single_turn import (
     JsonSchemaMatch,
     RegexMatch,
@@ -77,19 +75,20 @@ def preflight(inputs: Mapping[str, Any]) -> None:
 
 def _check_machine(experiment: PipelineRecipe) -> None:
     """Refuses a recipe whose largest stage asks for more GPUs than there are."""
-    cluster, own = experiment.cluster, experiment.own_bundles
-    machine, wanted = ResourceManager.of_this_machine(), cluster.num_gpus_with(own)
+    machine = ResourceManager.of_this_machine()
+    wanted = experiment.cluster.num_gpus_with(experiment.own_bundles)
     missing = machine.missing({"GPU": wanted})
-    fix = _fewer_gpus(cluster, own, wanted - int(missing["GPU"])) if missing else None
+    fix = _fewer_gpus(experiment, wanted - int(missing["GPU"])) if missing else None
     # One core is enough for any number of workers, which share it on a laptop.
     machine.check({"CPU": 1, "GPU": wanted}, fix=fix)
 
 
-def _fewer_gpus(cluster: ClusterConfig, own: Sequence[OwnBundles], short: int) -> str | None:
+def _fewer_gpus(experiment: PipelineRecipe, short: int) -> str | None:
     """The smallest change that asks for so many GPUs less; None where own bundles have no part.
 
     Models that score change nothing of a result where they lie elsewhere, and so they come first.
     """
+    own = experiment.own_bundles
     scorers = [each for each in own if each.name != "generation"]
     for each in scorers:
         number = (each.number - short) // each.ranks_per_engine * each.ranks_per_engine
@@ -99,8 +98,10 @@ def _fewer_gpus(cluster: ClusterConfig, own: Sequence[OwnBundles], short: int) -
         if sum(each.number for each in scorers[:number]) >= short:
             paths = [each.path.removesuffix(".own") for each in scorers[:number]]
             return f"leave {' and '.join(paths)} out, or use a larger machine"
-    if own and cluster.num_workers > short:
-        return f"set cluster.num_workers to {cluster.num_workers - short}, or use a larger machine"
+    whole = experiment.training.smallest_world_size
+    number = (experiment.cluster.num_workers - short) // whole * whole
+    if own and number > 0:
+        return f"set cluster.num_workers to {number}, or use a larger machine"
     return None
 
 

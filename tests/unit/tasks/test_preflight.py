@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,6 +94,35 @@ def test_fewer_gpus_of_a_judge_are_whole_engines(monkeypatch: pytest.MonkeyPatch
             evaluation={"environment": {"kind": "exact"}},
         )
     assert refused.value.fix.startswith("set environment.judge.placement.own to 2, or")
+
+
+@pytest.mark.parametrize(
+    ("training", "fix"),
+    [
+        ({}, "set cluster.num_workers to 7, or"),
+        ({"tensor_parallel_size": 2}, "set cluster.num_workers to 6, or"),
+        (
+            {"tensor_parallel_size": 2, "data_parallel_replicas": 2},
+            "set cluster.num_workers to 4, or",
+        ),
+        ({"tensor_parallel_size": 8}, "set `cluster: {shape: laptop}`"),
+        (
+            {"backend": "megatron", "pipeline_parallel_size": 2, "expert_parallel_size": 2},
+            "set cluster.num_workers to 4, or",
+        ),
+    ],
+)
+def test_fewer_gpus_that_train_hold_whole_copies(
+    training: dict[str, Any], fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "count_gpus", lambda: 9)
+    with pytest.raises(ResourceError) as refused:
+        check(
+            cluster={"shape": "cluster", "num_workers": 8},
+            generation={"placement": {"own": 2}},
+            training=training,
+        )
+    assert refused.value.fix.startswith(fix)
 
 
 def test_a_missing_file_of_a_mixture_is_refused(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def check_sizes(training: DTensorTraining, num_ranks: int) -> None:
     Raises:
         ConfigError: Names the sizes.
     """
-    needed = training.ranks_per_replica * training.num_copies
+    needed = training.smallest_world_size
     if num_ranks % needed:
         raise ConfigError(
             "the ranks cannot be laid out over the axes of training",
