@@ -284,7 +284,9 @@ def test_whole_programs_are_scored_by_their_output(
     namespaces: None, rollout: Make, program: str, reward: float
 ) -> None:
     tests = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "3 4\n", "stdout": "7 \n\n"}]
-    scorer = make_scorer(CodeTests(cpu_seconds=1, wall_seconds=2))
+    # Only the program that waits is to reach the deadline, however busy the machine is.
+    wall_seconds = 2 if "sleep" in program else 60
+    scorer = make_scorer(CodeTests(cpu_seconds=1, wall_seconds=wall_seconds))
     assert scorer.score([rollout(program, metadata=json.dumps({"tests": tests}))]) == [reward]
 
 
