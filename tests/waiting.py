@@ -47,6 +47,9 @@ class WaitingEngine:
     def check_update(self) -> None:
         pass
 
+    def finish_first(self, priority: int) -> None:
+        pass
+
     def prepare_for_generation(self) -> None:
         pass
 

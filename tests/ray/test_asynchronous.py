@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from nemo_rl_core.algorithms import AsyncGRPOTrainer, GRPOTrainer
 from nemo_rl_core.algorithms.grpo.data import grpo_batch
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
+from nemo_rl_core.backends.decoding.requests import DecodingRequest
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.backends.generation.vllm_streaming import _PendingRequest
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
@@ -116,6 +119,56 @@ def test_every_token_is_of_the_weights_that_it_names(
         gap = (made["generation_logprobs"] - logprobs).abs()
         assert gap[of_version].max() < 1e-4
         assert (made["generation_logprobs"] - others).abs()[of_version].max() > 0.01
+
+
+def test_what_is_nearly_complete_is_not_interrupted(engine: StreamingGeneration) -> None:
+    """After 71 of 150 tokens 79 are left, and 78 would be computed again behind a prompt of 7."""
+    prompt, first, later = list(range(5, 12)), 1, 2
+    limits = {0: 150, 1: 150, 2: LONG}
+    priorities = {0: first, 1: first, 2: later}
+
+    def left(backend: Any) -> dict[int, int]:
+        drawn = {
+            each.name: len(backend._state(each).detokenizer.output_token_ids)
+            for each in backend._running.values()
+        }
+        return {name: limits[name] - num_drawn for name, num_drawn in drawn.items()}
+
+    def finished_after(num_drawn: int, backend: Any) -> list[dict[int, int]]:
+        """Tokens that are left, by request, before and after the first ones may be completed."""
+        backend._start(
+            [
+                _PendingRequest(name, DecodingRequest(prompt, name, limit), priorities[name])
+                for name, limit in limits.items()
+            ]
+        )
+        for _ in range(num_drawn):
+            backend._step()
+        before = left(backend)
+        backend._finish_first(first)
+        after = left(backend)
+        backend._interrupt()
+        return [before, after]
+
+    def in_its_thread(num_drawn: int) -> list[dict[int, int]]:
+        import ray
+
+        def drive(backend: Any) -> list[dict[int, int]]:
+            found = backend._between_steps(partial(finished_after, num_drawn, backend))
+            backend._new_finished(0.0)  # nobody asks for them
+            return found
+
+        found: list[dict[int, int]] = ray.get(
+            engine._workers._workers[0].__ray_call__.remote(drive)
+        )
+        return found
+
+    for too_few in (0, 71):
+        before, after = in_its_thread(too_few)
+        assert before == after == {0: 150 - too_few, 1: 150 - too_few, 2: LONG - too_few}
+    before, after = in_its_thread(72)
+    assert before == {0: 78, 1: 78, 2: LONG - 72}
+    assert after == {2: LONG - 150}, "goes on meanwhile, and is not waited for"
 
 
 def test_what_does_not_come_is_asked_for_again_and_then_given_up(

@@ -111,6 +111,9 @@ class AsyncGRPOTrainer(GRPOTrainer):
         if not isinstance(self.sampler, StreamingSampler):
             return super()._sample_rollouts(prompts)
         engine, policy = self.sampler.generation, cast("Policy", self.policy)
+        if self.step in self._sampled:
+            with self.timer.phase("rollout"), self._stream.exclusive():
+                engine.finish_first(self.step)
         with self.timer.phase("sync"), self._stream.exclusive():
             engine.update_weights(policy, weight_version=self.step - 1, checks_later=True)
         with self.timer.phase("rollout"):

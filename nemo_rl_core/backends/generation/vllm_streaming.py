@@ -188,6 +188,14 @@ class StreamingVllmBackend(VllmBackend):
         for name in names:
             self._kept.pop(name, None)
 
+    def finish_first(self, priority: int) -> None:
+        """Completes requests of this priority and smaller ones, unless interruption is cheaper.
+
+        That is where more tokens are left to draw, at most, than would be computed a second time,
+        since the keys and values of what is interrupted are dropped.
+        """
+        self._between_steps(lambda: self._finish_first(priority))
+
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         """Generates as `VllmBackend` does, while other requests wait."""
 
@@ -292,14 +300,8 @@ class StreamingVllmBackend(VllmBackend):
                 if command is None:
                     return
                 command()
-            if not self._running:
-                continue
-            try:
+            if self._running:
                 self._step()
-            # Named fault boundary: an exception in a thread would be lost; `poll` raises it.
-            except Exception as error:  # noqa: BLE001 (raised by poll)
-                self._failure = error
-                self._abort(list(self._running.values()))
 
     def _num_due(self) -> int:
         """How many commands to execute before the next step, on all ranks the same.
@@ -319,6 +321,14 @@ class StreamingVllmBackend(VllmBackend):
         return int(agreed)
 
     def _step(self) -> None:
+        try:
+            self._take_finished()
+        # Named fault boundary: an exception in a thread would be lost; `poll` raises it.
+        except Exception as error:  # noqa: BLE001 (raised by poll)
+            self._failure = error
+            self._abort(list(self._running.values()))
+
+    def _take_finished(self) -> None:
         for output in self._llm.llm_engine.step():
             under_way = self._running.pop(output.request_id, None)
             if under_way is None:
@@ -363,11 +373,32 @@ class StreamingVllmBackend(VllmBackend):
             each.interrupt()
         return interrupted
 
-    def _take_unfinished(self, under_way: _PendingRequest) -> None:
-        """Takes the tokens that vLLM has generated since the request was started."""
+    def _finish_first(self, priority: int) -> None:
+        first = [each for each in self._running.values() if each.priority <= priority]
+        if self._interruption_is_cheaper(first):
+            return
+        while any(each.engine_name in self._running for each in first):
+            self._step()
+
+    def _interruption_is_cheaper(self, requests: list[_PendingRequest]) -> bool:
+        """Compares the tokens left to draw with those that would be computed a second time."""
+        left = again = 0
+        for each in requests:
+            drawn = len(self._state(each).detokenizer.output_token_ids)
+            length = len(each.token_ids) + drawn
+            left += each.request.max_new_tokens - length
+            again += len(each.request.prompt) + length if drawn else 0
+        return left > again
+
+    def _state(self, under_way: _PendingRequest) -> Any:
+        """What vLLM knows of a request."""
         outputs = self._llm.llm_engine.output_processor
         (internal,) = outputs.external_req_ids[under_way.engine_name]
-        state = outputs.request_states[internal]
+        return outputs.request_states[internal]
+
+    def _take_unfinished(self, under_way: _PendingRequest) -> None:
+        """Takes the tokens that vLLM has generated since the request was started."""
+        state = self._state(under_way)
         found, tokens = state.logprobs_processor.logprobs, list(state.detokenizer.output_token_ids)
         assert found.token_ids == tokens, "vLLM holds logprobs of other tokens than it sampled"
         new = Completed(tokens, found.logprobs, truncated=False)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,6 +225,16 @@ class StreamingGeneration(Generation):
             HeldRows(tuple(tokens for _, tokens, _ in calls), block, row),
             HeldRows(tuple(texts for _, _, texts in calls), block, row, "texts"),
         )
+
+    def finish_first(self, priority: int) -> None:
+        """Waits for requests of this priority and smaller ones that are nearly complete.
+
+        New weights interrupt what is under way, and its keys and values are computed anew. Each
+        engine completes these requests before that, unless more tokens are left to draw, at most,
+        than would be computed anew. The next transfer replaces an engine that is lost meanwhile.
+        """
+        with suppress(WorkerLostError):
+            self._ask_all("finish_first", priority=priority)
 
     def cancel(self, names: Sequence[int]) -> None:
         """Gives requests up; their completions may still come from the next `poll`."""

@@ -106,3 +106,30 @@ def test_the_next_steps_completions_are_polled_before_the_engine_gets_weights(
     assert of_later.count("weights") == NUM_STEPS - 1
     pairs = [tuple(of_later[place : place + 2]) for place in range(0, len(of_later), 2)]
     assert pairs.count(("completions", "weights")) >= NUM_STEPS // 2, events
+
+
+def test_what_the_trainer_waits_for_may_be_completed_before_new_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (WaitingEngine, WaitingPolicy):
+        monkeypatch.setattr(kind, "seconds", 0.01)
+    calls: list[str] = []
+
+    class Noted(WaitingEngine):
+        def finish_first(self, priority: int) -> None:
+            calls.append(f"finish step {priority}")
+
+        def update_weights(self, policy: Any, *, weight_version: int = 0, **options: Any) -> None:
+            calls.append(f"weights {weight_version}")
+            super().update_weights(policy, weight_version=weight_version, **options)
+
+    class WithNotes(WaitingStreamingSampler):
+        _engine_class = Noted
+
+    class Trainer(Ahead):
+        sampler_class = WithNotes
+
+    run(Trainer, tmp_path, lambda _, responses: [0.0] * len(responses), num_prompts=4, num_steps=3)
+    # Nothing is under way before the first step.
+    expected = ["weights 0", "finish step 2", "weights 1", "finish step 3", "weights 2"]
+    assert calls == expected
