@@ -31,7 +31,7 @@ NEWER: tuple[FlashAttentionVersion, ...] = (3, 4)
 """Fastest first, where a GPU runs both: version 3 is written for Hopper alone."""
 
 _LOG = logging.getLogger(__name__)
-_GENERATIONS = {3: (9,), 4: (9, 10)}
+GENERATIONS = {3: (9,), 4: (9, 10)}
 """Major compute capabilities that torch gives a version to: 9 is Hopper, 10 Blackwell."""
 _TOLERANCE = 0.03
 """Of a norm. In bfloat16 the rounding of probabilities and results is below 0.01; a window that is
@@ -127,8 +127,8 @@ def _why_not(version: FlashAttentionVersion, heads: Heads) -> str | None:
         # orders its sums, which has never been seen to give the same bits twice.
         return "training.deterministic is true, which version 2 alone is known to keep"
     major, minor = torch.cuda.get_device_capability(heads.device)
-    if major not in _GENERATIONS[version]:
-        allowed = " and ".join(f"{each}.x" for each in _GENERATIONS[version])
+    if major not in GENERATIONS[version]:
+        allowed = " and ".join(f"{each}.x" for each in GENERATIONS[version])
         return f"it runs on GPUs of compute capability {allowed}, not {major}.{minor}"
     if version not in _UNFIT:
         try:
