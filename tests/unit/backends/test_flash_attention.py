@@ -100,7 +100,7 @@ def test_bfloat16_rounds_far_less_than_the_comparison_allows() -> None:
             exact = flash_attention.Heads(heads.device, torch.float32, size, repeats)
             theirs = flash_attention._computed(reference_attention, exact, window)
             for found, wanted in zip(ours, theirs, strict=True):
-                assert (found.float() - wanted).norm() / wanted.norm() < 0.01
+                assert (found.float() - wanted).norm() / wanted.norm() < 0.002
 
 
 DEFECTS: dict[str, Any] = {
@@ -142,7 +142,10 @@ def test_a_window_that_is_one_token_too_long_is_found(
         return plain(*others, {**options, "left": None if left is None else left + 1})
 
     monkeypatch.setattr(fake_flash_attention, "masked_scores", wider)
-    with installed(version, at=HOPPER), pytest.raises(ResourceError, match="window 40, are 0"):
+    with (
+        installed(version, at=HOPPER),
+        pytest.raises(ResourceError, match=r"window 40, are 0\.(0[7-9]|1)"),
+    ):
         choose_version(version, HEADS)
 
 
