@@ -57,6 +57,13 @@ plain_python() {
 tests() {
   "$run_python" -m pytest -n 0 -v -s -m gpu --timeout 600 "$@"
 }
+# Each FlashAttention that is installed is compared and timed; version 4 for this step alone.
+attention() {
+  local version_4=$logs/flash_attention_4
+  "$run_python" -m pip install --quiet --no-deps --target "$version_4" \
+    -r deployment/requirements/flash_attention_4.txt || echo "flash-attn-4 could not be installed"
+  PYTHONPATH=$PWD:$version_4 tests tests/gpu/test_1_attention.py
+}
 three_steps() {
   local short=(grpo.num_iterations=1 grpo.num_steps_per_iteration=3)
   "$bin/nemo-rl" plan grpo_1.5b_1gpu "${short[@]}" || true
@@ -97,7 +104,7 @@ step install install || { finish; exit 1; }
 failed=0
 step doctor "$bin/nemo-rl" doctor || failed=1
 step imports "$run_python" -W ignore deployment/requirements/check_installed.py || failed=1
-step attention tests tests/gpu/test_1_attention.py || failed=1
+step attention attention || failed=1
 step backends tests tests/gpu/test_1_backends.py || failed=1
 step transfers tests tests/gpu/test_2_transfers.py || failed=1
 step turns tests tests/gpu/test_3_one_gpu.py || failed=1

@@ -20,6 +20,7 @@ from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError
 
 T = TypeVar("T", bound="Parallelism")
+FlashAttention = Literal["auto", 2, 3, 4]
 GradientSync = Literal["every_microbatch", "last_microbatch"]
 
 
@@ -123,6 +124,10 @@ class DTensorTraining(Parallelism):
             any length, 16 bits) and `flex` (FlexAttention, compiled) run on GPUs and make no mask
             of all pairs of tokens, as `sdpa` does. `auto` is `varlen` on GPUs, `flex` where that
             cannot compute the model, and `sdpa` on CPUs.
+        flash_attention: The version of FlashAttention that computes `varlen`: 2 is a part of torch,
+            3 and 4 are packages besides the requirements. `auto` is the first of 3 (for Hopper) and
+            4 (Hopper, Blackwell) that is installed and passes a comparison on heads of the model's
+            shape, else 2. With `deterministic: true` it is 2.
         share_prefixes: Computes tokens that several sequences begin with once, such as the prompt
             of a group, wherever that is cheaper and attention is `sdpa` or `flex`. The results are
             those of sequences alone, but for rounding.
@@ -154,6 +159,8 @@ class DTensorTraining(Parallelism):
     activation_checkpointing: bool | Literal["auto"] = "auto"
     compile: bool = False
     attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
+    # Left out by default, so that inputs of stages are what they were without it.
+    flash_attention: FlashAttention = Field(default="auto", exclude_if=lambda said: said == "auto")
     share_prefixes: bool = False
     float32_matmul_precision: MatmulPrecision = "highest"
     deterministic: bool | Literal["auto"] = "auto"
@@ -232,6 +239,10 @@ class DTensorTraining(Parallelism):
         return self
 
     @model_validator(mode="after")
+    def _flash_attention_is_of_varlen(self) -> "DTensorTraining":
+        return _refuse_unused_version(self)
+
+    @model_validator(mode="after")
     def _quantized_weights_are_frozen(self) -> "DTensorTraining":
         if self.weights != "full" and self.lora is None:
             raise ValueError(
@@ -259,6 +270,10 @@ class MegatronTraining(Parallelism):
             (torch's FlashAttention over sequences of any length, 16 bits) runs on GPUs and makes no
             mask of all pairs of tokens, as `sdpa` does. `auto` is `varlen` on GPUs where that can
             compute the model, else `sdpa`.
+        flash_attention: The version of FlashAttention that computes `varlen`: 2 is a part of torch,
+            3 and 4 are packages besides the requirements. `auto` is the first of 3 (for Hopper) and
+            4 (Hopper, Blackwell) that is installed and passes a comparison on heads of the model's
+            shape, else 2. With `deterministic: true` it is 2.
         share_prefixes: Computes tokens that several sequences begin with once, such as the prompt
             of a group, wherever that is cheaper and attention is `sdpa`. The results are those of
             sequences alone, but for rounding.
@@ -278,6 +293,8 @@ class MegatronTraining(Parallelism):
     offload_for_generation: Offload = "none"
     activation_checkpointing: bool | Literal["auto"] = "auto"
     attention: Literal["auto", "varlen", "sdpa"] = "auto"
+    # Left out by default, so that inputs of stages are what they were without it.
+    flash_attention: FlashAttention = Field(default="auto", exclude_if=lambda said: said == "auto")
     share_prefixes: bool = False
     float32_matmul_precision: MatmulPrecision = "highest"
     deterministic: bool | Literal["auto"] = "auto"
@@ -296,6 +313,10 @@ class MegatronTraining(Parallelism):
     def smallest_world_size(self) -> int:
         """Fewest ranks of this layout, whose data-parallel ones share the experts."""
         return super().smallest_world_size * self.expert_parallel_size
+
+    @model_validator(mode="after")
+    def _flash_attention_is_of_varlen(self) -> "MegatronTraining":
+        return _refuse_unused_version(self)
 
     @model_validator(mode="after")
     def _interleaving_needs_a_pipeline(self) -> "MegatronTraining":
@@ -328,6 +349,22 @@ class RegisteredTraining(RegisteredBackend, Parallelism):
                 "RegisteredTraining, register_training_backend(name, config=...)"
             )
         return self
+
+
+def _refuse_unused_version(training: T) -> T:
+    attention = getattr(training, "attention", "auto")
+    version = getattr(training, "flash_attention", "auto")
+    if version != "auto" and attention not in ("auto", "varlen"):
+        raise ValueError(
+            f"flash_attention: {version} computes attention: varlen, not {attention}: leave one of "
+            "the two out"
+        )
+    return training
+
+
+def kernel_wanted(training: "DTensorTraining | MegatronTraining") -> str:
+    """`attention`, which is `varlen` where a version of FlashAttention is asked for."""
+    return training.attention if training.flash_attention == "auto" else "varlen"
 
 
 CHOSEN_BY_PLAN: Mapping[str, Any] = {

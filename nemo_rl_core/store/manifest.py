@@ -32,6 +32,8 @@ stage has its own disk, and an exported model leaves the store."""
 
 _PACKAGES = (
     "datasets",
+    "flash-attn-3",
+    "flash-attn-4",
     "flytekit",
     "math-verify",
     "megatron-core",

@@ -4,6 +4,8 @@ Standalone: needs torch, transformers and nemo_rl_core alone. `lengths` makes a 
 
     python tests/gpu/attention.py '[{"model": "qwen2", "attention": "varlen"}]'
     python tests/gpu/attention.py '[{"attention": "varlen", "lengths": "64 x 128"}]'
+
+`flash_attention` chooses the version behind `varlen`; 3 and 4 need `deterministic: false`.
 """
 
 import json
@@ -84,6 +86,7 @@ def packed_model(config: PreTrainedConfig, options: dict[str, Any]) -> LogprobMo
     dtype = options.get("dtype", "bfloat16")
     training = DTensorTraining(
         attention=options["attention"],
+        flash_attention=options.get("flash_attention", "auto"),
         activation_checkpointing=options.get("recompute", False),
         compile=options.get("compile", False),
     )
@@ -114,7 +117,8 @@ def agree(options: dict[str, Any]) -> dict[str, Any]:
     want, want_gradients = computed(config, {"attention": "sdpa", "dtype": "float32"})
     distances = {}
     for name, attention in (("kernel", options["attention"]), ("dense", "sdpa")):
-        logprobs, gradients = computed(config, {**options, "attention": attention})
+        version = {} if attention == "varlen" else {"flash_attention": "auto"}
+        logprobs, gradients = computed(config, {**options, "attention": attention, **version})
         cosines, norms = [], []
         for parameter, gradient in want_gradients.items():
             found = gradients[parameter]

@@ -11,6 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_rl_core.backends.training.flash_attention import GENERATIONS, NEWER, installed
+
+USABLE = [
+    version
+    for version in NEWER
+    if installed(version)
+    and torch.cuda.is_available()
+    and torch.cuda.get_device_capability()[0] in GENERATIONS[version]
+]
+"""Versions of FlashAttention beside torch's own that are installed for this GPU."""
+
 AGREEING: list[dict[str, Any]] = [
     {"model": model, "attention": attention}
     for attention in ("varlen", "flex")
@@ -19,16 +30,30 @@ AGREEING: list[dict[str, Any]] = [
 AGREEING += [
     {"model": "qwen2", "attention": "varlen", "recompute": True},
     {"model": "qwen2", "attention": "varlen", "compile": True},
-    {"model": "qwen2", "attention": "varlen", "deterministic": False},
+    {"model": "qwen2", "attention": "varlen", "flash_attention": 2, "deterministic": False},
     {"model": "qwen2", "attention": "flex", "recompute": True},
     {"model": "qwen2", "attention": "flex", "dtype": "float32"},
+]
+AGREEING += [
+    {"model": model, "attention": "varlen", "flash_attention": version, "deterministic": False}
+    for version in USABLE
+    for model in ("llama", "qwen2", "qwen3", "gemma3")
 ]
 TIMED: list[dict[str, Any]] = [
     {"attention": attention, "lengths": lengths}
     for attention in ("sdpa", "varlen", "flex")
     for lengths in ("64 x 128", "64 to 4096")
 ]
-TIMED += [{"attention": "varlen", "lengths": "64 to 4096", "deterministic": False}]
+TIMED += [
+    {
+        "attention": "varlen",
+        "flash_attention": version,
+        "lengths": lengths,
+        "deterministic": False,
+    }
+    for version in (2, *USABLE)
+    for lengths in ("64 x 128", "64 to 4096")
+]
 
 
 def named(options: dict[str, Any]) -> str:
@@ -37,10 +62,14 @@ def named(options: dict[str, Any]) -> str:
     )
 
 
+def _kernel(options: dict[str, Any]) -> tuple[str, int | None]:
+    return options["attention"], options.get("flash_attention")
+
+
 @cache
-def figures(attention: str) -> tuple[dict[str, dict[str, Any]], str]:
+def figures(attention: str, version: int | None) -> tuple[dict[str, dict[str, Any]], str]:
     """Figures of all cases of a kernel, from a process of their own, and what else it said."""
-    cases = [each for each in [*AGREEING, *TIMED] if each["attention"] == attention]
+    cases = [each for each in [*AGREEING, *TIMED] if _kernel(each) == (attention, version)]
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("attention.py"), json.dumps(cases)],
         capture_output=True,
@@ -53,7 +82,7 @@ def figures(attention: str) -> tuple[dict[str, dict[str, Any]], str]:
 
 
 def figures_of(options: dict[str, Any]) -> dict[str, Any]:
-    every, said = figures(options["attention"])
+    every, said = figures(*_kernel(options))
     assert named(options) in every, f"the process ended before: {said}"
     found = every[named(options)]
     assert "error" not in found, found["error"]

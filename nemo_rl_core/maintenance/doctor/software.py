@@ -107,6 +107,18 @@ def check_compiler(_: Store) -> Result:
     return Result("fail", f"{missing}: Triton compiles its kernels with it", compiler.fix())
 
 
+def check_flash_attention(_: Store) -> Result:
+    """Checks the packages of FlashAttention beside version 2, which is a part of torch."""
+    found = {number: _version(f"flash-attn-{number}") for number in _FLASH_ATTENTION}
+    there = {number: version for number, version in found.items() if version is not None}
+    for number, version in there.items():
+        if isinstance(done := _python(_FLASH_ATTENTION[number]), Result):
+            return Result("warn", f"flash-attn-{number} {version} is not used: {done.found}",
+                          f"uninstall flash-attn-{number}, or install it anew")  # fmt: skip
+    packages = [f"{number} (flash-attn-{number} {version})" for number, version in there.items()]
+    return Result("ok", ", ".join(["2 (torch)", *packages]))
+
+
 def check_git(_: Store) -> Result:
     """Checks for git, which manifests need to name the commit."""
     git = shutil.which("git")
@@ -177,6 +189,12 @@ def _python(program: str, *, max_seconds: float = _IMPORT_SECONDS) -> str | Resu
     return done.stdout
 
 
+_FLASH_ATTENTION = {
+    3: "import torch, flash_attn_interface; print(torch.ops.flash_attn_3.bwd)",
+    4: "import flash_attn.cute.interface as interface; print(interface._flash_attn_bwd)",
+}
+"""Programs that fail where a package has no kernels for training."""
+
 CHECKS = [
     Check("python", check_python),
     Check("packages", check_packages),
@@ -185,6 +203,7 @@ CHECKS = [
     Check("import vllm", check_vllm_import, is_slow=True),
     Check("import ray", check_ray_import, is_slow=True),
     Check("compiler", check_compiler),
+    Check("flash attention", check_flash_attention, is_slow=True),
     Check("git", check_git),
     Check("flyte", check_flyte),
 ]

@@ -146,6 +146,36 @@ def test_a_library_that_does_not_import(tmp_path: Path, monkeypatch: pytest.Monk
     assert (found.state, found.found) == ("fail", "`import vllm` takes more than 0.5 s")
 
 
+def _wheel(folder: Path, number: int, version: str) -> None:
+    info = folder / f"flash_attn_{number}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: flash-attn-{number}\nVersion: {version}\n"
+    )
+
+
+def test_packages_of_flash_attention_with_and_without_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    found = software.check_flash_attention(Store(tmp_path))
+    assert (found.state, found.found) == ("ok", "2 (torch)")
+    interface = tmp_path / "flash_attn" / "cute" / "interface.py"
+    interface.parent.mkdir(parents=True)
+    interface.write_text("_flash_attn_bwd = None\n")
+    _wheel(tmp_path, 4, "4.0.0b36")
+    found = software.check_flash_attention(Store(tmp_path))
+    assert (found.state, found.found) == ("ok", "2 (torch), 4 (flash-attn-4 4.0.0b36)")
+    # As it lies in the package index: a module without operators.
+    (tmp_path / "flash_attn_interface.py").touch()
+    _wheel(tmp_path, 3, "0.0.0")
+    found = software.check_flash_attention(Store(tmp_path))
+    assert found.state == "warn"
+    assert "flash-attn-3 0.0.0 is not used" in found.found
+    assert "has no attribute 'bwd'" in found.found
+
+
 def _program(folder: Path, text: str, *, name: str = "nvidia-smi") -> Path:
     path = folder / name
     path.write_text(f"#!/bin/sh\n{text}\n")

@@ -392,6 +392,27 @@ def test_the_transformer_engine_of_the_image_is_one_that_megatron_core_allows() 
     assert "nvidia-cudnn-cu13==" in lock
 
 
+def test_flash_attention_4_needs_nothing_that_the_lock_lacks() -> None:
+    # As its wheel says; the file is installed over the lock without dependencies.
+    needs = {
+        "nvidia-cutlass-dsl": ">=4.6.2",
+        "apache-tvm-ffi": ">=0.1.11,<0.2",
+        "quack-kernels": ">=0.5.3",
+        "torch-c-dlpack-ext": "",
+        "einops": "",
+        "torch": "==2.13.0",  # whose bridge to it is adapted
+    }
+    from packaging.specifiers import SpecifierSet
+
+    def pins(name: str) -> dict[str, str]:
+        text = (DEPLOYMENT / "requirements" / name).read_text()
+        return dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
+
+    lock = pins("gpu.txt")
+    assert all(lock[name] in SpecifierSet(versions) for name, versions in needs.items())
+    assert pins("flash_attention_4.txt") == {"flash-attn-4": "4.0.0b36"}
+
+
 def test_transformer_engine_is_built_over_the_lock_alone(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()

@@ -7,12 +7,13 @@ pass without them, such as generation, takes transformers' own attention.
 
 import logging
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens
+from nemo_rl_core.backends.training.flash_attention import Heads, choose_version
 from nemo_rl_core.backends.training.packed_attention import (
     KERNELS,
     KernelName,
@@ -20,7 +21,7 @@ from nemo_rl_core.backends.training.packed_attention import (
     block_mask,
     why_not,
 )
-from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.config.training import DTensorTraining, kernel_wanted
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.errors import ConfigError, ModelError
 
@@ -87,8 +88,9 @@ def packed_attention(
 
     Args:
         model: A transformers model.
-        training: Its `attention` is taken; `auto` is `varlen` or else `flex` on GPUs, and
-            transformers' own attention on CPUs and for models that neither can compute.
+        training: Its `attention` and `flash_attention` are taken; `auto` is `varlen` or else `flex`
+            on GPUs, and transformers' own attention on CPUs and for models that neither can
+            compute.
         dtype: Type of the matrix products.
         device: Where the model computes.
 
@@ -97,19 +99,23 @@ def packed_attention(
 
     Raises:
         ConfigError: If the kernel that is asked for cannot compute the model's attention.
+        ResourceError: If the version of FlashAttention that is asked for cannot.
     """
-    wanted = training.attention
+    wanted = kernel_wanted(training)
     if wanted == "sdpa" or (wanted == "auto" and device.type != "cuda"):
         return None
     reasons = partial(_reasons, model, training, dtype=getattr(torch, dtype), device=device)
-    if wanted != "auto":
-        if found := reasons(wanted):
-            raise _refused(model, wanted, found, others=[n for n in _FAST if not reasons(n)])
-        return PackedAttention(model, wanted)
-    for kernel in _FAST:
-        if not reasons(kernel):
+    kernel = next((each for each in _FAST if wanted in ("auto", each) and not reasons(each)), None)
+    if kernel is not None:
+        if wanted == "auto":
             _LOG.warning("training.attention: auto is %s for %s", kernel, type(model).__name__)
-            return PackedAttention(model, kernel)
+        if kernel == "varlen":
+            heads = _heads(model.config.get_text_config(), getattr(torch, dtype), device)
+            choose_version(training.flash_attention, heads)
+        return PackedAttention(model, kernel)
+    if wanted != "auto":
+        found = reasons(cast(KernelName, wanted))
+        raise _refused(model, wanted, found, others=[n for n in _FAST if not reasons(n)])
     _LOG.warning(
         "training.attention: auto is sdpa for %s, with a mask of all pairs of tokens: %s",
         type(model).__name__,
@@ -163,6 +169,13 @@ def _reasons(
     if not getattr(config, "is_causal", True):
         found.append("attention in both directions")
     return found
+
+
+def _heads(config: Any, dtype: torch.dtype, device: torch.device) -> Heads:
+    num_heads = int(config.num_attention_heads)
+    num_keys = int(getattr(config, "num_key_value_heads", None) or num_heads)
+    (size,) = _head_sizes(config)
+    return Heads(device, dtype, size, num_heads // num_keys, frozenset(_windows(config)))
 
 
 def _head_sizes(config: Any) -> set[int]:

@@ -43,6 +43,7 @@ from nemo_rl_core.backends.training.dtensor.quantized import Precision, dequanti
 from nemo_rl_core.backends.training.dtensor.saving import DTensorSaving
 from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
+from nemo_rl_core.backends.training.flash_attention import attention_choices
 from nemo_rl_core.backends.training.offload import PARTS, OffloadedState, optimizer_tensors
 from nemo_rl_core.backends.training.optimizers import (
     build_optimizer,
@@ -161,7 +162,7 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         """What a setting that may be `auto` is on this machine, by its path in the recipe."""
         attention = self._policy.attention
         return {
-            "training.attention": attention.kernel if attention else "sdpa",
+            **attention_choices(attention.kernel if attention else "sdpa"),
             "training.deterministic": str(self._is_deterministic).lower(),
         }
 

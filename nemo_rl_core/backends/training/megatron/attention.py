@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from nemo_rl_core.backends.training.flash_attention import Heads, choose_version
 from nemo_rl_core.backends.training.packed_attention import KERNELS, Segments, why_not
-from nemo_rl_core.config.training import MegatronTraining
+from nemo_rl_core.config.training import MegatronTraining, kernel_wanted
 from nemo_rl_core.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
@@ -70,22 +71,25 @@ def takes_boundaries(
 
     Args:
         model: A `GPTModel`, not wrapped.
-        training: Its `attention` is taken; `auto` is `varlen` on GPUs where that can compute.
+        training: Its `attention` and `flash_attention` are taken; `auto` is `varlen` on GPUs where
+            that can compute.
         dtype: Type of the matrix products.
         device: Where the model computes.
         fused: Whether its layers are Transformer Engine's.
 
     Raises:
         ConfigError: If `varlen` is asked for and cannot compute the model's attention.
+        ResourceError: If the version of FlashAttention that is asked for cannot.
     """
-    wanted = training.attention
+    wanted = kernel_wanted(training)
     if wanted == "sdpa" or (wanted == "auto" and (fused or device.type != "cuda")):
         return False
+    config, computed = model.config, getattr(torch, dtype)
     reasons = why_not(
         "varlen",
         device=device,
-        dtype=getattr(torch, dtype),
-        head_sizes={model.config.kv_channels},
+        dtype=computed,
+        head_sizes={config.kv_channels},
         windowed=False,
     )
     if training.context_parallel_size > 1:
@@ -94,6 +98,9 @@ def takes_boundaries(
         reasons.append("Transformer Engine is installed, which has kernels of its own")
     if not reasons:
         _LOG.warning("training.attention: %s is varlen", wanted)
+        repeats = config.num_attention_heads // config.num_query_groups
+        heads = Heads(device, computed, config.kv_channels, repeats)
+        choose_version(training.flash_attention, heads)
         return True
     if wanted == "varlen":
         raise ConfigError(

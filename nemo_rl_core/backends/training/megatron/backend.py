@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 
 from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
 from nemo_rl_core.backends.training.determinism import compute_deterministically, full_precision
+from nemo_rl_core.backends.training.flash_attention import attention_choices
 from nemo_rl_core.backends.training.megatron import checkpoint
 from nemo_rl_core.backends.training.megatron.attention import (
     refuse_dense_rows,
@@ -114,7 +115,7 @@ class MegatronBackend(SendsWeights):
         kernel = "varlen" if self._models[0].takes_boundaries else "sdpa"
         fused = has_transformer_engine()
         return {
-            "training.attention": "transformer_engine" if fused else kernel,
+            **attention_choices("transformer_engine" if fused else kernel),
             "training.deterministic": str(self._is_deterministic).lower(),
         }
 

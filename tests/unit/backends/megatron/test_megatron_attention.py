@@ -85,7 +85,8 @@ def test_varlen_on_a_cpu_and_context_parallelism_are_refused() -> None:
 
     from nemo_rl_core.backends.training.megatron.attention import takes_boundaries
 
-    model = SimpleNamespace(config=SimpleNamespace(kv_channels=64))
+    sizes = SimpleNamespace(kv_channels=64, num_attention_heads=12, num_query_groups=2)
+    model = SimpleNamespace(config=sizes)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for training, device, fused, said in (
         (MegatronTraining(attention="varlen"), cpu, False, "gradients on GPUs alone"),
