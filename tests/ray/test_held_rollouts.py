@@ -32,11 +32,17 @@ SETTINGS: dict[str, Any] = {
     "num_generations_per_prompt": 4,
     "num_steps_per_iteration": 2,
 }
+RETURNS: dict[str, Any] = {
+    "advantage": {"kind": "reinforce_plus_plus"},
+    "loss": {"kl": {"kind": "k2", "beta": 0.5, "place": "in_reward"}},
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "one optimizer step": {},
     "several optimizer steps": {"train_global_batch_size": 8},
     "without a reference": {"loss": {"kl": None}},
     "groups drawn again": {"dynamic_sampling": {"max_draws": 3}},
+    "returns of tokens": {"advantage": {"kind": "reinforce_plus_plus"}},
+    "returns of tokens less the KL": RETURNS,
 }
 
 
