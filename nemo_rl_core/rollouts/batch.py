@@ -192,9 +192,8 @@ def mean_advantages(batch: BatchedDataDict) -> Tensor:
     it is of `advantages [B]`, which are those of rows without values of tokens. Of advantages that
     lie elsewhere, ranks have put the means into the column `mean_advantages`.
     """
-    advantages = batch["advantages"]
-    if isinstance(advantages, HeldRows):
-        advantages = batch["mean_advantages"]
+    is_held = isinstance(batch["advantages"], HeldRows)
+    advantages: Tensor = batch["mean_advantages" if is_held else "advantages"]
     if advantages.dim() == 1:
         return torch.where(batch["sample_mask"].bool(), advantages, 0.0)
     if not advantages.numel():  # a rank may have no rows

@@ -1,4 +1,4 @@
-"""CPU time and memory of the controller in a step of GRPO over many ranks that compute nothing.
+"""CPU time and memory of the controller in a step of RL over many ranks that compute nothing.
 
 `python -m tests.benchmarks.controller` prints the table of docs/results.md; with `--others`, 64
 ranks of 64 sequences with other advantages; with `--ray`, what a call of a rank costs this process
@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from nemo_rl_core.algorithms import GRPOTrainer
+from nemo_rl_core.algorithms import GRPOTrainer, PPOTrainer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.deal import deal_rows
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
@@ -37,18 +37,20 @@ from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 from nemo_rl_core.trainers.callbacks import Callback, Metrics, RunningTrainer
 from nemo_rl_core.trainers.loop import RunSpec
+from nemo_rl_core.trainers.rollouts import RolloutTrainer
 from tests.benchmarks.beside.inputs import model_folder, prompts, saved
 from tests.benchmarks.beside.rows_machine import LONG
 from tests.benchmarks.fake_ranks import DrawnRewards, FakeSession
 
 GROUP, PROMPT_TOKENS = 16, 512
 RANKS, SEQUENCES_A_RANK = (64, 256, 1024), (8, 16, 64)
-KINDS: dict[str, dict[str, Any]] = {
-    "grpo": {},
-    "reinforce_plus_plus": {"advantage": {"kind": "reinforce_plus_plus"}},
-    "kl_in_reward": {"loss": {"kl": {"beta": 0.1, "place": "in_reward"}}},
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("grpo", {}),
+    "reinforce_plus_plus": ("grpo", {"advantage": {"kind": "reinforce_plus_plus"}}),
+    "kl_in_reward": ("grpo", {"loss": {"kl": {"beta": 0.1, "place": "in_reward"}}}),
+    "ppo": ("ppo", {"num_epochs_per_rollout": 1}),
 }
-"""Settings of algorithms of which `--others` measures one step size."""
+"""Algorithms and settings, of all of which `--others` measures one size of a step."""
 SHORT, LONGEST = (512, 1024), (512, 3584)
 """The shortest and the longest completion: sequences of 1,024 to 1,536 and to 4,096 tokens."""
 
@@ -64,8 +66,8 @@ class Step:
     num_stored: int
 
 
-class _Trainer(GRPOTrainer):
-    """GRPO that hands no weights over, and whose records are pickled for a task, as for Ray."""
+class _OnController(RolloutTrainer[Any, Any]):
+    """Hands no weights over; records are pickled for a task, as for Ray."""
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
@@ -81,6 +83,14 @@ class _Trainer(GRPOTrainer):
         generation = sampler.generation
         assert isinstance(generation, Generation)
         generation._source = generation._proven = self.policy
+
+
+class _GRPO(_OnController, GRPOTrainer):
+    """GRPO on the controller."""
+
+
+class _PPO(_OnController, PPOTrainer):
+    """PPO on the controller."""
 
 
 class _Measured(Callback):
@@ -118,13 +128,14 @@ def steps(
     rows = prompts(num_prompts, PROMPT_TOKENS - 1)
     session = FakeSession(ranks, new_tokens)
     measured = _Measured(session)
-    trainer = _Trainer(
+    algorithm, section = KINDS[kind]
+    trainer = (_PPO if algorithm == "ppo" else _GRPO)(
         {
             "generation": {"max_new_tokens": new_tokens[1], "num_engines": ranks},
             "max_prompt_tokens": PROMPT_TOKENS,
             "cluster": {"shape": "cluster", "num_workers": ranks},
-            "grpo": {
-                **KINDS[kind],
+            algorithm: {
+                **section,
                 "num_prompts_per_step": num_prompts,
                 "num_generations_per_prompt": GROUP,
                 "num_steps_per_iteration": num_steps + 1,

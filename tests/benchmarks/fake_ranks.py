@@ -23,8 +23,21 @@ from nemo_rl_core.models.generation import where_made
 from nemo_rl_core.models.policy import where_held
 from nemo_rl_core.types import Rollout
 
-_DERIVED = ("advantages",)
+_DERIVED = ("advantages", "returns", "old_values")
 """Columns that ranks derive of their rows."""
+_OF_STEPS = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "value_loss",
+    "value_mean",
+    "value_clip_fraction",
+    "return_mean",
+    "return_square",
+    "value_error_mean",
+    "value_error_square",
+)
+"""Metrics of an optimizer step of any model."""
 
 
 class Elsewhere:
@@ -144,7 +157,7 @@ class FakeWorkers:
     def _answer(self, function: Callable[..., Any], batch: Any, asked: Mapping[str, Any]) -> Any:
         if function is where_made.generate:
             return self._completions(batch)
-        metrics = {"loss": 0.0, "num_valid_tokens": 1.0, "grad_norm": 0.0, "learning_rate": 0.0}
+        metrics = dict.fromkeys(_OF_STEPS, 0.0) | {"num_valid_tokens": 1.0}
         if function is where_held.train_step:
             return metrics
         assert function is where_held.compute_together, "rows that are not held"

@@ -8,17 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_core.algorithms import AsyncGRPOTrainer, GRPOTrainer
+from nemo_rl_core.algorithms import AsyncGRPOTrainer, GRPOTrainer, PPOTrainer
+from nemo_rl_core.algorithms.distillation.trainer import DistillationTrainer
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
+from nemo_rl_core.algorithms.ppo.loss import PPOLossFn, ValueLossFn
 from nemo_rl_core.backends.training.base import _TRAINING_BACKENDS, TrainingSetup
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.held_rows import HeldRows, InProcess, as_block
+from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.rollouts.batch import mean_advantages
 from nemo_rl_core.telemetry.timer import Timer
 from tests.local_workers import LocalSession
 from tests.unit.models.test_held_policy import NUM_RANKS, batches
+from tests.unit.rollouts.test_held import held as held_rollouts
 
 KEPT = {"advantages", "prev_logprobs", "returns", "old_values"}
 
@@ -56,6 +60,17 @@ class RowBackend:
 
     def optimizer_step(self) -> dict[str, float]:
         return {}
+
+
+class SharingBackend(RowBackend):
+    """One whose ranks compute what rows begin with once."""
+
+    def prefix_sharing(self) -> Any:
+        return PrefixSharing(1.0)
+
+    def get_reference_topk_logprobs(self, batch: BatchedDataDict, k: int) -> Any:
+        found = self.get_reference_logprobs(batch)[:, :, None].expand(-1, -1, k).contiguous()
+        return found.long(), found
 
 
 @pytest.fixture
@@ -161,3 +176,60 @@ def test_grpo_trains_ranks_on_what_is_computed_here(
     assert consistency["token_mult_prob_error"] == 1.0
     if trainer_class is AsyncGRPOTrainer:
         assert consistency["staleness"] == expected["staleness"] > 0
+
+
+PPO: dict[str, dict[str, Any]] = {
+    "one optimizer step": {"gamma": 0.9},
+    "several optimizer steps": {"train_global_batch_size": 20, "bootstrap_truncated": True},
+    "without a reference": {"kl": None},
+}
+
+
+@pytest.mark.parametrize("size", [2, 50])
+@pytest.mark.parametrize("variant", PPO)
+def test_ppo_trains_ranks_on_what_is_computed_here(
+    variant: str, size: int, policy_of: Callable[[int], Policy]
+) -> None:
+    settings = {"num_prompts_per_step": 60, "num_epochs_per_rollout": 1, **PPO[variant]}
+    found = []
+    for batch, num_ranks in zip(scored(size), (1, NUM_RANKS), strict=True):
+        trainer = PPOTrainer({"ppo": settings})
+        trainer.policy, trainer.critic = policy_of(num_ranks), policy_of(num_ranks)
+        trainer.timer, trainer.step = Timer(), 1
+        trainer._policy_loss, trainer._value_loss = PPOLossFn(), ValueLossFn()
+        logprobs, consistency = trainer._with_logprobs(batch)
+        data = trainer._with_advantages(logprobs)
+        trainer._train(data)
+        assert data.is_held == batch.is_held
+        found.append((data, consistency, seen_by(trainer.policy), seen_by(trainer.critic)))
+    (here, _, *theirs), (held, consistency, *ours) = found
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert_close(mine, yours)
+        assert all({"advantages", "returns", "old_values"} <= row.keys() for row in mine)
+    torch.testing.assert_close(mean_advantages(held), mean_advantages(here), rtol=1e-5, atol=1e-5)
+    assert mean_advantages(here).any()
+    assert consistency["token_mult_prob_error"] == 1.0
+
+
+ANY_GATE = {"max_token_mult_prob_error": 1e9, "max_sequence_mult_prob_error": 1e9}
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [PPOTrainer({"ppo": {"gate": ANY_GATE}}), DistillationTrainer({})],
+    ids=["ppo", "distillation"],
+)
+def test_completions_of_a_prompt_stay_on_the_rank_that_shares_it(
+    trainer: Any, policy_of: Callable[[int], Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _TRAINING_BACKENDS["dtensor"] = SharingBackend
+    rollouts = held_rollouts().with_outcomes([1.0, 0.0, 0.5])
+    monkeypatch.setattr(trainer, "_roll_out", lambda _: rollouts)
+    monkeypatch.setattr(trainer, "_record", lambda *_, **__: {})
+    trainer.policy, trainer.critic = policy_of(NUM_RANKS), policy_of(NUM_RANKS)
+    trainer.timer, trainer.step = Timer(), 1
+    trainer._policy_loss, trainer._value_loss, trainer._loss = PPOLossFn(), ValueLossFn(), None
+    trainer._train_step([])
+    seen = [backend.seen for backend in trainer.policy.workers.backends]
+    prompts = [sorted({int(row["ids"][0]) for row in rows}) for rows in seen]
+    assert sorted(prompts) == [[], [5], [7]]

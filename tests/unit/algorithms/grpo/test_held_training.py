@@ -173,13 +173,8 @@ def test_held_rollouts_train_to_the_same_bits(
     assert any(inconsistent) == ("gate" in VARIANTS[variant])
 
 
-@pytest.mark.parametrize(
-    "variant", ["one optimizer step", "returns of tokens", "returns of tokens less the KL"]
-)
-def test_nothing_of_a_step_is_fetched_but_its_texts_and_its_records(
-    variant: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In ranks and in the engine reading is their own; here it is the records', once a step."""
+def noted_readers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The functions that read rows which lie elsewhere, each time that they do."""
     readers: list[str] = []
     original = HeldRows.fetched
 
@@ -192,6 +187,17 @@ def test_nothing_of_a_step_is_fetched_but_its_texts_and_its_records(
         return original(rows)
 
     monkeypatch.setattr(HeldRows, "fetched", noted)
+    return readers
+
+
+@pytest.mark.parametrize(
+    "variant", ["one optimizer step", "returns of tokens", "returns of tokens less the KL"]
+)
+def test_nothing_of_a_step_is_fetched_but_its_texts_and_its_records(
+    variant: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In ranks and in the engine reading is their own; here it is the records', once a step."""
+    readers = noted_readers(monkeypatch)
     trained(tiny_model, tmp_path / "held", **VARIANTS[variant])
     assert set(readers) == {"_read", "HeldSource.texts", "HeldSource.tokens"}
     assert readers.count("HeldSource.tokens") == NUM_STEPS
