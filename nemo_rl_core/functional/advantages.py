@@ -7,7 +7,7 @@ group only.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -113,7 +113,65 @@ def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return ~_Groups.of(rewards, group_ids).is_constant
 
 
-def whitened(values: Tensor, mask: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Moments:
+    """What whitening needs to know of all valid entries, wherever they lie.
+
+    Deviations are from a part's own mean, and parts are joined by the distances of their means, so
+    that no two large sums are subtracted. Source: Chan, Golub and LeVeque 1979, "Updating formulae
+    and a pairwise algorithm for computing sample variances".
+
+    Attributes:
+        count: Of valid entries.
+        mean: Of them; 0 without any.
+        squares: The sum of their squared deviations from the mean.
+        lowest: The least of them; infinity without any.
+        highest: The largest; minus infinity without any.
+
+    Example:
+        >>> parts = [torch.tensor([1.0, 3.0]), torch.tensor([8.0])]
+        >>> moments = [Moments.of(part, torch.ones(len(part)).bool()) for part in parts]
+        >>> Moments.joined(moments)
+        Moments(count=3, mean=4.0, squares=26.0, lowest=1.0, highest=8.0)
+    """
+
+    count: int
+    mean: float
+    squares: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor) -> "Moments":
+        """Those of one part, summed in the dtype of its values.
+
+        Args:
+            values: Any shape; may have no entries.
+            mask: Bool, the shape of `values`.
+        """
+        mean = masked_mean(values, mask)
+        squares = zero_masked(values - mean, mask).square().sum()
+        valid = values[mask]
+        bounds = [torch.inf, -torch.inf]
+        if valid.numel():
+            bounds = torch.stack(valid.aminmax()).tolist()
+        return cls(int(mask.sum()), mean.item(), squares.item(), *bounds)
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Moments]") -> "Moments":
+        """Those of all parts together, in float64; of one part with entries, its own."""
+        filled = [part for part in parts if part.count] or parts[:1]
+        columns = [[getattr(part, each.name) for part in filled] for each in fields(cls)]
+        counts, means, squares, lowest, highest = torch.tensor(columns, dtype=torch.float64)
+        first, count = means[0], counts.sum()
+        mean = first + (counts * (means - first)).sum() / count.clamp(min=1)
+        total = (squares + counts * (means - mean).square()).sum()
+        # Minimum and maximum of tensors keep what is not a number.
+        bounds = lowest.min().item(), highest.max().item()
+        return cls(int(count), mean.item(), total.item(), *bounds)
+
+
+def whitened(values: Tensor, mask: Tensor, moments: Moments | None = None) -> Tensor:
     """`(x - mean) / (std + 1e-6)` over all valid entries, with the unbiased std.
 
     Equal entries become exactly 0, not rounding noise divided by a tiny std. The population std,
@@ -122,16 +180,17 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
     Args:
         values: Any shape.
         mask: Bool, the shape of `values`.
+        moments: Of the entries of all parts, where the values are one of several; None for all.
 
     Returns:
         The shape of `values`; 0 at invalid entries.
     """
-    count = mask.sum()
-    centered = zero_masked(values - masked_mean(values, mask), mask)
-    std = (centered.square().sum() / (count - 1).clamp(min=1)).sqrt()
-    valid = values[mask]
-    is_constant = (valid == valid[:1]).all()
-    return torch.where(is_constant, torch.zeros_like(centered), centered / (std + EPSILON))
+    found = Moments.of(values, mask) if moments is None else moments
+    if found.lowest == found.highest:
+        return torch.zeros_like(values)
+    centered = zero_masked(values - found.mean, mask)
+    squares, others = torch.tensor(found.squares, dtype=values.dtype), max(found.count - 1, 1)
+    return centered / ((squares / others).sqrt() + EPSILON)
 
 
 def decoupled_group_normalized(
@@ -157,7 +216,7 @@ def decoupled_group_normalized(
     return whitened(total, sample_mask)
 
 
-def reinforce_plus_plus(rewards: Tensor, mask: Tensor) -> Tensor:
+def reinforce_plus_plus(rewards: Tensor, mask: Tensor, moments: Moments | None = None) -> Tensor:
     """Returns-to-go of token rewards, whitened over all valid tokens of the batch.
 
     The variant with a baseline subtracts the group's mean from the outcome first. Source:
@@ -166,11 +225,12 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor) -> Tensor:
     Args:
         rewards: `[B, T-1]`: the outcome at the last token, minus any penalty per token.
         mask: `[B, T-1]` bool.
+        moments: As `whitened` takes them, of `returns_to_go`.
 
     Returns:
         `[B, T-1]` advantages, 0 at invalid tokens.
     """
-    return whitened(returns_to_go(rewards, mask), mask)
+    return whitened(returns_to_go(rewards, mask), mask, moments)
 
 
 @dataclass(frozen=True)

@@ -120,15 +120,15 @@ def gae(
         invalid tokens.
     """
     rewards, values = zero_masked(rewards, mask), zero_masked(values, mask)
-    next_advantage = torch.zeros_like(values[:, 0])
+    advantages = torch.zeros_like(values)
+    next_advantage = values.new_zeros(len(values))
     next_value = next_advantage if last_values is None else last_values
-    columns: list[Tensor] = []
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantage = delta + gamma * lam * next_advantage
         is_valid = mask[:, t]
-        columns.append(advantage)
+        advantages[:, t] = advantage
         next_value = torch.where(is_valid, values[:, t], next_value)
         next_advantage = torch.where(is_valid, advantage, next_advantage)
-    advantages = zero_masked(torch.stack(columns[::-1], dim=1), mask)
+    advantages = zero_masked(advantages, mask)
     return advantages, advantages + values

@@ -15,6 +15,7 @@ from nemo_rl_core.distributed.batched_data_dict import (
     collate_completions,
     flat_tensor,
 )
+from nemo_rl_core.distributed.held_rows import HeldRows
 from nemo_rl_core.environments.interfaces import shorten
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.functional.kl import kl_generation_trainer
@@ -188,11 +189,15 @@ def mean_advantages(batch: BatchedDataDict) -> Tensor:
     """`[B]`: the mean of `advantages [B, T-1]` over each completion's tokens.
 
     Where all tokens of a completion have the same, it is that one, without the mean's rounding; so
-    it is of `advantages [B]`, which are those of rows without values of tokens.
+    it is of `advantages [B]`, which are those of rows without values of tokens. Of advantages that
+    lie elsewhere, ranks have put the means into the column `mean_advantages`.
     """
-    advantages = batch["advantages"]
+    is_held = isinstance(batch["advantages"], HeldRows)
+    advantages: Tensor = batch["mean_advantages" if is_held else "advantages"]
     if advantages.dim() == 1:
         return torch.where(batch["sample_mask"].bool(), advantages, 0.0)
+    if not advantages.numel():  # a rank may have no rows
+        return advantages.new_zeros(len(advantages))
     mask = batch["token_mask"].bool()
     lowest = advantages.masked_fill(~mask, torch.inf).amin(dim=1)
     highest = advantages.masked_fill(~mask, -torch.inf).amax(dim=1)

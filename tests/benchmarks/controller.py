@@ -1,7 +1,8 @@
-"""CPU time and memory of the controller in a step of GRPO over many ranks that compute nothing.
+"""CPU time and memory of the controller in a step of RL over many ranks that compute nothing.
 
-`python -m tests.benchmarks.controller` prints the table of docs/results.md; with `--ray`, what a
-call of a rank costs this process when Ray carries it.
+`python -m tests.benchmarks.controller` prints the table of docs/results.md; with `--others`, 64
+ranks of 64 sequences with other advantages; with `--ray`, what a call of a rank costs this process
+when Ray carries it.
 
 The trainer, the sampler, the policy and the engines' side on the controller are the real ones;
 workers are those of `fake_ranks.py`, one engine and one copy of the model a rank. Rewards are drawn
@@ -9,10 +10,11 @@ at once, and weights are not handed over. Prompts have 512 tokens, groups 16 com
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from nemo_rl_core.algorithms import GRPOTrainer
+from nemo_rl_core.algorithms import GRPOTrainer, PPOTrainer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.deal import deal_rows
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
@@ -35,12 +37,20 @@ from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 from nemo_rl_core.trainers.callbacks import Callback, Metrics, RunningTrainer
 from nemo_rl_core.trainers.loop import RunSpec
+from nemo_rl_core.trainers.rollouts import RolloutTrainer
 from tests.benchmarks.beside.inputs import model_folder, prompts, saved
 from tests.benchmarks.beside.rows_machine import LONG
 from tests.benchmarks.fake_ranks import DrawnRewards, FakeSession
 
 GROUP, PROMPT_TOKENS = 16, 512
 RANKS, SEQUENCES_A_RANK = (64, 256, 1024), (8, 16, 64)
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("grpo", {}),
+    "reinforce_plus_plus": ("grpo", {"advantage": {"kind": "reinforce_plus_plus"}}),
+    "kl_in_reward": ("grpo", {"loss": {"kl": {"beta": 0.1, "place": "in_reward"}}}),
+    "ppo": ("ppo", {"num_epochs_per_rollout": 1}),
+}
+"""Algorithms and settings, of all of which `--others` measures one size of a step."""
 SHORT, LONGEST = (512, 1024), (512, 3584)
 """The shortest and the longest completion: sequences of 1,024 to 1,536 and to 4,096 tokens."""
 
@@ -56,8 +66,8 @@ class Step:
     num_stored: int
 
 
-class _Trainer(GRPOTrainer):
-    """GRPO that hands no weights over, and whose records are pickled for a task, as for Ray."""
+class _OnController(RolloutTrainer[Any, Any]):
+    """Hands no weights over; records are pickled for a task, as for Ray."""
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
@@ -73,6 +83,14 @@ class _Trainer(GRPOTrainer):
         generation = sampler.generation
         assert isinstance(generation, Generation)
         generation._source = generation._proven = self.policy
+
+
+class _GRPO(_OnController, GRPOTrainer):
+    """GRPO on the controller."""
+
+
+class _PPO(_OnController, PPOTrainer):
+    """PPO on the controller."""
 
 
 class _Measured(Callback):
@@ -95,7 +113,12 @@ class _Measured(Callback):
 
 
 def steps(
-    scratch: Path, ranks: int, sequences: int, new_tokens: tuple[int, int], num_steps: int = 4
+    scratch: Path,
+    ranks: int,
+    sequences: int,
+    new_tokens: tuple[int, int],
+    num_steps: int = 4,
+    kind: str = "grpo",
 ) -> list[Step]:
     """Steps over so many ranks and sequences; the first, which imports, is left out."""
     torch.set_num_threads(1)
@@ -105,12 +128,14 @@ def steps(
     rows = prompts(num_prompts, PROMPT_TOKENS - 1)
     session = FakeSession(ranks, new_tokens)
     measured = _Measured(session)
-    trainer = _Trainer(
+    algorithm, section = KINDS[kind]
+    trainer = (_PPO if algorithm == "ppo" else _GRPO)(
         {
             "generation": {"max_new_tokens": new_tokens[1], "num_engines": ranks},
             "max_prompt_tokens": PROMPT_TOKENS,
             "cluster": {"shape": "cluster", "num_workers": ranks},
-            "grpo": {
+            algorithm: {
+                **section,
                 "num_prompts_per_step": num_prompts,
                 "num_generations_per_prompt": GROUP,
                 "num_steps_per_iteration": num_steps + 1,
@@ -178,6 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--ray", action="store_true")
+    parser.add_argument("--others", action="store_true")
     asked = parser.parse_args()
     if asked.ray:
         rounds = [ray_microseconds() for _ in range(3)]
@@ -185,25 +211,39 @@ def main() -> None:
             low, middle, high = sorted(each[name] for each in rounds)
             Console().print(f"a call {name}: {middle:.0f} µs ({low:.0f} to {high:.0f})")
         return
-    table = Table("ranks", "sequences", "tokens each", "CPU ms a step", "ms a 1,000", "MiB", "sent")
+    rows: list[tuple[str, int, int, tuple[int, int]]]
+    if asked.others:
+        rows = [(kind, 64, 64, SHORT) for kind in KINDS]
+    else:
+        sizes = itertools.product(RANKS, SEQUENCES_A_RANK, (SHORT, LONGEST))
+        rows = [("grpo", *each) for each in sizes]
     with tempfile.TemporaryDirectory() as scratch:
-        for ranks in RANKS:
-            for each in SEQUENCES_A_RANK:
-                for new in (SHORT, LONGEST):
-                    sequences = ranks * each
-                    found = steps(Path(scratch), ranks, sequences, new, asked.steps)
-                    times = sorted(1e3 * step.cpu_seconds for step in found)
-                    table.add_row(
-                        f"{ranks:,}",
-                        f"{sequences:,}",
-                        f"{new[0] + PROMPT_TOKENS:,} to {new[1] + PROMPT_TOKENS:,}",
-                        f"{statistics.median(times):.1f} ({times[0]:.1f} to {times[-1]:.1f})",
-                        f"{1e3 * statistics.median(times) / sequences:.2f}",
-                        f"{1024 * max(step.peak_gib for step in found):.0f}",
-                        f"{found[0].num_bytes / 2**20:.1f} MiB, {found[0].num_calls:,} calls, "
-                        f"{found[0].num_stored:,} stored",
-                    )
-    Console(width=120).print(table)
+        table = _measured(Path(scratch), rows, asked.steps)
+    Console(width=140).print(table)
+
+
+def _measured(
+    scratch: Path, rows: Sequence[tuple[str, int, int, tuple[int, int]]], num_steps: int
+) -> Table:
+    table = Table(
+        "kind", "ranks", "sequences", "tokens each", "CPU ms a step", "ms a 1,000", "MiB", "sent"
+    )
+    for kind, ranks, each, new in rows:
+        sequences = ranks * each
+        found = steps(scratch, ranks, sequences, new, num_steps, kind)
+        times = sorted(1e3 * step.cpu_seconds for step in found)
+        table.add_row(
+            kind,
+            f"{ranks:,}",
+            f"{sequences:,}",
+            f"{new[0] + PROMPT_TOKENS:,} to {new[1] + PROMPT_TOKENS:,}",
+            f"{statistics.median(times):.1f} ({times[0]:.1f} to {times[-1]:.1f})",
+            f"{1e3 * statistics.median(times) / sequences:.2f}",
+            f"{1024 * max(step.peak_gib for step in found):.0f}",
+            f"{found[0].num_bytes / 2**20:.1f} MiB, {found[0].num_calls:,} calls, "
+            f"{found[0].num_stored:,} stored",
+        )
+    return table
 
 
 if __name__ == "__main__":

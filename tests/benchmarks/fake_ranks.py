@@ -18,9 +18,26 @@ import numpy as np
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.errors import RewardError
+from nemo_rl_core.functional.advantages import Moments
 from nemo_rl_core.models.generation import where_made
 from nemo_rl_core.models.policy import where_held
 from nemo_rl_core.types import Rollout
+
+_DERIVED = ("advantages", "returns", "old_values")
+"""Columns that ranks derive of their rows."""
+_OF_STEPS = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "value_loss",
+    "value_mean",
+    "value_clip_fraction",
+    "return_mean",
+    "return_square",
+    "value_error_mean",
+    "value_error_square",
+)
+"""Metrics of an optimizer step of any model."""
 
 
 class Elsewhere:
@@ -131,20 +148,30 @@ class FakeWorkers:
         for part, _ranks in called:
             self._elsewhere.call((Unread(), *part))
         with self._elsewhere.work():
-            answers = [self._answer(function, part) for whole in wholes for part in whole]
+            answers = [
+                self._answer(function, part, common_kwargs) for whole in wholes for part in whole
+            ]
             sent = [pickle.dumps(answer) for answer in answers]
         return [pickle.loads(answer) for answer in sent]  # noqa: S301
 
-    def _answer(self, function: Callable[..., Any], batch: Any) -> Any:
+    def _answer(self, function: Callable[..., Any], batch: Any, asked: Mapping[str, Any]) -> Any:
         if function is where_made.generate:
             return self._completions(batch)
-        metrics = {"loss": 0.0, "num_valid_tokens": 1.0, "grad_norm": 0.0, "learning_rate": 0.0}
+        metrics = dict.fromkeys(_OF_STEPS, 0.0) | {"num_valid_tokens": 1.0}
         if function is where_held.train_step:
             return metrics
         assert function is where_held.compute_together, "rows that are not held"
         sums = dict.fromkeys(("num_off", "error", "kl", "ratio"), 0.0)
-        figures = sums | dict.fromkeys(("num_tokens", "num_trained"), 1)
-        return where_held.HeldAnswer(metrics, figures, 0.0), Unread()
+        zeros = np.zeros(len(batch["input_lengths"]), np.float32)
+        figures = {
+            "agreement": sums | dict.fromkeys(("num_tokens", "num_trained"), 1),
+            "moments": Moments(count=2, mean=0.0, squares=2.0, lowest=-1.0, highest=1.0),
+            "mean_advantages": zeros,
+            "kl_penalties": zeros,
+        }
+        columns = (*asked["scores"], "prev_logprobs", *_DERIVED)
+        found = {name: figures[name] for name in asked["figures"]}
+        return where_held.HeldAnswer(columns, metrics, found, 0.0), Unread()
 
     def _completions(self, batch: Mapping[str, Any]) -> Any:
         starts = np.array(list(map(len, batch["prompts"])))[batch["prompt"]]

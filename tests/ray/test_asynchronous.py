@@ -332,9 +332,11 @@ def test_conversations_go_on_while_nobody_waits(
     ]
 
 
-def fitted(kind: type[GRPOTrainer], model: Path, max_staleness: int | None = None) -> TrainResult:
+def fitted(
+    kind: type[GRPOTrainer], model: Path, max_staleness: int | None = None, **settings: Any
+) -> TrainResult:
     ahead = None if max_staleness is None else {"max_staleness": max_staleness}
-    trainer = kind.from_pretrained(model, asynchronous=ahead, **SETTINGS)
+    trainer = kind.from_pretrained(model, asynchronous=ahead, **SETTINGS, **settings)
     return trainer.fit(ROWS, reward_fn=length)
 
 
@@ -355,12 +357,14 @@ def test_without_staleness_the_weights_are_those_of_training_by_turns(
     assert_equal_weights(in_step.folder, by_turns.folder)
 
 
+@pytest.mark.parametrize("advantage", ["group_normalized", "reinforce_plus_plus"])
 def test_tokens_that_stay_and_tokens_that_are_brought_give_the_same_bits(
-    session: ClusterSession, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    session: ClusterSession, tiny_model: Path, advantage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = fitted(AsyncGRPOTrainer, tiny_model, max_staleness=0)
+    settings: dict[str, Any] = {"max_staleness": 0, "advantage": {"kind": advantage}}
+    held = fitted(AsyncGRPOTrainer, tiny_model, **settings)
     monkeypatch.setattr(AsyncGRPOTrainer, "_holds_rollouts", property(lambda _: False))
-    brought = fitted(AsyncGRPOTrainer, tiny_model, max_staleness=0)
+    brought = fitted(AsyncGRPOTrainer, tiny_model, **settings)
     assert_equal_weights(held.folder, brought.folder)
     assert held.metrics == brought.metrics
     for step in range(1, 5):

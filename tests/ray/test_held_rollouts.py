@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_rl_core.algorithms import GRPOTrainer
+from nemo_rl_core.algorithms import GRPOTrainer, PPOTrainer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.rollouts.engine import SingleTurnRollouts
 from nemo_rl_core.rollouts.held import HeldSource
@@ -32,12 +32,26 @@ SETTINGS: dict[str, Any] = {
     "num_generations_per_prompt": 4,
     "num_steps_per_iteration": 2,
 }
+RETURNS: dict[str, Any] = {
+    "advantage": {"kind": "reinforce_plus_plus"},
+    "loss": {"kl": {"kind": "k2", "beta": 0.5, "place": "in_reward"}},
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "one optimizer step": {},
     "several optimizer steps": {"train_global_batch_size": 8},
     "without a reference": {"loss": {"kl": None}},
     "groups drawn again": {"dynamic_sampling": {"max_draws": 3}},
+    "returns of tokens": {"advantage": {"kind": "reinforce_plus_plus"}},
+    "returns of tokens less the KL": RETURNS,
+    "PPO": {"kind": PPOTrainer, "train_global_batch_size": 8},
 }
+ON_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "groups": ("GRPOTrainer", {}),
+    "returns": ("GRPOTrainer", {"advantage": {"kind": "reinforce_plus_plus_baseline"}}),
+    "returns less the KL": ("GRPOTrainer", RETURNS),
+    "PPO": ("PPOTrainer", {"train_global_batch_size": 8}),
+}
+"""A trainer and its settings, by name."""
 
 
 def sevens(prompt: str, response: str) -> float:
@@ -45,9 +59,10 @@ def sevens(prompt: str, response: str) -> float:
     return response.count("7") + 0.1 * len(response)
 
 
-def fit(model: Path, name: str, **settings: Any) -> TrainResult:
-    trainer = GRPOTrainer.from_pretrained(model, **{**SETTINGS, **settings})
-    return trainer.fit(PROMPTS, reward_fn=sevens, name=name)
+def fit(model: Path, name: str, kind: Any = GRPOTrainer, **settings: Any) -> TrainResult:
+    trainer = kind.from_pretrained(model, **{**SETTINGS, **settings})
+    found: TrainResult = trainer.fit(PROMPTS, reward_fn=sevens, name=name)
+    return found
 
 
 def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,50 +86,77 @@ def counted_sources() -> Iterator[list[HeldSource]]:
 
 TWO_RANKS = """
 import json, sys
+from dataclasses import replace
 from pathlib import Path
 
-from nemo_rl_core.algorithms import GRPOTrainer
+from nemo_rl_core import algorithms
 from nemo_rl_core.rollouts.engine import SingleTurnRollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
-from tests.ray.test_held_rollouts import PROMPTS, SETTINGS, sevens
+from tests.ray.test_held_rollouts import ON_RANKS, PROMPTS, SETTINGS, sevens
 
-def fitted(name):
-    settings = SETTINGS | {
+def fitted(variant, name):
+    trainer, own = ON_RANKS[variant]
+    settings = SETTINGS | own | {
         "generation": {"backend": "hf", "max_new_tokens": 6, "num_engines": 2},
         "cluster": {"num_threads": 1, "num_workers": 2},
     }
-    trainer = GRPOTrainer.from_pretrained(Path(sys.argv[1]), **settings)
-    found = trainer.fit(PROMPTS, reward_fn=sevens, name=name)
+    made = getattr(algorithms, trainer).from_pretrained(Path(sys.argv[1]), **settings)
+    found = made.fit(PROMPTS, reward_fn=sevens, name=f"{variant} {name}")
     return found.metrics, RolloutRecords(found.folder / "rollouts").load(1)
 
-held, ours = fitted("held")
+held = {variant: fitted(variant, "held") for variant in ON_RANKS}
 SingleTurnRollouts.holds = False
-here, theirs = fitted("here")
-found = {"held": held, "here": here, "rollouts_are_equal": ours == theirs, "num": len(ours)}
+here = {variant: fitted(variant, "here") for variant in ON_RANKS}
+found = {}
+for variant in ON_RANKS:
+    (held_metrics, ours), (metrics, theirs) = held[variant], here[variant]
+    bare = [[replace(each, advantage=None) for each in rollouts] for rollouts in (ours, theirs)]
+    found[variant] = {
+        "held": held_metrics,
+        "here": metrics,
+        "rollouts_are_equal": bare[0] == bare[1],
+        "advantages": [[each.advantage for each in rollouts] for rollouts in (ours, theirs)],
+    }
 print("FOUND " + json.dumps(found))
 """
 
 
-@pytest.mark.thorough
-def test_two_ranks_and_two_engines_learn_from_held_rollouts_as_from_others(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """The same samples in other micro-batches: sums are rounded otherwise, no more."""
+@pytest.fixture(scope="module")
+def on_two_ranks(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """Of each variant, the metrics and the first step's records, held and read here."""
+    home = tmp_path_factory.mktemp("two_ranks")
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as place:
         done = subprocess.run(
             [sys.executable, "-c", TWO_RANKS, str(tiny_model)],
             capture_output=True,
             text=True,
-            timeout=500,
+            timeout=900,
             check=False,
             cwd=Path(__file__).parents[2],
-            env={**os.environ, "RAY_TMPDIR": place, "NEMO_RL_HOME": str(tmp_path)},
+            env={**os.environ, "RAY_TMPDIR": place, "NEMO_RL_HOME": str(home)},
         )
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, done.stderr[-3000:]
-    found = json.loads(lines[0].removeprefix("FOUND "))
-    assert found["num"] == 16
-    assert found["rollouts_are_equal"]  # as the advantages are, which are in the record
+    found: dict[str, dict[str, Any]] = json.loads(lines[0].removeprefix("FOUND "))
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("variant", ON_RANKS)
+def test_two_ranks_and_two_engines_learn_from_held_rollouts_as_from_others(
+    variant: str, on_two_ranks: dict[str, dict[str, Any]]
+) -> None:
+    """The same samples in other micro-batches: sums are rounded otherwise, no more."""
+    found = on_two_ranks[variant]
+    assert found["rollouts_are_equal"]
+    advantages, expected = found["advantages"]
+    assert len(advantages) == 16
+    assert any(expected)
+    if variant == "groups":  # whose advantages the controller computes
+        assert advantages == expected
+    assert advantages == pytest.approx(expected, rel=1e-3, abs=1e-5)
     ours, theirs = found["held"][0], found["here"][0]
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
@@ -122,7 +164,12 @@ def test_two_ranks_and_two_engines_learn_from_held_rollouts_as_from_others(
 
 
 def weights(result: TrainResult) -> dict[str, torch.Tensor]:
-    return load_file(next(iter(sorted(result.folder.rglob("model/*.safetensors")))))
+    """Of the policy and, in PPO, of the critic."""
+    return {
+        f"{path.relative_to(result.folder)} {name}": each
+        for path in sorted(result.folder.rglob("model/*.safetensors"))
+        for name, each in load_file(path).items()
+    }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -13,6 +13,7 @@ from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.rollouts.batch import (
     failure_metrics,
+    groups_of,
     rollout_batch,
     rollout_metrics,
     valid_rollouts,
@@ -65,7 +66,9 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts = self._roll_out(batch)
-        data = rollout_batch(valid_rollouts(rollouts))
+        valid = valid_rollouts(rollouts)
+        data = rollout_batch(valid)
+        data["group_ids"] = groups_of(valid)  # which begin alike
         with self.timer.phase("teacher"):
             data.update(self.policy.get_reference_topk_logprobs(data, self.config.top_k))
         with self.timer.phase("train"):

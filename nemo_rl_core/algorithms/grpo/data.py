@@ -17,6 +17,7 @@ from nemo_rl_core.algorithms.grpo.config import GRPOConfig, OverlongFilter, Over
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.functional.advantages import (
+    Moments,
     decoupled_group_normalized,
     group_centered,
     group_normalized,
@@ -25,7 +26,7 @@ from nemo_rl_core.functional.advantages import (
 )
 from nemo_rl_core.functional.kl import kl_estimate
 from nemo_rl_core.functional.masked import valid_token_mask, zero_masked
-from nemo_rl_core.functional.rewards import outcome_rewards, overlong_penalty
+from nemo_rl_core.functional.rewards import outcome_rewards, overlong_penalty, returns_to_go
 from nemo_rl_core.rollouts.batch import groups_of, rollout_batch
 from nemo_rl_core.types import Rollout
 
@@ -45,10 +46,9 @@ def grpo_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
     return batch
 
 
-def reads_tokens(config: GRPOConfig) -> bool:
-    """Whether advantages are computed from values a token, and not from rewards alone."""
-    by_token = isinstance(config.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
-    return by_token or config.has_kl_in_reward
+def differs_by_token(config: GRPOConfig) -> bool:
+    """Whether advantages are whitened returns of tokens, and not one number a sequence."""
+    return isinstance(config.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
 
 
 def trained_mask(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
@@ -63,24 +63,56 @@ def add_advantages(
     """Adds advantages to a copy of the batch of a whole step.
 
     Whitening uses all rows, so call this before splitting the step into optimizer steps and
-    micro-batches.
+    micro-batches. Of tokens that lie elsewhere, this is what remains to the controller, if
+    advantages differ by sequence alone: ranks compute `returns_moments` and `token_advantages`.
 
     Args:
         batch: From `grpo_batch` and, with the KL penalty in the reward, `prev_logprobs` and
-            `reference_logprobs`, `[B, T-1]` each.
+            `reference_logprobs`, `[B, T-1]` each, or in their place `kl_penalties [B]`.
         config: Advantage, KL penalty, and handling of overlong completions.
         max_new_tokens: Maximum length of a rollout after its prompt, all turns included.
 
     Returns:
-        The columns of `batch` and `advantages [B, T-1]`, 0 at masked tokens, or `[B]` where the
-        tokens are held elsewhere; with `overlong: {kind: filter}` also `sample_mask`, 0 where the
-        completion was truncated.
+        The columns of `with_outcomes` and `advantages [B, T-1]`, 0 at masked tokens, or `[B]` where
+        the tokens are held elsewhere.
 
     Raises:
         ConfigError: If the advantage needs rewards that the environment does not return.
         ValueError: If the overlong buffer is longer than a completion can be.
     """
-    sample_mask, rewards = trained_mask(batch, config), batch["rewards"]
+    found = with_outcomes(batch, config, max_new_tokens=max_new_tokens)
+    if differs_by_token(config):
+        found.update(token_advantages(found, config, returns_moments(found, config)))
+    elif batch.is_held:
+        found["advantages"] = _of_sequences(found, config)
+    else:
+        if config.has_kl_in_reward:
+            found["kl_penalties"] = kl_penalties(found, config)
+        mask = valid_token_mask(found["token_mask"], found["sample_mask"])
+        of_sequences = _of_sequences(found, config)
+        found["advantages"] = zero_masked(of_sequences[:, None].expand(mask.shape), mask)
+    return found
+
+
+def with_outcomes(
+    batch: BatchedDataDict, config: GRPOConfig, *, max_new_tokens: int
+) -> BatchedDataDict:
+    """A copy of the batch of a whole step with what advantages need of each sequence.
+
+    Args:
+        batch: From `grpo_batch`; tokens may lie elsewhere.
+        config: Advantage and handling of overlong completions.
+        max_new_tokens: As `add_advantages` takes it.
+
+    Returns:
+        The columns of `batch` and `outcomes [B]`, the rewards less the penalty of overlong
+        completions and, in `reinforce_plus_plus_baseline`, the group's mean; with
+        `overlong: {kind: filter}` also `sample_mask`, 0 where the completion was truncated.
+
+    Raises:
+        ValueError: If the overlong buffer is longer than a completion can be.
+    """
+    rewards = batch["rewards"]
     if isinstance(config.overlong, OverlongPenalty):
         rewards = rewards + overlong_penalty(
             batch["rollout_lengths"],
@@ -88,43 +120,61 @@ def add_advantages(
             buffer_tokens=config.overlong.buffer_tokens,
             penalty=config.overlong.penalty,
         )
-    if batch.is_held:
-        assert not reads_tokens(config)  # such rollouts are not held
-        advantages = _of_sequences(batch, config, rewards, rewards, sample_mask)
-        return BatchedDataDict({**batch, "advantages": advantages, "sample_mask": sample_mask})
-    mask = valid_token_mask(batch["token_mask"], sample_mask)
-    if isinstance(config.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline):
-        if isinstance(config.advantage, ReinforcePlusPlusBaseline):
-            rewards = group_centered(rewards, batch["group_ids"])
-        per_token = outcome_rewards(rewards, mask) - _kl_in_reward(batch, config)
-        advantages = reinforce_plus_plus(per_token, mask)
-    else:
-        lowered = rewards - _kl_in_reward(batch, config).sum(dim=-1)
-        per_sequence = _of_sequences(batch, config, rewards, lowered, sample_mask)
-        advantages = zero_masked(per_sequence[:, None].expand(mask.shape), mask)
-    return BatchedDataDict({**batch, "advantages": advantages, "sample_mask": sample_mask})
+    if isinstance(config.advantage, ReinforcePlusPlusBaseline):
+        rewards = group_centered(rewards, batch["group_ids"])
+    columns = {"outcomes": rewards, "sample_mask": trained_mask(batch, config)}
+    return BatchedDataDict({**batch, **columns})
 
 
-def _of_sequences(
-    batch: BatchedDataDict,
-    config: GRPOConfig,
-    outcomes: Tensor,
-    lowered: Tensor,
-    sample_mask: Tensor,
-) -> Tensor:
+def returns_moments(batch: BatchedDataDict, config: GRPOConfig) -> Moments:
+    """Of the returns of all tokens that are trained on.
+
+    Args:
+        batch: Any rows of `with_outcomes`, with their tokens and, with the KL penalty in the
+            reward, `prev_logprobs` and `reference_logprobs`.
+        config: With an advantage that differs by token.
+    """
+    rewards, mask = _token_rewards(batch, config)
+    return Moments.of(returns_to_go(rewards, mask), mask)
+
+
+def token_advantages(
+    batch: BatchedDataDict, config: GRPOConfig, moments: Moments
+) -> dict[str, Tensor]:
+    """The column `advantages [B, T-1]` of those that differ by token, 0 at masked ones.
+
+    Args:
+        batch: As `returns_moments` takes it.
+        config: With an advantage that differs by token.
+        moments: Of the whole step.
+    """
+    rewards, mask = _token_rewards(batch, config)
+    return {"advantages": reinforce_plus_plus(rewards, mask, moments)}
+
+
+def _token_rewards(batch: BatchedDataDict, config: GRPOConfig) -> tuple[Tensor, Tensor]:
+    """`[B, T-1]` rewards, the outcome's at the last token, and the mask of trained tokens."""
+    mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
+    return outcome_rewards(batch["outcomes"], mask) - _kl_in_reward(batch, config), mask
+
+
+def kl_penalties(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
+    """`[B]`: what the KL to the reference takes off each sequence's reward."""
+    return _kl_in_reward(batch, config).sum(dim=-1)
+
+
+def _of_sequences(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
     """`[B]` advantages that all tokens of a sequence share.
 
     Args:
-        batch: From `grpo_batch`.
-        config: The advantage, of another kind than those with advantages a token.
-        outcomes: `[B]` rewards.
-        lowered: `[B]`, the same less the penalty for the KL.
-        sample_mask: `[B]`.
+        batch: From `with_outcomes`; with the KL penalty in the reward also `kl_penalties [B]`.
+        config: The advantage, of another kind than those that differ by token.
     """
-    advantage = config.advantage
+    advantage, outcomes = config.advantage, batch["outcomes"]
     if isinstance(advantage, GDPO):
-        return _of_components(batch, advantage, sample_mask.bool())
+        return _of_components(batch, advantage, batch["sample_mask"].bool())
     assert not isinstance(advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
+    lowered = outcomes - batch["kl_penalties"] if config.has_kl_in_reward else outcomes
     return _of_groups(lowered, batch["group_ids"], advantage, outcomes=outcomes)
 
 

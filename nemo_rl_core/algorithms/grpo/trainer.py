@@ -6,8 +6,18 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar, cast
 
+from torch import Tensor
+
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSettings
-from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch, reads_tokens
+from nemo_rl_core.algorithms.grpo.data import (
+    add_advantages,
+    differs_by_token,
+    grpo_batch,
+    kl_penalties,
+    returns_moments,
+    token_advantages,
+    with_outcomes,
+)
 from nemo_rl_core.algorithms.grpo.dynamic_sampling import StepDraws
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
@@ -15,7 +25,10 @@ from nemo_rl_core.data.loader import PromptLoader, load_prompts
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.functional.advantages import Moments
 from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.policy.lm_policy import HeldResults
+from nemo_rl_core.models.policy.where_held import Figures
 from nemo_rl_core.models.validation import agreement, agreement_metrics, check_consistency
 from nemo_rl_core.rollouts.batch import mean_advantages, rollout_metrics, valid_rollouts
 from nemo_rl_core.rollouts.engine import request_seed
@@ -64,7 +77,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
 
     @property
     def _holds_rollouts(self) -> bool:
-        return isinstance(self.policy, Policy) and not reads_tokens(self.config)
+        return isinstance(self.policy, Policy)
 
     def _updates_once(self, batch: BatchedDataDict) -> bool:
         """Whether one optimizer step takes the whole batch, and nothing before reads its logprobs.
@@ -92,9 +105,9 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         """
         policy = cast("Policy", self.policy)
         compute = self._compute_held if data.is_held else self._compute_here
-        metrics, checked, consistency = compute(data, replace(self._loss, prev_is_current=True))
+        loss = replace(self._loss, prev_is_current=True)
+        metrics, final, consistency = compute(data, loss)
         with self.timer.phase("train"):
-            final = self._with_advantages(checked)
             if consistency["num_inconsistent_sequences"]:
                 metrics = policy.train(final, self._loss)
             else:
@@ -107,7 +120,8 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         """Gradients, with the logprobs that they need, which the batch gets.
 
         Returns:
-            The loss's metrics, the batch with what the gate has masked, and the gate's metrics.
+            The loss's metrics, the batch with advantages of what the gate has left, and the gate's
+            metrics.
         """
         policy = cast("Policy", self.policy)
         if self.config.loss.kl:
@@ -116,35 +130,112 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         with self.timer.phase("train"):
             metrics, computed = policy.forward_backward(self._with_advantages(data), loss)
         data["prev_logprobs"] = computed["logprobs"]
-        return metrics, *self._check_consistency(data)
+        checked, consistency = self._check_consistency(data)
+        with self.timer.phase("train"):
+            final = self._with_advantages(checked)
+        return metrics, final, consistency
 
     def _compute_held(
-        self, data: BatchedDataDict, loss: GRPOLossFn | None
+        self, data: BatchedDataDict, loss: GRPOLossFn
     ) -> tuple[dict[str, float], BatchedDataDict, dict[str, float]]:
         """As `_compute_here`, in one call of the ranks, of tokens that lie elsewhere.
 
-        The ranks say how far they are off; only where a bound is passed are the tokens fetched.
-
-        Args:
-            data: The batch.
-            loss: None for logprobs alone, those of the policy too.
+        Another call comes before it where advantages differ by token: they are whitened by the
+        moments of all ranks. Only where a bound of the gate is passed are the tokens fetched.
         """
-        scores = {} if loss else {"prev_logprobs": "get_logprobs"}
-        if self.config.loss.kl:
-            scores["reference_logprobs"] = "get_reference_logprobs"
-        given = self._with_advantages(data)
-        given["compared_mask"] = data["sample_mask"]
-        phase = "train" if loss else "logprobs"
-        with self.timer.phase(phase):
-            found = cast("Policy", self.policy).compute_held(
-                given, scores=scores, loss_fn=loss, figures=self._agreement()
+        policy, given = cast("Policy", self.policy), self._for_ranks(data)
+        scores, whitening = self._reference_scores, None
+        figures: Figures = {"agreement": self._agreement()}
+        if differs_by_token(self.config):
+            with self.timer.phase("logprobs"):
+                first = policy.compute_held(given, scores=scores, figures=self._sums())
+            given.update(first.columns)
+            scores, whitening = {}, self._whitening(first)
+            figures = {**figures, "mean_advantages": mean_advantages}
+        else:
+            given = self._with_advantages(given)
+        with self.timer.phase("train"):
+            found = policy.compute_held(
+                given, scores=scores, derived=whitening, loss_fn=loss, figures=figures
             )
-        if loss and scores:
-            self.timer.divide(phase, "logprobs", found.seconds)
-        data.update(found.columns)
-        if (consistency := self._agreement_metrics(found.figures)) is not None:
-            return found.metrics, data, consistency
-        return found.metrics, *self._check_consistency(data.fetched())
+        if scores:
+            self.timer.divide("train", "logprobs", found.seconds)
+        given.update(found.columns)
+        checked, consistency = self._gated(given, found)
+        with self.timer.phase("train"):
+            if whitening is not None and checked.is_held:
+                final = self._with_whitened(checked, found)
+            else:
+                final = self._with_advantages(checked)
+        return found.metrics, final, consistency
+
+    def _score_held(self, data: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
+        """Logprobs, the gate and advantages of tokens that lie elsewhere.
+
+        One call of the ranks, and another where advantages differ by token.
+
+        Returns:
+            The batch with old logprobs and advantages, and the gate's metrics.
+        """
+        policy, given = cast("Policy", self.policy), self._for_ranks(data)
+        scores = {"prev_logprobs": "get_logprobs", **self._reference_scores}
+        figures = {"agreement": self._agreement(), **self._sums()}
+        with self.timer.phase("logprobs"):
+            found = policy.compute_held(given, scores=scores, figures=figures)
+            given.update(found.columns)
+            checked, consistency = self._gated(given, found)
+            if not checked.is_held:
+                return self._with_advantages(checked), consistency
+            if "kl_penalties" in figures:
+                checked["kl_penalties"] = found.of_rows("kl_penalties")
+            if not differs_by_token(self.config):
+                return self._with_advantages(checked), consistency
+            whitened = policy.compute_held(
+                self._with_outcomes(checked),
+                derived=self._whitening(found),
+                figures={"mean_advantages": mean_advantages},
+            )
+        return self._with_whitened(checked, whitened), consistency
+
+    def _for_ranks(self, data: BatchedDataDict) -> BatchedDataDict:
+        """The step's rows with what ranks read of each, and those that the gate compares."""
+        return BatchedDataDict({**self._with_outcomes(data), "compared_mask": data["sample_mask"]})
+
+    @property
+    def _reference_scores(self) -> dict[str, str]:
+        return {"reference_logprobs": "get_reference_logprobs"} if self.config.loss.kl else {}
+
+    def _sums(self) -> Figures:
+        """What a rank returns of its rows for advantages that read values of tokens."""
+        if differs_by_token(self.config):
+            return {"moments": partial(returns_moments, config=self.config)}
+        if self.config.has_kl_in_reward:
+            return {"kl_penalties": partial(kl_penalties, config=self.config)}
+        return {}
+
+    def _whitening(self, found: HeldResults) -> Callable[[BatchedDataDict], dict[str, Tensor]]:
+        """What a rank computes its rows' advantages with, from the moments of all ranks."""
+        moments = Moments.joined(found.figures["moments"])
+        return partial(token_advantages, config=self.config, moments=moments)
+
+    def _with_whitened(self, checked: BatchedDataDict, found: HeldResults) -> BatchedDataDict:
+        """With the advantages that ranks have computed, which stay there, and their means."""
+        columns = {
+            "advantages": found.columns["advantages"],
+            "mean_advantages": found.of_rows("mean_advantages"),
+        }
+        return BatchedDataDict({**self._with_outcomes(checked), **columns})
+
+    def _gated(
+        self, given: BatchedDataDict, found: HeldResults
+    ) -> tuple[BatchedDataDict, dict[str, float]]:
+        """As `_check_consistency`, from what ranks say; fetches tokens where a bound is passed."""
+        compared = given.pop("compared_mask")
+        batch = BatchedDataDict({**given, "sample_mask": compared})
+        metrics = self._agreement_metrics(found.figures["agreement"])
+        if metrics is not None:
+            return batch, metrics
+        return self._check_consistency(batch.fetched())
 
     def _agreement(self) -> Callable[[BatchedDataDict], dict[str, float]]:
         """What a rank says of its rows, in place of `_check_consistency` on them."""
@@ -159,12 +250,12 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
     ) -> tuple[BatchedDataDict, dict[str, float], dict[str, float]]:
         """As `_update_once`, of any number of optimizer steps on the same samples."""
         if data.is_held:
-            _, data, consistency = self._compute_held(data, None)
+            data, consistency = self._score_held(data)
         else:
             with self.timer.phase("logprobs"):
                 self._add_logprobs(data)
-            data, consistency = self._check_consistency(data)
-        data = self._with_advantages(data)
+            checked, consistency = self._check_consistency(data)
+            data = self._with_advantages(checked)
         with self.timer.phase("train"):
             metrics = train_in_parts(
                 self.policy,
@@ -174,6 +265,10 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
                 sequence_means=self._loss.sequence_means,
             )
         return data, consistency, metrics
+
+    def _with_outcomes(self, batch: BatchedDataDict) -> BatchedDataDict:
+        limit = self.settings.max_rollout_tokens
+        return with_outcomes(batch, self.config, max_new_tokens=limit)
 
     def _with_advantages(self, batch: BatchedDataDict) -> BatchedDataDict:
         limit = self.settings.max_rollout_tokens

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from nemo_rl_core.algorithms.ppo.config import KLInReward, PPOConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.functional.advantages import whitened
+from nemo_rl_core.functional.advantages import Moments, whitened
 from nemo_rl_core.functional.kl import kl_estimate
 from nemo_rl_core.functional.masked import valid_token_mask, zero_masked
 from nemo_rl_core.functional.rewards import outcome_rewards
@@ -29,9 +29,25 @@ def value_columns(values: Tensor, batch: BatchedDataDict) -> dict[str, Tensor]:
 def add_advantages(batch: BatchedDataDict, config: PPOConfig) -> BatchedDataDict:
     """Adds advantages to a copy of the batch of a whole step.
 
+    Advantages are whitened over all tokens of the step, so call this before splitting it into
+    optimizer steps and micro-batches. Of tokens that lie elsewhere, ranks compute the three parts.
+
+    Args:
+        batch: As `estimates` takes it, with all rows of the step.
+        config: As `estimates` takes it.
+
+    Returns:
+        The columns of `batch`, `advantages [B, T-1]` and `returns [B, T-1]`, 0 at masked tokens.
+    """
+    found = BatchedDataDict({**batch, **estimates(batch, config)})
+    return BatchedDataDict({**found, **whitened_advantages(found, advantage_moments(found))})
+
+
+def estimates(batch: BatchedDataDict, config: PPOConfig) -> dict[str, Tensor]:
+    """Advantages, not yet whitened, and returns of any rows of a step.
+
     The outcome's reward is assigned to the last token of the completion, and the KL penalty to
-    every token (InstructGPT, arXiv:2203.02155, section 3.5). Advantages are whitened over all
-    tokens of the step, so call this before splitting it into optimizer steps and micro-batches.
+    every token (InstructGPT, arXiv:2203.02155, section 3.5).
 
     Args:
         batch: From `rollout_batch` and `value_columns` and, with a KL penalty, `prev_logprobs` and
@@ -39,27 +55,40 @@ def add_advantages(batch: BatchedDataDict, config: PPOConfig) -> BatchedDataDict
         config: `gamma`, `lam`, the penalty, and whether truncated completions are bootstrapped.
 
     Returns:
-        The columns of `batch`, `advantages [B, T-1]` and `returns [B, T-1]`, 0 at masked tokens.
+        `advantages` and `returns`, `[B, T-1]` each, 0 at masked tokens.
     """
     mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
     rewards = outcome_rewards(batch["rewards"], mask)
     if config.kl is not None:
         rewards = rewards - config.kl.beta * _token_kl(batch, config.kl)
+    last_values = zero_masked(batch["last_values"], batch["truncated"])  # 0 for finished ones
     advantages, returns = gae(
         rewards,
         batch["old_values"],
         mask,
         gamma=config.gamma,
         lam=config.lam,
-        last_values=_last_values(batch) if config.bootstrap_truncated else None,
+        last_values=last_values if config.bootstrap_truncated else None,
     )
-    columns = {"advantages": whitened(advantages, mask), "returns": returns}
-    return BatchedDataDict({**batch, **columns})
+    return {"advantages": advantages, "returns": returns}
 
 
-def _last_values(batch: BatchedDataDict) -> Tensor:
-    """The critic's values for truncated completions, and 0 for finished ones."""
-    return zero_masked(batch["last_values"], batch["truncated"])
+def critic_columns(batch: BatchedDataDict, config: PPOConfig) -> dict[str, Tensor]:
+    """`value_columns` of the column `values [B, T]`, and the `estimates` with them."""
+    columns = value_columns(batch["values"], batch)
+    return {**columns, **estimates(BatchedDataDict({**batch, **columns}), config)}
+
+
+def advantage_moments(batch: BatchedDataDict) -> Moments:
+    """Of the `advantages` of `estimates` at all tokens that are trained on."""
+    mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
+    return Moments.of(batch["advantages"], mask)
+
+
+def whitened_advantages(batch: BatchedDataDict, moments: Moments) -> dict[str, Tensor]:
+    """The column `advantages [B, T-1]` of those of `estimates`, by the moments of the step."""
+    mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
+    return {"advantages": whitened(batch["advantages"], mask, moments)}
 
 
 def _token_kl(batch: BatchedDataDict, penalty: KLInReward) -> Tensor:

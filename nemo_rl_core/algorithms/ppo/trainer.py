@@ -3,10 +3,17 @@
 import math
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from nemo_rl_core.algorithms.ppo.config import PPOConfig, PPOSettings
-from nemo_rl_core.algorithms.ppo.data import add_advantages, value_columns
+from nemo_rl_core.algorithms.ppo.data import (
+    add_advantages,
+    advantage_moments,
+    critic_columns,
+    value_columns,
+    whitened_advantages,
+)
 from nemo_rl_core.algorithms.ppo.loss import PPOLossFn, ValueLossFn
 from nemo_rl_core.algorithms.ppo.policy_and_critic import (
     CRITIC,
@@ -16,13 +23,15 @@ from nemo_rl_core.algorithms.ppo.policy_and_critic import (
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.functional.advantages import Moments
 from nemo_rl_core.functional.value import explained_variance
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.own import OwnPolicy, has_own
-from nemo_rl_core.models.validation import check_consistency
+from nemo_rl_core.models.validation import agreement, agreement_metrics, check_consistency
 from nemo_rl_core.rollouts.batch import (
     failure_metrics,
+    groups_of,
     mean_advantages,
     rollout_batch,
     rollout_metrics,
@@ -85,15 +94,17 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
             self.critic.release_memory()
         super()._update_weights(sampler, last_step=last_step)
 
+    @property
+    def _holds_rollouts(self) -> bool:
+        return isinstance(self.policy, Policy)
+
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts = self._roll_out(batch)
-        data = rollout_batch(valid_rollouts(rollouts))
-        with self.timer.phase("logprobs"):
-            self._add_logprobs(data)
-        data, consistency = check_consistency(data, self.config.gate)
-        with self.timer.phase("values"):
-            data.update(value_columns(self.critic.get_values(data)["values"], data))
-        data = add_advantages(data, self.config)
+        valid = valid_rollouts(rollouts)
+        data = rollout_batch(valid)
+        data["group_ids"] = groups_of(valid)  # which begin alike
+        data, consistency = self._with_logprobs(data)
+        data = self._with_advantages(data)
         trained = self._train(data)
         environment = self._record(rollouts, advantages=mean_advantages(data))
         return {
@@ -103,6 +114,55 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
             **failure_metrics(rollouts),
             **trained,
         }
+
+    def _with_logprobs(self, data: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
+        """The batch with old logprobs, without what the gate masks, and the gate's metrics.
+
+        Of tokens that lie elsewhere, ranks say how far they are off; only where a bound is passed
+        are the tokens fetched.
+        """
+        scores, gate = {"prev_logprobs": "get_logprobs"}, self.config.gate
+        if self.config.kl is not None:
+            scores["reference_logprobs"] = "get_reference_logprobs"
+        with self.timer.phase("logprobs"):
+            if not data.is_held:
+                for name, method in scores.items():
+                    data[name] = getattr(self.policy, method)(data)["logprobs"]
+                return check_consistency(data, gate)
+            found = cast("Policy", self.policy).compute_held(
+                BatchedDataDict({**data, "compared_mask": data["sample_mask"]}),
+                scores=scores,
+                figures={"agreement": partial(agreement, gate=gate)},
+            )
+        data.update(found.columns)
+        metrics = agreement_metrics(found.figures["agreement"], gate)
+        return check_consistency(data.fetched(), gate) if metrics is None else (data, metrics)
+
+    def _with_advantages(self, data: BatchedDataDict) -> BatchedDataDict:
+        """The batch with the critic's values, its targets, and whitened advantages."""
+        if not data.is_held:
+            with self.timer.phase("values"):
+                data.update(value_columns(self.critic.get_values(data)["values"], data))
+            return add_advantages(data, self.config)
+        critic = cast("Policy", self.critic)
+        with self.timer.phase("values"):
+            found = critic.compute_held(
+                data,
+                scores={"values": "get_values"},
+                derived=partial(critic_columns, config=self.config),
+                figures={"moments": advantage_moments},
+            )
+            names = ("old_values", "advantages", "returns")
+            columns = {name: found.columns[name] for name in names}
+            moments = Moments.joined(found.figures["moments"])
+            white = critic.compute_held(
+                BatchedDataDict({**data, **columns}),
+                derived=partial(whitened_advantages, moments=moments),
+                figures={"mean_advantages": mean_advantages},
+            )
+        columns["advantages"] = white.columns["advantages"]
+        means = {"mean_advantages": white.of_rows("mean_advantages")}
+        return BatchedDataDict({**data, **columns, **means})
 
     def _train(self, batch: BatchedDataDict) -> dict[str, float]:
         """Runs all epochs over the step's rollouts, each followed by training of the critic."""
@@ -120,12 +180,6 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
                     )
             parts.append(metrics)
         return combined(parts)
-
-    def _add_logprobs(self, batch: BatchedDataDict) -> None:
-        batch["prev_logprobs"] = self.policy.get_logprobs(batch)["logprobs"]
-        if self.config.kl is not None:
-            reference = self.policy.get_reference_logprobs(batch)
-            batch["reference_logprobs"] = reference["logprobs"]
 
     def _training_setup(self, spec: RunSpec) -> TrainingSetup:
         return replace(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nemo_rl_core.backends.training.base import TrainingSetup, get_training_backend
@@ -48,15 +49,24 @@ class HeldResults:
 
     Attributes:
         columns: `HeldRows` by name, in the order of the batch.
-        figures: Of each rank's rows, what the function of them returns.
+        figures: By name, what the function of each rank's rows returns.
         metrics: Of the loss; none without one.
         seconds: That the first rank has spent on scores.
+        order: `[B]`: which row of the batch each of the ranks' rows is, one rank after the other.
     """
 
     columns: BatchedDataDict
-    figures: list[Any]
+    figures: dict[str, list[Any]]
     metrics: dict[str, Any]
     seconds: float
+    order: "np.ndarray[Any, np.dtype[np.int64]]"
+
+    def of_rows(self, name: str) -> torch.Tensor:
+        """A figure with a value for each row: `[B]`, in the order of the batch."""
+        values = np.concatenate(self.figures[name])
+        found = np.empty_like(values)
+        found[self.order] = values
+        return torch.from_numpy(found)
 
 
 class Policy(PolicyInterface):
@@ -201,16 +211,19 @@ class Policy(PolicyInterface):
         self,
         data: BatchedDataDict,
         *,
-        scores: Mapping[str, str],
         figures: where_held.Figures,
+        scores: Mapping[str, str] | None = None,
+        derived: where_held.Columns | None = None,
         loss_fn: LossFunction | None = None,
     ) -> HeldResults:
         """What a step computes of rows that lie elsewhere, before its optimizer step, in one call.
 
         Args:
             data: As `train` takes it, with columns that are held.
-            scores: `get_logprobs` and `get_reference_logprobs`, by the columns that the ranks add.
-            figures: A function of a rank's rows, with all columns; it runs in the workers.
+            figures: Functions of a rank's rows, with all columns; they run in the workers.
+            scores: `get_logprobs`, `get_reference_logprobs` and `get_values`, by the columns that
+                the ranks add.
+            derived: A function of a rank's rows and the scores, which gives further columns.
             loss_fn: Of which the gradients are computed, in place of those of an earlier call;
                 the forward pass adds the column `prev_logprobs`. None for scores alone.
         """
@@ -219,22 +232,22 @@ class Policy(PolicyInterface):
             where_held.compute_together,
             dealt,
             num_held=1,
-            scores=dict(scores),
+            scores=dict(scores or {}),
+            derived=derived,
             loss_fn=loss_fn,
-            figures=figures,
+            figures=dict(figures),
         )
-        names = list(scores)
-        for _ in scores:
+        for _ in scores or {}:
             self._count("scoring", data)
         if loss_fn is not None:
             self._count("training", data)
-            names.append("prev_logprobs")
         first: where_held.HeldAnswer = answers[0][0]
         return HeldResults(
-            where_held.joined([block for _, block in answers], dealt, names),
-            [answer.figures for answer, _ in answers],
+            where_held.joined([block for _, block in answers], dealt, first.columns),
+            {name: [answer.figures[name] for answer, _ in answers] for name in figures},
             first.metrics or {},
             first.seconds,
+            dealt.order,
         )
 
     def optimizer_step(self) -> dict[str, Any]:

@@ -9,13 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.held_rows import Block, HeldRows, as_block, from_block
 from nemo_rl_core.distributed.packing.deal import DealtRows
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.models.columns import training_columns
 
-Figures = Callable[[BatchedDataDict], Any]
+Figures = Mapping[str, Callable[[BatchedDataDict], Any]]
+"""Functions of a rank's rows, by the names of what they return."""
+Columns = Callable[[BatchedDataDict], Mapping[str, Tensor]]
+"""A function of a rank's rows that returns columns of them."""
 
 
 def _read(batch: Block) -> BatchedDataDict:
@@ -41,13 +46,15 @@ class HeldAnswer:
     """What a rank returns of `compute_together`, beside what stays with it.
 
     Attributes:
+        columns: The names of what stays with it.
         metrics: Of the loss; None without one.
-        figures: What the function of the rows returns.
+        figures: What the functions of the rows return, with arrays in place of tensors.
         seconds: Of the scores, before the loss.
     """
 
+    columns: tuple[str, ...]
     metrics: dict[str, Any] | None
-    figures: Any
+    figures: Block
     seconds: float
 
 
@@ -56,6 +63,7 @@ def compute_together(
     batch: Block,
     *,
     scores: Mapping[str, str],
+    derived: Columns | None,
     loss_fn: LossFunction | None,
     figures: Figures,
 ) -> tuple[HeldAnswer, Block]:
@@ -64,11 +72,13 @@ def compute_together(
     Args:
         backend: The rank's.
         batch: Its rows.
-        scores: Methods of the backend that return `[B, T-1]`, by the columns that they become,
-            which the methods after them, the loss and the figures read.
+        scores: Methods of the backend that return a value a token, by the columns that they
+            become, which the methods after them, the loss and the figures read.
+        derived: A function of the rows and the scores, whose columns the loss and the figures
+            read, too.
         loss_fn: Of which the gradients are computed; the logprobs of the forward pass become the
             column `prev_logprobs`. None for scores alone.
-        figures: A function of the rows and the columns that were computed.
+        figures: Functions of the rows and the columns that were computed.
 
     Returns:
         The answer, and the columns that were computed.
@@ -77,10 +87,15 @@ def compute_together(
     for name, method in scores.items():
         computed[name] = columns[name] = getattr(backend, method)(batch=columns)
     seconds, metrics = time.perf_counter() - started, None
+    if derived is not None:
+        found = derived(columns)
+        computed.update(found)
+        columns.update(found)
     if loss_fn is not None:
         metrics, logprobs = backend.forward_backward(batch=columns, loss_fn=loss_fn)
         computed["prev_logprobs"] = columns["prev_logprobs"] = logprobs
-    return HeldAnswer(metrics, figures(columns), seconds), as_block(computed)
+    answers = as_block({name: function(columns) for name, function in figures.items()})
+    return HeldAnswer(tuple(computed), metrics, answers, seconds), as_block(computed)
 
 
 def joined(references: Sequence[Any], dealt: DealtRows, names: Sequence[str]) -> BatchedDataDict:

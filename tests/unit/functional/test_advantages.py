@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from fractions import Fraction
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_core.functional.advantages import (
+    Moments,
     decoupled_group_normalized,
     group_centered,
     group_normalized,
@@ -160,6 +162,72 @@ def test_whitening_equal_entries_gives_exactly_zero(count):
     # The float32 mean of seven times 0.1 is not 0.1.
     mask = torch.arange(9) < count
     assert whitened(torch.full((9,), 0.1), mask).tolist() == [0.0] * 9
+
+
+def test_moments_of_parts_join_by_hand():
+    first = Moments(count=3, mean=2.0, squares=2.0, lowest=1.0, highest=3.0)  # 1, 2, 3
+    second = Moments(count=1, mean=10.0, squares=0.0, lowest=10.0, highest=10.0)
+    empty = Moments.of(torch.zeros(0, 4), torch.zeros(0, 4).bool())
+    # 1, 2, 3, 10: mean 4, deviations -3, -2, -1, 6, squares 50
+    expected = Moments(count=4, mean=4.0, squares=50.0, lowest=1.0, highest=10.0)
+    assert Moments.joined([empty, first, empty, second]) == expected
+    assert Moments.joined([second, first]) == expected
+    assert Moments.joined([empty, empty]) == empty == Moments(0, 0.0, 0.0, math.inf, -math.inf)
+
+
+@pytest.mark.parametrize(
+    ("offset", "scale"), [(0, 1e-30), (1, 1e-3), (-3e8, 1e-3), (1e15, 100), (1e15, 1e12), (0, 1e60)]
+)
+def test_joined_moments_against_exact_sums(offset, scale):
+    """Offsets so large that a mean of squares less a squared mean has no digit of the spread."""
+    drawn = torch.Generator().manual_seed(0)
+    sizes = [1, 0, 500, 2, 61, 1]
+    parts = [
+        offset + scale * (k + torch.randn(n, generator=drawn, dtype=torch.float64))
+        for k, n in enumerate(sizes)
+    ]
+    found = Moments.joined([Moments.of(part, torch.ones(len(part)).bool()) for part in parts])
+    exact = [Fraction(value) for part in parts for value in part.tolist()]
+    mean = sum(exact) / len(exact)
+    squares = float(sum((value - mean) ** 2 for value in exact))
+    # The values themselves are rounded to so much of their spread.
+    rounding = 1e-12 + 1e-15 * abs(offset) / scale
+    assert rounding < 0.02
+    assert found.count == len(exact)
+    assert found.mean == pytest.approx(float(mean), rel=1e-14, abs=1e-15 * scale)
+    assert found.squares == pytest.approx(squares, rel=rounding)
+    assert (found.lowest, found.highest) == (float(min(exact)), float(max(exact)))
+
+
+def test_parts_are_whitened_as_the_whole_is():
+    drawn = torch.Generator().manual_seed(0)
+    values = 20 + 3 * torch.randn(40, 9, generator=drawn)
+    mask = torch.rand(40, 9, generator=drawn) < 0.6
+    whole = whitened(values, mask)
+    assert torch.equal(whitened(values, mask, Moments.joined([Moments.of(values, mask)])), whole)
+    ends = [(0, 3), (3, 3), (3, 30), (30, 40)]
+    parts = [(values[start:end], mask[start:end]) for start, end in ends]
+    moments = Moments.joined([Moments.of(*part) for part in parts])
+    found = torch.cat([whitened(*part, moments) for part in parts])
+    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_parts_of_equal_entries_are_exactly_zero_only_if_they_equal_one_another():
+    mask = torch.ones(1, 3).bool()
+    parts = [torch.full((1, 3), value) for value in (0.1, 0.3)]
+    same = Moments.joined([Moments.of(parts[0], mask)] * 2)
+    assert whitened(parts[0], mask, same).tolist() == [[0.0] * 3]
+    moments = Moments.joined([Moments.of(part, mask) for part in parts])
+    # Deviations +-0.1, six squares of 0.01, variance 0.06 / 5
+    expected = 0.1 / (math.sqrt(0.012) + 1e-6)
+    assert whitened(parts[0], mask, moments).tolist() == [pytest.approx([-expected] * 3, rel=1e-5)]
+
+
+def test_what_is_not_a_number_reaches_every_part():
+    mask = torch.ones(2).bool()
+    parts = [torch.tensor([1.0, 1.0]), torch.tensor([1.0, math.nan])]
+    moments = Moments.joined([Moments.of(part, mask) for part in parts])
+    assert whitened(parts[0], mask, moments).isnan().all()
 
 
 def test_gdpo_by_hand():

@@ -151,21 +151,21 @@ def test_one_call_computes_scores_gradients_and_figures(policy: Policy) -> None:
     found = policy.compute_held(
         held,
         scores={"scored": "get_logprobs"},
-        figures=figures,
+        figures={"found": figures},
         loss_fn=weighted,  # type: ignore[arg-type]
     )
     held.update(found.columns)
     for name in ("scored", "prev_logprobs"):
         assert isinstance(found.columns[name], HeldRows)
         assert torch.equal(held.fetched()[name], expected)
-    assert [same for _, same in found.figures] == [True] * NUM_RANKS
-    assert sum(total for total, _ in found.figures) == int(here["input_ids"].sum())
+    assert [same for _, same in found.figures["found"]] == [True] * NUM_RANKS
+    assert sum(total for total, _ in found.figures["found"]) == int(here["input_ids"].sum())
     assert found.metrics["loss"] == float(weighted(backends(policy)[0].seen))
 
 
 def test_scores_alone_compute_no_gradients(policy: Policy) -> None:
     _, held = batches(50)
-    found = policy.compute_held(held, scores={"scored": "get_logprobs"}, figures=len)
+    found = policy.compute_held(held, scores={"scored": "get_logprobs"}, figures={"sizes": len})
     assert set(found.columns) == {"scored"}
     assert not found.metrics
     assert not any(hasattr(backend, "seen") for backend in backends(policy))

@@ -38,6 +38,12 @@ GRPO: dict[str, Any] = {
 }
 BOUND = 1.002
 """Within which some sequences are, and others are not, where the engine's weights are noisy."""
+OFF = {
+    "max_sequence_mult_prob_error": BOUND,
+    "max_token_mult_prob_error": BOUND,
+    "max_masked_fraction": 0.99,
+}
+IN_REWARD = {"kl": {"kind": "k2", "beta": 0.5, "place": "in_reward"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "one optimizer step": {},
     "several optimizer steps": {"train_global_batch_size": 8},
@@ -45,13 +51,37 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "truncated ones left out": {"overlong": {"kind": "filter"}},
     "long ones punished": {"overlong": {"kind": "penalty", "buffer_tokens": 3, "penalty": 0.5}},
     "groups drawn again": {"dynamic_sampling": {"max_draws": 3}},
-    "sequences that are off": {
-        "gate": {
-            "max_sequence_mult_prob_error": BOUND,
-            "max_token_mult_prob_error": BOUND,
-            "max_masked_fraction": 0.99,
-        }
+    "returns of tokens": {"advantage": {"kind": "reinforce_plus_plus"}},
+    "returns of tokens over a baseline": {
+        "advantage": {"kind": "reinforce_plus_plus_baseline"},
+        "loss": {"kl": None},
     },
+    "returns of tokens, several optimizer steps": {
+        "advantage": {"kind": "reinforce_plus_plus_baseline"},
+        "train_global_batch_size": 8,
+        "overlong": {"kind": "filter"},
+    },
+    "returns of tokens less the KL": {
+        "advantage": {"kind": "reinforce_plus_plus"},
+        "loss": IN_REWARD,
+        "overlong": {"kind": "penalty", "buffer_tokens": 3, "penalty": 0.5},
+    },
+    "rewards less the KL": {"loss": IN_REWARD, "train_global_batch_size": 8},
+    "rewards less the KL, truncated ones left out": {
+        "advantage": {"kind": "leave_one_out"},
+        "loss": IN_REWARD,
+        "overlong": {"kind": "filter"},
+    },
+    "returns of tokens of sequences that are off": {
+        "advantage": {"kind": "reinforce_plus_plus"},
+        "gate": OFF,
+    },
+    "returns less the KL of sequences that are off": {
+        "advantage": {"kind": "reinforce_plus_plus"},
+        "loss": IN_REWARD,
+        "gate": OFF,
+    },
+    "sequences that are off": {"gate": OFF},
 }
 
 
@@ -119,10 +149,12 @@ def assert_equal(held: Path, here: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     steps = [MetricsFile(folder / "metrics.jsonl").read() for folder in (held, here)]
     assert [each.metrics for each in steps[0]] == [each.metrics for each in steps[1]]
+    advantages = []
     for step in range(1, NUM_STEPS + 1):
         records = [RolloutRecords(folder / "rollouts").load(step) for folder in (held, here)]
         assert records[0] == records[1]
-    assert any(each.advantage for each in records[0])
+        advantages += [each.advantage for each in records[0]]
+    assert any(advantages)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -141,22 +173,33 @@ def test_held_rollouts_train_to_the_same_bits(
     assert any(inconsistent) == ("gate" in VARIANTS[variant])
 
 
-def test_nothing_of_a_step_is_fetched_but_its_texts_and_its_records(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In ranks and in the engine reading is their own; here it is the records', once a step."""
+def noted_readers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The functions that read rows which lie elsewhere, each time that they do."""
     readers: list[str] = []
     original = HeldRows.fetched
 
     def noted(rows: HeldRows) -> Any:
         frame = inspect.currentframe()
-        assert frame is not None and frame.f_back is not None
-        readers.append(frame.f_back.f_code.co_qualname)
+        while frame is not None and frame.f_code.co_name in {"noted", "fetched"}:
+            frame = frame.f_back
+        assert frame is not None
+        readers.append(frame.f_code.co_qualname)
         return original(rows)
 
     monkeypatch.setattr(HeldRows, "fetched", noted)
-    trained(tiny_model, tmp_path / "held")
-    assert set(readers) == {"BatchedDataDict.fetched", "HeldSource.texts", "HeldSource.tokens"}
+    return readers
+
+
+@pytest.mark.parametrize(
+    "variant", ["one optimizer step", "returns of tokens", "returns of tokens less the KL"]
+)
+def test_nothing_of_a_step_is_fetched_but_its_texts_and_its_records(
+    variant: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In ranks and in the engine reading is their own; here it is the records', once a step."""
+    readers = noted_readers(monkeypatch)
+    trained(tiny_model, tmp_path / "held", **VARIANTS[variant])
+    assert set(readers) == {"_read", "HeldSource.texts", "HeldSource.tokens"}
     assert readers.count("HeldSource.tokens") == NUM_STEPS
 
 
