@@ -216,6 +216,20 @@ def test_a_lost_engine_owes_nothing(
     assert {version for each in found for version in each.completion.weight_versions} == {5}
 
 
+def test_an_engine_that_is_lost_while_it_finishes_gets_the_next_weights(
+    engine: StreamingGeneration, make_policy: Callable
+) -> None:
+    policy = make_policy()
+    engine.update_weights(policy, weight_version=1)
+    pid = worker_pid(engine)
+    os.kill(pid, signal.SIGKILL)
+    engine.finish_first(2)
+    assert engine.num_restarts == 0
+    engine.update_weights(policy, weight_version=2)
+    assert engine.num_restarts == 1
+    assert worker_pid(engine) != pid
+
+
 @pytest.mark.thorough
 def test_an_engine_that_is_stuck_is_replaced(
     session: ClusterSession, setup: GenerationSetup, prompts: list[Prompt], tiny_model: Path
