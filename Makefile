@@ -20,7 +20,7 @@ $(error make takes no settings of a recipe, such as $(firstword $(given)); give 
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test bench test-changed test-slow test-gpu test-verifiers test-flyte2 test-float8 test-kubernetes test-bare parity docs docs-serve lint format lock check-gpu clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test bench test-changed test-slow test-gpu test-verifiers test-flyte2 test-float8 test-megatron-bridge test-kubernetes test-bare parity docs docs-serve lint format lock check-gpu clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -88,6 +88,11 @@ test-float8: setup ## Test training in float8, emulated, with torchao in a scrat
 	  $(bin)/python -m pip install -q --no-deps --target "$$site" \
 	    "$$(grep '^torchao==' deployment/requirements/gpu.txt)" && \
 	  PYTHONPATH="$$site" $(bin)/pytest -n 0 --no-cov tests/unit/backends/test_float8*.py tests/unit/planning/test_planned_float8.py
+
+test-megatron-bridge: setup ## Test the adapter of Megatron-Bridge with the package, in a scratch folder
+	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
+	  $(bin)/python -m pip install -q --no-deps --target "$$site" -r deployment/requirements/megatron_bridge.txt && \
+	  PYTHONPATH="$$site" $(bin)/pytest -n 0 --no-cov tests/unit/backends/megatron/test_megatron_bridge_package.py
 
 test-kubernetes: setup ## Test manifests, rights and RayJobs on Kubernetes and KubeRay (NEMO_RL_KUBERNETES=folder; needs root)
 	$(bin)/pytest -n 0 --no-cov -rs -m slow tests/workflows/test_kubernetes.py tests/workflows/test_kuberay.py

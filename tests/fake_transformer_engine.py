@@ -151,7 +151,8 @@ class LayerNormLinear(_Module):
     ) -> None:
         super().__init__()
         assert normalization == "RMSNorm"
-        refuse(ranks=tp_size > 1, centred=zero_centered_gamma, output=return_layernorm_output)
+        refuse(ranks=tp_size > 1, output=return_layernorm_output)
+        self.zero_centered_gamma = zero_centered_gamma
         self.eps, self.return_bias, self.use_bias = eps, return_bias, bias
         self.parallel_mode = parallel_mode
         self.layer_norm_weight = torch.nn.Parameter(
@@ -171,7 +172,8 @@ class LayerNormLinear(_Module):
         fp8_grad: bool | None = False,
     ) -> Any:
         CALLS.append(("LayerNormLinear", tuple(inp.shape)))
-        normed = F.rms_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.eps)
+        gamma = self.layer_norm_weight + self.zero_centered_gamma
+        normed = F.rms_norm(inp, inp.shape[-1:], gamma, self.eps)
         bias = self.bias if self.use_bias else None
         if self.return_bias:
             return F.linear(normed, self.weight), bias
@@ -239,11 +241,12 @@ class RMSNorm(torch.nn.Module):
         device = kwargs.get("device", "cuda")
         self.weight = torch.nn.Parameter(torch.empty(size, dtype=params_dtype, device=device))
         self.weight.sequence_parallel = bool(sequence_parallel)
-        self.eps = eps
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         CALLS.append(("RMSNorm", tuple(inp.shape)))
-        return F.rms_norm(inp, inp.shape[-1:], self.weight, self.eps)
+        gamma = self.weight + self.zero_centered_gamma
+        return F.rms_norm(inp, inp.shape[-1:], gamma, self.eps)
 
 
 class DotProductAttention(_Module):

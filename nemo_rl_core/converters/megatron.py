@@ -45,7 +45,7 @@ def hf_to_megatron(
         WorkerError: If a rank raises, as it does when weights are missing; with its traceback.
     """
     require_folder(model_folder, "config.json")
-    _refuse_unfit(model_folder, training)
+    _refuse_unfit(model_folder, training, may_be_of_bridge=False)
 
     def convert(folder: Path) -> None:
         from nemo_rl_core.backends.training.megatron.checkpoint import save_native_weights
@@ -89,7 +89,7 @@ def megatron_to_hf(
         WorkerError: If a rank raises, as it does when shards are missing; with its traceback.
     """
     dtype = native_dtype(checkpoint)
-    _refuse_unfit(checkpoint / "model", training)
+    _refuse_unfit(checkpoint / "model", training, may_be_of_bridge=True)
 
     def convert(folder: Path) -> None:
         from nemo_rl_core.backends.training.megatron.checkpoint import load_native_weights
@@ -137,11 +137,24 @@ def native_dtype(checkpoint: Path) -> DType:
     return "bfloat16" if dtype_of(checkpoint / "trainer") == "bfloat16" else "float32"
 
 
-def _refuse_unfit(model_folder: Path, training: MegatronTraining) -> None:
+def _refuse_unfit(
+    model_folder: Path, training: MegatronTraining, *, may_be_of_bridge: bool
+) -> None:
     # Checked before the ranks start, where it would become a WorkerError.
-    from nemo_rl_core.backends.training.megatron.families import family_of
+    from nemo_rl_core.backends.training.megatron.families import family_of, is_for_bridge
     from nemo_rl_core.backends.training.megatron.model import refuse_indivisible
 
+    if is_for_bridge(model_folder):
+        # Megatron-Bridge, imported on the ranks, has the numbers.
+        if any(model_folder.glob("*.safetensors")) and may_be_of_bridge:
+            return
+        raise ModelError(
+            f"{model_folder} cannot be converted with Megatron-Bridge",
+            expected="model/ of a checkpoint that training saved whole, in whose files the bridge "
+            "reads the names of weights",
+            got="a folder to train from" if not may_be_of_bridge else "a folder without weights",
+            fix="train from the transformers folder itself; convert a checkpoint with weights",
+        )
     refuse_indivisible(*family_of(model_folder), training)
 
 

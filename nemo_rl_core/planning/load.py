@@ -10,6 +10,12 @@ from nemo_rl_core.config.generation import (
     SplitEngine,
     VllmGenerationConfig,
 )
+from nemo_rl_core.config.megatron_types import (
+    BRIDGE,
+    BRIDGE_VERSION,
+    MEGATRON_TYPES,
+    bridge_version,
+)
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, TrainingConfig
@@ -276,13 +282,22 @@ def layout_problem(load: StageLoad) -> str | None:
             )
         if sizes.num_heads % size or sizes.num_kv_heads % size or sizes.mlp_width % size:
             return _indivisible("training.tensor_parallel_size", size, sizes)
-        if isinstance(training, MegatronTraining) and not sizes.is_exact:
-            return f"training.backend: megatron does not know the model type {sizes.model_type}"
+        if needs_bridge(load) and bridge_version() is None:
+            return (
+                f"training.backend: megatron does not know the model type {sizes.model_type}; "
+                f"{BRIDGE} {BRIDGE_VERSION}, which builds others, is not installed here"
+            )
     if load.sampling is not None and isinstance(load.sampling.config, SplitEngine):
         size = load.sampling.config.tensor_parallel_size
         if sizes.num_heads % size:
             return _indivisible(f"{load.sampling.path}.tensor_parallel_size", size, sizes)
     return None
+
+
+def needs_bridge(load: StageLoad) -> bool:
+    """Whether `megatron` trains a model of a type that it does not build itself."""
+    is_megatron = load.training is not None and isinstance(load.training.config, MegatronTraining)
+    return is_megatron and load.sizes.model_type not in MEGATRON_TYPES
 
 
 def untried(load: StageLoad) -> list[str]:
@@ -305,6 +320,8 @@ def untried(load: StageLoad) -> list[str]:
         found.append("8 and 4 bit weights")
     if load.training is not None and getattr(load.training.config, "float8", "none") != "none":
         found.append("training.float8")
+    if needs_bridge(load):
+        found.append(f"models that {BRIDGE} builds")
     return found
 
 

@@ -23,6 +23,7 @@ from nemo_rl_core.backends.decoding.requests import (
     read_requests,
 )
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.backends.training.megatron.families import is_for_bridge
 from nemo_rl_core.backends.training.megatron.kv_cache import KeyValueCache, attend_by_mask
 from nemo_rl_core.backends.training.megatron.model import build_model
 from nemo_rl_core.backends.training.megatron.packed import output_weight
@@ -32,11 +33,13 @@ from nemo_rl_core.backends.training.megatron.topology import (
 )
 from nemo_rl_core.backends.training.megatron.weights import load_hf_weights, take_hf_weights
 from nemo_rl_core.config.generation import MegatronGenerationConfig
+from nemo_rl_core.config.megatron_types import MEGATRON_TYPES
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.weight_sync import ReceivesWeights
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 
@@ -44,13 +47,25 @@ class MegatronInferenceBackend(ReceivesWeights):
     """One rank of a `GPTModel` (a `GenerationBackend`); all ranks sample the same tokens."""
 
     def setup(self, setup: GenerationSetup) -> None:
-        """Joins the ranks and builds this rank's part of the model."""
+        """Joins the ranks and builds this rank's part of the model.
+
+        Raises:
+            ConfigError: If only Megatron-Bridge builds the model's type.
+        """
         config = setup.config
         assert isinstance(config, MegatronGenerationConfig), config
         training = MegatronTraining(
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
         )
+        if is_for_bridge(setup.model_folder):
+            # It converts whole folders; a trainer's weights arrive one by one.
+            raise ConfigError(
+                f"the megatron engine cannot hold {setup.model_folder.name!r}",
+                expected=f"one of the types {', '.join(sorted(MEGATRON_TYPES))}",
+                got="a type that only Megatron-Bridge builds, for training",
+                fix="choose another engine, such as vllm",
+            )
         initialize_topology(training, seed=setup.seed)
         self._setup, self._device = setup, local_device()
         self._tokenizer = load_tokenizer(setup.model_folder)

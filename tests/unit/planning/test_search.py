@@ -1,11 +1,12 @@
 """The smallest change: which one is taken, and that it fits by the same arithmetic."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from nemo_rl_core.config.generation import VllmGenerationConfig
-from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
+from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, MegatronTraining
 from nemo_rl_core.planning.load import layout_problem, untried
 from nemo_rl_core.planning.search import fits, smallest_change
 from tests.unit.planning.layouts import stage
@@ -122,3 +123,16 @@ def test_what_has_never_run_is_said() -> None:
         "several machines",
         "an engine over several GPUs",
     ]
+
+
+def test_a_type_that_only_megatron_bridge_builds_fits_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = stage("qwen2.5-7b", 8, training=MegatronTraining())
+    load = replace(load, sizes=replace(load.sizes, model_type="mistral"))
+    assert "megatron-bridge 0.3.1, which builds others, is not installed" in str(
+        layout_problem(load)
+    )
+    monkeypatch.setattr("nemo_rl_core.planning.load.bridge_version", lambda: "0.3.1")
+    assert layout_problem(load) is None
+    assert "models that megatron-bridge builds" in untried(load)

@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from nemo_rl_core.backends.training.flash_attention import Heads, choose_version
+from nemo_rl_core.backends.training.megatron.model import has_transformer_engine
 from nemo_rl_core.backends.training.packed_attention import KERNELS, Segments, why_not
 from nemo_rl_core.config.training import MegatronTraining, kernel_wanted
 from nemo_rl_core.errors import ConfigError
@@ -62,6 +63,17 @@ def attend_by_boundaries(block_spec: Any) -> None:
     """Uses `AttentionByBoundaries` in every layer of a specification of local layers."""
     for layer in block_spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = AttentionByBoundaries
+
+
+def attention_classes() -> set[type]:
+    """The attention that keeps packed rows apart, of which models may be built."""
+    from nemo_rl_core.backends.training.megatron.context import AttentionToWholeRows
+
+    if not has_transformer_engine():
+        return {AttentionByBoundaries, AttentionToWholeRows}
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return {TEDotProductAttention}
 
 
 def takes_boundaries(

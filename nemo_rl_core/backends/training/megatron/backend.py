@@ -1,6 +1,7 @@
 """Training backend with Megatron-core."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,11 @@ from nemo_rl_core.backends.training.megatron import checkpoint
 from nemo_rl_core.backends.training.megatron.attention import (
     refuse_dense_rows,
     takes_boundaries,
+)
+from nemo_rl_core.backends.training.megatron.bridge_proof import (
+    PROOF_TOKENS,
+    refuse_other_logprobs,
+    refuse_other_weights,
 )
 from nemo_rl_core.backends.training.megatron.heads import LogprobHead
 from nemo_rl_core.backends.training.megatron.model import build_model, has_transformer_engine
@@ -37,6 +43,7 @@ from nemo_rl_core.backends.training.megatron.writing import Writing
 from nemo_rl_core.backends.training.offload import PARTS, OffloadedState
 from nemo_rl_core.backends.training.optimizers import learning_rate_at, require_finite_norm
 from nemo_rl_core.checkpoints.written_files import WrittenFile
+from nemo_rl_core.config.megatron_types import BRIDGE, bridge_version
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.host_copy import numbers_of, to_host
@@ -109,15 +116,29 @@ class MegatronBackend(SendsWeights):
         self._sharing = allowed_sharing(setup.model_folder) if is_shared else None
         with full_precision():
             refuse_unless_faithful(self._probed_logprobs, dtype=setup.dtype)
+            if self._models[0].hf_family is None:
+                refuse_other_weights(self.named_weights(), setup.model_folder)
+                refuse_other_logprobs(
+                    partial(self._all_logprobs, max_tokens=PROOF_TOKENS),
+                    setup.model_folder,
+                    dtype=setup.dtype,
+                    temperature=setup.temperature,
+                )
 
     def choices(self) -> dict[str, str]:
-        """What a setting that may be `auto` is on this machine, by its path in the recipe."""
+        """What a setting that may be `auto` is on this machine, by its path in the recipe.
+
+        For a model of Megatron-Bridge also that.
+        """
         kernel = "varlen" if self._models[0].takes_boundaries else "sdpa"
         fused = has_transformer_engine()
-        return {
+        choices = {
             **attention_choices("transformer_engine" if fused else kernel),
             "training.deterministic": str(self._is_deterministic).lower(),
         }
+        if self._models[0].hf_family is None:
+            choices["training.backend"] = f"megatron, by {BRIDGE} {bridge_version()}"
+        return choices
 
     def _finish_earlier(self) -> None:
         """Waits for a save of an earlier set-up."""

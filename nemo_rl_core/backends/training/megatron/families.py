@@ -6,6 +6,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from nemo_rl_core.config.megatron_types import (
+    BRIDGE,
+    BRIDGE_VERSION,
+    MEGATRON_TYPES,
+    bridge_version,
+)
 from nemo_rl_core.errors import ModelError
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3")
@@ -72,6 +78,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
+def is_for_bridge(folder: Path) -> bool:
+    """Returns whether Megatron-Bridge builds a model: another type's, where it is installed."""
+    from transformers import AutoConfig
+
+    is_own = AutoConfig.from_pretrained(folder).model_type in MEGATRON_TYPES
+    return not is_own and bridge_version() is not None
+
+
 def family_of(folder: Path) -> tuple[Family, Any]:
     """The family of a model folder, and its transformers config.
 
@@ -87,7 +101,8 @@ def family_of(folder: Path) -> tuple[Family, Any]:
             f"the megatron backend does not support the architecture of {folder.name!r}",
             expected=f"one of the types {', '.join(sorted(FAMILIES))}",
             got=str(config.model_type),
-            fix="use the dtensor backend, which trains any causal model of transformers",
+            fix="use the dtensor backend, which trains any causal model of transformers, or "
+            f"install {BRIDGE}=={BRIDGE_VERSION}, which builds other types (docs/models.md)",
         )
     rope = config.rope_parameters["rope_type"]
     settings: list[tuple[str, Any, tuple[Any, ...]]] = [

@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from nemo_rl_core.backends.training.megatron.cpu import run_on_cpu_where_cuda_is_absent
-from nemo_rl_core.backends.training.megatron.families import Family, family_of, is_sparse
+from nemo_rl_core.backends.training.megatron.families import (
+    Family,
+    family_of,
+    is_for_bridge,
+    is_sparse,
+)
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.errors import ConfigError
@@ -38,16 +43,21 @@ def build_model(folder: Path, training: MegatronTraining, dtype: DType = "float3
 
     Returns:
         `GPTModel`s, one for each of `virtual_pipeline_size` stages that this rank holds. Each has
-        the attributes `hf_config`, the transformers config, `hf_family`, and `takes_boundaries`:
-        whether packed rows go to its attention as boundaries; not so until `takes_boundaries`.
+        the attributes `hf_config`, the transformers config, `hf_family`, None for a model of
+        Megatron-Bridge, and `takes_boundaries`: whether packed rows go to its attention as
+        boundaries; not so until `takes_boundaries`.
 
     Raises:
         ModelError: If Megatron-core cannot hold the architecture.
         ConfigError: If the layout does not divide it.
     """
+    run_on_cpu_where_cuda_is_absent()
+    if is_for_bridge(folder):
+        from nemo_rl_core.backends.training.megatron.bridge import build_with_bridge
+
+        return build_with_bridge(folder, training, dtype)
     family, hf_config = family_of(folder)
     refuse_indivisible(family, hf_config, training)
-    run_on_cpu_where_cuda_is_absent()
     config = transformer_config(family, hf_config, training, dtype)
     return [
         _chunk(family, hf_config, config, training, stage)
@@ -71,10 +81,6 @@ def transformer_config(
     """Megatron's `TransformerConfig` for the architecture and the layout."""
     from megatron.core.transformer import TransformerConfig
 
-    params_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    # None is Megatron's value for a non-interleaved pipeline.
-    virtual_stages = training.virtual_pipeline_size if training.virtual_pipeline_size > 1 else None
-    fused = has_transformer_engine()
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -89,35 +95,49 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=family.qkv_bias,
         qk_layernorm=family.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        attention_softmax_in_fp32=True,
-        params_dtype=params_dtype,
-        pipeline_dtype=params_dtype,
-        bf16=dtype == "bfloat16",
-        # All weights come from a checkpoint.
-        perform_initialization=False,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        persist_layer_norm=fused,
-        bias_activation_fusion=fused,
-        bias_dropout_fusion=fused,
-        masked_softmax_fusion=False,
-        # Otherwise each layer asks the GPU how long every sequence is.
-        apply_rope_fusion=fused,
-        gradient_accumulation_fusion=False,
-        tensor_model_parallel_size=training.tensor_parallel_size,
-        pipeline_model_parallel_size=training.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_stages,
-        context_parallel_size=training.context_parallel_size,
-        sequence_parallel=training.sequence_parallel,
-        expert_model_parallel_size=training.expert_parallel_size,
-        # Rows of different micro-batches differ in length, so stages exchange shapes.
-        variable_seq_lengths=training.pipeline_parallel_size > 1,
-        # The dispatcher for rows of any length, which Megatron requires with or without experts.
-        moe_token_dispatcher_type="alltoall",
-        **_recomputation(training),
+        **backend_settings(training, dtype),
         **_experts(family, hf_config),
     )
+
+
+def backend_settings(training: MegatronTraining, dtype: DType) -> dict[str, Any]:
+    """Fields of a `TransformerConfig` that do not depend on the architecture.
+
+    They are the layout, the dtype, and how this backend computes any model.
+    """
+    params_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    # None is Megatron's value for a non-interleaved pipeline.
+    virtual_stages = training.virtual_pipeline_size if training.virtual_pipeline_size > 1 else None
+    fused = has_transformer_engine()
+    return {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "params_dtype": params_dtype,
+        "pipeline_dtype": params_dtype,
+        "bf16": dtype == "bfloat16",
+        # All weights come from a checkpoint.
+        "perform_initialization": False,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "persist_layer_norm": fused,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "masked_softmax_fusion": False,
+        # Otherwise each layer asks the GPU how long every sequence is.
+        "apply_rope_fusion": fused,
+        "gradient_accumulation_fusion": False,
+        "tensor_model_parallel_size": training.tensor_parallel_size,
+        "pipeline_model_parallel_size": training.pipeline_parallel_size,
+        "virtual_pipeline_model_parallel_size": virtual_stages,
+        "context_parallel_size": training.context_parallel_size,
+        "sequence_parallel": training.sequence_parallel,
+        "expert_model_parallel_size": training.expert_parallel_size,
+        # Rows of different micro-batches differ in length, so stages exchange shapes.
+        "variable_seq_lengths": training.pipeline_parallel_size > 1,
+        # The dispatcher for rows of any length, which Megatron requires with or without experts.
+        "moe_token_dispatcher_type": "alltoall",
+        **_recomputation(training),
+    }
 
 
 def _recomputation(training: MegatronTraining) -> dict[str, Any]:
@@ -142,6 +162,13 @@ def _experts(family: Family, hf_config: Any) -> dict[str, Any]:
         "moe_router_topk": hf_config.num_experts_per_tok,
         # Softmax over the chosen experts equals renormalized softmax over all.
         "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
+        **expert_settings(),
+    }
+
+
+def expert_settings() -> dict[str, Any]:
+    """As `backend_settings`, for models with experts."""
+    return {
         "moe_router_dtype": "fp32",
         # No auxiliary loss: the loss of a step is the algorithm's, on every backend.
         "moe_router_load_balancing_type": "none",
@@ -160,28 +187,11 @@ def _chunk(
 ) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     virtual_stage = stage if training.virtual_pipeline_size > 1 else None
-    spec = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=has_transformer_engine(),
-        normalization="RMSNorm",
-        vp_stage=virtual_stage,
-    )
-    if not has_transformer_engine():
-        _use_own_norm(spec)
-        if training.context_parallel_size > 1:
-            from nemo_rl_core.backends.training.megatron.context import attend_to_whole_rows
-
-            attend_to_whole_rows(spec)
-        else:
-            from nemo_rl_core.backends.training.megatron.attention import attend_by_boundaries
-
-            attend_by_boundaries(spec)
     chunk = GPTModel(
         config,
-        spec,
+        layers(config, vp_stage=virtual_stage),
         vocab_size=padded_vocabulary_size(hf_config.vocab_size, training.tensor_parallel_size),
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(
@@ -201,6 +211,32 @@ def _chunk(
     chunk.hf_family, chunk.hf_config = family, hf_config
     chunk.takes_boundaries = False
     return chunk.cuda()
+
+
+def layers(config: Any, *, vp_stage: int | None = None) -> Any:
+    """Megatron's specification of a chunk's layers, for packed rows.
+
+    Args:
+        config: Megatron's `TransformerConfig`.
+        vp_stage: Index of the chunk on its rank, where it has several.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    fused = has_transformer_engine()
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    if not fused:
+        _use_own_norm(spec)
+        if config.context_parallel_size > 1:
+            from nemo_rl_core.backends.training.megatron.context import attend_to_whole_rows
+
+            attend_to_whole_rows(spec)
+        else:
+            from nemo_rl_core.backends.training.megatron.attention import attend_by_boundaries
+
+            attend_by_boundaries(spec)
+    return spec
 
 
 def _rotary_frequencies(hf_config: Any) -> torch.Tensor:
@@ -243,27 +279,43 @@ def _use_own_norm(block_spec: Any) -> None:
                 setattr(owner, name, LocalRMSNorm)
 
 
+Division = tuple[str, int, str, int]
+"""What is divided, its number, the setting that divides it, and into how many parts."""
+
+
 def refuse_indivisible(family: Family, hf_config: Any, training: MegatronTraining) -> None:
     """Raises before loading if the layout does not divide the architecture.
 
     Raises:
         ConfigError: Names the first indivisible number, or the missing package.
     """
-    tensor, experts = training.tensor_parallel_size, training.expert_parallel_size
-    stages = training.pipeline_parallel_size * training.virtual_pipeline_size
-    divisions = [
+    tensor = training.tensor_parallel_size
+    divisions: list[Division] = [
         ("attention heads", hf_config.num_attention_heads, "tensor_parallel_size", tensor),
         ("key/value heads", hf_config.num_key_value_heads, "tensor_parallel_size", tensor),
         ("intermediate size", hf_config.intermediate_size, "tensor_parallel_size", tensor),
-        ("layers", hf_config.num_hidden_layers, "pipeline and virtual pipeline size", stages),
     ]
+    num_experts = None
     if family.experts is not None:
         num_experts = getattr(hf_config, family.experts.num_experts)
         width = getattr(hf_config, family.experts.intermediate_size)
-        divisions += [
-            ("experts", num_experts, "expert_parallel_size", experts),
-            ("intermediate size of an expert", width, "tensor_parallel_size", tensor),
-        ]
+        divisions.append(("intermediate size of an expert", width, "tensor_parallel_size", tensor))
+    refuse_remainders(divisions, hf_config.num_hidden_layers, num_experts, training)
+
+
+def refuse_remainders(
+    divisions: list[Division], num_layers: int, num_experts: int | None, training: MegatronTraining
+) -> None:
+    """Raises if a division, or that of layers and experts over the layout, leaves a remainder.
+
+    Raises:
+        ConfigError: Names the first of them, or what the layout needs for experts.
+    """
+    tensor, experts = training.tensor_parallel_size, training.expert_parallel_size
+    stages = training.pipeline_parallel_size * training.virtual_pipeline_size
+    divisions = [*divisions, ("layers", num_layers, "pipeline and virtual pipeline size", stages)]
+    if num_experts is not None:
+        divisions.append(("experts", num_experts, "expert_parallel_size", experts))
     elif experts > 1:
         raise ConfigError(
             "expert_parallel_size is set for a model without experts",
@@ -279,14 +331,14 @@ def refuse_indivisible(family: Family, hf_config: Any, training: MegatronTrainin
                 got=str(parts),
                 fix="change the layout in the training config",
             )
-    if family.experts is not None and tensor > 1 and not training.sequence_parallel:
+    if num_experts is not None and tensor > 1 and not training.sequence_parallel:
         raise ConfigError(
             "experts over tensor-parallel ranks need sequence parallelism in Megatron-core",
             expected="sequence_parallel: true",
             got="sequence_parallel: false",
             fix="set sequence_parallel, or tensor_parallel_size to 1",
         )
-    if family.experts is not None and tensor > 1 and not torch.cuda.is_available():
+    if num_experts is not None and tensor > 1 and not torch.cuda.is_available():
         raise ConfigError(
             "experts over tensor-parallel ranks gather rows of unequal size, which gloo cannot",
             expected="tensor_parallel_size of 1 on a CPU",

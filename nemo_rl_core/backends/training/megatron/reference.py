@@ -1,14 +1,15 @@
 """The reference policy as a second set of weights for the trained model."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from nemo_rl_core.backends.training.dtensor.loading import shared_vocabulary_size
-from nemo_rl_core.backends.training.megatron.families import family_of
+from nemo_rl_core.backends.training.megatron.families import family_of, is_for_bridge
 from nemo_rl_core.backends.training.megatron.weights import load_hf_weights
 from nemo_rl_core.errors import ConfigError
 
@@ -31,6 +32,13 @@ _SAME = (
     "rms_norm_eps",
     "rope_parameters",
 )
+
+# Of models of Megatron-Bridge, whose fields no table has: all but these must be equal.
+_FREE = {
+    *("architectures", "_name_or_path", "dtype", "transformers_version", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("attention_dropout", "hidden_dropout", "initializer_range"),
+}
 
 
 class ReferenceWeights:
@@ -83,8 +91,13 @@ def _write(tensors: list[torch.Tensor], parameters: list[torch.nn.Parameter]) ->
 
 
 def _refuse_other_architecture(trained: Path, folder: Path) -> None:
-    ours, theirs = (family_of(path)[1] for path in (trained, folder))
-    differing = [name for name in _SAME if getattr(ours, name, None) != getattr(theirs, name, None)]
+    names: Iterable[str] = _SAME
+    if is_for_bridge(trained):
+        ours, theirs = (AutoConfig.from_pretrained(path) for path in (trained, folder))
+        names = sorted((ours.to_dict().keys() | theirs.to_dict().keys()) - _FREE)
+    else:
+        ours, theirs = (family_of(path)[1] for path in (trained, folder))
+    differing = [name for name in names if getattr(ours, name, None) != getattr(theirs, name, None)]
     if differing:
         raise ConfigError(
             f"the reference {folder.name!r} has another architecture than the trained model",

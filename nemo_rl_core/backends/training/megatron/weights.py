@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from nemo_rl_core.backends.training.dtensor.loading import called, empty_model
 from nemo_rl_core.backends.training.dtensor.matching import check_folder
+from nemo_rl_core.backends.training.megatron.bridge import export_with_bridge, load_with_bridge
 from nemo_rl_core.backends.training.megatron.mapping import Entry, Rule, entries, fuse, unfuse
 from nemo_rl_core.backends.training.megatron.model import has_transformer_engine
 from nemo_rl_core.checkpoints.weight_files import open_weights, weight_files
@@ -37,6 +38,9 @@ def load_hf_weights(chunks: list[Any], folder: Path) -> None:
         ModelError: If the folder lacks a weight, or has one that is surplus, of another shape or,
             in this rank's slices, not finite.
     """
+    if chunks[0].hf_family is None:
+        load_with_bridge(chunks, folder)
+        return
     tensors = _Safetensors(folder)
     expected = {name for entry in _entries(chunks) for name in entry.rule.hf}
     refuse_wrong_weights(tensors.called, missing=expected - tensors.names)
@@ -118,6 +122,9 @@ def iter_hf_weights(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     Args:
         chunks: This rank's chunks, as `build_model` returns them.
     """
+    if chunks[0].hf_family is None:
+        yield from export_with_bridge(chunks)
+        return
     config, hf_config = chunks[0].config, chunks[0].hf_config
     for entry in _entries(chunks):
         if not entry.exported:

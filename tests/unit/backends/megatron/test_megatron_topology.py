@@ -11,6 +11,7 @@ from nemo_rl_core.backends.training.megatron.model import (
     padded_vocabulary_size,
     refuse_indivisible,
 )
+from nemo_rl_core.config.megatron_types import MEGATRON_TYPES
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ConfigError, ModelError, WorkerError
@@ -86,6 +87,10 @@ def test_an_architecture_that_cannot_be_held_is_named(tmp_path, config, message:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
         family_of(tmp_path)
+
+
+def test_plans_know_the_types_that_the_backend_builds() -> None:
+    assert FAMILIES.keys() == MEGATRON_TYPES
 
 
 @pytest.mark.thorough

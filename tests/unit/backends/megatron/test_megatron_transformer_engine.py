@@ -144,6 +144,14 @@ def test_its_layers_compute_what_local_ones_do(
     assert first[0][1][1] == 1  # all tokens in one line, whatever the rows
 
 
+def signature_of(function: Any) -> list[str]:
+    return [
+        f"{'*' * (each.kind is each.VAR_POSITIONAL)}{'**' * (each.kind is each.VAR_KEYWORD)}"
+        f"{each.name}{'' if each.default is each.empty else '=' + repr(each.default)}"
+        for each in inspect.signature(function).parameters.values()
+    ]
+
+
 def test_signatures_are_those_of_the_library() -> None:
     recorded = json.loads(SIGNATURES.read_text())
     assert recorded.pop("version") == fake.VERSION
@@ -151,11 +159,6 @@ def test_signatures_are_those_of_the_library() -> None:
     for name in recorded:
         owner, _, method = name.partition(".")
         function = getattr(fake, owner)
-        function = getattr(function, method) if method else function
-        found[name] = [
-            f"{'*' * (each.kind is each.VAR_POSITIONAL)}{'**' * (each.kind is each.VAR_KEYWORD)}"
-            f"{each.name}{'' if each.default is each.empty else '=' + repr(each.default)}"
-            for each in inspect.signature(function).parameters.values()
-        ]
+        found[name] = signature_of(getattr(function, method) if method else function)
     assert len(found) >= 12
     assert found == recorded
