@@ -2,8 +2,8 @@
 
     python -m tests.ray.own_scorers_run reward_model|judge|asynchronous FOLDER
 
-One machine of Ray says to have four GPUs, and every model computes on the CPU. The last line that is
-printed has what `tests/ray/test_own_scorers_run.py` holds of each run, as JSON.
+One machine of Ray says to have four GPUs, and every model computes on the CPU. The last line that
+is printed has what `tests/ray/test_own_scorers_run.py` holds of each run, as JSON.
 """
 
 import json
@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def judge(folder: Path) -> Path:
     embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     for token, place in known.items():
         embedding[token, place] = 1.0
-    for before, after in zip(reply, reply[1:], strict=False):
+    for before, after in pairwise(reply):
         head[after, known[before]] = 10.0
     codes, means = slice(20, 32), slice(32, 44)
     for digit in digits:

@@ -1,4 +1,4 @@
-"""GRPO from end to end with models that score on GPUs of their own; `own_scorers_run.py` runs it."""
+"""Whole GRPO runs with models that score on GPUs of their own, by `own_scorers_run.py`."""
 
 import json
 import os
