@@ -50,9 +50,10 @@ _GATHER_SECONDS = 0.3e-3
 _TENSOR_SECONDS = 1e-3
 """Of an engine for each tensor, besides its bytes. Measured on a CPU: 0.4 ms in vLLM's reload and
 its checks; the rest, for launches and waits of a GPU, is assumed."""
-_TRANSFER_SECONDS = 1.6
-"""Of a transfer besides: what 1.5 B took on an H100, 5.8 s, less 3.8 s of the transport then and
-the seconds of its tensors. It is not known which part of it is left."""
+_TRANSFER_SECONDS = 1.2
+"""Of a transfer besides: what 1.5 B took on an H100, 5.8 s, less 3.8 s of the transport then, the
+seconds of its tensors, and the least that copies of the embedding to the host took, 0.4 s, which
+are gone. docs/planning.md has the parts; most of the rest is not known."""
 _REFIT_BYTES, _REFIT_SECONDS = 12.5e9, 3.2
 """Of NeMo RL's transfer of weights (v0.3): bytes a second, and what every transfer takes. Fitted to
 `planning.published`."""

@@ -174,7 +174,7 @@ def update_seconds() -> list[float]:
         session = connect(ClusterConfig(num_threads=1))
         policy = Policy(session, TrainingSetup(path, OptimizerConfig(), 512))
         config = HuggingFaceGenerationConfig()
-        engine = Generation(session, GenerationSetup(path, config, 32, stop_token_ids=()))
+        engine = Generation(session, GenerationSetup(path, config, 32, stop_token_ids=(1,)))
         seconds = []
         for _ in range(NUM_REPETITIONS + 1):
             start = time.perf_counter()

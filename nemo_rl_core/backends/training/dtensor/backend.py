@@ -44,6 +44,7 @@ from nemo_rl_core.backends.training.dtensor.saving import DTensorSaving
 from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
 from nemo_rl_core.backends.training.flash_attention import attention_choices
+from nemo_rl_core.backends.training.garbage import freeze_libraries
 from nemo_rl_core.backends.training.offload import PARTS, OffloadedState, optimizer_tensors
 from nemo_rl_core.backends.training.optimizers import (
     build_optimizer,
@@ -74,6 +75,7 @@ class DTensorBackend(DTensorSaving, SendsWeights):
     def setup(self, setup: TrainingSetup) -> None:
         """Loads the model, checks its results on packed rows, and creates the optimizer."""
         self._finish_earlier()
+        freeze_libraries()
         torch.manual_seed(setup.seed)
         assert isinstance(setup.training, DTensorTraining)
         wanted = setup.training.deterministic

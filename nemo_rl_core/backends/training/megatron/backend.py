@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
 from nemo_rl_core.backends.training.determinism import compute_deterministically, full_precision
 from nemo_rl_core.backends.training.flash_attention import attention_choices
+from nemo_rl_core.backends.training.garbage import freeze_libraries
 from nemo_rl_core.backends.training.megatron import checkpoint
 from nemo_rl_core.backends.training.megatron.attention import (
     refuse_dense_rows,
@@ -76,6 +77,7 @@ class MegatronBackend(SendsWeights):
         if setup.head != "lm":
             raise _no_scalar_head()
         self._finish_earlier()
+        freeze_libraries()
         initialize_topology(training, seed=setup.seed)
         self._device = local_device()
         wanted = training.deterministic
