@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from nemo_rl_core.backends.training.flash_attention import Heads, choose_version
-from nemo_rl_core.backends.training.megatron.model import has_transformer_engine
+from nemo_rl_core.backends.training.megatron.settings import has_transformer_engine
 from nemo_rl_core.backends.training.packed_attention import KERNELS, Segments, why_not
 from nemo_rl_core.config.training import MegatronTraining, kernel_wanted
 from nemo_rl_core.errors import ConfigError

@@ -24,7 +24,7 @@ from nemo_rl_core.backends.training.megatron.bridge_proof import (
     refuse_other_weights,
 )
 from nemo_rl_core.backends.training.megatron.heads import LogprobHead
-from nemo_rl_core.backends.training.megatron.model import build_model, has_transformer_engine
+from nemo_rl_core.backends.training.megatron.model import build_model
 from nemo_rl_core.backends.training.megatron.optimizer import (
     make_optimizer,
     state_tensors,
@@ -34,6 +34,7 @@ from nemo_rl_core.backends.training.megatron.optimizer import (
 from nemo_rl_core.backends.training.megatron.parts import MegatronMicrobatch, make_parts
 from nemo_rl_core.backends.training.megatron.probe import PROBE_TOKENS, refuse_unless_faithful
 from nemo_rl_core.backends.training.megatron.reference import ReferenceWeights
+from nemo_rl_core.backends.training.megatron.settings import has_transformer_engine
 from nemo_rl_core.backends.training.megatron.step import run_parts
 from nemo_rl_core.backends.training.megatron.topology import (
     initialize_topology,

@@ -2,9 +2,9 @@
 
 The bridge translates a transformers config into Megatron's, builds this rank's chunks and converts
 weights in both directions. The layout and what does not depend on the architecture are those of all
-models (`model.backend_settings`). So is the pass over packed rows, which calls a chunk's embedding,
-its decoder and the weight of its head one by one: a model with another part, or with one that only
-rows longer than a probe reveal, is refused. What is left is proven in every set-up, in
+models (`backend_settings`). So is the pass over packed rows, which calls a chunk's embedding, its
+decoder and the weight of its head one by one: a model with another part, or with one that only rows
+longer than a probe reveal, is refused. What is left is proven in every set-up, in
 `bridge_proof`.
 """
 
@@ -20,11 +20,11 @@ from nemo_rl_core.backends.training.dtensor.loading import called, empty_model
 from nemo_rl_core.backends.training.dtensor.matching import check_folder
 from nemo_rl_core.backends.training.megatron.attention import attention_classes
 from nemo_rl_core.backends.training.megatron.families import STATIC_ROPE_TYPES
-from nemo_rl_core.backends.training.megatron.model import (
+from nemo_rl_core.backends.training.megatron.layers import layers
+from nemo_rl_core.backends.training.megatron.settings import (
     backend_settings,
     expert_settings,
     has_transformer_engine,
-    layers,
     refuse_remainders,
 )
 from nemo_rl_core.checkpoints.weight_files import open_weights, weight_files

@@ -12,8 +12,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from nemo_rl_core.backends.training.context_parallel import packed_causal_mask
-from nemo_rl_core.backends.training.megatron.model import has_transformer_engine
 from nemo_rl_core.backends.training.megatron.rows import MegatronRows
+from nemo_rl_core.backends.training.megatron.settings import has_transformer_engine
 
 
 def hidden_states(model: Any, rows: MegatronRows) -> torch.Tensor:

@@ -8,8 +8,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from nemo_rl_core.backends.training.context_parallel import own_part
-from nemo_rl_core.backends.training.megatron.model import has_transformer_engine
 from nemo_rl_core.backends.training.megatron.ring import ring_boundaries, ring_positions
+from nemo_rl_core.backends.training.megatron.settings import has_transformer_engine
 from nemo_rl_core.backends.training.packed_attention import segments_of
 from nemo_rl_core.backends.training.padded import Places, places_of
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict

@@ -17,7 +17,7 @@ from nemo_rl_core.backends.training.dtensor.loading import called, empty_model
 from nemo_rl_core.backends.training.dtensor.matching import check_folder
 from nemo_rl_core.backends.training.megatron.bridge import export_with_bridge, load_with_bridge
 from nemo_rl_core.backends.training.megatron.mapping import Entry, Rule, entries, fuse, unfuse
-from nemo_rl_core.backends.training.megatron.model import has_transformer_engine
+from nemo_rl_core.backends.training.megatron.settings import has_transformer_engine
 from nemo_rl_core.checkpoints.weight_files import open_weights, weight_files
 from nemo_rl_core.checkpoints.weights import refuse_wrong_weights, require_finite
 from nemo_rl_core.errors import ModelError
