@@ -39,6 +39,8 @@ grep -v '^transformer-engine-torch' "$requirements/transformer_engine.txt" > /tm
 install --requirements /tmp/pins.txt
 rm -f /tmp/pins.txt
 install "$(grep '^transformer-engine-torch' "$requirements/transformer_engine.txt")"
-"$python" -W ignore -c '
+# Without the variables of the build, as stages run: with them it takes the wheels for a toolkit of the
+# machine, whose libraries the loader knows, and does not load those that cuDNN consists of.
+env -u CUDA_HOME -u CUDNN_PATH -u NCCL_HOME -u CPATH "$python" -W ignore -c '
 from megatron.core.models.gpt import gpt_layer_specs
 assert gpt_layer_specs.HAVE_TE, "Megatron-core does not find Transformer Engine"'

@@ -1,4 +1,4 @@
-"""The images for machines without a GPU are built, and run stages as user 1000 without a network.
+"""Images are built, and run stages as user 1000 without a network and without a GPU.
 
 They begin with `PYTHON_IMAGE`, or, since no registry may be at hand, with a Debian that debootstrap
 makes here, whose sources of packages lead nowhere. They are built in a copy of the checkout, whose
@@ -19,6 +19,9 @@ DEBIAN = ("python3", "python3-pip", "python-is-python3", "ca-certificates")
 MIRROR = os.environ.get("DEBIAN_MIRROR", "")
 """Where debootstrap takes packages from; by default what apt of this machine names."""
 
+GPU_IMAGE_GB = 45
+"""What podman has on its disk at once while it builds an image for GPUs, of 11 GB."""
+
 
 def why_no_images() -> str | None:
     """Why none can be built here; None if they can."""
@@ -34,7 +37,7 @@ def why_no_images() -> str | None:
 
 pytestmark = [
     pytest.mark.thorough,
-    pytest.mark.timeout(3600),
+    pytest.mark.timeout(7200),
     pytest.mark.xdist_group("images"),
     pytest.mark.skipif(why_no_images() is not None, reason=f"{why_no_images()}"),
 ]
@@ -49,7 +52,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     packages = f"--include={','.join(DEBIAN)}"
     command = ["debootstrap", "--variant=minbase", packages, "bookworm", str(root)]
     subprocess.run([*command, *filter(None, [MIRROR or _mirror()])], check=True, text=True)
-    # As in Python's own images, pip installs for the whole system.
+    # As in Python's own images, there are the headers of Python, without those of C that Debian's
+    # package depends on, and pip installs for the whole system.
+    headers = "apt-get update; apt-get download libpython3.11-dev; dpkg -x libpython*.deb /"
+    clean = "rm -r libpython*.deb /var/lib/apt/lists/*; apt-get clean"
+    subprocess.run(["chroot", root, "sh", "-ec", f"cd /tmp; {headers}; {clean}"], check=True)
     (root / "usr/lib/python3.11/EXTERNALLY-MANAGED").unlink()
     # No network of this machine's is in it, so that the build must take its sources from site/.
     (root / "etc/apt/sources.list").write_text("deb http://debian.invalid/debian bookworm main\n")
@@ -83,6 +90,12 @@ def checkout(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def podman_folder() -> str:
+    """Where its images lie."""
+    command = ["podman", "info", "--format", "{{.Store.GraphRoot}}"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def built(kind: str, checkout: Path) -> str:
     """Builds an image as a user does; returns its name."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHON_IMAGE"}
@@ -103,13 +116,13 @@ def built(kind: str, checkout: Path) -> str:
     )
 
 
-def run_in(image: str, command: str) -> str:
+def run_in(image: str, command: str, *options: str) -> str:
     """What a shell says in a container of the image that sees the code, and no network."""
     done = subprocess.run(
         [
             *("podman", "run", "--rm", "--network=none", "--shm-size=2g"),
             *("--volume", f"{REPOSITORY}:/code:ro", "--workdir", "/code"),
-            *("--env", "PYTHONPATH=/code", "--env", "PYTHONDONTWRITEBYTECODE=1"),
+            *("--env", "PYTHONPATH=/code", "--env", "PYTHONDONTWRITEBYTECODE=1", *options),
             *(image, "sh", "-c", command),
         ],
         stdout=subprocess.PIPE,
@@ -121,7 +134,7 @@ def run_in(image: str, command: str) -> str:
     return done.stdout
 
 
-TOOLS = "gcc", "pytest", "mypy", "ruff"
+TOOLS = "gcc", "g++", "pytest", "mypy", "ruff"
 
 
 def installed_tools(image: str) -> set[str]:
@@ -156,10 +169,46 @@ def test_light_needs_no_compiler_and_runs_a_stage(checkout: Path) -> None:
 
 def test_laptop_runs_a_pipeline_with_ray_and_vllm(checkout: Path) -> None:
     image = built("laptop", checkout)
-    assert installed_tools(image) == {"gcc"}
+    assert installed_tools(image) == {"gcc", "g++"}
     recipe = (
         '{"recipe": "sft_arithmetic", "sft": {"num_steps": 5}, '
         '"data": {"num_train": 512, "num_validation": 32}}'
+    )
+    said = run_in(image, f"pyflyte run workflows/sft.py sft --config '{recipe}'")
+    assert "accuracy of train_sft" in said
+
+
+FAKE_DRIVER = """
+cd "$(python -c 'import triton; print(triton.__path__[0])')/backends/nvidia"
+grep -o '\\bcu[A-Z][A-Za-z0-9]*' driver.c | sort -u | sed 's/.*/int &(void) { return 999; }/' |
+  gcc -shared -x c - -o /usr/local/nvidia/lib64/libcuda.so.1
+python -c 'from triton.backends.nvidia.driver import CudaUtils; CudaUtils(); print("compiled")'
+"""
+"""Triton compiles what calls the driver, which lies where GKE mounts it, and loads it."""
+
+ENGINE = """
+import torch, transformer_engine.pytorch as te
+from megatron.core.models.gpt import gpt_layer_specs
+
+assert gpt_layer_specs.HAVE_TE and not torch.cuda.is_available()
+print(te.LayerNormLinear.__name__)
+"""
+
+
+def test_training_has_transformer_engine_and_runs_a_pipeline(checkout: Path) -> None:
+    """Without a GPU: by `dtensor` and `hf`, since Transformer Engine's AdamW and vLLM need one."""
+    if (free := shutil.disk_usage(podman_folder()).free / 1e9) < GPU_IMAGE_GB:
+        pytest.skip(f"{free:.0f} GB are free, and {GPU_IMAGE_GB} are needed")
+    image = built("training", checkout)
+    assert installed_tools(image) == {"gcc"}
+    checked = run_in(image, "python -W ignore deployment/requirements/check_installed.py")
+    assert "has one owner or is the same in all" in checked
+    driver = "--tmpfs=/usr/local/nvidia/lib64:mode=1777,exec"
+    assert run_in(image, FAKE_DRIVER, driver).endswith("compiled\n")
+    assert run_in(image, f"python -W ignore - <<'END'\n{ENGINE}END").endswith("LayerNormLinear\n")
+    recipe = (
+        '{"recipe": "sft_arithmetic", "sft": {"num_steps": 5}, '
+        '"data": {"num_train": 512, "num_validation": 32}, "generation": {"backend": "hf"}}'
     )
     said = run_in(image, f"pyflyte run workflows/sft.py sft --config '{recipe}'")
     assert "accuracy of train_sft" in said

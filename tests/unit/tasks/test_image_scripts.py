@@ -2,7 +2,8 @@
 
 They run as in an image, in a name space of their own in which the folders that they write to are
 empty; apt-get, uv and the update of certificates note what they are called with.
-`tests/workflows/test_images.py` builds images with the real ones.
+`tests/workflows/test_images.py` builds images with the real ones. The last test runs
+`transformer_engine.sh`, whose programs note their environment.
 """
 
 import os
@@ -147,3 +148,27 @@ def test_the_wheel_of_torch_comes_from_folders_of_the_site(images: Path) -> None
 def test_the_wheel_of_torch_is_that_of_pytorch_where_pip_knows_no_folder(images: Path) -> None:
     _, second = noted(images, "install.sh cpu.txt").splitlines()
     assert second.endswith("--torch-backend cpu")
+
+
+def test_transformer_engine_is_imported_without_what_it_was_built_with(images: Path) -> None:
+    """As stages import it: with `CUDA_HOME` it takes wheels for a toolkit, and loads too few."""
+    programs, site, notes = images / "programs", images / "packages", images / "notes"
+    (site / "nvidia/cu13/include").mkdir(parents=True)
+    (site / "nvidia/cu13/include/cuda_runtime.h").touch()
+    programs.mkdir()
+    note = f"{{ env -0; echo; }} >> {notes}"
+    python = f"case $* in *purelib*) echo {site} ;; *HAVE_TE*) {note} ;; esac"
+    for name, script in {"python3": python, "uv": note, "g++": ""}.items():
+        (programs / name).write_text(f"#!/bin/bash\n{script}\n")
+        (programs / name).chmod(0o755)
+    subprocess.run(
+        ["bash", images / "transformer_engine.sh", programs / "python3"],
+        env={"PATH": f"{programs}:/usr/bin:/bin"},
+        check=True,
+    )
+    environments = [
+        {word.partition("=")[0] for word in call.split("\0")}
+        for call in notes.read_text().split("\0\n")[:-1]
+    ]
+    toolkit = {"CUDA_HOME", "CUDNN_PATH", "NCCL_HOME", "CPATH"}
+    assert [each & toolkit for each in environments] == [toolkit, toolkit, set()]
