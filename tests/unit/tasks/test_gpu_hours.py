@@ -106,11 +106,11 @@ def test_the_variable_takes_the_place_of_the_recipes_limit(
 def test_the_command_shows_the_hours_and_fails_beyond_the_limit() -> None:
     within = invoked("budget.max_gpu_hours=500", "--mean-tokens", 600)
     assert within.exit_code == 0
-    assert "GPU-hours of training: 31.7" in within.output
+    assert "GPU-hours of training: 31.6" in within.output
     beyond = invoked("budget.max_gpu_hours=20", "budget.mean_completion_tokens=600")
     assert beyond.exit_code == 1
-    assert "over the budget: 31.7" in beyond.output
-    assert "(grpo_iteration 31.7" in beyond.output
+    assert "over the budget: 31.6" in beyond.output
+    assert "(grpo_iteration 31.6" in beyond.output
     longest = invoked()
     assert "GPU-hours of training: at most 1" in longest.output
 
