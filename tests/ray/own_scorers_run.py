@@ -1,6 +1,6 @@
 """GRPO on GPUs that are only counted, whose scorer has one of its own; a program of its own.
 
-    python -m tests.ray.own_scorers_run reward_model|judge|asynchronous FOLDER
+    python -m tests.ray.own_scorers_run [asynchronous_]reward_model|judge FOLDER
 
 One machine of Ray says to have four GPUs, and every model computes on the CPU. The last line that
 is printed has what `tests/ray/test_own_scorers_run.py` holds of each run, as JSON.
@@ -183,6 +183,21 @@ def _freed(session: ClusterSession) -> dict[str, Any]:
     return {"free GPUs": ray.available_resources().get("GPU"), "groups": states}
 
 
+def scorer(kind: str, folder: Path, start: Path) -> dict[str, Any]:
+    """The environment of a model that scores, on the trainer's GPU."""
+    if kind == "reward_model":
+        return {"kind": "reward_model", "model": str(reward_model(folder / "scorer", start))}
+    asked = {"kind": "model", "model": str(judge(folder / "judge")), "max_model_len": 900}
+    return {"kind": "llm_judge", "max_new_tokens": 16, "judge": {**asked, "kv_cache_gib": 1}}
+
+
+def on_its_own(environment: dict[str, Any]) -> dict[str, Any]:
+    """The same on a GPU of its own."""
+    if "judge" in environment:
+        return environment | {"judge": environment["judge"] | {"placement": OWN}}
+    return environment | {"placement": OWN}
+
+
 def main(case: str, folder: Path) -> None:
     """Runs a case on a cluster of its own."""
     import ray
@@ -192,24 +207,10 @@ def main(case: str, folder: Path) -> None:
     machines.add_node(num_cpus=8, num_gpus=NUM_GPUS)
     machines.connect()
     start = policy(folder / "policy")
-    if case == "judge":
-        asked = {"kind": "model", "model": str(judge(folder / "judge")), "max_model_len": 900}
-        asked |= {"kv_cache_gib": 1}
-        found = synchronous(
-            start,
-            [
-                {"kind": "llm_judge", "max_new_tokens": 16, "judge": {**asked, **placed}}
-                for placed in ({"placement": OWN}, {})
-            ],
-        )
-    else:
-        scorer = {"kind": "reward_model", "model": str(reward_model(folder / "scorer", start))}
-        own = {**scorer, "placement": OWN}
-        found = (
-            synchronous(start, [own, scorer])
-            if case == "reward_model"
-            else asynchronous(start, own)
-        )
+    kind = case.removeprefix("asynchronous_")
+    environment = scorer(kind, folder, start)
+    own = on_its_own(environment)
+    found = synchronous(start, [own, environment]) if kind == case else asynchronous(start, own)
     sys.stdout.write("FOUND " + json.dumps(found) + "\n")
     ray.shutdown()
     machines.shutdown()

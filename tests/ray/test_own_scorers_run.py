@@ -78,10 +78,14 @@ def test_a_scorer_on_a_gpu_of_its_own_changes_no_bit_of_training(
 
 
 @pytest.mark.thorough
-def test_a_reward_model_on_a_gpu_of_its_own_scores_beside_asynchronous_steps(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("case", "scorer"),
+    [("asynchronous_reward_model", "reward model"), ("asynchronous_judge", "judge")],
+)
+def test_a_scorer_on_a_gpu_of_its_own_scores_beside_asynchronous_steps(
+    case: str, scorer: str, tmp_path: Path
 ) -> None:
-    own = run("asynchronous", tmp_path)["own"]
+    own = run(case, tmp_path)["own"]
     assert_complete(own)
-    assert_nobody_shares(own, "reward model")
+    assert_nobody_shares(own, scorer)
     assert max(each["staleness_max"] for each in own["metrics"]) <= 1

@@ -36,6 +36,15 @@ def works(baton: Baton, *, seconds: float) -> None:
         baton.done(turn=turn)
 
 
+def runs_by_the_clock(baton: Baton, *, seconds: float) -> None:
+    """Says when each of its turns began and ended."""
+    baton.wait()
+    for _ in range(baton.num_turns):
+        began = time.monotonic()
+        time.sleep(seconds)
+        baton.done(began=began, ended=time.monotonic())
+
+
 def works_behind_its_turns(baton: Baton) -> None:
     """Spends CPU time in a thread all the while; says how much of that came between two turns."""
     threading.Thread(target=spend, args=(60.0,), daemon=True).start()
@@ -65,6 +74,20 @@ def test_sides_take_turns_and_are_stopped_between_them(tmp_path: Path) -> None:
         assert all(least <= turn.cpu <= turn.wall + 0.1 for turn in turns[name])
     # The others' turns took at least 0.8 s, in which a busy thread would have run.
     assert all(turn.figures["between"] < 0.4 for turn in turns["busy"])
+
+
+def test_sides_at_once_overlap_and_come_after_the_others(tmp_path: Path) -> None:
+    sides = {
+        "one": Side(runs_by_the_clock, {"seconds": 0.6}),
+        "alone": Side(runs_by_the_clock, {"seconds": 0.1}),
+        "other": Side(runs_by_the_clock, {"seconds": 0.2}),
+    }
+    turns = take_turns(sides, num_turns=2, logs=tmp_path, at_once=("one", "other"))
+    for alone, one, other in zip(turns["alone"], turns["one"], turns["other"], strict=True):
+        assert max(one.figures["began"], other.figures["began"]) < other.figures["ended"]
+        assert alone.figures["ended"] < min(one.figures["began"], other.figures["began"])
+        # Each has its own time, and not that of the slowest.
+        assert 0.2 <= other.wall < 0.6 <= one.wall
 
 
 def test_a_side_that_fails_is_named_with_its_error(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def complete(
         model: A transformers causal model, whole on this rank.
         requests: The rows.
         decoding: Sampler of the same rows, at their start.
-        stop_token_ids: Tokens that end a completion.
+        stop_token_ids: Tokens that end a completion; may be empty.
     """
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
@@ -27,8 +27,8 @@ def complete(
     # Neutral values, so that the model's generation config is not used.
     config = GenerationConfig(
         max_new_tokens=max(request.max_new_tokens for request in requests),
-        eos_token_id=stop_token_ids,
-        pad_token_id=stop_token_ids[0],
+        eos_token_id=stop_token_ids or None,
+        pad_token_id=stop_token_ids[0] if stop_token_ids else 0,  # behind the end of a row
         do_sample=False,
         num_beams=1,
         repetition_penalty=1.0,

@@ -17,6 +17,7 @@ from tests.benchmarks.beside import bare, own
 from tests.benchmarks.beside.inputs import SUMS, model_folder, prompts, saved
 from tests.benchmarks.beside.measured import (
     Bench,
+    Figure,
     Measured,
     Row,
     compared,
@@ -225,7 +226,8 @@ def asynchronous(bench: Bench) -> Measured:
     """Asynchronous against synchronous GRPO, where both phases cost about the same.
 
     Every process computes with one thread, and once more, for comparison, those of the synchronous
-    side with two.
+    side with two. What two synchronous runs beside each other gain over one is what the machine
+    gives at most: neither waits for the other, but both share its caches and memory.
     """
     model, rows = model_folder(bench.scratch, TEXT_OF_128), prompts(BALANCED_PROMPTS * 8, 40)
     sides = {}
@@ -233,6 +235,8 @@ def asynchronous(bench: Bench) -> Measured:
         ("ours", 1, {"asynchronous": {"max_staleness": 1}}),
         ("one thread", 1, {}),
         ("two threads", 2, {}),
+        ("first of two", 1, {}),
+        ("second of two", 1, {}),
     ):
         placement = {"own": 1} if more else "colocated"
         settings = {
@@ -255,14 +259,34 @@ def asynchronous(bench: Bench) -> Measured:
             "settings": settings,
         }
         sides[name] = Side(own.grpo, arguments)
-    turns = take_turns(sides, num_turns=max(3, bench.n // 2), num_warm=2, logs=bench.logs)
+    pair = ("first of two", "second of two")
+    num_turns = max(3, bench.n // 2)
+    turns = take_turns(sides, num_turns=num_turns, num_warm=2, logs=bench.logs, at_once=pair)
     names = ("asynchronous", "synchronous")
     note = f"of a synchronous step {_phases(turns['one thread'])}"
     one = compared(turns["ours"], turns["one thread"], names=names, per="tokens", note=note)
     two = compared(turns["ours"], turns["two threads"], names=names, per="tokens")
     medians = {**one.medians, "synchronous, two threads": two.medians["synchronous"]}
-    figures = {**one.figures, "wall, two threads": two.figures["wall"]}
+    gained = _gained([turns[name] for name in pair], turns["one thread"])
+    figures = {
+        **one.figures,
+        "wall, two threads": two.figures["wall"],
+        "two synchronous runs at once": gained,
+    }
     return replace(one, figures=figures, medians=medians)
+
+
+def _gained(at_once: Sequence[Sequence[Turn]], alone: Sequence[Turn]) -> Figure:
+    """The tokens a second of several sides at once, in those of one that runs alone."""
+    rounds = [
+        sum(map(_tokens_a_second, together)) / _tokens_a_second(one)
+        for one, *together in zip(alone, *at_once, strict=True)
+    ]
+    return median(rounds, "times")
+
+
+def _tokens_a_second(turn: Turn) -> float:
+    return turn.figures["tokens"] / turn.wall
 
 
 def _phases(turns: Sequence[Turn]) -> str:

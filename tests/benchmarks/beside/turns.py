@@ -1,4 +1,4 @@
-"""Programs that take turns: each in a process of its own, and one at a time.
+"""Programs that take turns: each in a process of its own, and one at a time unless asked otherwise.
 
 A side is a function that sets itself up, calls `Baton.wait`, and `Baton.done` at the end of each of
 its turns. What is measured of a turn is its time and the CPU time of its process and of all below
@@ -11,11 +11,11 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -73,7 +73,12 @@ class SideError(Exception):
 
 
 def take_turns(
-    sides: Mapping[str, Side], *, num_turns: int, logs: Path, num_warm: int = 1
+    sides: Mapping[str, Side],
+    *,
+    num_turns: int,
+    logs: Path,
+    num_warm: int = 1,
+    at_once: Sequence[str] = (),
 ) -> dict[str, list[Turn]]:
     """Has the sides take their turns one after the other, round by round.
 
@@ -82,6 +87,7 @@ def take_turns(
         num_turns: Turns of each that are measured.
         logs: A folder for what the sides print.
         num_warm: Turns before that, which are not.
+        at_once: Sides that take their turns beside each other, after the others.
 
     Returns:
         `num_turns` turns a side.
@@ -98,9 +104,11 @@ def take_turns(
             ends.callback(running[name].end)
             running[name].receive()
             running[name].stop()
+        groups = [[each] for name, each in running.items() if name not in at_once]
+        groups.append([running[name] for name in at_once])
         for _ in range(num_warm + num_turns):
-            for each in running.values():
-                each.take_turn()
+            for group in groups:
+                _take_turn(group)
         return {name: each.turns[num_warm:] for name, each in running.items()}
 
 
@@ -163,16 +171,20 @@ class _Running:
         figures: dict[str, float] = said
         return figures
 
-    def take_turn(self) -> None:
-        """Lets the side go on to the end of its turn, and stops it there."""
-        before = cpu_times(self._tree)
-        started = time.perf_counter()
+    def begin_turn(self) -> Connection:
+        """Lets the side go on; the connection can be read when its turn has ended."""
+        self._before = cpu_times(self._tree)
+        self._started = time.perf_counter()
         self.go_on()
         self._connection.send("go")
+        return self._connection
+
+    def end_turn(self) -> None:
+        """Waits for the end of the turn, and stops the side there."""
         figures = self.receive()
-        wall = time.perf_counter() - started
+        wall = time.perf_counter() - self._started
         self.stop()
-        spent = spent_between(before, cpu_times(self._tree))
+        spent = spent_between(self._before, cpu_times(self._tree))
         self.turns.append(Turn(wall, spent, figures))
 
     def stop(self) -> None:
@@ -198,6 +210,14 @@ class _Running:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()
             self._process.join()
+
+
+def _take_turn(group: Sequence[_Running]) -> None:
+    """One turn of each, all at once; each is stopped when its own has ended."""
+    waiting = {each.begin_turn(): each for each in group}
+    while waiting:
+        for connection in wait(list(waiting)):
+            waiting.pop(cast("Connection", connection)).end_turn()
 
 
 def _child(connection: Connection, side: Side, num_turns: int, log: str) -> None:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,15 @@ def test_engines_draw_alike(engines: Engines) -> None:
 def sequences(output: BatchedDataDict) -> list[list[int]]:
     lengths = output["unpadded_sequence_lengths"].tolist()
     return [ids[:end].tolist() for ids, end in zip(output["output_ids"], lengths, strict=True)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_without_stop_tokens_every_row_takes_its_room(engines: Engines, name: str) -> None:
+    engine = engines(name)
+    engine._setup = replace(engine._setup, stop_token_ids=())
+    output = engine.generate(make_batch(), greedy=False)
+    assert output["generation_lengths"].tolist() == [6] * len(PROMPTS)
+    assert output["truncated"].all()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
