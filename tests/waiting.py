@@ -75,7 +75,9 @@ class WaitingEngine:
             }
         )
 
-    def submit(self, names: Sequence[int], requests: BatchedDataDict) -> None:
+    def submit(
+        self, names: Sequence[int], requests: BatchedDataDict, *, first_version: int = 0
+    ) -> None:
         self._busy_until = max(time.monotonic(), self._busy_until) + self.seconds
         self._done_at |= dict.fromkeys(names, self._busy_until)
 

@@ -109,7 +109,12 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         self._thread.start()
 
     def begin(
-        self, prompts: Sequence[Prompt], *, num_generations_per_prompt: int, step: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_generations_per_prompt: int,
+        step: int,
+        next_version: int | None = None,
     ) -> None:
         """Submits a step's rollouts and returns at once.
 
@@ -117,14 +122,21 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             prompts: `P` prompts.
             num_generations_per_prompt: G.
             step: Not begun before.
+            next_version: Begins them with the weights of this version, which the caller hands to
+                the engine next. A lost engine is then left to that.
         """
+        may_restart = next_version is None
         with self._lock:
-            self._resubmit_after_restart(may_restart=True)
+            self._resubmit_after_restart(may_restart=may_restart)
             self._steps[step] = PendingStep(num_generations_per_prompt)
-            self._begin_draw(step, prompts, may_restart=True)
+            self._begin_draw(
+                step, prompts, may_restart=may_restart, first_version=next_version or 0
+            )
             self._lock.notify_all()
 
-    def _begin_draw(self, step: int, prompts: Sequence[Prompt], *, may_restart: bool) -> None:
+    def _begin_draw(
+        self, step: int, prompts: Sequence[Prompt], *, may_restart: bool, first_version: int = 0
+    ) -> None:
         """Submits further rollouts of a step, whose groups follow those of its draws before."""
         wanted = self._steps[step]
         places = [
@@ -134,7 +146,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         ]
         wanted.num_prompts += len(prompts)
         wanted.draw = [PendingRollout(*each, self._new_episode(*each)) for each in places]
-        self._submit(wanted.draw, may_restart=may_restart)
+        self._submit(wanted.draw, may_restart=may_restart, first_version=first_version)
 
     def look(self) -> None:
         """Has the thread poll at once, for a caller that will take a step soon; returns at once.
@@ -365,7 +377,9 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 may_restart=self._deadline is not None,
             )
 
-    def _submit(self, pending: Sequence[PendingRollout], *, may_restart: bool) -> None:
+    def _submit(
+        self, pending: Sequence[PendingRollout], *, may_restart: bool, first_version: int = 0
+    ) -> None:
         # The engine's next user has names from 0 on as well: after a slow reward or environment, a
         # closed stream must not ask for anything under them.
         if not pending or self._is_closed:
@@ -375,7 +389,8 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         requests = as_batch([each.episode.request() for each in pending])
         # Later turns and further draws come before what later steps have asked for.
         requests["priorities"] = torch.tensor([each.place.step for each in pending])
-        self._call_engine(lambda: self._generation.submit(names, requests), may_restart=may_restart)
+        submit = partial(self._generation.submit, names, requests, first_version=first_version)
+        self._call_engine(submit, may_restart=may_restart)
 
     def _call_engine(self, call: Callable[[], T], *, may_restart: bool) -> T | None:
         """What a call of the engine returns; None where its worker is lost.

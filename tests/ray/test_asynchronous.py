@@ -216,6 +216,64 @@ def test_a_lost_engine_owes_nothing(
     assert {version for each in found for version in each.completion.weight_versions} == {5}
 
 
+def awaiting(engine: StreamingGeneration) -> int:
+    """How many requests the engine keeps for weights to come; all others have begun."""
+    import ray
+
+    (worker, *_) = engine._workers._workers
+    count = worker.__ray_call__.remote(
+        lambda backend: backend._between_steps(lambda: len(backend._awaiting))
+    )
+    return int(ray.get(count))
+
+
+def test_requests_for_the_next_weights_begin_with_them(
+    engine: StreamingGeneration, stream: RolloutStream, prompts: list[Prompt], make_policy: Callable
+) -> None:
+    policy = make_policy(max_tokens_per_microbatch=4096)
+    engine.update_weights(policy, weight_version=1)
+    stream.begin(prompts, num_generations_per_prompt=1, step=1)
+    old = stream.take(1)
+    stream.begin(prompts, num_generations_per_prompt=1, step=1, next_version=2)
+    time.sleep(0.3)  # long enough for some tokens of the old weights
+    assert awaiting(engine) == len(prompts)
+    policy.train(batch_of(old), NLLLoss())
+    engine.update_weights(policy, weight_version=2)
+    assert awaiting(engine) == 0
+    ahead = stream.take(1)
+    stream.begin(prompts, num_generations_per_prompt=1, step=1, next_version=2)  # are there
+    behind = stream.take(1)
+    for one, other, before in zip(ahead, behind, old, strict=True):
+        assert set(one.completion.weight_versions) == {2}
+        assert one.completion.token_ids == other.completion.token_ids
+        assert one.completion.logprobs != before.completion.logprobs
+
+
+def test_requests_for_weights_that_never_come_can_be_given_up(
+    engine: StreamingGeneration, stream: RolloutStream, prompts: list[Prompt], make_policy: Callable
+) -> None:
+    engine.update_weights(make_policy(), weight_version=1)
+    stream.begin(prompts, num_generations_per_prompt=1, step=1, next_version=9)
+    assert awaiting(engine) == len(prompts)
+    engine.cancel(list(range(len(prompts))))
+    assert awaiting(engine) == 0
+
+
+@pytest.mark.thorough
+def test_requests_for_the_next_weights_survive_their_engine(
+    engine: StreamingGeneration, stream: RolloutStream, prompts: list[Prompt], make_policy: Callable
+) -> None:
+    policy = make_policy()
+    engine.update_weights(policy, weight_version=1)
+    stream.begin(prompts, num_generations_per_prompt=1, step=1, next_version=2)
+    assert awaiting(engine) == len(prompts)
+    os.kill(worker_pid(engine), signal.SIGKILL)
+    engine.update_weights(policy, weight_version=2)
+    found = stream.take(1)
+    assert engine.num_restarts == 1
+    assert {version for each in found for version in each.completion.weight_versions} == {2}
+
+
 def test_an_engine_that_is_lost_while_it_finishes_gets_the_next_weights(
     engine: StreamingGeneration, make_policy: Callable
 ) -> None:

@@ -104,18 +104,21 @@ class AsyncGRPOTrainer(GRPOTrainer):
         """The step's rollouts, most of them made while earlier steps were trained.
 
         Environments answer, rewards are computed and further draws begin meanwhile, too, so that
-        none of that waits for the trainer, but for models that score on its GPU. The engine first
-        takes over the weights of the step before, in the middle of whatever it generates, and then
-        the prompts of steps that are now near enough.
+        none of that waits for the trainer, but for models that score on its GPU. The engine takes
+        over the weights of the step before, in the middle of whatever it generates, and begins the
+        prompts of steps that are now near enough. It has them before, so that it need not wait; but
+        for the first weights, which it proves before it gets requests.
         """
         if not isinstance(self.sampler, StreamingSampler):
             return super()._sample_rollouts(prompts)
         engine, policy = self.sampler.generation, cast("Policy", self.policy)
+        version = self.step - 1
         if self.step in self._sampled:
             with self.timer.phase("rollout"), self._stream.exclusive():
+                self._begin_steps(next_version=version)
                 engine.finish_first(self.step)
         with self.timer.phase("sync"), self._stream.exclusive():
-            engine.update_weights(policy, weight_version=self.step - 1, checks_later=True)
+            engine.update_weights(policy, weight_version=version, checks_later=True)
         with self.timer.phase("rollout"):
             self._begin_steps()
         with self.timer.phase("sync"):
@@ -180,15 +183,20 @@ class AsyncGRPOTrainer(GRPOTrainer):
         with self._stream.exclusive(with_environment=True):
             return super()._validate()
 
-    def _begin_steps(self) -> None:
-        """Asks for every step that may be sampled with the weights of now."""
+    def _begin_steps(self, *, next_version: int | None = None) -> None:
+        """Asks for every step that may be sampled with the weights of now, or with the next."""
         first = max(self._last_begun + 1, self.step)
         last = min(self.step + self._max_staleness, self._last_step)
         for step in range(first, last + 1):
             group_size = self.config.num_generations_per_prompt
             prompts = self._batches.batch(step - 1)
             self._sampled[step] = _SampledStep(self._new_draws(len(prompts)))
-            self._stream.begin(prompts, num_generations_per_prompt=group_size, step=step)
+            self._stream.begin(
+                prompts,
+                num_generations_per_prompt=group_size,
+                step=step,
+                next_version=next_version,
+            )
             self._last_begun = step
 
     def _check_consistency(

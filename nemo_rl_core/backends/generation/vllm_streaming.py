@@ -42,12 +42,14 @@ class _PendingRequest:
         name: The caller's name for it.
         request: The original request.
         priority: Requests with a smaller one come first, those with an equal one in their order.
+        first_version: Of the weights that draw its first token, or an earlier one.
         part: Number of interruptions.
     """
 
     name: int
     request: DecodingRequest
     priority: int = 0
+    first_version: int = 0
     part: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -115,6 +117,7 @@ class StreamingVllmBackend(VllmBackend):
         self._finished: queue.SimpleQueue[FinishedRequest] = queue.SimpleQueue()
         self._kept: dict[int, FinishedRequest] = {}
         self._running: dict[str, _PendingRequest] = {}
+        self._awaiting: list[_PendingRequest] = []
         self._arrivals = count()
         self._failure: Exception | None = None
         self._weight_version = self._next_version = 0
@@ -125,18 +128,23 @@ class StreamingVllmBackend(VllmBackend):
         self._thread.start()
         self._between_steps(lambda: super(StreamingVllmBackend, self).setup(setup))
 
-    def submit(self, names: list[int], batch: BatchedDataDict) -> None:
+    def submit(self, names: list[int], batch: BatchedDataDict, first_version: int = 0) -> None:
         """Submits requests and returns at once.
 
         Args:
             names: `B` names, under which `poll` returns the completions.
             batch: As for `generate`; sampled with the temperature. With `priorities [B]`, requests
                 of smaller ones come first where not all can be computed at once.
+            first_version: The requests begin when the weights have this version or a later one, and
+                with a transfer without another call in between.
         """
         requests = read_requests(batch, self._config, max_model_len=self._setup.max_model_len)
         priorities = batch.get("priorities", torch.zeros(len(requests), dtype=torch.long)).tolist()
-        pending = [_PendingRequest(*each) for each in zip(names, requests, priorities, strict=True)]
-        self._between_steps(lambda: self._start(pending))
+        pending = [
+            _PendingRequest(*each, first_version)
+            for each in zip(names, requests, priorities, strict=True)
+        ]
+        self._between_steps(lambda: self._start_or_wait(pending))
 
     def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion]]:
         """Returns new finished completions, with their names.
@@ -183,6 +191,7 @@ class StreamingVllmBackend(VllmBackend):
         def cancel_all() -> None:
             unwanted = set(names)
             self._abort([each for each in self._running.values() if each.name in unwanted])
+            self._awaiting = [each for each in self._awaiting if each.name not in unwanted]
 
         self._between_steps(cancel_all)
         for name in names:
@@ -250,6 +259,8 @@ class StreamingVllmBackend(VllmBackend):
                 self._reload_with_proof(weights, self._proof_prompts)
             self._weight_version = self._next_version
             self._start(waiting)
+            awaiting, self._awaiting = self._awaiting, []
+            self._start_or_wait(awaiting)
 
         self._between_steps(swap)
 
@@ -265,7 +276,7 @@ class StreamingVllmBackend(VllmBackend):
         """Replaces all weights by those of a folder, and cancels leftover requests."""
 
         def reload() -> None:
-            self._failure = None
+            self._failure, self._awaiting = None, []
             self._interrupt()
             super(StreamingVllmBackend, self).load_weights(model_folder)
             self._weight_version, self._first_logprobs = 0, None
@@ -344,6 +355,12 @@ class StreamingVllmBackend(VllmBackend):
     def _answers(self) -> bool:
         """Whether `poll` is called here: on the first rank of an engine."""
         return not self._is_split or torch.distributed.get_rank() == 0
+
+    def _start_or_wait(self, pending: list[_PendingRequest]) -> None:
+        """Starts what may be drawn from with the weights of now; `take_weights` starts the rest."""
+        version = self._weight_version
+        self._awaiting += [each for each in pending if each.first_version > version]
+        self._start([each for each in pending if each.first_version <= version])
 
     def _start(self, pending: list[_PendingRequest]) -> None:
         from vllm.sampling_params import RequestOutputKind

@@ -117,7 +117,9 @@ class StreamingGeneration(Generation):
     def finish_generation(self, *args: Any, **kwargs: Any) -> None:
         """It goes on with what it was asked; there is no memory that it could give away."""
 
-    def submit(self, names: Sequence[int], requests: BatchedDataDict) -> None:
+    def submit(
+        self, names: Sequence[int], requests: BatchedDataDict, *, first_version: int = 0
+    ) -> None:
         """Hands requests over and returns at once; what becomes of that, the next call raises.
 
         An engine takes them between two of its own steps, for which nobody waits.
@@ -125,6 +127,8 @@ class StreamingGeneration(Generation):
         Args:
             names: `B` of them, by which `poll` calls the completions.
             requests: As for `generate`, drawn under the temperature.
+            first_version: An engine begins them when its weights have this version or a later one;
+                with a transfer, before it answers that.
 
         Raises:
             ConsistencyError: If an engine, with the weights of a folder, computes otherwise than
@@ -145,7 +149,9 @@ class StreamingGeneration(Generation):
             if rows:
                 batch = requests.select_indices(rows)
                 own = [names[row] for row in rows]
-                self._submitting += self._calls(engine, "submit", names=own, batch=batch)
+                self._submitting += self._calls(
+                    engine, "submit", names=own, batch=batch, first_version=first_version
+                )
 
     def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion | KeptCompletion]]:
         """Completions that are done and were not returned before, by name.

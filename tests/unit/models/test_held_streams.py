@@ -56,7 +56,7 @@ class Worker:
         self.silent = False
         self.handed_over: list[list[int]] = []
 
-    def submit(self, names: Sequence[int], batch: BatchedDataDict) -> None:
+    def submit(self, names: Sequence[int], batch: BatchedDataDict, first_version: int = 0) -> None:
         for row, name in enumerate(names):
             prompt = batch["input_ids"][row, : int(batch["input_lengths"][row])].tolist()
             found = completion_of(int(batch["seeds"][row]))

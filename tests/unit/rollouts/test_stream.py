@@ -42,7 +42,9 @@ class Engine:
         if self.is_lost:
             raise WorkerLostError("worker 0 of 'generation' died")
 
-    def submit(self, names: Sequence[int], requests: BatchedDataDict) -> None:
+    def submit(
+        self, names: Sequence[int], requests: BatchedDataDict, *, first_version: int = 0
+    ) -> None:
         self._refuse_if_lost()
         self._done += names
         self.priorities += requests["priorities"].tolist()
@@ -183,6 +185,20 @@ def test_an_engine_that_was_out_of_reach_once_is_started_again_though_it_lives(
         engine.is_lost, engine._done = False, []
     (found,) = stream.take(1)
     assert (found.reward, engine.num_restarts) == (3, 1)
+
+
+def test_a_lost_engine_is_left_to_the_weights_that_are_handed_over_next(
+    make: Any, engine: Engine, ask: Any
+) -> None:
+    """Whose policy has trained on: a restart before would mark its weights as the old ones."""
+    stream = make()
+    engine.is_lost = True
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1, next_version=1)
+    assert engine.restarted_in == []
+    with stream.exclusive():
+        engine.restart(WorkerLostError("as update_weights does"))
+    assert [each.reward for each in stream.take(1)] == [3]
+    assert engine.num_restarts == 1
 
 
 def test_an_engine_that_the_caller_has_restarted_is_asked_again(
