@@ -3,8 +3,13 @@
 import os
 from typing import Any
 
+from nemo_rl_core.algorithms.grpo.data import grpo_batch
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.types import Rollout
 
+LONG = 200
+"""Tokens of each completion of the fixture `streaming_engine`."""
 NUM_STEPS = 4
 ROWS = [{"prompt": f"{n}+{n % 7}=", "answer": str(n + n % 7)} for n in range(10, 34)]
 COMMON: dict[str, Any] = {
@@ -18,6 +23,11 @@ COMMON: dict[str, Any] = {
     "learning_rate": 0.01,
     "loss": {"importance": {"kind": "truncated"}},
 }
+
+
+def batch_of(rollouts: list[Rollout]) -> BatchedDataDict:
+    """The batch of GRPO, with a reward of 0 for each."""
+    return grpo_batch([rollout.scored(0.0) for rollout in rollouts])
 
 
 def worker_pid(engine: Generation) -> int:

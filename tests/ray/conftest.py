@@ -18,8 +18,12 @@ from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed import session as sessions
 from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.models.generation import VllmGeneration
+from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.rollouts.engine import SingleTurnRollouts
+from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.types import Prompt
+from tests.ray.ahead import LONG
 
 GENERATION = VllmGenerationConfig(max_new_tokens=6, kv_cache_gib=1, max_num_seqs=64)
 MAX_PROMPT_TOKENS = 16
@@ -54,6 +58,39 @@ def generation_setup(tiny_model: Path) -> GenerationSetup:
 def engine(session: ClusterSession, generation_setup: GenerationSetup) -> VllmGeneration:
     """The shared engine, with the first weights of the tiny model."""
     return VllmGeneration(session, generation_setup)
+
+
+@pytest.fixture(scope="session")
+def long_setup(generation_setup: GenerationSetup) -> GenerationSetup:
+    """Completions of exactly 200 tokens, so that there is a middle."""
+    config = generation_setup.config.model_copy(update={"max_new_tokens": LONG})
+    return replace(
+        generation_setup,
+        config=config,
+        max_model_len=MAX_PROMPT_TOKENS + LONG,
+        stop_token_ids=(),
+    )
+
+
+@pytest.fixture
+def streaming_engine(session: ClusterSession, long_setup: GenerationSetup) -> StreamingGeneration:
+    """Of long completions, which takes requests at any time."""
+    return StreamingGeneration(session, long_setup)
+
+
+@pytest.fixture
+def rollouts(streaming_engine: StreamingGeneration, tiny_model: Path) -> SingleTurnRollouts:
+    """By the streaming engine."""
+    return SingleTurnRollouts(streaming_engine, load_tokenizer(tiny_model), seed=0)
+
+
+@pytest.fixture
+def stream(
+    streaming_engine: StreamingGeneration, rollouts: SingleTurnRollouts
+) -> Iterator[RolloutStream]:
+    """A stream of the streaming engine's."""
+    with RolloutStream(streaming_engine, rollouts.episode, None, seed=0) as stream:
+        yield stream
 
 
 @pytest.fixture(scope="session")

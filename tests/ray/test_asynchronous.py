@@ -4,9 +4,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,9 @@ import pytest
 import torch
 
 from nemo_rl_core.algorithms import AsyncGRPOTrainer, GRPOTrainer
-from nemo_rl_core.algorithms.grpo.data import grpo_batch
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
-from nemo_rl_core.backends.decoding.requests import DecodingRequest
 from nemo_rl_core.backends.generation.base import GenerationSetup
-from nemo_rl_core.backends.generation.vllm_streaming import _PendingRequest
 from nemo_rl_core.data.pretrained import load_tokenizer
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import ConfigError, WorkerError
@@ -32,13 +27,12 @@ from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
-from nemo_rl_core.types import Prompt, Rollout
-from tests.ray.ahead import COMMON, ROWS, worker_pid
+from nemo_rl_core.types import Prompt
+from tests.ray.ahead import COMMON, LONG, ROWS, batch_of, worker_pid
 from tests.training import assert_equal_weights, replay
 
 pytestmark = pytest.mark.slow
 
-LONG = 200
 G = 2
 # Hands weights over between two steps, too, and must leave the samples as they are.
 SETTINGS: dict[str, Any] = {**COMMON, "validate_every_num_steps": 1}
@@ -48,31 +42,9 @@ def length(prompt: str, response: str) -> float:
     return response.count("7") + 0.1 * len(response)
 
 
-@pytest.fixture(scope="module")
-def setup(generation_setup: GenerationSetup) -> GenerationSetup:
-    """Completions of exactly 200 tokens, so that there is a middle."""
-    config = generation_setup.config.model_copy(update={"max_new_tokens": LONG})
-    return replace(generation_setup, config=config, max_model_len=16 + LONG, stop_token_ids=())
-
-
 @pytest.fixture
-def engine(session: ClusterSession, setup: GenerationSetup) -> StreamingGeneration:
-    return StreamingGeneration(session, setup)
-
-
-@pytest.fixture
-def rollouts(engine: StreamingGeneration, tiny_model: Path) -> SingleTurnRollouts:
-    return SingleTurnRollouts(engine, load_tokenizer(tiny_model), seed=0)
-
-
-@pytest.fixture
-def stream(engine: StreamingGeneration, rollouts: SingleTurnRollouts) -> Iterator[RolloutStream]:
-    with RolloutStream(engine, rollouts.episode, None, seed=0) as stream:
-        yield stream
-
-
-def batch_of(rollouts: list[Rollout]) -> BatchedDataDict:
-    return grpo_batch([rollout.scored(0.0) for rollout in rollouts])
+def engine(streaming_engine: StreamingGeneration) -> StreamingGeneration:
+    return streaming_engine
 
 
 def test_a_stream_gives_the_rollouts_of_the_engine(
@@ -121,59 +93,9 @@ def test_every_token_is_of_the_weights_that_it_names(
         assert (made["generation_logprobs"] - others).abs()[of_version].max() > 0.01
 
 
-def test_what_is_nearly_complete_is_not_interrupted(engine: StreamingGeneration) -> None:
-    """After 71 of 150 tokens 79 are left, and 78 would be computed again behind a prompt of 7."""
-    prompt, first, later = list(range(5, 12)), 1, 2
-    limits = {0: 150, 1: 150, 2: LONG}
-    priorities = {0: first, 1: first, 2: later}
-
-    def left(backend: Any) -> dict[int, int]:
-        drawn = {
-            each.name: len(backend._state(each).detokenizer.output_token_ids)
-            for each in backend._running.values()
-        }
-        return {name: limits[name] - num_drawn for name, num_drawn in drawn.items()}
-
-    def finished_after(num_drawn: int, backend: Any) -> list[dict[int, int]]:
-        """Tokens that are left, by request, before and after the first ones may be completed."""
-        backend._start(
-            [
-                _PendingRequest(name, DecodingRequest(prompt, name, limit), priorities[name])
-                for name, limit in limits.items()
-            ]
-        )
-        for _ in range(num_drawn):
-            backend._step()
-        before = left(backend)
-        backend._finish_first(first)
-        after = left(backend)
-        backend._interrupt()
-        return [before, after]
-
-    def in_its_thread(num_drawn: int) -> list[dict[int, int]]:
-        import ray
-
-        def drive(backend: Any) -> list[dict[int, int]]:
-            found = backend._between_steps(partial(finished_after, num_drawn, backend))
-            backend._new_finished(0.0)  # nobody asks for them
-            return found
-
-        found: list[dict[int, int]] = ray.get(
-            engine._workers._workers[0].__ray_call__.remote(drive)
-        )
-        return found
-
-    for too_few in (0, 71):
-        before, after = in_its_thread(too_few)
-        assert before == after == {0: 150 - too_few, 1: 150 - too_few, 2: LONG - too_few}
-    before, after = in_its_thread(72)
-    assert before == {0: 78, 1: 78, 2: LONG - 72}
-    assert after == {2: LONG - 150}, "goes on meanwhile, and is not waited for"
-
-
 def test_what_does_not_come_is_asked_for_again_and_then_given_up(
     session: ClusterSession,
-    setup: GenerationSetup,
+    long_setup: GenerationSetup,
     engine: StreamingGeneration,
     rollouts: SingleTurnRollouts,
     prompts: list[Prompt],
@@ -186,7 +108,7 @@ def test_what_does_not_come_is_asked_for_again_and_then_given_up(
     assert failed
     assert all("twice" in str(each.error) and each.reward is None for each in failed)
     # What was given up does not come back to whoever asks next.
-    again = StreamingGeneration(session, setup)
+    again = StreamingGeneration(session, long_setup)
     with RolloutStream(again, rollouts.episode, None, seed=0) as patient:
         patient.begin(prompts, num_generations_per_prompt=1, step=1)
         assert [each.error for each in patient.take(1)] == [None] * len(prompts)
@@ -216,84 +138,12 @@ def test_a_lost_engine_owes_nothing(
     assert {version for each in found for version in each.completion.weight_versions} == {5}
 
 
-def awaiting(engine: StreamingGeneration) -> int:
-    """How many requests the engine keeps for weights to come; all others have begun."""
-    import ray
-
-    (worker, *_) = engine._workers._workers
-    count = worker.__ray_call__.remote(
-        lambda backend: backend._between_steps(lambda: len(backend._awaiting))
-    )
-    return int(ray.get(count))
-
-
-def test_requests_for_the_next_weights_begin_with_them(
-    engine: StreamingGeneration, stream: RolloutStream, prompts: list[Prompt], make_policy: Callable
-) -> None:
-    policy = make_policy(max_tokens_per_microbatch=4096)
-    engine.update_weights(policy, weight_version=1)
-    stream.begin(prompts, num_generations_per_prompt=1, step=1)
-    old = stream.take(1)
-    stream.begin(prompts, num_generations_per_prompt=1, step=1, next_version=2)
-    time.sleep(0.3)  # long enough for some tokens of the old weights
-    assert awaiting(engine) == len(prompts)
-    policy.train(batch_of(old), NLLLoss())
-    engine.update_weights(policy, weight_version=2)
-    assert awaiting(engine) == 0
-    ahead = stream.take(1)
-    stream.begin(prompts, num_generations_per_prompt=1, step=1, next_version=2)  # are there
-    behind = stream.take(1)
-    for one, other, before in zip(ahead, behind, old, strict=True):
-        assert set(one.completion.weight_versions) == {2}
-        assert one.completion.token_ids == other.completion.token_ids
-        assert one.completion.logprobs != before.completion.logprobs
-
-
-def test_requests_for_weights_that_never_come_can_be_given_up(
-    engine: StreamingGeneration, stream: RolloutStream, prompts: list[Prompt], make_policy: Callable
-) -> None:
-    engine.update_weights(make_policy(), weight_version=1)
-    stream.begin(prompts, num_generations_per_prompt=1, step=1, next_version=9)
-    assert awaiting(engine) == len(prompts)
-    engine.cancel(list(range(len(prompts))))
-    assert awaiting(engine) == 0
-
-
-@pytest.mark.thorough
-def test_requests_for_the_next_weights_survive_their_engine(
-    engine: StreamingGeneration, stream: RolloutStream, prompts: list[Prompt], make_policy: Callable
-) -> None:
-    policy = make_policy()
-    engine.update_weights(policy, weight_version=1)
-    stream.begin(prompts, num_generations_per_prompt=1, step=1, next_version=2)
-    assert awaiting(engine) == len(prompts)
-    os.kill(worker_pid(engine), signal.SIGKILL)
-    engine.update_weights(policy, weight_version=2)
-    found = stream.take(1)
-    assert engine.num_restarts == 1
-    assert {version for each in found for version in each.completion.weight_versions} == {2}
-
-
-def test_an_engine_that_is_lost_while_it_finishes_gets_the_next_weights(
-    engine: StreamingGeneration, make_policy: Callable
-) -> None:
-    policy = make_policy()
-    engine.update_weights(policy, weight_version=1)
-    pid = worker_pid(engine)
-    os.kill(pid, signal.SIGKILL)
-    engine.finish_first(2)
-    assert engine.num_restarts == 0
-    engine.update_weights(policy, weight_version=2)
-    assert engine.num_restarts == 1
-    assert worker_pid(engine) != pid
-
-
 @pytest.mark.thorough
 def test_an_engine_that_is_stuck_is_replaced(
-    session: ClusterSession, setup: GenerationSetup, prompts: list[Prompt], tiny_model: Path
+    session: ClusterSession, long_setup: GenerationSetup, prompts: list[Prompt], tiny_model: Path
 ) -> None:
-    config = setup.config.model_copy(update={"generate_timeout_seconds": 30})
-    engine = StreamingGeneration(session, replace(setup, config=config))
+    config = long_setup.config.model_copy(update={"generate_timeout_seconds": 30})
+    engine = StreamingGeneration(session, replace(long_setup, config=config))
     rollouts = SingleTurnRollouts(engine, load_tokenizer(tiny_model), seed=0)
     expected = rollouts.run(prompts, num_generations_per_prompt=1, step=1)
     with RolloutStream(engine, rollouts.episode, None, seed=0) as stream:
@@ -321,7 +171,7 @@ def mend_it(backend: Any) -> None:
 
 def test_what_an_engine_raises_is_heard_once(
     session: ClusterSession,
-    setup: GenerationSetup,
+    long_setup: GenerationSetup,
     engine: StreamingGeneration,
     rollouts: SingleTurnRollouts,
     prompts: list[Prompt],
@@ -337,7 +187,7 @@ def test_what_an_engine_raises_is_heard_once(
             stream.take(1)
     ray.get(worker.__ray_call__.remote(mend_it))
     # The same worker, and whoever uses it next: nothing is left of what went wrong.
-    engine = StreamingGeneration(session, setup)
+    engine = StreamingGeneration(session, long_setup)
     with RolloutStream(engine, rollouts.episode, None, seed=0) as stream:
         stream.begin(prompts, num_generations_per_prompt=1, step=1)
         found = stream.take(1)
