@@ -126,8 +126,9 @@ def test_requests_for_the_next_weights_survive_their_engine(
     engine.update_weights(policy, weight_version=1)
     stream.begin(prompts, num_generations_per_prompt=1, step=1, next_version=2)
     assert awaiting(engine) == len(prompts)
-    os.kill(worker_pid(engine), signal.SIGKILL)
-    engine.update_weights(policy, weight_version=2)
+    with stream.exclusive():  # as the trainer: nobody else may call an engine that is replaced
+        os.kill(worker_pid(engine), signal.SIGKILL)
+        engine.update_weights(policy, weight_version=2)
     found = stream.take(1)
     assert engine.num_restarts == 1
     assert {version for each in found for version in each.completion.weight_versions} == {2}
