@@ -15,7 +15,7 @@ from nemo_rl_core.algorithms import AsyncGRPOTrainer, GRPOTrainer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.environments.adapt import as_scorer
 from nemo_rl_core.rollouts.sampler import Sampler
-from nemo_rl_core.rollouts.stream import StreamingSampler
+from nemo_rl_core.rollouts.streaming_sampler import StreamingSampler
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.types import Completion

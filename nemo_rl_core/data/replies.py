@@ -8,9 +8,10 @@ refused: the model would get conversations that it was not trained on.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
-from nemo_rl_core.data.control import encode_conversation, encode_text
+from nemo_rl_core.data.control import Rendered, encode_conversation, encode_text
 from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.errors import DataError
 
@@ -54,12 +55,13 @@ def reply_token_ids(
         {"role": "assistant", "content": _PLACEHOLDER},
         {"role": role, "content": reply["content"]},
     ]
-    named = {"row": row, "what": f"a turn of {role!r} behind the assistant's"}
-    before, before_ids = encode_conversation(
-        tokenizer, turns, **named, add_generation_prompt=True, ending=_PLACEHOLDER
-    )
+    before, before_ids = _opening(tokenizer, tokenizer.get_chat_template(), prompt)
     whole, whole_ids = encode_conversation(
-        tokenizer, [*turns, *behind], **named, add_generation_prompt=True
+        tokenizer,
+        [*turns, *behind],
+        row=row,
+        what=f"a turn of {role!r} behind the assistant's",
+        add_generation_prompt=True,
     )
     if not whole.startswith(before) or whole_ids[: len(before_ids)] != before_ids:
         raise DataError(
@@ -70,3 +72,16 @@ def reply_token_ids(
         )
     new = whole_ids[len(before_ids) :]
     return new[1:] if new[:1] == [last_token] else new
+
+
+@lru_cache(maxsize=4096)  # the turns of a group begin alike; they are many
+def _opening(tokenizer: Any, template: str, prompt: str) -> Rendered:
+    """The first turns and the placeholder, under a template that may have been replaced."""
+    turns = as_turns(prompt, role="user")
+    return encode_conversation(
+        tokenizer,
+        turns,
+        row=f"the conversation that begins with {str(turns[0].get('content'))[:80]!r}",
+        add_generation_prompt=True,
+        ending=_PLACEHOLDER,
+    )

@@ -7,7 +7,7 @@ on the worker's machine, until no row of it is referred to. Whoever computes on 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, overload
+from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
 import torch
@@ -21,6 +21,13 @@ class InProcess:
     """A reference to a block in this process, where no worker has made it."""
 
     block: Block
+
+
+class HeldRow(NamedTuple):
+    """A row of a block: the reference of the block, and the row's number there."""
+
+    reference: Any
+    number: int
 
 
 def as_block(columns: Mapping[str, Any]) -> Block:
@@ -88,6 +95,21 @@ class HeldRows:
         block = np.repeat(np.arange(len(counts)), counts)
         starts = np.cumsum(counts) - counts
         return cls(tuple(references), block, np.arange(len(block)) - starts[block])
+
+    @classmethod
+    def of_each(cls, rows: Sequence[HeldRow]) -> Self:
+        """Single rows, in their order."""
+        blocks = {id(each.reference): each.reference for each in rows}
+        places = dict(zip(blocks, range(len(blocks)), strict=True))
+        block = np.array([places[id(each.reference)] for each in rows], np.int64)
+        return cls(
+            tuple(blocks.values()), block, np.array([each.number for each in rows], np.int64)
+        )
+
+    def each(self) -> list[HeldRow]:
+        """The rows one by one, as `of_each` takes them."""
+        rows = zip(self.block.tolist(), self.row.tolist(), strict=True)
+        return [HeldRow(self.references[block], number) for block, number in rows]
 
     @classmethod
     def concatenated(cls, parts: "Sequence[HeldRows]") -> "HeldRows":

@@ -164,8 +164,8 @@ def rollout_metrics(batch: BatchedDataDict) -> dict[str, float]:
         batch: What `rollout_batch` returns and, for `kl_generation_trainer` and
             `sampling_importance_ratio`, `prev_logprobs`; of held ones `agreement` has both.
     """
-    if batch.is_held:  # of single turns, all of whose tokens the policy has written
-        lengths = batch["rollout_lengths"].float()
+    if batch.is_held:
+        lengths = batch.get("written_lengths", batch["rollout_lengths"]).float()
     else:
         lengths = batch["token_mask"].sum(dim=1).float()
     metrics = {

@@ -6,8 +6,9 @@ that streams takes the same records one by one.
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 
 from nemo_rl_core.data.pretrained import decoded
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, flat_tensor
+from nemo_rl_core.distributed.held_rows import HeldRow, HeldRows, InProcess
+from nemo_rl_core.models.generation.where_made import HeldCompletions
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.held import HeldRollouts, HeldSource
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -28,16 +31,31 @@ class CompletionRequest:
     """Tokens to be continued.
 
     Attributes:
-        token_ids: All that came before, prompt and earlier turns.
+        token_ids: All that came before, prompt and earlier turns, or what comes behind `before`.
         seed: Of this request alone, 31 bits.
         stop_strings: Texts that end the answer; they are part of it.
         max_new_tokens: At most so many; None leaves it to the engine's config.
+        before: The tokens before `token_ids`, where they lie elsewhere.
     """
 
     token_ids: tuple[int, ...]
     seed: int
     stop_strings: tuple[str, ...] = ()
     max_new_tokens: int | None = None
+    before: "HeldTokens | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTokens:
+    """A sequence that lies where an engine has made it.
+
+    Attributes:
+        row: With the columns of `HeldCompletions.tokens`.
+        length: How many tokens of it there are.
+    """
+
+    row: HeldRow
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +73,38 @@ class CompletionResult:
     logprobs: tuple[float, ...]
     truncated: bool
     weight_versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldResult:
+    """As `CompletionResult`, of a completion that stays where it is made.
+
+    Attributes:
+        whole: The completion, behind all that came before.
+        num_tokens: Of the completion alone.
+        last_token: Of the completion; None if it is empty.
+        text: Of the completion, decoded.
+        truncated: It ran into a bound on tokens.
+    """
+
+    whole: HeldTokens
+    num_tokens: int
+    last_token: int | None
+    text: str
+    truncated: bool
+
+
+def held_results(completions: HeldCompletions) -> list[HeldResult]:
+    """Completions one by one, of which the texts are fetched, and not the tokens."""
+    said = completions.texts.fetched()
+    lengths = completions.completion_lengths.tolist()
+    rows = map(HeldTokens, completions.tokens.each(), completions.input_lengths.tolist())
+    last = [
+        token if length else None
+        for token, length in zip(said["last_token_ids"], lengths, strict=True)
+    ]
+    columns = (rows, lengths, last, said["texts"], completions.truncated.tolist())
+    return [HeldResult(*each) for each in zip(*columns, strict=True)]
 
 
 def answers_to(
@@ -87,7 +137,11 @@ def answers_to(
 
 
 def as_batch(requests: Sequence[CompletionRequest]) -> BatchedDataDict:
-    """At least one request as `GenerationInterface.generate` takes them."""
+    """At least one request as `GenerationInterface.generate` takes them.
+
+    With `before` and `before_lengths`, as `where_made.whole_requests` has them, where one goes on
+    behind tokens that lie elsewhere.
+    """
     # Samples of a prompt share its tuple, which is read once.
     rows = {id(request.token_ids): request.token_ids for request in requests}
     numbers = dict(zip(rows, range(len(rows)), strict=True))
@@ -108,7 +162,28 @@ def as_batch(requests: Sequence[CompletionRequest]) -> BatchedDataDict:
     limits = [request.max_new_tokens for request in requests]
     if None not in limits:
         batch["max_new_tokens"] = torch.tensor(limits)
+    before = [request.before or _NOTHING for request in requests]
+    if any(each is not _NOTHING for each in before):
+        batch["before"] = HeldRows.of_each([each.row for each in before])
+        batch["before_lengths"] = torch.tensor([each.length for each in before])
     return batch
+
+
+_NOTHING = HeldTokens(
+    HeldRow(
+        InProcess(
+            {
+                "input_ids": np.zeros((1, 0), np.int64),
+                "token_mask": np.zeros((1, 0), np.bool_),
+                "generation_logprobs": np.zeros((1, 0), np.float32),
+                "weight_versions": np.zeros((1, 0), np.int64),
+            }
+        ),
+        0,
+    ),
+    0,
+)
+"""What comes before a request that begins, in a batch with such as go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +215,8 @@ class Episode(Protocol):
         """The next request to the engine."""
         ...
 
-    def add_completion(self, answer: CompletionResult) -> None:
-        """Appends a completion of the policy."""
+    def add_completion(self, answer: Any) -> None:
+        """Appends a completion of the policy: a `CompletionResult`, or a `HeldResult`."""
         ...
 
     def rollout(self) -> Rollout:
@@ -171,12 +246,38 @@ class RolloutEngine(ABC, Generic[E]):
         self._seed = seed
 
     @abstractmethod
-    def episode(self, prompt: Prompt, place: RolloutPlace) -> E:
-        """A rollout that has not begun."""
+    def episode(self, prompt: Prompt, place: RolloutPlace, *, holds: bool = False) -> E:
+        """A rollout that has not begun.
+
+        Args:
+            prompt: What is asked first.
+            place: Which rollout it is.
+            holds: Whether its tokens stay where they are made.
+        """
 
     @abstractmethod
     def _step_environment(self, episodes: Sequence[E]) -> None:
         """Answers the last completion of each episode, where there is an environment."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether `run_held` is there: of an engine in workers that completes whole batches."""
+        return bool(getattr(self._generation, "holds_completions", False))
+
+    @abstractmethod
+    def run_held(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_generations_per_prompt: int,
+        step: int,
+        first_place: int = 0,
+        discards_weights: bool = False,
+    ) -> HeldRollouts:
+        """As `run`, of rollouts whose completions stay where they are made.
+
+        Engines are awake only for as long as it takes; see `Generation.generate_held`.
+        """
 
     def run(
         self,
@@ -201,18 +302,31 @@ class RolloutEngine(ABC, Generic[E]):
             say which they are. Where an environment has answered, each has a reward or an error;
             else neither.
         """
-        episodes = [
-            self.episode(prompt, RolloutPlace(self._seed, step, group, sample))
+        places = self._places(prompts, num_generations_per_prompt, step, first_place)
+        episodes = [self.episode(*each) for each in places]
+        self._play(episodes, partial(answers_to, generation=self._generation, greedy=greedy))
+        return [each.rollout() for each in episodes]
+
+    def _places(
+        self, prompts: Sequence[Prompt], group_size: int, step: int, first_place: int
+    ) -> list[tuple[Prompt, RolloutPlace]]:
+        return [
+            (prompt, RolloutPlace(self._seed, step, group, sample))
             for group, prompt in enumerate(prompts, start=first_place)
-            for sample in range(num_generations_per_prompt)
+            for sample in range(group_size)
         ]
+
+    def _play(
+        self,
+        episodes: Sequence[E],
+        answers_to: Callable[[list[CompletionRequest]], Sequence[Any]],
+    ) -> None:
+        """Has episodes go on until all of them are over."""
         while live := [each for each in episodes if not each.is_over]:
-            requests = [each.request() for each in live]
-            answers = answers_to(requests, self._generation, greedy=greedy)
+            answers = answers_to([each.request() for each in live])
             for episode, answer in zip(live, answers, strict=True):
                 episode.add_completion(answer)
             self._step_environment(live)
-        return [each.rollout() for each in episodes]
 
 
 def request_seed(seed: int, step: int, place: int, sample: int, turn: int = 0) -> int:
@@ -282,14 +396,11 @@ class SingleTurnEpisode:
 class SingleTurnRollouts(RolloutEngine[SingleTurnEpisode]):
     """Samples completions, which somebody else scores."""
 
-    def episode(self, prompt: Prompt, place: RolloutPlace) -> SingleTurnEpisode:
-        """A rollout that has not begun."""
+    def episode(
+        self, prompt: Prompt, place: RolloutPlace, *, holds: bool = False
+    ) -> SingleTurnEpisode:
+        """A rollout that has not begun; one whose completion is held never gets it."""
         return SingleTurnEpisode(prompt, place, tokenizer=self._tokenizer)
-
-    @property
-    def holds(self) -> bool:
-        """Whether `run_held` is there: of an engine in workers that completes whole batches."""
-        return bool(getattr(self._generation, "holds_completions", False))
 
     def run_held(
         self,
@@ -300,10 +411,7 @@ class SingleTurnRollouts(RolloutEngine[SingleTurnEpisode]):
         first_place: int = 0,
         discards_weights: bool = False,
     ) -> HeldRollouts:
-        """As `run`, of rollouts whose completions stay where they are made.
-
-        Engines are awake only for as long as it takes; see `Generation.generate_held`.
-        """
+        """As `RolloutEngine.run_held`, in one call of each engine."""
         count, size = len(prompts), num_generations_per_prompt
         places = range(first_place, first_place + count)
         first_seeds = np.array([request_seed(self._seed, step, place, 0) for place in places])

@@ -5,23 +5,29 @@ completion is there; the rollout is the same.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from nemo_rl_core.config.trainer import RolloutSettings
-from nemo_rl_core.data.pretrained import decoded
 from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.data.turns import as_turns
+from nemo_rl_core.distributed.held_rows import HeldRows, InProcess
 from nemo_rl_core.environments.interfaces import checked
 from nemo_rl_core.environments.multi_turn.replies import Reply
 from nemo_rl_core.errors import DataError, RewardError
+from nemo_rl_core.models.generation.where_made import HeldCompletions, without_tokens
 from nemo_rl_core.rollouts.engine import (
     CompletionRequest,
-    CompletionResult,
+    HeldTokens,
     RolloutPlace,
     request_seed,
 )
-from nemo_rl_core.types import Completion, Prompt, Rollout
+from nemo_rl_core.rollouts.episode_tokens import TokensElsewhere, TokensHere
+from nemo_rl_core.rollouts.held import HeldRollouts, HeldSource, Turns
+from nemo_rl_core.types import Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +70,10 @@ class MultiTurnEpisode:
         bounds: Where it is cut.
         tokenizer: Decodes the policy's turns and encodes the environment's.
         stop_strings: Where the first turn must stop.
+        holds: Whether its tokens stay where engines make them.
 
     Attributes:
+        tokens: All behind the prompt.
         messages: All turns, beginning with the prompt.
         metadata: What the environment's next step gets.
         is_over: Whether there are no more requests.
@@ -84,16 +92,14 @@ class MultiTurnEpisode:
         bounds: Bounds,
         tokenizer: Any,
         stop_strings: tuple[str, ...],
+        holds: bool = False,
     ) -> None:
         self._prompt = prompt
         self._place = place
         self._bounds = bounds
         self._tokenizer = tokenizer
         self._stop_strings = stop_strings
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._generated: list[bool] = []
-        self._weight_versions: list[int] = []
+        self.tokens = TokensElsewhere(prompt) if holds else TokensHere(prompt, tokenizer)
         self._texts: list[str] = []
         self._rewards: list[float] = []
         self._is_cut = False
@@ -113,19 +119,23 @@ class MultiTurnEpisode:
     def request(self) -> CompletionRequest:
         """The next request to the engine."""
         place = self._place
-        left = self._bounds.max_tokens - len(self._token_ids)
+        left = self._bounds.max_tokens - len(self.tokens)
+        token_ids, before = self.tokens.asked
         return CompletionRequest(
-            self._prompt.token_ids + tuple(self._token_ids),
+            token_ids,
             request_seed(place.seed, place.step, place.group, place.sample, len(self._texts)),
             self._stop_strings,
             min(left, self._bounds.max_new_tokens),
+            before,
         )
 
-    def add_completion(self, answer: CompletionResult) -> None:
-        """Appends a turn of the policy: its tokens as they are."""
-        self._append(answer.token_ids, answer.logprobs, generated=True)
-        self._weight_versions += answer.weight_versions
-        text = decoded(self._tokenizer, answer.token_ids)
+    def add_completion(self, answer: Any) -> None:
+        """Appends a turn of the policy.
+
+        Args:
+            answer: A `CompletionResult`, or a `HeldResult` if the tokens are held.
+        """
+        text = self.tokens.add_completion(answer)
         self._texts.append(text)
         self.messages.append({"role": "assistant", "content": text})
         self._is_cut = answer.truncated
@@ -146,13 +156,13 @@ class MultiTurnEpisode:
                 self._tokenizer,
                 self._prompt.text,
                 message,
-                last_token=self._token_ids[-1] if self._token_ids else None,
+                last_token=self.tokens.last,
             )
         except DataError as error:  # A tool's output may spell what cannot be written as text.
             self._error, self.is_over = error.in_one_line, True
             return
         has_turns = len(self._texts) < self._bounds.max_turns
-        has_room = len(self._token_ids) + len(new) < self._bounds.max_tokens
+        has_room = len(self.tokens) + len(new) < self._bounds.max_tokens
         if not has_room:
             self._num_unread_tokens = len(new)
         if not (has_turns and has_room):
@@ -160,32 +170,44 @@ class MultiTurnEpisode:
             if has_turns:
                 self._rewards[-1] += reply.truncation_reward
             return
-        self._append(new, [0.0] * len(new), generated=False)
-        if self._weight_versions:
-            self._weight_versions += [self._weight_versions[-1]] * len(new)
+        self.tokens.add_reply(new)
         self.metadata, self._stop_strings = reply.metadata, tuple(reply.stop_strings or ())
 
     def rollout(self) -> Rollout:
-        """The record of the episode; its reward is the sum over the turns."""
+        """The record of the episode, with its tokens; its reward is the sum over the turns."""
+        assert isinstance(self.tokens, TokensHere)
         reward, error = self._outcome()
         return Rollout(
             self._prompt,
-            Completion(
-                tuple(self._token_ids),
-                tuple(self._logprobs),
-                self._is_cut,
-                () if all(self._generated) else tuple(self._generated),
-                tuple(self._weight_versions),
-                self._num_unread_tokens,
+            self.tokens.completion(
+                truncated=self._is_cut, num_unread_tokens=self._num_unread_tokens
             ),
-            "\n".join(self._texts),
+            self._text,
             reward=reward,
             group=self._place.group,
             sample=self._place.sample,
             turn_rewards=tuple(self._rewards),
-            messages=tuple((said["role"], said["content"]) for said in self.messages),
+            messages=self._said,
             error=error,
         )
+
+    def played(self) -> "PlayedEpisode":
+        """The same of an episode whose tokens are held."""
+        assert isinstance(self.tokens, TokensElsewhere)
+        whole = self.tokens.whole
+        assert whole is not None  # it has had a turn
+        turns = Turns(
+            self._said, tuple(self._rewards), self.tokens.num_written, self._num_unread_tokens
+        )
+        return PlayedEpisode(whole, self._is_cut, self._text, turns, *self._outcome())
+
+    @property
+    def _text(self) -> str:
+        return "\n".join(self._texts)
+
+    @property
+    def _said(self) -> tuple[tuple[str, str], ...]:
+        return tuple((said["role"], said["content"]) for said in self.messages)
 
     def _outcome(self) -> tuple[float | None, str | None]:
         """The sum of all turns' rewards, or why there is none."""
@@ -194,14 +216,72 @@ class MultiTurnEpisode:
         total = checked(
             sum(self._rewards),
             prompt=self._prompt.text,
-            completion="\n".join(self._texts),
+            completion=self._text,
             source="the sum over all turns",
         )
         return (None, total.in_one_line) if isinstance(total, RewardError) else (total, None)
 
-    def _append(
-        self, token_ids: "tuple[int, ...] | list[int]", logprobs: Any, *, generated: bool
-    ) -> None:
-        self._token_ids += token_ids
-        self._logprobs += logprobs
-        self._generated += [generated] * len(token_ids)
+
+@dataclass(frozen=True, slots=True)
+class PlayedEpisode:
+    """An episode that is over, whose tokens are held.
+
+    Attributes:
+        whole: Prompt and turns.
+        truncated: It ran into a bound on tokens or turns.
+        text: What the policy wrote.
+        turns: What is said of them.
+        reward: The sum over the turns.
+        error: Why there is none.
+    """
+
+    whole: HeldTokens
+    truncated: bool
+    text: str
+    turns: Turns
+    reward: float | None
+    error: str | None
+
+    @classmethod
+    def failed(cls, prompt: Prompt, error: str) -> "PlayedEpisode":
+        """One that never came to its end."""
+        nothing = without_tokens([prompt.token_ids])
+        whole = HeldTokens(nothing.tokens.each()[0], len(prompt.token_ids))
+        return cls(
+            whole, truncated=True, text="", turns=Turns((), (), 0, 0), reward=None, error=error
+        )
+
+
+def played_rollouts(
+    asked: Sequence[tuple[Prompt, RolloutPlace]], played: Sequence[PlayedEpisode]
+) -> HeldRollouts:
+    """Rollouts of several turns by reference to their tokens.
+
+    Args:
+        asked: `B` prompts and places, by group and sample.
+        played: What has become of them.
+    """
+    prompts = {place.group: prompt for prompt, place in asked}
+    group = np.array([place.group for _, place in asked], np.int64)
+    start = np.array([len(prompt.token_ids) for prompt, _ in asked], np.int64)
+    length = np.array([each.whole.length for each in played], np.int64)
+    texts = InProcess({"texts": [each.text for each in played]})
+    completions = HeldCompletions(
+        length,
+        length - start,
+        np.array([each.truncated for each in played], np.bool_),
+        HeldRows.of_each([each.whole.row for each in played]),
+        HeldRows.of_blocks([texts], [len(played)]),
+    )
+    rewards = [np.nan if each.reward is None else each.reward for each in played]
+    return HeldRollouts(
+        HeldSource(completions),
+        np.arange(len(played)),
+        tuple(prompts.values()),
+        np.unique(group, return_inverse=True)[1],
+        group,
+        np.array([place.sample for _, place in asked], np.int64),
+        np.array(rewards, np.float64),
+        {row: each.error for row, each in enumerate(played) if each.error is not None},
+        turns=tuple(each.turns for each in played),
+    )

@@ -7,6 +7,7 @@ of `Rollout`s they can be read one by one; texts and tokens are fetched when the
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, overload
 
@@ -74,20 +75,44 @@ class HeldSource:
         )
 
 
-class HeldCompletion(Completion):
-    """A completion of a `HeldSource`, whose tokens are fetched when they are read."""
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What is said of a rollout of several turns, beside its tokens.
 
-    __slots__ = ("_place", "_source")
+    Attributes:
+        messages: As of a `Rollout`.
+        rewards: Of each turn of the policy.
+        num_written: Tokens of the policy.
+        num_unread_tokens: As of a `Completion`.
+    """
+
+    messages: tuple[tuple[str, str], ...]
+    rewards: tuple[float, ...]
+    num_written: int
+    num_unread_tokens: int
+
+
+class HeldCompletion(Completion):
+    """A completion of a `HeldSource`, whose tokens are fetched when they are read.
+
+    Args:
+        source: Has it.
+        place: There.
+        turns: Of several turns.
+    """
+
+    __slots__ = ("_place", "_source", "_turns")
     _source: HeldSource
     _place: int
+    _turns: Turns | None
 
-    def __init__(self, source: HeldSource, place: int) -> None:
+    def __init__(self, source: HeldSource, place: int, turns: Turns | None = None) -> None:
         set_here = object.__setattr__  # as of any frozen dataclass
         set_here(self, "_source", source)
         set_here(self, "_place", place)
+        set_here(self, "_turns", turns)
         set_here(self, "truncated", bool(source.completions.truncated[place]))
-        for name, value in (("generated", ()), ("num_unread_tokens", 0)):
-            set_here(self, name, value)
+        set_here(self, "num_unread_tokens", 0 if turns is None else turns.num_unread_tokens)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -104,12 +129,29 @@ class HeldCompletion(Completion):
         """`[L]` of a streaming engine, else none."""
         if "weight_versions" not in self._source.tokens:
             return ()
-        return self._source.of_tokens(self._place, "weight_versions")
+        versions = self._source.of_tokens(self._place, "weight_versions")
+        # The environment's turns have the version of the policy's turn before.
+        pairs = zip(versions, self.generated, strict=True) if self.generated else ()
+        last = accumulate(pairs, lambda before, own: own if own[1] else (before[0], False))
+        return tuple(version for version, _ in last) or versions
+
+    @property
+    def generated(self) -> tuple[bool, ...]:
+        """`[L]`; empty if the policy wrote all tokens."""
+        if self._turns is None:
+            return ()
+        found = self._source.of_tokens(self._place, "token_mask")
+        return () if all(found) else found
 
     def read(self) -> Completion:
         """The same without a reference to anything elsewhere."""
         return Completion(
-            self.token_ids, self.logprobs, self.truncated, weight_versions=self.weight_versions
+            self.token_ids,
+            self.logprobs,
+            self.truncated,
+            self.generated,
+            self.weight_versions,
+            self.num_unread_tokens,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -121,8 +163,7 @@ class HeldCompletion(Completion):
 
     def __reduce__(self) -> Any:
         found = self.read()
-        values = (found.token_ids, found.logprobs, found.truncated, (), found.weight_versions)
-        return Completion, values
+        return Completion, tuple(getattr(found, each.name) for each in fields(Completion))
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +206,7 @@ _TEXTS_OF_PROMPTS = tuple(each.name for each in fields(Prompt) if each.name != "
 
 @dataclass(frozen=True, eq=False)
 class HeldRollouts(Sequence[Rollout]):
-    """`B` rollouts of single turns.
+    """`B` rollouts.
 
     Attributes:
         source: Their completions, perhaps among others.
@@ -177,6 +218,7 @@ class HeldRollouts(Sequence[Rollout]):
         rewards: `[B]`, not a number where there is none (yet).
         errors: Why there is none, by row.
         components: `[B]` tuples, where the environment gives several rewards.
+        turns: `[B]`, where an environment answers.
     """
 
     source: HeldSource
@@ -188,6 +230,7 @@ class HeldRollouts(Sequence[Rollout]):
     rewards: "np.ndarray[Any, np.dtype[np.float64]] | None" = None
     errors: dict[int, str] | None = None
     components: tuple[tuple[float, ...], ...] = ()
+    turns: tuple[Turns, ...] = ()
 
     def __reduce__(self) -> Any:
         place = np.full(len(self.prompts), -1)
@@ -219,14 +262,17 @@ class HeldRollouts(Sequence[Rollout]):
         for row, (place, prompt, group, sample) in enumerate(zip(*columns, strict=True)):
             reward = None if self.rewards is None else float(self.rewards[row])
             error = errors.get(row)
+            turns = self.turns[row] if self.turns else None
             yield Rollout(
                 self.prompts[prompt],
-                HeldCompletion(self.source, place),
+                HeldCompletion(self.source, place, turns),
                 texts[place],
                 reward=reward if error is None else None,
                 components=self.components[row] if self.components else (),
                 group=group,
                 sample=sample,
+                turn_rewards=() if turns is None else turns.rewards,
+                messages=() if turns is None else turns.messages,
                 error=error,
             )
 
@@ -247,6 +293,7 @@ class HeldRollouts(Sequence[Rollout]):
             rewards=None if self.rewards is None else self.rewards[rows],
             errors=errors,
             components=components,
+            turns=tuple(self.turns[row] for row in rows.tolist()) if self.turns else (),
         )
 
     @property
@@ -315,9 +362,12 @@ class HeldRollouts(Sequence[Rollout]):
         return replace(self, rewards=rewards, errors=self.errors if errors is None else errors)
 
     def batch(self) -> BatchedDataDict:
-        """The columns of `rollout_batch`; `tokens` stand for those with a value a token."""
+        """The columns of `rollout_batch`; `tokens` stand for those with a value a token.
+
+        Of several turns also `written_lengths [B]`, the policy's tokens.
+        """
         source = self.source.completions
-        return BatchedDataDict(
+        batch = BatchedDataDict(
             {
                 "tokens": source.tokens[self.place],
                 "input_lengths": torch.from_numpy(source.input_lengths[self.place]),
@@ -326,6 +376,12 @@ class HeldRollouts(Sequence[Rollout]):
                 "rollout_lengths": torch.from_numpy(source.completion_lengths[self.place]),
             }
         )
+        if self.turns:
+            num_unread = [each.num_unread_tokens for each in self.turns]
+            batch["rollout_lengths"] += torch.tensor(num_unread)
+            batch["written_lengths"] = torch.tensor([each.num_written for each in self.turns])
+            batch["num_turns"] = torch.tensor([len(each.rewards) for each in self.turns])
+        return batch
 
     @classmethod
     def joined(cls, parts: "Sequence[HeldRollouts]") -> "HeldRollouts":
@@ -352,4 +408,5 @@ class HeldRollouts(Sequence[Rollout]):
             np.concatenate(rewards) if rewards else None,
             dict(lists["errors"]),
             tuple(each for part in parts for each in part.components),
+            tuple(each for part in parts for each in part.turns),
         )

@@ -1,15 +1,24 @@
 """Multi-turn rollouts: the policy speaks, the environment answers, until either has enough."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, StopsFirstTurn
 from nemo_rl_core.environments.multi_turn.replies import checked_replies
 from nemo_rl_core.models.interfaces import GenerationInterface
-from nemo_rl_core.rollouts.engine import RolloutEngine, RolloutPlace
-from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode
+from nemo_rl_core.rollouts.engine import (
+    RolloutEngine,
+    RolloutPlace,
+    as_batch,
+    held_results,
+)
+from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode, played_rollouts
+from nemo_rl_core.rollouts.held import HeldRollouts
 from nemo_rl_core.types import Prompt
+
+if TYPE_CHECKING:
+    from nemo_rl_core.models.generation.engine import Generation
 
 
 class MultiTurnRollouts(RolloutEngine[MultiTurnEpisode]):
@@ -48,7 +57,9 @@ class MultiTurnRollouts(RolloutEngine[MultiTurnEpisode]):
         if isinstance(environment, StopsFirstTurn):
             self._first_stops = tuple(environment.first_stop_strings)
 
-    def episode(self, prompt: Prompt, place: RolloutPlace) -> MultiTurnEpisode:
+    def episode(
+        self, prompt: Prompt, place: RolloutPlace, *, holds: bool = False
+    ) -> MultiTurnEpisode:
         """A rollout that has not begun."""
         return MultiTurnEpisode(
             prompt,
@@ -56,7 +67,26 @@ class MultiTurnRollouts(RolloutEngine[MultiTurnEpisode]):
             bounds=self._bounds,
             tokenizer=self._tokenizer,
             stop_strings=self._first_stops,
+            holds=holds,
         )
+
+    def run_held(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_generations_per_prompt: int,
+        step: int,
+        first_place: int = 0,
+        discards_weights: bool = False,
+    ) -> HeldRollouts:
+        """As `RolloutEngine.run_held`, in one call of each engine a turn."""
+        places = self._places(prompts, num_generations_per_prompt, step, first_place)
+        episodes = [self.episode(*each, holds=True) for each in places]
+        generation = cast("Generation", self._generation)
+        generation.prepare_for_generation()
+        self._play(episodes, lambda asked: held_results(generation.continue_held(as_batch(asked))))
+        generation.finish_generation(discards_weights=discards_weights)
+        return played_rollouts(places, [each.played() for each in episodes])
 
     def _step_environment(self, episodes: Sequence[MultiTurnEpisode]) -> None:
         replies = checked_replies(

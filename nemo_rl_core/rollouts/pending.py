@@ -8,6 +8,7 @@ import numpy as np
 from nemo_rl_core.models.generation.streaming import KeptCompletion
 from nemo_rl_core.models.generation.where_made import HeldCompletions, without_tokens
 from nemo_rl_core.rollouts.engine import Episode, RolloutPlace
+from nemo_rl_core.rollouts.episode import MultiTurnEpisode, PlayedEpisode
 from nemo_rl_core.rollouts.held import HeldRollouts, HeldSource
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
@@ -22,7 +23,7 @@ class PendingRollout:
         episode: The turns so far.
         num_attempts: How often it was submitted from its first token.
         failure: Why it has no rollout.
-        kept: Its completion, with the name under which an engine keeps it.
+        kept: The completion of a single turn, with the name under which an engine keeps it.
     """
 
     prompt: Prompt
@@ -31,6 +32,18 @@ class PendingRollout:
     num_attempts: int = 1
     failure: str | None = None
     kept: tuple[int, KeptCompletion] | None = None
+
+    @property
+    def asked(self) -> tuple[Prompt, RolloutPlace]:
+        """What an episode is made of."""
+        return self.prompt, self.place
+
+    def played(self) -> PlayedEpisode:
+        """What has become of an episode of several turns, whose tokens are held."""
+        assert isinstance(self.episode, MultiTurnEpisode)
+        if self.failure is None:
+            return self.episode.played()
+        return PlayedEpisode.failed(self.prompt, self.failure)
 
     @property
     def is_over(self) -> bool:

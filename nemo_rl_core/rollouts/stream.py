@@ -21,10 +21,15 @@ from nemo_rl_core.environments.multi_turn.replies import checked_replies
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.streaming import KeptCompletion, StreamingGeneration
 from nemo_rl_core.rollouts.batch import joined
-from nemo_rl_core.rollouts.engine import CompletionResult, Episode, RolloutPlace, as_batch
-from nemo_rl_core.rollouts.episode import MultiTurnEpisode
+from nemo_rl_core.rollouts.engine import (
+    CompletionResult,
+    Episode,
+    RolloutPlace,
+    as_batch,
+    held_results,
+)
+from nemo_rl_core.rollouts.episode import MultiTurnEpisode, played_rollouts
 from nemo_rl_core.rollouts.pending import PendingRollout, PendingStep, held_rollouts
-from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.types import Prompt, Rollout
 
 _MAX_WAIT_SECONDS = 1.0
@@ -41,8 +46,8 @@ OnDraw = Callable[[int, Sequence[Rollout]], Sequence[Prompt] | None]
 """Gets a step's number and the rollouts of one of its draws; returns the prompts of the next."""
 
 
-def _no_more(step: int, rollouts: Sequence[Rollout]) -> None:
-    pass
+def no_more(step: int, rollouts: Sequence[Rollout]) -> None:
+    """An `OnDraw` of steps that need no further draw."""
 
 
 class RolloutStream(AbstractContextManager["RolloutStream"]):
@@ -62,7 +67,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         seed: The run's.
         timeout_seconds: How long `take` waits before missing rollouts are sampled once more, and
             again before they fail; None waits for ever.
-        holds: Whether completions stay where they are made; of single-turn episodes.
+        holds: Whether completions stay where they are made.
         on_draw: Gets the rollouts of each draw of a step as soon as all have ended, mostly in the
             stream's thread, and returns the prompts of the step's next draw, or None where the step
             needs no more. By default no step does. There is one call at a time, which the
@@ -78,9 +83,8 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         seed: int,
         timeout_seconds: float | None = None,
         holds: bool = False,
-        on_draw: OnDraw = _no_more,
+        on_draw: OnDraw = no_more,
     ) -> None:
-        assert not (holds and environment is not None), "an environment reads completions"
         self._generation, self._holds = generation, holds
         generation.keeps_completions = holds
         self._new_episode = episode
@@ -191,6 +195,8 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         """
         if not self._holds:
             return [each.rollout() for each in draw]
+        if self._environment is not None:
+            return played_rollouts([each.asked for each in draw], [each.played() for each in draw])
         kept = dict(each.kept for each in draw if each.kept is not None)
         completions = self._call_engine(
             partial(self._generation.hand_over, kept), may_restart=may_restart
@@ -338,12 +344,16 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             lambda: self._generation.poll(wait_seconds=wait_seconds),
             may_restart=self._deadline is not None,
         )
-        completed = []
+        completed, turns = [], {}
         for name, made in answers or []:
-            pending = self._in_flight.pop(name, None)
+            pending = self._in_flight.get(name)
             if pending is None:
                 continue  # given up, and finished in the same moment
             self._num_restarts_in_a_row = 0
+            if isinstance(made, KeptCompletion) and self._environment is not None:
+                turns[name] = made
+                continue
+            del self._in_flight[name]
             if isinstance(made, KeptCompletion):
                 pending.kept = name, made
             else:
@@ -353,6 +363,26 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                     )
                 )
             completed.append(pending)
+        return completed + self._take_turns(turns)
+
+    def _take_turns(self, kept: dict[int, KeptCompletion]) -> list[PendingRollout]:
+        """Has engines put turns into the object store, and adds them to their episodes.
+
+        Those of a lost engine stay under way, and are asked for again.
+        """
+        if not kept:
+            return []
+        requests = {name: self._in_flight[name].episode.request() for name in kept}
+        before = {name: each.before.row for name, each in requests.items() if each.before}
+        completions = self._call_engine(
+            partial(self._generation.hand_over, kept, before),
+            may_restart=self._deadline is not None,
+        )
+        if completions is None:
+            return []
+        completed = [self._in_flight.pop(name) for name in kept]
+        for pending, turn in zip(completed, held_results(completions), strict=True):
+            pending.episode.add_completion(turn)
         return completed
 
     def _step_environment(
@@ -446,43 +476,3 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
 
     def _new_deadline(self) -> float:
         return time.monotonic() + (self._timeout_seconds or _FOREVER)
-
-
-class StreamingSampler(Sampler):
-    """A `Sampler` whose engine goes on generating between calls."""
-
-    _engine_class = StreamingGeneration
-    generation: StreamingGeneration
-    _stream: RolloutStream | None = None
-
-    def stream(
-        self,
-        *,
-        seed: int,
-        timeout_seconds: float | None = None,
-        holds: bool = False,
-        on_draw: OnDraw = _no_more,
-    ) -> RolloutStream:
-        """Rollouts of steps to come, as `RolloutStream` has it; there is one at a time.
-
-        Where an environment answers, none is held.
-        """
-        self._close_stream()
-        self._stream = RolloutStream(
-            self.generation,
-            self.engine.episode,
-            self.environment,
-            seed=seed,
-            timeout_seconds=timeout_seconds,
-            holds=holds and self.environment is None,
-            on_draw=on_draw,
-        )
-        return self._stream
-
-    def _close_stream(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-
-    def __exit__(self, *exception: object) -> None:
-        self._close_stream()
-        super().__exit__(*exception)

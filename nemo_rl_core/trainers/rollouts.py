@@ -26,7 +26,6 @@ from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.own import OwnPolicy
 from nemo_rl_core.rollouts.batch import refuse_too_many_failures, valid_rollouts
-from nemo_rl_core.rollouts.engine import SingleTurnRollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.sampler import Sampler, mean_metrics
 from nemo_rl_core.trainers.base import BaseTrainer
@@ -159,7 +158,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     def _run(self, sampler: Sampler, prompts: list[Prompt], first_place: int) -> Sequence[Rollout]:
         """The engine's rollouts, with their tokens here or where they are made."""
         engine, size = sampler.engine, samples_per_step(self.config).num_generations_per_prompt
-        if self._holds_rollouts and isinstance(engine, SingleTurnRollouts) and engine.holds:
+        if self._holds_rollouts and engine.holds:
             self._release_policy()
             return engine.run_held(
                 prompts,

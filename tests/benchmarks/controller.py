@@ -1,8 +1,8 @@
 """CPU time and memory of the controller in a step of RL over many ranks that compute nothing.
 
 `python -m tests.benchmarks.controller` prints the table of docs/results.md; with `--others`, 64
-ranks of 64 sequences with other advantages; with `--ray`, what a call of a rank costs this process
-when Ray carries it.
+ranks of 64 sequences with other advantages, or of conversations; with `--ray`, what a call of a
+rank costs this process when Ray carries it.
 
 The trainer, the sampler, the policy and the engines' side on the controller are the real ones;
 workers are those of `fake_ranks.py`, one engine and one copy of the model a rank. Rewards are drawn
@@ -30,6 +30,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.deal import deal_rows
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
+from nemo_rl_core.environments.adapt import as_scorer
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import where_held
 from nemo_rl_core.rollouts.records import RolloutRecords
@@ -40,7 +41,7 @@ from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
 from tests.benchmarks.beside.inputs import model_folder, prompts, saved
 from tests.benchmarks.beside.rows_machine import LONG
-from tests.benchmarks.fake_ranks import DrawnRewards, FakeSession
+from tests.benchmarks.fake_ranks import DrawnRewards, FakeSession, Talk
 
 GROUP, PROMPT_TOKENS = 16, 512
 RANKS, SEQUENCES_A_RANK = (64, 256, 1024), (8, 16, 64)
@@ -49,6 +50,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "reinforce_plus_plus": ("grpo", {"advantage": {"kind": "reinforce_plus_plus"}}),
     "kl_in_reward": ("grpo", {"loss": {"kl": {"beta": 0.1, "place": "in_reward"}}}),
     "ppo": ("ppo", {"num_epochs_per_rollout": 1}),
+    "three turns": ("grpo", {}),
 }
 """Algorithms and settings, of all of which `--others` measures one size of a step."""
 SHORT, LONGEST = (512, 1024), (512, 3584)
@@ -129,9 +131,11 @@ def steps(
     session = FakeSession(ranks, new_tokens)
     measured = _Measured(session)
     algorithm, section = KINDS[kind]
+    has_turns = kind.startswith("three turns")
     trainer = (_PPO if algorithm == "ppo" else _GRPO)(
         {
             "generation": {"max_new_tokens": new_tokens[1], "num_engines": ranks},
+            "rollouts": {"max_rollout_tokens": 4 * new_tokens[1]} if has_turns else {},
             "max_prompt_tokens": PROMPT_TOKENS,
             "cluster": {"shape": "cluster", "num_workers": ranks},
             algorithm: {
@@ -146,9 +150,8 @@ def steps(
         session=session,
     )
     train = saved(rows, base, folder)
-    spec = RunSpec(
-        train=train, start=base, work=folder / "run", reference=base, scorer=DrawnRewards()
-    )
+    scorer = as_scorer(Talk()) if has_turns else DrawnRewards()
+    spec = RunSpec(train=train, start=base, work=folder / "run", reference=base, scorer=scorer)
     trainer.run(spec, callbacks=[measured])
     return measured.steps[1:]
 

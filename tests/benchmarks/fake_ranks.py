@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
+from nemo_rl_core.distributed.held_rows import InProcess
 from nemo_rl_core.distributed.named_sharding import NamedSharding
-from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.environments.interfaces import EnvironmentReturn, Scorer
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.functional.advantages import Moments
 from nemo_rl_core.models.generation import where_made
@@ -157,6 +159,8 @@ class FakeWorkers:
     def _answer(self, function: Callable[..., Any], batch: Any, asked: Mapping[str, Any]) -> Any:
         if function is where_made.generate:
             return self._completions(batch)
+        if function is where_made.go_on:
+            return self._turns(batch)
         metrics = dict.fromkeys(_OF_STEPS, 0.0) | {"num_valid_tokens": 1.0}
         if function is where_held.train_step:
             return metrics
@@ -175,14 +179,37 @@ class FakeWorkers:
 
     def _completions(self, batch: Mapping[str, Any]) -> Any:
         starts = np.array(list(map(len, batch["prompts"])))[batch["prompt"]]
+        return self._lengths(starts), Unread(), Unread()
+
+    def _turns(self, batch: Mapping[str, Any]) -> Any:
+        found = self._lengths(batch["input_lengths"] + batch.get("before_lengths", 0))
+        size = len(found["truncated"])
+        said = {"texts": [f"{place:0200d}" for place in range(size)], "last_token_ids": [5] * size}
+        return found, Unread(), InProcess(said)
+
+    def _lengths(self, starts: Any) -> dict[str, Any]:
         least, most = self._new_tokens
         lengths = self._drawn.integers(least, most + 1, len(starts))
-        found = {
+        return {
             "input_lengths": starts + lengths,
             "completion_lengths": lengths,
             "truncated": lengths == most,
         }
-        return found, Unread(), Unread()
+
+
+class Talk:
+    """Answers with two hundred characters to all turns but the third."""
+
+    def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
+        is_last = torch.tensor([len(log) == 6 for log in message_log_batch])
+        size = len(is_last)
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": "1" * 200}] * size,
+            metadata=list(metadata),
+            next_stop_strings=[None] * size,
+            rewards=torch.from_numpy(np.random.default_rng(size).integers(0, 2, size)).float(),
+            terminateds=is_last,
+        )
 
 
 class DrawnRewards(Scorer):

@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 
 from nemo_rl_core.algorithms import GRPOTrainer, PPOTrainer
 from nemo_rl_core.distributed.session import ClusterSession
-from nemo_rl_core.rollouts.engine import SingleTurnRollouts
+from nemo_rl_core.rollouts.engine import RolloutEngine
 from nemo_rl_core.rollouts.held import HeldSource
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.trainers.fitting import TrainResult
+from tests.conversations import ROOM, Chat
 
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 9) for b in range(5)]
 SETTINGS: dict[str, Any] = {
@@ -44,11 +45,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "returns of tokens": {"advantage": {"kind": "reinforce_plus_plus"}},
     "returns of tokens less the KL": RETURNS,
     "PPO": {"kind": PPOTrainer, "train_global_batch_size": 8},
+    "conversations": {"reward": Chat(), "rollouts": ROOM},
+    "PPO of conversations": {"kind": PPOTrainer, "reward": Chat(), "rollouts": ROOM},
 }
 ON_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "groups": ("GRPOTrainer", {}),
     "returns": ("GRPOTrainer", {"advantage": {"kind": "reinforce_plus_plus_baseline"}}),
     "returns less the KL": ("GRPOTrainer", RETURNS),
+    "conversations": ("GRPOTrainer", {"rollouts": ROOM}),
     "PPO": ("PPOTrainer", {"train_global_batch_size": 8}),
 }
 """A trainer and its settings, by name."""
@@ -59,15 +63,17 @@ def sevens(prompt: str, response: str) -> float:
     return response.count("7") + 0.1 * len(response)
 
 
-def fit(model: Path, name: str, kind: Any = GRPOTrainer, **settings: Any) -> TrainResult:
+def fit(
+    model: Path, name: str, kind: Any = GRPOTrainer, reward: Any = sevens, **settings: Any
+) -> TrainResult:
     trainer = kind.from_pretrained(model, **{**SETTINGS, **settings})
-    found: TrainResult = trainer.fit(PROMPTS, reward_fn=sevens, name=name)
+    found: TrainResult = trainer.fit(PROMPTS, reward_fn=reward, name=name)
     return found
 
 
 def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rollouts as lists, with all their tokens, as multi-turn ones are."""
-    monkeypatch.setattr(SingleTurnRollouts, "holds", False)
+    """Rollouts as lists, with all their tokens."""
+    monkeypatch.setattr(RolloutEngine, "holds", False)
 
 
 @contextmanager
@@ -90,8 +96,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemo_rl_core import algorithms
-from nemo_rl_core.rollouts.engine import SingleTurnRollouts
+from nemo_rl_core.rollouts.engine import RolloutEngine
 from nemo_rl_core.rollouts.records import RolloutRecords
+from tests.conversations import Chat
 from tests.ray.test_held_rollouts import ON_RANKS, PROMPTS, SETTINGS, sevens
 
 def fitted(variant, name):
@@ -101,11 +108,12 @@ def fitted(variant, name):
         "cluster": {"num_threads": 1, "num_workers": 2},
     }
     made = getattr(algorithms, trainer).from_pretrained(Path(sys.argv[1]), **settings)
-    found = made.fit(PROMPTS, reward_fn=sevens, name=f"{variant} {name}")
+    reward = Chat() if variant == "conversations" else sevens
+    found = made.fit(PROMPTS, reward_fn=reward, name=f"{variant} {name}")
     return found.metrics, RolloutRecords(found.folder / "rollouts").load(1)
 
 held = {variant: fitted(variant, "held") for variant in ON_RANKS}
-SingleTurnRollouts.holds = False
+RolloutEngine.holds = False
 here = {variant: fitted(variant, "here") for variant in ON_RANKS}
 found = {}
 for variant in ON_RANKS:
@@ -154,8 +162,10 @@ def test_two_ranks_and_two_engines_learn_from_held_rollouts_as_from_others(
     advantages, expected = found["advantages"]
     assert len(advantages) == 16
     assert any(expected)
-    if variant == "groups":  # whose advantages the controller computes
+    if variant in {"groups", "conversations"}:  # whose advantages the controller computes
         assert advantages == expected
+    assert [each is None for each in advantages] == [each is None for each in expected]
+    advantages, expected = ([e for e in each if e is not None] for each in (advantages, expected))
     assert advantages == pytest.approx(expected, rel=1e-3, abs=1e-5)
     ours, theirs = found["held"][0], found["here"][0]
     assert ours.keys() == theirs.keys()

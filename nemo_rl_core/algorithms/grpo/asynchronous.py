@@ -20,7 +20,7 @@ from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation import agreement
 from nemo_rl_core.rollouts.batch import valid_rollouts
 from nemo_rl_core.rollouts.sampler import Sampler
-from nemo_rl_core.rollouts.stream import StreamingSampler
+from nemo_rl_core.rollouts.streaming_sampler import StreamingSampler
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.own import OwnParts
 from nemo_rl_core.types import Prompt, Rollout

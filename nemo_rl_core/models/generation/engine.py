@@ -1,7 +1,5 @@
 """Generation engines in Ray workers, of whatever kind the config names."""
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,9 +17,6 @@ from nemo_rl_core.backends.generation.gpu_memory import engine_gpu_use
 from nemo_rl_core.backends.transformers_logprobs import transformers_logprobs
 from nemo_rl_core.config.generation import (
     GenerationConfig,
-    MegatronGenerationConfig,
-    SamplingConfig,
-    SplitEngine,
     VllmGenerationConfig,
     refuse_more_than,
 )
@@ -29,7 +24,7 @@ from nemo_rl_core.config.registered import user_search_path
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.named_sharding import DATA, PIPELINE, TENSOR, NamedSharding
+from nemo_rl_core.distributed.named_sharding import DATA
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.weight_sync import WeightLink
@@ -41,6 +36,7 @@ from nemo_rl_core.errors import (
 from nemo_rl_core.models.columns import as_training_batch, with_lengths
 from nemo_rl_core.models.generation import where_made
 from nemo_rl_core.models.generation.engine_environment import engine_environment
+from nemo_rl_core.models.generation.layout import WITHIN_AN_ENGINE, engine_key, engine_sharding
 from nemo_rl_core.models.generation.where_made import HeldCompletions
 from nemo_rl_core.models.interfaces import GenerationDatumSpec, GenerationInterface
 from nemo_rl_core.models.policy import Policy
@@ -54,7 +50,6 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 _READ = frozenset({*GenerationDatumSpec.__annotations__})
 """The columns that engines read."""
-WITHIN_AN_ENGINE = (PIPELINE, TENSOR)
 
 
 class Generation(GenerationInterface):
@@ -99,7 +94,7 @@ class Generation(GenerationInterface):
         )
         if not setup.config.num_own_bundles:
             refuse_more_than(session.cluster.world_size, setup.config)
-        self._sharding = _sharding(setup.config)
+        self._sharding = engine_sharding(setup.config)
         self.num_restarts = 0
         self._num_unseeded_calls = 0
         self._start()
@@ -127,7 +122,7 @@ class Generation(GenerationInterface):
         self._workers, is_new = self._session.workers(
             backend,
             name=self._name,
-            key=f"{self._backend} {id(backend)} {_engine_key(self._setup)}",
+            key=f"{self._backend} {id(backend)} {engine_key(self._setup)}",
             sharding=self._sharding,
             env_vars={**engine_environment(config), **user_search_path(config)},
             cluster=self._session.beside(own[0]) if own else None,
@@ -171,7 +166,7 @@ class Generation(GenerationInterface):
 
     @property
     def holds_completions(self) -> bool:
-        """Whether `generate_held` is there."""
+        """Whether `generate_held` and `continue_held` are there."""
         return True
 
     def generate_held(
@@ -197,24 +192,40 @@ class Generation(GenerationInterface):
             NemoRLError: As `generate`.
         """
         sleep = self._sleep_options(discards_weights=discards_weights)
-        held = self._repeated(partial(self._held, prompts, prompt, seeds, sleep))
+        parts = where_made.requests_of_engines(prompts, prompt, seeds, self.num_engines)
+        return self._held(where_made.generate, parts, sleep=sleep)
+
+    def continue_held(self, requests: BatchedDataDict) -> HeldCompletions:
+        """As `generate_held`, of engines that are awake and stay so.
+
+        Args:
+            requests: `B` of them, as `where_made.whole_requests` takes them.
+
+        Raises:
+            NemoRLError: As `generate`.
+        """
+        parts = where_made.parts_of_engines(requests, self.num_engines)
+        return self._held(where_made.go_on, parts)
+
+    def _held(
+        self, function: Callable[..., Any], parts: Sequence[Sequence[Any]], **options: Any
+    ) -> HeldCompletions:
+        def call() -> HeldCompletions:
+            self._prove_folder()
+            answers = self._workers.run_all_workers_on_parts(
+                function,
+                parts,
+                axis=DATA,
+                common_kwargs={"model_folder": self._setup.model_folder, **options},
+                timeout_seconds=self._setup.config.generate_timeout_seconds,
+                num_held=2,
+            )
+            return where_made.joined(answers)
+
+        held = self._repeated(call)
         shape, num_generated = model_shape(self._setup.model_folder), held.completion_lengths.sum()
         usage.count("generation", shape, held.input_lengths, num_generated=int(num_generated))
         return held
-
-    def _held(
-        self, prompts: Sequence[Sequence[int]], prompt: Any, seeds: Any, sleep: Any
-    ) -> HeldCompletions:
-        self._prove_folder()
-        answers = self._workers.run_all_workers_on_parts(
-            where_made.generate,
-            where_made.requests_of_engines(prompts, prompt, seeds, self.num_engines),
-            axis=DATA,
-            common_kwargs={"model_folder": self._setup.model_folder, "sleep": sleep},
-            timeout_seconds=self._setup.config.generate_timeout_seconds,
-            num_held=2,
-        )
-        return where_made.joined(answers)
 
     def _texts(self, output: BatchedDataDict) -> list[str]:
         """The completions without special tokens."""
@@ -460,26 +471,3 @@ class Generation(GenerationInterface):
         if link is not None:
             link.close()
         self._session.discard(self._name)
-
-
-def _sharding(config: SamplingConfig) -> NamedSharding:
-    """Engines over the first bundles of their cluster; ranks that talk most lie side by side."""
-    engines, ranks = config.num_engines, config.ranks_per_engine
-    pipeline, tensor = 1, 1
-    if isinstance(config, SplitEngine):
-        pipeline, tensor = config.pipeline_parallel_size, config.tensor_parallel_size
-    every_rank = np.arange(engines * ranks)
-    if isinstance(config, MegatronGenerationConfig):  # whose groups are laid out so
-        return NamedSharding(
-            every_rank.reshape(pipeline, engines, tensor), (PIPELINE, DATA, TENSOR)
-        )
-    return NamedSharding(every_rank.reshape(engines, pipeline, tensor), (DATA, PIPELINE, TENSOR))
-
-
-def _engine_key(setup: GenerationSetup) -> str:
-    """What an engine is started with: architecture, size and sampling, but not the weights."""
-    architecture: dict[str, Any] = json.loads((setup.model_folder / "config.json").read_text())
-    described = json.dumps(architecture, sort_keys=True) + repr(
-        (setup.config, setup.max_model_len, setup.stop_token_ids, setup.dtype, setup.seed)
-    )
-    return hashlib.sha256(described.encode()).hexdigest()

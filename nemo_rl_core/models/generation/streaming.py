@@ -13,13 +13,14 @@ from nemo_rl_core.backends.generation.base import GenerationSetup, WeightsProof
 from nemo_rl_core.config.generation import SamplingConfig, VllmGenerationConfig
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.held_rows import HeldRows
+from nemo_rl_core.distributed.held_rows import HeldRow, HeldRows
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError, WorkerLostError
 from nemo_rl_core.models.generation import where_made
 from nemo_rl_core.models.generation.balance import RequestBalance
-from nemo_rl_core.models.generation.engine import WITHIN_AN_ENGINE, Generation
+from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.models.generation.layout import WITHIN_AN_ENGINE
 from nemo_rl_core.models.generation.options import VllmConfig, read_vllm_setup
 from nemo_rl_core.models.generation.where_made import HeldCompletions
 from nemo_rl_core.models.policy import Policy
@@ -126,7 +127,8 @@ class StreamingGeneration(Generation):
 
         Args:
             names: `B` of them, by which `poll` calls the completions.
-            requests: As for `generate`, drawn under the temperature.
+            requests: As for `generate`, drawn under the temperature, or as
+                `where_made.whole_requests` takes them.
             first_version: An engine begins them when its weights have this version or a later one;
                 with a transfer, before it answers that.
 
@@ -142,7 +144,7 @@ class StreamingGeneration(Generation):
         limits = requests.get("max_new_tokens", torch.full((requests.size,), most))
         shares = self._balance.assign(
             names,
-            prompt_tokens=requests["input_lengths"].tolist(),
+            prompt_tokens=where_made.lengths_before(requests).tolist(),
             new_tokens=limits.clamp(max=most).tolist(),
         )
         for engine, rows in enumerate(shares):
@@ -150,7 +152,12 @@ class StreamingGeneration(Generation):
                 batch = requests.select_indices(rows)
                 own = [names[row] for row in rows]
                 self._submitting += self._calls(
-                    engine, "submit", names=own, batch=batch, first_version=first_version
+                    engine,
+                    "__ray_call__",
+                    where_made.submit,
+                    names=own,
+                    batch=batch,
+                    first_version=first_version,
                 )
 
     def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion | KeptCompletion]]:
@@ -197,11 +204,16 @@ class StreamingGeneration(Generation):
             shape = model_shape(self._setup.model_folder)
             usage.count("generation", shape, lengths, num_generated=num_generated)
 
-    def hand_over(self, kept: Mapping[int, KeptCompletion]) -> HeldCompletions:
+    def hand_over(
+        self,
+        kept: Mapping[int, KeptCompletion],
+        before: Mapping[int, HeldRow] | None = None,
+    ) -> HeldCompletions:
         """Has the engines put completions into the object store, a block each.
 
         Args:
             kept: What `poll` has returned, by name; each is handed over once.
+            before: The rows behind which some of them went on, as their requests had them.
 
         Raises:
             WorkerLostError: If a worker is lost, and with it what it keeps; see `restart`.
@@ -213,6 +225,9 @@ class StreamingGeneration(Generation):
         for number, each in enumerate(used.tolist()):
             own = np.flatnonzero(block == number)
             row[own] = np.arange(len(own))
+            asked = [(before or {}).get(name) for name in names[own].tolist()]
+            going_on = [place for place, each in enumerate(asked) if each is not None]
+            rows = [each for each in asked if each is not None]
             calls.append(
                 self._workers.start_single_worker(
                     "__ray_call__",
@@ -221,6 +236,8 @@ class StreamingGeneration(Generation):
                     num_held=2,
                     names=names[own].tolist(),
                     model_folder=self._setup.model_folder,
+                    going_on=going_on,
+                    before=HeldRows.of_each(rows) if rows else None,
                 )
             )
         self._finish([first for first, _, _ in calls])
@@ -229,7 +246,7 @@ class StreamingGeneration(Generation):
             np.array([each.completion_length for each in kept.values()], np.int64),
             np.array([each.truncated for each in kept.values()], np.bool_),
             HeldRows(tuple(tokens for _, tokens, _ in calls), block, row),
-            HeldRows(tuple(texts for _, _, texts in calls), block, row, "texts"),
+            HeldRows(tuple(texts for _, _, texts in calls), block, row),
         )
 
     def finish_first(self, priority: int) -> None:
@@ -252,11 +269,11 @@ class StreamingGeneration(Generation):
     def _ranks(self) -> int:
         return self._setup.config.ranks_per_engine
 
-    def _calls(self, engine: int, method: str, **kwargs: Any) -> list[Any]:
+    def _calls(self, engine: int, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls of all ranks of an engine."""
         first = engine * self._ranks
         return [
-            self._workers.start_single_worker(method, rank=rank, **kwargs)
+            self._workers.start_single_worker(method, *args, rank=rank, **kwargs)
             for rank in range(first, first + self._ranks)
         ]
 

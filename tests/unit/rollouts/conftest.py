@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,13 +66,15 @@ class Scripted(GenerationInterface):
     def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
         rows = [self._row(data, place) for place in range(len(data["seeds"]))]
         self.asked.append([asked for asked, _, _ in rows])
-        width = max(len(asked["ids"]) + len(ids) for asked, ids, _ in rows)
+        width = max((len(asked["ids"]) + len(ids) for asked, ids, _ in rows), default=0)
         output = BatchedDataDict(
             output_ids=torch.zeros(len(rows), width, dtype=torch.long),
             logprobs=torch.zeros(len(rows), width),
-            truncated=torch.tensor([cut for _, _, cut in rows]),
-            generation_lengths=torch.tensor([len(ids) for _, ids, _ in rows]),
-            unpadded_sequence_lengths=torch.tensor([len(a["ids"]) + len(i) for a, i, _ in rows]),
+            truncated=torch.tensor([cut for _, _, cut in rows], dtype=torch.bool),
+            generation_lengths=torch.tensor([len(ids) for _, ids, _ in rows], dtype=torch.long),
+            unpadded_sequence_lengths=torch.tensor(
+                [len(asked["ids"]) + len(ids) for asked, ids, _ in rows], dtype=torch.long
+            ),
         )
         for place, (asked, ids, _) in enumerate(rows):
             start, end = len(asked["ids"]), len(asked["ids"]) + len(ids)
@@ -102,6 +105,14 @@ class Scripted(GenerationInterface):
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return build_arithmetic_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where an engine finds it."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

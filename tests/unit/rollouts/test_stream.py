@@ -2,18 +2,27 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from nemo_rl_core.backends.generation.vllm_streaming import FinishedRequest
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.held_rows import HeldRow, HeldRows, InProcess
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import RewardError, WorkerError, WorkerLostError
+from nemo_rl_core.models.generation import where_made
+from nemo_rl_core.models.generation.streaming import KeptCompletion
 from nemo_rl_core.rollouts import stream as stream_module
 from nemo_rl_core.rollouts.engine import RolloutPlace, SingleTurnEpisode
-from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode
+from nemo_rl_core.rollouts.episode import Bounds
+from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.types import Completion, Prompt, Rollout
 from tests.commands import REPOSITORY
@@ -29,7 +38,10 @@ class Engine:
     are killed are in `tests/ray/test_asynchronous.py` and `tests/faults/test_run_faults.py`.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, tokenizer_folder: Path) -> None:
+        self._folder = tokenizer_folder
+        self._prompts: dict[int, list[int]] = {}
+        self.keeps_completions = False
         self._answer = (*tokenizer.encode("5", add_special_tokens=False), tokenizer.eos_token_id)
         self._done: list[int] = []
         self.num_restarts = 0
@@ -47,22 +59,55 @@ class Engine:
     ) -> None:
         self._refuse_if_lost()
         self._done += names
+        whole, _ = where_made.whole_requests(requests)
+        for name, ids, length in zip(
+            names, whole["input_ids"], whole["input_lengths"], strict=True
+        ):
+            self._prompts[name] = ids[:length].tolist()
         self.priorities += requests["priorities"].tolist()
 
-    def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion]]:
+    def poll(self, *, wait_seconds: float) -> list[tuple[int, Any]]:
         self._refuse_if_lost()
         if self.failure is not None:
             raise self.failure
         done, self._done = self._done, []
         if not done:
             time.sleep(min(wait_seconds, 0.01))
-        return [(name, Completion(self._answer, (-1.0, -1.0), truncated=False)) for name in done]
+        return [(name, self._made(name)) for name in done]
+
+    def _made(self, name: int) -> Completion | KeptCompletion:
+        if self.keeps_completions:
+            return KeptCompletion(0, len(self._prompts[name]) + 2, 2, truncated=False)
+        return Completion(self._answer, (-1.0, -1.0), truncated=False, weight_versions=(0, 0))
+
+    def hand_over(
+        self, kept: Mapping[int, KeptCompletion], before: Mapping[int, HeldRow]
+    ) -> where_made.HeldCompletions:
+        self._refuse_if_lost()
+        answer = Completion(self._answer, (-1.0, -1.0), truncated=False, weight_versions=(0, 0))
+        backend = SimpleNamespace(
+            hand_over=lambda names: [
+                FinishedRequest(name, self._prompts.pop(name), answer) for name in names
+            ]
+        )
+        _, *blocks = where_made.hand_over(
+            backend,
+            names=list(kept),
+            model_folder=self._folder,
+            going_on=[place for place, name in enumerate(kept) if name in before],
+            before=HeldRows.of_each(list(before.values())) if before else None,
+        )
+        tokens, texts = (HeldRows.of_blocks([InProcess(block)], [len(kept)]) for block in blocks)
+        lengths = [[each.input_length, each.completion_length] for each in kept.values()]
+        return where_made.HeldCompletions(
+            *np.array(lengths).T, np.zeros(len(kept), np.bool_), tokens, texts
+        )
 
     def cancel(self, names: Sequence[int]) -> None:
         self._refuse_if_lost()
 
     def restart(self, lost: WorkerLostError) -> None:
-        self.is_lost, self._done = False, []
+        self.is_lost, self._done, self._prompts = False, [], {}
         self.num_restarts += 1
         self.restarted_in.append(threading.current_thread().name)
 
@@ -91,8 +136,14 @@ class Patient:
 
 
 @pytest.fixture
-def engine(tokenizer: Any) -> Engine:
-    return Engine(tokenizer)
+def engine(tokenizer: Any, tokenizer_folder: Path) -> Engine:
+    return Engine(tokenizer, tokenizer_folder)
+
+
+@pytest.fixture(params=[False, True], ids=["brought", "held"])
+def holds(request: pytest.FixtureRequest) -> bool:
+    """Whether tokens stay with the engine."""
+    return bool(request.param)
 
 
 @pytest.fixture
@@ -102,16 +153,15 @@ def environment() -> Patient:
 
 @pytest.fixture
 def make(
-    engine: Engine, environment: Patient, tokenizer: Any
+    engine: Engine, environment: Patient, tokenizer: Any, holds: bool
 ) -> Iterator[Callable[..., RolloutStream]]:
     made = []
-
-    def episode(prompt: Prompt, place: RolloutPlace) -> MultiTurnEpisode:
-        bounds = Bounds(max_turns=9, max_tokens=40, max_new_tokens=6)
-        return MultiTurnEpisode(prompt, place, bounds=bounds, tokenizer=tokenizer, stop_strings=())
+    bounds = Bounds(max_turns=9, max_tokens=40, max_new_tokens=6)
+    rollouts = MultiTurnRollouts(engine, tokenizer, environment, seed=0, bounds=bounds)  # type: ignore[arg-type]
 
     def stream(**options: Any) -> RolloutStream:
-        made.append(RolloutStream(engine, episode, environment, seed=0, **options))
+        episode = partial(rollouts.episode, holds=holds)
+        made.append(RolloutStream(engine, episode, environment, seed=0, holds=holds, **options))
         return made[-1]
 
     yield stream
@@ -185,6 +235,27 @@ def test_an_engine_that_was_out_of_reach_once_is_started_again_though_it_lives(
         engine.is_lost, engine._done = False, []
     (found,) = stream.take(1)
     assert (found.reward, engine.num_restarts) == (3, 1)
+
+
+@pytest.mark.parametrize("holds", [True], indirect=True)
+def test_turns_that_are_lost_with_the_engine_that_kept_them_are_drawn_again(
+    make: Any, engine: Engine, environment: Patient, ask: Any
+) -> None:
+    """It is lost between the poll that names them and the call that puts them elsewhere."""
+    handed_over, lost = engine.hand_over, threading.Event()
+
+    def lose(*asked: Any) -> Any:
+        engine.is_lost = not lost.is_set()
+        lost.set()
+        return handed_over(*asked)
+
+    engine.hand_over = lose  # type: ignore[method-assign]
+    stream = make()
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=2, step=1)
+    assert lost.wait(SECONDS)
+    assert [each.reward for each in stream.take(1)] == [3, 3]
+    assert engine.num_restarts == 1
+    assert environment.num_calls == NUM_TURNS
 
 
 def test_a_lost_engine_is_left_to_the_weights_that_are_handed_over_next(

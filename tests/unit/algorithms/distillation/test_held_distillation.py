@@ -16,12 +16,14 @@ from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.held_rows import HeldRows
+from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.rollouts.engine import SingleTurnRollouts
+from nemo_rl_core.rollouts.engine import RolloutEngine
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.trainers.loop import RunSpec
+from tests.conversations import ROOM, Chat
 from tests.local_workers import LocalSession
 
 NUM_STEPS = 2
@@ -54,7 +56,7 @@ def teacher(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(model: Path, teacher: Path, folder: Path) -> Path:
+def trained(model: Path, teacher: Path, folder: Path, *, talks: bool) -> Path:
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 9) for b in range(5)]
     train = folder / "train"
     train.mkdir(parents=True)
@@ -62,6 +64,7 @@ def trained(model: Path, teacher: Path, folder: Path) -> Path:
     trainer = InProcessTrainer(
         {
             "generation": {"backend": "hf", "max_new_tokens": 6},
+            "rollouts": ROOM if talks else {},
             "max_prompt_tokens": 16,
             "distillation": {
                 "num_prompts_per_step": 4,
@@ -75,12 +78,14 @@ def trained(model: Path, teacher: Path, folder: Path) -> Path:
         session=LocalSession(),  # type: ignore[arg-type]
     )
     work = folder / "work"
-    trainer.run(RunSpec(train=train, start=model, work=work, reference=teacher))
+    scorer = EnvironmentScorer(Chat()) if talks else None
+    trainer.run(RunSpec(train=train, start=model, work=work, reference=teacher, scorer=scorer))
     return work
 
 
+@pytest.mark.parametrize("talks", [False, True], ids=["single turns", "conversations"])
 def test_held_rollouts_train_to_the_same_bits(
-    tiny_model: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, talks: bool
 ) -> None:
     kept: list[bool] = []
     original = Policy.get_reference_topk_logprobs
@@ -91,9 +96,9 @@ def test_held_rollouts_train_to_the_same_bits(
         return found
 
     monkeypatch.setattr(Policy, "get_reference_topk_logprobs", noted)
-    held = trained(tiny_model, teacher, tmp_path / "held")
-    monkeypatch.setattr(SingleTurnRollouts, "holds", False)
-    here = trained(tiny_model, teacher, tmp_path / "here")
+    held = trained(tiny_model, teacher, tmp_path / "held", talks=talks)
+    monkeypatch.setattr(RolloutEngine, "holds", False)
+    here = trained(tiny_model, teacher, tmp_path / "here", talks=talks)
     assert kept == [True] * NUM_STEPS + [False] * NUM_STEPS
     ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (held, here))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

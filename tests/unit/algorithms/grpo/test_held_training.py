@@ -20,7 +20,7 @@ from nemo_rl_core.distributed.held_rows import HeldRows
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.errors import ConsistencyError, RewardError
 from nemo_rl_core.models.generation.engine import Generation
-from nemo_rl_core.rollouts.engine import SingleTurnRollouts
+from nemo_rl_core.rollouts.engine import RolloutEngine
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.telemetry.metrics import MetricsFile
@@ -116,7 +116,14 @@ class InProcessTrainer(GRPOTrainer):
         generation._source = generation._proven = self.policy
 
 
-def trained(model: Path, folder: Path, **grpo: Any) -> Path:
+def trained(
+    model: Path,
+    folder: Path,
+    *,
+    scorer: Scorer | None = None,
+    rollouts: dict[str, Any] | None = None,
+    **grpo: Any,
+) -> Path:
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 9) for b in range(5)]
     data = DataModule.of(
         rows, validation=[{"prompt": "1+1=", "answer": "2"}], tokenizer=load_tokenizer(model)
@@ -127,20 +134,21 @@ def trained(model: Path, folder: Path, **grpo: Any) -> Path:
     trainer = InProcessTrainer(
         {
             "generation": {"backend": "hf", "max_new_tokens": 6},
-            "rollouts": {"max_failed_fraction": 0.9},
+            "rollouts": {"max_failed_fraction": 0.9, **(rollouts or {})},
             "max_prompt_tokens": 16,
             "grpo": {**GRPO, **grpo},
         },
         session=LocalSession(),  # type: ignore[arg-type]
     )
     work = folder / "work"
-    trainer.run(RunSpec(train=train, start=model, work=work, reference=model, scorer=Sevens()))
+    scored_by = scorer or Sevens()
+    trainer.run(RunSpec(train=train, start=model, work=work, reference=model, scorer=scored_by))
     return work
 
 
 def read_here(patch: pytest.MonkeyPatch) -> None:
-    """As rollouts of several turns are, with all their tokens."""
-    patch.setattr(SingleTurnRollouts, "holds", False)
+    """With all their tokens, as rollouts of a user's engine are."""
+    patch.setattr(RolloutEngine, "holds", False)
 
 
 def assert_equal(held: Path, here: Path) -> None:

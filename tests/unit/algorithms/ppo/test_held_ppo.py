@@ -12,6 +12,7 @@ from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.held_rows import HeldRows
+from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.loop import RunSpec
@@ -50,7 +51,14 @@ class InProcessPPO(PPOTrainer):
         InProcessTrainer._update_weights(self, sampler, last_step=last_step)  # type: ignore[arg-type]
 
 
-def trained(model: Path, folder: Path, **ppo: Any) -> Path:
+def trained(
+    model: Path,
+    folder: Path,
+    *,
+    scorer: Scorer | None = None,
+    rollouts: dict[str, Any] | None = None,
+    **ppo: Any,
+) -> Path:
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 9) for b in range(5)]
     train = folder / "train"
     train.mkdir(parents=True)
@@ -58,14 +66,15 @@ def trained(model: Path, folder: Path, **ppo: Any) -> Path:
     trainer = InProcessPPO(
         {
             "generation": {"backend": "hf", "max_new_tokens": 6},
-            "rollouts": {"max_failed_fraction": 0.9},
+            "rollouts": {"max_failed_fraction": 0.9, **(rollouts or {})},
             "max_prompt_tokens": 16,
             "ppo": {**PPO, **ppo},
         },
         session=LocalSession(),  # type: ignore[arg-type]
     )
     work = folder / "work"
-    trainer.run(RunSpec(train=train, start=model, work=work, reference=model, scorer=Sevens()))
+    scored_by = scorer or Sevens()
+    trainer.run(RunSpec(train=train, start=model, work=work, reference=model, scorer=scored_by))
     return work
 
 

@@ -1,0 +1,168 @@
+"""Asynchronous GRPO of conversations whose tokens stay with the engines."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_core.algorithms import AsyncGRPOTrainer, GRPOTrainer
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.environments.interfaces import EnvironmentReturn
+from nemo_rl_core.models.generation.streaming import StreamingGeneration
+from nemo_rl_core.rollouts.episode import Bounds
+from nemo_rl_core.rollouts.held import HeldRollouts
+from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
+from nemo_rl_core.rollouts.records import RolloutRecords
+from nemo_rl_core.rollouts.stream import RolloutStream
+from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.types import Prompt
+from tests.conversations import ROOM, Chat
+from tests.ray.ahead import COMMON, LONG, NUM_STEPS, ROWS, worker_pid
+from tests.training import assert_equal_weights, replay
+
+pytestmark = pytest.mark.slow
+
+G = 2
+SETTINGS: dict[str, Any] = {**COMMON, "rollouts": ROOM}
+
+
+class Patient(Chat):
+    """Thinks a little; does what a test says before its third answer."""
+
+    def __init__(self) -> None:
+        self.num_asked: list[int] = []
+        self.before_the_third: Callable[[], None] = int
+
+    def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
+        self.num_asked.append(len(message_log_batch))
+        if len(self.num_asked) == 3:
+            self.before_the_third()
+        time.sleep(0.02)
+        return super().step(message_log_batch, metadata)
+
+
+@pytest.fixture
+def chat() -> Patient:
+    return Patient()
+
+
+@pytest.fixture
+def conversations(
+    streaming_engine: StreamingGeneration, tiny_model: Path, chat: Patient
+) -> MultiTurnRollouts:
+    bounds = Bounds(max_turns=9, max_tokens=LONG, max_new_tokens=40)
+    tokenizer = load_tokenizer(tiny_model)
+    return MultiTurnRollouts(streaming_engine, tokenizer, chat, seed=0, bounds=bounds)
+
+
+@contextmanager
+def held_stream(
+    engine: StreamingGeneration, conversations: MultiTurnRollouts, chat: Patient
+) -> Iterator[RolloutStream]:
+    def episode(*asked: Any) -> Any:
+        return conversations.episode(*asked, holds=True)
+
+    with RolloutStream(engine, episode, chat, seed=0, holds=True) as stream:
+        yield stream
+
+
+def without_logprobs(rollouts: Sequence[Any]) -> list[Any]:
+    """The engine's batches differ, which changes how sums are rounded."""
+    return [
+        replace(each, completion=replace(each.completion.read(), logprobs=()))
+        if isinstance(rollouts, HeldRollouts)
+        else replace(each, completion=replace(each.completion, logprobs=()))
+        for each in rollouts
+    ]
+
+
+def test_held_conversations_are_those_that_are_brought(
+    streaming_engine: StreamingGeneration,
+    conversations: MultiTurnRollouts,
+    chat: Patient,
+    prompts: list[Prompt],
+) -> None:
+    with RolloutStream(streaming_engine, conversations.episode, chat, seed=0) as stream:
+        stream.begin(prompts, num_generations_per_prompt=G, step=1)
+        brought = stream.take(1)
+    with held_stream(streaming_engine, conversations, chat) as stream:
+        for step in (1, 2):
+            stream.begin(prompts, num_generations_per_prompt=G, step=step)
+        held, later = stream.take(1), stream.take(2)
+    assert isinstance(held, HeldRollouts)
+    assert without_logprobs(held) == without_logprobs(brought)
+    assert {len(each.turn_rewards) for each in brought} > {1}
+    for one, other in zip(held, brought, strict=True):
+        gap = torch.tensor(one.completion.logprobs) - torch.tensor(other.completion.logprobs)
+        assert gap.abs().max() < 1e-5
+    assert without_logprobs(later) != without_logprobs(held)
+
+
+@pytest.mark.thorough
+def test_a_killed_engine_goes_on_from_the_last_turn_that_has_ended(
+    streaming_engine: StreamingGeneration,
+    conversations: MultiTurnRollouts,
+    chat: Patient,
+    prompts: list[Prompt],
+) -> None:
+    with held_stream(streaming_engine, conversations, chat) as stream:
+        stream.begin(prompts, num_generations_per_prompt=G, step=1)
+        expected = without_logprobs(stream.take(1))
+    num_asked, chat.num_asked = sum(chat.num_asked), []
+    pid = worker_pid(streaming_engine)
+    chat.before_the_third = lambda: os.kill(pid, signal.SIGKILL)
+    with held_stream(streaming_engine, conversations, chat) as stream:
+        stream.begin(prompts, num_generations_per_prompt=G, step=1)
+        assert without_logprobs(stream.take(1)) == expected
+    assert streaming_engine.num_restarts == 1
+    assert sum(chat.num_asked) == num_asked  # the environment is asked nothing twice
+
+
+def fitted(
+    kind: type[GRPOTrainer], model: Path, max_staleness: int | None = None, **settings: Any
+) -> TrainResult:
+    ahead = None if max_staleness is None else {"max_staleness": max_staleness}
+    trainer = kind.from_pretrained(model, asynchronous=ahead, **SETTINGS, **settings)
+    return trainer.fit(ROWS, reward_fn=Chat())
+
+
+def assert_same_records(ours: TrainResult, theirs: TrainResult) -> None:
+    for step in range(1, NUM_STEPS + 1):
+        one, other = (
+            RolloutRecords(each.folder / "rollouts").load(step) for each in (ours, theirs)
+        )
+        assert one == other
+
+
+@pytest.mark.parametrize("further", [{}, {"dynamic_sampling": {"max_draws": 2}}])
+def test_without_staleness_the_weights_are_those_of_training_by_turns(
+    session: ClusterSession, tiny_model: Path, further: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_turns = fitted(GRPOTrainer, tiny_model, **further)
+    held = fitted(AsyncGRPOTrainer, tiny_model, 0, **further)
+    assert_equal_weights(held.folder, by_turns.folder)
+    monkeypatch.setattr(AsyncGRPOTrainer, "_holds_rollouts", property(lambda _: False))
+    brought = fitted(AsyncGRPOTrainer, tiny_model, 0, **further)
+    assert_equal_weights(held.folder, brought.folder)
+    assert held.metrics == brought.metrics
+    assert_same_records(held, brought)
+
+
+def test_a_replay_gives_the_weights_that_time_has_made(
+    session: ClusterSession, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The replay reads all tokens here; while they were trained on, ranks read their own."""
+    ahead = fitted(AsyncGRPOTrainer, tiny_model, 2)
+    trainer = AsyncGRPOTrainer.from_pretrained(
+        "unused", asynchronous={"max_staleness": 2}, **SETTINGS
+    )
+    replay(trainer, ahead, ahead.folder / "rollouts", tmp_path / "work")
+    assert_equal_weights(tmp_path / "work", ahead.folder)

@@ -1,0 +1,165 @@
+"""Conversations whose tokens stay with the engines, against the same ones read here."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.held_rows import Block, HeldRow, HeldRows, InProcess
+from nemo_rl_core.models.generation import where_made
+from nemo_rl_core.rollouts.batch import (
+    failure_metrics,
+    joined,
+    rollout_batch,
+    rollout_metrics,
+    selected,
+    valid_rollouts,
+)
+from nemo_rl_core.rollouts.engine import HeldTokens, RolloutPlace
+from nemo_rl_core.rollouts.episode import Bounds, PlayedEpisode, played_rollouts
+from nemo_rl_core.rollouts.held import HeldRollouts, Turns
+from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
+from nemo_rl_core.rollouts.records import save_rollouts
+from nemo_rl_core.types import Prompt, Rollout
+from tests.unit.rollouts.conftest import Countdown, Scripted
+
+
+class Keeping(Scripted):
+    """Several engines that put what they complete into blocks, as real ones do.
+
+    Each answers as `Scripted`, so that what is compared is all that lies between engine and batch.
+    """
+
+    holds_completions = True
+
+    def __init__(self, tokenizer: Any, answer: Any, folder: Path, num_engines: int) -> None:
+        super().__init__(tokenizer, answer)
+        self._folder, self._num_engines = folder, num_engines
+        self.sent: list[BatchedDataDict] = []
+
+    def finish_generation(self, *, discards_weights: bool = False) -> None: ...
+
+    def continue_held(self, requests: BatchedDataDict) -> where_made.HeldCompletions:
+        self.sent.append(requests)
+        groups = where_made.parts_of_engines(requests, self._num_engines)
+        answers = [self._answered(part) for group in groups for part in group]
+        return where_made.joined(answers)
+
+    def _answered(self, part: Block) -> Any:
+        found, *blocks = where_made.go_on(self, part, model_folder=self._folder)
+        return [found, *map(InProcess, blocks)]
+
+
+@pytest.fixture
+def both(tokenizer: Any, tokenizer_folder: Path):
+    """The same conversations read here and held, and the engines that have them."""
+
+    def run(prompts: Any, answer: Any, bounds: Bounds, *, group: int = 3, num_engines: int = 2):
+        engine = Keeping(tokenizer, answer, tokenizer_folder, num_engines)
+        rollouts = MultiTurnRollouts(engine, tokenizer, Countdown(), seed=3, bounds=bounds)
+        asked: dict[str, Any] = {"num_generations_per_prompt": group, "step": 5, "first_place": 2}
+        return rollouts.run(prompts, **asked), rollouts.run_held(prompts, **asked), engine
+
+    return run
+
+
+def differing(asked: dict[str, Any]) -> str:
+    """By the seed, so that conversations differ in length, and some cannot be scored."""
+    return ("1", "2", "31", "9!", "+", "12345!")[asked["seed"] % 6]
+
+
+def assert_same_batch(held: Sequence[Rollout], here: Sequence[Rollout]) -> None:
+    assert list(held) == list(here)
+    ours, theirs = rollout_batch(held), rollout_batch(here)
+    whole = ours.fetched()
+    written = whole.pop("written_lengths")
+    assert torch.equal(written, theirs["token_mask"].sum(1))
+    assert whole.keys() == theirs.keys()
+    for name, values in theirs.items():
+        assert torch.equal(whole[name], values.to(whole[name].dtype)), name
+    assert rollout_metrics(ours) == rollout_metrics(theirs)
+
+
+numbers = st.lists(st.integers(1, 30), min_size=1, max_size=4)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    starts=numbers,
+    max_turns=st.integers(1, 5),
+    max_tokens=st.integers(1, 30),
+    max_new_tokens=st.integers(1, 6),
+    num_engines=st.integers(1, 3),
+)
+def test_held_conversations_are_those_that_are_read_here(
+    both: Any,
+    ask: Any,
+    starts: list[int],
+    max_turns: int,
+    max_tokens: int,
+    max_new_tokens: int,
+    num_engines: int,
+) -> None:
+    bounds = Bounds(max_turns, max_tokens, max_new_tokens)
+    prompts = [ask(f"{number}=", str(number)) for number in starts]
+    here, held, _ = both(prompts, differing, bounds, num_engines=num_engines)
+    assert isinstance(held, HeldRollouts)
+    assert list(held) == here
+    assert failure_metrics(held) == failure_metrics(here)
+    valid = valid_rollouts(here)
+    if valid:
+        assert_same_batch(valid_rollouts(held), valid)
+        every_other = torch.arange(len(valid)) % 2 == 0
+        parts = [selected(valid_rollouts(held), mask) for mask in (every_other, ~every_other)]
+        expected = [selected(valid, mask) for mask in (every_other, ~every_other)]
+        assert_same_batch(joined([*parts]), joined([*expected]))
+
+
+def test_a_turn_is_sent_once_and_what_came_before_never(both: Any, ask: Any) -> None:
+    bounds = Bounds(max_turns=3, max_tokens=40, max_new_tokens=6)
+    here, held, engine = both([ask("21=", "21")], lambda asked: "5", bounds, group=2)
+    first, *later = engine.sent
+    assert "before" not in first
+    assert [each["input_lengths"].tolist() for each in later] == [[3, 3], [3, 3]]  # 16= and 11=
+    assert all(isinstance(each["before"], HeldRows) for each in later)
+    assert [each["before_lengths"].tolist() for each in later] == [[6, 6], [11, 11]]
+    assert len({id(each) for each in held.source.completions.tokens.references}) == 2
+    assert list(held) == here
+
+
+def test_records_of_held_conversations_are_the_same_bytes(
+    both: Any, ask: Any, tmp_path: Path
+) -> None:
+    bounds = Bounds(max_turns=3, max_tokens=12, max_new_tokens=4)
+    here, held, _ = both([ask("8=", "8"), ask("21=", "21")], differing, bounds)
+    for name, rollouts in (("here", here), ("held", held)):
+        save_rollouts(rollouts, tmp_path / name)
+    assert (tmp_path / "held").read_bytes() == (tmp_path / "here").read_bytes()
+
+
+def test_the_environments_tokens_have_the_version_of_the_turn_before() -> None:
+    block = InProcess(
+        {
+            "input_ids": torch.tensor([[1, 8, 5, 2, 9, 9, 6]]).numpy(),
+            "token_mask": torch.tensor([[0, 1, 1, 0, 0, 1]]).bool().numpy(),
+            "generation_logprobs": torch.tensor([[0, -1.0, -2, 0, 0, -3]]).numpy(),
+            "weight_versions": torch.tensor([[0, 3, 4, 0, 0, 5]]).numpy(),
+        }
+    )
+    prompt = Prompt("a", "8", (1, 8), "", "")
+    turns = Turns((), (0.5, 0.5), 3, 0)
+    played = PlayedEpisode(HeldTokens(HeldRow(block, 0), 7), False, "", turns, 1.0, None)
+    lost = PlayedEpisode.failed(prompt, "no answer")
+    places = [(prompt, RolloutPlace(0, 1, 0, sample)) for sample in range(2)]
+    one, other = played_rollouts(places, [played, lost])
+    assert one.completion.token_ids == (5, 2, 9, 9, 6)
+    assert one.completion.generated == (True, True, False, False, True)
+    assert one.completion.weight_versions == (3, 4, 4, 4, 5)
+    assert (other.error, other.completion.token_ids, other.reward) == ("no answer", (), None)
