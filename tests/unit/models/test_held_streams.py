@@ -90,7 +90,10 @@ class Workers:
         if self.lost_when_called == name:
             raise WorkerLostError("worker 0 of 'generation' died")
         if method == "__ray_call__":
-            first, *others = args[0](self.started[rank], **kwargs)
+            found = args[0](self.started[rank], **kwargs)
+            if not num_held:
+                return found
+            first, *others = found
             assert len(others) == num_held
             return [first, *map(InProcess, others)]
         return getattr(self.started[rank], method)(**kwargs)
