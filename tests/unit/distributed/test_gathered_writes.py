@@ -66,7 +66,8 @@ def test_no_gather_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.Monkey
     # Files of three tensors; a fourth one has shown rank 0 that the file is full.
     assert len(begun) == 4
     assert all(found <= most for found, most in zip(begun, (4, 7, 10, 12), strict=True)), begun
-    assert [pending <= 2 for pending, *_ in others] == [True, True]
+    # Of 12: one that is enqueued, one under way, and such as a busy machine has not marked as done.
+    assert all(pending <= 4 for pending, *_ in others), others
     assert [num_files for *_, num_files in others] == [4, 4]  # they return when all is written
     written: dict[str, torch.Tensor] = {}
     for path in tmp_path.glob("*.safetensors"):
