@@ -74,7 +74,7 @@ def reply_token_ids(
     return new[1:] if new[:1] == [last_token] else new
 
 
-@lru_cache(maxsize=4096)  # the turns of a group begin alike; they are many
+@lru_cache(maxsize=1024)  # of 2,000 tokens each about 80 MB; samples and turns begin alike
 def _opening(tokenizer: Any, template: str, prompt: str) -> Rendered:
     """The first turns and the placeholder, under a template that may have been replaced."""
     turns = as_turns(prompt, role="user")

@@ -97,13 +97,13 @@ class HeldResult:
 def held_results(completions: HeldCompletions) -> list[HeldResult]:
     """Completions one by one, of which the texts are fetched, and not the tokens."""
     said = completions.texts.fetched()
-    lengths = completions.completion_lengths.tolist()
-    rows = map(HeldTokens, completions.tokens.each(), completions.input_lengths.tolist())
-    last = [
-        token if length else None
-        for token, length in zip(said["last_token_ids"], lengths, strict=True)
-    ]
-    columns = (rows, lengths, last, said["texts"], completions.truncated.tolist())
+    columns = (
+        map(HeldTokens, completions.tokens.each(), completions.input_lengths.tolist()),
+        completions.completion_lengths.tolist(),
+        said["last_token_ids"],
+        said["texts"],
+        completions.truncated.tolist(),
+    )
     return [HeldResult(*each) for each in zip(*columns, strict=True)]
 
 

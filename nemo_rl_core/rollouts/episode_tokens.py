@@ -16,7 +16,7 @@ class TokensHere:
         tokenizer: Decodes the policy's turns.
 
     Attributes:
-        last: The last token that the policy wrote.
+        last: The last token of the policy's last turn; None if that is empty.
     """
 
     def __init__(self, prompt: Prompt, tokenizer: Any) -> None:
@@ -39,8 +39,7 @@ class TokensHere:
         """Appends a turn of the policy, its tokens as they are; returns its text."""
         self._append(answer.token_ids, answer.logprobs, generated=True)
         self._weight_versions += answer.weight_versions
-        if answer.token_ids:
-            self.last = answer.token_ids[-1]
+        self.last = answer.token_ids[-1] if answer.token_ids else None
         return decoded(self._tokenizer, answer.token_ids)
 
     def add_reply(self, token_ids: Sequence[int]) -> None:
@@ -75,7 +74,7 @@ class TokensElsewhere:
         prompt: Of the episode.
 
     Attributes:
-        last: The last token that the policy wrote.
+        last: The last token of the policy's last turn; None if that is empty.
         whole: Prompt and turns up to the policy's last one; None before its first.
         num_written: How many tokens the policy wrote.
     """
@@ -100,8 +99,7 @@ class TokensElsewhere:
         """Takes over a turn of the policy, which lies behind all before; returns its text."""
         self.whole, self._reply = answer.whole, ()
         self.num_written += answer.num_tokens
-        if answer.last_token is not None:
-            self.last = answer.last_token
+        self.last = answer.last_token
         return answer.text
 
     def add_reply(self, token_ids: Sequence[int]) -> None:

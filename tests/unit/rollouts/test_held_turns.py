@@ -1,6 +1,7 @@
 """Conversations whose tokens stay with the engines, against the same ones read here."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.held_rows import Block, HeldRow, HeldRows, InProcess
+from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.models.generation import where_made
 from nemo_rl_core.rollouts.batch import (
     failure_metrics,
@@ -59,9 +61,17 @@ class Keeping(Scripted):
 def both(tokenizer: Any, tokenizer_folder: Path):
     """The same conversations read here and held, and the engines that have them."""
 
-    def run(prompts: Any, answer: Any, bounds: Bounds, *, group: int = 3, num_engines: int = 2):
-        engine = Keeping(tokenizer, answer, tokenizer_folder, num_engines)
-        rollouts = MultiTurnRollouts(engine, tokenizer, Countdown(), seed=3, bounds=bounds)
+    def run(
+        prompts: Any,
+        answer: Any,
+        bounds: Bounds,
+        *,
+        group: int = 3,
+        num_engines: int = 2,
+        environment: Any = None,
+    ):
+        engine, game = Keeping(tokenizer, answer, tokenizer_folder, num_engines), Countdown()
+        rollouts = MultiTurnRollouts(engine, tokenizer, environment or game, seed=3, bounds=bounds)
         asked: dict[str, Any] = {"num_generations_per_prompt": group, "step": 5, "first_place": 2}
         return rollouts.run(prompts, **asked), rollouts.run_held(prompts, **asked), engine
 
@@ -132,6 +142,26 @@ def test_a_turn_is_sent_once_and_what_came_before_never(both: Any, ask: Any) -> 
     assert [each["before_lengths"].tolist() for each in later] == [[6, 6], [11, 11]]
     assert len({id(each) for each in held.source.completions.tokens.references}) == 2
     assert list(held) == here
+
+
+class Lenient(Countdown):
+    """Goes on whatever is said."""
+
+    def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
+        return replace(super().step(message_log_batch, metadata), errors=None)
+
+
+def test_a_turn_without_a_token_is_closed_as_any_other(both: Any, ask: Any, tokenizer: Any) -> None:
+    """What the policy said before it does not count as its end."""
+    bounds = Bounds(max_turns=3, max_tokens=40, max_new_tokens=6)
+
+    def answer(asked: dict[str, Any]) -> str:
+        return "!" if asked["text"].count("<eos>") == 1 else "5"
+
+    here, held, _ = both([ask("9=", "9")], answer, bounds, group=2, environment=Lenient())
+    assert here[0].error is None
+    assert tokenizer.decode(here[0].completion.token_ids) == "5<eos>4=<eos>4=5<eos>"
+    assert_same_batch(held, here)
 
 
 def test_records_of_held_conversations_are_the_same_bytes(
