@@ -1,6 +1,7 @@
 # Every target sets up .venv first; when it is ready, that takes a fraction of a second.
-# CONFIG=recipe.yaml (or JSON, or a name in workflows/recipes) goes to --config; EXTRA=gpu sets up for a CUDA machine.
-EXTRA ?= cpu
+# CONFIG=recipe.yaml (or JSON, or a name in workflows/recipes) goes to --config; EXTRA=cpu or gpu chooses what .venv is for; by default it
+# stays what it is, and a new one is for GPUs where nvidia-smi lists one.
+EXTRA ?=
 CONFIG ?=
 COVERAGE ?=
 ARGUMENTS ?=

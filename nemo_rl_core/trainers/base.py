@@ -35,7 +35,7 @@ from nemo_rl_core.trainers.fit_request import FitRequest, FittedTrainer
 from nemo_rl_core.trainers.fitting import TrainResult, as_tracking, fit
 from nemo_rl_core.trainers.gpu_load import load_of_trainer
 from nemo_rl_core.trainers.loop import Checkpointed, RunResult, RunSpec, StepLoop, StepRange
-from nemo_rl_core.trainers.overrides import hint_of, nested_overrides, refuse_unclaimed
+from nemo_rl_core.trainers.overrides import nested_overrides, refuse_unclaimed
 from nemo_rl_core.trainers.own import OwnParts
 from nemo_rl_core.trainers.peer_calls import TrainerArguments, fit_arguments, in_our_words
 from nemo_rl_core.trainers.plain import PlainSettings, plain_settings
@@ -163,7 +163,6 @@ class BaseTrainer(ABC, Generic[S, C]):
             trainer=cls.__name__,
             section=field.annotation if field else None,
             name=cls.algorithm,
-            hint=hint_of(cls.settings_class, cls.algorithm),
         )
 
     @classmethod

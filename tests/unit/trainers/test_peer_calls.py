@@ -66,20 +66,6 @@ def test_a_section_as_args_keeps_the_defaults_of_the_model(tiny_model: Path) -> 
     assert one.settings.grpo.learning_rate != GRPOConfig().learning_rate
 
 
-def test_trls_own_config_is_translated_line_by_line() -> None:
-    from trl import GRPOConfig as Theirs
-
-    changed = {"num_generations": 4, "max_completion_length": 64, "beta": 0.04}
-    args = Theirs(output_dir="short", use_cpu=True, bf16=False, **changed)
-    with pytest.raises(ConfigError, match=r"got: trl\.\S*GRPOConfig") as caught:
-        GRPOTrainer(model="m", args=args)
-    lines = [line.strip() for line in str(caught.value.fix).splitlines()]
-    assert "num_generations=4: write num_generations_per_prompt=4" in lines
-    assert "max_completion_length=64: write max_new_tokens=64" in lines
-    assert any(line.startswith("beta=0.04: write loss={'kl': {'beta': 0.04}}") for line in lines)
-    assert any(line.startswith("output_dir='short': leave it out") for line in lines)
-
-
 def test_a_loaded_model_and_a_missing_one_are_refused(tiny_model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
