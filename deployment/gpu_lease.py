@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,9 @@ def measure(case: Case, *, tiny: bool) -> dict[str, Any]:
         compile=case.compile,
         float8=case.float8,
     )
+    if device.type == "cpu":
+        # Inductor would compile C++ for a minute, which is not what is tried there.
+        torch.compile = partial(torch.compile, backend="aot_eager")
     torch.manual_seed(0)
     with device:
         config = AutoConfig.for_model(**sizes, pad_token_id=0, max_position_embeddings=32768)
