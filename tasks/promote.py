@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 from nemo_rl_core.config.evaluation import PromotionConfig
 from nemo_rl_core.evals.comparison import Comparison, compare
@@ -17,13 +16,6 @@ from tasks.recipes.common import PromotionTaskConfig
 NUMERICS_VERSION = 1
 
 
-class Promoted(NamedTuple):
-    """The decision, and the checkpoint that stands after it."""
-
-    decision: Promotion
-    checkpoint: Checkpoint
-
-
 @cached_task(PLAIN)
 def promote(
     config: PromotionTaskConfig,
@@ -31,7 +23,7 @@ def promote(
     candidate: Checkpoint,
     before: Evaluation,
     after: Evaluation,
-) -> Promoted:
+) -> Promotion:
     """Promotes the candidate if it is better on the same prompts at the stated confidence."""
 
     def work(folder: Path) -> StageResult:
@@ -44,10 +36,9 @@ def promote(
     parents = {"incumbent": incumbent, "candidate": candidate, "before": before, "after": after}
     fields = make(__name__, "promote", config=config, parents=parents, work=work)
     figures = json.loads((Path(fields["directory"].path) / "decision.json").read_text())
-    decision = PromotionDecision(
+    return PromotionDecision(
         **fields, **{name: figures[name] for name in ("promoted", "difference", "low", "high")}
     )
-    return Promoted(decision, candidate if decision.promoted else incumbent)
 
 
 def compare_reports(

@@ -38,7 +38,7 @@ from nemo_rl_core.config.environment import (
     EnvironmentWorkers,
     own_bundles_of_scorers,
 )
-from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
+from nemo_rl_core.config.evaluation import EvaluationConfig, ExportConfig, PromotionConfig
 from nemo_rl_core.config.generated_data import ArithmeticData
 from nemo_rl_core.config.generation import (
     GenerationConfig,
@@ -156,6 +156,7 @@ class PipelineRecipe(Recipe):
         cluster: The shape of the cluster, ranks and threads.
         evaluation: How a checkpoint is evaluated.
         promotion: How much better a model must be to be promoted.
+        export: Which model is exported.
     """
 
     seed: NonNegativeInt = 0
@@ -170,6 +171,7 @@ class PipelineRecipe(Recipe):
     cluster: ClusterConfig = ClusterConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     promotion: PromotionConfig = PromotionConfig()
+    export: ExportConfig = ExportConfig()
 
     @model_validator(mode="wrap")
     @classmethod
@@ -415,6 +417,17 @@ class PromotionTaskConfig(FrozenConfig):
         """The recipe's share."""
         confidence = config.evaluation.confidence
         return cls(promotion=config.promotion, confidence=confidence, seed=config.seed)
+
+
+class ExportTaskConfig(FrozenConfig):
+    """Settings of `export`."""
+
+    export: ExportConfig
+
+    @classmethod
+    def of(cls, config: PipelineRecipe) -> "ExportTaskConfig":
+        """The recipe's share."""
+        return cls(export=config.export)
 
 
 def trainer_fields(config: PipelineRecipe) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
     DataTaskConfig,
     EvaluationTaskConfig,
+    ExportTaskConfig,
     ModelTaskConfig,
     PipelineRecipe,
     PromotionTaskConfig,
@@ -79,6 +80,7 @@ class DistillationPlan(NamedTuple):
     distillation: DistillationTaskConfig
     evaluation: EvaluationTaskConfig
     promotion: PromotionTaskConfig
+    export: ExportTaskConfig
 
 
 @plan_task
@@ -96,6 +98,7 @@ def plan_distillation(config: DistillationRecipe) -> DistillationPlan:
         distillation=DistillationTaskConfig(distillation=config.distillation, **fields),
         evaluation=EvaluationTaskConfig.of(config),
         promotion=PromotionTaskConfig.of(config),
+        export=ExportTaskConfig.of(config),
     )
 
 

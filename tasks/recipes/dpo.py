@@ -11,6 +11,7 @@ from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
     DataTaskConfig,
     EvaluationTaskConfig,
+    ExportTaskConfig,
     ModelTaskConfig,
     PromotionTaskConfig,
     QuestionTaskConfig,
@@ -63,6 +64,7 @@ class DPOPlan(NamedTuple):
     iterations: DPOIterations
     evaluation: EvaluationTaskConfig
     promotion: PromotionTaskConfig
+    export: ExportTaskConfig
 
 
 @plan_task
@@ -76,6 +78,7 @@ def plan_dpo(config: DPORecipe) -> DPOPlan:
         iterations=DPOIterations.of(config, config.dpo),
         evaluation=EvaluationTaskConfig.of(config),
         promotion=PromotionTaskConfig.of(config),
+        export=ExportTaskConfig.of(config),
     )
 
 

@@ -21,6 +21,7 @@ from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
     DataTaskConfig,
     EvaluationTaskConfig,
+    ExportTaskConfig,
     ModelTaskConfig,
     PipelineRecipe,
     PromotionTaskConfig,
@@ -103,6 +104,7 @@ class GRPOPlan(NamedTuple):
     base_evaluation: EvaluationTaskConfig | None
     evaluation: EvaluationTaskConfig
     promotion: PromotionTaskConfig
+    export: ExportTaskConfig
 
 
 @plan_task
@@ -119,6 +121,7 @@ def plan_grpo(config: GRPORecipe) -> GRPOPlan:
         base_evaluation=evaluation if config.measure_base else None,
         evaluation=evaluation,
         promotion=PromotionTaskConfig.of(config),
+        export=ExportTaskConfig.of(config),
     )
 
 

@@ -16,6 +16,7 @@ from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
     DataTaskConfig,
     EvaluationTaskConfig,
+    ExportTaskConfig,
     ModelTaskConfig,
     PromotionTaskConfig,
     QuestionTaskConfig,
@@ -79,6 +80,7 @@ class PostTrainPlan(NamedTuple):
     num_grpo_iterations: int
     evaluation: EvaluationTaskConfig
     promotion: PromotionTaskConfig
+    export: ExportTaskConfig
 
 
 @plan_task
@@ -100,6 +102,7 @@ def plan_post_train(config: PostTrainRecipe) -> PostTrainPlan:
         num_grpo_iterations=config.grpo.num_iterations,
         evaluation=EvaluationTaskConfig.of(config),
         promotion=PromotionTaskConfig.of(config),
+        export=ExportTaskConfig.of(config),
     )
 
 

@@ -12,6 +12,7 @@ from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
     DataTaskConfig,
     EvaluationTaskConfig,
+    ExportTaskConfig,
     ModelTaskConfig,
     PipelineRecipe,
     PromotionTaskConfig,
@@ -53,6 +54,7 @@ class PPOPlan(NamedTuple):
     num_iterations: int
     evaluation: EvaluationTaskConfig
     promotion: PromotionTaskConfig
+    export: ExportTaskConfig
 
 
 @plan_task
@@ -67,6 +69,7 @@ def plan_ppo(config: PPORecipe) -> PPOPlan:
         num_iterations=config.ppo.num_iterations,
         evaluation=EvaluationTaskConfig.of(config),
         promotion=PromotionTaskConfig.of(config),
+        export=ExportTaskConfig.of(config),
     )
 
 

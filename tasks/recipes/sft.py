@@ -10,6 +10,7 @@ from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
     DataTaskConfig,
     EvaluationTaskConfig,
+    ExportTaskConfig,
     ModelTaskConfig,
     PipelineRecipe,
     PromotionTaskConfig,
@@ -37,6 +38,7 @@ class SFTPlan(NamedTuple):
     sft: SFTTaskConfig
     evaluation: EvaluationTaskConfig
     promotion: PromotionTaskConfig
+    export: ExportTaskConfig
 
 
 @plan_task
@@ -49,6 +51,7 @@ def plan_sft(config: SFTRecipe) -> SFTPlan:
         sft=SFTTaskConfig.of(config),
         evaluation=EvaluationTaskConfig.of(config),
         promotion=PromotionTaskConfig.of(config),
+        export=ExportTaskConfig.of(config),
     )
 
 
