@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.store import CARD
@@ -11,14 +12,13 @@ from nemo_rl_core.telemetry.waiting import waiting_for_files
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion, PromotionDecision
 from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make
-from tasks.recipes.common import ExportTaskConfig
 
 NUMERICS_VERSION = 1
 
 
 @cached_task(WEIGHTS)
 def export(
-    config: ExportTaskConfig,
+    config: ExportConfig,
     start: Checkpoint,
     trained: Checkpoint,
     decision: Promotion | None = None,
@@ -60,8 +60,8 @@ def export(
     return CheckpointArtifact(**make(__name__, "export", config=config, parents=parents, work=work))
 
 
-def _exports_start(config: ExportTaskConfig, decision: PromotionDecision | None) -> bool:
-    if config.export.model == "trained":
+def _exports_start(config: ExportConfig, decision: PromotionDecision | None) -> bool:
+    if config.model == "trained":
         return False
     assert decision is not None, "the recipe refuses export.model: promoted without a verdict"
     return not decision.promoted

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from flytekit import workflow
 
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.trainer import LoopConfig
 from tasks.announce import announce
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage, Promotion, Tokenizer
@@ -19,7 +20,6 @@ from tasks.promote import promote
 from tasks.recipes.common import (
     DataTaskConfig,
     EvaluationTaskConfig,
-    ExportTaskConfig,
     ModelTaskConfig,
     PromotionTaskConfig,
     QuestionTaskConfig,
@@ -152,7 +152,7 @@ def as_transformers(checkpoint: Checkpoint, rows: Dataset) -> Checkpoint:
 def conclude(
     evaluation: EvaluationTaskConfig,
     promotion: PromotionTaskConfig,
-    export: ExportTaskConfig,
+    export: ExportConfig,
     incumbent: Checkpoint,
     before: Evaluation,
     candidate: Checkpoint,

@@ -1,6 +1,4 @@
-"""How a checkpoint is measured, what it takes to be promoted, and which model is exported."""
-
-from typing import Literal
+"""How a checkpoint is measured, and what it takes to be promoted."""
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -63,14 +61,3 @@ class PromotionConfig(FrozenConfig):
     """
 
     min_improvement: float = Field(default=0.0, ge=-1, le=1)
-
-
-class ExportConfig(FrozenConfig):
-    """Which model a training pipeline exports.
-
-    Attributes:
-        model: `trained` exports the model at the end of training, whatever the verdict; `promoted`
-            exports it only if it was promoted, and otherwise the model that training started from.
-    """
-
-    model: Literal["trained", "promoted"] = "trained"

@@ -38,7 +38,8 @@ from nemo_rl_core.config.environment import (
     EnvironmentWorkers,
     own_bundles_of_scorers,
 )
-from nemo_rl_core.config.evaluation import EvaluationConfig, ExportConfig, PromotionConfig
+from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.generated_data import ArithmeticData
 from nemo_rl_core.config.generation import (
     GenerationConfig,
@@ -410,24 +411,12 @@ class PromotionTaskConfig(FrozenConfig):
 
     promotion: PromotionConfig
     confidence: float = Field(gt=0.5, lt=1)
-    seed: int
 
     @classmethod
     def of(cls, config: PipelineRecipe) -> "PromotionTaskConfig":
         """The recipe's share."""
         confidence = config.evaluation.confidence
-        return cls(promotion=config.promotion, confidence=confidence, seed=config.seed)
-
-
-class ExportTaskConfig(FrozenConfig):
-    """Settings of `export`."""
-
-    export: ExportConfig
-
-    @classmethod
-    def of(cls, config: PipelineRecipe) -> "ExportTaskConfig":
-        """The recipe's share."""
-        return cls(export=config.export)
+        return cls(promotion=config.promotion, confidence=confidence)
 
 
 def trainer_fields(config: PipelineRecipe) -> dict[str, Any]:

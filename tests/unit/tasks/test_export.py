@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.evaluation import ExportConfig
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.model import ModelFromConfig
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.produce import StageResult
@@ -15,7 +15,6 @@ from nemo_rl_core.store.files import hash_file
 from tasks.artifacts import CheckpointArtifact, PromotionDecision
 from tasks.export import export
 from tasks.platform.stage import make
-from tasks.recipes.common import ExportTaskConfig
 
 NUMERICS_VERSION = 1
 MODEL = ModelFromConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2)
@@ -61,7 +60,7 @@ def test_the_exported_weights_are_those_that_the_recipe_names(
     start, trained = checkpoint("prepare_model", 1), checkpoint("grpo_iteration", 2)
     decision = None if promoted is None else verdict(promoted=promoted)
     exported = export.task_function(
-        config=ExportTaskConfig(export=ExportConfig(model=which)),
+        config=ExportConfig(model=which),
         start=start,
         trained=trained,
         decision=decision,
