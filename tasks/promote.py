@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 from nemo_rl_core.config.evaluation import PromotionConfig
 from nemo_rl_core.evals.comparison import Comparison, compare
@@ -17,13 +16,6 @@ from tasks.recipes.common import PromotionTaskConfig
 NUMERICS_VERSION = 1
 
 
-class Promoted(NamedTuple):
-    """The decision, and the checkpoint that stands after it."""
-
-    decision: Promotion
-    checkpoint: Checkpoint
-
-
 @cached_task(PLAIN)
 def promote(
     config: PromotionTaskConfig,
@@ -31,28 +23,24 @@ def promote(
     candidate: Checkpoint,
     before: Evaluation,
     after: Evaluation,
-) -> Promoted:
+) -> Promotion:
     """Promotes the candidate if it is better on the same prompts at the stated confidence."""
 
     def work(folder: Path) -> StageResult:
-        compared = compare_reports(before, after, confidence=config.confidence, seed=config.seed)
-        promoted = compared.low > config.promotion.min_improvement
-        decision = {"promoted": promoted, **asdict(compared)}
+        compared = compare_reports(before, after, confidence=config.confidence)
+        decision = {"promoted": promotes(compared, config.promotion), **asdict(compared)}
         write_atomic(folder / "decision.json", json.dumps(decision, indent=1))
         return StageResult("promotion", "json", explain(compared, config.promotion))
 
     parents = {"incumbent": incumbent, "candidate": candidate, "before": before, "after": after}
     fields = make(__name__, "promote", config=config, parents=parents, work=work)
     figures = json.loads((Path(fields["directory"].path) / "decision.json").read_text())
-    decision = PromotionDecision(
+    return PromotionDecision(
         **fields, **{name: figures[name] for name in ("promoted", "difference", "low", "high")}
     )
-    return Promoted(decision, candidate if decision.promoted else incumbent)
 
 
-def compare_reports(
-    before: EvalReport, after: EvalReport, *, confidence: float, seed: int
-) -> Comparison:
+def compare_reports(before: EvalReport, after: EvalReport, *, confidence: float) -> Comparison:
     """The greedy answers of two evaluations, prompt by prompt.
 
     Raises:
@@ -63,13 +51,21 @@ def compare_reports(
     outcomes = [
         greedy_outcomes(load_eval_rows(each.folder / "rows.parquet")) for each in (before, after)
     ]
-    return compare(*outcomes, confidence=confidence, seed=seed)
+    return compare(*outcomes, confidence=confidence)
+
+
+def promotes(compared: Comparison, config: PromotionConfig) -> bool:
+    """Whether the whole interval of the difference is above the margin.
+
+    With a margin of 0 this is McNemar's exact test at the interval's confidence.
+    """
+    return compared.low > config.min_improvement
 
 
 def explain(compared: Comparison, config: PromotionConfig) -> str:
     """Why a candidate is promoted, or is not, as text."""
     margin = config.min_improvement
-    if compared.low > margin:
+    if promotes(compared, config):
         return f"promoted: {compared.measured}"
     bound = f"{100 * margin:+.1f}"
     if compared.difference <= margin:

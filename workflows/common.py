@@ -4,12 +4,13 @@ from typing import NamedTuple
 
 from flytekit import workflow
 
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.trainer import LoopConfig
 from tasks.announce import announce
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage, Promotion, Tokenizer
 from tasks.convert import convert
 from tasks.evaluate import evaluate
-from tasks.export import export
+from tasks.export import export as export_model
 from tasks.lineage_report import lineage_report
 from tasks.platform.local import on_cluster
 from tasks.platform.stage import choice
@@ -151,6 +152,7 @@ def as_transformers(checkpoint: Checkpoint, rows: Dataset) -> Checkpoint:
 def conclude(
     evaluation: EvaluationTaskConfig,
     promotion: PromotionTaskConfig,
+    export: ExportConfig,
     incumbent: Checkpoint,
     before: Evaluation,
     candidate: Checkpoint,
@@ -161,10 +163,10 @@ def conclude(
     after = measure(
         config=evaluation, checkpoint=readable, validation=validation, last_after=before
     )
-    promoted = promote(
+    decision = promote(
         config=promotion, incumbent=incumbent, candidate=readable, before=before, after=after
     )
-    exported = export(checkpoint=promoted.checkpoint, decision=promoted.decision)
+    exported = export_model(config=export, start=incumbent, trained=readable, decision=decision)
     lineage = lineage_report(model=exported)
-    announce(decision=promoted.decision, after=after, lineage=lineage)
-    return Outcome(exported, promoted.decision, before, after, lineage)
+    announce(decision=decision, after=after, lineage=lineage)
+    return Outcome(exported, decision, before, after, lineage)

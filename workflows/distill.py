@@ -61,6 +61,7 @@ def distill(config: DistillationRecipe = DEFAULT) -> Outcome:
     return conclude(
         evaluation=stages.evaluation,
         promotion=stages.promotion,
+        export=stages.export,
         incumbent=start.checkpoint,
         before=before,
         candidate=candidate,

@@ -82,6 +82,7 @@ def dpo(config: DPORecipe = DEFAULT) -> Outcome:
     return conclude(
         evaluation=stages.evaluation,
         promotion=stages.promotion,
+        export=stages.export,
         incumbent=start.checkpoint,
         before=before,
         candidate=candidate,

@@ -73,6 +73,7 @@ def grpo(config: GRPORecipe = DEFAULT) -> Outcome:
     return conclude(
         evaluation=stages.evaluation,
         promotion=stages.promotion,
+        export=stages.export,
         incumbent=start.checkpoint,
         before=before,
         candidate=candidate,

@@ -79,6 +79,7 @@ def post_train(config: PostTrainRecipe = DEFAULT) -> PostTrainOutcome:
     ended = conclude(
         evaluation=stages.evaluation,
         promotion=stages.promotion,
+        export=stages.export,
         incumbent=start.checkpoint,
         before=before,
         candidate=candidate,

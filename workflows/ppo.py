@@ -56,6 +56,7 @@ def ppo(config: PPORecipe = DEFAULT) -> Outcome:
     return conclude(
         evaluation=stages.evaluation,
         promotion=stages.promotion,
+        export=stages.export,
         incumbent=start.checkpoint,
         before=before,
         candidate=candidate,

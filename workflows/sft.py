@@ -31,6 +31,7 @@ def sft(config: SFTRecipe = DEFAULT) -> Outcome:
     return conclude(
         evaluation=stages.evaluation,
         promotion=stages.promotion,
+        export=stages.export,
         incumbent=model.base,
         before=before,
         candidate=candidate,

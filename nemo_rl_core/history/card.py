@@ -21,7 +21,12 @@ _SHOWN_SETTINGS = 60
 
 
 def model_card(
-    checkpoint: Path, *, evaluations: Sequence[CardEvaluation], name: str = "", reproduce: str = ""
+    checkpoint: Path,
+    *,
+    evaluations: Sequence[CardEvaluation],
+    name: str = "",
+    reproduce: str = "",
+    exported: str = "",
 ) -> str:
     """The text of `README.md`.
 
@@ -30,6 +35,7 @@ def model_card(
         evaluations: Evaluations of this model and of those it is compared with.
         name: The title; by default the stage and the content hash.
         reproduce: The command that reproduces the model; by default `nemo-rl reproduce`.
+        exported: Which model of its run an exported model is, and the verdict on it.
     """
     manifest = Manifest.read(checkpoint)
     ancestors = [each for each in ancestry_of(checkpoint) if each.manifest is not None]
@@ -42,6 +48,7 @@ def model_card(
         f"# {title}\n",
         f"A model at training step {manifest.step or 0}, made by nemo-rl-flow. "
         "This card was generated from its recorded lineage.\n",
+        f"Exported: {_cell(exported)}.\n" if exported else "",
         model_usage(checkpoint / "model"),
         _data(known),
         _training(known),

@@ -1,5 +1,6 @@
 """The closing lines of a run: the model's accuracy, its folder, and commands to use it."""
 
+import json
 from collections.abc import Sequence
 
 from nemo_rl_core.telemetry.intervals import sampled_figures, with_interval
@@ -22,6 +23,7 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
         artifacts: Artifacts of the run's stages, new or cached, in order.
     """
     lines = []
+    trained = None
     for artifact in artifacts:
         if isinstance(artifact, EvalReport) and artifact.stage == "evaluate_reward_model":
             lines.append(f"reward model's accuracy: {_pair_accuracy(artifact)}")
@@ -37,11 +39,23 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
             lines.append(artifact.summary)
         elif artifact.stage == "export" and isinstance(artifact, CheckpointArtifact):
             lines.append(f"model: {artifact.model_folder}")
+            lines += _exported(artifact, trained)
             lines.append(f"chat:  {program()} chat {artifact.model_folder}")
+        elif isinstance(artifact, CheckpointArtifact):
+            trained = artifact
         elif isinstance(artifact, SweepReport):
             lines += [artifact.summary, f"summary: {artifact.folder / 'deck.html'}"]
         elif isinstance(artifact, LineageReport):
             lines.append(f"lineage: {artifact.folder / 'deck.html'}")
+    return lines
+
+
+def _exported(export: CheckpointArtifact, trained: CheckpointArtifact | None) -> list[str]:
+    """Which model was exported, and the folder of the trained one if that is another."""
+    origin = json.loads((export.records / "origin.json").read_text())
+    lines = [f"exported: {origin['exported']}"]
+    if trained is not None and trained.content_hash != origin["checkpoint"]:
+        lines.append(f"trained: {trained.model_folder}")
     return lines
 
 

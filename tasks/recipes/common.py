@@ -39,6 +39,7 @@ from nemo_rl_core.config.environment import (
     own_bundles_of_scorers,
 )
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.generated_data import ArithmeticData
 from nemo_rl_core.config.generation import (
     GenerationConfig,
@@ -156,6 +157,7 @@ class PipelineRecipe(Recipe):
         cluster: The shape of the cluster, ranks and threads.
         evaluation: How a checkpoint is evaluated.
         promotion: How much better a model must be to be promoted.
+        export: Which model is exported.
     """
 
     seed: NonNegativeInt = 0
@@ -170,6 +172,7 @@ class PipelineRecipe(Recipe):
     cluster: ClusterConfig = ClusterConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     promotion: PromotionConfig = PromotionConfig()
+    export: ExportConfig = ExportConfig()
 
     @model_validator(mode="wrap")
     @classmethod
@@ -408,13 +411,12 @@ class PromotionTaskConfig(FrozenConfig):
 
     promotion: PromotionConfig
     confidence: float = Field(gt=0.5, lt=1)
-    seed: int
 
     @classmethod
     def of(cls, config: PipelineRecipe) -> "PromotionTaskConfig":
         """The recipe's share."""
         confidence = config.evaluation.confidence
-        return cls(promotion=config.promotion, confidence=confidence, seed=config.seed)
+        return cls(promotion=config.promotion, confidence=confidence)
 
 
 def trainer_fields(config: PipelineRecipe) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from flytekit.types.error.error import FlyteError
 from nemo_rl_core.algorithms.distillation.config import DistillationConfig, DistillationSettings
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
 from tasks.platform.failures import failure_handler, leave_record
@@ -79,6 +80,7 @@ class DistillationPlan(NamedTuple):
     distillation: DistillationTaskConfig
     evaluation: EvaluationTaskConfig
     promotion: PromotionTaskConfig
+    export: ExportConfig
 
 
 @plan_task
@@ -96,6 +98,7 @@ def plan_distillation(config: DistillationRecipe) -> DistillationPlan:
         distillation=DistillationTaskConfig(distillation=config.distillation, **fields),
         evaluation=EvaluationTaskConfig.of(config),
         promotion=PromotionTaskConfig.of(config),
+        export=config.export,
     )
 
 

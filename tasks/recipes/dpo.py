@@ -6,6 +6,7 @@ from flytekit.types.error.error import FlyteError
 
 from nemo_rl_core.algorithms.dpo.config import DPOSchedule, DPOSettings
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.export import ExportConfig
 from tasks.platform.failures import failure_handler, leave_record
 from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
@@ -63,6 +64,7 @@ class DPOPlan(NamedTuple):
     iterations: DPOIterations
     evaluation: EvaluationTaskConfig
     promotion: PromotionTaskConfig
+    export: ExportConfig
 
 
 @plan_task
@@ -76,6 +78,7 @@ def plan_dpo(config: DPORecipe) -> DPOPlan:
         iterations=DPOIterations.of(config, config.dpo),
         evaluation=EvaluationTaskConfig.of(config),
         promotion=PromotionTaskConfig.of(config),
+        export=config.export,
     )
 
 

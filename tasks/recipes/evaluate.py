@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flytekit.types.error.error import FlyteError
-from pydantic import Field, NonNegativeInt, field_validator
+from pydantic import Field, field_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
@@ -66,7 +66,6 @@ class ComparisonTaskConfig(FrozenConfig):
     """What `compare` reads."""
 
     confidence: float = Field(gt=0.5, lt=1)
-    seed: NonNegativeInt
 
 
 class BaselineTaskConfig(FrozenConfig):
@@ -101,9 +100,7 @@ def plan_evaluate(config: EvaluateRecipe) -> EvaluatePlan:
         baseline=BaselineTaskConfig(
             model=baseline,
             evaluation=evaluation,
-            comparison=ComparisonTaskConfig(
-                confidence=config.evaluation.confidence, seed=config.seed
-            ),
+            comparison=ComparisonTaskConfig(confidence=config.evaluation.confidence),
         ),
     )
 

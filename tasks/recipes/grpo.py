@@ -13,6 +13,7 @@ from nemo_rl_core.algorithms.grpo.config import (
     refuse_sampling_ahead,
 )
 from nemo_rl_core.config.environment import EnvironmentConfig, WeightedSum
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.trainer import refuse_judge_beside_others
 from nemo_rl_core.errors import ConfigError
@@ -103,6 +104,7 @@ class GRPOPlan(NamedTuple):
     base_evaluation: EvaluationTaskConfig | None
     evaluation: EvaluationTaskConfig
     promotion: PromotionTaskConfig
+    export: ExportConfig
 
 
 @plan_task
@@ -119,6 +121,7 @@ def plan_grpo(config: GRPORecipe) -> GRPOPlan:
         base_evaluation=evaluation if config.measure_base else None,
         evaluation=evaluation,
         promotion=PromotionTaskConfig.of(config),
+        export=config.export,
     )
 
 

@@ -8,6 +8,7 @@ from nemo_rl_core.algorithms.dpo.config import DPOSchedule
 from nemo_rl_core.algorithms.grpo.config import GRPOSchedule
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig
 from nemo_rl_core.config.environment import EnvironmentConfig, reads_reward_model
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.config.trainer import refuse_without_scalar_head
@@ -79,6 +80,7 @@ class PostTrainPlan(NamedTuple):
     num_grpo_iterations: int
     evaluation: EvaluationTaskConfig
     promotion: PromotionTaskConfig
+    export: ExportConfig
 
 
 @plan_task
@@ -100,6 +102,7 @@ def plan_post_train(config: PostTrainRecipe) -> PostTrainPlan:
         num_grpo_iterations=config.grpo.num_iterations,
         evaluation=EvaluationTaskConfig.of(config),
         promotion=PromotionTaskConfig.of(config),
+        export=config.export,
     )
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from flytekit.types.error.error import FlyteError
 
 from nemo_rl_core.algorithms.ppo.config import PPOSchedule, PPOSettings
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.trainer import refuse_without_scalar_head
 from tasks.platform.failures import failure_handler, leave_record
@@ -53,6 +54,7 @@ class PPOPlan(NamedTuple):
     num_iterations: int
     evaluation: EvaluationTaskConfig
     promotion: PromotionTaskConfig
+    export: ExportConfig
 
 
 @plan_task
@@ -67,6 +69,7 @@ def plan_ppo(config: PPORecipe) -> PPOPlan:
         num_iterations=config.ppo.num_iterations,
         evaluation=EvaluationTaskConfig.of(config),
         promotion=PromotionTaskConfig.of(config),
+        export=config.export,
     )
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from flytekit.types.error.error import FlyteError
 
 from nemo_rl_core.algorithms.sft.config import SFTConfig
+from nemo_rl_core.config.export import ExportConfig
 from tasks.platform.failures import failure_handler, leave_record
 from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
@@ -37,6 +38,7 @@ class SFTPlan(NamedTuple):
     sft: SFTTaskConfig
     evaluation: EvaluationTaskConfig
     promotion: PromotionTaskConfig
+    export: ExportConfig
 
 
 @plan_task
@@ -49,6 +51,7 @@ def plan_sft(config: SFTRecipe) -> SFTPlan:
         sft=SFTTaskConfig.of(config),
         evaluation=EvaluationTaskConfig.of(config),
         promotion=PromotionTaskConfig.of(config),
+        export=config.export,
     )
 
 

@@ -109,7 +109,10 @@ GRAPH: dict[str, Node] = {
             "after": "evaluate",
         },
     ),
-    "export": Node("", {"checkpoint": "promote.checkpoint", "decision": "promote.decision"}),
+    "export": Node(
+        "post_train.export",
+        {"start": _START, "trained": "grpo_iteration", "decision": "promote"},
+    ),
     "lineage_report": Node("", {"model": "export"}),
     "to_megatron": Node("convert.megatron", {"checkpoint": "prepare_model.base"}),
     "convert": Node(

@@ -7,7 +7,7 @@ import pytest
 
 from nemo_rl_core.config.evaluation import PromotionConfig
 from nemo_rl_core.evals.comparison import compare
-from tasks.promote import explain
+from tasks.promote import explain, promotes
 from tasks.recipes.common import EvaluationTaskConfig, RecipeError
 from tasks.recipes.evaluate import EvaluateRecipe
 
@@ -58,8 +58,35 @@ def test_evaluation_may_sample_in_its_own_way() -> None:
 def explained(gained: int, lost: int, total: int, margin: float = 0.0) -> str:
     before = {str(place): gained <= place < gained + lost for place in range(total)}
     after = {str(place): place < gained for place in range(total)}
-    compared = compare(before, after, confidence=0.95, seed=0)
+    compared = compare(before, after, confidence=0.95)
     return explain(compared, PromotionConfig(min_improvement=margin))
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost", "margin", "promoted"),
+    [
+        (4, 0, 0.0, False),  # McNemar: 2 / 2^4 = 0.125
+        (5, 0, 0.0, False),  # 2 / 2^5 = 0.0625
+        (6, 0, 0.0, True),  # 2 / 2^6 = 0.03125
+        (9, 1, 0.0, True),  # 2 * 11 / 2^10 = 0.021
+        (8, 2, 0.0, False),  # 2 * 56 / 2^10 = 0.109
+        (0, 0, 0.0, False),
+        (0, 9, 0.0, False),
+        (30, 5, 0.0, True),
+        (30, 5, 0.12, False),  # a mean of 25 points, and a lower bound of 10.2
+        (30, 5, 0.05, True),
+        (1, 3, -0.2, True),  # not worse by more than 20 points
+    ],
+)
+def test_a_model_is_promoted_by_the_lower_bound(
+    gained: int, lost: int, margin: float, promoted: bool
+) -> None:
+    before = {str(place): gained <= place < gained + lost for place in range(100)}
+    after = {str(place): place < gained for place in range(100)}
+    compared = compare(before, after, confidence=0.95)
+    assert promotes(compared, PromotionConfig(min_improvement=margin)) == promoted
+    if margin == 0:
+        assert promoted == (gained > lost and compared.p_value < 0.05)
 
 
 def test_promotion_says_why() -> None:

@@ -14,7 +14,7 @@ from tasks.recipes.reward_model import RewardModelRecipe
 
 BASE: dict[str, Any] = {"recipe": "grpo_arithmetic"}
 STAGES = ("model", "data", "questions", "sft", "grpo", "num_iterations")
-STAGES += ("base_evaluation", "evaluation", "promotion")
+STAGES += ("base_evaluation", "evaluation", "promotion", "export")
 ALL_ROLLOUTS = {"grpo", "evaluation"}
 
 
@@ -58,7 +58,8 @@ def changed_stages(changes: dict[str, Any], base: dict[str, Any] = BASE) -> set[
         ({"environment_workers": {"num_workers": 2}}, ALL_ROLLOUTS),
         ({"evaluation": {"confidence": 0.9}}, {"evaluation", "promotion"}),
         ({"promotion": {"min_improvement": 0.5}}, {"promotion"}),
-        ({"seed": 7}, {"model", "data", "sft", "promotion", *ALL_ROLLOUTS}),
+        ({"export": {"model": "promoted"}}, {"export"}),
+        ({"seed": 7}, {"model", "data", "sft", *ALL_ROLLOUTS}),
     ],
 )
 def test_a_change_reaches_the_stages_that_read_it(
@@ -71,7 +72,7 @@ def test_every_word_of_a_recipe_is_read_by_some_stage() -> None:
     # `training` has one backend so far, so that no change of it can be tried.
     tried = {"seed", "model", "data", "environment", "sft", "grpo", "generation"}
     tried |= {"rollouts", "environment_workers", "cluster", "evaluation", "promotion", "training"}
-    tried |= {"measure_base"}
+    tried |= {"measure_base", "export"}
     # Whom a run is told to, and what it may cost, changes no result: no stage reads it.
     assert set(GRPORecipe.model_fields) == tried | {"tracking", "budget"}
     stages = plan_grpo(config=GRPORecipe())
