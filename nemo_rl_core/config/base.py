@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
+from nemo_rl_core.config.kept_types import refuse_conversions
 from nemo_rl_core.config.mistakes import (
     CONTRADICTION,
     FIX,
@@ -115,8 +116,10 @@ class FrozenConfig(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
+        schema = handler(source)
+        refuse_conversions(schema)
         # Around all validators of the class, whatever their mode.
-        return core_schema.no_info_wrap_validator_function(_collected, handler(source))
+        return core_schema.no_info_wrap_validator_function(_collected, schema)
 
     def replace(self, **changes: Any) -> Self:
         """A validated copy with some fields changed."""
