@@ -18,6 +18,7 @@ from nemo_rl_core.config.environment import EnvironmentConfig, own_bundles_of_sc
 from nemo_rl_core.config.places import PlacedList, copied
 from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.config.training import TrainingConfig
+from nemo_rl_core.config.warm_up import default_warm_up
 from nemo_rl_core.errors import ConfigError
 
 LEARNING_RATES: Final[Mapping[str, float]] = {
@@ -33,7 +34,6 @@ LEARNING_RATES: Final[Mapping[str, float]] = {
 CRITIC_LEARNING_RATE: Final = 1e-5
 LORA_FACTOR: Final = 10.0
 """Adapters learn at higher rates than whole weights."""
-NUM_WARMUP_STEPS: Final = 10
 MAX_NEW_TOKENS: Final = 512
 LARGEST_LEARNING_RATE: Final = 1e-4
 """Of whole weights: a higher one usually destroys a pretrained model within a few steps."""
@@ -178,7 +178,7 @@ def _rates(values: Mapping[str, Any], section: str, *, uses_lora: bool) -> dict[
     if "learning_rate" not in given:
         found[f"{section}.learning_rate"] = _rounded(LEARNING_RATES[section] * factor)
         if "num_warmup_steps" not in given:
-            found[f"{section}.num_warmup_steps"] = NUM_WARMUP_STEPS
+            found[f"{section}.num_warmup_steps"] = default_warm_up(given)
     if section == "ppo" and "learning_rate" not in _section(given, "critic"):
         found["ppo.critic.learning_rate"] = _rounded(CRITIC_LEARNING_RATE * factor)
     return found

@@ -33,6 +33,7 @@ from nemo_rl_core.config.single_turn import (
     SingleEnvironmentConfig,
 )
 from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.config.warm_up import warm_up_warnings
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.pretrained import context_length
@@ -122,6 +123,7 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     if plan is not None:
         hold_to_budget(replace(plan, max_gpu_hours=budget.max_gpu_hours))
     _warn_of_the_rates(experiment)
+    _warn_of_warm_ups(experiment)
     for data in (experiment.data, experiment.evaluation.data):
         if data is not None:
             _check_files(data)
@@ -162,6 +164,13 @@ def _warn_of_the_rates(experiment: PipelineRecipe) -> None:
                 uses_lora=uses_lora,
             )
             if text:
+                _LOG.warning("%s", text)
+
+
+def _warn_of_warm_ups(experiment: PipelineRecipe) -> None:
+    for section in LEARNING_RATES:
+        if (config := getattr(experiment, section, None)) is not None:
+            for text in warm_up_warnings(section, config):
                 _LOG.warning("%s", text)
 
 
