@@ -35,7 +35,7 @@ def converted_values(field: FieldInfo) -> list[Any]:
     for value in VALUES:
         try:
             found = adapter.validate_python(value)
-        except (ValidationError, ConfigError, TypeError):
+        except (ValidationError, ConfigError, RecipeError, TypeError):
             continue
         is_number = type(value) in numbers and type(found) in numbers
         is_scalar = type(found) in (bool, *numbers, str)
