@@ -129,7 +129,11 @@ def _training(known: Sequence[Manifest]) -> str:
     trained = [each for each in made if each.cost.tokens and each.kind == "checkpoint"]
     lines = ["## Training\n"] if trained else []
     for each in trained:
-        lines.append(f"**{each.stage}**, seed {each.seed}: {each.cost.tokens:,} tokens.\n")
+        best = each.choices.get("keep_best", "")
+        lines.append(
+            f"**{each.stage}**, seed {each.seed}: {each.cost.tokens:,} tokens"
+            f"{f'; the model of {best}' if best else ''}.\n"
+        )
     # Iterations of one stage have the same settings.
     for stage, config in {each.stage.split()[0]: each.config for each in trained}.items():
         settings = list(flat(config).items())

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
+from nemo_rl_core.config.warm_up import warm_up_warnings
 from nemo_rl_core.environments.contents import reward_content
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.produce import StageInputs, StageResult
@@ -72,6 +73,9 @@ def fit(trainer: FittedTrainer, request: FitRequest) -> TrainResult:
     Raises:
         NemoRLError: For a model, data or a reward that cannot be used, before a worker starts.
     """
+    section = getattr(trainer.settings, trainer.algorithm, None)
+    for text in warm_up_warnings(trainer.algorithm, section):
+        logger.warning("%s", text)
     scorer = scorer_for(trainer.algorithm, trainer.settings, request)
     with recorded_fit(fit_call(trainer, request)) as stages:
         parents = parents_of(stages, trainer.settings, request, scorer)

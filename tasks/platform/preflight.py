@@ -1,7 +1,7 @@
 """Checks before a run starts: models, files, resources, rewards."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -33,6 +33,7 @@ from nemo_rl_core.config.single_turn import (
     SingleEnvironmentConfig,
 )
 from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.config.warm_up import warm_up_warnings
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.pretrained import context_length
@@ -53,11 +54,10 @@ from tasks.platform.gpu_hours import hold_to_budget
 from tasks.platform.gpu_plan import refuse_what_does_not_fit
 from tasks.platform.heads_check import refuse_heads
 from tasks.platform.missing_files import refuse_missing
+from tasks.platform.run_size import MOST_BYTES_READ, bytes_of, check_size
 from tasks.recipes.common import PipelineRecipe, Recipe
 
 _LOG = logging.getLogger(__name__)
-_MOST_BYTES_READ = 64 * 2**20
-"""Larger files take longer to read than a user waits before a run starts."""
 
 
 def preflight(inputs: Mapping[str, Any]) -> None:
@@ -122,6 +122,7 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     if plan is not None:
         hold_to_budget(replace(plan, max_gpu_hours=budget.max_gpu_hours))
     _warn_of_the_rates(experiment)
+    _warn_of_warm_ups(experiment)
     for data in (experiment.data, experiment.evaluation.data):
         if data is not None:
             _check_files(data)
@@ -144,6 +145,7 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     _check_rows(experiment.measure, own.data or experiment.data)
     for measure in _by_rows(experiment.measure):
         _check_measure(measure)
+    check_size(experiment)
 
 
 def _warn_of_the_rates(experiment: PipelineRecipe) -> None:
@@ -162,6 +164,13 @@ def _warn_of_the_rates(experiment: PipelineRecipe) -> None:
                 uses_lora=uses_lora,
             )
             if text:
+                _LOG.warning("%s", text)
+
+
+def _warn_of_warm_ups(experiment: PipelineRecipe) -> None:
+    for section in LEARNING_RATES:
+        if (config := getattr(experiment, section, None)) is not None:
+            for text in warm_up_warnings(section, config):
                 _LOG.warning("%s", text)
 
 
@@ -225,7 +234,7 @@ def _check_rows(environment: EnvironmentConfig, data: DataConfig) -> None:
     """
     if not isinstance(data, FileData) or missing_columns(environment) is no_columns:
         return
-    if _size(data) > _MOST_BYTES_READ:
+    if _size(data) > MOST_BYTES_READ:
         return
     for name, rows in zip(("train", "validation"), load_rows(data, seed=0), strict=True):
         prompts = [
@@ -241,13 +250,7 @@ def _size(data: FileData) -> int:
     names = [name for name in (data.train, data.validation) if name]
     listed = [remote.listing(name) for name in names if remote.is_remote(name)]
     stored = sum(each.size for objects in listed for each in objects)
-    return stored + _size_here([name for name in names if not remote.is_remote(name)])
-
-
-def _size_here(names: Sequence[str]) -> int:
-    paths = [Path(name).expanduser() for name in names]
-    files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path])]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return stored + bytes_of([name for name in names if not remote.is_remote(name)])
 
 
 def _is_fetched(data: DataConfig) -> bool:

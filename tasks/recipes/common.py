@@ -346,6 +346,8 @@ class DataTaskConfig(FrozenConfig):
         data: Where rows come from; of the hub, with the commit that it has when the run begins.
         content: The digest of files, or of the listing of an object store when the run begins.
         seed: For drawn and held-out rows.
+        completions_are_trained: Whether the recipe has a supervised start, so that prompts with
+            their completions must fit the model's context.
         read_as: What the columns were taken for. The stage fills it in when it has read them, so
             that it is part of the recorded config.
     """
@@ -353,6 +355,7 @@ class DataTaskConfig(FrozenConfig):
     data: DataConfig
     content: str
     seed: int | None
+    completions_are_trained: bool = False
     read_as: str = ""
 
     @classmethod
@@ -360,7 +363,12 @@ class DataTaskConfig(FrozenConfig):
         """The recipe's share."""
         read_whole = isinstance(config.data, FileData) and config.data.validation is not None
         seed = None if read_whole else config.seed
-        return cls(data=pinned(config.data), content=data_content(config.data), seed=seed)
+        return cls(
+            data=pinned(config.data),
+            content=data_content(config.data),
+            seed=seed,
+            completions_are_trained=config.sft is not None,
+        )
 
 
 class QuestionTaskConfig(FrozenConfig):
@@ -372,7 +380,10 @@ class QuestionTaskConfig(FrozenConfig):
     def of(cls, config: PipelineRecipe) -> "QuestionTaskConfig":
         """The recipe's share."""
         data = config.evaluation.data
-        return cls(data=None if data is None else DataTaskConfig.of(config.replace(data=data)))
+        if data is None:
+            return cls(data=None)
+        asked = DataTaskConfig.of(config.replace(data=data))
+        return cls(data=asked.replace(completions_are_trained=False))
 
 
 class SFTTaskConfig(TrainerSettings):

@@ -9,9 +9,8 @@ from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig, Rewar
 from nemo_rl_core.algorithms.reward_model.loss import PreferenceLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader
-from nemo_rl_core.data.pair_files import load_pairs
+from nemo_rl_core.data.pair_files import load_pairs_for
 from nemo_rl_core.data.pairs import PreferencePair, pair_batch, refuse_beyond_budget
-from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.own import OwnPolicy
 from nemo_rl_core.trainers.base import BaseTrainer
@@ -34,10 +33,10 @@ class RewardModelTrainer(BaseTrainer[RewardModelSettings, RewardModelConfig]):
         super()._set_up(spec, resources)
         self._loss = PreferenceLossFn(self.config.loss)
         held_out = spec.validation
-        self._held_out = load_pairs(held_out, load_tokenizer(spec.start)) if held_out else []
+        self._held_out = load_pairs_for(spec.start, held_out, name="validation") if held_out else []
 
     def _load(self, spec: RunSpec) -> PromptLoader[PreferencePair]:
-        pairs = load_pairs(spec.train, load_tokenizer(spec.start))
+        pairs = load_pairs_for(spec.start, spec.train, name="train")
         refuse_beyond_budget(pairs, max_tokens=self.config.max_tokens_per_microbatch)
         size, seed = self.config.num_pairs_per_step, self.settings.seed
         return PromptLoader(pairs, batch_size=size, seed=seed)

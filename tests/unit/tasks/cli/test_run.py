@@ -115,7 +115,7 @@ def test_code_with_a_key_is_not_uploaded(
 
 def test_values_are_yaml() -> None:
     assert changes_of(["a=1e-5", "b=null", "c=[1, x]", "d={e: 2}", "g=", "h=a=b"]) == {
-        "a": "1e-5",  # a number for pydantic
+        "a": 1e-5,
         "b": None,
         "c": [1, "x"],
         "d": {"e": 2},
