@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Union, get_args, get_origin
 from pydantic import BaseModel, Discriminator, Tag
 from pydantic.fields import FieldInfo
 
-TAGS: Final = ("kind", "backend")
+TAGS: Final = ("kind", "backend", "place")
 
 
 def tag_of(kind: type[BaseModel]) -> tuple[str, str] | None:

@@ -43,7 +43,7 @@ OFF = {
     "max_token_mult_prob_error": BOUND,
     "max_masked_fraction": 0.99,
 }
-IN_REWARD = {"kl": {"kind": "k2", "beta": 0.5, "place": "in_reward"}}
+IN_REWARD = {"kl": {"beta": 0.5, "place": "in_reward"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "one optimizer step": {},
     "several optimizer steps": {"train_global_batch_size": 8},
