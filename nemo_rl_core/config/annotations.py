@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 from nemo_rl_core.config.places import overlaid
 
-TAGS: Final = ("kind", "backend")
+TAGS: Final = ("kind", "backend", "place")
 
 
 def tag_of(kind: type[BaseModel]) -> tuple[str, str] | None:

@@ -26,6 +26,7 @@ _FP8: Final = "training.float8, and generation.quantization of engines"
 _TRAINING: Final = "training, with backend dtensor or megatron"
 _RECORD: Final = "tracking; every run is recorded without it"
 _DTYPE: Final = "model.dtype, such as bfloat16"
+_FULL: Final = "left out: training samples from the policy's full distribution"
 
 PEER_NAMES: Final[Mapping[str, str]] = {
     "num_generations": _COMPLETIONS,
@@ -65,7 +66,7 @@ PEER_NAMES: Final[Mapping[str, str]] = {
     "reference_policy_kl_penalty": _KL,
     "use_kl_loss": "grpo.loss.kl, null for none",
     "kl_loss_type": "grpo.loss.kl.kind",
-    "use_kl_in_reward": "grpo.loss.kl.place, in_reward",
+    "use_kl_in_reward": "grpo.loss.kl.place, in_reward; its kind is k1",
     "epsilon": "grpo.loss.clip_low and grpo.loss.clip_high",
     "epsilon_high": "grpo.loss.clip_high",
     "eps_clip": "grpo.loss.clip_low and grpo.loss.clip_high",
@@ -156,6 +157,7 @@ PEER_NAMES: Final[Mapping[str, str]] = {
     "strategy": _TRAINING,
     "vllm_cfg": "generation, whose keys stand in it directly",
     "rollout": "generation",
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), _FULL),
     "use_vllm": "generation.backend",
     "vllm_mode": "generation.backend",
     "vllm_gpu_memory_utilization": "generation.gpu_memory_utilization",
