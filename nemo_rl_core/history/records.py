@@ -74,14 +74,19 @@ class Execution:
 class Node:
     """A call of a task, a dynamic workflow or a sub-workflow in a run.
 
+    An element of a mapped task, such as a point of a sweep, is a node inside the mapped task's
+    node. The stages that a point runs are nodes inside the point's node.
+
     Attributes:
-        parent: The dynamic or sub-workflow that called it; None at the top.
+        parent: The node that called it; None at the top.
         name: Such as `grpo_iteration 2`.
         task: Such as `tasks.grpo_iteration.grpo_iteration`.
         cached_from: For a cache hit, the node of any run that made the outputs.
-        cost: As in the manifest; only of artifacts that this node made.
         summary: One line about its outputs.
+        cost: Cost of the artifacts that this node made, as in their manifests, without the cost of
+            the nodes inside.
         log_from: First byte of the run's log that was written while it ran; `log_to` is the end.
+        point: Settings of the sweep's point that the node belongs to; empty outside of a sweep.
     """
 
     id: int
@@ -100,6 +105,7 @@ class Node:
     error: str
     log_from: int | None
     log_to: int | None
+    point: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

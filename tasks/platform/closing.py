@@ -1,7 +1,10 @@
 """The closing lines of a run: the model's accuracy, its folder, and commands to use it."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
+from nemo_rl_core.evals.sweep import Setting, point_label
 from nemo_rl_core.telemetry.intervals import sampled_figures, with_interval
 from nemo_rl_core.telemetry.program import program
 from tasks.artifacts import (
@@ -39,10 +42,25 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
             lines.append(f"model: {artifact.model_folder}")
             lines.append(f"chat:  {program()} chat {artifact.model_folder}")
         elif isinstance(artifact, SweepReport):
+            lines += _sweep_lines(artifact.folder)
             lines += [artifact.summary, f"summary: {artifact.folder / 'deck.html'}"]
         elif isinstance(artifact, LineageReport):
             lines.append(f"lineage: {artifact.folder / 'deck.html'}")
     return lines
+
+
+def _sweep_lines(folder: Path) -> list[str]:
+    """The accuracy of each point, and the mean of each setting."""
+    sweep = json.loads((folder / "sweep.json").read_text())
+    figures = [
+        "failed" if each["accuracy"] is None else f"{each['accuracy']:.3f}"
+        for each in sweep["points"]
+    ]
+    points = [
+        f"point {point_label(each['point'])}: {figure}"
+        for each, figure in zip(sweep["points"], figures, strict=True)
+    ]
+    return [*points, *(f"mean of {Setting(**each).described}" for each in sweep["settings"])]
 
 
 def _accuracy(report: EvalReport) -> str:

@@ -2,12 +2,16 @@
 
 An output is identified by a mark on flytekit's literal, which is kept through sub-workflows. A
 dynamic takes Python values instead: in it, an artifact is identified by its folder, and a config by
-its content, among the dynamic's inputs.
+its content, among the dynamic's inputs. So do the elements of a mapped task and stages within a
+stage, which are nodes inside the node of the task that calls them.
 """
 
+import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -23,6 +27,7 @@ from flytekit.core.workflow import WorkflowBase
 from pydantic import BaseModel
 
 from nemo_rl_core.errors import NemoRLError
+from nemo_rl_core.evals.sweep import point_label
 from nemo_rl_core.history.records import Kind, State
 from nemo_rl_core.history.writer import HistoryWriter, NodeEnd
 from nemo_rl_core.store.manifest import Cost, Manifest
@@ -36,6 +41,7 @@ from nemo_rl_core.telemetry.events import (
     StageSaved,
     StageStarted,
     Waiting,
+    labelled,
     publish,
 )
 from nemo_rl_core.types import StepReport
@@ -43,6 +49,7 @@ from tasks.artifacts import Artifact
 from tasks.platform.stopping import StopPlace
 from tasks.platform.values import artifact_id, described_values, named_outputs, plain, promises_in
 
+logger = logging.getLogger(f"nemo_rl_core.{__name__}")  # the run's log takes loggers of this name
 _MAX_ERROR_CHARACTERS = 4000
 _MARK = "_nemo_rl_source"
 
@@ -66,6 +73,11 @@ class NodeCall:
         is_resumed: Whether it goes on from a save, whose tokens are not among these.
         spent: What its work has used; complete when it has ended.
         place: How far it is, for a run that is stopped.
+        point: Settings of the sweep's point that it belongs to; empty outside of a sweep.
+        is_element: Whether a mapped task called it for one of its elements.
+        is_inside: Whether a stage, or an element of a mapped task, called it.
+        num_inside: Stages inside it, which are nodes with their cost.
+        cost_inside: The cost of these stages.
     """
 
     entity: Task | WorkflowBase
@@ -81,6 +93,27 @@ class NodeCall:
     is_resumed: bool = False
     spent: usage.Spent = field(default_factory=usage.Spent)
     place: StopPlace = field(default_factory=StopPlace)
+    point: dict[str, Any] = field(default_factory=dict)
+    is_element: bool = False
+    is_inside: bool = False
+    num_inside: int = 0
+    cost_inside: Cost = field(default_factory=Cost)
+
+    @property
+    def shown(self) -> str:
+        """Its name on the terminal."""
+        in_point = self.point and not self.is_element
+        return f"{self.name} ({point_label(self.point)})" if in_point else self.name
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it is a mapped task, whose elements are nodes inside it."""
+        return isinstance(self.entity, ArrayNodeMapTask)
+
+    @property
+    def has_row(self) -> bool:
+        """Whether the table at the end of the run has it."""
+        return self.is_stage and not self.is_inside and not (self.is_mapped and self.num_inside)
 
     @property
     def is_stage(self) -> bool:
@@ -123,23 +156,68 @@ class Recorder:
         self._calls: list[NodeCall] = []
         self._made: set[Path] = set()
         self._makers: dict[str, list[NodeOutput]] = {}
+        self._num_calls: Counter[str] = Counter()
 
     def call(
         self, entity: Task | WorkflowBase, kwargs: dict[str, Any], execute: Callable[[], Any]
     ) -> Any:
         """Runs and records a node, and returns flytekit's outputs."""
         call = self._begin(entity, kwargs)
+        returned = self._run(call, execute)
+        outputs = named_outputs(list(entity.python_interface.outputs), returned)
+        for name, promise in outputs.items():
+            self._mark(call, name, promise)
+        values = _python_values(entity, outputs) if call.is_stage else []
+        if call.is_mapped and not call.executed:
+            self._repeat_elements(call, values)
+        self._end(call, outputs, values)
+        return returned
+
+    def inside(self, task: Task, inputs: dict[str, Any], execute: Callable[[], Any]) -> Any:
+        """Runs a task's function, and returns its result.
+
+        It is a node if another task called it: as an element of a mapped task, or by `run_inside`.
+        """
+        caller = self._calls[-1] if self._calls else None
+        if caller is None or caller.entity is task:
+            return execute()
+        call = self._begin(task, inputs)
+        call.executed = True
+        returned = self._run(call, execute)
+        outputs = named_outputs(list(task.python_interface.outputs), returned)
+        for name, value in outputs.items():
+            if artifact := artifact_id(plain(value)):
+                self._makers.setdefault(artifact, []).append(NodeOutput(call.node, name))
+        self._end(call, outputs, list(outputs.values()))
+        return returned
+
+    def _run(self, call: NodeCall, execute: Callable[[], Any]) -> Any:
+        self._num_calls[call.shown] += 1
+        number = self._num_calls[call.shown] if call.kind == "task" else 1
         self._calls.append(call)
         try:
-            with usage.measured() as call.spent:
-                returned = execute()
+            try:
+                label = labelled(str(number)) if number > 1 else nullcontext()
+                with label, usage.measured() as call.spent:
+                    return execute()
+            finally:
+                self._calls.pop()
         except BaseException as error:
             self._fail(call, error)
             raise
-        finally:
-            self._calls.pop()
-        self._end(call, named_outputs(list(entity.python_interface.outputs), returned))
-        return returned
+
+    def _repeat_elements(self, call: NodeCall, values: list[Any]) -> None:
+        """Records the elements of a mapped task that flytekit has found in its cache."""
+        task = call.entity.python_function_task
+        self._calls.append(call)
+        for index, value in enumerate(values):
+            inputs = {
+                name: given[index] if isinstance(given, list) else given
+                for name, given in call.given.items()
+            }
+            element = self._begin(task, inputs)
+            self._end(element, dict.fromkeys(task.python_interface.outputs, value), [value])
+        self._calls.pop()
 
     def executes(self, task: Task) -> None:
         """Marks the current task as not cached."""
@@ -177,22 +255,31 @@ class Recorder:
                 self._calls[-1].has_made = True
 
     def _begin(self, entity: Task | WorkflowBase, kwargs: dict[str, Any]) -> NodeCall:
-        name, kind = _node_name(entity, kwargs), _kind(entity)
+        name, kind, given = _node_name(entity, kwargs), _kind(entity), plain(kwargs)
+        caller = self._calls[-1] if self._calls else None
+        is_element = caller is not None and caller.is_mapped
+        point = _settings(given) if is_element else caller.point if caller else {}
+        if is_element and point:
+            name = f"{name} ({point_label(point)})"
         node = self._writer.begin_node(
             name,
             task=entity.name,
             kind=kind,
-            parent=self._calls[-1].node if self._calls else None,
+            parent=caller.node if caller else None,
             inputs=described_values(kwargs, entity.python_interface.inputs),
             log_from=self._log_bytes(),
+            point=point,
         )
         sources = {key: self._sources(value) for key, value in kwargs.items()}
         for key, found in sources.items():
             for source in found:
                 self._writer.connect(source.node, source.output, node, key)
-        call = NodeCall(entity, kind, node, name, plain(kwargs), sources)
+        call = NodeCall(entity, kind, node, name, given, sources, point=point)
+        call.is_element = is_element
+        call.is_inside = caller is not None and (caller.is_inside or caller.is_stage)
+        call.is_inside = call.is_inside and not is_element
         if call.is_stage:
-            publish(StageStarted(name))
+            publish(StageStarted(call.shown))
         return call
 
     def _sources(self, value: Any) -> list[NodeOutput]:
@@ -216,22 +303,23 @@ class Recorder:
         made = self._makers.get(artifact_id(shown) or "", [])
         return made[-1:]
 
-    def _end(self, call: NodeCall, outputs: dict[str, Promise]) -> None:
-        for name, promise in outputs.items():
-            self._mark(call, name, promise)
-        artifacts = _artifacts(call.entity, outputs) if call.is_stage else []
+    def _end(self, call: NodeCall, outputs: dict[str, Any], values: list[Any]) -> None:
+        """Records the end of a node with its outputs, whose Python values are `values`."""
+        artifacts = [each for each in values if isinstance(each, Artifact)] if call.is_stage else []
         # A stage may return an input, as `promote` does, which is not its own output.
         own = _own_name(call.entity)
         made = [each for each in artifacts if each.stage.split()[0] == own]
         manifests = [(each.folder, each.manifest) for each in artifacts]
         # Artifacts of earlier runs have no cost in this run, such as points of a sweep.
         cost = _sum([m.cost for folder, m in manifests if folder in self._made and _is(m, own)])
+        if call.num_inside:
+            cost = Cost()  # it is of the stages inside
         if call.is_resumed:  # all else of the cost is of this attempt
             cost = cost.model_copy(update={"tokens": call.num_tokens})
         state = call.state_with(made)
         summary = ", ".join(each.summary for each in made if each.summary)
-        if isinstance(call.entity, ArrayNodeMapTask):
-            summary = f"{len(made)} points ended well"
+        if call.is_mapped:
+            summary = f"{len(made)} of {len(values)} points succeeded"
         self._writer.end_node(
             call.node,
             NodeEnd(
@@ -244,17 +332,18 @@ class Recorder:
                 log_to=self._log_bytes(),
             ),
         )
-        self.artifacts += made
+        if not call.is_element and not call.is_inside:
+            self.artifacts += made
         if call.is_stage:
             self._publish(call, "cached" if state == "cached" else "ran", cost, summary)
 
     def _fail(self, call: NodeCall, error: BaseException) -> None:
         is_stop = self._is_stop(error)
         state: State = "stopped" if is_stop else "failed"
-        cost = _spent(call) if call.is_stage else None
+        cost = _spent(call) if call.is_stage and not call.num_inside else None
         if is_stop and not self.stopped_at.stage:  # the innermost: outer ones follow
             self.stopped_at = call.place
-            call.place.stage = call.name if call.is_stage else ""
+            call.place.stage = call.shown if call.is_stage else ""
             call.place.num_finished = len(self.records)
         text = f"stopped from outside {self.stopped_at.where()}" if is_stop else said(error)
         end = NodeEnd(
@@ -265,14 +354,18 @@ class Recorder:
         )
         self._writer.end_node(call.node, end)
         if call.is_stage:
-            self._publish(call, "stopped" if is_stop else "failed", cost)
+            # Where some elements may fail, flytekit drops their errors.
+            note = text.splitlines()[0] if call.is_element and not is_stop else ""
+            self._publish(call, "stopped" if is_stop else "failed", cost, note)
+        if call.is_element:
+            logger.info("%s failed", call.shown, exc_info=error)
 
     def _publish(
         self, call: NodeCall, state: Any, cost: Cost | None = None, note: str = ""
     ) -> None:
-        cost = cost or Cost()
+        cost = call.cost_inside.plus(cost or Cost()) if call.num_inside else cost or Cost()
         record = StageRecord(
-            call.name,
+            call.shown,
             state,
             time.monotonic() - call.began,
             tokens=cost.tokens,
@@ -280,7 +373,13 @@ class Recorder:
             note=note,
             cost=cost,
         )
-        self.records.append(record)
+        if call.has_row:
+            self.records.append(record)
+        if self._calls and self._calls[-1].is_stage:
+            caller = self._calls[-1]
+            caller.cost_inside = caller.cost_inside.plus(cost) if caller.num_inside else cost
+            caller.num_inside += 1
+            caller.has_made |= call.has_made
         publish(record)
 
     def _mark(self, call: NodeCall, name: str, promise: Promise) -> None:
@@ -349,15 +448,21 @@ def _node_name(entity: Task | WorkflowBase, inputs: dict[str, Any]) -> str:
     return f"{name} {iteration}" if isinstance(iteration, int) else name
 
 
-def _artifacts(entity: Task | WorkflowBase, outputs: dict[str, Promise]) -> list[Artifact]:
-    """The artifacts that a stage returned; of a mapped stage, those of successful points."""
+def _settings(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a sweep's point, from the config of its stage; empty for other stages."""
+    config = given.get("config")
+    point = config.get("point") if isinstance(config, dict) else None
+    return point if isinstance(point, dict) else {}
+
+
+def _python_values(entity: Task | WorkflowBase, outputs: dict[str, Promise]) -> list[Any]:
+    """Returns a stage's outputs; for a mapped stage one per element, None if it failed."""
     ctx = FlyteContextManager.current_context()
     values = [
         TypeEngine.to_python_value(ctx, promise.val, entity.python_interface.outputs[name])
         for name, promise in outputs.items()
     ]
-    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
-    return [part for part in parts if isinstance(part, Artifact)]
+    return [part for value in values for part in (value if isinstance(value, list) else [value])]
 
 
 def _is(manifest: Manifest, stage: str) -> bool:

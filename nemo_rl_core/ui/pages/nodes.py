@@ -41,7 +41,7 @@ def node(request: Request) -> Response:
         held=held[:_HELD_SHOWN],
         num_held=len(held),
         cost=total_cost([one.cost]),
-        charts=curves.charts(curves.lines(history, [one], shown)),
+        charts=curves.charts(curves.series(history, [one], shown)),
         more=len(names) - len(shown),
         machine=machine_load.charts(history, [one], {one.id: measured}),
         has_deck=_deck_of(history, request, one) is not None,
