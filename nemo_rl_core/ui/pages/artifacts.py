@@ -177,5 +177,6 @@ def _reward_chart(request: Request, one: ArtifactRow) -> Chart | None:
     if one.made_by is None:
         return None
     history = history_of(request)
-    found = curves.charts(curves.series(history, [history.node(one.made_by).node], ["reward"]))
-    return found[0] if found else None
+    node = history.node(one.made_by).node
+    charts = curves.charts(curves.series(history, [node], ["reward"]))
+    return charts[0] if charts else None

@@ -72,10 +72,10 @@ def test_the_test_handles_many_seeds_and_none() -> None:
 
 def test_two_seeds_never_show_a_best_setting() -> None:
     # The same difference on both seeds: its deviation is 0, and a t test would have p = 0.
-    found = sweep({2e-4: [0.124, 0.146], 5e-4: [0.224, 0.246]})
-    assert found.leader == {"grpo.rate": 5e-4}
-    assert found.best is None
-    assert found.verdict == (
+    result = sweep({2e-4: [0.124, 0.146], 5e-4: [0.224, 0.246]})
+    assert result.leader == {"grpo.rate": 5e-4}
+    assert result.best is None
+    assert result.verdict == (
         "no best setting at 95 % confidence: rate 0.0005 has the highest mean, but is not shown to "
         "be better than rate 0.0002 (p 0.5 on 2 shared seeds; 95 % confidence needs at least 6)"
     )
@@ -84,10 +84,10 @@ def test_two_seeds_never_show_a_best_setting() -> None:
 def test_a_setting_that_is_better_on_all_of_six_seeds_is_the_best() -> None:
     low = [0.10, 0.12, 0.11, 0.13, 0.10, 0.12]
     high = [each + 0.05 for each in low]
-    found = sweep({1: low, 2: high, 3: [each + 0.01 for each in low]})
-    assert found.best == {"grpo.rate": 2}
-    assert [each.p_value for each in found.comparisons] == [2 / 64, 2 / 64]
-    assert found.verdict == (
+    result = sweep({1: low, 2: high, 3: [each + 0.01 for each in low]})
+    assert result.best == {"grpo.rate": 2}
+    assert [each.p_value for each in result.comparisons] == [2 / 64, 2 / 64]
+    assert result.verdict == (
         "best: rate 2, better than each other setting at 95 % confidence "
         "(paired exact test, p at most 0.031)"
     )
@@ -100,11 +100,11 @@ def test_a_setting_that_is_better_on_all_of_six_seeds_is_the_best() -> None:
 def test_a_setting_with_failed_seeds_is_not_the_best_by_its_mean_of_fewer() -> None:
     low: list[float | None] = [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
     lucky: list[float | None] = [0.9, None, None, None, None, None, None]
-    found = sweep({1: low, 2: lucky})
-    assert found.leader == {"grpo.rate": 1}
-    assert found.best is None
-    assert "(p 1 on 1 shared seed; 95 % confidence needs at least 6)" in found.verdict
-    assert found.settings[1].described == "rate 2: 0.900 (1 point, 6 failed)"
+    result = sweep({1: low, 2: lucky})
+    assert result.leader == {"grpo.rate": 1}
+    assert result.best is None
+    assert "(p 1 on 1 shared seed; 95 % confidence needs at least 6)" in result.verdict
+    assert result.settings[1].described == "rate 2: 0.900 (1 point, 6 failed)"
     nothing = sweep({1: [0.5, None], 2: [None, 0.4]})
     assert (nothing.leader, nothing.best) == (None, None)
     assert nothing.verdict.startswith("no best setting: points of every setting failed")
@@ -112,17 +112,17 @@ def test_a_setting_with_failed_seeds_is_not_the_best_by_its_mean_of_fewer() -> N
 
 def test_a_setting_of_which_every_seed_failed_is_listed_and_not_compared() -> None:
     low: list[float | None] = [0.1, 0.11, 0.12, 0.1, 0.13, 0.1]
-    found = sweep({1: low, 2: [0.5] * 6, 3: [None] * 6})
-    assert found.best == {"grpo.rate": 2}
-    assert found.settings[2].described == "rate 3: failed"
+    result = sweep({1: low, 2: [0.5] * 6, 3: [None] * 6})
+    assert result.best == {"grpo.rate": 2}
+    assert result.settings[2].described == "rate 3: failed"
 
 
 def test_one_setting_or_no_seeds_are_no_comparison() -> None:
     assert sweep({1: [0.5, 0.6]}).verdict == "one setting, nothing to compare"
     points = [({"rate": rate}, 0.1 * rate) for rate in (1, 2)]
-    found = summarize(points, apart="seed", confidence=0.9)
-    assert found.best is None
-    assert "p 1 on 1 shared seed; 90 % confidence needs at least 5" in found.verdict
+    result = summarize(points, apart="seed", confidence=0.9)
+    assert result.best is None
+    assert "p 1 on 1 shared seed; 90 % confidence needs at least 5" in result.verdict
 
 
 def test_labels_drop_sections_unless_that_is_ambiguous() -> None:

@@ -1,4 +1,4 @@
-"""What a run of a sweep leaves in the record: every point with its stages, curves and artifacts."""
+"""The record of a sweep: every point with its stages, curves and artifacts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -111,8 +111,8 @@ def latest(read: History) -> list[Node]:
 
 def check_points(read: History, nodes: list[Node]) -> None:
     """Every point is a node with its iterations inside, which have their curves and artifacts."""
-    (whole,) = [node for node in nodes if "arraynode" in node.task]
-    points = [node for node in nodes if node.parent == whole.id]
+    (mapped_node,) = [node for node in nodes if "arraynode" in node.task]
+    points = [node for node in nodes if node.parent == mapped_node.id]
     assert [node.point for node in points] == POINTS
     assert [node.name for node in points] == [f"swept_point ({label})" for label in LABELS]
     for point in points:
@@ -158,10 +158,10 @@ def test_a_cached_sweep_has_the_curves_of_its_points(history: Callable[[], Histo
             check_points(read, read.nodes(execution.id))
         nodes = latest(read)
         assert {node.state for node in nodes if node.point} == {"cached"}
-        (whole,) = [node for node in nodes if "arraynode" in node.task]
-        assert whole.state == "cached"
+        (mapped_node,) = [node for node in nodes if "arraynode" in node.task]
+        assert mapped_node.state == "cached"
         # Its maker has the makers of its points.
-        assert read.node(whole.cached_from or 0).node.task == whole.task
+        assert read.node(mapped_node.cached_from or 0).node.task == mapped_node.task
         assert sum(node.cost.get("tokens", 0) for node in nodes) == 0
 
 
