@@ -10,25 +10,22 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from flytekit.core.array_node_map_task import ArrayNodeMapTask
 from flytekit.core.base_task import Task
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.promise import Promise
-from flytekit.core.python_function_task import PythonFunctionTask
 from flytekit.core.type_engine import TypeEngine
 from flytekit.core.workflow import WorkflowBase
 from pydantic import BaseModel
 
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.evals.sweep import point_label
-from nemo_rl_core.history.records import Kind, State
+from nemo_rl_core.history.records import State
 from nemo_rl_core.history.writer import HistoryWriter, NodeEnd
 from nemo_rl_core.store.manifest import Cost, Manifest
 from nemo_rl_core.telemetry import usage
@@ -46,88 +43,20 @@ from nemo_rl_core.telemetry.events import (
 )
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import Artifact
+from tasks.platform.node_calls import (
+    NodeCall,
+    NodeOutput,
+    kind_of,
+    node_name,
+    own_name,
+    point_settings,
+)
 from tasks.platform.stopping import StopPlace
 from tasks.platform.values import artifact_id, described_values, named_outputs, plain, promises_in
 
 logger = logging.getLogger(f"nemo_rl_core.{__name__}")  # the run's log takes loggers of this name
 _MAX_ERROR_CHARACTERS = 4000
 _MARK = "_nemo_rl_source"
-
-
-class NodeOutput(NamedTuple):
-    """An output of a node of this run."""
-
-    node: int | None
-    output: str
-
-
-@dataclass
-class NodeCall:
-    """A running node.
-
-    Attributes:
-        given: The inputs as plain values, and their sources.
-        executed: Whether it ran; False for a cache hit of flytekit.
-        has_made: Whether it has made an artifact; a stage may find in the store what it would make.
-        num_tokens: Tokens in the loss of its steps so far.
-        is_resumed: Whether it goes on from a save, whose tokens are not among these.
-        spent: What its work has used; complete when it has ended.
-        place: How far it is, for a run that is stopped.
-        point: Settings of the sweep's point that it belongs to; empty outside of a sweep.
-        is_element: Whether a mapped task called it for one of its elements.
-        is_inside: Whether a stage, or an element of a mapped task, called it.
-        num_inside: Stages inside it, which are nodes with their cost.
-        cost_inside: The cost of these stages.
-    """
-
-    entity: Task | WorkflowBase
-    kind: Kind
-    node: int | None
-    name: str
-    given: dict[str, Any]
-    sources: dict[str, list[NodeOutput]]
-    began: float = field(default_factory=time.monotonic)
-    executed: bool = False
-    has_made: bool = False
-    num_tokens: int = 0
-    is_resumed: bool = False
-    spent: usage.Spent = field(default_factory=usage.Spent)
-    place: StopPlace = field(default_factory=StopPlace)
-    point: dict[str, Any] = field(default_factory=dict)
-    is_element: bool = False
-    is_inside: bool = False
-    num_inside: int = 0
-    cost_inside: Cost = field(default_factory=Cost)
-
-    @property
-    def shown(self) -> str:
-        """Its name on the terminal."""
-        in_point = self.point and not self.is_element
-        return f"{self.name} ({point_label(self.point)})" if in_point else self.name
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether it is a mapped task, whose elements are nodes inside it."""
-        return isinstance(self.entity, ArrayNodeMapTask)
-
-    @property
-    def has_row(self) -> bool:
-        """Whether the table at the end of the run has it."""
-        return self.is_stage and not self.is_inside and not (self.is_mapped and self.num_inside)
-
-    @property
-    def is_stage(self) -> bool:
-        """Whether it is shown to the user, as cached tasks are."""
-        return isinstance(self.entity, Task) and bool(self.entity.metadata.cache)
-
-    @property
-    def state(self) -> State:
-        """The final state of a node that did not fail."""
-        return "cached" if self.is_stage and not self.executed else "succeeded"
-
-    def state_with(self, made: Sequence[Artifact]) -> State:
-        """The final state of a node with artifacts of its own, which may have been there before."""
-        return "cached" if self.is_stage and made and not self.has_made else self.state
 
 
 class Recorder:
@@ -231,12 +160,14 @@ class Recorder:
         node, place = self._calls[-1].node, self._calls[-1].place
         match event:
             case StepReport(metrics=metrics, timings=timings):
+                if event.step <= place.step:
+                    self._begin_training(self._calls[-1], event.stage)
                 step = int(metrics.get("global_step", event.step))
                 place.step, place.num_steps = event.step, event.num_steps
                 place.first_step = step - event.step
                 self._calls[-1].num_tokens += int(metrics.get("num_valid_tokens", 0))
                 spent = {f"timings/{name}": value for name, value in timings.items()}
-                self._writer.log_metrics(node, step, metrics | spent)
+                self._writer.log_metrics(self._calls[-1].training or node, step, metrics | spent)
             case MachineSample(second, figures):
                 busy = {f"machine/{name}": value for name, value in figures.items()}
                 self._writer.log_metrics(node, second, busy)
@@ -254,11 +185,26 @@ class Recorder:
                 self._made.add(folder)
                 self._calls[-1].has_made = True
 
+    def _begin_training(self, call: NodeCall, name: str) -> None:
+        """Opens a node for a further training of one task, whose steps count from 1 again."""
+        self._end_training(call, "succeeded")
+        call.training = self._writer.begin_node(
+            name,
+            task=call.entity.name,
+            kind="task",
+            parent=call.node,
+            log_from=self._log_bytes(),
+            point=call.point,
+        )
+
+    def _end_training(self, call: NodeCall, state: State) -> None:
+        self._writer.end_node(call.training, NodeEnd(state, log_to=self._log_bytes()))
+
     def _begin(self, entity: Task | WorkflowBase, kwargs: dict[str, Any]) -> NodeCall:
-        name, kind, given = _node_name(entity, kwargs), _kind(entity), plain(kwargs)
+        name, kind, given = node_name(entity, kwargs), kind_of(entity), plain(kwargs)
         caller = self._calls[-1] if self._calls else None
         is_element = caller is not None and caller.is_mapped
-        point = _settings(given) if is_element else caller.point if caller else {}
+        point = point_settings(given) if is_element else caller.point if caller else {}
         if is_element and point:
             name = f"{name} ({point_label(point)})"
         node = self._writer.begin_node(
@@ -307,7 +253,7 @@ class Recorder:
         """Records the end of a node with its outputs, whose Python values are `values`."""
         artifacts = [each for each in values if isinstance(each, Artifact)] if call.is_stage else []
         # A stage may return an input, as `promote` does, which is not its own output.
-        own = _own_name(call.entity)
+        own = own_name(call.entity)
         made = [each for each in artifacts if each.stage.split()[0] == own]
         manifests = [(each.folder, each.manifest) for each in artifacts]
         # Artifacts of earlier runs have no cost in this run, such as points of a sweep.
@@ -320,6 +266,7 @@ class Recorder:
         summary = ", ".join(each.summary for each in made if each.summary)
         if call.is_mapped:
             summary = f"{len(made)} of {len(values)} points succeeded"
+        self._end_training(call, state)
         self._writer.end_node(
             call.node,
             NodeEnd(
@@ -346,6 +293,7 @@ class Recorder:
             call.place.stage = call.shown if call.is_stage else ""
             call.place.num_finished = len(self.records)
         text = f"stopped from outside {self.stopped_at.where()}" if is_stop else said(error)
+        self._end_training(call, state)
         end = NodeEnd(
             state,
             error=text,
@@ -424,35 +372,6 @@ def said(error: BaseException) -> str:
     """The recorded text of an error."""
     text = str(error) if isinstance(error, NemoRLError) else f"{type(error).__name__}: {error}"
     return text[:_MAX_ERROR_CHARACTERS]
-
-
-def _kind(entity: Task | WorkflowBase) -> Kind:
-    if isinstance(entity, WorkflowBase):
-        return "workflow"
-    is_dynamic = (
-        isinstance(entity, PythonFunctionTask)
-        and entity.execution_mode == PythonFunctionTask.ExecutionBehavior.DYNAMIC
-    )
-    return "dynamic" if is_dynamic else "task"
-
-
-def _own_name(entity: Task | WorkflowBase) -> str:
-    """The name without its module; a mapped task has the name of its inner task."""
-    mapped = entity.python_function_task if isinstance(entity, ArrayNodeMapTask) else entity
-    return str(mapped.name).rpartition(".")[2]
-
-
-def _node_name(entity: Task | WorkflowBase, inputs: dict[str, Any]) -> str:
-    name = _own_name(entity)
-    iteration = inputs.get("iteration")
-    return f"{name} {iteration}" if isinstance(iteration, int) else name
-
-
-def _settings(given: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a sweep's point, from the config of its stage; empty for other stages."""
-    config = given.get("config")
-    point = config.get("point") if isinstance(config, dict) else None
-    return point if isinstance(point, dict) else {}
 
 
 def _python_values(entity: Task | WorkflowBase, outputs: dict[str, Promise]) -> list[Any]:

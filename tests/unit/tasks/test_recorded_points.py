@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from flytekit import map_task, workflow
+from flytekit import map_task, task, workflow
 
 import workflows
 from nemo_rl_core.config.base import FrozenConfig
@@ -208,6 +208,32 @@ def test_charts_have_one_line_per_training(history: Callable[[], History]) -> No
             "call 1": [(1, 1.0)],
             "call 2": [(1, 2.0)],
         }
+
+
+@task
+def twice() -> int:
+    """Two trainings in one task, as two calls of `fit` are."""
+    for rate in (1.0, 2.0):
+        for step in (1, 2):
+            report(StepReport("sft", step, 2, {"loss": rate * step, "global_step": float(step)}))
+    return 2
+
+
+@workflow
+def training_twice() -> int:
+    return twice()
+
+
+def test_two_trainings_of_one_task_keep_their_steps(history: Callable[[], History]) -> None:
+    training_twice()
+    with history() as read:
+        first, second = latest(read)
+        assert (second.name, second.parent, second.state) == ("sft", first.id, "succeeded")
+        assert read.metrics(first.id)["loss"] == [(1, 1.0), (2, 2.0)]
+        assert read.metrics(second.id)["loss"] == [(1, 2.0), (2, 4.0)]
+        (stage,) = curves.stages(read, first.execution)
+        lines = curves.series(read, stage.nodes, ["loss"])["loss"]
+        assert [line.label for line in lines] == ["call 1", "call 2"]
 
 
 @pytest.mark.usefixtures("own_store")
