@@ -119,7 +119,8 @@ def summarize(
     complete = [each for each in settings if each.mean is not None and not each.num_failed]
     leader = max(complete, key=lambda each: each.mean or 0.0, default=None)
     others = [each for each in settings if each is not leader and each.accuracies]
-    comparisons = [_compared(leader, other) for other in others] if leader else []
+    pairs = [(other, _compared(leader, other)) for other in others] if leader else []
+    comparisons = [comparison for _, comparison in pairs]
     level = 1 - confidence + 1e-9
     is_best = bool(comparisons) and all(
         each.p_value <= level and (each.difference or 0) > 0 for each in comparisons
@@ -130,7 +131,7 @@ def summarize(
         leader=leader.fields if leader else None,
         comparisons=comparisons,
         best=leader.fields if leader and is_best else None,
-        verdict=_verdict(leader, comparisons, is_best, confidence, apart),
+        verdict=_verdict(leader, pairs, is_best, confidence, apart),
         confidence=confidence,
     )
 
@@ -166,17 +167,17 @@ def _compared(leader: Setting, other: Setting) -> Comparison:
 
 def _verdict(
     leader: Setting | None,
-    comparisons: Sequence[Comparison],
+    pairs: Sequence[tuple[Setting, Comparison]],
     is_best: bool,
     confidence: float,
     apart: str,
 ) -> str:
     if leader is None:
         return f"no best setting: points of every setting failed, so that no {apart}s are complete"
-    if not comparisons:
+    if not pairs:
         return "one setting, nothing to compare"
     sure = f"{100 * confidence:g} % confidence"
-    worst = max(comparisons, key=lambda each: each.p_value)
+    other, worst = max(pairs, key=lambda each: each[1].p_value)
     if is_best:
         return (
             f"best: {leader.label}, better than each other setting at {sure} "
@@ -186,8 +187,8 @@ def _verdict(
     seeds = f"{worst.num_seeds} shared {apart}{'s' if worst.num_seeds != 1 else ''}"
     few = f"; {sure} needs at least {least}" if worst.num_seeds < least else ""
     return (
-        f"no best setting at {sure}: {leader.label} has the highest mean, but is not shown to be "
-        f"better than {point_label(worst.other)} (p {worst.p_value:.2g} on {seeds}{few})"
+        f"no best setting at {sure}: {leader.label} (mean {leader.mean:.3f}) is not shown to be "
+        f"better than {other.label} (mean {other.mean:.3f}), p {worst.p_value:.2g} on {seeds}{few}"
     )
 
 
