@@ -34,8 +34,8 @@ class NodeCall:
         executed: Whether it ran; False for a cache hit of flytekit.
         has_made: Whether it has made an artifact; a stage may find in the store what it would make.
         num_tokens: Tokens in the loss of its steps so far.
-        is_resumed: Whether it goes on from a save, whose tokens are not among these.
-        spent: What its work has used; complete when it has ended.
+        is_resumed: Whether it resumed from a save, whose tokens are not among these.
+        spent: Resources that its work used; complete when it has ended.
         place: How far it is, for a run that is stopped.
         point: Settings of the sweep's point that it belongs to; empty outside of a sweep.
         is_element: Whether a mapped task called it for one of its elements.
@@ -92,7 +92,7 @@ class NodeCall:
         return "cached" if self.is_stage and not self.executed else "succeeded"
 
     def state_with(self, made: Sequence[Artifact]) -> State:
-        """The final state of a node with artifacts of its own, which may have been there before."""
+        """The final state of a node with its artifacts, which may have existed before."""
         return "cached" if self.is_stage and made and not self.has_made else self.state
 
 

@@ -258,8 +258,6 @@ class Recorder:
         manifests = [(each.folder, each.manifest) for each in artifacts]
         # Artifacts of earlier runs have no cost in this run, such as points of a sweep.
         cost = _sum([m.cost for folder, m in manifests if folder in self._made and _is(m, own)])
-        if call.num_inside:
-            cost = Cost()  # it is of the stages inside
         if call.is_resumed:  # all else of the cost is of this attempt
             cost = cost.model_copy(update={"tokens": call.num_tokens})
         state = call.state_with(made)
@@ -274,7 +272,7 @@ class Recorder:
                 outputs=described_values(outputs, call.entity.python_interface.outputs),
                 made=manifests,
                 deck_path=_deck(made),
-                cost=cost.model_dump(),
+                cost={} if call.num_inside else cost.model_dump(),
                 summary=summary,
                 log_to=self._log_bytes(),
             ),
@@ -311,7 +309,7 @@ class Recorder:
     def _publish(
         self, call: NodeCall, state: Any, cost: Cost | None = None, note: str = ""
     ) -> None:
-        cost = call.cost_inside.plus(cost or Cost()) if call.num_inside else cost or Cost()
+        cost = call.cost_inside if call.num_inside else cost or Cost()
         record = StageRecord(
             call.shown,
             state,

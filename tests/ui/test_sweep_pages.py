@@ -41,9 +41,11 @@ def record_stage(writer: HistoryWriter, folder: Path, parent: int, point: dict[s
     )
     assert node is not None
     output = as_value("o0", "Artifact", "", folder.name)
-    writer.end_node(
-        node, NodeEnd("succeeded", outputs=[output], made=[(folder, Manifest.read(folder))])
+    manifest = Manifest.read(folder)
+    end = NodeEnd(
+        "succeeded", outputs=[output], made=[(folder, manifest)], cost=manifest.cost.model_dump()
     )
+    writer.end_node(node, end)
     return node
 
 
@@ -122,6 +124,14 @@ def test_evaluations_are_compared_with_those_of_the_same_point(client: TestClien
     # Both runs have four lines, each run in its style.
     chart = page.partition("<span>grpo_iteration: reward</span>")[2].partition("</figure>")[0]
     assert (chart.count("curve s0"), chart.count("curve s1")) == (4, 4)
+
+
+def test_a_point_has_the_cost_of_its_stages(client: TestClient) -> None:
+    page = client.get(f"/executions/{RUNS[0]}/nodes").text
+    link = page.partition(f">sweep_point ({point_label(POINTS[1])})</a>")[0].rpartition('href="')[2]
+    cost = client.get(link.partition('"')[0]).text.partition("<dt>Cost</dt>")[2]
+    assert "4.0 s of work" in cost.partition("</dd>")[0]
+    assert "20 tokens" in cost.partition("</dd>")[0]
 
 
 def test_the_completions_of_a_point_name_their_run(client: TestClient) -> None:
