@@ -5,7 +5,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_core.evals.sweep import Sweep, point_label, summarize
+from nemo_rl_core.evals.sweep import Sweep, summarize
+from nemo_rl_core.history.records import point_label
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html, curves_svg

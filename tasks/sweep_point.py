@@ -8,7 +8,7 @@ its last save, and a point that was run before as a workflow is found there.
 import json
 from pathlib import Path
 
-from nemo_rl_core.evals.sweep import point_label
+from nemo_rl_core.history.records import point_label
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.events import labelled

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean, stdev
 from typing import Any
 
+from nemo_rl_core.history.records import point_label
+
 
 @dataclass
 class Setting:
@@ -87,19 +89,6 @@ class Sweep:
     def as_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values; seeds become keys of `accuracies`."""
         return asdict(self)
-
-
-def point_label(point: Mapping[str, Any]) -> str:
-    """Formats the settings of a point; fields lose their section where that is unambiguous.
-
-    Example:
-        >>> point_label({"seed": 0, "grpo.learning_rate": 0.0002})
-        'seed 0, learning_rate 0.0002'
-    """
-    short = {name: name.rpartition(".")[2] for name in point}
-    uses = Counter(short.values())
-    names = {name: last if uses[last] == 1 else name for name, last in short.items()}
-    return ", ".join(f"{names[name]} {value}" for name, value in point.items())
 
 
 def summarize(

@@ -3,6 +3,8 @@
 Times are seconds since 1970 in UTC. `None` stands for an unknown value or a missing end.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -10,6 +12,19 @@ State = Literal["running", "succeeded", "cached", "failed", "stopped", "aborted"
 Kind = Literal["task", "dynamic", "workflow"]
 
 T = TypeVar("T")
+
+
+def point_label(point: Mapping[str, Any]) -> str:
+    """Formats the settings of a point; fields lose their section where that is unambiguous.
+
+    Example:
+        >>> point_label({"seed": 0, "grpo.learning_rate": 0.0002})
+        'seed 0, learning_rate 0.0002'
+    """
+    short = {name: name.rpartition(".")[2] for name in point}
+    uses = Counter(short.values())
+    names = {name: last if uses[last] == 1 else name for name, last in short.items()}
+    return ", ".join(f"{names[name]} {value}" for name, value in point.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +121,12 @@ class Node:
     log_from: int | None
     log_to: int | None
     point: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The name, with the settings of the point unless it has them."""
+        label = f" ({point_label(self.point)})" if self.point else ""
+        return self.name.removesuffix(label) + label
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nemo_rl_core.evals.sweep import point_label
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.records import Node
+from nemo_rl_core.history.records import Node, point_label
 from nemo_rl_core.ui import machine_load
 from nemo_rl_core.ui.charts import Chart, Point, Series, chart, thinned
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_core.errors import NemoRLError
-from nemo_rl_core.evals.sweep import point_label
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.records import ArtifactRow, Execution
+from nemo_rl_core.history.records import ArtifactRow, Execution, point_label
 from nemo_rl_core.ui.ancestry import base_stage
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-from nemo_rl_core.evals.sweep import point_label
 from nemo_rl_core.ui import text
 
 STATIC = Path(__file__).parent / "static"
@@ -74,7 +73,6 @@ def environment() -> Environment:
         "json_readable": _json_readable,
         "moment": text.moment,
         "number": text.number,
-        "point": point_label,
         "readable": text.readable,
         "size": text.size,
         "stage": text.short_stage,

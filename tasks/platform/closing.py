@@ -4,7 +4,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_core.evals.sweep import Setting, point_label
+from nemo_rl_core.evals.sweep import Setting
+from nemo_rl_core.history.records import point_label
 from nemo_rl_core.telemetry.intervals import sampled_figures, with_interval
 from nemo_rl_core.telemetry.program import program
 from tasks.artifacts import (

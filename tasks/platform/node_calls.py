@@ -10,8 +10,7 @@ from flytekit.core.base_task import Task
 from flytekit.core.python_function_task import PythonFunctionTask
 from flytekit.core.workflow import WorkflowBase
 
-from nemo_rl_core.evals.sweep import point_label
-from nemo_rl_core.history.records import Kind, State
+from nemo_rl_core.history.records import Kind, State, point_label
 from nemo_rl_core.store.manifest import Cost
 from nemo_rl_core.telemetry import usage
 from tasks.artifacts import Artifact

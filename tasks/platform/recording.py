@@ -24,8 +24,7 @@ from flytekit.core.workflow import WorkflowBase
 from pydantic import BaseModel
 
 from nemo_rl_core.errors import NemoRLError
-from nemo_rl_core.evals.sweep import point_label
-from nemo_rl_core.history.records import State
+from nemo_rl_core.history.records import State, point_label
 from nemo_rl_core.history.writer import HistoryWriter, NodeEnd
 from nemo_rl_core.store.manifest import Cost, Manifest
 from nemo_rl_core.telemetry import usage

@@ -6,8 +6,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from nemo_rl_core.evals.rows import save_eval_rows
-from nemo_rl_core.evals.sweep import point_label
 from nemo_rl_core.history.inserts import as_value
+from nemo_rl_core.history.records import point_label
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.store.manifest import Cost, Manifest
 from nemo_rl_core.store.store import Store
@@ -112,6 +112,8 @@ def test_every_point_is_a_line_with_its_name(client: TestClient) -> None:
         line = f"<title>{point_label(point)}: last {2 * number}</title>"
         assert f'{line}<polyline class="curve s{number}"' in reward
     assert reward.count("<polyline") == 4
+    for point in POINTS:
+        assert f">grpo_iteration 1 ({point_label(point)})</a>" in page
 
 
 def test_evaluations_are_compared_with_those_of_the_same_point(client: TestClient) -> None:

@@ -7,11 +7,11 @@ import pytest
 
 from nemo_rl_core.evals.sweep import (
     Setting,
-    point_label,
     sign_flip_p_value,
     student_quantile,
     summarize,
 )
+from nemo_rl_core.history.records import point_label
 
 
 @pytest.mark.parametrize(

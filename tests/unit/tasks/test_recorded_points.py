@@ -8,9 +8,8 @@ from flytekit import map_task, task, workflow
 
 import workflows
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.evals.sweep import point_label
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.records import Node
+from nemo_rl_core.history.records import Node, point_label
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.events import labelled, report, subscribe
