@@ -48,7 +48,7 @@ def _deck(sweep: Sweep, reports: Sequence[Report | None]) -> str:
         {
             **each["point"],
             "accuracy": "failed" if report is None else each["accuracy"],
-            "wall seconds": "" if report is None else report.manifest.cost.wall_seconds,
+            "wall seconds": "" if report is None else report.manifest.figures["wall_seconds"],
             "tokens": "" if report is None else report.manifest.cost.tokens,
         }
         for each, report in zip(sweep.points, reports, strict=True)

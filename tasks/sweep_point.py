@@ -55,6 +55,8 @@ def sweep_point(
             num_tokens=sum(each.manifest.cost.tokens for each in made),
             peak_memory_gib=max(each.manifest.cost.peak_memory_gib for each in made),
             step=checkpoints[-1].step,
+            # The cost of this stage lacks stages that it found in the store.
+            figures={"wall_seconds": sum(each.manifest.cost.wall_seconds for each in made)},
         )
 
     parents: dict[str, Artifact] = {"start": start, "train": train}

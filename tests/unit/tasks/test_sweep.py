@@ -9,7 +9,6 @@ from flytekit import map_task
 from flytekit.types.directory import FlyteDirectory
 
 from nemo_rl_core.produce import StageInputs, StageResult, produce
-from nemo_rl_core.store.manifest import Cost, Manifest
 from tasks.artifacts import PointReport
 from tasks.recipes.common import RecipeError
 from tasks.recipes.sweep import PointTaskConfig, SummaryTaskConfig, SweepRecipe, plan_sweep
@@ -106,11 +105,9 @@ def test_the_summary_gathers_points_over_seeds(
 def point(place: int, accuracy: float) -> PointReport:
     def work(folder: Path) -> StageResult:
         (folder / "point.json").write_text(json.dumps([place, accuracy]))
-        return StageResult("sweep_point", "json")
+        return StageResult("sweep_point", "json", figures={"wall_seconds": 7.5})
 
     folder = produce(StageInputs("sweep_point", {"place": place}), work)
-    manifest = Manifest.read(folder)
-    manifest.model_copy(update={"cost": Cost(wall_seconds=7.5)}).write(folder)
     return PointReport(
         directory=FlyteDirectory(str(folder), remote_directory=False),
         stage="sweep_point",
