@@ -108,6 +108,9 @@ class NotMade(BaseException):
         self.inputs = inputs
 
 
+_SHOWN_SECONDS = 0.05
+"""Shorter times are left out of a deck: they would be shown as 0.0."""
+
 _is_dry_run: ContextVar[bool] = ContextVar("is_dry_run", default=False)
 
 
@@ -251,10 +254,10 @@ def _num_gpus(inputs: StageInputs) -> int:
 
 
 def cost_html(cost: Cost) -> str:
-    """Formats the cost of a stage as a small table for its deck."""
+    """Formats the cost of a stage as a small table for its deck; empty without a cost to show."""
     shown = {
-        "wall seconds": f"{cost.wall_seconds:.1f}",
-        "CPU seconds": f"{cost.cpu_seconds:.1f}",
+        "wall seconds": f"{cost.wall_seconds:.1f}" if cost.wall_seconds >= _SHOWN_SECONDS else "",
+        "CPU seconds": f"{cost.cpu_seconds:.1f}" if cost.cpu_seconds >= _SHOWN_SECONDS else "",
         "GPU seconds": f"{cost.gpu_seconds:.1f}" if cost.gpu_seconds else "",
         "generated tokens": f"{cost.generated_tokens:,}" if cost.generated_tokens else "",
         "trained tokens": f"{cost.trained_tokens:,}" if cost.trained_tokens else "",
@@ -267,7 +270,8 @@ def cost_html(cost: Cost) -> str:
         ),
         "money": f"{cost.money:.4f} {cost.currency}" if cost.money is not None else "",
     }
-    return completions_html([{name: value for name, value in shown.items() if value}])
+    row = {name: value for name, value in shown.items() if value}
+    return completions_html([row]) if row else ""
 
 
 def _manifest(

@@ -136,7 +136,7 @@ class PointReport(Artifact):
 
 
 class SweepReport(Artifact):
-    """`sweep.json`: a row a setting: its fields, `num_points`, `mean`, `low` and `high`."""
+    """`sweep.json`: the fields of `nemo_rl_core.evals.sweep.Sweep`."""
 
 
 class LineageReport(Artifact):

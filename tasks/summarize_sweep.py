@@ -1,9 +1,12 @@
-"""Stage: the points of a sweep side by side, with intervals over seeds."""
+"""Stage: the points of a sweep next to each other, and whether one setting is the best."""
 
+import html
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_core.evals.sweep import describe_point, group_by_settings
+from nemo_rl_core.evals.sweep import Sweep, summarize
+from nemo_rl_core.history.records import point_label
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html, curves_svg
@@ -11,51 +14,63 @@ from tasks.artifacts import Report, Summary, SweepReport
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.sweep import SEED, SummaryTaskConfig
 
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 _METRIC = "greedy_accuracy"
 
 
 @cached_task()
 def summarize_sweep(config: SummaryTaskConfig, reports: list[Report | None]) -> Summary:
-    """A line for each setting, its mean over seeds with an interval, and all curves in one chart.
+    """Groups the points by setting, and tests the settings against each other.
 
-    A point that failed is None, where the recipe lets points fail.
+    A point that failed is None, where the recipe allows it.
     """
-    ended = [
-        (values, report)
-        for values, report in zip(config.points, reports, strict=True)
-        if report is not None
-    ]
-
-    failed = [
-        values for values, report in zip(config.points, reports, strict=True) if report is None
-    ]
+    points = list(zip(config.points, reports, strict=True))
+    succeeded = [report for report in reports if report is not None]
 
     def work(folder: Path) -> StageResult:
-        figures = [(values, report.metrics[_METRIC]) for values, report in ended]
-        rows = group_by_settings(figures, apart=SEED, confidence=config.confidence)
-        write_atomic(folder / "sweep.json", json.dumps(rows, indent=1))
-        best = max(rows, key=lambda row: row["mean"])
-        summary = f"{len(ended)} of {len(reports)} points, best {describe_point(best)}"
-        lines = {
-            ", ".join(f"{name} {value}" for name, value in values.items()): list(
-                zip(report.steps, report.rewards, strict=True)
-            )
-            for values, report in ended
-        }
-        shown = [{name: _shown(value) for name, value in row.items()} for row in rows]
-        deck = completions_html(shown) + curves_svg("reward", lines)
-        if failed:
-            deck += f"<p>{len(failed)} of {len(reports)} points failed:</p>" + completions_html(
-                failed
-            )
-        return StageResult("sweep", "json", summary, deck=deck)
+        sweep = summarize(
+            [(values, report.metrics[_METRIC] if report else None) for values, report in points],
+            apart=SEED,
+            confidence=config.confidence,
+        )
+        write_atomic(folder / "sweep.json", json.dumps(sweep.as_json(), indent=1))
+        summary = f"{len(succeeded)} of {len(reports)} points; {sweep.verdict}"
+        return StageResult("sweep", "json", summary, deck=_deck(sweep, reports))
 
-    parents = {f"point {place}": report for place, (_, report) in enumerate(ended)}
+    parents = {f"point {number}": report for number, report in enumerate(succeeded)}
     fields = make(__name__, "summarize_sweep", config=config, parents=parents, work=work)
     return SweepReport(**fields)
 
 
-def _shown(value: object) -> object:
-    """A setting that was run once has no interval."""
-    return "-" if value is None else value
+def _deck(sweep: Sweep, reports: Sequence[Report | None]) -> str:
+    """Tables of the points and settings, the verdict, and the rewards of all points."""
+    points = [
+        {
+            **each["point"],
+            "accuracy": "failed" if report is None else each["accuracy"],
+            "wall seconds": "" if report is None else report.manifest.figures["wall_seconds"],
+            "tokens": "" if report is None else report.manifest.cost.tokens,
+        }
+        for each, report in zip(sweep.points, reports, strict=True)
+    ]
+    settings = [
+        {
+            **each.fields,
+            "points": len(each.accuracies),
+            "failed": each.num_failed,
+            "mean accuracy": "" if each.mean is None else each.mean,
+            "low": "" if each.low is None else each.low,
+            "high": "" if each.high is None else each.high,
+        }
+        for each in sweep.settings
+    ]
+    lines = {
+        point_label(each["point"]): list(zip(report.steps, report.rewards, strict=True))
+        for each, report in zip(sweep.points, reports, strict=True)
+        if report is not None
+    }
+    return (
+        f"<p>{html.escape(sweep.verdict)}</p>"
+        f"<h3>Settings</h3>{completions_html(settings)}"
+        f"<h3>Points</h3>{completions_html(points)}" + curves_svg("reward", lines)
+    )

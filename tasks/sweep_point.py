@@ -1,26 +1,26 @@
-"""Stage: one point of a sweep, a whole GRPO run and its evaluation.
+"""Stage: one point of a sweep, a GRPO run and its evaluation.
 
-It is one task, since that is what `map_task` takes. The stages in it are those of the workflow
-`grpo`, called as functions: each is kept in the store under its own inputs, so that a point that is
-interrupted goes on from its last save, and one that was run before as a workflow is found there.
+It is one task, since that is what `map_task` takes. The stages inside it are those of the workflow
+`grpo`: each is kept in the store under its own inputs, so that an interrupted point resumes from
+its last save, and a point that was run before as a workflow is found there.
 """
 
 import json
-import logging
 from pathlib import Path
 
+from nemo_rl_core.history.records import point_label
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
+from nemo_rl_core.telemetry.events import labelled
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from tasks.artifacts import Artifact, Checkpoint, CheckpointArtifact, Dataset, PointReport, Report
 from tasks.evaluate import evaluate
 from tasks.grpo_iteration import grpo_iteration
 from tasks.platform.resources import TRAIN
-from tasks.platform.stage import cached_task, make
+from tasks.platform.stage import cached_task, make, run_inside
 from tasks.recipes.sweep import PointTaskConfig
 
-NUMERICS_VERSION = 1
-logger = logging.getLogger(f"nemo_rl_core.{__name__}")  # the run's log takes this one's
+NUMERICS_VERSION = 2
 _CURVE = "reward"
 
 
@@ -32,13 +32,17 @@ def sweep_point(
     validation: Dataset,
     questions: Dataset,
 ) -> Report:
-    """Trains for all iterations, and measures what comes out."""
+    """Trains for all iterations, and evaluates the last checkpoint."""
 
     def work(folder: Path) -> StageResult:
-        checkpoints = _train(config, start, train, validation)
-        report = evaluate.task_function(
-            config=config.evaluation, checkpoint=checkpoints[-1], validation=questions
-        )
+        with labelled(point_label(config.point)):
+            checkpoints = _train(config, start, train, validation)
+            report = run_inside(
+                evaluate,
+                config=config.evaluation,
+                checkpoint=checkpoints[-1],
+                validation=questions,
+            )
         curve = [point for each in checkpoints for point in _curve(each)]
         steps, rewards = [step for step, _ in curve], [reward for _, reward in curve]
         found = {"metrics": report.metrics, "steps": steps, "rewards": rewards}
@@ -51,17 +55,13 @@ def sweep_point(
             num_tokens=sum(each.manifest.cost.tokens for each in made),
             peak_memory_gib=max(each.manifest.cost.peak_memory_gib for each in made),
             step=checkpoints[-1].step,
+            # The cost of this stage lacks stages that it found in the store.
+            figures={"wall_seconds": sum(each.manifest.cost.wall_seconds for each in made)},
         )
 
     parents: dict[str, Artifact] = {"start": start, "train": train}
     parents |= {"validation": validation, "questions": questions}
-    try:
-        fields = make(__name__, "sweep_point", config=config, parents=parents, work=work)
-    except Exception as error:
-        # Where points may fail, flytekit drops the error, and nobody would learn of it.
-        logger.warning("sweep_point failed: %s", str(error).splitlines()[0])
-        logger.info("sweep_point failed", exc_info=True)
-        raise
+    fields = make(__name__, "sweep_point", config=config, parents=parents, work=work)
     found = json.loads((Path(fields["directory"].path) / "point.json").read_text())
     return PointReport(**fields, **found)
 
@@ -74,7 +74,8 @@ def _train(
     seen = {"validation": validation} if config.grpo.grpo.validate_every_num_steps else {}
     for iteration in range(1, config.num_iterations + 1):
         checkpoints.append(
-            grpo_iteration.task_function(
+            run_inside(
+                grpo_iteration,
                 config=config.grpo,
                 start=checkpoints[-1],
                 reference=start,

@@ -17,7 +17,8 @@ class Pipeline:
     """One pipeline that `pyflyte run` starts.
 
     Attributes:
-        name: The workflow's function.
+        name: Its name in commands, which is that of its file: `nemo-rl run NAME`.
+        function: The workflow's function.
         file: The file that holds it, below the repository.
         recipe: The class of its argument `config`.
         default: The recipe of `workflows/recipes` that runs where none is given.
@@ -25,6 +26,7 @@ class Pipeline:
     """
 
     name: str
+    function: str
     file: str
     recipe: type[Recipe]
     default: str
@@ -33,7 +35,7 @@ class Pipeline:
     @property
     def command(self) -> str:
         """The command that runs it with its default recipe."""
-        return f".venv/bin/pyflyte run {self.file} {self.name}"
+        return f".venv/bin/pyflyte run {self.file} {self.function}"
 
 
 def pipelines() -> list[Pipeline]:
@@ -54,7 +56,8 @@ def _pipeline(file: str, names: dict[str, Any], default: Recipe) -> Pipeline:
         given = value.python_interface.inputs_with_defaults.get("config")
         if given is not None and given[1] is default:
             return Pipeline(
-                name=value.short_name,
+                name=Path(file).stem,
+                function=value.short_name,
                 file=file,
                 recipe=type(default),
                 default=default_name(default) or "",

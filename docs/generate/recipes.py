@@ -9,6 +9,11 @@ from pydantic import BaseModel
 
 from generate.pipelines import Pipeline, pipelines
 from generate.schema import Key, Table, keys_of, tables
+from nemo_rl_core.config.defaults import (
+    LEARNING_RATES,
+    DefaultsContext,
+    defaults_of_pretrained,
+)
 
 FOLDER = "reference/recipes"
 Kinds = frozenset[type[BaseModel]]
@@ -114,7 +119,9 @@ def _index(reference: Reference) -> str:
         "names another recipe to begin with: one of `workflows/recipes` by its name, or a file. An "
         "unknown key is refused. These pages are generated from the classes that read a recipe.",
         "A default of `{}` is a section with its own defaults; `{kind: NAME}` names the variant "
-        "of the section that is the default.",
+        "of the section that is the default. Where a "
+        "[pretrained model](../../models.md#defaults-of-a-pretrained-model) has another default "
+        "than the small models that are made from a config, both are listed.",
         "## Pipelines",
         "\n".join([*heads, *rows]),
         "## Keys at the top of a recipe",
@@ -175,17 +182,32 @@ def _shown(reference: Reference, section: Section, table: Table) -> Iterator[str
 
 
 def _table(reference: Reference, keys: Sequence[Key], here: str) -> str:
+    pretrained = _defaults_of_pretrained()
     lines = ["| key | type, unit | default | meaning |", "|---|---|---|---|"]
     for key in keys:
         # A section that stands below has its anchor there.
         below = here and key.variants and reference.page_of(key) is None
         place = "" if below else f"<span id='{_anchor(key.path)}'></span>"
         kind = _escaped(_type(reference, key, here)) + (f"; {key.unit}" if key.unit else "")
+        default = _escaped(key.default)
+        if key.path in pretrained:
+            default += f"; of a pretrained model `{pretrained[key.path]}`"
         lines.append(
-            f"| {place}`{key.path}` | {kind} | "
-            f"{_escaped(key.default)} | {_escaped(_as_yaml(key.meaning))} |"
+            f"| {place}`{key.path}` | {kind} | {default} | {_escaped(_as_yaml(key.meaning))} |"
         )
     return "\n".join(lines)
+
+
+def _defaults_of_pretrained() -> dict[str, object]:
+    """Defaults by key that a pretrained model has, where they differ from those of the classes."""
+    filled: dict[str, object] = {}
+    for section in LEARNING_RATES:
+        filled |= defaults_of_pretrained(
+            {}, section=section, samples=True, context=DefaultsContext()
+        )
+    # Of a machine without GPUs; a recipe of any machine records `auto`.
+    del filled["dtype"]
+    return filled | {"model.dtype": "auto"}
 
 
 def _type(reference: Reference, key: Key, here: str) -> str:

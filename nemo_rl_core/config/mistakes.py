@@ -18,7 +18,7 @@ from nemo_rl_core.config.sections import (
 )
 from nemo_rl_core.errors import ConfigError
 
-FIX = "change the named values in the recipe or in --config"
+FIX = "change the named values in the recipe or on the command line"
 CONTRADICTION = "contradiction"
 
 

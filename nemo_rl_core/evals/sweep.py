@@ -1,59 +1,231 @@
-"""Metrics of a sweep's points, aggregated over seeds."""
+"""Accuracies of a sweep's points, and a paired test of its settings over their shared seeds."""
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import mean, stdev
 from typing import Any
 
+from nemo_rl_core.history.records import point_label
 
-def group_by_settings(
-    figures: Sequence[tuple[Mapping[str, Any], float]], *, apart: str, confidence: float
-) -> list[dict[str, Any]]:
-    """Aggregates points by setting; rows have its fields, `num_points`, `mean`, `low` and `high`.
 
-    The interval is Student's, of the mean over the repetitions of a setting. For a single point
-    `low` and `high` are None.
+@dataclass
+class Setting:
+    """Points that differ in their seed only.
+
+    Attributes:
+        fields: The settings without the seed.
+        accuracies: Accuracy by seed.
+        num_failed: Points that failed, and have no accuracy.
+        mean: Mean accuracy; None if all points failed.
+        low: Lower bound of the interval of the mean; None for fewer than two points.
+        high: Upper bound.
+    """
+
+    fields: dict[str, Any]
+    accuracies: dict[Any, float] = field(default_factory=dict)
+    num_failed: int = 0
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The settings as text."""
+        return point_label(self.fields) or "the recipe"
+
+    @property
+    def described(self) -> str:
+        """One line: settings, mean with interval, number of points."""
+        if self.mean is None:
+            return f"{self.label}: failed"
+        interval = "" if self.low is None else f" [{self.low:.3f}, {self.high:.3f}]"
+        points = f"{len(self.accuracies)} point{'s' if len(self.accuracies) > 1 else ''}"
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
+        return f"{self.label}: {self.mean:.3f}{interval} ({points}{failed})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The leading setting against another one, on the seeds that both have.
+
+    Attributes:
+        other: Fields of the other setting.
+        num_seeds: Number of shared seeds.
+        difference: Mean of the leader's accuracy minus the other's; None without shared seeds.
+        p_value: Result of `sign_flip_p_value`.
+    """
+
+    other: dict[str, Any]
+    num_seeds: int
+    difference: float | None
+    p_value: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The result of a sweep.
+
+    Attributes:
+        points: Settings and accuracy of each point; None for one that failed.
+        settings: The points grouped over seeds.
+        leader: Fields of the setting with the highest mean among those without failed points.
+        comparisons: The leader against every other setting.
+        best: The leader if it is better than every other setting, by the test; else None.
+        verdict: One sentence about `best`.
+        confidence: Level of the intervals and of the test.
+    """
+
+    points: list[dict[str, Any]]
+    settings: list[Setting]
+    leader: dict[str, Any] | None
+    comparisons: list[Comparison]
+    best: dict[str, Any] | None
+    verdict: str
+    confidence: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the fields as JSON values; seeds become keys of `accuracies`."""
+        return asdict(self)
+
+
+def summarize(
+    points: Sequence[tuple[Mapping[str, Any], float | None]], *, apart: str, confidence: float
+) -> Sweep:
+    """Groups points by setting, and tests whether one setting is better than all others.
+
+    The leader is called the best if it beats each other setting in a two-sided paired test over
+    the seeds that both have. All tests must succeed, so that their number needs no correction.
 
     Args:
-        figures: The fields of each point, and its metric.
+        points: The fields of each point, and its accuracy; None for a point that failed.
         apart: The field that distinguishes repetitions, such as the seed.
-        confidence: Level of the interval.
+        confidence: Level of the intervals and of the test.
+    """
+    settings = _settings(points, apart, confidence)
+    complete = [each for each in settings if each.mean is not None and not each.num_failed]
+    leader = max(complete, key=lambda each: each.mean or 0.0, default=None)
+    others = [each for each in settings if each is not leader and each.accuracies]
+    pairs = [(other, _compared(leader, other)) for other in others] if leader else []
+    comparisons = [comparison for _, comparison in pairs]
+    level = 1 - confidence + 1e-9
+    is_best = bool(comparisons) and all(
+        each.p_value <= level and (each.difference or 0) > 0 for each in comparisons
+    )
+    return Sweep(
+        points=[{"point": dict(fields), "accuracy": accuracy} for fields, accuracy in points],
+        settings=settings,
+        leader=leader.fields if leader else None,
+        comparisons=comparisons,
+        best=leader.fields if leader and is_best else None,
+        verdict=_verdict(leader, pairs, is_best, confidence, apart),
+        confidence=confidence,
+    )
+
+
+def _settings(
+    points: Sequence[tuple[Mapping[str, Any], float | None]], apart: str, confidence: float
+) -> list[Setting]:
+    groups: dict[str, Setting] = {}
+    for fields, accuracy in points:
+        setting = {name: value for name, value in fields.items() if name != apart}
+        group = groups.setdefault(json.dumps(setting), Setting(setting))
+        if accuracy is None:
+            group.num_failed += 1
+        else:
+            group.accuracies[fields.get(apart)] = accuracy
+    for group in groups.values():
+        values = list(group.accuracies.values())
+        group.mean = mean(values) if values else None
+        group.low, group.high = mean_interval(values, confidence)
+    return list(groups.values())
+
+
+def _compared(leader: Setting, other: Setting) -> Comparison:
+    seeds = [seed for seed in leader.accuracies if seed in other.accuracies]
+    differences = [leader.accuracies[seed] - other.accuracies[seed] for seed in seeds]
+    return Comparison(
+        other=other.fields,
+        num_seeds=len(seeds),
+        difference=mean(differences) if seeds else None,
+        p_value=sign_flip_p_value(differences),
+    )
+
+
+def _verdict(
+    leader: Setting | None,
+    pairs: Sequence[tuple[Setting, Comparison]],
+    is_best: bool,
+    confidence: float,
+    apart: str,
+) -> str:
+    if leader is None:
+        return f"no best setting: points of every setting failed, so that no {apart}s are complete"
+    if not pairs:
+        return "one setting, nothing to compare"
+    sure = f"{100 * confidence:g} % confidence"
+    other, worst = max(pairs, key=lambda each: each[1].p_value)
+    if is_best:
+        return (
+            f"best: {leader.label}, better than each other setting at {sure} "
+            f"(paired exact test, p at most {worst.p_value:.2g})"
+        )
+    least = math.ceil(math.log2(2 / (1 - confidence)) - 1e-9)
+    seeds = f"{worst.num_seeds} shared {apart}{'s' if worst.num_seeds != 1 else ''}"
+    few = f"; {sure} needs at least {least}" if worst.num_seeds < least else ""
+    return (
+        f"no best setting at {sure}: {leader.label} (mean {leader.mean:.3f}) is not shown to be "
+        f"better than {other.label} (mean {other.mean:.3f}), p {worst.p_value:.2g} on {seeds}{few}"
+    )
+
+
+def mean_interval(
+    values: Sequence[float], confidence: float
+) -> tuple[float, float] | tuple[None, None]:
+    """Student's interval of a mean accuracy; (None, None) for fewer than two values.
+
+    It is cut to [0, 1], where every mean accuracy is, which keeps its coverage.
 
     Example:
-        >>> group_by_settings([({"rate": 1, "seed": 0}, 0.5)], apart="seed", confidence=0.95)
-        [{'rate': 1, 'num_points': 1, 'mean': 0.5, 'low': None, 'high': None}]
+        >>> mean_interval([0.5], 0.95)
+        (None, None)
     """
-    groups: dict[str, tuple[dict[str, Any], list[float]]] = {}
-    for fields, figure in figures:
-        setting = {name: value for name, value in fields.items() if name != apart}
-        groups.setdefault(json.dumps(setting), (setting, []))[1].append(figure)
-    rows = []
-    for setting, values in groups.values():
-        half = _half_width(values, confidence)
-        middle = mean(values)
-        low, high = (None, None) if half is None else (middle - half, middle + half)
-        rows.append(
-            {**setting, "num_points": len(values), "mean": middle, "low": low, "high": high}
-        )
-    return rows
-
-
-def describe_point(row: Mapping[str, Any]) -> str:
-    """Formats a row of `group_by_settings`."""
-    setting = [f"{name} {value}" for name, value in row.items() if name not in _FIGURES]
-    interval = "" if row["low"] is None else f" [{row['low']:.3f}, {row['high']:.3f}]"
-    return " ".join([*setting, f"{row['mean']:.3f}{interval}"])
-
-
-_FIGURES = ("num_points", "mean", "low", "high")
-
-
-def _half_width(values: Sequence[float], confidence: float) -> float | None:
     if len(values) < 2:
-        return None
+        return None, None
     quantile = student_quantile((1 + confidence) / 2, degrees=len(values) - 1)
-    return quantile * stdev(values) / math.sqrt(len(values))
+    half = quantile * stdev(values) / math.sqrt(len(values))
+    return max(0.0, mean(values) - half), min(1.0, mean(values) + half)
+
+
+def sign_flip_p_value(differences: Sequence[float]) -> float:
+    """Two-sided exact test that paired differences are symmetric about 0.
+
+    Under the null each difference has either sign with probability 1/2: the p-value is the share
+    of the `2^n` sign patterns whose sum is at least as far from 0 as the observed one. The smallest
+    possible value is `2 / 2^n`. Source: Fisher 1935, "The Design of Experiments", section 21.
+
+    Args:
+        differences: `[n]` differences of accuracies, one per shared seed.
+
+    Returns:
+        The p-value; 1 without differences.
+
+    Example:
+        >>> sign_flip_p_value([0.1, 0.2, 0.1, 0.3, 0.1, 0.2])
+        0.03125
+    """
+    sums = Counter({0.0: 1})
+    for difference in differences:
+        flipped: Counter[float] = Counter()
+        for total, count in sums.items():
+            # Rounded, so that equal sums of accuracies are one entry: their number stays small.
+            flipped[round(total + difference, 9)] += count
+            flipped[round(total - difference, 9)] += count
+        sums = flipped
+    observed = abs(sum(differences)) - 1e-6
+    return sum(count for total, count in sums.items() if abs(total) >= observed) / sums.total()
 
 
 def student_quantile(probability: float, *, degrees: int) -> float:

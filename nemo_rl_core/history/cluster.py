@@ -107,6 +107,7 @@ def _insert_node(database: sqlite3.Connection, run: StageRun, manifest: Manifest
     # The time in the manifest has a resolution of one second.
     ended = run.started_at + manifest.cost.wall_seconds
     _import_execution(database, run, manifest, ended)
+    point = manifest.config.get("point")  # of a sweep's point
     node = insert(
         database,
         "nodes",
@@ -118,6 +119,7 @@ def _insert_node(database: sqlite3.Connection, run: StageRun, manifest: Manifest
         started_at=run.started_at,
         ended_at=ended,
         cost=manifest.cost.model_dump_json(),
+        point=json.dumps(point if isinstance(point, dict) else {}),
     )
     insert(
         database,

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -145,7 +146,10 @@ def _roles(database: sqlite3.Connection, maker: int | None, manifest: Manifest) 
 
 
 def maker_of(database: sqlite3.Connection, node: int) -> int | None:
-    """Id of the last node of the same task that ran and returned the outputs of this cache hit."""
+    """Returns the id of the last node of the same task that ran and made a cache hit's outputs.
+
+    The maker of a mapped task is the one that contains the makers of its elements.
+    """
     row = database.execute(
         "SELECT earlier.id FROM nodes AS hit JOIN node_outputs AS mine ON mine.node = hit.id "
         "JOIN node_outputs AS theirs "
@@ -156,4 +160,52 @@ def maker_of(database: sqlite3.Connection, node: int) -> int | None:
         "GROUP BY earlier.id ORDER BY count(*) DESC, earlier.id DESC LIMIT 1",
         (node,),
     ).fetchone()
+    row = (
+        row
+        or database.execute(
+            "SELECT maker.parent AS id FROM nodes AS inner JOIN nodes AS maker "
+            "ON maker.id = inner.cached_from "
+            "WHERE inner.parent = ? AND maker.parent IS NOT NULL ORDER BY maker.id DESC LIMIT 1",
+            (node,),
+        ).fetchone()
+    )
     return row["id"] if row else None
+
+
+def repeat_inner_nodes(database: sqlite3.Connection, maker: int, node: int) -> None:
+    """Records the nodes inside `maker` as cache hits inside `node`, unless that has nodes inside.
+
+    So the curves and artifacts of a cached sweep's points are found in each run that has them.
+
+    Args:
+        database: The store's database, in a transaction.
+        maker: Id of the node that ran.
+        node: Id of the cache hit.
+    """
+    if database.execute("SELECT 1 FROM nodes WHERE parent = ?", (node,)).fetchone():
+        return
+    (execution,) = database.execute("SELECT execution FROM nodes WHERE id = ?", (node,)).fetchone()
+    now = time.time()
+    for row in database.execute(
+        "SELECT * FROM nodes WHERE parent = ? AND state IN ('succeeded', 'cached') ORDER BY id",
+        (maker,),
+    ).fetchall():
+        kept = {name: row[name] for name in ("name", "task", "kind", "summary", "point")}
+        inner = insert(
+            database,
+            "nodes",
+            **kept,
+            execution=execution,
+            parent=node,
+            state="cached",
+            started_at=now,
+            ended_at=now,
+            cached_from=row["cached_from"] or row["id"],
+        )
+        for table in ("node_inputs", "node_outputs"):
+            database.execute(
+                f"INSERT INTO {table} SELECT ?, name, type, value, artifact FROM {table} "
+                "WHERE node = ?",
+                (inner, row["id"]),
+            )
+        repeat_inner_nodes(database, row["id"], inner)

@@ -106,7 +106,13 @@ DROP TABLE roots;
 """Makes paths in the store relative to it. The store's location is derived from the paths of the
 runs' logs, so that this works for a store that was moved."""
 
-SCRIPTS = (_TABLES, _LOG_PARTS, _FOLDER, _RELATIVE_PATHS)
+_POINTS = """
+ALTER TABLE nodes ADD COLUMN point TEXT NOT NULL DEFAULT '{}';
+"""
+"""Settings of the sweep's point that a node belongs to. In files of older versions all points of a
+sweep share one node, which has the metrics of the last one; it stays as it is."""
+
+SCRIPTS = (_TABLES, _LOG_PARTS, _FOLDER, _RELATIVE_PATHS, _POINTS)
 """Script `n` migrates from version `n` to `n + 1`."""
 
 VERSION = len(SCRIPTS)

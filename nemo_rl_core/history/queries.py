@@ -35,7 +35,7 @@ from nemo_rl_core.store.store import Store
 Curves = dict[str, list[tuple[int, float]]]
 """`(step, value)` by the metric's name, steps ascending."""
 
-_JSON = {"command", "inputs", "packages", "machine", "cost", "manifest"}
+_JSON = {"command", "inputs", "packages", "machine", "cost", "manifest", "point"}
 _PATHS = {"log_path", "deck_path", "path"}
 _COUNTED = """
 SELECT executions.*,
@@ -283,6 +283,15 @@ class History:
             (execution,),
         )
         return [self._artifact(row) for row in rows]
+
+    def points_of(self, execution: str) -> dict[str, dict[str, Any]]:
+        """Settings of the sweep's points of a run, by id of the artifacts that a point made."""
+        rows = self._all(
+            "SELECT artifact, point FROM node_outputs JOIN nodes ON nodes.id = node "
+            "WHERE execution = ? AND artifact <> '' AND point <> '{}'",
+            (execution,),
+        )
+        return {row["artifact"]: json.loads(row["point"]) for row in rows}
 
     def artifacts_used(self, execution: str) -> set[str]:
         """Ids of all artifacts that a run's nodes read or returned."""

@@ -3,6 +3,8 @@
 Times are seconds since 1970 in UTC. `None` stands for an unknown value or a missing end.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -10,6 +12,19 @@ State = Literal["running", "succeeded", "cached", "failed", "stopped", "aborted"
 Kind = Literal["task", "dynamic", "workflow"]
 
 T = TypeVar("T")
+
+
+def point_label(point: Mapping[str, Any]) -> str:
+    """Formats the settings of a point; fields lose their section where that is unambiguous.
+
+    Example:
+        >>> point_label({"seed": 0, "grpo.learning_rate": 0.0002})
+        'seed 0, learning_rate 0.0002'
+    """
+    short = {name: name.rpartition(".")[2] for name in point}
+    uses = Counter(short.values())
+    names = {name: last if uses[last] == 1 else name for name, last in short.items()}
+    return ", ".join(f"{names[name]} {value}" for name, value in point.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +89,19 @@ class Execution:
 class Node:
     """A call of a task, a dynamic workflow or a sub-workflow in a run.
 
+    An element of a mapped task, such as a point of a sweep, is a node inside the mapped task's
+    node. The stages that a point runs are nodes inside the point's node.
+
     Attributes:
-        parent: The dynamic or sub-workflow that called it; None at the top.
+        parent: The node that called it; None at the top.
         name: Such as `grpo_iteration 2`.
         task: Such as `tasks.grpo_iteration.grpo_iteration`.
         cached_from: For a cache hit, the node of any run that made the outputs.
-        cost: As in the manifest; only of artifacts that this node made.
         summary: One line about its outputs.
+        cost: Cost of the artifacts that this node made, as in their manifests, without the cost of
+            the nodes inside.
         log_from: First byte of the run's log that was written while it ran; `log_to` is the end.
+        point: Settings of the sweep's point that the node belongs to; empty outside of a sweep.
     """
 
     id: int
@@ -100,6 +120,13 @@ class Node:
     error: str
     log_from: int | None
     log_to: int | None
+    point: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The name, with the settings of the point unless it has them."""
+        label = f" ({point_label(self.point)})" if self.point else ""
+        return self.name.removesuffix(label) + label
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
@@ -25,6 +26,7 @@ from nemo_rl_core.history.inserts import (
     insert_values,
     is_maker,
     maker_of,
+    repeat_inner_nodes,
     storable,
 )
 from nemo_rl_core.history.liveness import ExecutionLock, end_execution, mark_aborted
@@ -168,8 +170,9 @@ class HistoryWriter:
         parent: int | None = None,
         inputs: Sequence[Value] = (),
         log_from: int | None = None,
+        point: Mapping[str, Any] = MappingProxyType({}),
     ) -> int | None:
-        """Records the start of a node.
+        """Records the start of a node; the arguments are the fields of `records.Node`.
 
         Returns:
             Id of the node; None if the database cannot be written.
@@ -187,6 +190,7 @@ class HistoryWriter:
                 state="running",
                 started_at=now,
                 log_from=log_from,
+                point=as_json(dict(point)),
             )
             insert(database, "attempts", node=node, number=1, state="running", started_at=now)
             insert_values(database, "node_inputs", node, inputs)
@@ -205,7 +209,10 @@ class HistoryWriter:
 
     @_recorded
     def end_node(self, node: int | None, end: NodeEnd) -> None:
-        """Records the end of a node, and its outputs."""
+        """Records the end of a node, and its outputs.
+
+        A cache hit gets the nodes inside its maker, as cache hits too.
+        """
         if node is None:
             return
         with transaction(self._open) as database:
@@ -214,13 +221,16 @@ class HistoryWriter:
                 own = end.state == "succeeded" and is_maker(database, manifest, node)
                 insert_artifact(database, self._store, folder, manifest, node if own else None)
             insert_values(database, "node_outputs", node, end.outputs)
+            maker = maker_of(database, node) if end.state == "cached" else None
+            if maker is not None:
+                repeat_inner_nodes(database, maker, node)
             database.execute(
                 "UPDATE nodes SET state = ?, ended_at = ?, cached_from = ?, deck_path = ?, "
                 "cost = ?, summary = ?, error = ?, log_to = ? WHERE id = ?",
                 storable(
                     end.state,
                     now,
-                    maker_of(database, node) if end.state == "cached" else None,
+                    maker,
                     to_stored(self._store, end.deck_path),
                     as_json(end.cost),
                     end.summary,

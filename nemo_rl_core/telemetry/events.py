@@ -2,8 +2,9 @@
 
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -127,6 +128,7 @@ Event = (
 Subscriber = Callable[[Event], None]
 
 _subscribers: list[Subscriber] = []
+_labels: list[str] = []
 _lock = threading.Lock()
 
 
@@ -166,6 +168,19 @@ def publish(event: Event) -> None:
             logger.info("a display failed and is switched off", exc_info=True)
 
 
+@contextmanager
+def labelled(label: str) -> Iterator[None]:
+    """Within it, reports name the stage with a label, so that equal stages of a run stay apart.
+
+    Example: `grpo_iteration 1 (seed 0, learning_rate 0.0002)`
+    """
+    _labels.append(label)
+    try:
+        yield
+    finally:
+        _labels.remove(label)
+
+
 def report(step: StepReport) -> None:
     """Publishes a trainer's report of a step."""
-    publish(step)
+    publish(replace(step, stage=f"{step.stage} ({', '.join(_labels)})") if _labels else step)

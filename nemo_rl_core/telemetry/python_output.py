@@ -15,8 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-
+from nemo_rl_core.telemetry.console import console_on
 from nemo_rl_core.telemetry.display import Display, choose_display, show_on
 from nemo_rl_core.telemetry.display_lines import summary_table
 from nemo_rl_core.telemetry.events import StageRecord
@@ -45,7 +44,7 @@ class ProgramOutput:
         if isinstance(self.display, NotebookDisplay):
             self.display.show_table(table, lines)
             return
-        console = Console(file=self._stream, highlight=False)
+        console = console_on(self._stream)
         console.print(table)
         for line in lines:
             console.print(line, markup=False, soft_wrap=True)

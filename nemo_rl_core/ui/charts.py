@@ -22,10 +22,12 @@ class Series:
     Attributes:
         label: Name of the series.
         points: `(step, value)` pairs, sorted by step.
+        colour: Index of the line's style, equal for lines that belong together.
     """
 
     label: str
     points: Sequence[Point]
+    colour: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,14 @@ class Line:
         strokes: The points of each polyline; more than one where values are missing.
         last: The last finite value, as text.
         count: Number of values in the series.
+        colour: Index of the line's style.
     """
 
     label: str
     strokes: list[str]
     last: str
     count: int
+    colour: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,11 @@ class Chart:
     axis: str = "steps"
 
     @property
+    def num_lines(self) -> int:
+        """Number of lines."""
+        return len(self.lines)
+
+    @property
     def description(self) -> str:
         """A description of the chart for screen readers."""
         last_values = "; ".join(f"{line.label or 'last value'} {line.last}" for line in self.lines)
@@ -79,7 +88,8 @@ def chart(title: str, series: Sequence[Series], *, axis: str = "steps") -> Chart
     """Returns the series on shared axes; values that are not finite leave a gap."""
     finite = [p for one in series for p in one.points if math.isfinite(p[1])]
     if not finite:
-        return Chart(title, [Line(one.label, [], NONE, len(one.points)) for one in series], [], [])
+        empty = [Line(one.label, [], NONE, len(one.points), one.colour) for one in series]
+        return Chart(title, empty, [], [])
     xs, ys = [x for x, _ in finite], [y for _, y in finite]
     box = (min(xs), max(xs), min(ys), max(ys))
     lines = [_line(one, box) for one in series]
@@ -110,7 +120,7 @@ def _line(series: Series, box: tuple[float, float, float, float]) -> Line:
         strokes[-1].append(f"{across:.1f},{_down(y, box):.1f}")
     # A stroke of one point has no length: doubled, its round cap shows it.
     polylines = [" ".join(s if len(s) > 1 else s * 2) for s in strokes if s]
-    return Line(series.label, polylines, last, len(series.points))
+    return Line(series.label, polylines, last, len(series.points), series.colour)
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:

@@ -1,12 +1,13 @@
-"""The metrics of a run; those of a stage's iterations are joined to one line."""
+"""The metrics of a run: one line per training, whose iterations are joined."""
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.records import Node
+from nemo_rl_core.history.records import Node, point_label
 from nemo_rl_core.ui import machine_load
 from nemo_rl_core.ui.charts import Chart, Point, Series, chart, thinned
 
@@ -74,16 +75,67 @@ def ordered(names: Iterable[str], wanted: str = "") -> tuple[str, ...]:
     return tuple(sorted(kept, key=lambda n: (_FIRST.index(n) if n in _FIRST else len(_FIRST), n)))
 
 
-def lines(history: History, nodes: Sequence[Node], names: Sequence[str]) -> dict[str, list[Point]]:
-    """One line per metric over all nodes, by the step of the whole training where it is known."""
-    found: dict[str, dict[float, float]] = {name: {} for name in names}
+@dataclass
+class _Training:
+    """Calls of a task whose steps follow on from each other, such as the iterations of a stage."""
+
+    key: tuple[int | None, str]
+    label: str
+    last: float = -math.inf
+    points: dict[str, list[Point]] = field(default_factory=dict)
+
+
+def series(
+    history: History, nodes: Sequence[Node], names: Sequence[str]
+) -> dict[str, list[Series]]:
+    """Returns the lines of each metric, one line per training.
+
+    Iterations of a stage are joined to one line, by the step of the training where it is known.
+    Two trainings of one run, such as points of a sweep or two supervised starts, stay apart.
+
+    Args:
+        history: The database that holds them.
+        nodes: Calls of one task, in order.
+        names: Names of the metrics.
+    """
+    trainings: list[_Training] = []
     for node in nodes:
         # Finished nodes are read once, so that a page that reloads while a later iteration runs
         # reads only the running node.
         read = _points if node.ended_at is None else _points_once
-        for name, points in read(history, node.id, node.started_at, tuple(names)).items():
-            found[name] |= dict(points)
-    return {name: sorted(points.items()) for name, points in found.items() if points}
+        measured = read(history, node.id, node.started_at, tuple(names))
+        if not measured:
+            continue
+        label = point_label(node.point)
+        key = (node.parent, label)
+        first = min(points[0][0] for points in measured.values())
+        same = [each for each in trainings if each.key == key]
+        if not same or first <= same[-1].last:
+            same = [_Training(key, label)]
+            trainings += same
+        same[-1].last = max(points[-1][0] for points in measured.values())
+        for name, points in measured.items():
+            same[-1].points.setdefault(name, []).extend(points)
+    labels = _unique_labels([each.label for each in trainings])
+    return {
+        name: [
+            Series(label, each.points[name], colour)
+            for colour, (label, each) in enumerate(zip(labels, trainings, strict=True))
+            if name in each.points
+        ]
+        for name in names
+        if any(name in each.points for each in trainings)
+    }
+
+
+def _unique_labels(labels: Sequence[str]) -> list[str]:
+    """Numbers labels that occur more than once, such as those of two calls of a stage."""
+    uses, seen, unique = Counter(labels), Counter[str](), []
+    for label in labels:
+        seen[label] += 1
+        number = f"call {seen[label]}" if uses[label] > 1 else ""
+        unique.append(", ".join(part for part in (label, number) if part))
+    return unique
 
 
 def _points(
@@ -102,6 +154,6 @@ def _points(
 _points_once = functools.lru_cache(maxsize=256)(_points)
 
 
-def charts(named: Mapping[str, Sequence[Point]]) -> list[Chart]:
-    """One chart per metric."""
-    return [chart(name, [Series("", points)]) for name, points in named.items()]
+def charts(named: Mapping[str, Sequence[Series]]) -> list[Chart]:
+    """Returns one chart per metric."""
+    return [chart(name, each) for name, each in named.items()]

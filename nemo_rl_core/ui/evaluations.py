@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.records import ArtifactRow, Execution
+from nemo_rl_core.history.records import ArtifactRow, Execution, point_label
 from nemo_rl_core.ui.ancestry import base_stage
 
 if TYPE_CHECKING:
@@ -34,19 +34,25 @@ class Compared:
 
 
 def compared(history: History, before: Execution, after: Execution) -> list[Compared]:
-    """Compares evaluations of the same stage, of each run the one with the most steps."""
+    """Compares evaluations of the same stage, of each run the one with the most steps.
+
+    Evaluations of a sweep's points are compared with those of the same point.
+    """
     old, new = _evaluations(history, before), _evaluations(history, after)
     return [_compare(name, old[name], new[name]) for name in old if name in new]
 
 
 def _evaluations(history: History, run: Execution) -> dict[str, ArtifactRow]:
     found: dict[str, ArtifactRow] = {}
+    points = history.points_of(run.id)
     for one in history.artifacts_of(run.id):
         parents = one.manifest.get("parents", ())
         if one.kind != "evaluation" or not (Path(one.path) / "rows.parquet").is_file():
             continue
         models = [p["stage"] for p in parents if p["kind"] in ("checkpoint", "model")]
         name = f"{base_stage(one.stage)} of {base_stage(models[0]) if models else 'a model'}"
+        if one.id in points:
+            name += f" ({point_label(points[one.id])})"
         if name not in found or (one.step or 0) >= (found[name].step or 0):
             found[name] = one
     return found

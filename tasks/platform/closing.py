@@ -2,7 +2,10 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
+from nemo_rl_core.evals.sweep import Setting
+from nemo_rl_core.history.records import point_label
 from nemo_rl_core.telemetry.intervals import sampled_figures, with_interval
 from nemo_rl_core.telemetry.program import program
 from tasks.artifacts import (
@@ -44,6 +47,7 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
         elif isinstance(artifact, CheckpointArtifact):
             trained = artifact
         elif isinstance(artifact, SweepReport):
+            lines += _sweep_lines(artifact.folder)
             lines += [artifact.summary, f"summary: {artifact.folder / 'deck.html'}"]
         elif isinstance(artifact, LineageReport):
             lines.append(f"lineage: {artifact.folder / 'deck.html'}")
@@ -57,6 +61,20 @@ def _exported(export: CheckpointArtifact, trained: CheckpointArtifact | None) ->
     if trained is not None and trained.content_hash != origin["checkpoint"]:
         lines.append(f"trained: {trained.model_folder}")
     return lines
+
+
+def _sweep_lines(folder: Path) -> list[str]:
+    """The accuracy of each point, and the mean of each setting."""
+    sweep = json.loads((folder / "sweep.json").read_text())
+    figures = [
+        "failed" if each["accuracy"] is None else f"{each['accuracy']:.3f}"
+        for each in sweep["points"]
+    ]
+    points = [
+        f"point {point_label(each['point'])}: {figure}"
+        for each, figure in zip(sweep["points"], figures, strict=True)
+    ]
+    return [*points, *(f"mean of {Setting(**each).described}" for each in sweep["settings"])]
 
 
 def _accuracy(report: EvalReport) -> str:

@@ -72,6 +72,10 @@ class DryRun:
         if self._executed and task.metadata.cache:
             self._executed[-1] = True
 
+    def inside(self, task: Task, inputs: dict[str, Any], execute: Callable[[], Any]) -> Any:
+        """Runs the function: only the stages of the workflow are listed."""
+        return execute()
+
 
 def call_dry(workflow: WorkflowBase, **inputs: Any) -> DryRun:
     """Calls a workflow without the stages that train, sample or evaluate.

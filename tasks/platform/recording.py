@@ -2,28 +2,29 @@
 
 An output is identified by a mark on flytekit's literal, which is kept through sub-workflows. A
 dynamic takes Python values instead: in it, an artifact is identified by its folder, and a config by
-its content, among the dynamic's inputs.
+its content, among the dynamic's inputs. So do the elements of a mapped task and stages within a
+stage, which are nodes inside the node of the task that calls them.
 """
 
+import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from flytekit.core.array_node_map_task import ArrayNodeMapTask
 from flytekit.core.base_task import Task
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.promise import Promise
-from flytekit.core.python_function_task import PythonFunctionTask
 from flytekit.core.type_engine import TypeEngine
 from flytekit.core.workflow import WorkflowBase
 from pydantic import BaseModel
 
 from nemo_rl_core.errors import NemoRLError
-from nemo_rl_core.history.records import Kind, State
+from nemo_rl_core.history.records import State, point_label
 from nemo_rl_core.history.writer import HistoryWriter, NodeEnd
 from nemo_rl_core.store.manifest import Cost, Manifest
 from nemo_rl_core.telemetry import usage
@@ -36,65 +37,25 @@ from nemo_rl_core.telemetry.events import (
     StageSaved,
     StageStarted,
     Waiting,
+    labelled,
     publish,
 )
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import Artifact
+from tasks.platform.node_calls import (
+    NodeCall,
+    NodeOutput,
+    kind_of,
+    node_name,
+    own_name,
+    point_settings,
+)
 from tasks.platform.stopping import StopPlace
 from tasks.platform.values import artifact_id, described_values, named_outputs, plain, promises_in
 
+logger = logging.getLogger(f"nemo_rl_core.{__name__}")  # the run's log takes loggers of this name
 _MAX_ERROR_CHARACTERS = 4000
 _MARK = "_nemo_rl_source"
-
-
-class NodeOutput(NamedTuple):
-    """An output of a node of this run."""
-
-    node: int | None
-    output: str
-
-
-@dataclass
-class NodeCall:
-    """A running node.
-
-    Attributes:
-        given: The inputs as plain values, and their sources.
-        executed: Whether it ran; False for a cache hit of flytekit.
-        has_made: Whether it has made an artifact; a stage may find in the store what it would make.
-        num_tokens: Tokens in the loss of its steps so far.
-        is_resumed: Whether it goes on from a save, whose tokens are not among these.
-        spent: What its work has used; complete when it has ended.
-        place: How far it is, for a run that is stopped.
-    """
-
-    entity: Task | WorkflowBase
-    kind: Kind
-    node: int | None
-    name: str
-    given: dict[str, Any]
-    sources: dict[str, list[NodeOutput]]
-    began: float = field(default_factory=time.monotonic)
-    executed: bool = False
-    has_made: bool = False
-    num_tokens: int = 0
-    is_resumed: bool = False
-    spent: usage.Spent = field(default_factory=usage.Spent)
-    place: StopPlace = field(default_factory=StopPlace)
-
-    @property
-    def is_stage(self) -> bool:
-        """Whether it is shown to the user, as cached tasks are."""
-        return isinstance(self.entity, Task) and bool(self.entity.metadata.cache)
-
-    @property
-    def state(self) -> State:
-        """The final state of a node that did not fail."""
-        return "cached" if self.is_stage and not self.executed else "succeeded"
-
-    def state_with(self, made: Sequence[Artifact]) -> State:
-        """The final state of a node with artifacts of its own, which may have been there before."""
-        return "cached" if self.is_stage and made and not self.has_made else self.state
 
 
 class Recorder:
@@ -123,23 +84,68 @@ class Recorder:
         self._calls: list[NodeCall] = []
         self._made: set[Path] = set()
         self._makers: dict[str, list[NodeOutput]] = {}
+        self._num_calls: Counter[str] = Counter()
 
     def call(
         self, entity: Task | WorkflowBase, kwargs: dict[str, Any], execute: Callable[[], Any]
     ) -> Any:
         """Runs and records a node, and returns flytekit's outputs."""
         call = self._begin(entity, kwargs)
+        returned = self._run(call, execute)
+        outputs = named_outputs(list(entity.python_interface.outputs), returned)
+        for name, promise in outputs.items():
+            self._mark(call, name, promise)
+        values = _python_values(entity, outputs) if call.is_stage else []
+        if call.is_mapped and not call.executed:
+            self._repeat_elements(call, values)
+        self._end(call, outputs, values)
+        return returned
+
+    def inside(self, task: Task, inputs: dict[str, Any], execute: Callable[[], Any]) -> Any:
+        """Runs a task's function, and returns its result.
+
+        It is a node if another task called it: as an element of a mapped task, or by `run_inside`.
+        """
+        caller = self._calls[-1] if self._calls else None
+        if caller is None or caller.entity is task:
+            return execute()
+        call = self._begin(task, inputs)
+        call.executed = True
+        returned = self._run(call, execute)
+        outputs = named_outputs(list(task.python_interface.outputs), returned)
+        for name, value in outputs.items():
+            if artifact := artifact_id(plain(value)):
+                self._makers.setdefault(artifact, []).append(NodeOutput(call.node, name))
+        self._end(call, outputs, list(outputs.values()))
+        return returned
+
+    def _run(self, call: NodeCall, execute: Callable[[], Any]) -> Any:
+        self._num_calls[call.shown] += 1
+        number = self._num_calls[call.shown] if call.kind == "task" else 1
         self._calls.append(call)
         try:
-            with usage.measured() as call.spent:
-                returned = execute()
+            try:
+                label = labelled(str(number)) if number > 1 else nullcontext()
+                with label, usage.measured() as call.spent:
+                    return execute()
+            finally:
+                self._calls.pop()
         except BaseException as error:
             self._fail(call, error)
             raise
-        finally:
-            self._calls.pop()
-        self._end(call, named_outputs(list(entity.python_interface.outputs), returned))
-        return returned
+
+    def _repeat_elements(self, call: NodeCall, values: list[Any]) -> None:
+        """Records the elements of a mapped task that flytekit has found in its cache."""
+        task = call.entity.python_function_task
+        self._calls.append(call)
+        for index, value in enumerate(values):
+            inputs = {
+                name: given[index] if isinstance(given, list) else given
+                for name, given in call.given.items()
+            }
+            element = self._begin(task, inputs)
+            self._end(element, dict.fromkeys(task.python_interface.outputs, value), [value])
+        self._calls.pop()
 
     def executes(self, task: Task) -> None:
         """Marks the current task as not cached."""
@@ -153,12 +159,14 @@ class Recorder:
         node, place = self._calls[-1].node, self._calls[-1].place
         match event:
             case StepReport(metrics=metrics, timings=timings):
+                if event.step <= place.step:
+                    self._begin_training(self._calls[-1], event.stage)
                 step = int(metrics.get("global_step", event.step))
                 place.step, place.num_steps = event.step, event.num_steps
                 place.first_step = step - event.step
                 self._calls[-1].num_tokens += int(metrics.get("num_valid_tokens", 0))
                 spent = {f"timings/{name}": value for name, value in timings.items()}
-                self._writer.log_metrics(node, step, metrics | spent)
+                self._writer.log_metrics(self._calls[-1].training or node, step, metrics | spent)
             case MachineSample(second, figures):
                 busy = {f"machine/{name}": value for name, value in figures.items()}
                 self._writer.log_metrics(node, second, busy)
@@ -176,23 +184,47 @@ class Recorder:
                 self._made.add(folder)
                 self._calls[-1].has_made = True
 
+    def _begin_training(self, call: NodeCall, name: str) -> None:
+        """Opens a node for a further training of one task, whose steps count from 1 again."""
+        self._end_training(call, "succeeded")
+        call.training = self._writer.begin_node(
+            name,
+            task=call.entity.name,
+            kind="task",
+            parent=call.node,
+            log_from=self._log_bytes(),
+            point=call.point,
+        )
+
+    def _end_training(self, call: NodeCall, state: State) -> None:
+        self._writer.end_node(call.training, NodeEnd(state, log_to=self._log_bytes()))
+
     def _begin(self, entity: Task | WorkflowBase, kwargs: dict[str, Any]) -> NodeCall:
-        name, kind = _node_name(entity, kwargs), _kind(entity)
+        name, kind, given = node_name(entity, kwargs), kind_of(entity), plain(kwargs)
+        caller = self._calls[-1] if self._calls else None
+        is_element = caller is not None and caller.is_mapped
+        point = point_settings(given) if is_element else caller.point if caller else {}
+        if is_element and point:
+            name = f"{name} ({point_label(point)})"
         node = self._writer.begin_node(
             name,
             task=entity.name,
             kind=kind,
-            parent=self._calls[-1].node if self._calls else None,
+            parent=caller.node if caller else None,
             inputs=described_values(kwargs, entity.python_interface.inputs),
             log_from=self._log_bytes(),
+            point=point,
         )
         sources = {key: self._sources(value) for key, value in kwargs.items()}
         for key, found in sources.items():
             for source in found:
                 self._writer.connect(source.node, source.output, node, key)
-        call = NodeCall(entity, kind, node, name, plain(kwargs), sources)
+        call = NodeCall(entity, kind, node, name, given, sources, point=point)
+        call.is_element = is_element
+        call.is_inside = caller is not None and (caller.is_inside or caller.is_stage)
+        call.is_inside = call.is_inside and not is_element
         if call.is_stage:
-            publish(StageStarted(name))
+            publish(StageStarted(call.shown))
         return call
 
     def _sources(self, value: Any) -> list[NodeOutput]:
@@ -216,12 +248,11 @@ class Recorder:
         made = self._makers.get(artifact_id(shown) or "", [])
         return made[-1:]
 
-    def _end(self, call: NodeCall, outputs: dict[str, Promise]) -> None:
-        for name, promise in outputs.items():
-            self._mark(call, name, promise)
-        artifacts = _artifacts(call.entity, outputs) if call.is_stage else []
+    def _end(self, call: NodeCall, outputs: dict[str, Any], values: list[Any]) -> None:
+        """Records the end of a node with its outputs, whose Python values are `values`."""
+        artifacts = [each for each in values if isinstance(each, Artifact)] if call.is_stage else []
         # A stage may return an input, as `promote` does, which is not its own output.
-        own = _own_name(call.entity)
+        own = own_name(call.entity)
         made = [each for each in artifacts if each.stage.split()[0] == own]
         manifests = [(each.folder, each.manifest) for each in artifacts]
         # Artifacts of earlier runs have no cost in this run, such as points of a sweep.
@@ -230,8 +261,9 @@ class Recorder:
             cost = cost.model_copy(update={"tokens": call.num_tokens})
         state = call.state_with(made)
         summary = ", ".join(each.summary for each in made if each.summary)
-        if isinstance(call.entity, ArrayNodeMapTask):
-            summary = f"{len(made)} points ended well"
+        if call.is_mapped:
+            summary = f"{len(made)} of {len(values)} points succeeded"
+        self._end_training(call, state)
         self._writer.end_node(
             call.node,
             NodeEnd(
@@ -239,24 +271,26 @@ class Recorder:
                 outputs=described_values(outputs, call.entity.python_interface.outputs),
                 made=manifests,
                 deck_path=_deck(made),
-                cost=cost.model_dump(),
+                cost={} if call.num_inside else cost.model_dump(),
                 summary=summary,
                 log_to=self._log_bytes(),
             ),
         )
-        self.artifacts += made
+        if not call.is_element and not call.is_inside:
+            self.artifacts += made
         if call.is_stage:
             self._publish(call, "cached" if state == "cached" else "ran", cost, summary)
 
     def _fail(self, call: NodeCall, error: BaseException) -> None:
         is_stop = self._is_stop(error)
         state: State = "stopped" if is_stop else "failed"
-        cost = _spent(call) if call.is_stage else None
+        cost = _spent(call) if call.is_stage and not call.num_inside else None
         if is_stop and not self.stopped_at.stage:  # the innermost: outer ones follow
             self.stopped_at = call.place
-            call.place.stage = call.name if call.is_stage else ""
+            call.place.stage = call.shown if call.is_stage else ""
             call.place.num_finished = len(self.records)
         text = f"stopped from outside {self.stopped_at.where()}" if is_stop else said(error)
+        self._end_training(call, state)
         end = NodeEnd(
             state,
             error=text,
@@ -265,14 +299,18 @@ class Recorder:
         )
         self._writer.end_node(call.node, end)
         if call.is_stage:
-            self._publish(call, "stopped" if is_stop else "failed", cost)
+            # Where some elements may fail, flytekit drops their errors.
+            note = text.splitlines()[0] if call.is_element and not is_stop else ""
+            self._publish(call, "stopped" if is_stop else "failed", cost, note)
+        if call.is_element:
+            logger.info("%s failed", call.shown, exc_info=error)
 
     def _publish(
         self, call: NodeCall, state: Any, cost: Cost | None = None, note: str = ""
     ) -> None:
-        cost = cost or Cost()
+        cost = call.cost_inside if call.num_inside else cost or Cost()
         record = StageRecord(
-            call.name,
+            call.shown,
             state,
             time.monotonic() - call.began,
             tokens=cost.tokens,
@@ -280,7 +318,13 @@ class Recorder:
             note=note,
             cost=cost,
         )
-        self.records.append(record)
+        if call.has_row:
+            self.records.append(record)
+        if self._calls and self._calls[-1].is_stage:
+            caller = self._calls[-1]
+            caller.cost_inside = caller.cost_inside.plus(cost) if caller.num_inside else cost
+            caller.num_inside += 1
+            caller.has_made |= call.has_made
         publish(record)
 
     def _mark(self, call: NodeCall, name: str, promise: Promise) -> None:
@@ -327,37 +371,14 @@ def said(error: BaseException) -> str:
     return text[:_MAX_ERROR_CHARACTERS]
 
 
-def _kind(entity: Task | WorkflowBase) -> Kind:
-    if isinstance(entity, WorkflowBase):
-        return "workflow"
-    is_dynamic = (
-        isinstance(entity, PythonFunctionTask)
-        and entity.execution_mode == PythonFunctionTask.ExecutionBehavior.DYNAMIC
-    )
-    return "dynamic" if is_dynamic else "task"
-
-
-def _own_name(entity: Task | WorkflowBase) -> str:
-    """The name without its module; a mapped task has the name of its inner task."""
-    mapped = entity.python_function_task if isinstance(entity, ArrayNodeMapTask) else entity
-    return str(mapped.name).rpartition(".")[2]
-
-
-def _node_name(entity: Task | WorkflowBase, inputs: dict[str, Any]) -> str:
-    name = _own_name(entity)
-    iteration = inputs.get("iteration")
-    return f"{name} {iteration}" if isinstance(iteration, int) else name
-
-
-def _artifacts(entity: Task | WorkflowBase, outputs: dict[str, Promise]) -> list[Artifact]:
-    """The artifacts that a stage returned; of a mapped stage, those of successful points."""
+def _python_values(entity: Task | WorkflowBase, outputs: dict[str, Promise]) -> list[Any]:
+    """Returns a stage's outputs; for a mapped stage one per element, None if it failed."""
     ctx = FlyteContextManager.current_context()
     values = [
         TypeEngine.to_python_value(ctx, promise.val, entity.python_interface.outputs[name])
         for name, promise in outputs.items()
     ]
-    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
-    return [part for part in parts if isinstance(part, Artifact)]
+    return [part for value in values for part in (value if isinstance(value, list) else [value])]
 
 
 def _is(manifest: Manifest, stage: str) -> bool:

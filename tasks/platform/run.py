@@ -2,8 +2,9 @@
 
 flytekit runs a workflow locally by calling `local_execute` of the workflow and of each sub-workflow
 and task in it, and `sandbox_execute` only of tasks that are not cached. `install` wraps these three
-to record nodes, cache hits and data flow, and `__call__` of a workflow, whose result `pyflyte run`
-prints; the rest of flytekit is unchanged.
+to record nodes, cache hits and data flow, `execute` of a task, which a mapped task calls for its
+elements, and `__call__` of a workflow, whose result `pyflyte run` prints; the rest of flytekit
+is unchanged.
 """
 
 import functools
@@ -19,6 +20,7 @@ from typing import Any, Protocol, TextIO
 import click
 from flytekit.clis.sdk_in_container.run import YamlFileReadingCommand
 from flytekit.core.base_task import Task
+from flytekit.core.python_function_task import PythonFunctionTask
 from flytekit.core.workflow import WorkflowBase
 
 from nemo_rl_core.distributed import session
@@ -58,6 +60,9 @@ class NodeRecorder(Protocol):
 
     def executes(self, task: Task) -> None:
         """Notes that the current node's task is executed, and not read from flytekit's cache."""
+
+    def inside(self, task: Task, inputs: dict[str, Any], execute: Callable[[], Any]) -> Any:
+        """Runs a task's function, which another task may have called; returns its result."""
 
 
 class RunFailed(click.ClickException):
@@ -261,6 +266,7 @@ def install_recording() -> None:
     WorkflowBase.local_execute = _wrap_workflow(WorkflowBase.local_execute)
     Task.local_execute = _wrap_task(Task.local_execute)
     Task.sandbox_execute = _wrap_sandbox(Task.sandbox_execute)
+    PythonFunctionTask.execute = _wrap_execute(PythonFunctionTask.execute)
 
 
 def _wrap_call(original: Any) -> Any:
@@ -309,3 +315,13 @@ def _wrap_sandbox(original: Any) -> Any:
         return original(self, ctx, input_literal_map)
 
     return sandbox_execute
+
+
+def _wrap_execute(original: Any) -> Any:
+    @functools.wraps(original)
+    def execute(self: PythonFunctionTask, **kwargs: Any) -> Any:
+        if not _running:
+            return original(self, **kwargs)
+        return _running[-1].inside(self, kwargs, lambda: original(self, **kwargs))
+
+    return execute

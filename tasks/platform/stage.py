@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flytekit import Cache, dynamic, task
+from flytekit.core.python_function_task import PythonFunctionTask
 from pydantic import BaseModel
 
 from nemo_rl_core.produce import StageInputs, StageResult, produce
@@ -72,6 +73,17 @@ def cached_task(kind: Kind = PLAIN, **options: Any) -> Callable[[Callable[..., A
         return stage
 
     return decorate
+
+
+def run_inside(stage: PythonFunctionTask, **inputs: Any) -> Any:
+    """Runs a stage within another stage; a local run records it as a node inside the other's.
+
+    Args:
+        stage: A task; its function runs in this process.
+        inputs: Inputs of the task, as Python values.
+    """
+    # Not `stage.execute`: on a cluster it would replace the handler of SIGTERM of the outer stage.
+    return PythonFunctionTask.execute(stage, **inputs)
 
 
 def make(

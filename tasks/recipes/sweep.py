@@ -39,7 +39,7 @@ class SweepRecipe(Recipe):
         over: Values by field, sections parted by dots: `{seed: [0, 1], grpo.learning_rate: [...]}`.
         concurrency: Points at a time, on a cluster; on one machine they take turns.
         min_success_ratio: The share of points that must end well for a summary.
-        confidence: Of the intervals over seeds.
+        confidence: Level of the intervals over seeds, and of the test that a setting is the best.
     """
 
     base: GRPORecipe = GRPORecipe()
@@ -119,8 +119,16 @@ class SweepRecipe(Recipe):
 
 
 class PointTaskConfig(FrozenConfig):
-    """What `sweep_point` reads: a whole GRPO run, and how its end is measured."""
+    """Config of `sweep_point`.
 
+    Attributes:
+        point: Values of the swept fields, which name the point in the run's record and output.
+        grpo: The GRPO run.
+        num_iterations: Number of its iterations.
+        evaluation: The evaluation of its last checkpoint.
+    """
+
+    point: dict[str, Value]
     grpo: GRPOTaskConfig
     num_iterations: int
     evaluation: EvaluationTaskConfig
@@ -136,8 +144,8 @@ class PointPlan(FrozenConfig):
     point: PointTaskConfig
 
     @classmethod
-    def of(cls, config: GRPORecipe) -> "PointPlan":
-        """The recipe's share."""
+    def of(cls, config: GRPORecipe, point: dict[str, Value]) -> "PointPlan":
+        """Returns the plan of a point from its recipe and its values of the swept fields."""
         grpo = GRPOTaskConfig(grpo=config.grpo.iteration, **rollout_fields(config))
         return cls(
             model=ModelTaskConfig.of(config),
@@ -145,6 +153,7 @@ class PointPlan(FrozenConfig):
             questions=QuestionTaskConfig.of(config),
             sft=SFTTaskConfig.of(config),
             point=PointTaskConfig(
+                point=point,
                 grpo=grpo,
                 num_iterations=config.grpo.num_iterations,
                 evaluation=EvaluationTaskConfig.of(config),
@@ -174,7 +183,7 @@ def plan_sweep(config: SweepRecipe) -> SweepPlan:
     if on_cluster():
         _refuse_other_shapes(config)
     return SweepPlan(
-        points=[PointPlan.of(config.experiment(point)) for point in config.points],
+        points=[PointPlan.of(config.experiment(point), point) for point in config.points],
         concurrency=config.concurrency,
         min_success_ratio=config.min_success_ratio,
         summary=SummaryTaskConfig(points=config.points, confidence=config.confidence),

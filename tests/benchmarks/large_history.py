@@ -69,7 +69,7 @@ def _fill_run(
         database.execute(
             "INSERT INTO nodes VALUES "
             "(?, ?, ?, ?, 'tasks.grpo_iteration.grpo_iteration', ?, ?, ?, ?, ?, '', "
-            "'{\"tokens\": 10}', 'reward 0.1 → 0.9', '', 0, 100)",
+            "'{\"tokens\": 10}', 'reward 0.1 → 0.9', '', 0, 100, '{}')",
             (
                 node,
                 execution,

@@ -12,6 +12,7 @@ from generate.types_as_text import default, type_text, unit
 from pydantic import Field, PositiveInt
 
 from nemo_rl_core.config.base import FrozenConfig
+from tasks.cli.pipelines import PIPELINES
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +38,18 @@ def test_every_recipe_and_section_has_its_place(reference: Reference) -> None:
 def test_a_page_shows_each_variant_and_each_key_once(reference: Reference) -> None:
     page = recipes.pages()["reference/recipes/grpo.md"]
     assert "### `kind: clipped` { #grpo.loss-clipped }" in page
-    row = "`grpo.learning_rate` | number > 0 | `0.001` | The highest learning rate"
+    row = "`grpo.learning_rate` | number > 0 | `0.001`; of a pretrained model `1e-06` | "
     assert page.count(row) == 1
     assert page.count("<span id='grpo.loss.clip_low'></span>") == 1
     assert "None" not in page
+    engines = recipes.pages()["reference/recipes/generation.md"]
+    assert "| `8`; of a pretrained model `512` | " in engines
+
+
+def test_pipelines_have_the_names_that_commands_take(reference: Reference) -> None:
+    assert {each.name for each in reference.pipelines} == PIPELINES.keys()
+    index = recipes.pages()["reference/recipes/index.md"]
+    assert all(f"| `{name}` | " in index for name in PIPELINES)
 
 
 def test_anchors_of_a_page_differ_and_its_links_to_them_lead_somewhere() -> None:

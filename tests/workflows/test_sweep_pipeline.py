@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.store.store import Store
+
 Run = Any
 
 pytestmark = pytest.mark.thorough
@@ -44,9 +47,15 @@ def test_points_begin_alike_and_are_summed_up(whole: Run) -> None:
         "sweep_point",
         "summarize_sweep",
     ]
-    rows = json.loads((whole.artifact("summarize_sweep") / "sweep.json").read_text())
-    assert [row["grpo.learning_rate"] for row in rows] == RATES
-    assert {row["environment.target"] for row in rows} == {REWARD}
+    sweep = json.loads((whole.artifact("summarize_sweep") / "sweep.json").read_text())
+    assert len(sweep["points"]) == 4
+    good = [each["fields"] for each in sweep["settings"] if each["mean"] is not None]
+    assert [fields["grpo.learning_rate"] for fields in good] == RATES
+    assert {fields["environment.target"] for fields in good} == {REWARD}
+    assert [each["num_failed"] for each in sweep["settings"]] == [0, 1, 0, 1]
+    assert sweep["best"] is None
+    for rate in RATES:
+        assert whole.value(f"point learning_rate {rate}, target {BROKEN}:") == "failed"
     deck = (whole.artifact("summarize_sweep") / "deck.html").read_text()
     assert deck.count("<polyline") == len(RATES)
 
@@ -54,8 +63,10 @@ def test_points_begin_alike_and_are_summed_up(whole: Run) -> None:
 def test_a_failed_point_is_told_and_tried_again_and_the_rest_is_not(
     whole: Run, swept: dict[str, Any], run_recipe: Callable[..., Run]
 ) -> None:
-    told = "sweep_point failed: 16 of 16 rollouts could not be scored"
-    assert whole.lines.count(told) == len(RATES)
+    reasons = [line for line in whole.lines if "16 of 16 rollouts could not be scored" in line]
+    assert [line.partition("  FAILED")[0] for line in reasons] == [
+        f"sweep_point (learning_rate {rate}, target {BROKEN})" for rate in RATES
+    ]
     before = {path.name for path in (whole.store / "artifacts").iterdir()}
     good = {**swept, "over": {**swept["over"], "environment.target": [REWARD]}}
     again = run_recipe(good, whole.store, SWEEP)
@@ -65,6 +76,24 @@ def test_a_failed_point_is_told_and_tried_again_and_the_rest_is_not(
     third = run_recipe(good, whole.store, SWEEP)
     assert third.stages("ran") == []
     assert third.exit_code == 0
+
+
+def test_the_record_has_the_steps_and_artifacts_of_every_point(whole: Run) -> None:
+    with History(Store(whole.store)) as history:
+        run = history.executions().items[-1]
+        nodes = history.nodes(run.id)
+        trained = [node for node in nodes if node.name == "grpo_iteration 1"]
+        assert [node.point["grpo.learning_rate"] for node in trained] == [
+            rate for rate in RATES for _ in (REWARD, BROKEN)
+        ]
+        for node in trained:
+            if node.state == "failed":
+                continue
+            curves = history.metrics(node.id)
+            assert [step for step, _ in curves["reward"]] == [1, 2]
+            assert curves["learning_rate"][-1][1] == node.point["grpo.learning_rate"]
+            artifact = history.artifact(history.node(node.id).outputs[0].artifact or "")
+            assert artifact.made_by == node.id
 
 
 def test_too_few_points_end_the_sweep(

@@ -11,7 +11,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, Page
 from nemo_rl_core.ui import ancestry, completions, curves, graph
-from nemo_rl_core.ui.charts import Chart, Series, chart
+from nemo_rl_core.ui.charts import Chart
 from nemo_rl_core.ui.costs import total_cost
 from nemo_rl_core.ui.pages.parameters import history_of, number_parameter, offset, parameter
 from nemo_rl_core.ui.templating import render
@@ -177,5 +177,6 @@ def _reward_chart(request: Request, one: ArtifactRow) -> Chart | None:
     if one.made_by is None:
         return None
     history = history_of(request)
-    lines = curves.lines(history, [history.node(one.made_by).node], ["reward"])
-    return chart("reward", [Series("", lines["reward"])]) if "reward" in lines else None
+    node = history.node(one.made_by).node
+    charts = curves.charts(curves.series(history, [node], ["reward"]))
+    return charts[0] if charts else None

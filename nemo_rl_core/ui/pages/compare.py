@@ -73,12 +73,14 @@ def _overlaid(
         shown = names[: curves.SHOWN]
         more += len(names) - len(shown)
         lines = [
-            curves.lines(history, stages[task].nodes, shown) if task in stages else {}
+            curves.series(history, stages[task].nodes, shown) if task in stages else {}
             for stages in found
         ]
         for name in shown:
             series = [
-                Series(run.id, line.get(name, ())) for run, line in zip(runs, lines, strict=True)
+                Series(f"{run.id} {one.label}".strip(), one.points, colour)
+                for colour, (run, line) in enumerate(zip(runs, lines, strict=True))
+                for one in line.get(name) or [Series("", ())]
             ]
             charts.append(chart(f"{task.rpartition('.')[2]}: {name}", series))
     return charts, more

@@ -159,7 +159,7 @@ def curves_view(request: Request, run: Execution) -> dict[str, Any]:
     sections = []
     for stage in curves.stages(history, run.id, wanted=wanted):
         shown = stage.names[: 4 * curves.SHOWN if wanted else curves.SHOWN]
-        charts = curves.charts(curves.lines(history, stage.nodes, shown))
+        charts = curves.charts(curves.series(history, stage.nodes, shown))
         sections.append((stage, charts, len(stage.names) - len(shown)))
     names = history.metric_names_of(run.id)
     machine = machine_load.charts(history, history.nodes(run.id), names, wanted=wanted)

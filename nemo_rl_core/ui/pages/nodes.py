@@ -25,6 +25,7 @@ def node(request: Request) -> Response:
     one = detail.node
     run = history.execution(one.execution)
     siblings = history.nodes(one.execution)
+    by_id = {other.id: other for other in siblings}
     held = [other for other in siblings if other.parent == one.id]
     measured = history.metric_names(one.id)
     names = curves.ordered(measured)
@@ -37,11 +38,11 @@ def node(request: Request) -> Response:
         node=one,
         detail=detail,
         maker=detail.maker,
-        above=_above(one, {other.id: other for other in siblings}),
+        above=_above(one, by_id),
         held=held[:_HELD_SHOWN],
         num_held=len(held),
-        cost=total_cost([one.cost]),
-        charts=curves.charts(curves.lines(history, [one], shown)),
+        cost=total_cost([other.cost for other in siblings if _is_within(other, one, by_id)]),
+        charts=curves.charts(curves.series(history, [one], shown)),
         more=len(names) - len(shown),
         machine=machine_load.charts(history, [one], {one.id: measured}),
         has_deck=_deck_of(history, request, one) is not None,
@@ -78,6 +79,11 @@ def _deck_of(history: History, request: Request, one: Node) -> Path | None:
     roots = (request.app.state.source.store.root, *folders)
     is_allowed = any(path.is_relative_to(folder) for folder in roots)
     return path if is_allowed and path.is_file() else None
+
+
+def _is_within(other: Node, one: Node, by_id: dict[int, Node]) -> bool:
+    """Whether a node ran for another one: it is that node, or inside it, and no cache hit."""
+    return other.state != "cached" and (other == one or one in _above(other, by_id))
 
 
 def _above(one: Node, by_id: dict[int, Node]) -> list[Node]:

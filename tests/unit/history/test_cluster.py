@@ -91,6 +91,25 @@ def test_stages_of_a_cluster_become_a_run(store: Store, downloaded: dict[str, Pa
         assert history.find_artifact(str(downloaded["train_sft"])).id == graph.root
 
 
+def test_points_of_a_sweep_keep_their_settings(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "pod"))
+    run = StageRun.from_environment(CONTAINER, task="tasks.sweep_point.sweep_point")
+    folders = [
+        produce(
+            StageInputs("sweep_point", {"point": point}),
+            lambda _: StageResult("sweep_point", "json"),
+            run=run,
+        )
+        for point in ({"seed": 0}, {"seed": 1}, "no settings")
+    ]
+    import_folders(store, folders)
+    with History(store) as history:
+        points = [node.point for node in history.nodes("a1b2")]
+    assert sorted(points, key=str) == [{"seed": 0}, {"seed": 1}, {}]
+
+
 def test_one_folder_is_enough_for_its_ancestors(store: Store, downloaded: dict[str, Path]) -> None:
     trained, rows = downloaded["train_sft"], downloaded["prepare_data"]
     aside = rows.rename(rows.with_name("aside"))

@@ -311,6 +311,10 @@ def old_file(path: Path, version: int) -> None:
         "INSERT INTO nodes (execution, name, task, kind, state, started_at) "
         "VALUES ('old', 'n', 't.n', 'task', 'succeeded', 1.0)"
     )
+    database.executemany(
+        "INSERT INTO metrics VALUES (1, ?, ?, ?)",
+        [(step, name, 0.5 * step) for step in (1, 2) for name in ("loss", "reward")],
+    )
     database.execute(f"PRAGMA user_version = {version}")
     database.commit()
     database.close()
@@ -322,9 +326,18 @@ def test_older_files_are_brought_up_to_date(store: Store, begin: Begin, version:
     with History(store) as history:
         (node,) = history.nodes("old")
         assert node.log_from is None
-    begin("new").end("succeeded")
+        assert node.point == {}
+    writer = begin("new")
+    added = writer.begin_node("p", task="t.p", kind="task", point={"seed": 1})
+    writer.log_metrics(added, 1, {"reward": 9.0})
+    writer.end("succeeded")
     with History(store) as history:
         assert [each.id for each in history.executions().items] == ["new", "old"]
+        assert history.metrics(node.id) == {
+            "loss": [(1, 0.5), (2, 1.0)],
+            "reward": [(1, 0.5), (2, 1.0)],
+        }
+        assert [each.point for each in history.nodes("new")] == [{"seed": 1}]
 
 
 def test_a_newer_file_is_refused_and_left_alone(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flytekit.types.directory import FlyteDirectory
 
+from nemo_rl_core.evals.sweep import summarize
 from tasks.artifacts import (
     Artifact,
     CheckpointArtifact,
@@ -108,5 +109,21 @@ def test_the_commands_that_it_names_exist() -> None:
 
 
 def test_a_sweep_ends_with_its_summary(tmp_path: Path) -> None:
-    lines = closing_lines([make(SweepReport, tmp_path, "summarize_sweep", summary="4 of 4 points")])
-    assert lines == ["4 of 4 points", f"summary: {tmp_path / 'deck.html'}"]
+    points = [
+        ({"seed": seed, "grpo.learning_rate": rate}, None if seed and rate > 1e-4 else 0.25)
+        for seed in (0, 1)
+        for rate in (1e-4, 2e-4)
+    ]
+    sweep = summarize(points, apart="seed", confidence=0.95)
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep.as_json()))
+    lines = closing_lines([make(SweepReport, tmp_path, "summarize_sweep", summary="3 of 4 points")])
+    assert lines == [
+        "point seed 0, learning_rate 0.0001: 0.250",
+        "point seed 0, learning_rate 0.0002: 0.250",
+        "point seed 1, learning_rate 0.0001: 0.250",
+        "point seed 1, learning_rate 0.0002: failed",
+        "mean of learning_rate 0.0001: 0.250 [0.250, 0.250] (2 points)",
+        "mean of learning_rate 0.0002: 0.250 (1 point, 1 failed)",
+        "3 of 4 points",
+        f"summary: {tmp_path / 'deck.html'}",
+    ]

@@ -77,16 +77,27 @@ def test_the_summary_gathers_points_over_seeds(
     summary = summarize_sweep.task_function(
         config=SummaryTaskConfig(points=values, confidence=0.95), reports=reports
     )
-    one, two = json.loads((summary.folder / "sweep.json").read_text())
-    assert (one["rate"], one["num_points"], one["mean"]) == (1, 2, pytest.approx(0.6))
-    # The deviation of 0.5 and 0.7 is 0.1 √2, and so the interval 12.706 · 0.1 wide on each side.
-    assert one["high"] - one["mean"] == pytest.approx(1.2706, abs=1e-3)
-    assert (two["num_points"], two["mean"], two["low"]) == (1, 0.75, None)
-    assert summary.summary == "3 of 4 points, best rate 2 0.750"
+    sweep = json.loads((summary.folder / "sweep.json").read_text())
+    assert sweep["points"] == [
+        {"point": {"seed": 0, "rate": 1}, "accuracy": 0.5},
+        {"point": {"seed": 0, "rate": 2}, "accuracy": 0.75},
+        {"point": {"seed": 1, "rate": 1}, "accuracy": 0.7},
+        {"point": {"seed": 1, "rate": 2}, "accuracy": None},
+    ]
+    one, two = sweep["settings"]
+    assert (one["fields"], one["mean"]) == ({"rate": 1}, pytest.approx(0.6))
+    # Student's interval of 0.5 and 0.7 is 0.6 ± 12.706 · 0.1.
+    assert (one["low"], one["high"]) == (0, 1)
+    assert (two["accuracies"], two["num_failed"], two["low"]) == ({"0": 0.75}, 1, None)
+    # A failed seed keeps a setting from being the leader, though its mean is the highest.
+    assert (sweep["leader"], sweep["best"]) == ({"rate": 1}, None)
+    assert summary.summary.startswith("3 of 4 points; no best setting at 95 % confidence: rate 1 ")
     deck = (summary.folder / "deck.html").read_text()
     assert deck.count("<polyline") == 3
     assert "seed 1, rate 1" in deck
-    assert "1 of 4 points failed" in deck
+    assert deck.count(">failed<") == 2  # the heading and the point
+    assert ">7.5<" in deck  # seconds of a point
+    assert ">0.0<" not in deck
     assert "None" not in deck
     assert len(summary.manifest.parents) == 3
 
@@ -94,7 +105,7 @@ def test_the_summary_gathers_points_over_seeds(
 def point(place: int, accuracy: float) -> PointReport:
     def work(folder: Path) -> StageResult:
         (folder / "point.json").write_text(json.dumps([place, accuracy]))
-        return StageResult("sweep_point", "json")
+        return StageResult("sweep_point", "json", figures={"wall_seconds": 7.5})
 
     folder = produce(StageInputs("sweep_point", {"place": place}), work)
     return PointReport(

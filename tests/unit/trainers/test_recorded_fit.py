@@ -16,7 +16,9 @@ from starlette.testclient import TestClient
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.store.store import Store
-from nemo_rl_core.telemetry.python_output import _Printed
+from nemo_rl_core.telemetry.display import PlainDisplay
+from nemo_rl_core.telemetry.events import StageRecord
+from nemo_rl_core.telemetry.python_output import ProgramOutput, _Printed
 from nemo_rl_core.telemetry.run_log import RunLog
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
@@ -210,6 +212,15 @@ def test_lines_are_shown_whole_above_a_live_display() -> None:
     printed.write("later\n")
     assert lines == ["one", "two", "end"]
     assert after.getvalue() == "later\n"
+
+
+def test_the_table_of_stages_is_as_wide_as_its_content_in_a_pipe() -> None:
+    stream = io.StringIO()
+    record = StageRecord("an algorithm with a long name " * 3, "ran", 1.0, tokens=10)
+    ProgramOutput(PlainDisplay(stream), stream).closing([record], [])
+    row = next(line for line in stream.getvalue().splitlines() if "an algorithm" in line)
+    assert all(cell in row for cell in (record.name, "ran", "1.0", "10"))
+    assert "peak GiB" in stream.getvalue()
 
 
 def test_a_failed_run_is_recorded_and_names_its_log(tiny_model: Path, store: Store) -> None:

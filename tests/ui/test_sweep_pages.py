@@ -1,0 +1,141 @@
+"""The pages of a sweep: a line per point, and evaluations compared point by point."""
+
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from nemo_rl_core.evals.rows import save_eval_rows
+from nemo_rl_core.history.inserts import as_value
+from nemo_rl_core.history.records import point_label
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
+from nemo_rl_core.store.manifest import Cost, Manifest
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.ui.app import create_app
+
+RUNS = ("20260101T000001Z-aaaaaa", "20260101T000002Z-bbbbbb")
+POINTS = [{"seed": seed, "grpo.learning_rate": rate} for seed in (0, 1) for rate in (1e-4, 2e-4)]
+
+
+def artifact(store: Store, name: str, stage: str, kind: str, *parents: Path) -> Path:
+    folder = store.artifacts / name
+    folder.mkdir(parents=True)
+    Manifest(
+        name=name,
+        kind=kind,
+        format="hf",
+        stage=stage,
+        content_hash=name,
+        step=2,
+        parents=tuple(Manifest.read(parent).ref(parent) for parent in parents),
+        cost=Cost(wall_seconds=2.0, tokens=10),
+    ).write(folder)
+    return folder
+
+
+def record_stage(writer: HistoryWriter, folder: Path, parent: int, point: dict[str, float]) -> int:
+    stage = Manifest.read(folder).stage
+    name = stage.partition(" ")[0]
+    node = writer.begin_node(
+        stage, task=f"tasks.{name}.{name}", kind="task", parent=parent, point=point
+    )
+    assert node is not None
+    output = as_value("o0", "Artifact", "", folder.name)
+    manifest = Manifest.read(folder)
+    end = NodeEnd(
+        "succeeded", outputs=[output], made=[(folder, manifest)], cost=manifest.cost.model_dump()
+    )
+    writer.end_node(node, end)
+    return node
+
+
+def record_sweep(store: Store, execution: str) -> None:
+    """Four points of one iteration and an evaluation each; a later point solves more."""
+    writer = HistoryWriter(store, execution)
+    log = store.runs / execution / "run.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("")
+    writer.begin(NewExecution("workflows.sweep.sweep", "", [], {}, log))
+    mapped = writer.begin_node("sweep_point", task="tasks.sweep_point.map", kind="task")
+    for number, point in enumerate(POINTS):
+        name = f"sweep_point ({point_label(point)})"
+        parent = writer.begin_node(
+            name, task="tasks.sweep_point.sweep_point", kind="task", parent=mapped, point=point
+        )
+        assert parent is not None
+        model = artifact(
+            store, f"grpo_iteration-{execution}-{number}", "grpo_iteration 1", "checkpoint"
+        )
+        node = record_stage(writer, model, parent, point)
+        for step in (1, 2):
+            writer.log_metrics(node, step, {"reward": float(number * step), "global_step": step})
+        report = artifact(store, f"evaluate-{execution}-{number}", "evaluate", "evaluation", model)
+        rows = [
+            {
+                "prompt_id": str(n),
+                "mode": "greedy",
+                "sample": 0,
+                "category": "",
+                "prompt": "1+1=",
+                "completion": "2",
+                "answer": "2",
+                "extracted": "2",
+                "reward": 1.0,
+                "correct": n < 4 * (number + 1),
+                "truncated": False,
+                "error": None,
+            }
+            for n in range(20)
+        ]
+        save_eval_rows(rows, report / "rows.parquet")
+        record_stage(writer, report, parent, point)
+        writer.end_node(parent, NodeEnd("succeeded"))
+    writer.end_node(mapped, NodeEnd("succeeded"))
+    writer.end("succeeded")
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
+    store = Store(tmp_path_factory.mktemp("sweeps") / "store")
+    for execution in RUNS:
+        record_sweep(store, execution)
+    return TestClient(create_app(store), base_url="http://127.0.0.1:8321")
+
+
+def test_every_point_is_a_line_with_its_name(client: TestClient) -> None:
+    page = client.get(f"/executions/{RUNS[0]}/curves").text
+    legend = page.partition('<ul class="legend">')[2].partition("</ul>")[0]
+    names = [part.partition("</li>")[0] for part in legend.split("</svg>")[1:]]
+    assert names == [point_label(point) for point in POINTS]
+    reward = page.partition("<span>reward</span>")[2].partition("</figure>")[0]
+    for number, point in enumerate(POINTS):
+        line = f"<title>{point_label(point)}: last {2 * number}</title>"
+        assert f'{line}<polyline class="curve s{number}"' in reward
+    assert reward.count("<polyline") == 4
+    for point in POINTS:
+        assert f">grpo_iteration 1 ({point_label(point)})</a>" in page
+
+
+def test_evaluations_are_compared_with_those_of_the_same_point(client: TestClient) -> None:
+    page = client.get(f"/compare?run={RUNS[0]}&run={RUNS[1]}").text
+    for number, point in enumerate(POINTS):
+        name = f"<h3>evaluate of grpo_iteration ({point_label(point)})</h3>"
+        card = page.partition(name)[2].partition("</div>")[0]
+        share = 20 * (number + 1)
+        assert card.count(f"{share} % right") == 2
+    # Both runs have four lines, each run in its style.
+    chart = page.partition("<span>grpo_iteration: reward</span>")[2].partition("</figure>")[0]
+    assert (chart.count("curve s0"), chart.count("curve s1")) == (4, 4)
+
+
+def test_a_point_has_the_cost_of_its_stages(client: TestClient) -> None:
+    page = client.get(f"/executions/{RUNS[0]}/nodes").text
+    link = page.partition(f">sweep_point ({point_label(POINTS[1])})</a>")[0].rpartition('href="')[2]
+    cost = client.get(link.partition('"')[0]).text.partition("<dt>Cost</dt>")[2]
+    assert "4.0 s of work" in cost.partition("</dd>")[0]
+    assert "20 tokens" in cost.partition("</dd>")[0]
+
+
+def test_the_completions_of_a_point_name_their_run(client: TestClient) -> None:
+    page = client.get(f"/artifacts/evaluate-{RUNS[0]}-2").text
+    assert f'href="/executions/{RUNS[0]}"' in page
