@@ -16,8 +16,7 @@ _MODE = "RAY_AUTH_MODE"
 def ray_folder() -> Path:
     """Returns the folder of the sessions of this user's runs.
 
-    Ray makes every folder of its own, with logs and sockets, writable by everyone; the one around
-    them is closed.
+    Ray makes its folders, with logs and sockets, writable by everyone; their parent is closed.
     """
     base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     return Path(base) / f"ray-{os.getuid()}" / "ray"

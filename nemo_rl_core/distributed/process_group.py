@@ -52,8 +52,8 @@ def network_environment(address: str) -> dict[str, str]:
     """
     if address != LOOPBACK:
         return {}
-    found = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
-    return {name: value for name, value in found.items() if name not in os.environ}
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
+    return {name: value for name, value in loopback.items() if name not in os.environ}
 
 
 def world_size() -> int:
@@ -174,15 +174,15 @@ def join_process_group(*, timeout_seconds: float | None = None) -> None:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(local_device())  # what collectives and libraries take unasked
-    alone = "WORLD_SIZE" not in os.environ
+    is_single = "WORLD_SIZE" not in os.environ
     timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else collective_timeout()
-    if alone:
+    if is_single:
         os.environ.update(network_environment(LOOPBACK))
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        rank=0 if alone else rank(),
-        world_size=1 if alone else world_size(),
-        store=dist.HashStore() if alone else meeting_store(timeout),  # type: ignore[attr-defined]
+        rank=0 if is_single else rank(),
+        world_size=1 if is_single else world_size(),
+        store=dist.HashStore() if is_single else meeting_store(timeout),  # type: ignore[attr-defined]
         timeout=timeout,
     )
 

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 _NUM_ATTEMPTS = 3
 _SMALL_CPU_SHARE = 0.01
+_PROBE_SECONDS = 10.0
 
 
 def start_ray() -> None:
@@ -47,7 +49,7 @@ def start_ray() -> None:
         "include_dashboard": False,
         "runtime_env": {"worker_process_setup_hook": _end_of_workers_is_quiet()},
     }
-    joins = bool(os.environ.get("RAY_ADDRESS"))
+    joins = bool(_ray_address())
     with (
         waiting("starting Ray"),
         _handler_of_sigterm_kept(),
@@ -73,23 +75,39 @@ def resources_of_runs() -> ResourceManager:
     Raises:
         ResourceError: If that cluster cannot be joined.
     """
-    address = os.environ.get("RAY_ADDRESS")
+    address = _ray_address()
     connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     if not address and not connected:
         return ResourceManager.of_this_machine()
     import ray
 
     try:
-        start_ray()
-    except (ConnectionError, ray.exceptions.RayError, RuntimeError) as error:
+        if not connected:
+            _probe(address)
+            start_ray()
+        resources = ray.cluster_resources()
+    except (OSError, ray.exceptions.RayError, RuntimeError) as error:
         raise ResourceError(
             f"the Ray cluster at {address} cannot be joined",
-            expected="a head of Ray there (RAY_ADDRESS), and its token, if it has one, in "
-            "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH",
+            expected="a head of Ray that listens there (RAY_ADDRESS); its token, if it has one, in "
+            "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, with RAY_AUTH_MODE=token",
             got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
             fix="start it (`ray start --head`), or unset RAY_ADDRESS to run on this machine",
         ) from error
-    return ResourceManager.of_ray(ray.cluster_resources(), name="the Ray cluster")
+    return ResourceManager.of_ray(resources, name="the Ray cluster")
+
+
+def _ray_address() -> str:
+    """Returns the address of the cluster to join; empty for a Ray of this machine."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    return "" if address == "local" else address
+
+
+def _probe(address: str) -> None:
+    """Fails where nothing listens at `host:port`: Ray itself tries for four minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
 
 
 @contextmanager

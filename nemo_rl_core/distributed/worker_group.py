@@ -434,9 +434,9 @@ def _described(error: Any, *, worker: str) -> NemoRLError:
     trace = str(error)
     if not isinstance(error, RayTaskError):
         if getattr(error, "actor_init_failed", False):  # an error, of which only the trace is left
-            raised = _RAISED.findall(trace)
+            messages = _RAISED.findall(trace)
             return _of_a_trace(
-                f"{worker} could not start: {raised[-1] if raised else trace}", trace
+                f"{worker} could not start: {messages[-1] if messages else trace}", trace
             )
         return WorkerLostError(
             f"{worker} died",
@@ -446,9 +446,9 @@ def _described(error: Any, *, worker: str) -> NemoRLError:
         )
     cause = error.cause
     if isinstance(cause, NemoRLError):
-        found = type(cause)(*cause.args)
-        found.add_note(f"raised by {worker} on {_where(trace)}")
-        return found
+        raised = type(cause)(*cause.args)
+        raised.add_note(f"raised by {worker} on {_where(trace)}")
+        return raised
     if _OUT_OF_GPU_MEMORY.search(f"{type(cause).__name__}: {cause}"):
         return ResourceError(
             f"{worker} needs more GPU memory than there is",
@@ -473,8 +473,8 @@ def _of_a_trace(problem: str, trace: str) -> WorkerError:
 
 def _where(trace: str) -> str:
     # Ray hands out an exception of the cause's type, in which only the text still says where.
-    found = re.search(r"pid=(\d+), ip=([^,)\s]+)", trace)
-    return f"host {found[2]}, process {found[1]}" if found else "an unknown host"
+    match = re.search(r"pid=(\d+), ip=([^,)\s]+)", trace)
+    return f"host {match[2]}, process {match[1]}" if match else "an unknown host"
 
 
 def _said(cause: Exception) -> str:

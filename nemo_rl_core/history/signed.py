@@ -34,7 +34,7 @@ def sign(
 ) -> None:
     """Signs what of an execution's record says which code runs.
 
-    Without a home folder that can be written nothing is signed, and the run goes on.
+    Without a home folder that can be written nothing is signed, which does not fail the run.
 
     Args:
         store: Store of the record.

@@ -1,4 +1,4 @@
-"""What a run listens on: loopback alone, in every one of its processes, with a token of its own."""
+"""All processes of a run listen on loopback only, with a new token for each run."""
 
 import json
 import os
@@ -38,7 +38,7 @@ TOKEN = "RAY_AUTH_TOKEN"
 
 
 class Listeners:
-    """What a program and its children listen on, collected while it runs.
+    """Collects the addresses that a program and its children listen on while it runs.
 
     Attributes:
         addresses: Names of processes and IP addresses.
@@ -67,16 +67,16 @@ class Listeners:
 
 
 @pytest.mark.slow
-def test_a_run_listens_on_loopback_alone_with_a_token_of_its_own(tmp_path: Path) -> None:
+def test_a_run_listens_on_loopback_only_with_a_new_token(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(PROGRAM)
     home, found = tmp_path / "home", Listeners()
     home.mkdir()
-    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as place:
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
         changed = {
             "PYTHONPATH": str(REPOSITORY),
             "NEMO_RL_HOME": str(tmp_path / "store"),
             "HOME": str(home),
-            "RAY_TMPDIR": place,
+            "RAY_TMPDIR": folder,
         }
         program = psutil.Popen(
             [sys.executable, "mine.py", json.dumps(SETTINGS)],
@@ -84,7 +84,7 @@ def test_a_run_listens_on_loopback_alone_with_a_token_of_its_own(tmp_path: Path)
             env={**os.environ, **changed},
         )
         while program.poll() is None:
-            found.look(program, Path(place) / f"ray-{os.getuid()}")
+            found.look(program, Path(folder) / f"ray-{os.getuid()}")
             time.sleep(0.2)
     assert program.returncode == 0
     assert {name for name, _ in found.addresses} >= PROCESSES

@@ -48,7 +48,7 @@ class Worker:
         Limits(4, 2)
 
     def exhaust(self) -> None:
-        """What torch's allocator raises on a GPU that is full."""
+        """Raises what torch's allocator raises on a full GPU."""
         import torch
 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

@@ -84,8 +84,8 @@ def check_store(store: Store) -> Result:
             store.check_writable()
             mode = stat.S_IMODE(store.root.stat().st_mode)
             if mode & stat.S_IRWXO:
-                found = f"every user of this machine can open {store.root} ({mode:o})"
-                return Result("warn", found, f"chmod o-rwx {store.root}")
+                problem = f"every user of this machine can open {store.root} ({mode:o})"
+                return Result("warn", problem, f"chmod o-rwx {store.root}")
             return Result("ok", f"{store.root} can be written")
         parent = next(path for path in store.root.parents if path.exists())
         with tempfile.TemporaryFile(dir=parent) as file:

@@ -311,7 +311,7 @@ def test_only_records_of_this_user_run_code(
     assert unsigned in refusal()
     assert "pass --trust" in refusal()
     assert "has no record of any run" in refusal("--trust")
-    with pytest.raises(StoreError, match="cannot be read"):  # it is no reward, but it has run
+    with pytest.raises(StoreError, match="cannot be read"):  # its code has run
         read_reward(store.runs / run.id, None)
     assert marker.exists()
 
