@@ -133,6 +133,10 @@ class Store:
         """The file whose byte locks mark artifacts and runs in use; it stays empty."""
         return self.root / "in_use.lock"
 
+    def create(self) -> None:
+        """Creates the root, which only this user can open; an existing folder stays as it is."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
     def check_writable(self, *, min_free_mib: int = 256) -> None:
         """Creates the folders and writes to each, so that a run fails before it starts.
 
@@ -163,7 +167,8 @@ class Store:
     def _probe(self, folder: Path) -> None:
         probe = folder / f".probe.{uuid.uuid4().hex[:8]}{files.ASIDE}"
         with files.storage_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            self.create()
+            folder.mkdir(exist_ok=True)
             try:
                 probe.write_bytes(b"\0" * 4096)
                 files.fsync(probe)
@@ -187,7 +192,8 @@ class Store:
         """
         folder = self.work / _work_name(stage, key)
         with files.storage_errors(folder):
-            self.work.mkdir(parents=True, exist_ok=True)
+            self.create()
+            self.work.mkdir(exist_ok=True)
         with locks.held(folder.with_name(folder.name + ".lock"), stage):
             files.sweep_discarded(self.work)
             with files.storage_errors(folder):

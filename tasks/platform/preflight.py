@@ -37,7 +37,7 @@ from nemo_rl_core.config.warm_up import warm_up_warnings
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.pretrained import context_length
-from nemo_rl_core.distributed.resources import ResourceManager
+from nemo_rl_core.distributed.virtual_cluster import resources_of_runs
 from nemo_rl_core.environments.contents import located_model
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.needs import (
@@ -75,7 +75,7 @@ def preflight(inputs: Mapping[str, Any]) -> None:
 
 def _check_machine(experiment: PipelineRecipe) -> None:
     """Refuses a recipe whose largest stage asks for more GPUs than there are."""
-    machine = ResourceManager.of_this_machine()
+    machine = resources_of_runs()
     wanted = experiment.cluster.num_gpus_with(experiment.own_bundles)
     missing = machine.missing({"GPU": wanted})
     fix = _fewer_gpus(experiment, wanted - int(missing["GPU"])) if missing else None

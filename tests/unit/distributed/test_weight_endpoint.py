@@ -56,7 +56,9 @@ def new_link(meeting_points: list[TCPStore]) -> Callable[[], LinkSpec]:
     def open_one() -> LinkSpec:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         meeting_points.append(store)
-        return LinkSpec("127.0.0.1", store.port, 1, "shared_memory", timeout_seconds=600.0)
+        return LinkSpec(
+            "127.0.0.1", store.port, 1, "shared_memory", timeout_seconds=600.0, token="secret"
+        )
 
     return open_one
 

@@ -86,7 +86,9 @@ def new_link() -> Iterator[Callable[..., LinkSpec]]:
         transport: TransportName, *, num_receivers: int = 1, timeout_seconds: float = 60
     ) -> LinkSpec:
         stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-        return LinkSpec("127.0.0.1", stores[-1].port, num_receivers, transport, timeout_seconds)
+        return LinkSpec(
+            "127.0.0.1", stores[-1].port, num_receivers, transport, timeout_seconds, "secret"
+        )
 
     yield open_one
     stores.clear()
