@@ -89,7 +89,7 @@ class UnitTests:
         Raises:
             RewardError: For the first piece with another name; its fix is the line to write.
         """
-        for place, piece in enumerate(self.pieces):
+        for index, piece in enumerate(self.pieces):
             try:
                 wrong = wrong_names(self.setup, piece, self.declared)
             except (SyntaxError, ValueError) as error:  # ValueError: null bytes
@@ -102,7 +102,7 @@ class UnitTests:
                 "a row's unit tests cannot be run",
                 expected='tests that use the names of the program that "entry_point" lists, and '
                 'names that "setup", the test itself or Python defines',
-                got=f"test {place}: {wrong.why}"[:300],
+                got=f"test {index}: {wrong.why}"[:300],
                 fix=f'add "entry_point": {line} to the row, without the names that the program '
                 'does not define; define or import those in "setup"'
                 if wrong.loose

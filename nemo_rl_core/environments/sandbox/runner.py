@@ -105,11 +105,9 @@ class Sandbox:
             A context manager: when it is left, nothing of the program is left.
         """
         limits = limits or self._limits
-        prefix = Path(sys.base_prefix)
+        folders = (sys.base_prefix, *readable)
         mounts = ["/lib", "/lib64", "/usr", "/dev/null"]
-        mounts += [
-            str(path) for path in (prefix, *readable) if not Path(path).is_relative_to("/usr")
-        ]
+        mounts += [path for path in folders if not Path(path).is_relative_to("/usr")]
         payload = {
             "files": dict(files),
             "stdin": stdin if isinstance(stdin, str) else None,
