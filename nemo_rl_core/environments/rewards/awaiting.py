@@ -43,8 +43,8 @@ class AsyncCalls:
         if self._thread is None:
             self._thread, self._runner = ThreadPoolExecutor(1), asyncio.Runner()
         assert self._runner is not None
-        found = self._thread.submit(self._runner.run, _gathered(calls, retries)).result()
-        return [partial(_given, each) for each in found]
+        outcomes = self._thread.submit(self._runner.run, _gathered(calls, retries)).result()
+        return [partial(_given, each) for each in outcomes]
 
     def close(self) -> None:
         """Ends loop and thread; the next call starts others."""

@@ -6,7 +6,7 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ class Retries:
             await asyncio.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
-    def _succeeded(self, result: Any) -> Any:
+    def _succeeded(self, result: T) -> T:
         self._num_given_up = 0
         return result
 
@@ -133,7 +133,7 @@ class Retries:
         if not is_transient(error):
             return None
         # Calls that failed together do not come back together.
-        longest = min(_FIRST_PAUSE_SECONDS * 2**attempt, _LONGEST_PAUSE_SECONDS)
+        longest = min(_FIRST_PAUSE_SECONDS * 2.0**attempt, _LONGEST_PAUSE_SECONDS)
         pause = longest * self._random.uniform(0.5, 1.0)
         is_late = time.monotonic() + pause - started > self._total_seconds
         is_down = self._num_given_up >= _MAX_GIVEN_UP_IN_A_ROW

@@ -67,7 +67,7 @@ def package_folders() -> list[str]:
 
 
 def is_installed(module: str) -> bool:
-    """Whether tests can import a module; imports nothing."""
+    """Whether tests can import a module."""
     root = module.partition(".")[0]
     return (
         root in sys.stdlib_module_names or PathFinder.find_spec(root, package_folders()) is not None

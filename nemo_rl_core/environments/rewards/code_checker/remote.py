@@ -25,7 +25,7 @@ _REFERENCE = "_reference"
 class ProgramGoneError(BaseException):
     """The program has ended, lacks a declared name, or sent a reply that cannot be read.
 
-    It is no Exception: a test that expects one must not take a dead program for it.
+    It is not an Exception: a test that expects one must not take a dead program for it.
     """
 
 
@@ -57,15 +57,15 @@ class Connection:
         """Returns the value of a call with the given arguments and keywords.
 
         Raises:
-            ProgramGoneError: If there is no reply, or none that can be read.
+            ProgramGoneError: If the reply is missing or cannot be read.
             Exception: As the call raised it there.
         """
         # A call may change all values of the program.
         self._values.clear()
-        has_value, found = self._ask(of, attributes, given)
+        has_value, result = self._ask(of, attributes, given)
         if not has_value:
-            self._raise(found)
-        return found
+            self._raise(result)
+        return result
 
     def value(self, of: Encoded, attributes: Attributes) -> Any:
         """Returns the value of a name or an attribute.
@@ -79,12 +79,12 @@ class Connection:
         key = json.dumps([of, attributes])
         if key not in self._values:
             self._values[key] = self._ask(of, attributes, {})
-        has_value, found = self._values[key]
+        has_value, result = self._values[key]
         if has_value:
-            return found
-        if not isinstance(found, AttributeError):  # `hasattr` asks for nothing else
-            self._raise(found)
-        raise found
+            return result
+        if not isinstance(result, AttributeError):  # `hasattr` asks for nothing else
+            self._raise(result)
+        raise result
 
     def catch(self, error: BaseException | None) -> None:
         """Records that the test has caught an exception."""
@@ -109,15 +109,15 @@ class Connection:
             kind, content = json.loads(self._replies.readline(_MOST_BYTES))
             if kind == "returned":
                 return True, decode(content, self._remote)
-            found = None if kind == "missing" else _exception(*content)
+            result = None if kind == "missing" else _exception(*content)
         # Named fault boundary: a hostile program may send anything.
         except Exception as problem:
             self.is_gone = True
             raise ProgramGoneError from problem
-        if found is None:
+        if result is None:
             self.has_failed = True
             raise ProgramGoneError
-        return False, found
+        return False, result
 
     def _remote(self, kind: str, content: Any) -> "Remote":
         if kind not in ("kept", "callable") or not isinstance(content, int):
@@ -146,9 +146,9 @@ class Reference:
         Raises:
             AttributeError: If the program has none of that name.
         """
-        found = Reference(self.connection, self.of, (*self.attributes, name))
-        value = self.connection.value(found.of, found.attributes)
-        return (CallableRemote if type(value) is CallableRemote else Remote)(found)
+        result = Reference(self.connection, self.of, (*self.attributes, name))
+        value = self.connection.value(result.of, result.attributes)
+        return (CallableRemote if type(value) is CallableRemote else Remote)(result)
 
     def method(self, name: str, *arguments: Any) -> Any:
         """Returns the value of calling a method of it."""
@@ -174,7 +174,7 @@ class Reference:
 
 
 class _NoProtocols(type):
-    """Keeps `isinstance(found, Iterable)` from finding the methods below in the class."""
+    """Keeps `isinstance(result, Iterable)` from finding the methods below in the class."""
 
     __mro__ = property(lambda cls: (object,))
 
@@ -263,8 +263,8 @@ for _name in f"{_BINARY} divmod".split():
 
 def reference_of(remote: Remote) -> Reference:
     """Returns where an object of the program is; its attributes are those of the program."""
-    found: Reference = object.__getattribute__(remote, _REFERENCE)
-    return found
+    result: Reference = object.__getattribute__(remote, _REFERENCE)
+    return result
 
 
 def plain_or_same(value: Any) -> Any:

@@ -251,7 +251,7 @@ EXPECTED = (
         "class A: pass\ndef f(): return A()",
     ),
     _expects(
-        "a class that lies",
+        "a class that claims to be another",
         "assert isinstance(f(), int)",
         "def f(): return 3",
         "class A: __class__ = int\ndef f(): return A()",
