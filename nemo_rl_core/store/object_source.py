@@ -35,10 +35,12 @@ class ObjectSource(NamedTuple):
         digest: 16 hex digits; equal objects have equal ones.
         unknown: Names of the types of values that cannot be compared. Their objects have another
             digest in every process.
+        code: Modules and files of the code.
     """
 
     digest: str
     unknown: tuple[str, ...]
+    code: frozenset[str]
 
 
 def object_source(value: Any) -> ObjectSource:
@@ -52,8 +54,8 @@ def object_source(value: Any) -> ObjectSource:
     """
     walk = _Walk()
     walk.add(value)
-    digest = hashlib.sha256("\n".join(walk.parts).encode(errors="backslashreplace"))
-    return ObjectSource(digest.hexdigest()[:16], tuple(dict.fromkeys(walk.unknown)))
+    digest = hashlib.sha256("\n".join(walk.parts).encode(errors="backslashreplace")).hexdigest()
+    return ObjectSource(digest[:16], tuple(dict.fromkeys(walk.unknown)), frozenset(walk.code))
 
 
 class _Walk:
@@ -62,6 +64,7 @@ class _Walk:
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.unknown: list[str] = []
+        self.code: set[str] = set()
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # ids stay unique while objects live
 
@@ -100,6 +103,7 @@ class _Walk:
         self.parts.append("set " + " ".join(sorted(object_source(each).digest for each in value)))
 
     def add_function(self, function: FunctionType) -> None:
+        self.code.add(function.__code__.co_filename)
         is_importable = self._add_module_of(function)
         # Of several lambdas in a module, and functions in functions, each has its own code.
         if not is_importable or "<" in function.__qualname__:
@@ -155,6 +159,7 @@ class _Walk:
         module = value.__module__ or "__main__"
         source = _source_of_module(module)
         if source:
+            self.code.add(module)
             self.parts.append(f"{module}:{value.__qualname__} {source}")
         return bool(source)
 
