@@ -6,25 +6,46 @@ the values that it closes over, and by the globals that it reads, at any depth. 
 layout do not count, and a helper in another cell does.
 """
 
+import copyreg
 import functools
 import hashlib
+import operator
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 from uuid import uuid4
-
-import cloudpickle
 
 from nemo_rl_core.store.code_objects import content_of, globals_read, modules_imported
 from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.source_files import OWN_PACKAGES
 from nemo_rl_core.store.user_source import read_user_source
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), PurePath)
+_PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, type(Ellipsis)])
+_NO_PART = frozenset(
+    [
+        *("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__"),
+        *("_abc_impl", "__orig_bases__", "__parameters__"),
+        *("__pydantic_core_schema__", "__pydantic_serializer__", "__pydantic_validator__"),
+    ]
+)
+"""Attributes of classes that are caches, such as those of an `ABC`, or made from the others."""
+_WEAK = (weakref.ref, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+"""Caches, as of `functools.singledispatch`: what they refer to belongs to something else."""
+_SLOTS = (MemberDescriptorType, GetSetDescriptorType)
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 
 
@@ -69,7 +90,7 @@ class _Walk:
         self._kept: list[Any] = []  # ids stay unique while objects live
 
     def add(self, value: Any) -> None:
-        if isinstance(value, _PLAIN):
+        if type(value) in _PLAIN or isinstance(value, PurePath):
             self.parts.append(f"{type(value).__name__} {value!r}")
             return
         if id(value) in self._seen:
@@ -80,6 +101,9 @@ class _Walk:
         self._add_new(value)
 
     def _add_new(self, value: Any) -> None:
+        if type(value) in _CONTAINERS:
+            _CONTAINERS[type(value)](self, value)
+            return
         for kinds, add in _KINDS:
             if isinstance(value, kinds):
                 add(self, value)
@@ -135,11 +159,7 @@ class _Walk:
         if self._add_module_of(cls) and "<" not in cls.__qualname__:
             return
         self.add_all("bases", cls.__bases__)
-        own = {
-            name: part
-            for name, part in sorted(vars(cls).items())
-            if name not in ("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__")
-        }
+        own = {name: part for name, part in sorted(vars(cls).items()) if name not in _NO_PART}
         self.add_mapping(own)
 
     def add_module(self, module: ModuleType) -> None:
@@ -165,16 +185,39 @@ class _Walk:
 
     def _add_instance(self, value: Any) -> None:
         cls = type(value)
-        state = getattr(value, "__dict__", None)
-        if isinstance(state, dict) and not _is_installed(cls.__module__):
-            self.add_all("instance", (cls, state))
+        if not _is_installed(cls.__module__):
+            self.add_all("instance", (cls, object.__getstate__(value)))
+            self.add_all("content", (kind(value) for kind in cls.__mro__ if kind in _VALUES))
+            return
+        if hasattr(value, "untyped_storage"):
+            self._add_tensor(value)
             return
         try:
-            self.parts.append(hashlib.sha256(cloudpickle.dumps(value)).hexdigest())
+            made = copyreg.dispatch_table.get(cls, operator.methodcaller("__reduce_ex__", 4))(value)
         # Named fault boundary: any object may refuse to be pickled, with any error.
         except Exception:  # noqa: BLE001
             self.unknown.append(f"{cls.__module__}.{cls.__qualname__}")
             self.parts.append(uuid4().hex)
+            return
+        parts = [made] if isinstance(made, str) else made
+        self.add_all("made by", map(_comparable, parts))
+
+    def _add_tensor(self, tensor: Any) -> None:
+        """A tensor of torch, whose pickle contains addresses."""
+        data = tensor.detach().cpu().contiguous().flatten().view(sys.modules["torch"].uint8)
+        digest = hashlib.sha256(data.numpy().tobytes()).hexdigest()
+        self.add_all("tensor", (str(tensor.dtype), tuple(tensor.shape), digest))
+
+
+def _comparable(part: Any) -> Any:
+    """A part of a reduced object, without iterators and the address in pydantic's decorators."""
+    match part:
+        case (None, {"cls_ref": _, **others}):
+            return others
+        case Iterator():
+            return list(part)
+        case _:
+            return part
 
 
 def _is_installed(module: str) -> bool:
@@ -198,10 +241,16 @@ def _source_of_module(module: str) -> str:
     return source_digest(module)
 
 
+_CONTAINERS: dict[type, Callable[[_Walk, Any], None]] = {
+    list: lambda walk, value: walk.add_all("list", value),
+    tuple: lambda walk, value: walk.add_all("tuple", value),
+    dict: _Walk.add_mapping,
+    set: _Walk.add_set,
+    frozenset: _Walk.add_set,
+}
+_VALUES = {*_CONTAINERS, int, float, complex, str, bytes}
+"""Types whose subclasses have a content besides their attributes."""
 _KINDS: tuple[tuple[Any, Callable[[_Walk, Any], None]], ...] = (
-    ((list, tuple), lambda walk, value: walk.add_all(type(value).__name__, value)),
-    (dict, _Walk.add_mapping),
-    ((set, frozenset), _Walk.add_set),
     (CodeType, _Walk.add_code),
     (FunctionType, _Walk.add_function),
     (MethodType, _Walk.add_method),
@@ -209,7 +258,11 @@ _KINDS: tuple[tuple[Any, Callable[[_Walk, Any], None]], ...] = (
     (type, _Walk.add_class),
     (ModuleType, _Walk.add_module),
     (functools.partial, _Walk.add_partial),
+    (functools.cached_property, lambda walk, value: walk.add(value.func)),
     (property, _Walk.add_property),
     ((staticmethod, classmethod), lambda walk, value: walk.add(value.__func__)),
+    (_SLOTS, lambda walk, value: walk.parts.append(f"slot {value.__name__}")),
+    (_WEAK, lambda walk, value: walk.parts.append("weak")),
+    (MappingProxyType, lambda walk, value: walk.add_mapping(dict(value))),
     (re.Pattern, lambda walk, value: walk.add_all("pattern", (value.pattern, value.flags))),
 )
