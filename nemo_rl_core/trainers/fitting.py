@@ -80,7 +80,7 @@ def fit(trainer: FittedTrainer, request: FitRequest) -> TrainResult:
     with recorded_fit(fit_call(trainer, request)) as stages:
         parents = parents_of(stages, trainer.settings, request, scorer)
         config = training_config(trainer.settings, request)
-        return train_on(trainer, config, parents, scorer, stages)
+        return train_on(trainer, config, parents, scorer, stages, code=code_of(request))
 
 
 def train_on(
@@ -89,6 +89,8 @@ def train_on(
     parents: Mapping[str, Path],
     scorer: Scorer | None,
     stages: UnrecordedStages,
+    *,
+    code: frozenset[str] = frozenset(),
 ) -> TrainResult:
     """Trains on artifacts, as one stage.
 
@@ -98,6 +100,7 @@ def train_on(
         parents: Artifacts by role; see `RunOnArtifacts`.
         scorer: In place of the environment of the settings.
         stages: Runs the stage.
+        code: Modules and files of user code that the training runs.
     """
 
     def work(folder: Path) -> StageResult:
@@ -105,8 +108,16 @@ def train_on(
         summary, deck = training_deck(folder)
         return result.made(summary=summary, deck=deck)
 
-    inputs = StageInputs(trainer.algorithm, dict(config), dict(parents), source=trainer.source)
+    inputs = StageInputs(
+        trainer.algorithm, dict(config), dict(parents), source=trainer.source, code=code
+    )
     return _result(stages.produce(inputs, work))
+
+
+def code_of(request: FitRequest) -> frozenset[str]:
+    """Modules and files of the reward and of other user code that a training runs."""
+    given = [request.reward_fn, *map(type, request.parts.values())]
+    return frozenset().union(*(object_source(each).code for each in given))
 
 
 def training_config(settings: TrainerSettings, request: FitRequest) -> dict[str, Any]:

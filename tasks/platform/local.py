@@ -89,6 +89,7 @@ _set = _names_a_damaged_cache(local_cache.LocalTaskCache.set)
 def _get_if_whole(*args: Any) -> Any:
     """Returns a cached result if all its folders exist undamaged; else the stage runs again.
 
+    The stage also runs again if its user code has read something that differs now.
     Damaged folders are moved later, by `produce` under the stage's lock. In a store that was copied
     or moved, its own folders are returned, and not those of the original. A folder of another store
     is a miss. So is a mapped task that lost points: on a
@@ -107,4 +108,6 @@ def _get_if_whole(*args: Any) -> Any:
 
 def _is_whole(store: Store, folder: Path) -> bool:
     own = folder.parent == store.artifacts
-    return own and store.hold(folder) and not damage_of_changed_files(store, folder)
+    if not own or not store.hold(folder) or not store.is_current(folder):
+        return False
+    return not damage_of_changed_files(store, folder)
