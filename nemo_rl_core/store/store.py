@@ -42,6 +42,7 @@ VOLATILE = (
     ANCESTORS,
     "metrics.jsonl",
     "finished.json",
+    "stopped.json",
     "deck.html",
     "summary.txt",
     DIGESTS,

@@ -26,6 +26,7 @@ from nemo_rl_core.telemetry.decks import training_deck
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.trainers.fit_inputs import fit_call, parents_of, scorer_for
 from nemo_rl_core.trainers.fit_request import FitRequest, FittedTrainer, reward_name
+from nemo_rl_core.trainers.loop import STOPPED
 from nemo_rl_core.trainers.recording import UnrecordedStages, recorded_fit
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,11 @@ class TrainResult:
     def manifest(self) -> Manifest:
         """Data, code, config and parents."""
         return Manifest.read(self.folder)
+
+    @property
+    def stopped(self) -> str:
+        """The reason for which a callback stopped the run; empty for a complete run."""
+        return self.manifest.choices.get(STOPPED, "")
 
 
 def fit(trainer: FittedTrainer, request: FitRequest) -> TrainResult:
@@ -130,6 +136,8 @@ def training_config(settings: TrainerSettings, request: FitRequest) -> dict[str,
         sources["reward_fn"] = request.reward_fn
     if isinstance(settings, RolloutSettings):
         config["reward_content"] = reward_content(settings.environment)
+    if request.stoppers:
+        sources["callbacks"] = list(request.stoppers)
     for name, value in sources.items():
         source = object_source(value)
         config[f"{name}_source"] = source.digest

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from nemo_rl_core.checkpoints import stop_request
 from nemo_rl_core.checkpoints.manager import BackgroundWriter, CheckpointManager, PendingSave
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 BEST = "keep_best"
 """Key of the best step among the choices of a manifest."""
+STOPPED = "stopped"
+"""Key of the reason for which a callback stopped a run, among the choices of a manifest."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class RunResult:
         peak_memory_gib: The most memory that the workers have held.
         choices: What settings that may be `auto` were, by their paths in a recipe.
         best: The best step with its metric, as text, where `model/` is the model of that step.
+        stopped: The reason for which a callback stopped the run; empty for a complete run.
     """
 
     folder: Path
@@ -141,6 +144,7 @@ class RunResult:
     peak_memory_gib: float
     choices: Mapping[str, str] = field(default_factory=dict)
     best: str = ""
+    stopped: str = ""
 
     def made(self, *, summary: str = "", deck: str = "") -> StageResult:
         """The folder as the content of a checkpoint artifact.
@@ -149,13 +153,15 @@ class RunResult:
             summary: One line for the table at the end of a run.
             deck: HTML for Flyte's deck.
         """
+        notes = {BEST: self.best, STOPPED: self.stopped}
+        parts = (summary, self.best and f"model of {self.best}", self.stopped)
         return StageResult(
             "checkpoint",
             "hf",
-            ", ".join(part for part in (summary, self.best and f"model of {self.best}") if part),
+            ", ".join(part for part in parts if part),
             num_tokens=self.num_tokens,
             peak_memory_gib=self.peak_memory_gib,
-            choices={**self.choices, **({BEST: self.best} if self.best else {})},
+            choices={**self.choices, **{name: text for name, text in notes.items() if text}},
             step=self.step,
             deck=deck,
         )
@@ -200,6 +206,8 @@ class StepLoop:
         self._all_have_models = False
         self._before_save: Callable[[], None] = _nothing_else
         self._last_metrics: dict[str, float] = {}
+        self._stopped = ""
+        self._history: list[dict[str, float]] = []
         self._metrics = MetricsFile(work / "metrics.jsonl")
 
     def steps(
@@ -229,8 +237,9 @@ class StepLoop:
         self._all_have_models = on_save is not None
         self._before_save = before_save or _nothing_else
         with stop_request.listened_to():
-            done = self._resume(trained)
-            for step in range(done + 1, self._range.last + 1):
+            step = self._resume(trained)
+            while step < self._range.last:
+                step += 1
                 try:
                     yield step
                 except GeneratorExit:
@@ -312,7 +321,44 @@ class StepLoop:
             trained.load_checkpoint(latest[1])
             publish(StageResumed(done))
         self._metrics.truncate_after(done - self._range.first + 1)
+        self._history = [line.metrics for line in self._metrics.read()]
+        stop = self._read(self._stop_record)
+        if stop and stop["step"] == done:
+            self._stop_at(done, stop["reason"])
+        else:
+            self._stop_record.unlink(missing_ok=True)
         return done
+
+    @property
+    def history(self) -> Sequence[Mapping[str, float]]:
+        """Metrics of each step until now, those before a resume included."""
+        return self._history
+
+    @property
+    def last(self) -> int:
+        """Number of the last step."""
+        return self._range.last
+
+    def stop(self, step: int, reason: str) -> None:
+        """Makes a step that is under way the last one; a resumed run stops there, too."""
+        record = {"step": step, "reason": reason}
+        files.write_atomic(self._stop_record, json.dumps(record))
+        self._stop_at(step, reason)
+
+    def _stop_at(self, step: int, reason: str) -> None:
+        planned = self._range.last - self._range.first + 1
+        taken = step - self._range.first + 1
+        self._stopped = f"stopped at step {taken} of {planned}: {reason}"
+        self._range = StepRange(self._range.first, step)
+
+    @property
+    def _stop_record(self) -> Path:
+        return self._work / "stopped.json"
+
+    @staticmethod
+    def _read(record: Path) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {}
+        return found
 
     def report(self, step: int, metrics: dict[str, float], timings: dict[str, float]) -> None:
         """Records a step and shows it.
@@ -333,6 +379,7 @@ class StepLoop:
         )
         self._metrics.append(line)
         self._last_metrics = metrics
+        self._history.append(line.metrics)
         report(line)
 
     @property
@@ -353,6 +400,9 @@ class StepLoop:
             peak_memory_gib: Of the workers; ignored where an earlier call has written its own.
             choices: As `RunResult.choices`; ignored likewise.
         """
+        stop = self._read(self._stop_record)
+        if stop and not self._stopped:  # an earlier process made all steps
+            self._stop_at(stop["step"], stop["reason"])
         if not self.is_finished:
             found = {"peak_memory_gib": peak_memory_gib, "choices": dict(choices or {})}
             files.write_atomic(self._marker, json.dumps(found))
@@ -374,6 +424,7 @@ class StepLoop:
             num_tokens=int(sum(line.metrics.get("num_valid_tokens", 0.0) for line in lines)),
             peak_memory_gib=found["peak_memory_gib"],
             choices=found.get("choices", {}),  # what an earlier version wrote has none
+            stopped=self._stopped,
             best=self._described(step, lines) if hands_out_best else "",
         )
 

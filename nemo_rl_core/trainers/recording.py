@@ -42,6 +42,7 @@ from nemo_rl_core.telemetry.program import program
 from nemo_rl_core.telemetry.python_output import program_output
 from nemo_rl_core.telemetry.run_log import RunLog, is_logging
 from nemo_rl_core.telemetry.tracking import tracked
+from nemo_rl_core.trainers.loop import STOPPED
 from nemo_rl_core.types import StepReport
 
 _MAX_ERROR_CHARACTERS = 4000
@@ -93,11 +94,13 @@ class RecordedStages(UnrecordedStages):
     Attributes:
         records: The stages that have ended.
         stopped_at: Where the run failed or was stopped; empty before.
+        stopped: The reason for which a callback stopped the run; empty for a complete run.
     """
 
     def __init__(self, writer: HistoryWriter, log_path: Path, module: str) -> None:
         self.records: list[StageRecord] = []
         self.stopped_at = ""
+        self.stopped = ""
         self._writer, self._log_path, self._module = writer, log_path, module
         self._node: int | None = None
         self._step = ""
@@ -193,6 +196,7 @@ class RecordedStages(UnrecordedStages):
             cost = cost.model_copy(update={"tokens": self._num_tokens})
         summary = (artifact / "summary.txt").read_text()
         self._makers[artifact] = node
+        self.stopped = manifest.choices.get(STOPPED, "")
         self._writer.end_node(
             node,
             NodeEnd(
@@ -259,7 +263,7 @@ def recorded_fit(call: FitCall) -> Iterator[UnrecordedStages]:
                 error.add_note(line)
             error.add_note(f"log: {log.path}")
             raise
-        writer.end("succeeded")
+        writer.end("stopped" if stages.stopped else "succeeded", stages.stopped)
         output.closing(stages.records, [*stages.closing_lines(), f"log: {log.path}"])
 
 

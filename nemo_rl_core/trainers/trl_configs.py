@@ -10,39 +10,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
+from nemo_rl_core.config.peer_names import NO_EFFECT
+
 _SAME: Final = (
     *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("max_grad_norm", "seed"),
 )
-_INSTEAD: Final = {
-    "the store keeps the model, in result.checkpoint; name=... of fit resumes": "output_dir",
-    "name=... of train or fit names a run": "run_name",
-    "tracking={'trackers': [...]} of train or fit names trackers": "report_to",
-    "save_every_num_steps=... says when": "save_strategy",
-    "validate_every_num_steps=... says when": "eval_strategy do_eval",
-    "train or fit trains": "do_train",
-    "dtype='bfloat16' or 'float32'": "bf16 fp16",
-    "cluster={'shape': 'laptop'} has no GPU": "use_cpu",
-    "vLLM is the default": "use_vllm",
-    "rows are packed, max_tokens_per_microbatch tokens at a time": """per_device_eval_batch_size
-        padding_free pad_to_multiple_of packing packing_strategy eval_packing auto_find_batch_size
-        torch_empty_cache_steps""",
-    "every step is recorded with its completions; nemo-rl ui shows them": """log_level
-        log_level_replica logging_steps logging_strategy logging_first_step log_on_each_node
-        logging_nan_inf_filter disable_tqdm log_completions log_multimodal log_unique_prompts
-        num_completions_to_print log_completions_hub_repo skip_memory_metrics
-        include_num_input_tokens_seen""",
-    "nemo-rl export pushes a model to the hub": """push_to_hub hub_model_id hub_strategy hub_token
-        hub_private_repo hub_always_push hub_revision""",
-    "rows are not cut: shorten them, or drop those that are too long": "max_length truncation_mode",
-    "the reference's logprobs are always computed once, before training": """
-        precompute_ref_log_probs precompute_ref_batch_size""",
-    "there is nothing to set": """dataloader_num_workers dataloader_pin_memory dataset_num_proc
-        dataloader_persistent_workers dataloader_prefetch_factor remove_unused_columns
-        dataloader_multiprocessing_context ds3_gather_for_generation""",
-}
-"""What to use instead of fields on which no result depends, by text; fields in one string."""
-_NO_EFFECT: Final = {name: text for text, names in _INSTEAD.items() for name in names.split()}
 _OF_MACHINE: Final = ("output_dir", "use_cpu", "bf16", "fp16")
 """Fields without which no config can be made on every machine."""
 _SAMPLING: Final = ("top_p", "top_k", "min_p", "repetition_penalty")
@@ -299,10 +272,10 @@ class _Reader:
         """Notes for each changed field that has not been read."""
         for each in dataclasses.fields(self._args):
             name = each.name
-            if name in self._read and name not in _NO_EFFECT:
+            if name in self._read and name not in NO_EFFECT:
                 continue
             if self._is_changed(name) and each.init:
-                self._note(name, _NO_EFFECT.get(name, "not supported"))
+                self._note(name, NO_EFFECT.get(name, "not supported"))
 
     def _is_changed(self, name: str) -> bool:
         defaults = type(self._args) if name in _OF_MACHINE else self._defaults

@@ -29,6 +29,14 @@ class DPOTrainer(BaseTrainer[DPOSettings, DPOConfig]):
     algorithm = "dpo"
     settings_class = DPOSettings
 
+    def _policy_methods(self) -> dict[str, str]:
+        methods = {}
+        if self.config.validate_every_num_steps is not None or not self.config.loss.needs_pairs:
+            methods["get_logprobs"] = "logprobs of pairs"
+        if self.config.needs_reference:
+            methods["get_reference_logprobs"] = "logprobs of the reference, for this loss"
+        return methods
+
     def _stage(self, spec: RunSpec) -> str:
         return f"dpo_iteration {spec.iteration}"
 

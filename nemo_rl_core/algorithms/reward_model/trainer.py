@@ -1,9 +1,7 @@
 """Training of reward models on preference pairs."""
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import ClassVar
 
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig, RewardModelSettings
 from nemo_rl_core.algorithms.reward_model.loss import PreferenceLossFn
@@ -27,7 +25,9 @@ class RewardModelTrainer(BaseTrainer[RewardModelSettings, RewardModelConfig]):
 
     algorithm = "reward_model"
     settings_class = RewardModelSettings
-    needs_of_own: ClassVar[Mapping[str, str]] = {"get_values": "values of sequences"}
+
+    def _policy_methods(self) -> dict[str, str]:
+        return {"get_values": "values of sequences"}
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)

@@ -22,6 +22,10 @@ class SFTTrainer(BaseTrainer[SFTSettings, SFTConfig]):
     algorithm = "sft"
     settings_class = SFTSettings
 
+    def _policy_methods(self) -> dict[str, str]:
+        validates = self.config.validate_every_num_steps is not None
+        return {"get_logprobs": "logprobs of validation rows"} if validates else {}
+
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
         self._loss = NLLLoss()

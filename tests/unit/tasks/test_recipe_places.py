@@ -20,7 +20,7 @@ from tasks.recipes.recipe_file import read_recipe
 from tasks.recipes.sweep import SweepRecipe
 
 HEADING = "the configuration is not valid:"
-FIX = "  fix: change the named values in the recipe or on the command line"
+FIX = "  fix: change the named values"
 
 
 def given_to_pyflyte(text: str, kind: type[Recipe] = GRPORecipe) -> Any:

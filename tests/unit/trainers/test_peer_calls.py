@@ -66,6 +66,21 @@ def test_a_section_as_args_keeps_the_defaults_of_the_model(tiny_model: Path) -> 
     assert one.settings.grpo.learning_rate != GRPOConfig().learning_rate
 
 
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("num_generations", "here it is grpo.num_generations_per_prompt"),
+        ("seed", "here it is seed, of the trainer"),
+        ("reward_weights", "here it is reward_weights of train and fit"),
+        ("logging_steps", "leave it out: every step is recorded"),
+    ],
+)
+def test_a_section_answers_for_what_is_elsewhere(name: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig(**{name: 8})
+    assert str(caught.value.fix).startswith(fix)
+
+
 def test_a_loaded_model_and_a_missing_one_are_refused(tiny_model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -99,6 +114,8 @@ def test_what_lora_lacks_here_is_said() -> None:
         ("output_dir", "out/short", "name='short'"),
         ("gradient_checkpointing", True, "in Python training={'activation_checkpointing': …}"),
         ("loss_agg_mode", "token-mean", "in Python loss={'reduction': …}"),
+        ("logging_steps", 5, "leave it out: every step is recorded"),
+        ("eval_strategy", "steps", "leave it out: validate_every_num_steps=... says when"),
         ("warmup_ratio", 0.1, "counted and no ratio; in Python num_warmup_steps=…"),
         (
             "peft_config",

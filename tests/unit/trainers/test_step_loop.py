@@ -72,6 +72,52 @@ def test_a_killed_loop_goes_on_from_its_last_save(
     assert loop.finish().num_tokens == 50
 
 
+def run_until_stopped(loop: StepLoop, policy: CountingPolicy, *, at: int) -> list[int]:
+    """Steps that were run, if a callback stops the loop in step `at`."""
+    done = []
+    for step in loop.steps(policy):
+        policy.value += 1
+        loop.report(step, {"value": float(policy.value)}, {"train": 1.0})
+        if step == at:
+            loop.stop(step, "enough")
+        done.append(step)
+    return done
+
+
+def test_a_stopped_loop_saves_its_step_and_has_a_result(tmp_path: Path) -> None:
+    loop = make_loop(tmp_path)
+    assert run_until_stopped(loop, CountingPolicy(), at=3) == [1, 2, 3]
+    assert [each["value"] for each in loop.history] == [1.0, 2.0, 3.0]
+    result = loop.finish()
+    assert (result.step, result.stopped) == (3, "stopped at step 3 of 5: enough")
+    assert result.made().choices == {"stopped": result.stopped}
+    assert json.loads((tmp_path / "model" / "value.json").read_text()) == 3
+    assert make_loop(tmp_path).finish() == result  # killed within finish
+
+
+def test_a_loop_that_was_stopped_and_killed_stays_stopped(tmp_path: Path) -> None:
+    """Killed after the save of the last step, where no callback is called again."""
+    run_until_stopped(make_loop(tmp_path), CountingPolicy(), at=3)
+    loop = make_loop(tmp_path)
+    assert run_until_stopped(loop, CountingPolicy(), at=3) == []
+    assert loop.finish().step == 3
+
+
+def test_a_loop_that_was_killed_before_its_last_save_stops_again(tmp_path: Path) -> None:
+    loop = make_loop(tmp_path)
+    steps = loop.steps(policy := CountingPolicy())
+    for step in steps:
+        policy.value += 1
+        loop.report(step, {"value": float(policy.value)}, {})
+        if step == 3:
+            loop.stop(step, "enough")
+            break  # killed: the step is not saved
+    steps.close()
+    loop = make_loop(tmp_path)
+    assert run_until_stopped(loop, CountingPolicy(), at=4) == [3, 4]
+    assert loop.finish().step == 4
+
+
 def run_until_asked(loop: StepLoop, policy: CountingPolicy, *, asked_in: int) -> None:
     for step in loop.steps(policy):
         policy.value += 1
