@@ -91,7 +91,7 @@ def _steps(value: Any, section: str, names: Collection[str]) -> str | None:
 
 def _kl(value: Any, section: str, names: Collection[str]) -> str | None:
     if section == "dpo":
-        return f"write loss={{'kind': 'sigmoid', 'beta': {_shown(value)}}}"
+        return f"write loss={{'beta': {_shown(value)}}}"
     if section != "grpo":
         return peer_hint("beta")
     kl = {"beta": value} if value else None
