@@ -30,9 +30,10 @@ def sweep_point(
     start: Checkpoint,
     train: Dataset,
     validation: Dataset,
-    questions: Dataset,
+    questions: Dataset | None,
 ) -> Report:
     """Trains for all iterations, and measures what comes out."""
+    assert questions is not None, "GRPO trains on prompts only, and held-out ones are questions"
 
     def work(folder: Path) -> StageResult:
         checkpoints = _train(config, start, train, validation)
