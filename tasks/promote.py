@@ -86,7 +86,7 @@ def explain(compared: Comparison, config: PromotionConfig, *, measured_on: str =
     margin = config.min_improvement
     measured = compared.measured
     if measured_on == "pairs":
-        measured += f" of pair accuracy over {100 * compared.before:.0f} %"
+        measured += f" of pair accuracy from {100 * compared.before:.0f} %"
     if promotes(compared, config):
         return f"promoted: {measured}"
     bound = f"{100 * margin:+.1f}"

@@ -70,6 +70,21 @@ class EvaluateRecipe(PipelineRecipe):
         return self
 
 
+class RegressionRecipe(EvaluateRecipe):
+    """All of a regression check: an evaluation with a baseline that the model is held against."""
+
+    @model_validator(mode="after")
+    def _has_a_baseline(self) -> Self:
+        if self.baseline is None:
+            raise ConfigError(
+                "a regression check needs a model to compare with",
+                expected="baseline: the model that must not be better",
+                got="a recipe without a baseline",
+                fix="name one, as in baseline: {name: FOLDER}",
+            )
+        return self
+
+
 class ComparisonTaskConfig(FrozenConfig):
     """What `compare` reads."""
 
@@ -121,6 +136,6 @@ def record_failure(config: EvaluateRecipe, err: FlyteError | None = None) -> Non
 
 
 @failure_handler
-def record_refusal(config: EvaluateRecipe, err: FlyteError | None = None) -> None:
+def record_refusal(config: RegressionRecipe, err: FlyteError | None = None) -> None:
     """After `workflows/regression.py`; also where it did its work and refused the model."""
     leave_record("regression", "check_regression", config, err)
