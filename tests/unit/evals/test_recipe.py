@@ -105,9 +105,7 @@ def test_a_model_is_promoted_by_the_lower_bound(
 def test_a_verdict_on_pairs_says_so() -> None:
     def rows(num_gained: int, num_lost: int, num_equal: int = 0) -> list[dict[str, object]]:
         margins = [2.0] * num_gained + [-1.0] * num_lost + [0.0] * num_equal
-        return [
-            {"id": str(i), "chosen_score": m, "rejected_score": 0.0} for i, m in enumerate(margins)
-        ]
+        return [{"id": "x", "chosen_score": margin, "rejected_score": 0.0} for margin in margins]
 
     compared = compare_pairs(rows(6, 0), confidence=0.95)
     assert (compared.before, compared.after, compared.gained, compared.lost) == (0.5, 1.0, 6, 0)

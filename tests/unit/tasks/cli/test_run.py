@@ -317,7 +317,12 @@ def test_rows_without_questions_need_no_invented_ones(
         ("grpo", [], CONVERSATIONS, "the data are conversations (messages), which this recipe"),
         ("grpo", [], PAIRS, "preference pairs (chosen and rejected), which this recipe"),
         ("sft", [], PAIRS, "preference pairs (chosen and rejected), which this recipe"),
-        ("sft", [], [{"prompt": "a"}, {"prompt": "b"}], "prompts without answers, which this"),
+        (
+            "sft",
+            ["evaluation=null"],
+            [{"prompt": "a"}, {"prompt": "b"}],
+            "prompts without answers, which this",
+        ),  # fmt: skip
         ("dpo", ["sft=null", "pairs.kind=data"], QUESTIONS, "prompts with answers, which this"),
         ("dpo", ["pairs.kind=data"], PAIRS, "sft cannot train on rows that are preference pairs"),
         ("post_train", ["pairs.kind=data"], PAIRS, "sft and grpo cannot train on rows that are"),
@@ -355,16 +360,15 @@ def test_questions_of_an_evaluation_need_no_rows_to_train_on(
     data = f"evaluation.data={{kind: file, validation: {asked}, max_prompt_tokens: 64}}"
     result = invoked("sft", data, *arguments)
     assert result.exit_code == 0, result.output
-    states = {
-        line.split()[0]: line.split()[1] for line in result.output.splitlines() if "  " in line
-    }
+    lines = [line.split() for line in result.output.splitlines()]
+    states = {line[0]: line[1] for line in lines if len(line) > 1}
     assert states["evaluate_questions"] == "prepared"
     assert states["evaluate"] == "runs"
     asked.unlink()
     missing = invoked("sft", data, *arguments)
     text = f"{missing.output} {missing.exception}"
     assert "evaluation.data.validation: no file" in text
-    assert "evaluation.data.train" not in text
+    assert "evaluation.data.train: no file" not in text
 
 
 def test_a_dry_run_that_fails_leaves_no_record(own_store: Path, tmp_path: Path) -> None:
