@@ -21,18 +21,27 @@ def promote(
     config: PromotionTaskConfig,
     incumbent: Checkpoint,
     candidate: Checkpoint,
-    before: Evaluation,
     after: Evaluation,
+    before: Evaluation | None = None,
 ) -> Promotion:
-    """Promotes the candidate if it is better on the same prompts at the stated confidence."""
+    """Promotes the candidate if it is better on the same prompts at the stated confidence.
+
+    Without an evaluation of the incumbent, `after` compares both models on held-out pairs.
+    """
 
     def work(folder: Path) -> StageResult:
-        compared = compare_reports(before, after, confidence=config.confidence)
+        if before is None:
+            compared = compare_pair_report(after, confidence=config.confidence)
+        else:
+            compared = compare_reports(before, after, confidence=config.confidence)
         decision = {"promoted": promotes(compared, config.promotion), **asdict(compared)}
         write_atomic(folder / "decision.json", json.dumps(decision, indent=1))
-        return StageResult("promotion", "json", explain(compared, config.promotion))
+        measured_on = "pairs" if before is None else "prompts"
+        summary = explain(compared, config.promotion, measured_on=measured_on)
+        return StageResult("promotion", "json", summary)
 
-    parents = {"incumbent": incumbent, "candidate": candidate, "before": before, "after": after}
+    parents = {"incumbent": incumbent, "candidate": candidate, "after": after}
+    parents |= {"before": before} if before is not None else {}
     fields = make(__name__, "promote", config=config, parents=parents, work=work)
     figures = json.loads((Path(fields["directory"].path) / "decision.json").read_text())
     return PromotionDecision(
@@ -54,6 +63,16 @@ def compare_reports(before: EvalReport, after: EvalReport, *, confidence: float)
     return compare(*outcomes, confidence=confidence)
 
 
+def compare_pair_report(report: EvalReport, *, confidence: float) -> Comparison:
+    """The verdict on the held-out pairs of `evaluate_pairs`."""
+    import pyarrow.parquet as pq
+
+    from nemo_rl_core.evals.pairs import compare_pairs
+
+    rows = pq.read_table(report.folder / "rows.parquet").to_pylist()
+    return compare_pairs(rows, confidence=confidence)
+
+
 def promotes(compared: Comparison, config: PromotionConfig) -> bool:
     """Whether the whole interval of the difference is above the margin.
 
@@ -62,17 +81,20 @@ def promotes(compared: Comparison, config: PromotionConfig) -> bool:
     return compared.low > config.min_improvement
 
 
-def explain(compared: Comparison, config: PromotionConfig) -> str:
+def explain(compared: Comparison, config: PromotionConfig, *, measured_on: str = "prompts") -> str:
     """Why a candidate is promoted, or is not, as text."""
     margin = config.min_improvement
+    measured = compared.measured
+    if measured_on == "pairs":
+        measured += f" of pair accuracy from {100 * compared.before:.0f} %"
     if promotes(compared, config):
-        return f"promoted: {compared.measured}"
+        return f"promoted: {measured}"
     bound = f"{100 * margin:+.1f}"
     if compared.difference <= margin:
-        why = f"it did not improve by more than {bound} on {compared.num_prompts} prompts"
+        why = f"it did not improve by more than {bound} on {compared.num_prompts} {measured_on}"
     else:
         why = (
             f"lower bound must exceed {bound}, so this may be chance; with {compared.num_prompts} "
-            f"prompts, {compared.sensitivity}"
+            f"{measured_on}, {compared.sensitivity}"
         )
-    return f"NOT promoted: {compared.measured}, {why}"
+    return f"NOT promoted: {measured}, {why}"

@@ -94,21 +94,52 @@ def compare(before: Outcomes, after: Outcomes, *, confidence: float) -> Comparis
     new = [bool(after[key]) for key in scored]
     gained = sum(b and not a for a, b in zip(old, new, strict=True))
     lost = sum(a and not b for a, b in zip(old, new, strict=True))
-    interval = paired_interval(gained, lost, len(scored), confidence)
-    return Comparison(
-        num_prompts=len(scored),
-        num_unscored=len(before) - len(scored),
+    return comparison_of(
+        gained=gained,
+        lost=lost,
+        total=len(scored),
         before=sum(old) / len(scored),
-        after=sum(new) / len(scored),
-        difference=(gained - lost) / len(scored),
-        low=interval.lower,
-        high=interval.upper,
+        num_unscored=len(before) - len(scored),
+        confidence=confidence,
+    )
+
+
+def comparison_of(
+    *,
+    gained: int,
+    lost: int,
+    total: int,
+    before: float,
+    confidence: float,
+    weight: float = 1.0,
+    num_unscored: int = 0,
+) -> Comparison:
+    """Returns the comparison with these counts.
+
+    Args:
+        gained: Prompts or pairs that are better in the second evaluation.
+        lost: Those that are worse.
+        total: All that were scored in both.
+        before: The mean score of the first evaluation.
+        confidence: Such as 0.95.
+        weight: The change of a score that is gained or lost.
+        num_unscored: Those that were left out.
+    """
+    interval = paired_interval(gained, lost, total, confidence)
+    difference = weight * (gained - lost) / total
+    smallest = detectable_difference(total, changed=(gained + lost) / total, confidence=confidence)
+    return Comparison(
+        num_prompts=total,
+        num_unscored=num_unscored,
+        before=before,
+        after=before + difference,
+        difference=difference,
+        low=weight * interval.lower,
+        high=weight * interval.upper,
         gained=gained,
         lost=lost,
         p_value=mcnemar_p_value(gained, lost),
-        detectable=detectable_difference(
-            len(scored), changed=(gained + lost) / len(scored), confidence=confidence
-        ),
+        detectable=smallest if smallest >= 1 else weight * smallest,
         confidence=confidence,
     )
 

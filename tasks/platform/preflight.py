@@ -21,6 +21,7 @@ from nemo_rl_core.config.environment import (
     WeightedSum,
     single_environments,
 )
+from nemo_rl_core.config.evaluation import EvaluationConfig
 from nemo_rl_core.config.float8 import require_torchao
 from nemo_rl_core.config.generated_data import ReasoningGymData
 from nemo_rl_core.config.generation import SamplingConfig, refuse_misplaced
@@ -123,29 +124,35 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
         hold_to_budget(replace(plan, max_gpu_hours=budget.max_gpu_hours))
     _warn_of_the_rates(experiment)
     _warn_of_warm_ups(experiment)
-    for data in (experiment.data, experiment.evaluation.data):
+    own = experiment.evaluation
+    for data in (experiment.data, experiment.evaluation_data):
         if data is not None:
             _check_files(data)
             _check_before_fetching(experiment, data)
-    own = experiment.evaluation
-    _check_sampling(experiment, "data", "generation")
+    experiment.refuse_contradictions()
+    if experiment.samples_rows:
+        _check_sampling(experiment, "data", "generation")
+        _check_tasks(experiment.environment, experiment.data)
+        _check_rows(experiment.environment, experiment.data)
+    for reward in experiment.rewards:
+        check_targets(reward)
+        for environment in single_environments(reward):
+            _check_environment(environment)
+    if own is not None and not experiment.compares_pairs:
+        _check_evaluation(experiment, own)
+    check_size(experiment)
+
+
+def _check_evaluation(experiment: PipelineRecipe, own: EvaluationConfig) -> None:
     _check_sampling(
         experiment,
         "evaluation.data" if own.data else "data",
         "evaluation.generation" if own.generation else "generation",
     )
-    _check_tasks(experiment.environment, experiment.data)
-    _check_tasks(experiment.measure, own.data or experiment.data)
-    experiment.refuse_contradictions()
-    for reward in experiment.rewards:
-        check_targets(reward)
-        for environment in single_environments(reward):
-            _check_environment(environment)
-    _check_rows(experiment.environment, experiment.data)
-    _check_rows(experiment.measure, own.data or experiment.data)
+    _check_tasks(experiment.measure, experiment.question_data)
+    _check_rows(experiment.measure, experiment.question_data)
     for measure in _by_rows(experiment.measure):
         _check_measure(measure)
-    check_size(experiment)
 
 
 def _warn_of_the_rates(experiment: PipelineRecipe) -> None:

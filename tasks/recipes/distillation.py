@@ -17,11 +17,10 @@ from tasks.recipes.common import (
     EvaluationTaskConfig,
     ModelTaskConfig,
     PipelineRecipe,
-    PromotionTaskConfig,
-    QuestionTaskConfig,
     SFTTaskConfig,
     rollout_fields,
 )
+from tasks.recipes.verdict import QuestionTaskConfig, VerdictConfig
 
 
 class Teacher(FrozenConfig):
@@ -78,8 +77,8 @@ class DistillationPlan(NamedTuple):
     questions: QuestionTaskConfig
     sft: SFTTaskConfig
     distillation: DistillationTaskConfig
-    evaluation: EvaluationTaskConfig
-    promotion: PromotionTaskConfig
+    evaluation: EvaluationTaskConfig | None
+    verdict: VerdictConfig
     export: ExportConfig
 
 
@@ -97,7 +96,7 @@ def plan_distillation(config: DistillationRecipe) -> DistillationPlan:
         sft=SFTTaskConfig.of(config),
         distillation=DistillationTaskConfig(distillation=config.distillation, **fields),
         evaluation=EvaluationTaskConfig.of(config),
-        promotion=PromotionTaskConfig.of(config),
+        verdict=VerdictConfig.of(config),
         export=config.export,
     )
 

@@ -24,11 +24,10 @@ from tasks.recipes.common import (
     EvaluationTaskConfig,
     ModelTaskConfig,
     PipelineRecipe,
-    PromotionTaskConfig,
-    QuestionTaskConfig,
     SFTTaskConfig,
     rollout_fields,
 )
+from tasks.recipes.verdict import QuestionTaskConfig, VerdictConfig
 
 
 class GRPORecipe(PipelineRecipe):
@@ -45,6 +44,13 @@ class GRPORecipe(PipelineRecipe):
 
     def refuse_contradictions(self) -> None:
         """GRPO must fit what it samples and what scores."""
+        if self.measure_base and self.evaluation is None:
+            raise ConfigError(
+                "measure_base evaluates a model, and the recipe switches evaluation off",
+                expected="measure_base: false, or a section evaluation",
+                got="measure_base: true with evaluation: null",
+                fix="leave one of the two out",
+            )
         if self.measure_base and self.sft is None:
             raise ConfigError(
                 "measure_base evaluates the model before its supervised start, and there is none",
@@ -102,8 +108,8 @@ class GRPOPlan(NamedTuple):
     grpo: GRPOTaskConfig
     num_iterations: int
     base_evaluation: EvaluationTaskConfig | None
-    evaluation: EvaluationTaskConfig
-    promotion: PromotionTaskConfig
+    evaluation: EvaluationTaskConfig | None
+    verdict: VerdictConfig
     export: ExportConfig
 
 
@@ -120,7 +126,7 @@ def plan_grpo(config: GRPORecipe) -> GRPOPlan:
         num_iterations=config.grpo.num_iterations,
         base_evaluation=evaluation if config.measure_base else None,
         evaluation=evaluation,
-        promotion=PromotionTaskConfig.of(config),
+        verdict=VerdictConfig.of(config),
         export=config.export,
     )
 

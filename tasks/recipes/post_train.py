@@ -18,8 +18,6 @@ from tasks.recipes.common import (
     DataTaskConfig,
     EvaluationTaskConfig,
     ModelTaskConfig,
-    PromotionTaskConfig,
-    QuestionTaskConfig,
     SFTTaskConfig,
     rollout_fields,
     trainer_fields,
@@ -28,6 +26,7 @@ from tasks.recipes.dpo import DPOIterations
 from tasks.recipes.grpo import GRPOTaskConfig, refuse_unfit
 from tasks.recipes.pairs import PairPlan, PairRecipe
 from tasks.recipes.reward_model import RewardModelEvaluationTaskConfig, RewardModelTaskConfig
+from tasks.recipes.verdict import QuestionTaskConfig, VerdictConfig
 
 
 class PostTrainRecipe(PairRecipe):
@@ -61,8 +60,11 @@ class PostTrainRecipe(PairRecipe):
     @property
     def rewards(self) -> list[EnvironmentConfig]:
         """Those of pairs and evaluation, and GRPO's where the pipeline does not train it."""
-        named = [] if reads_reward_model(self.grpo_reward) else [self.grpo_reward]
-        return [*super().rewards, *named]
+        return [
+            reward
+            for _, reward, path in self.samplings
+            if path != "grpo_reward" or not reads_reward_model(reward)
+        ]
 
 
 class PostTrainPlan(NamedTuple):
@@ -74,12 +76,12 @@ class PostTrainPlan(NamedTuple):
     sft: SFTTaskConfig
     pairs: PairPlan
     reward_model: RewardModelTaskConfig
-    reward_model_evaluation: RewardModelEvaluationTaskConfig
+    reward_model_evaluation: RewardModelEvaluationTaskConfig | None
     dpo: DPOIterations
     grpo: GRPOTaskConfig
     num_grpo_iterations: int
-    evaluation: EvaluationTaskConfig
-    promotion: PromotionTaskConfig
+    evaluation: EvaluationTaskConfig | None
+    verdict: VerdictConfig
     export: ExportConfig
 
 
@@ -101,7 +103,7 @@ def plan_post_train(config: PostTrainRecipe) -> PostTrainPlan:
         grpo=GRPOTaskConfig(grpo=config.grpo.iteration, **rollout_fields(rewarded)),
         num_grpo_iterations=config.grpo.num_iterations,
         evaluation=EvaluationTaskConfig.of(config),
-        promotion=PromotionTaskConfig.of(config),
+        verdict=VerdictConfig.of(config),
         export=config.export,
     )
 

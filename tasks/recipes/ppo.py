@@ -15,11 +15,10 @@ from tasks.recipes.common import (
     EvaluationTaskConfig,
     ModelTaskConfig,
     PipelineRecipe,
-    PromotionTaskConfig,
-    QuestionTaskConfig,
     SFTTaskConfig,
     rollout_fields,
 )
+from tasks.recipes.verdict import QuestionTaskConfig, VerdictConfig
 
 
 class PPORecipe(PipelineRecipe):
@@ -52,8 +51,8 @@ class PPOPlan(NamedTuple):
     sft: SFTTaskConfig
     ppo: PPOTaskConfig
     num_iterations: int
-    evaluation: EvaluationTaskConfig
-    promotion: PromotionTaskConfig
+    evaluation: EvaluationTaskConfig | None
+    verdict: VerdictConfig
     export: ExportConfig
 
 
@@ -68,7 +67,7 @@ def plan_ppo(config: PPORecipe) -> PPOPlan:
         ppo=PPOTaskConfig(ppo=config.ppo.iteration, **rollout_fields(config)),
         num_iterations=config.ppo.num_iterations,
         evaluation=EvaluationTaskConfig.of(config),
-        promotion=PromotionTaskConfig.of(config),
+        verdict=VerdictConfig.of(config),
         export=config.export,
     )
 

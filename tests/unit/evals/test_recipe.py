@@ -7,6 +7,7 @@ import pytest
 
 from nemo_rl_core.config.evaluation import PromotionConfig
 from nemo_rl_core.evals.comparison import compare
+from nemo_rl_core.evals.pairs import compare_pairs, pair_metrics, pair_scores
 from tasks.promote import explain, promotes
 from tasks.recipes.common import EvaluationTaskConfig, RecipeError
 from tasks.recipes.evaluate import EvaluateRecipe
@@ -41,6 +42,18 @@ def test_an_artifact_of_a_run_is_a_model(tmp_path: Path) -> None:
 def test_a_wrong_key_is_refused() -> None:
     with pytest.raises(RecipeError, match="baseline"):
         recipe(basline={"name": "x"})
+
+
+def test_questions_name_no_rows_to_train_on() -> None:
+    file = {"kind": "file", "validation": "asked.jsonl"}
+    assert recipe(evaluation={"data": file}).question_data.train == "asked.jsonl"
+    both = recipe(evaluation={"data": {**file, "train": "other.jsonl"}}).question_data
+    assert (both.train, both.validation) == ("other.jsonl", "asked.jsonl")
+    # Rows that are only named to train on are held out of, as in training.
+    held_out = {"kind": "file", "train": "rows.jsonl"}
+    assert recipe(evaluation={"data": held_out}).question_data.validation is None
+    mixture = {"kind": "mixture", "sources": [{"data": file}]}
+    assert recipe(evaluation={"data": mixture}).question_data.sources[0].data.train == "asked.jsonl"
 
 
 def test_evaluation_may_sample_in_its_own_way() -> None:
@@ -87,6 +100,36 @@ def test_a_model_is_promoted_by_the_lower_bound(
     assert promotes(compared, PromotionConfig(min_improvement=margin)) == promoted
     if margin == 0:
         assert promoted == (gained > lost and compared.p_value < 0.05)
+
+
+def test_a_verdict_on_pairs_says_so() -> None:
+    def rows(num_gained: int, num_lost: int, num_equal: int = 0) -> list[dict[str, object]]:
+        margins = [2.0] * num_gained + [-1.0] * num_lost + [0.0] * num_equal
+        return [{"id": "x", "chosen_score": margin, "rejected_score": 0.0} for margin in margins]
+
+    compared = compare_pairs(rows(6, 0), confidence=0.95)
+    assert (compared.before, compared.after, compared.gained, compared.lost) == (0.5, 1.0, 6, 0)
+    assert compared.p_value == 2 / 2**6
+    told = explain(compared, PromotionConfig(), measured_on="pairs")
+    assert told.startswith("promoted: +50.0 points [+2.2, +50.0] of pair accuracy from 50 %")
+    few = compare_pairs(rows(4, 0, num_equal=4), confidence=0.95)
+    assert (few.after, few.difference) == (0.75, 0.25)
+    assert not promotes(few, PromotionConfig())  # 4 gained, 0 lost: p = 0.125
+    assert "on 8 pairs" in explain(
+        compare_pairs(rows(1, 7), confidence=0.95), PromotionConfig(), measured_on="pairs"
+    )
+
+
+def test_scores_of_pairs_by_hand() -> None:
+    start = [{"id": "a", "chosen": [-1.0, -2.0], "rejected": [-1.0]}]
+    trained = [{"id": "a", "chosen": [-0.5, -0.5], "rejected": [-3.0]}]
+    # chosen: 0.5 + 1.5 = 2 in sum, 1 per token; rejected: -2 in both.
+    (summed,) = pair_scores(start, trained, per_token=False)
+    assert summed == {"id": "a", "chosen_score": 2.0, "rejected_score": -2.0}
+    (mean,) = pair_scores(start, trained, per_token=True)
+    assert (mean["chosen_score"], mean["rejected_score"]) == (1.0, -2.0)
+    metrics = pair_metrics([summed, {**summed, "rejected_score": 2.0}], confidence=0.95)
+    assert (metrics["num_pairs"], metrics["accuracy"], metrics["margin"]) == (2, 0.5, 2.0)
 
 
 def test_promotion_says_why() -> None:
