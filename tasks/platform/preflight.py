@@ -49,6 +49,7 @@ from nemo_rl_core.environments.needs import (
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.store import remote
 from nemo_rl_core.telemetry.model_flops import num_parameters
+from nemo_rl_core.telemetry.tracker_checks import check_trackers
 from nemo_rl_core.types import Prompt
 from tasks.platform.gpu_hours import hold_to_budget
 from tasks.platform.gpu_plan import refuse_what_does_not_fit
@@ -68,6 +69,8 @@ def preflight(inputs: Mapping[str, Any]) -> None:
     """
     for value in inputs.values():
         if isinstance(value, Recipe):
+            for warning in check_trackers(value.tracking):
+                _LOG.warning("%s", warning)
             for experiment in value.experiments:
                 if isinstance(experiment, PipelineRecipe):
                     _check(experiment, value.budget)
