@@ -50,12 +50,13 @@ from nemo_rl_core.environments.needs import (
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.store import remote
 from nemo_rl_core.telemetry.model_flops import num_parameters
+from nemo_rl_core.telemetry.tracker_checks import check_trackers
 from nemo_rl_core.types import Prompt
 from tasks.platform.gpu_hours import hold_to_budget
 from tasks.platform.gpu_plan import refuse_what_does_not_fit
 from tasks.platform.heads_check import refuse_heads
 from tasks.platform.missing_files import refuse_missing
-from tasks.platform.run_size import MOST_BYTES_READ, bytes_of, check_size
+from tasks.platform.run_size import MOST_BYTES_READ, bytes_of, check_size, rows_to_check
 from tasks.recipes.common import PipelineRecipe, Recipe
 
 _LOG = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ def preflight(inputs: Mapping[str, Any]) -> None:
     """
     for value in inputs.values():
         if isinstance(value, Recipe):
+            for warning in check_trackers(value.tracking):
+                _LOG.warning("%s", warning)
             for experiment in value.experiments:
                 if isinstance(experiment, PipelineRecipe):
                     _check(experiment, value.budget)
@@ -223,7 +226,7 @@ def _check_tasks(environment: EnvironmentConfig, data: DataConfig) -> None:
     if not isinstance(environment, ByTask) or _is_fetched(data):
         return
     known = {each.task for each in environment.tasks}
-    found = {str(row["task"]) for rows in load_rows(data, seed=0) for row in rows}
+    found = {str(row["task"]) for rows in rows_to_check(data) for row in rows}
     if found - known:
         raise ConfigError(
             "the data has tasks that no environment scores",
@@ -243,7 +246,7 @@ def _check_rows(environment: EnvironmentConfig, data: DataConfig) -> None:
         return
     if _size(data) > MOST_BYTES_READ:
         return
-    for name, rows in zip(("train", "validation"), load_rows(data, seed=0), strict=True):
+    for name, rows in zip(("train", "validation"), rows_to_check(data), strict=True):
         prompts = [
             Prompt(str(row["id"]), row["prompt"], (), row["answer"], row["task"], row["metadata"])
             for row in rows

@@ -13,6 +13,7 @@ from nemo_rl_core.errors import ConfigError, NemoRLError
 from nemo_rl_core.planning.cpu_hours import hours_warning
 from nemo_rl_core.planning.sizes import sizes_of
 from nemo_rl_core.store import remote
+from nemo_rl_core.types import Row
 from tasks.platform.gpu_plan import config_of
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.loads import loads_of, steps_of
@@ -104,8 +105,22 @@ def _num_rows(data: DataConfig) -> int | None:
     if remote.is_remote(data.train) or bytes_of([data.train]) > MOST_BYTES_READ:
         return None
     with suppress(NemoRLError):  # the stage that reads the rows names what is wrong with them
-        return len(load_rows(data, seed=0)[0])
+        return len(rows_to_check(data)[0])
     return None
+
+
+def rows_to_check(data: DataConfig) -> tuple[Sequence[Row], Sequence[Row]]:
+    """Returns the rows of a data section without the log lines of reading them.
+
+    The stage that prepares the rows writes these lines, once.
+    """
+    reading = logging.getLogger("nemo_rl_core.data")
+    level = reading.level
+    reading.setLevel(logging.ERROR)
+    try:
+        return load_rows(data, seed=0)
+    finally:
+        reading.setLevel(level)
 
 
 def bytes_of(names: Sequence[str]) -> int:

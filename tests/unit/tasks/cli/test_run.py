@@ -371,6 +371,42 @@ def test_questions_of_an_evaluation_need_no_rows_to_train_on(
     assert "evaluation.data.train: no file" not in text
 
 
+def test_a_dry_run_says_once_how_rows_are_read(
+    own_store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = tmp_path / "gsm8k.jsonl"
+    questions = [{"question": f"{n}+1=", "answer": f"#### {n + 1}"} for n in range(20)]
+    rows.write_text("\n".join(map(json.dumps, questions)))
+    recipe = tmp_path / "grpo_mine.yaml"
+    recipe.write_text(
+        f"data: {{kind: file, train: {rows}, max_prompt_tokens: 16}}\n"
+        "grpo: {num_prompts_per_step: 4}\n"
+    )
+    result = invoked("grpo", str(recipe), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert len([line for line in caplog.messages if "gsm8k" in line and "held" not in line]) == 1
+    assert len([line for line in caplog.messages if "held" in line]) == 1
+
+
+def test_a_dry_run_names_rows_that_are_longer_than_the_context(
+    own_store: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    sums = [{"prompt": f"{n}+{'0+' * (n % 4)}1=", "completion": str(n + 1)} for n in range(40)]
+    rows.write_text("\n".join(map(json.dumps, sums)))
+    recipe = tmp_path / "sft_mine.yaml"
+    recipe.write_text(
+        f"model: {{kind: from_config, max_position_embeddings: 12}}\n"
+        f"data: {{kind: file, train: {rows}, validation_fraction: 0.1, max_prompt_tokens: 11}}\n"
+        "generation: {max_new_tokens: 1}\n"
+        "sft: {global_batch_size: 4}\n"
+    )
+    result = invoked("sft", str(recipe), "--dry-run")
+    assert result.exit_code == 2, result.output
+    assert "row has more than 12 tokens (the model's context): rows " in result.output
+    assert invoked("sft", str(recipe), "data.overlong=drop", "--dry-run").exit_code == 0
+
+
 def test_a_dry_run_that_fails_leaves_no_record(own_store: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "", "answer": "3"}\n')
