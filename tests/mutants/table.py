@@ -149,7 +149,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_mutants(
         f"{_FUNCTIONAL}/value.py",
-        ["functional/test_value.py"],
+        ["functional/test_value.py", "functional/test_advantages.py"],
         ("torch.where(is_valid, values[:, t], next_value)", "values[:, t]"),
         ("gamma * lam * next_advantage", "lam * next_advantage"),
         ("0.5 * torch.maximum((values", "0.5 * torch.minimum((values"),

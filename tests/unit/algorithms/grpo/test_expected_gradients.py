@@ -36,7 +36,7 @@ def model(seed: int, scale: float = 0.5) -> Tensor:
 
 
 def logprobs(logits: Tensor) -> Tensor:
-    """Of every completion's tokens, `[15, 3]`, 0 where a completion has ended."""
+    """Returns `[15, 3]` logprobs of all completions, 0 where a completion has ended."""
     table = torch.log_softmax(logits, -1)
     rows = [
         torch.stack(
