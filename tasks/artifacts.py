@@ -136,7 +136,7 @@ class PointReport(Artifact):
 
 
 class SweepReport(Artifact):
-    """`sweep.json`: the fields of `nemo_rl_core.evals.sweep.Sweep`."""
+    """`sweep.json`: the fields of `nemo_rl_core.evals.sweep.SweepResult`."""
 
 
 class LineageReport(Artifact):

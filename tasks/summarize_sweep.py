@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_core.evals.sweep import Sweep, summarize
+from nemo_rl_core.evals.sweep import SweepResult, summarize
 from nemo_rl_core.history.records import point_label
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
@@ -42,7 +42,7 @@ def summarize_sweep(config: SummaryTaskConfig, reports: list[Report | None]) -> 
     return SweepReport(**fields)
 
 
-def _deck(sweep: Sweep, reports: Sequence[Report | None]) -> str:
+def _deck(sweep: SweepResult, reports: Sequence[Report | None]) -> str:
     """Tables of the points and settings, the verdict, and the rewards of all points."""
     points = [
         {

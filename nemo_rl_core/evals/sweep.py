@@ -12,7 +12,7 @@ from nemo_rl_core.history.records import point_label
 
 
 @dataclass
-class Setting:
+class SweptSetting:
     """Points that differ in their seed only.
 
     Attributes:
@@ -48,7 +48,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SettingComparison:
     """The leading setting against another one, on the seeds that both have.
 
     Attributes:
@@ -65,7 +65,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepResult:
     """The result of a sweep.
 
     Attributes:
@@ -79,9 +79,9 @@ class Sweep:
     """
 
     points: list[dict[str, Any]]
-    settings: list[Setting]
+    settings: list[SweptSetting]
     leader: dict[str, Any] | None
-    comparisons: list[Comparison]
+    comparisons: list[SettingComparison]
     best: dict[str, Any] | None
     verdict: str
     confidence: float
@@ -93,7 +93,7 @@ class Sweep:
 
 def summarize(
     points: Sequence[tuple[Mapping[str, Any], float | None]], *, apart: str, confidence: float
-) -> Sweep:
+) -> SweepResult:
     """Groups points by setting, and tests whether one setting is better than all others.
 
     The leader is called the best if it beats each other setting in a two-sided paired test over
@@ -114,7 +114,7 @@ def summarize(
     is_best = bool(comparisons) and all(
         each.p_value <= level and (each.difference or 0) > 0 for each in comparisons
     )
-    return Sweep(
+    return SweepResult(
         points=[{"point": dict(fields), "accuracy": accuracy} for fields, accuracy in points],
         settings=settings,
         leader=leader.fields if leader else None,
@@ -127,11 +127,11 @@ def summarize(
 
 def _settings(
     points: Sequence[tuple[Mapping[str, Any], float | None]], apart: str, confidence: float
-) -> list[Setting]:
-    groups: dict[str, Setting] = {}
+) -> list[SweptSetting]:
+    groups: dict[str, SweptSetting] = {}
     for fields, accuracy in points:
         setting = {name: value for name, value in fields.items() if name != apart}
-        group = groups.setdefault(json.dumps(setting), Setting(setting))
+        group = groups.setdefault(json.dumps(setting), SweptSetting(setting))
         if accuracy is None:
             group.num_failed += 1
         else:
@@ -143,10 +143,10 @@ def _settings(
     return list(groups.values())
 
 
-def _compared(leader: Setting, other: Setting) -> Comparison:
+def _compared(leader: SweptSetting, other: SweptSetting) -> SettingComparison:
     seeds = [seed for seed in leader.accuracies if seed in other.accuracies]
     differences = [leader.accuracies[seed] - other.accuracies[seed] for seed in seeds]
-    return Comparison(
+    return SettingComparison(
         other=other.fields,
         num_seeds=len(seeds),
         difference=mean(differences) if seeds else None,
@@ -155,8 +155,8 @@ def _compared(leader: Setting, other: Setting) -> Comparison:
 
 
 def _verdict(
-    leader: Setting | None,
-    pairs: Sequence[tuple[Setting, Comparison]],
+    leader: SweptSetting | None,
+    pairs: Sequence[tuple[SweptSetting, SettingComparison]],
     is_best: bool,
     confidence: float,
     apart: str,

@@ -1,6 +1,7 @@
 """The trackers; each imports its library when it is opened, since few runs use any."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -55,9 +56,19 @@ def open_tracker(
             return Otlp(config, run, labels, of=of)
 
 
+def _group(stage: str) -> str:
+    """The name of a stage in characters that every service accepts in names of metrics.
+
+    Example:
+        >>> _group("grpo_iteration 1 (seed 0, learning_rate 0.0002)")
+        'grpo_iteration 1 - seed 0 - learning_rate 0.0002'
+    """
+    return re.sub(r"\s*[^\w\s.:-]+\s*", " - ", stage).strip(" -")
+
+
 def _tags(stage: str, metrics: Mapping[str, float]) -> dict[str, float]:
     """Prefixes names with the stage, by which services group them."""
-    return {f"{stage}/{name}": value for name, value in metrics.items()}
+    return {f"{_group(stage)}/{name}": value for name, value in metrics.items()}
 
 
 class JsonLines:
@@ -149,10 +160,11 @@ class Wandb:
 
     def log_metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the step with a step metric per stage, since each stage counts its own steps."""
-        if stage not in self._stages:
-            self._stages.add(stage)
-            self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
-        self._run.log({**_tags(stage, metrics), f"{stage}/step": step})
+        group = _group(stage)
+        if group not in self._stages:
+            self._stages.add(group)
+            self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
+        self._run.log({**_tags(stage, metrics), f"{group}/step": step})
 
     def close(self, outcome: Outcome) -> None:
         """Flushes and finishes the run, as failed unless it has succeeded."""

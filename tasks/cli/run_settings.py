@@ -217,10 +217,13 @@ def _last_durations(chosen: ChosenPipeline) -> tuple[list[_Lasted], str]:
             history.node(node.cached_from).node if node.cached_from is not None else node
             for node in nodes
         ]
+    tasks = {node.id for node in nodes if node.kind == "task"}
     took = [
         (node.name, maker.ended_at - maker.started_at)
         for node, maker in zip(nodes, made, strict=True)
-        if node.kind == "task" and "plan_" not in node.name and maker.ended_at is not None
+        # Nodes inside a task, such as the points of a sweep, are a part of its time.
+        if node.id in tasks and node.parent not in tasks
+        if "plan_" not in node.name and maker.ended_at is not None
     ]
     return took, run.id if run else ""
 

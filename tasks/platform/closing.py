@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_core.evals.sweep import Setting
+from nemo_rl_core.evals.sweep import SweptSetting
 from nemo_rl_core.history.records import point_label
 from nemo_rl_core.telemetry.intervals import sampled_figures, with_interval
 from nemo_rl_core.telemetry.metrics import MetricsFile
@@ -90,7 +90,7 @@ def _sweep_lines(folder: Path) -> list[str]:
         f"point {point_label(each['point'])}: {figure}"
         for each, figure in zip(sweep["points"], figures, strict=True)
     ]
-    return [*points, *(f"mean of {Setting(**each).described}" for each in sweep["settings"])]
+    return [*points, *(f"mean of {SweptSetting(**each).described}" for each in sweep["settings"])]
 
 
 def _accuracy(report: EvalReport) -> str:

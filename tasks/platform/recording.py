@@ -120,8 +120,9 @@ class Recorder:
         return returned
 
     def _run(self, call: NodeCall, execute: Callable[[], Any]) -> Any:
-        self._num_calls[call.shown] += 1
-        number = self._num_calls[call.shown] if call.kind == "task" else 1
+        counts = call.kind == "task" and not call.is_mapped
+        self._num_calls[call.shown] += counts
+        number = self._num_calls[call.shown] if counts else 1
         self._calls.append(call)
         try:
             try:
@@ -140,7 +141,7 @@ class Recorder:
         self._calls.append(call)
         for index, value in enumerate(values):
             inputs = {
-                name: given[index] if isinstance(given, list) else given
+                name: given if name in call.entity.bound_inputs else given[index]
                 for name, given in call.given.items()
             }
             element = self._begin(task, inputs)
@@ -300,7 +301,7 @@ class Recorder:
         self._writer.end_node(call.node, end)
         if call.is_stage:
             # Where some elements may fail, flytekit drops their errors.
-            note = text.splitlines()[0] if call.is_element and not is_stop else ""
+            note = text.partition("\n")[0] if call.is_element and not is_stop else ""
             self._publish(call, "stopped" if is_stop else "failed", cost, note)
         if call.is_element:
             logger.info("%s failed", call.shown, exc_info=error)

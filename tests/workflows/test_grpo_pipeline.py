@@ -87,6 +87,13 @@ def test_metrics_of_every_step_are_kept(first_run: Run) -> None:
             # A rollout is at most as long as it may be, and 16 of them make a step.
             assert 1 <= line["completion_length"] <= 3
             assert line["num_valid_tokens"] == line["completion_length"] * 16
+    page = (Path(__file__).parents[2] / "docs/algorithms/grpo.md").read_text()
+    table = page.partition("Metrics of every step:\n")[2].partition("\nWith a KL penalty")[0]
+    clipped = {"clip_fraction_low", "clip_fraction_high"}  # of the recipe's loss
+    listed = set(re.findall(r"`(\w+)`", table)) | clipped
+    assert listed - {name for name in listed if name.endswith(("_seconds", "_per_second"))} == (
+        metrics[-1].keys() - {"global_step", "kl"}
+    )
 
 
 def test_the_same_command_again_runs_nothing(

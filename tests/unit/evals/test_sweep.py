@@ -6,7 +6,7 @@ import math
 import pytest
 
 from nemo_rl_core.evals.sweep import (
-    Setting,
+    SweptSetting,
     sign_flip_p_value,
     student_quantile,
     summarize,
@@ -129,4 +129,4 @@ def test_labels_drop_sections_unless_that_is_ambiguous() -> None:
     assert point_label({"seed": 0, "grpo.loss.kl.beta": 0.1}) == "seed 0, beta 0.1"
     both = {"sft.learning_rate": 1e-3, "grpo.learning_rate": 1e-4}
     assert point_label(both) == "sft.learning_rate 0.001, grpo.learning_rate 0.0001"
-    assert Setting({}, {0: 0.5}, mean=0.5).described == "the recipe: 0.500 (1 point)"
+    assert SweptSetting({}, {0: 0.5}, mean=0.5).described == "the recipe: 0.500 (1 point)"

@@ -1,5 +1,6 @@
 """The record of a sweep: every point with its stages, curves and artifacts."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ LABELS = [f"seed {seed}, rate {rate}" for seed in (0, 1) for rate in (0.1, 0.2)]
 class Point(FrozenConfig):
     point: dict[str, int | float]
     fails: bool = False
+    stops: bool = False
 
 
 class Training(FrozenConfig):
@@ -56,6 +58,8 @@ def iteration_of(config: Point, start: Checkpoint, iteration: int) -> Checkpoint
             number = 2 * (iteration - 1) + step
             metrics = {"reward": reward(config.point, number), "global_step": float(number)}
             report(StepReport(f"iteration_of {iteration}", step, 2, metrics))
+        if config.stops and iteration == 2:
+            signal.raise_signal(signal.SIGINT)
         if config.fails and iteration == 2:
             raise ValueError("the judge does not answer")
         (folder / "text.txt").write_text(f"{config.point} {iteration}")
@@ -186,6 +190,20 @@ def test_a_failed_point_is_recorded_with_its_steps_and_its_reason(
     ]
     with pytest.raises(RunFailed, match="the judge does not answer"):
         run(POINTS[2], fails=True)
+
+
+def test_a_stopped_point_says_where_and_costs_its_time_once(
+    history: Callable[[], History],
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        sweep(points=[Point(point=POINTS[0]), Point(point=POINTS[3], stops=True)])
+    with history() as read:
+        (stopped_run,) = read.executions().items
+        nodes = latest(read)
+    where = f"at step 2 of 2 of iteration_of 2 ({LABELS[3]})"
+    assert stopped_run.error.startswith(f"stopped from outside (Ctrl-C) {where}, after ")
+    stopped = [node for node in nodes if node.state == "stopped"]
+    assert [node.name for node in stopped if node.cost] == ["iteration_of 2"]
 
 
 def test_charts_have_one_line_per_training(history: Callable[[], History]) -> None:

@@ -69,6 +69,25 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.25)]
 
 
+def test_points_of_a_sweep_have_names_that_mlflow_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    address = f"file://{tmp_path}/mlruns"
+    tracker = _open(kind="mlflow", tracking_uri=address, experiment="e")
+    for model, reward in (("s3://a/b", 0.25), ("s3://a/c", 0.5)):
+        tracker.log_metrics(f"grpo_iteration 1 (seed 0, name {model})", 1, {"reward": reward})
+    tracker.close("succeeded")
+    client = MlflowClient(tracking_uri=address)
+    (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    assert run.data.metrics == {
+        "grpo_iteration 1 - seed 0 - name s3: - a - b/reward": 0.25,
+        "grpo_iteration 1 - seed 0 - name s3: - a - c/reward": 0.5,
+    }
+
+
 def _leveldb_records(log: bytes) -> Iterator[bytes]:
     """The records of a LevelDB log, the format of W&B's files behind their own 7 bytes.
 

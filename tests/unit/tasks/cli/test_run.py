@@ -221,13 +221,18 @@ def test_a_dry_run_prepares_and_stops_before_the_first_training(
 
 
 def record_run(*stages: tuple[str, float]) -> str:
-    """A successful run of `sft_text` in the store's record, of stages with their seconds."""
+    """A successful run of `sft_text` in the store's record, of stages with their seconds.
+
+    The last stage has another stage inside, whose time is a part of its own.
+    """
     store = Store.default()
     writer = HistoryWriter(store, "20260101T000000Z-aaaaaa")
     writer.begin(NewExecution("workflows.sft.sft", "sft_text", [], {}, Path("run.log")))
     for name, _ in stages:
         node = writer.begin_node(name, task=f"tasks.{name}", kind="task")
         writer.end_node(node, NodeEnd("succeeded"))
+    inner = writer.begin_node("inner", task="tasks.inner", kind="task", parent=node)
+    writer.end_node(inner, NodeEnd("succeeded"))
     writer.end("succeeded")
     with closing(open_for_writing(store)) as database, transaction(database):
         for node, (_, seconds) in enumerate(stages, start=1):
