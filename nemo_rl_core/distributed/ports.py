@@ -53,18 +53,18 @@ def hold_port(candidates: Iterable[int], *, host: str) -> int | None:
         The port, held until this process ends or has taken 64 others; None if all are taken.
     """
     for candidate in candidates:
-        held = socket.socket(_family(host))
+        holder = socket.socket(_family(host))
         try:
-            held.bind((host, candidate))
+            holder.bind((host, candidate))
         except OSError:
-            held.close()
+            holder.close()
             continue
-        port = int(held.getsockname()[1])
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port = int(holder.getsockname()[1])
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if _can_listen(host, port):
-            _held.append(held)
+            _held.append(holder)
         else:
-            held.close()  # a kernel that lets nobody listen: free, and not held
+            holder.close()  # a kernel that lets nobody listen: free, and not held
         return port
     return None
 

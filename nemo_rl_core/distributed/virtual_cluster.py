@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_rl_core.config.placement import OwnBundles, own_bundles_per_node, with_own_bundles
-from nemo_rl_core.distributed.ports import hold_port
+from nemo_rl_core.distributed.ports import LOOPBACK, hold_port
 from nemo_rl_core.distributed.private_ray import private_start
+from nemo_rl_core.distributed.process_group import network_environment
 from nemo_rl_core.distributed.resources import Resource, ResourceManager
 from nemo_rl_core.errors import ResourceError
 from nemo_rl_core.telemetry.waiting import waiting
@@ -47,7 +48,10 @@ def start_ray() -> None:
         "address": "local",  # else Ray joins whatever `ray start` has left on this machine
         "num_cpus": os.cpu_count(),
         "include_dashboard": False,
-        "runtime_env": {"worker_process_setup_hook": _end_of_workers_is_quiet()},
+        "runtime_env": {
+            "worker_process_setup_hook": _end_of_workers_is_quiet(),
+            "env_vars": network_environment(LOOPBACK),
+        },
     }
     joins = bool(_ray_address())
     with (

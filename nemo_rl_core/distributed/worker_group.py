@@ -9,11 +9,7 @@ from typing import Any
 
 from nemo_rl_core.distributed.cpu_time import read_cpu_seconds
 from nemo_rl_core.distributed.named_sharding import NamedSharding
-from nemo_rl_core.distributed.process_group import (
-    RECORDS,
-    network_environment,
-    rank_environment,
-)
+from nemo_rl_core.distributed.process_group import RECORDS, rank_environment
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import (
     NemoRLError,
@@ -102,10 +98,8 @@ class RayWorkerGroup:
         return read_cpu_seconds(self._workers)
 
     def _environments(self, count: int, common: dict[str, str]) -> list[dict[str, str]]:
-        import ray
-
         if count == 1:
-            return [common | network_environment(ray.util.get_node_ip_address())]
+            return [common]
         address, port = self._cluster.get_master_address_and_port()
         return [
             common
