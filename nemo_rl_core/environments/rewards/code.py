@@ -69,7 +69,8 @@ class CodeScorer(Scorer):
     Args:
         limits: For the program.
         reward: See `CodeTests.reward`.
-        num_parallel: How many completions are tested at once.
+        num_parallel: Maximum number of completions whose programs compute at once. Programs that
+            sleep do not count: as many run as half of the free memory allows.
 
     Raises:
         ResourceError: When this machine gives no sandbox.
@@ -78,7 +79,7 @@ class CodeScorer(Scorer):
     def __init__(
         self, limits: Limits, *, reward: Literal["fraction", "all"], num_parallel: int
     ) -> None:
-        self._limits, self._reward, self._num_parallel = limits, reward, num_parallel
+        self._limits, self._reward = limits, reward
         # Tests may import numpy.
         self._test_limits = replace(limits, memory_mib=max(limits.memory_mib, _TEST_MEMORY_MIB))
         self._sandbox = Sandbox(limits, num_parallel=num_parallel)
@@ -93,7 +94,7 @@ class CodeScorer(Scorer):
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout; equal programs with equal tests run once."""
         asked = {(extract_program(r.text), r.prompt.metadata): r for r in rollouts}
-        with ThreadPoolExecutor(self._num_parallel) as pool:
+        with ThreadPoolExecutor(self._sandbox.slots.most) as pool:
             found = dict(zip(asked, pool.map(self._outcome, asked.values()), strict=True))
         return [found[extract_program(r.text), r.prompt.metadata] for r in rollouts]
 
@@ -132,6 +133,7 @@ class CodeScorer(Scorer):
         # The program's deadline comes first: then the tests find that it is gone, and go on.
         patient = replace(self._test_limits, wall_seconds=self._limits.wall_seconds + 5)
         with ExitStack() as running:
+            slot = running.enter_context(self._sandbox.slots.taken())
             with ExitStack() as pipes:
                 requests, replies = _pipe(pipes), _pipe(pipes)
                 answering = running.enter_context(
@@ -150,6 +152,8 @@ class CodeScorer(Scorer):
                         readable=package_folders(),
                     )
                 )
+            slot.watch(answering.pid)
+            slot.watch(checking.pid)
             checked = checking.wait()
             answering.terminate()
             answering.wait()

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import BoundedSemaphore
 
 from nemo_rl_core.environments.sandbox.running import Finished, Limits, Running, no_sandbox
 from nemo_rl_core.environments.sandbox.seccomp import filter_program
+from nemo_rl_core.environments.sandbox.slots import Slots
 
 _MIB = 2**20
 _log = logging.getLogger(__name__)
@@ -40,7 +40,10 @@ class Sandbox:
 
     Args:
         limits: For each program.
-        num_parallel: How many run at once; the next ones wait.
+        num_parallel: Maximum number of programs that compute at once; see `Slots`.
+
+    Attributes:
+        slots: Admits programs; `run` takes one of its own.
 
     Raises:
         ResourceError: When this machine cannot keep the guarantees (tried once, here).
@@ -48,7 +51,7 @@ class Sandbox:
 
     def __init__(self, limits: Limits | None = None, *, num_parallel: int = 2) -> None:
         self._limits = limits or Limits()
-        self._free = BoundedSemaphore(num_parallel)
+        self.slots = Slots(num_parallel, self._limits.memory_mib)
         self._filter = filter_program(platform.machine()).hex()
         probe = self.run({"main.py": "print(6 * 7)"})
         if not probe.succeeded or probe.stdout != "42\n":
@@ -78,9 +81,10 @@ class Sandbox:
             ResourceError: When the sandbox could not start; never by what the program does.
         """
         with (
-            self._free,
+            self.slots.taken() as slot,
             self.start(files, stdin=stdin, limits=limits, readable=readable) as running,
         ):
+            slot.watch(running.pid)
             return running.wait()
 
     def start(
@@ -92,7 +96,7 @@ class Sandbox:
         limits: Limits | None = None,
         readable: Sequence[str] = (),
     ) -> "Running":
-        """Starts `main.py`; not counted in `num_parallel`.
+        """Starts `main.py`; the caller takes a slot.
 
         Args:
             files: As in `run`.
