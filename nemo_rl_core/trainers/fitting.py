@@ -129,7 +129,7 @@ def code_of(request: FitRequest) -> frozenset[str]:
 def training_config(settings: TrainerSettings, request: FitRequest) -> dict[str, Any]:
     """What a training's result depends on beside its artifacts: settings, run, the user's code."""
     config = settings.model_dump(mode="json") | {"run": request.name or uuid.uuid4().hex}
-    sources = {name: type(part) for name, part in request.parts.items()}
+    sources: dict[str, Any] = {name: type(part) for name, part in request.parts.items()}
     if request.reward is not None:
         config["reward_weights"] = request.reward_weights and [*request.reward_weights]
         config["reward_fn"] = reward_name(request.reward_fn)
