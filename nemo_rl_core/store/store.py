@@ -30,6 +30,7 @@ from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.hash_cache import HashCache
 from nemo_rl_core.store.manifest import ANCESTORS, MANIFEST, Manifest, config_hash
 from nemo_rl_core.store.partial import DIGESTS, LEFT_OUT, left_out
+from nemo_rl_core.store.paths import resolve_below
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +277,8 @@ class Store:
     def _recorded(self, stage: str, key: str) -> Path | None:
         record = _record_path(self.work / _work_name(stage, key))
         try:
-            artifact = self.artifacts / str(json.loads(record.read_text())["artifact"])
+            name = str(json.loads(record.read_text())["artifact"])
+            artifact = resolve_below(self.artifacts, name, source=record.name)
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError):
