@@ -15,6 +15,7 @@ from nemo_rl_core.store.manifest import ANCESTORS, MANIFEST, Manifest, ParentRef
 from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 
+_State = Literal["found", "missing", "changed"]
 _LookUp = Callable[[int, str, str], GraphArtifact]
 """Arguments: depth, id, and content hash; an empty hash stands for the artifact's own."""
 _Relatives = Callable[[GraphArtifact], list[tuple[Parentage, str, str]]]
@@ -121,12 +122,10 @@ def _database_lookup(database: sqlite3.Connection, store: Store) -> _LookUp:
             "WHERE artifacts.id = ?",
             (artifact,),
         ).fetchone()
-        if row is not None:
-            record, execution = read_artifact(row, store), row["execution"]
-        else:
-            record, execution = in_store(store, artifact), None
+        record = read_artifact(row, store) if row is not None else in_store(store, artifact)
+        execution = row["execution"] if row is not None else None
         known = content_hash or (record.content_hash if record else "")
-        state = _state(Path(record.path), known) if record else "missing"
+        state: _State = _state(Path(record.path), known) if record else "missing"
         return GraphArtifact(artifact, known, depth, record, execution, state)
 
     return look_up
@@ -172,7 +171,7 @@ def _row(folder: Path, manifest: Manifest) -> ArtifactRow:
     )
 
 
-def _state(folder: Path, content_hash: str) -> Literal["found", "missing", "changed"]:
+def _state(folder: Path, content_hash: str) -> _State:
     if not (folder / MANIFEST).is_file():
         return "missing"
     found = from_folder(folder)

@@ -132,7 +132,8 @@ class History:
             f"{_COUNTED} {where} ORDER BY started_at DESC, id DESC LIMIT ? OFFSET ?",
             (*values, limit, offset),
         )
-        items, damaged = [], []
+        items: list[Execution] = []
+        damaged: list[str] = []
         for row in rows:
             try:
                 items.append(read_execution(row, self.store))
