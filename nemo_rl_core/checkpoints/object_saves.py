@@ -33,6 +33,7 @@ from nemo_rl_core.checkpoints import manager
 from nemo_rl_core.checkpoints.written_files import WrittenFile
 from nemo_rl_core.errors import NemoRLError, StoreError, TransferError
 from nemo_rl_core.store import files
+from nemo_rl_core.store.partial import SHA256
 from nemo_rl_core.store.paths import checked_name, resolve_below
 
 logger = logging.getLogger(__name__)
@@ -288,7 +289,7 @@ class ObjectSaves:
             names = (PurePosixPath(path).name for path in self._system.ls(root, detail=False))
         except FileNotFoundError:
             return set()
-        return {f"{root}/{name}" for name in names}
+        return {f"{root}/{name}" for name in names if SHA256.fullmatch(name)}
 
 
 def is_to_be_restored(folder: Path) -> bool:
@@ -436,6 +437,11 @@ def _read(system: Any, prefix: str) -> tuple[dict[str, StoredFile], list[str]] |
             checked_name(name, source=SAVE): StoredFile(**each)
             for name, each in manifest["files"].items()
         }
+        for each in stored.values():
+            if not SHA256.fullmatch(each.sha256) or not each.address.endswith(
+                f"/{_OBJECTS}/{each.sha256}"
+            ):
+                raise ValueError(f"{each.address[:200]} is not an object of a save")
         return stored, [str(prefix) for prefix in manifest.get("earlier", ())]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(

@@ -186,11 +186,12 @@ def test_saves_in_a_bucket(tmp_path: Path, bucket: S3Bucket) -> None:
 
     system = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
     digest = hashlib.sha256(EVIL).hexdigest()
+    address = f"flyte-data/one/files/{digest}"
     work = tmp_path.joinpath(*"abcdefghijklmn", "work")
 
     def attempt(name: str) -> None:
-        file = {"sha256": digest, "num_bytes": len(EVIL), "address": "flyte-data/one/files/x"}
-        bucket.write("one/files/x", EVIL)
+        file = {"sha256": digest, "num_bytes": len(EVIL), "address": address}
+        bucket.write(f"one/files/{digest}", EVIL)
         bucket.write("one/save.json", json.dumps({"files": {name: file}}).encode())
         saves = ObjectSaves(system, "s3://flyte-data/two")
         saves.take_over("s3://flyte-data/one")
