@@ -160,13 +160,13 @@ def problems_of(
     intact: Store,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    place: tuple[str, str],
+    column_of: tuple[str, str],
     most: int,
 ) -> list[str]:
     """Answers and exceptions that a damaged row must not cause, for the first `most` values."""
-    table, column = place
+    table, column = column_of
     problems: list[str] = []
-    for number, value in enumerate(CASES[place][:most]):
+    for number, value in enumerate(CASES[column_of][:most]):
         store = damaged(intact, tmp_path / str(number), table, column, value)
         case = f"{value!r:.40}"
         for address, status, text, headers in every_answer(store):
@@ -188,19 +188,19 @@ def problems_of(
     return problems
 
 
-@pytest.mark.parametrize("place", FIRST, ids=map(".".join, FIRST))
+@pytest.mark.parametrize("column_of", FIRST, ids=map(".".join, FIRST))
 def test_a_damaged_row_is_named_and_no_other_file_is_read(
-    intact: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[str, str]
+    intact: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column_of: tuple[str, str]
 ) -> None:
-    assert problems_of(intact, tmp_path, monkeypatch, place, most=2) == []
+    assert problems_of(intact, tmp_path, monkeypatch, column_of, most=2) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", CASES, ids=map(".".join, CASES))
+@pytest.mark.parametrize("column_of", CASES, ids=map(".".join, CASES))
 def test_every_damage_of_every_column_is_named(
-    intact: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[str, str]
+    intact: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column_of: tuple[str, str]
 ) -> None:
-    assert problems_of(intact, tmp_path, monkeypatch, place, most=100) == []
+    assert problems_of(intact, tmp_path, monkeypatch, column_of, most=100) == []
 
 
 def test_one_damaged_run_does_not_hide_the_others(
