@@ -72,6 +72,14 @@ class StoreError(NemoRLError):
     """The store cannot be written, is full, or holds something damaged."""
 
 
+class DamagedRecordError(StoreError):
+    """A row of the store's history cannot be read."""
+
+
+class UnsafePathError(StoreError, ValueError):
+    """A name from outside leads out of its folder; also a `ValueError`, as of any damaged file."""
+
+
 class NotRecordedError(StoreError):
     """The store's history has no run, node or artifact of that name."""
 

@@ -11,16 +11,23 @@ from typing import Any
 
 import torch
 
+from nemo_rl_core.store.paths import resolve_below
+
 
 def read_metadata(folder: Path) -> Any:
     """Reads the `Metadata` of a checkpoint folder.
 
     Raises:
         UnpicklingError: If the file is not a pickle, or names a class that no checkpoint needs.
+        UnsafePathError: If it names a file outside of the folder.
         OSError: If the file is missing.
     """
     with (folder / ".metadata").open("rb") as file:
-        return _MetadataUnpickler(file).load()
+        metadata = _MetadataUnpickler(file).load()
+    stored = getattr(metadata, "storage_data", None)
+    for each in stored.values() if isinstance(stored, dict) else ():
+        resolve_below(folder, str(getattr(each, "relative_path", "")), source=".metadata")
+    return metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from nemo_rl_core.config.url_secrets import redacted
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.store import Store
 
@@ -149,7 +150,7 @@ def _unreachable(endpoint: str) -> str:
         # With the proxies and certificates of the user.
         get_session().head(endpoint, timeout=_PROBE_SECONDS)
     except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError) as error:
-        return f"no answer from {endpoint}: {str(error) or type(error).__name__}"
+        return redacted(f"no answer from {endpoint}: {str(error) or type(error).__name__}")
     except httpx2.HTTPError:
         pass  # it is there, and its own error is better than this one
     _reached[endpoint] = time.monotonic()

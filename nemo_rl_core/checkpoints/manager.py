@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from nemo_rl_core.checkpoints.written_files import WrittenFile
 from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.store import files
+from nemo_rl_core.store.paths import resolve_below
 
 logger = logging.getLogger(__name__)
 
@@ -440,8 +441,9 @@ def _check(step: int, folder: Path, *, verify: bool) -> None:
     if manifest["step"] != step:
         raise ValueError(f"its manifest is that of step {manifest['step']}")
     for name, entry in manifest["files"].items():
-        size = (folder / name).stat().st_size
+        path = resolve_below(folder, name, source=MANIFEST)
+        size = path.stat().st_size
         if size != entry["bytes"]:
             raise ValueError(f"{name} has {size} bytes instead of {entry['bytes']}")
-        if verify and files.hash_file(folder / name) != entry["sha256"]:
+        if verify and files.hash_file(path) != entry["sha256"]:
             raise ValueError(f"the content of {name} has changed since it was saved")

@@ -33,6 +33,8 @@ from nemo_rl_core.checkpoints import manager
 from nemo_rl_core.checkpoints.written_files import WrittenFile
 from nemo_rl_core.errors import NemoRLError, StoreError, TransferError
 from nemo_rl_core.store import files
+from nemo_rl_core.store.partial import SHA256
+from nemo_rl_core.store.paths import checked_name, resolve_below
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +170,13 @@ class ObjectSaves:
         arriving = folder / _RESTORING
         shutil.rmtree(arriving, ignore_errors=True)
         arriving.mkdir()
+        source = f"{self._prefix}/{SAVE}"
         self._transfer(
-            receive, [Transfer(arriving / name, file) for name, file in self._files.items()]
+            receive,
+            [
+                Transfer(resolve_below(arriving, name, source=source), file)
+                for name, file in self._files.items()
+            ],
         )
         with files.storage_errors(folder):
             for entry in sorted(arriving.iterdir()):
@@ -282,7 +289,7 @@ class ObjectSaves:
             names = (PurePosixPath(path).name for path in self._system.ls(root, detail=False))
         except FileNotFoundError:
             return set()
-        return {f"{root}/{name}" for name in names}
+        return {f"{root}/{name}" for name in names if SHA256.fullmatch(name)}
 
 
 def is_to_be_restored(folder: Path) -> bool:
@@ -426,8 +433,16 @@ def _read(system: Any, prefix: str) -> tuple[dict[str, StoredFile], list[str]] |
             return None
     try:
         manifest = json.loads(content)
-        found = {_inside(name): StoredFile(**each) for name, each in manifest["files"].items()}
-        return found, [str(prefix) for prefix in manifest.get("earlier", ())]
+        stored = {
+            checked_name(name, source=SAVE): StoredFile(**each)
+            for name, each in manifest["files"].items()
+        }
+        for each in stored.values():
+            if not SHA256.fullmatch(each.sha256) or not each.address.endswith(
+                f"/{_OBJECTS}/{each.sha256}"
+            ):
+                raise ValueError(f"{each.address[:200]} is not an object of a save")
+        return stored, [str(prefix) for prefix in manifest.get("earlier", ())]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
             f"the manifest of the save {prefix}/{SAVE} is damaged",
@@ -435,10 +450,3 @@ def _read(system: Any, prefix: str) -> tuple[dict[str, StoredFile], list[str]] |
             got=f"{type(error).__name__}: {error}"[:300],
             fix="remove it, and run the same command again: the stage begins anew",
         ) from error
-
-
-def _inside(name: str) -> str:
-    place = PurePosixPath(name)
-    if place.is_absolute() or ".." in place.parts:
-        raise ValueError(f"{name} lies outside of the folder")
-    return name

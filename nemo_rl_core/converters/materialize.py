@@ -22,6 +22,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.store import remote
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.waiting import waiting, waiting_for_files
 
@@ -206,12 +207,15 @@ def _snapshot(name: str, commit: str | None) -> Path | None:
 def _fetched(address: str) -> Path:
     """A model of an object store as a folder of this one, each version of it once."""
     objects = remote.tree(address)
-    folder = Store.default().cache / "remote" / sha256(remote.content(objects).encode()).hexdigest()
+    digest = sha256(remote.content(objects).encode()).hexdigest()
+    folder = Store.default().cache / "remote" / digest
     base = address.rstrip("/") + "/"
     total = sum(each.size for each in objects)
     with waiting(f"fetching {address}", total=total, unit="bytes") as wait:
         for each in objects:
-            path = folder / each.address.removeprefix(base)
+            path = resolve_below(
+                folder, each.address.removeprefix(base), source=f"the listing of {address}"
+            )
             if not path.is_file():
                 remote.fetch(each, path)
             wait.advance(each.size)

@@ -1,20 +1,21 @@
 """Ancestors and descendants of artifacts, across runs, by the parents in their manifests."""
 
-import json
 import sqlite3
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
-from nemo_rl_core.errors import StoreError
+from nemo_rl_core.errors import StoreError, UnsafePathError
 from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, GraphArtifact, Parentage
-from nemo_rl_core.history.stored_paths import from_stored
+from nemo_rl_core.history.rows import read_artifact, read_row
 from nemo_rl_core.store.ancestry import recorded_ancestors
-from nemo_rl_core.store.manifest import MANIFEST, Manifest, ParentRef
+from nemo_rl_core.store.manifest import ANCESTORS, MANIFEST, Manifest, ParentRef
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 
+_State = Literal["found", "missing", "changed"]
 _LookUp = Callable[[int, str, str], GraphArtifact]
 """Arguments: depth, id, and content hash; an empty hash stands for the artifact's own."""
 _Relatives = Callable[[GraphArtifact], list[tuple[Parentage, str, str]]]
@@ -31,13 +32,10 @@ def upwards(database: sqlite3.Connection, store: Store, root: str) -> AncestryGr
         rows = database.execute(
             "SELECT * FROM artifact_parents WHERE child = ? ORDER BY parent_id", (child.id,)
         ).fetchall()
+        links = [_parent(row, store) for row in rows]
         return [
-            (
-                Parentage(row["parent_id"], child.id, row["role"]),
-                row["parent_id"],
-                row["parent_hash"],
-            )
-            for row in rows
+            (Parentage(each.parent_id, child.id, each.role), each.parent_id, each.parent_hash)
+            for each in links
         ] or _manifest_parents(child)
 
     return _walk(root, _database_lookup(database, store), parents)
@@ -50,9 +48,21 @@ def downwards(database: sqlite3.Connection, store: Store, root: str) -> Ancestry
         rows = database.execute(
             "SELECT * FROM artifact_parents WHERE parent_id = ? ORDER BY child", (parent.id,)
         )
-        return [(Parentage(parent.id, row["child"], row["role"]), row["child"], "") for row in rows]
+        links = [_parent(row, store) for row in rows]
+        return [(Parentage(parent.id, each.child, each.role), each.child, "") for each in links]
 
     return _walk(root, _database_lookup(database, store), children)
+
+
+class _Parent(NamedTuple):
+    child: str
+    parent_id: str
+    parent_hash: str
+    role: str
+
+
+def _parent(row: sqlite3.Row, store: Store) -> _Parent:
+    return read_row(_Parent, row, table="artifact_parents", key="child", store=store)
 
 
 def of_folder(folder: Path) -> AncestryGraph:
@@ -65,7 +75,7 @@ def of_folder(folder: Path) -> AncestryGraph:
     root = manifest.ref(folder)
     known = {root.key: _row(folder, manifest)}
     for key, each in recorded_ancestors(folder).items():
-        known[key] = _row(folder.parent / key, each)
+        known[key] = _row(resolve_below(folder.parent, key, source=ANCESTORS), each)
 
     def look_up(depth: int, key: str, content_hash: str) -> GraphArtifact:
         row = known.get(key) or known.get(
@@ -112,16 +122,11 @@ def _database_lookup(database: sqlite3.Connection, store: Store) -> _LookUp:
             "WHERE artifacts.id = ?",
             (artifact,),
         ).fetchone()
-        if row is None:
-            record, execution = from_folder(store.artifacts / artifact), None
-        else:
-            fields: dict[str, Any] = {**dict(row), "manifest": json.loads(row["manifest"])}
-            fields["path"] = from_stored(store, fields["path"])
-            execution = fields.pop("execution")
-            record = ArtifactRow(**fields)
+        record = read_artifact(row, store) if row is not None else in_store(store, artifact)
+        execution = row["execution"] if row is not None else None
         known = content_hash or (record.content_hash if record else "")
-        folder = Path(record.path) if record else store.artifacts / artifact
-        return GraphArtifact(artifact, known, depth, record, execution, _state(folder, known))
+        state: _State = _state(Path(record.path), known) if record else "missing"
+        return GraphArtifact(artifact, known, depth, record, execution, state)
 
     return look_up
 
@@ -135,6 +140,14 @@ def folder_around(path: Path) -> Path | None:
             if (folder / MANIFEST).is_file():
                 return folder
     return None
+
+
+def in_store(store: Store, artifact: str) -> ArtifactRow | None:
+    """Reads an artifact's row from its folder in a store; None without a valid manifest."""
+    try:
+        return from_folder(resolve_below(store.artifacts, artifact, source="the id of an artifact"))
+    except UnsafePathError:
+        return None
 
 
 def from_folder(folder: Path) -> ArtifactRow | None:
@@ -158,7 +171,7 @@ def _row(folder: Path, manifest: Manifest) -> ArtifactRow:
     )
 
 
-def _state(folder: Path, content_hash: str) -> Literal["found", "missing", "changed"]:
+def _state(folder: Path, content_hash: str) -> _State:
     if not (folder / MANIFEST).is_file():
         return "missing"
     found = from_folder(folder)

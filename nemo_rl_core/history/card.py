@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from nemo_rl_core.config.url_secrets import redacted
 from nemo_rl_core.history.card_evaluations import CardEvaluation
 from nemo_rl_core.history.card_usage import model_usage
 from nemo_rl_core.history.differences import flat
@@ -58,7 +59,8 @@ def model_card(
             manifest, reproduce or f"nemo-rl reproduce {manifest.name or checkpoint.name}"
         ),
     ]
-    return "\n".join(part for part in parts if part)
+    # Recipes of earlier versions may have secrets.
+    return redacted("\n".join(part for part in parts if part))
 
 
 def _front_matter(

@@ -17,7 +17,8 @@ from nemo_rl_core.history.database import open_for_writing, transaction
 from nemo_rl_core.history.inserts import insert, insert_artifact
 from nemo_rl_core.history.stored_paths import from_stored, to_stored
 from nemo_rl_core.store.ancestry import recorded_ancestors
-from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.manifest import ANCESTORS, MANIFEST, Manifest
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.metrics import MetricsFile
@@ -36,14 +37,17 @@ def import_folders(store: Store, folders: Sequence[Path]) -> set[str]:
 
     Raises:
         StoreError: If a folder has no manifest that names its run.
+        UnsafePathError: If a manifest has a name that leads out of the store.
     """
     found: dict[str, tuple[StageRun, Manifest]] = {}
     others: dict[str, Manifest] = {}
     paths: dict[str, Path] = {}
     for folder in folders:
         run, manifest = _read(folder)
+        _refuse_hostile_names(store, manifest.name, run, MANIFEST)
         found[manifest.name], paths[manifest.name] = (run, manifest), folder.resolve()
         for name, each in recorded_ancestors(folder).items():
+            _refuse_hostile_names(store, name, each.run, ANCESTORS)
             if each.run is None:  # of a local run, uploaded later
                 others[name] = each
             else:
@@ -51,7 +55,7 @@ def import_folders(store: Store, folders: Sequence[Path]) -> set[str]:
     with closing(open_for_writing(store)) as database, transaction(database):
         for name, each in others.items():
             if _recorded_path(database, store, name) is None:
-                insert_artifact(database, store, store.artifacts / name, each, None)
+                insert_artifact(database, store, _folder(store, name), each, None)
         in_order = sorted(found.items(), key=lambda each: each[1][0].started_at)
         nodes = {
             name: _import(database, store, run, manifest, paths.get(name))
@@ -60,6 +64,16 @@ def import_folders(store: Store, folders: Sequence[Path]) -> set[str]:
         for name, (run, manifest) in in_order:
             _connect(database, run, manifest, nodes[name])
     return {run.execution for run, _ in found.values()}
+
+
+def _refuse_hostile_names(store: Store, name: str, run: StageRun | None, source: str) -> None:
+    resolve_below(store.artifacts, name, source=source)
+    if run is not None:
+        resolve_below(store.runs, run.execution, source=source)
+
+
+def _folder(store: Store, name: str) -> Path:
+    return resolve_below(store.artifacts, name, source=MANIFEST)
 
 
 def _read(folder: Path) -> tuple[StageRun, Manifest]:
@@ -91,7 +105,8 @@ def _import(
     known_path = _recorded_path(database, store, manifest.name)
     if known_path is None or (folder is not None and not known_path.is_dir()):
         # An identical artifact of a local run stays recorded.
-        insert_artifact(database, store, folder or store.artifacts / manifest.name, manifest, node)
+        recorded = folder or _folder(store, manifest.name)
+        insert_artifact(database, store, recorded, manifest, node)
     if folder is not None:
         _record_files(database, store, node, folder)
     return node
@@ -100,7 +115,7 @@ def _import(
 def _recorded_path(database: sqlite3.Connection, store: Store, name: str) -> Path | None:
     """The recorded path of an artifact; None if it is not recorded."""
     row = database.execute("SELECT path FROM artifacts WHERE id = ?", (name,)).fetchone()
-    return Path(from_stored(store, row["path"])) if row else None
+    return Path(from_stored(store, row["path"], may_be_outside=True)) if row else None
 
 
 def _insert_node(database: sqlite3.Connection, run: StageRun, manifest: Manifest) -> int:

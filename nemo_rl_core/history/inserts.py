@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.config.url_secrets import redacted
 from nemo_rl_core.history.records import Value
 from nemo_rl_core.history.stored_paths import to_stored
 from nemo_rl_core.store.manifest import Manifest
@@ -32,9 +33,12 @@ def as_json(value: object) -> str:
 
 
 def storable(*values: Any) -> tuple[Any, ...]:
-    """Escapes surrogates, which SQLite cannot store; an error may quote a completion."""
+    """Escapes surrogates, which SQLite cannot store, and hides secrets in addresses.
+
+    An error may quote a completion; a command line or an error may have an address with a key.
+    """
     return tuple(
-        each.encode(errors="backslashreplace").decode() if isinstance(each, str) else each
+        redacted(each.encode(errors="backslashreplace").decode()) if isinstance(each, str) else each
         for each in values
     )
 
@@ -93,7 +97,7 @@ def insert_artifact(
         maker: Id of the node that made it; None if that is another node or unknown.
     """
     name = manifest.name or folder.name
-    row = (
+    row = storable(
         name,
         manifest.kind,
         manifest.stage,

@@ -11,7 +11,9 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from nemo_rl_core.history.database import open_for_writing, transaction
+from nemo_rl_core.errors import UnsafePathError
+from nemo_rl_core.history.database import FILE, open_for_writing, transaction
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 
 _own_executions: set[str] = set()
@@ -67,12 +69,20 @@ def is_alive(store: Store, execution: str) -> bool:
 def mark_aborted(store: Store, database: sqlite3.Connection) -> list[str]:
     """Marks running executions as aborted whose process has died; returns their ids."""
     rows = database.execute("SELECT id FROM executions WHERE state = 'running'").fetchall()
-    dead = [row["id"] for row in rows if not is_alive(store, row["id"])]
+    dead = [row["id"] for row in rows if _is_dead(store, row["id"])]
     for execution in dead:
         with transaction(database):
             last = _last_record_time(database, execution)
             end_execution(database, execution, state="aborted", ended_at=last)
     return dead
+
+
+def _is_dead(store: Store, execution: object) -> bool:
+    try:
+        resolve_below(store.runs, str(execution), source=FILE)
+    except UnsafePathError:
+        return False  # a damaged row, which the queries name
+    return not is_alive(store, str(execution))
 
 
 def mark_all_aborted(store: Store) -> None:
@@ -108,19 +118,21 @@ def _last_record_time(database: sqlite3.Connection, execution: str) -> float:
     Of figures only samples of the machine have times: the seconds since the run began.
     """
     sampled = database.execute(
-        "SELECT max(executions.started_at + metrics.step) FROM executions "
+        "SELECT max(CAST(executions.started_at AS REAL) + CAST(metrics.step AS REAL)) "
+        "FROM executions "
         "JOIN nodes ON nodes.execution = executions.id AND nodes.state = 'running' "
         "JOIN metrics ON metrics.node = nodes.id AND metrics.name GLOB 'machine/*' "
         "WHERE executions.id = ?",
         (execution,),
     ).fetchone()[0]
     row = database.execute(
-        "SELECT max(executions.started_at, coalesce(max(nodes.started_at), 0), "
-        "coalesce(max(nodes.ended_at), 0)) FROM executions "
+        # A damaged time may be a text.
+        "SELECT CAST(executions.started_at AS REAL), "
+        "max(CAST(nodes.started_at AS REAL)), max(CAST(nodes.ended_at AS REAL)) FROM executions "
         "LEFT JOIN nodes ON nodes.execution = executions.id WHERE executions.id = ?",
         (execution,),
     ).fetchone()
-    return max(float(row[0]), float(sampled or 0.0))
+    return max(float(each or 0.0) for each in (*row, sampled))
 
 
 def _lock_path(store: Store, execution: str) -> Path:

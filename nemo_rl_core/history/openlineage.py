@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.config.url_secrets import redacted
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, GraphArtifact
 
@@ -168,7 +169,7 @@ def send(events: Sequence[Event], target: str) -> None:
                 pass
         except (urllib.error.URLError, TimeoutError) as error:
             raise ConfigError(
-                f"the OpenLineage endpoint {target} accepted no event",
+                f"the OpenLineage endpoint {redacted(target)} accepted no event",
                 expected="status 200 or 201 for a POST",
                 got=str(error),
                 fix="check the address (Marquez: http://HOST:5000/api/v1/lineage), or name a file",

@@ -4,16 +4,16 @@ Lists that grow with the number of runs are paged. A query sees everything commi
 while runs go on.
 """
 
-import json
 import math
 import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
-from nemo_rl_core.errors import NotRecordedError, StoreError
+from nemo_rl_core.errors import DamagedRecordError, NotRecordedError, StoreError
 from nemo_rl_core.history import ancestry
 from nemo_rl_core.history.database import open_for_reading, path_of, sqlite_errors_explained
 from nemo_rl_core.history.liveness import mark_all_aborted
@@ -29,14 +29,30 @@ from nemo_rl_core.history.records import (
     State,
     Value,
 )
-from nemo_rl_core.history.stored_paths import from_stored
+from nemo_rl_core.history.rows import read_artifact, read_execution, read_row
 from nemo_rl_core.store.store import Store
 
 Curves = dict[str, list[tuple[int, float]]]
 """`(step, value)` by the metric's name, steps ascending."""
 
-_JSON = {"command", "inputs", "packages", "machine", "cost", "manifest", "point"}
-_PATHS = {"log_path", "deck_path", "path"}
+T = TypeVar("T")
+
+
+class _MetricName(NamedTuple):
+    name: str
+
+
+class _SweepPoint(NamedTuple):
+    artifact: str
+    point: dict[str, Any]
+
+
+class _Point(NamedTuple):
+    name: str
+    step: int
+    value: float | None
+
+
 _COUNTED = """
 SELECT executions.*,
   (SELECT count(*) FROM nodes WHERE execution = executions.id AND kind = 'task') AS num_nodes,
@@ -122,11 +138,22 @@ class History:
             f"{_COUNTED} {where} ORDER BY started_at DESC, id DESC LIMIT ? OFFSET ?",
             (*values, limit, offset),
         )
-        return Page(tuple(self._execution(row) for row in rows), total, offset, limit)
+        items: list[Execution] = []
+        damaged: list[str] = []
+        for row in rows:
+            try:
+                items.append(read_execution(row, self.store))
+            except DamagedRecordError as error:
+                damaged.append(error.in_one_line)
+        return Page(tuple(items), total, offset, limit, tuple(damaged))
 
     def workflows(self) -> list[str]:
         """Names of all recorded workflows."""
-        rows = self._all("SELECT DISTINCT workflow FROM executions ORDER BY workflow", ())
+        rows = self._all(
+            "SELECT DISTINCT workflow FROM executions WHERE typeof(workflow) = 'text' "
+            "ORDER BY workflow",
+            (),
+        )
         return [row["workflow"] for row in rows]
 
     def execution(self, execution: str) -> Execution:
@@ -138,7 +165,7 @@ class History:
         row = self._first(f"{_COUNTED} WHERE id = ?", (execution,))
         if row is None:
             raise _unknown("run", execution, "`nemo-rl runs` lists them")
-        return self._execution(row)
+        return read_execution(row, self.store)
 
     def nodes(self, execution: str) -> list[Node]:
         """All nodes of a run, in order of start."""
@@ -152,7 +179,7 @@ class History:
             "ORDER BY target, target_input",
             (execution,),
         )
-        return [Edge(**dict(row)) for row in rows]
+        return [self._read(Edge, row, "edges", "target") for row in rows]
 
     def node(self, node: int) -> NodeDetail:
         """A node with its attempts, inputs, outputs, and the maker of a cache hit."""
@@ -161,14 +188,10 @@ class History:
             raise _unknown("node", str(node), "see the nodes of its run")
         found = self._node(row)
         maker = self._first("SELECT * FROM nodes WHERE id = ?", (found.cached_from,))
-        attempts = self._all(
-            "SELECT number, state, started_at, ended_at, resumed_from_step, error FROM attempts "
-            "WHERE node = ? ORDER BY number",
-            (node,),
-        )
+        attempts = self._all("SELECT * FROM attempts WHERE node = ? ORDER BY number", (node,))
         return NodeDetail(
             node=found,
-            attempts=tuple(Attempt(**dict(attempt)) for attempt in attempts),
+            attempts=tuple(self._read(Attempt, each, "attempts", "node") for each in attempts),
             inputs=self._values("node_inputs", node),
             outputs=self._values("node_outputs", node),
             maker=self._node(maker) if maker else None,
@@ -192,9 +215,10 @@ class History:
         )
         curves: Curves = {}
         for row in rows:
+            point = self._read(_Point, row, "metrics", "name")
             # SQLite has no NaN, and stores NULL for it.
-            value = math.nan if row["value"] is None else row["value"]
-            curves.setdefault(row["name"], []).append((row["step"], value))
+            value = math.nan if point.value is None else point.value
+            curves.setdefault(point.name, []).append((point.step, value))
         return curves
 
     def metric_names(self, node: int) -> list[str]:
@@ -203,7 +227,7 @@ class History:
             "SELECT DISTINCT name FROM metrics WHERE node = ? ORDER BY name",
             (self._measured_node(node),),
         )
-        return [row["name"] for row in rows]
+        return self._metric_names(rows)
 
     def metric_names_of(self, execution: str) -> dict[int, list[str]]:
         """Names of the curves of a run's nodes, by node; nodes without curves are left out."""
@@ -214,7 +238,7 @@ class History:
         # One query per node: over all of them at once, DISTINCT would sort every step.
         query = "SELECT DISTINCT name FROM metrics WHERE node = ? ORDER BY name"
         found = {row["id"]: self._all(query, (row["measured"],)) for row in nodes}
-        return {node: [row["name"] for row in rows] for node, rows in found.items() if rows}
+        return {node: self._metric_names(rows) for node, rows in found.items() if rows}
 
     def artifact_outputs(self, execution: str) -> set[tuple[int, str]]:
         """The outputs of a run's nodes that are artifacts, by node and name."""
@@ -230,7 +254,7 @@ class History:
         row = self._first("SELECT * FROM artifacts WHERE id = ?", (artifact,))
         if row is None:
             raise _unknown("artifact", artifact, "see the outputs of a run")
-        return self._artifact(row)
+        return read_artifact(row, self.store)
 
     def has_artifact(self, artifact: str) -> bool:
         """True if an artifact of this id is recorded."""
@@ -249,14 +273,14 @@ class History:
         for part in reversed(parts):
             rows = self._all("SELECT * FROM artifacts WHERE id = ?", (part,))
             if rows:
-                return self._artifact(rows[0])
+                return read_artifact(rows[0], self.store)
         if len(parts) == 1 and not set(name) & set("*?["):
             rows = self._all(
                 "SELECT * FROM artifacts WHERE id GLOB ? OR content_hash GLOB ? LIMIT 6",
                 (f"{name}*", f"{name}*"),
             )
         if len(rows) == 1:
-            return self._artifact(rows[0])
+            return read_artifact(rows[0], self.store)
         if rows:
             several = ", ".join(row["id"] for row in rows)
             raise StoreError(
@@ -282,7 +306,7 @@ class History:
             "ON nodes.id = node_outputs.node WHERE execution = ?) ORDER BY created_at, id",
             (execution,),
         )
-        return [self._artifact(row) for row in rows]
+        return [read_artifact(row, self.store) for row in rows]
 
     def points_of(self, execution: str) -> dict[str, dict[str, Any]]:
         """Settings of the sweep's points of a run, by id of the artifacts that a point made."""
@@ -291,7 +315,9 @@ class History:
             "WHERE execution = ? AND artifact <> '' AND point <> '{}'",
             (execution,),
         )
-        return {row["artifact"]: json.loads(row["point"]) for row in rows}
+        read = partial(read_row, _SweepPoint, table="nodes", key="artifact", store=self.store)
+        points = [read(row) for row in rows]
+        return {each.artifact: each.point for each in points}
 
     def artifacts_used(self, execution: str) -> set[str]:
         """Ids of all artifacts that a run's nodes read or returned."""
@@ -318,7 +344,7 @@ class History:
             f"{_COUNTED} WHERE id = (SELECT execution FROM nodes WHERE id = ?)",
             (artifact.made_by,),
         )
-        return self._execution(row) if row else None
+        return read_execution(row, self.store) if row else None
 
     def ancestry(self, artifact: str) -> AncestryGraph:
         """An artifact and all its ancestors, across runs."""
@@ -331,11 +357,11 @@ class History:
             return ancestry.downwards(database, self.store, artifact)
 
     def _values(self, table: str, node: int) -> tuple[Value, ...]:
-        rows = self._all(
-            f"SELECT name, type, value, artifact FROM {table} WHERE node = ? ORDER BY rowid",
-            (node,),
-        )
-        return tuple(Value(**dict(row)) for row in rows)
+        rows = self._all(f"SELECT * FROM {table} WHERE node = ? ORDER BY rowid", (node,))
+        return tuple(self._read(Value, row, table, "node") for row in rows)
+
+    def _metric_names(self, rows: list[sqlite3.Row]) -> list[str]:
+        return [self._read(_MetricName, row, "metrics", "name").name for row in rows]
 
     def _measured_node(self, node: int) -> int:
         row = self._first("SELECT coalesce(cached_from, id) AS id FROM nodes WHERE id = ?", (node,))
@@ -360,21 +386,11 @@ class History:
         assert row is not None, query
         return row
 
-    def _execution(self, row: sqlite3.Row) -> Execution:
-        fields = self._fields(row)
-        dirty = fields["git_dirty"]
-        return Execution(**{**fields, "git_dirty": None if dirty is None else bool(dirty)})
-
     def _node(self, row: sqlite3.Row) -> Node:
-        return Node(**self._fields(row))
+        return self._read(Node, row, "nodes", "id")
 
-    def _artifact(self, row: sqlite3.Row) -> ArtifactRow:
-        return ArtifactRow(**self._fields(row))
-
-    def _fields(self, row: sqlite3.Row) -> dict[str, Any]:
-        found = dict(row)
-        found |= {key: json.loads(found[key]) for key in _JSON & found.keys()}
-        return found | {key: from_stored(self.store, found[key]) for key in _PATHS & found.keys()}
+    def _read(self, kind: type[T], row: sqlite3.Row, table: str, key: str) -> T:
+        return read_row(kind, row, table=table, key=key, store=self.store)
 
 
 def _escaped(text: str) -> str:

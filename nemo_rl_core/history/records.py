@@ -6,10 +6,15 @@ Times are seconds since 1970 in UTC. `None` stands for an unknown value or a mis
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import Field
 
 State = Literal["running", "succeeded", "cached", "failed", "stopped", "aborted"]
 Kind = Literal["task", "dynamic", "workflow"]
+
+Moment = Annotated[float, Field(ge=0, lt=253402300800, allow_inf_nan=False)]
+"""Seconds since 1970 in UTC, before the year 10,000."""
 
 T = TypeVar("T")
 
@@ -36,12 +41,14 @@ class Page(Generic[T]):
         total: Length of the whole list.
         offset: Index of the first item.
         limit: Largest number of items.
+        damaged: One line for each row of this part that cannot be read; `items` lacks it.
     """
 
     items: tuple[T, ...]
     total: int
     offset: int
     limit: int
+    damaged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +74,8 @@ class Execution:
     workflow: str
     recipe: str
     state: State
-    started_at: float
-    ended_at: float | None
+    started_at: Moment
+    ended_at: Moment | None
     command: list[str]
     inputs: dict[str, Any]
     git_commit: str | None
@@ -111,11 +118,11 @@ class Node:
     task: str
     kind: Kind
     state: State
-    started_at: float
-    ended_at: float | None
+    started_at: Moment
+    ended_at: Moment | None
     cached_from: int | None
     deck_path: str
-    cost: dict[str, float]
+    cost: dict[str, float | str | None]
     summary: str
     error: str
     log_from: int | None
@@ -135,8 +142,8 @@ class Attempt:
 
     number: int
     state: State
-    started_at: float
-    ended_at: float | None
+    started_at: Moment
+    ended_at: Moment | None
     resumed_from_step: int | None
     error: str
 

@@ -1,10 +1,13 @@
 """Paths as the database stores them, so that a store can be moved.
 
-Paths in the store are relative to it, others are absolute.
+Paths in the store are relative to it, others are absolute. Only the folders of imported artifacts
+are outside.
 """
 
 from pathlib import Path
 
+from nemo_rl_core.history.database import FILE
+from nemo_rl_core.store.paths import checked_name, resolve_below
 from nemo_rl_core.store.store import Store
 
 
@@ -19,11 +22,26 @@ def to_stored(store: Store, path: Path | str) -> str:
     return str(Path(path).relative_to(store.root)) if inside else str(path)
 
 
-def from_stored(store: Store, stored: str) -> str:
+def from_stored(store: Store, stored: str, *, may_be_outside: bool = False) -> str:
     """Returns the current path.
+
+    Args:
+        store: The store of the database.
+        stored: The path in the database.
+        may_be_outside: Whether an absolute path is accepted. The caller then checks what is there.
+
+    Raises:
+        UnsafePathError: If the path leads out of the store.
 
     Example:
         >>> from_stored(Store(Path("/moved")), "runs/one/run.log")
         '/moved/runs/one/run.log'
     """
-    return str(store.root / stored) if stored else ""
+    if not stored:
+        return ""
+    if may_be_outside and stored.startswith("/"):
+        return "/" + checked_name(stored[1:], source=FILE)
+    # `artifacts` itself may be a link to another disk.
+    area, _, name = checked_name(stored, source=FILE).partition("/")
+    root, name = (store.root / area, name) if name else (store.root, area)
+    return str(resolve_below(root, name, source=FILE))

@@ -8,6 +8,7 @@ from pathlib import Path
 from nemo_rl_core.maintenance.disk import newest_change
 from nemo_rl_core.store import locks
 from nemo_rl_core.store.files import ASIDE, DISCARDED, mark_discarded
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 
 _MAX_WRITE_SECONDS = 3600.0
@@ -83,9 +84,10 @@ def artifact_of(store: Store, folder: Path) -> str | None:
     """The artifact in a work folder's record; None if the record or the artifact is missing."""
     try:
         name = str(json.loads(_beside(folder, ".done").read_text())["artifact"])
+        artifact = resolve_below(store.artifacts, name, source="a record of a stage")
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return name if (store.artifacts / name).is_dir() else None
+    return name if artifact.is_dir() else None
 
 
 def delete(path: Path) -> None:

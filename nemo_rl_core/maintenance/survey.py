@@ -8,12 +8,13 @@ the artifact was made.
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.errors import StoreError
+from nemo_rl_core.errors import StoreError, UnsafePathError
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.liveness import is_alive
 from nemo_rl_core.history.queries import History
@@ -22,6 +23,7 @@ from nemo_rl_core.maintenance.disk import newest_change
 from nemo_rl_core.store import locks
 from nemo_rl_core.store.aliases import Aliases
 from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 
 PINNED = "pinned"
@@ -146,8 +148,9 @@ def named_artifacts(store: Store, value: Any) -> Iterator[str]:
             yield from named_artifacts(store, each)
     elif isinstance(value, str):
         for name in _IN_ARTIFACTS.findall(value):
-            if (store.artifacts / name).is_dir():
-                yield name
+            with suppress(UnsafePathError):
+                if resolve_below(store.artifacts, name, source="a config").is_dir():
+                    yield name
 
 
 _IN_ARTIFACTS = re.compile(r"/artifacts/([^/\0]+)")
@@ -208,5 +211,7 @@ def _all_executions(history: History) -> Iterator[Execution]:
     offset, total = 0, 1
     while offset < total:
         page = history.executions(limit=500, offset=offset)
+        if page.damaged:  # the artifacts that it needs are unknown
+            raise StoreError(page.damaged[0])
         yield from page.items
         offset, total = offset + 500, page.total

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nemo_rl_core.errors import StoreError
+from nemo_rl_core.errors import StoreError, UnsafePathError
 from nemo_rl_core.maintenance.verify_records import (
     Finding,
     check_history,
@@ -20,6 +20,7 @@ from nemo_rl_core.maintenance.verify_records import (
 )
 from nemo_rl_core.store import locks
 from nemo_rl_core.store.manifest import Manifest, ParentRef
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store, damage
 
 _RERUN = "`nemo-rl verify --repair` sets it aside; its stage then runs again"
@@ -149,9 +150,13 @@ def _check_parent(store: Store, child: str, parent: ParentRef) -> Iterator[Findi
     """Compares a parent with the reference in its child's manifest."""
     name = parent.name or Path(parent.path).name
     # Beside its child, as the store may have been moved or copied; else at the recorded path.
-    folders = [store.artifacts / name, Path(parent.path)]
-    folder = next((each for each in folders if each.is_dir()), None)
     lost = "its lineage ends there; nothing else needs it"
+    try:
+        in_store = resolve_below(store.artifacts, name, source=f"the manifest of {child}")
+    except UnsafePathError as error:
+        yield Finding(child, "warn", error.in_one_line, lost)
+        return
+    folder = next((each for each in (in_store, Path(parent.path)) if each.is_dir()), None)
     if folder is None:
         yield Finding(child, "warn", f"its parent {name} is gone", lost)
         return

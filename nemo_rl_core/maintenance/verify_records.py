@@ -8,9 +8,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
-from nemo_rl_core.errors import StoreError
-from nemo_rl_core.history.database import open_for_reading, path_of
+from nemo_rl_core.errors import StoreError, UnsafePathError
+from nemo_rl_core.history.database import FILE, open_for_reading, path_of
 from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 
 
@@ -40,6 +41,7 @@ def check_records(store: Store) -> Iterator[Finding]:
         try:
             record = json.loads(path.read_text())
             name, digest = str(record["artifact"]), str(record["content_hash"])
+            artifact = resolve_below(store.artifacts, name, source=path.name)
         except (OSError, ValueError, KeyError, TypeError) as error:
             problem = f"a damaged record: {error!r}"
             yield Finding(place, "fail", problem, "`--repair` sets it aside; its stage runs again")
@@ -47,7 +49,7 @@ def check_records(store: Store) -> Iterator[Finding]:
         if not name.endswith(f"-{digest[:16]}") or not path.name.startswith(name[:-17] + "-"):
             problem = f"it names {name}, which contradicts its own hash or stage"
             yield Finding(place, "fail", problem, "`--repair` sets it aside; its stage runs again")
-        elif not (store.artifacts / name).is_dir():
+        elif not artifact.is_dir():
             yield Finding(
                 place, "warn", f"it names {name}, which is gone", "`nemo-rl gc` removes it"
             )
@@ -92,9 +94,12 @@ def _history_damage(store: Store, database: sqlite3.Connection) -> Iterator[str]
     if broken:
         yield f"{len(broken)} rows refer to missing rows, such as in the table {broken[0][0]}"
     for row in database.execute("SELECT id, content_hash FROM artifacts"):
-        folder = store.artifacts / row["id"]
         try:
+            folder = resolve_below(store.artifacts, str(row["id"]), source=FILE)
             content = Manifest.read(folder).content_hash
+        except UnsafePathError as error:
+            yield error.in_one_line
+            continue
         except StoreError:
             continue  # removed, or reported as damaged
         if content != row["content_hash"]:

@@ -9,16 +9,17 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.errors import StoreError
+from nemo_rl_core.errors import StoreError, UnsafePathError
 from nemo_rl_core.store import locks, remote
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.manifest import MANIFEST, Manifest
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 
 PREFIX = "alias:"
@@ -176,8 +177,11 @@ class Aliases:
                     yield each.model
 
     def _folder(self, model: str) -> Path:
-        own = self._store.artifacts / model
-        return own if own.is_dir() else Path(model).expanduser()
+        with suppress(UnsafePathError):  # a folder elsewhere
+            artifact = resolve_below(self._store.artifacts, model, source="an alias")
+            if artifact.is_dir():
+                return artifact
+        return Path(model).expanduser()
 
     def _artifact(self, model: str) -> tuple[str, Manifest]:
         """What is written down of a model, and its manifest."""
@@ -217,6 +221,8 @@ class Aliases:
         return f"{self._place.rstrip('/')}/{name}{_MARK}"
 
     def _read(self, name: str) -> tuple[AliasMove, ...]:
+        if not _NAME.fullmatch(name):
+            return ()
         path = self._path(name)
         try:
             if self._is_remote:

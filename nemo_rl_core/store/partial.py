@@ -7,11 +7,14 @@ count as if they were there.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_rl_core.store.files import write_atomic
+from nemo_rl_core.store.paths import checked_name, resolve_below
 
+SHA256 = re.compile("[0-9a-f]{64}")
 DIGESTS = "digests.json"
 LEFT_OUT = "left_out.json"
 
@@ -53,14 +56,22 @@ def left_out(folder: Path) -> dict[str, str]:
         named = _read(folder / LEFT_OUT)
     except (OSError, ValueError):
         return {}
-    return {name: digest for name, digest in named.items() if not (folder / name).exists()}
+    return {
+        name: digest
+        for name, digest in named.items()
+        if not resolve_below(folder, name, source=LEFT_OUT, may_link=True).exists()
+    }
 
 
 def _read(path: Path) -> dict[str, str]:
     content = json.loads(path.read_bytes())
     if not isinstance(content, dict):
         raise ValueError(f"{path} is no JSON object")
-    return {str(name): str(digest) for name, digest in content.items()}
+    for name, digest in content.items():
+        checked_name(name, source=str(path))
+        if not SHA256.fullmatch(str(digest)):
+            raise ValueError(f"{path} has no sha256 of {name}: {str(digest)[:80]!r}")
+    return content
 
 
 def _text(digests: Mapping[str, str]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from nemo_rl_core.errors import DataError, NemoRLError
 from nemo_rl_core.store.files import written_aside
+from nemo_rl_core.store.paths import checked_name
 
 logger = logging.getLogger(__name__)
 
@@ -121,16 +122,27 @@ def tree(address: str) -> list[RemoteObject]:
 
     Raises:
         DataError: If the store cannot be asked, or has no such object.
+        UnsafePathError: If the name of an object leads out of the folder.
     """
     files = _file_system(address)
     with _explained(address):
         found = files.find(address, detail=True).values()
         if not found:
             raise FileNotFoundError(address)
-    return sorted(
-        (_object(address, each) for each in found),
-        key=lambda each: each.address,
-    )
+    objects = sorted((_object(address, each) for each in found), key=lambda each: each.address)
+    if objects[0].address == address:
+        raise DataError(
+            f"{address} is an object",
+            expected="a folder with a model",
+            got=f"an object of {objects[0].size} bytes",
+            fix=f"name the folder: {address.rpartition('/')[0]}",
+        )
+    # Consoles mark a folder by an empty object.
+    objects = [each for each in objects if each.size or not each.address.endswith("/")]
+    base = address.rstrip("/") + "/"
+    for each in objects:
+        checked_name(each.address.removeprefix(base), source=f"the listing of {address}")
+    return objects
 
 
 def names(address: str) -> list[str]:

@@ -30,6 +30,7 @@ from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.hash_cache import HashCache
 from nemo_rl_core.store.manifest import ANCESTORS, MANIFEST, Manifest, config_hash
 from nemo_rl_core.store.partial import DIGESTS, LEFT_OUT, left_out
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.reads import changed_inputs, is_current, read_record
 
 logger = logging.getLogger(__name__)
@@ -289,8 +290,11 @@ class Store:
                 files.discard(artifact)
 
     def _recorded(self, stage: str, key: str) -> Path | None:
-        names = _recorded_names(_record_path(self.work / _work_name(stage, key)))
-        artifacts = (self.artifacts / name for name in names)
+        record = _record_path(self.work / _work_name(stage, key))
+        artifacts = (
+            resolve_below(self.artifacts, name, source=record.name)
+            for name in _recorded_names(record)
+        )
         return next((each for each in artifacts if each.is_dir() and self.is_current(each)), None)
 
     def is_current(self, artifact: Path) -> bool:

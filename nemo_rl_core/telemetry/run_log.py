@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self, TextIO
 
+from nemo_rl_core.config.url_secrets import redacted
 from nemo_rl_core.store.files import storage_errors
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.events import Event, Note, StageStarted, publish, subscribe
@@ -42,6 +43,11 @@ def is_logging() -> bool:
     return bool(_open)
 
 
+class _RedactingFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))  # httpx logs the address of each request
+
+
 class RunLog:
     """The log file of one run. A context manager; `close` restores the loggers.
 
@@ -56,7 +62,7 @@ class RunLog:
             folder.mkdir(parents=True)
             self._file = logging.FileHandler(self.path, encoding="utf-8", errors="backslashreplace")
         line = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
-        self._file.setFormatter(logging.Formatter(line))
+        self._file.setFormatter(_RedactingFormatter(line))
         self._notes = _NoteHandler(logging.WARNING)
         self._before: dict[str, tuple[list[logging.Handler], bool, int]] = {}
         logging.captureWarnings(True)

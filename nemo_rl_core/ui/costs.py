@@ -9,10 +9,14 @@ CostLines = Sequence[tuple[str, str]]
 """Labels and values, such as `("tokens", "12,345")`."""
 
 
-def total_cost(costs: Sequence[Mapping[str, float]]) -> CostLines:
+def total_cost(costs: Sequence[Mapping[str, float | str | None]]) -> CostLines:
     """Sums the costs of several nodes; empty if none has a cost. Of peaks the largest counts."""
     known = [
-        {name: value for name, value in cost.items() if value and math.isfinite(value)}
+        {
+            name: value
+            for name, value in cost.items()
+            if isinstance(value, int | float) and value and math.isfinite(value)
+        }
         for cost in costs
         if cost
     ]

@@ -6,11 +6,14 @@ cannot embed or read a page; the second is refused by its Host header.
 """
 
 import ipaddress
+import logging
 from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -22,7 +25,7 @@ DECK_POLICY = (
 )
 """A deck is HTML of a stage: shown without scripts, network, forms or an origin of its own."""
 
-_HEADERS = {
+HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "same-origin",
@@ -52,14 +55,26 @@ class Guard:
         if scope["type"] != "http":
             return  # no websockets: the server closes the connection
 
+        has_started = False
+
         async def send_guarded(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
+                has_started = True
                 headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
+                for name, value in HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
 
-        await (self._refusal(scope) or self._app)(scope, receive, send_guarded)
+        try:
+            await (self._refusal(scope) or self._app)(scope, receive, send_guarded)
+        # Named fault boundary: the server's response to an error lacks the headers.
+        except Exception:
+            if has_started:
+                raise
+            logger.exception("the page %s failed", scope["path"])
+            answer = PlainTextResponse("This page failed; the terminal shows why.\n", 500)
+            await answer(scope, receive, send_guarded)
 
     def _refusal(self, scope: Scope) -> PlainTextResponse | None:
         host = Headers(scope=scope).get("host", "")

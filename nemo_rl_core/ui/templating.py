@@ -13,6 +13,7 @@ from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
+from nemo_rl_core.config.url_secrets import redacted
 from nemo_rl_core.ui import text
 
 STATIC = Path(__file__).parent / "static"
@@ -93,7 +94,7 @@ def static_address(name: str) -> str:
 def _finalize(value: object) -> object:
     if isinstance(value, (Markup, Undefined)) or value is None:
         return value
-    return text.visible(str(value))
+    return text.visible(redacted(str(value)))  # records of earlier versions may have secrets
 
 
 def _quoted(value: object) -> str:

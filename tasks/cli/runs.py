@@ -70,6 +70,8 @@ def runs(
             return
         began = since.replace(tzinfo=UTC).timestamp() if since else None
         page = history.executions(since=began, **filters)
+    for line in page.damaged:
+        click.echo(f"not shown: {line}", err=True)
     if as_json:
         click.echo(json.dumps(asdict(page)))
         return
@@ -103,7 +105,7 @@ def _show(console: Console, execution: Execution, nodes: list[Node], history: Hi
     depth: dict[int | None, int] = {None: -1}
     table = Table("node", "state", "took", "from", "made")
     for node in nodes:
-        depth[node.id] = depth[node.parent] + 1
+        depth[node.id] = depth.get(node.parent, -1) + 1
         maker = history.node(node.id).maker
         table.add_row(
             Text("  " * depth[node.id] + node.name),

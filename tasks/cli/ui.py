@@ -30,10 +30,9 @@ def ui(host: str, port: int, folder: Path | None, allow_host: tuple[str, ...]) -
     The page is read-only and makes no network requests. It has no login: everyone who can reach the
     address can read the store.
     """
-    import uvicorn
-
     from nemo_rl_core.store.store import Store
     from nemo_rl_core.ui.app import create_app
+    from nemo_rl_core.ui.server import create_server
 
     store = Store(folder) if folder else Store.default()
     listener = _listen(host, port)
@@ -45,9 +44,8 @@ def ui(host: str, port: int, folder: Path | None, allow_host: tuple[str, ...]) -
             "Everyone who can reach this address can read the store: there is no login.", err=True
         )
     app = create_app(store, hosts=[host, *allow_host])
-    config = uvicorn.Config(app, log_level="warning", server_header=False, ws="none")
     with suppress(KeyboardInterrupt):  # the intended way to stop
-        uvicorn.Server(config).run(sockets=[listener])
+        create_server(app).run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:

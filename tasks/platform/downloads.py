@@ -7,8 +7,8 @@ content is not downloaded.
 
 import json
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,11 @@ from flytekit.types.directory import FlyteDirectory
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.store import partial
 from nemo_rl_core.store.files import digest_of, hash_file, list_files
-from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.manifest import MANIFEST, Manifest
 from nemo_rl_core.store.node_cache import FOLDER
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import is_volatile
-from tasks.platform.kept_downloads import kept
-
-_SHA256 = re.compile("[0-9a-f]{64}")
+from tasks.platform.kept_downloads import AT_ONCE, kept, sizes
 
 
 def fetch(directory: FlyteDirectory, *parts: str) -> Path:
@@ -49,12 +48,13 @@ def fetch(directory: FlyteDirectory, *parts: str) -> Path:
         return folder
     if not (folder / partial.DIGESTS).exists():
         if not _fetch_top(directory, folder):
-            return Path(directory)
+            _fetch_without_digests(directory, folder)
+            return folder
         _fetched(directory, folder, [n for n in _digests(directory, folder) if "/" not in n])
     digests = _digests(directory, folder)
     for part in parts:
         names = [name for name in digests if name == part or name.startswith(f"{part}/")]
-        if not all((folder / name).exists() for name in names):
+        if not all(_path(folder, name).exists() for name in names):
             _get_part(directory, folder, part, {name: digests[name] for name in names})
             _fetched(directory, folder, names)
     return folder
@@ -81,9 +81,19 @@ def _fetch_top(directory: FlyteDirectory, folder: Path) -> bool:
         return False
     known = _announced(system, source) if FOLDER in os.environ else {}
     here = kept(system, source, folder, {name: known[name] for name in names if name in known})
-    for name in sorted({*names} - here, key=lambda name: (name == partial.DIGESTS, name)):
-        _get(directory, folder, name, is_folder=False)
+    _get(system, source, folder, {*names} - here - {partial.DIGESTS})
+    _get(system, source, folder, {partial.DIGESTS} - here)
     return True
+
+
+def _fetch_without_digests(directory: FlyteDirectory, folder: Path) -> None:
+    """Downloads an artifact of an earlier version, the manifest last."""
+    if (folder / MANIFEST).exists():
+        return
+    system, source = _source(directory)
+    names = sizes(system, source).keys()
+    _get(system, source, folder, names - {MANIFEST})
+    _get(system, source, folder, names & {MANIFEST})
 
 
 def _announced(system: Any, source: str) -> dict[str, str]:
@@ -91,7 +101,9 @@ def _announced(system: Any, source: str) -> dict[str, str]:
     with suppress(ValueError, AttributeError, TypeError):
         found = json.loads(system.cat_file(f"{source.rstrip('/')}/{partial.DIGESTS}"))
         return {
-            str(name): str(each) for name, each in found.items() if _SHA256.fullmatch(str(each))
+            str(name): str(each)
+            for name, each in found.items()
+            if partial.SHA256.fullmatch(str(each))
         }
     return {}
 
@@ -101,11 +113,11 @@ def _get_part(
 ) -> None:
     """Downloads a file, or a folder with files of these digests, if the node does not have it."""
     system, source = _source(directory)
+    stored = sizes(system, source, part).keys()
+    if surplus := sorted(stored - digests.keys()):
+        raise _damaged(directory, "; ".join(f"{name} is not of it" for name in surplus[:5]))
     here = kept(system, source, folder, digests)
-    if not here:
-        _get(directory, folder, part, is_folder=[*digests] != [part])
-    for name in digests.keys() - here if here else ():
-        _get(directory, folder, name, is_folder=False)
+    _get(system, source, folder, (digests.keys() & stored) - here)
 
 
 def _source(directory: FlyteDirectory) -> tuple[Any, str]:
@@ -114,10 +126,22 @@ def _source(directory: FlyteDirectory) -> tuple[Any, str]:
     return access.get_filesystem_for_path(source), source
 
 
-def _get(directory: FlyteDirectory, folder: Path, part: str, *, is_folder: bool) -> None:
-    source = f"{str(directory.remote_source).rstrip('/')}/{part}"
-    access = FlyteContextManager.current_context().file_access
-    access.get_data(source, str(folder / part), is_multipart=is_folder)
+def _get(system: Any, source: str, folder: Path, names: Collection[str]) -> None:
+    """Downloads files by their names; a client of an object store would take those it lists."""
+    paths = {name: _path(folder, name) for name in sorted(names)}
+
+    def get(name: str) -> None:
+        paths[name].parent.mkdir(parents=True, exist_ok=True)
+        system.get_file(f"{source.rstrip('/')}/{name}", str(paths[name]))
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for _ in pool.map(get, paths):
+            pass
+
+
+def _path(folder: Path, name: str) -> Path:
+    # A link leads to the node's cache.
+    return resolve_below(folder, name, source="the listing of an artifact", may_link=True)
 
 
 def _digests(directory: FlyteDirectory, folder: Path) -> dict[str, str]:
@@ -143,7 +167,7 @@ def _fetched(directory: FlyteDirectory, folder: Path, names: Iterable[str]) -> N
 
 def _differences(folder: Path, expected: dict[str, str]) -> Iterator[str]:
     for name, digest in expected.items():
-        path = folder / name
+        path = _path(folder, name)
         if not path.is_file():
             yield f"{name} is missing"
         elif path.is_symlink():

@@ -12,7 +12,8 @@ from diskcache import Cache, Disk
 from diskcache.core import MODE_PICKLE
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection, LiteralMap
 
-from nemo_rl_core.errors import StoreError
+from nemo_rl_core.errors import StoreError, UnsafePathError
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 
 
@@ -89,9 +90,16 @@ def move_into(store: Store, literals: LiteralMap) -> bool:
         if record is None:
             continue
         recorded = Path(record["directory"]["path"])
-        own = store.artifacts / recorded.name
-        if recorded != own and recorded.parent.name == store.artifacts.name and own.is_dir():
-            record["directory"]["path"] = str(own)
+        try:
+            artifact = resolve_below(store.artifacts, recorded.name, source="Flyte's cache")
+        except UnsafePathError:
+            continue
+        if (
+            recorded != artifact
+            and recorded.parent.name == store.artifacts.name
+            and artifact.is_dir()
+        ):
+            record["directory"]["path"] = str(artifact)
             literal.scalar.binary.value = msgpack.dumps(record)
             has_moved = True
     return has_moved

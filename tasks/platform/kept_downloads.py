@@ -13,9 +13,10 @@ from typing import Any
 
 from nemo_rl_core.store.files import written_aside
 from nemo_rl_core.store.node_cache import NodeCache
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 
-_AT_ONCE = 4
+AT_ONCE = 4
 """Files on their way: a client of S3 computes 1 to 7 CPU seconds a GiB."""
 
 
@@ -34,8 +35,8 @@ def kept(system: Any, source: str, folder: Path, digests: Mapping[str, str]) -> 
     cache = NodeCache.of(os.environ)
     if cache is None or not digests:
         return set()
-    sizes = _sizes(system, source)
-    present = [name for name in digests if name in sizes]
+    stored = sizes(system, source)
+    present = [name for name in digests if name in stored]
     for name in present:  # here, since threads would open the file of marks anew
         cache.mark(digests[name])
     is_shared = folder.is_relative_to(Store.default().inputs)
@@ -43,22 +44,30 @@ def kept(system: Any, source: str, folder: Path, digests: Mapping[str, str]) -> 
     def put(name: str) -> bool:
         address = f"{source.rstrip('/')}/{name}"
         found = cache.bring(
-            digests[name], sizes[name], lambda path: system.get_file(address, str(path))
+            digests[name], stored[name], lambda path: system.get_file(address, str(path))
         )
         if found is not None:
-            _place(found, folder / name, as_copy=is_shared)
+            path = resolve_below(folder, name, source="the listing of an artifact", may_link=True)
+            _place(found, path, as_copy=is_shared)
         return found is not None
 
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         return {
             name for name, is_put in zip(present, pool.map(put, present), strict=True) if is_put
         }
 
 
-def _sizes(system: Any, source: str) -> dict[str, int]:
-    top = system._strip_protocol(source)
-    found = system.find(source, detail=True)
-    return {Path(name).relative_to(top).as_posix(): each["size"] for name, each in found.items()}
+def sizes(system: Any, source: str, part: str = "") -> dict[str, int]:
+    """The sizes of an artifact's files in the object store, by relative path.
+
+    Args:
+        system: The `fsspec` file system of the source.
+        source: The artifact's folder in the object store.
+        part: A file or folder of it; empty for all files.
+    """
+    top = f"{str(system._strip_protocol(source)).rstrip('/')}/"
+    objects = system.find(f"{source.rstrip('/')}/{part}", detail=True)
+    return {name.removeprefix(top): each["size"] for name, each in objects.items()}
 
 
 def _place(found: Path, path: Path, *, as_copy: bool) -> None:

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import click
-import uvicorn
 from starlette.testclient import TestClient
 
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.app import create_app
+from nemo_rl_core.ui.server import create_server
 
 RUNS, NODES = 1000, 100
 CHROMIUM = Path("/usr/bin/chromium")
@@ -80,7 +80,7 @@ def opened(store: Store, repeats: int) -> dict[str, list[float]]:
     from playwright.sync_api import sync_playwright
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(create_app(store), log_level="warning"))
+        server = create_server(create_app(store))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"

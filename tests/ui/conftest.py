@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import uvicorn
 from playwright.sync_api import BrowserContext, sync_playwright
 from starlette.testclient import TestClient
 
@@ -28,6 +27,7 @@ from nemo_rl_core.store.manifest import Cost, Manifest
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.types import Completion, Prompt, Rollout
 from nemo_rl_core.ui.app import create_app
+from nemo_rl_core.ui.server import create_server
 
 HOSTILE = (
     "<script>alert(1)</script><img src=x onerror=alert(2)>&amp;'\"{{ 7*7 }}"
@@ -248,7 +248,7 @@ def _workflows() -> ModuleType:
 def served(store: Store) -> Iterator[str]:
     """The page of a store on a free port, by the server that the command starts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(create_app(store), log_level="warning"))
+        server = create_server(create_app(store))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -9,12 +9,12 @@ import socket
 import threading
 from pathlib import Path
 
-import uvicorn
 from playwright.sync_api import Browser, sync_playwright
 
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.app import create_app
+from nemo_rl_core.ui.server import create_server
 
 CHROMIUM = Path("/usr/bin/chromium")
 WIDTH, HEIGHT = 1180, 760
@@ -61,7 +61,7 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     store = Store(arguments.store)
     with socket.create_server(("127.0.0.1", 0)) as listener, sync_playwright() as playwright:
-        server = uvicorn.Server(uvicorn.Config(create_app(store), log_level="warning"))
+        server = create_server(create_app(store))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         arguments_of_browser = ["--headless", "--no-sandbox", "--disable-gpu"]

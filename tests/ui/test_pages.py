@@ -78,7 +78,7 @@ def test_pages_of_a_list_keep_the_filter(made, tmp_path: Path) -> None:
     store = Store(tmp_path)
     for number in range(51):
         writer = HistoryWriter(store, f"run-{number:02d}")
-        writer.begin(NewExecution("w.sft", "", [], {}, tmp_path / "log"))
+        writer.begin(NewExecution("w.sft", "", [], {}, store.runs / "log"))
         writer.end("succeeded")
     client = TestClient(create_app(store), base_url="http://localhost")
 
@@ -372,7 +372,7 @@ def test_an_empty_store_shows_a_command_and_then_the_first_run(tmp_path: Path) -
     assert "nemo-rl" in read(client, "/executions/none", status=503).text
 
     writer = HistoryWriter(store, "run-1")
-    writer.begin(NewExecution("w.sft", "", [], {}, tmp_path / "log"))
+    writer.begin(NewExecution("w.sft", "", [], {}, store.runs / "log"))
     writer.end("succeeded")
     assert "/executions/run-1" in read(client, "/").links
 

@@ -24,6 +24,7 @@ from nemo_rl_core.data.datasets.records import (
 )
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.store import remote
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.waiting import waiting
 
@@ -75,7 +76,14 @@ def _fetched(address: str) -> list[Path]:
     """The objects under an address as files of the store, each version of an object once."""
     folder = Store.default().cache / "remote"
     objects = remote.listing(address)
-    paths = [folder / each.digest[:32] / PurePosixPath(each.address).name for each in objects]
+    paths = [
+        resolve_below(
+            folder / each.digest[:32],
+            PurePosixPath(each.address).name,
+            source=f"the listing of {address}",
+        )
+        for each in objects
+    ]
     missing = [
         (each, path) for each, path in zip(objects, paths, strict=True) if not path.is_file()
     ]

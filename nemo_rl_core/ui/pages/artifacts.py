@@ -8,8 +8,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response
 
-from nemo_rl_core.errors import StoreError
+from nemo_rl_core.errors import NotRecordedError, StoreError, UnsafePathError
+from nemo_rl_core.history.ancestry import in_store
 from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, Page
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.ui import ancestry, completions, curves, graph
 from nemo_rl_core.ui.charts import Chart
 from nemo_rl_core.ui.costs import total_cost
@@ -128,9 +130,12 @@ def completions_view(request: Request) -> Response:
 
 def file(request: Request) -> Response:
     """A file of an artifact: shown if it is text, else sent as a download."""
-    root = Path(_artifact(request).path).resolve()
-    path = (root / request.path_params["path"]).resolve()
-    if not path.is_relative_to(root) or not path.is_file():
+    root = Path(_artifact(request).path)
+    try:
+        path = resolve_below(root, request.path_params["path"], source="the address")
+    except UnsafePathError as error:
+        raise HTTPException(404, "The artifact has no such file.") from error
+    if not path.is_file():
         raise HTTPException(404, "The artifact has no such file.")
     if path.suffix in _AS_TEXT:
         return FileResponse(path, media_type="text/plain; charset=utf-8")
@@ -142,11 +147,11 @@ def _artifact(request: Request) -> ArtifactRow:
     wanted = request.path_params["artifact"]
     try:
         return history.artifact(wanted)
-    except StoreError:
-        found = history.find_artifact(wanted)  # older than the history, but in the store
-        if found.id != wanted:
+    except NotRecordedError:
+        row = in_store(history.store, wanted)  # older than the history
+        if row is None or row.id != wanted:
             raise
-        return found
+        return row
 
 
 def _render(request: Request, one: ArtifactRow, tab: str, **context: Any) -> Response:

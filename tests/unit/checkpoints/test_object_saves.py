@@ -154,13 +154,43 @@ def test_a_damaged_object_is_refused(
     assert is_to_be_restored(second)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"files": {"../x": {}}}', '{"files": {"x": 1}}'])
+DIGEST = "ab" * 32
+ELSEWHERE = {"sha256": DIGEST, "num_bytes": 1, "address": "/etc/passwd"}
+NO_DIGEST = {"sha256": "passwd", "num_bytes": 1, "address": "/etc/files/passwd"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"files": {"../x": {}}}',
+        '{"files": {"x": 1}}',
+        json.dumps({"files": {"x": ELSEWHERE}}),
+        json.dumps({"files": {"x": NO_DIGEST}}),
+    ],
+)
 def test_a_damaged_manifest_is_refused(
     system: Any, prefix: str, bucket: S3Bucket, text: str
 ) -> None:
     bucket.write(bucket.path(f"{prefix}/save.json"), text.encode())
     with pytest.raises(StoreError, match=r"save\.json is damaged"):
         ObjectSaves(system, prefix + "/1").take_over(prefix)
+
+
+def test_only_objects_of_saves_are_removed(
+    tmp_path: Path, system: Any, prefix: str, bucket: S3Bucket
+) -> None:
+    """A manifest may name any folder as that of an earlier attempt."""
+    other = bucket.path(f"{prefix}-other/files")
+    bucket.write(f"{other}/rows.parquet", b"rows")
+    bucket.write(f"{other}/{DIGEST}", b"of a save")
+    manifest = {"files": {}, "earlier": [f"{prefix}-other"]}
+    bucket.write(bucket.path(f"{prefix}/save.json"), json.dumps(manifest).encode())
+    saves = ObjectSaves(system, f"{prefix}/1")
+    assert saves.take_over(prefix)
+    step(work_folder(tmp_path, "first"), saves, 1)
+    assert bucket.list(other) == [f"{other}/rows.parquet"]
 
 
 def test_a_server_that_refuses_ends_the_save_with_its_path(

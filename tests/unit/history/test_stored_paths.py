@@ -81,10 +81,11 @@ def _old_file(path: Path, root: str) -> None:
             "VALUES ('one', 'n', 't.n', 'task', 'succeeded', 1.0, ?)",
             (deck,),
         )
+    manifest = Manifest(kind="dataset", format="f", stage="s", content_hash="")
     for artifact, folder in (("a", f"{root}/artifacts/a"), ("b", "/downloads/artifacts/b")):
         database.execute(
-            "INSERT INTO artifacts VALUES (?, 'dataset', 's', 'f', '', ?, 0, '', '{}', NULL)",
-            (artifact, folder),
+            "INSERT INTO artifacts VALUES (?, 'dataset', 's', 'f', '', ?, 0, '', ?, NULL)",
+            (artifact, folder, manifest.model_dump_json()),
         )
     database.execute(f"PRAGMA user_version = {WITH_WHOLE_PATHS}")
     database.commit()

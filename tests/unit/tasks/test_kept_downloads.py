@@ -1,8 +1,12 @@
 """A second stage on a node reads its parents from its disk: bytes that an S3 server sends."""
 
+import hashlib
+import json
 import os
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +22,13 @@ from flytekit.utils.asyn import run_sync
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store import locks
-from nemo_rl_core.store.files import list_files
+from nemo_rl_core.store.files import digest_of, list_files
 from nemo_rl_core.store.node_cache import FOLDER, GIB
+from nemo_rl_core.store.partial import DIGESTS
 from nemo_rl_core.store.store import Store, damage
 from tasks.artifacts import CheckpointArtifact
 from tasks.platform import object_stores
+from tests.hostile_names import hostile_names
 from tests.workflows.flyte_backend.buckets import S3Bucket
 
 FILES = {
@@ -175,6 +181,7 @@ import os, signal, sys
 from pathlib import Path
 from s3fs import S3FileSystem
 from tests.unit.tasks.test_kept_downloads import Stage
+from tests.hostile_names import hostile_names
 from tests.workflows.flyte_backend.buckets import S3Bucket
 
 class Given(S3Bucket):
@@ -209,3 +216,44 @@ def test_a_stage_that_was_killed_in_a_download_leaves_no_half_file(
     assert again["model/b.safetensors"] == 500_000
     assert "rows.parquet" not in again, "it was whole before the kill"
     assert list((cache / "files").glob(".*")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["surplus", "in the digests", "without digests"])
+def test_hostile_names_write_nothing_outside_of_the_artifact(
+    bucket: S3Bucket, tmp_path: Path, kind: str
+) -> None:
+    """100 names of an object in the artifact's folder; flytekit's recursive download follows them.
+
+    The digests of the second kind are those of the manifest, as their writer can make them.
+    """
+    manifest = bucket.read("parent/manifest.json")
+    digests = json.loads(bucket.read(f"parent/{DIGESTS}") or b"")
+    if kind == "without digests":
+        bucket.remove(f"parent/{DIGESTS}")
+    counts: Counter[str] = Counter()
+    for number, name in enumerate(hostile_names(tmp_path / "elsewhere")):
+        bucket.write(f"parent/model/{name}", b"evil")
+        if kind == "in the digests":
+            forged = digests | {f"model/{name}": hashlib.sha256(b"evil").hexdigest()}
+            fields = json.loads(manifest or b"") | {"content_hash": digest_of(forged)}
+            del fields["checksum"]
+            bucket.write("parent/manifest.json", json.dumps(fields).encode())
+            bucket.write(f"parent/{DIGESTS}", json.dumps(forged).encode())
+        disk = tmp_path.joinpath(str(number), *"abcdefghijklmn", "disk")
+        folder = None
+        with Stage(bucket, disk) as artifact:
+            folder = Path(artifact.directory.path)
+            try:
+                _ = artifact.model_folder
+            except StoreError:
+                counts["refused"] += 1
+            else:
+                counts["inside"] += 1
+        written = [path for path in tmp_path.rglob("*") if path.is_file()]
+        evil = [path for path in written if path.read_bytes() == b"evil"]
+        assert [path for path in evil if not path.is_relative_to(folder)] == [], name
+        shutil.rmtree(tmp_path / str(number))
+        bucket.remove(f"parent/model/{name}")
+    assert counts.total() == 100
+    assert counts["refused"] >= 74, counts

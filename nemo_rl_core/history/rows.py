@@ -1,0 +1,112 @@
+"""Rows of the database as records. A damaged row is refused with its table, key and column."""
+
+import functools
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from nemo_rl_core.errors import DamagedRecordError, StoreError, UnsafePathError
+from nemo_rl_core.history.database import FILE
+from nemo_rl_core.history.records import ArtifactRow, Execution
+from nemo_rl_core.history.stored_paths import from_stored
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.store import Store
+
+T = TypeVar("T")
+
+_JSON = {"command", "inputs", "packages", "machine", "cost", "manifest", "point"}
+_PATHS = {"log_path", "deck_path", "path"}
+_OUTSIDE = {"deck_path", "path"}
+"""Paths that may be in the folder of an imported artifact."""
+_MAX_DEPTH = 64
+"""Of nested lists and objects in a JSON column."""
+
+
+def read_row(kind: type[T], row: sqlite3.Row, *, table: str, key: str, store: Store) -> T:
+    """Returns a row as a record.
+
+    Args:
+        kind: The dataclass of the record.
+        row: The row, with the columns of the dataclass.
+        table: Name of the table, for the error.
+        key: The column that identifies the row, for the error.
+        store: The store of the database, for the paths.
+
+    Raises:
+        DamagedRecordError: If a column is not JSON, has another type than the record, or is a path
+            outside of the store.
+    """
+    fields = dict(row)
+    try:
+        fields |= {name: _parsed(name, fields[name]) for name in _JSON & fields.keys()}
+        for name in _PATHS & fields.keys():
+            fields[name] = from_stored(store, fields[name], may_be_outside=name in _OUTSIDE)
+        record: T = _adapter(kind).validate_python(fields)
+        if isinstance(record, ArtifactRow):
+            Manifest.model_validate(record.manifest)
+            _refuse_other_folder(store, record)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        column = ".".join(map(str, first["loc"])) or "manifest"
+        problem = f"{column}: {first['msg']} (got {first['input']!r:.60})"
+    except StoreError as error:
+        problem = error.in_one_line
+    except (ValueError, TypeError, AttributeError) as error:
+        problem = str(error)
+    else:
+        return record
+    raise DamagedRecordError(
+        f"the row {str(row[key])[:120]!r} of the table {table} in {FILE} is damaged",
+        expected="what a run has recorded",
+        got=problem,
+        fix=f"end all runs, then restore {FILE} from a backup, or move it away: the next run "
+        "begins a new one, and no artifact is lost",
+    )
+
+
+def read_execution(row: sqlite3.Row, store: Store) -> Execution:
+    """Returns a row of `executions`; arguments and errors as of `read_row`."""
+    return read_row(Execution, row, table="executions", key="id", store=store)
+
+
+def read_artifact(row: sqlite3.Row, store: Store) -> ArtifactRow:
+    """Returns a row of `artifacts`; arguments and errors as of `read_row`."""
+    return read_row(ArtifactRow, row, table="artifacts", key="id", store=store)
+
+
+@functools.cache
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _parsed(column: str, text: Any) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{column}: not JSON: {error}") from error
+    if _is_deeper(value, _MAX_DEPTH):
+        raise ValueError(f"{column}: JSON of more than {_MAX_DEPTH} levels")
+    return value
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deeper(each, levels - 1) for each in below)
+
+
+def _refuse_other_folder(store: Store, artifact: ArtifactRow) -> None:
+    """Raises if a folder outside of the store exists, but is not the recorded artifact."""
+    folder = Path(artifact.path)
+    if folder.is_relative_to(store.root) or not folder.exists():
+        return
+    try:
+        if Manifest.read(folder).content_hash == artifact.content_hash:
+            return
+    except StoreError:
+        pass
+    raise UnsafePathError(
+        "path: a folder outside of the store that is not this artifact", got=artifact.path[:200]
+    )
