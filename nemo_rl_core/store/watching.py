@@ -185,7 +185,7 @@ def _settled(name: str) -> str:
 
 
 def _state(path: str) -> tuple[int, int, int] | None:
-    """Size, time and inode of a file; None for a folder, a device or a missing file."""
+    """Size, time and inode of a file; None for folders, devices and missing files."""
     try:
         found = Path(path).stat()
     except OSError:
@@ -238,7 +238,7 @@ def _renamed(_source: Any, target: Any, *_: Any) -> None:
 
 
 def _wrote(path: str) -> None:
-    """Notes a file that a stage writes: it is no input. What is written before a stage is one."""
+    """Notes a written file. What a stage writes is not an input; what is written before it is."""
     if _watches or _IS_WORKER:
         _written.add(path)
     else:
@@ -372,7 +372,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _safely(note: Callable[..., None], *arguments: Any) -> None:
-    """Notes a read; reads of its own do not count."""
+    """Notes a read. Files that are read for the digest do not count."""
     if getattr(_thread, "is_noting", False):
         return
     _thread.is_noting = True

@@ -158,7 +158,7 @@ print("RESULT", json.dumps({name: [each.digest, *each.unknown] for name, each in
 
 
 def source(value: float) -> str:
-    """All forms, each in a name space of its own where names may collide."""
+    """All forms in one text, with a number in names that would collide."""
     parts = [IMPORTS]
     for number, (name, text) in enumerate(FORMS.items()):
         own = re.sub(r"\b(form|Own|Judge|Base|Sub|Reward|TABLE|Level)\b", rf"\g<1>{number}", text)

@@ -1,4 +1,4 @@
-"""What user code opens, imports and reads counts for a later hit, however it does so."""
+"""Files, modules and variables that user code reads count for a later hit."""
 
 import json
 import os
