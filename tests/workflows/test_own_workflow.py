@@ -93,6 +93,23 @@ def masked(line: str) -> str:
     return re.sub(r"[\d.]+ s|\S+/artifacts/(\w+)-\S+", r"\1", line)
 
 
+def test_a_file_that_a_task_reads_counts_in_both_caches(user: User) -> None:
+    module, words = user.folder / "mine.py", user.folder / "factor.txt"
+    opened = 'float((Path(__file__).parent / "factor.txt").read_text())'
+    module.write_text(module.read_text().replace("*= config.factor", f"*= {opened}"))
+    states = []
+    for factor in ("0.5", "0.5", "2.0", "0.5"):
+        words.write_text(factor)
+        printed = user.pyflyte("mine.py", "mine")
+        states += re.findall(r"scale_head  (CACHED|ran)", printed)
+    assert states == ["ran", "CACHED", "ran", "CACHED"]
+    assert "scale_head runs again: file ./factor.txt has changed" in all_logs(user)
+
+
+def all_logs(user: User) -> str:
+    return "".join(each.read_text() for each in sorted(user.store.runs.glob("*/run.log")))
+
+
 def test_an_edited_artifact_of_a_plain_task_is_refused_with_the_way_that_works(user: User) -> None:
     module = user.folder / "mine.py"
     module.write_text(module.read_text() + "\nMODEL = ModelTaskConfig.of(RECIPE)\n")
