@@ -86,7 +86,7 @@ def explained_answers(
 def explain_uploads() -> None:
     """Explains the errors of `pyflyte run --remote` if the code cannot be uploaded; idempotent."""
     if not hasattr(FlyteRemote.upload_file, "__wrapped__"):
-        FlyteRemote.upload_file = _explained(FlyteRemote.upload_file)  # type: ignore[method-assign]
+        FlyteRemote.upload_file = _explained(FlyteRemote.upload_file)
 
 
 def _explained(original: Any) -> Any:
