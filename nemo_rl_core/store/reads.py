@@ -67,9 +67,9 @@ def read_record(path: Path) -> list[Reads]:
 
 
 def is_current(path: Path) -> bool:
-    """Whether the inputs of some run in a record are unchanged, or there is no record."""
-    found = read_record(path)
-    return not found or any(not changed_inputs(each) for each in found)
+    """Whether the record is missing, or the inputs of some run in it are unchanged."""
+    sets = read_record(path)
+    return not sets or any(not changed_inputs(each) for each in sets)
 
 
 def add_to_record(path: Path, reads: Reads) -> None:
@@ -78,9 +78,9 @@ def add_to_record(path: Path, reads: Reads) -> None:
     Raises:
         StoreError: If the disk refuses.
     """
-    known = read_record(path)
-    if (reads or known) and reads not in known[:1]:
-        write_record(path, [reads, *(each for each in known if each != reads)][:_MAX_KEPT])
+    earlier = read_record(path)
+    if (reads or earlier) and reads not in earlier[:1]:
+        write_record(path, [reads, *(each for each in earlier if each != reads)][:_MAX_KEPT])
 
 
 def write_record(path: Path, sets: list[Reads]) -> None:

@@ -240,8 +240,8 @@ class Store:
             files.remove_leftovers(folder)
             files.fsync_tree(folder)
             self.artifacts.mkdir(parents=True, exist_ok=True)
-            known = [name for name in _recorded_names(_record_path(folder)) if name != target.name]
-            record = {"artifact": target.name, "content_hash": content_hash, "earlier": known[:31]}
+            names = [name for name in _recorded_names(_record_path(folder)) if name != target.name]
+            record = {"artifact": target.name, "content_hash": content_hash, "earlier": names[:31]}
             files.write_atomic(_record_path(folder), json.dumps(record))
             self.hold(target)
             try:
@@ -258,7 +258,7 @@ class Store:
         """Returns the artifact that a stage with these inputs has made; None if it does not exist.
 
         An artifact whose user code has read files or variables that differ now does not count; see
-        `nemo_rl_core.store.reads`. The artifact is held from then on; see `hold`.
+        `nemo_rl_core.store.reads`. The artifact is locked from then on; see `hold`.
         """
         artifact = self._recorded(stage, key)
         return artifact if artifact is not None and self.hold(artifact) else None
@@ -492,10 +492,14 @@ def refuse_damaged(store: Store, folder: Path) -> None:
     """
     problem = damage_of_changed_files(store, folder)
     if problem:
+        is_stored = folder.is_relative_to(store.root)
+        edit = "edit an artifact in a task with @cached_task that returns what make gives"
         raise StoreError(
-            f"the artifact in {folder} is damaged",
+            f"the artifact in {folder} is {'damaged' if is_stored else 'not as its stage made it'}",
             expected="the content that its stage made",
             got=problem,
-            fix="run the same command again, which rebuilds it; on a cluster with "
-            "--overwrite-cache",
+            fix=f"run the same command again, which rebuilds it; on a cluster with "
+            f"--overwrite-cache. If a task of yours changed it: {edit} (docs/workflows.md)"
+            if is_stored
+            else f"{edit} (docs/workflows.md), or copy it from its store again",
         )

@@ -185,7 +185,7 @@ def _settled(name: str) -> str:
 
 
 def _state(path: str) -> tuple[int, int, int] | None:
-    """Size, time and inode of a file; None for a folder, a device or a missing file."""
+    """Size, time and inode of a file; None for folders, devices and missing files."""
     try:
         found = Path(path).stat()
     except OSError:
@@ -238,7 +238,7 @@ def _renamed(_source: Any, target: Any, *_: Any) -> None:
 
 
 def _wrote(path: str) -> None:
-    """Notes a file that a stage writes: it is no input. What is written before a stage is one."""
+    """Notes a written file. What a stage writes is not an input; what is written before it is."""
     if _watches or _IS_WORKER:
         _written.add(path)
     else:
@@ -273,7 +273,7 @@ def _executed(code: Any) -> None:
 
 def _read_variable(name: Any) -> None:
     frame = _caller()
-    if frame is None or not isinstance(name, str) or _VOLATILE_VARIABLE.fullmatch(name):
+    if frame is None or not isinstance(name, str) or _is_volatile(name):
         return
     if getattr(_thread, "copied", None) == (frame.f_code, frame.f_lasti):
         return  # a copy of the environment, as for another process
@@ -281,6 +281,11 @@ def _read_variable(name: Any) -> None:
     if readers:
         _digests.pop(f"variable {name}", None)
         _note(f"variable {name}", readers, lambda: digest_of_variable(name, _value(name)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_volatile(name: str) -> bool:
+    return _VOLATILE_VARIABLE.fullmatch(name) is not None
 
 
 def _value(name: str) -> str | None:
@@ -345,15 +350,19 @@ def _who(file: str) -> Who:
 
 def _is_noise(path: str) -> bool:
     """Whether a file belongs to the machine, a cache, a library, the store or the project."""
+    return _is_noise_from(path, str(Path.cwd()), _value("NEMO_RL_HOME"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_noise_from(path: str, folder: str, _store: str | None) -> bool:
     if path.startswith((*_SYSTEM, *_LIBRARIES, *_PROJECT)) or "/__pycache__/" in path:
         return True
-    home, temporary = str(Path.home()), tempfile.gettempdir()
     root = Store.default().root
-    if path.startswith(f"{home}/.") or Path(path).resolve().is_relative_to(root):
+    if path.startswith(f"{Path.home()}/.") or Path(path).resolve().is_relative_to(root):
         return True
-    kept = [str(Path.cwd()), *(_absolute(each) for each in sys.path)]
-    is_kept = any(path.startswith(each.rstrip(os.sep) + os.sep) for each in kept if each != "/")
-    return path.startswith(temporary + os.sep) and not is_kept
+    searched = [folder, *map(_absolute, sys.path)]
+    is_near = any(path.startswith(each.rstrip(os.sep) + os.sep) for each in searched if each != "/")
+    return path.startswith(tempfile.gettempdir() + os.sep) and not is_near
 
 
 _EVENTS: dict[str, Callable[..., None]] = {
@@ -372,7 +381,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _safely(note: Callable[..., None], *arguments: Any) -> None:
-    """Notes a read; reads of its own do not count."""
+    """Notes a read. Files that are read for the digest do not count."""
     if getattr(_thread, "is_noting", False):
         return
     _thread.is_noting = True

@@ -122,8 +122,8 @@ def train_on(
 
 def code_of(request: FitRequest) -> frozenset[str]:
     """Modules and files of the reward and of other user code that a training runs."""
-    given = [request.reward_fn, *map(type, request.parts.values())]
-    return frozenset().union(*(object_source(each).code for each in given))
+    parts = [request.reward_fn, *map(type, request.parts.values())]
+    return frozenset().union(*(object_source(each).code for each in parts))
 
 
 def training_config(settings: TrainerSettings, request: FitRequest) -> dict[str, Any]:

@@ -181,5 +181,6 @@ def _damaged(directory: FlyteDirectory, got: str) -> StoreError:
         f"the artifact in {directory.remote_source} is damaged",
         expected="the content that its stage made",
         got=got,
-        fix="run the same command again with --overwrite-cache",
+        fix="run the same command again with --overwrite-cache. A task of yours that edits an "
+        "artifact has @cached_task and returns what make gives: docs/workflows.md",
     )

@@ -1,8 +1,11 @@
 """What Flyte's client raises where a cluster does not answer or refuses, in four lines."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import click
 import grpc
 from flytekit.clients.auth.exceptions import AccessTokenNotFoundError, AuthenticationError
 from flytekit.exceptions.system import FlyteSystemException
@@ -12,6 +15,7 @@ from flytekit.exceptions.user import (
     FlyteInvalidInputException,
     FlyteTimeout,
 )
+from flytekit.remote import FlyteRemote
 from requests import RequestException
 
 from nemo_rl_core.errors import NemoRLError, ResourceError
@@ -77,6 +81,32 @@ def explained_answers(
             got=_said(causes),
             fix=fix,
         ) from error
+
+
+def explain_uploads() -> None:
+    """Explains the errors of `pyflyte run --remote` if the code cannot be uploaded; idempotent."""
+    if not hasattr(FlyteRemote.upload_file, "__wrapped__"):
+        FlyteRemote.upload_file = _explained(FlyteRemote.upload_file)
+
+
+def _explained(original: Any) -> Any:
+    @functools.wraps(original)
+    def upload_file(self: FlyteRemote, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with explained_answers(
+                "the code cannot be uploaded to the cluster",
+                self.config.platform.endpoint,
+                project=self.default_project,
+                domain=self.default_domain,
+                what="uploads",
+                fix="start a Flyte cluster and name it in ~/.flyte/config.yaml "
+                "(docs/clusters.md), or run on this machine, without --remote",
+            ):
+                return original(self, *args, **kwargs)
+        except ResourceError as error:
+            raise click.ClickException(str(error)) from error
+
+    return upload_file
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -131,7 +131,9 @@ def run(workflow: WorkflowBase, inputs: dict[str, Any]) -> Iterator[Recorder]:
                 raise KeyboardInterrupt from error
             writer.end("succeeded")
             display.close()
-            how, lines = good_end(recorder.records, closing_lines(recorder.artifacts))
+            # A custom workflow may have none of the stages whose results are shown.
+            last = [f"{each.stage}: {each.folder}" for each in recorder.artifacts[-1:]]
+            how, lines = good_end(recorder.records, closing_lines(recorder.artifacts) or last)
             _close(recorder, log, terminal, lines)
             _notify(terminal, name, how, lines)
             _ended.append(log.folder.name)

@@ -25,6 +25,7 @@ from nemo_rl_core.environments.interfaces import Scorer, score_rollouts
 from nemo_rl_core.environments.multi_turn.replies import split
 from nemo_rl_core.environments.post_processing import post_process
 from nemo_rl_core.errors import ConfigError, RewardError, WorkerError
+from nemo_rl_core.store.watching import watching
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 REWARDS = """
@@ -198,3 +199,31 @@ def test_a_game_goes_on_in_actors_as_it_does_here(make: Callable[..., Scorer]) -
 def test_what_cannot_be_made_is_refused_in_its_own_words(make: Callable[..., Scorer]) -> None:
     with pytest.raises(ConfigError, match="no regular expression"):
         make(RegexMatch(pattern="("))
+
+
+READING = """
+import importlib, os
+from pathlib import Path
+
+def score(prompt: str, response: str) -> float:
+    other = importlib.import_module("read_" + "by_name")
+    words = (Path(__file__).parent / "read_words.txt").read_text().split()
+    (Path(__file__).parent / "scored.txt").write_text(response)
+    return float(len(words) + other.X + int(os.environ.get("READ_OFFSET", "0")))
+"""
+
+
+def test_reads_in_actors_belong_to_the_stage(make: Callable[..., Scorer], tmp_path: Path) -> None:
+    (tmp_path / "reading_rewards.py").write_text(READING)
+    (tmp_path / "read_by_name.py").write_text("X = 1")
+    (tmp_path / "read_words.txt").write_text("one two")
+    with watching({"reading_rewards"}) as watch:
+        scorer = make(RewardFunction(target="reading_rewards:score"), num_workers=1)
+        assert scorer.score(rollouts("a", "b")) == [3.0, 3.0]
+        scorer.close()
+        reads = watch.reads()
+    assert {name.replace(f"{tmp_path}/", ""): bool(each) for name, each in reads.items()} == {
+        "file read_words.txt": True,
+        "module read_by_name.py": True,
+        "variable READ_OFFSET": False,
+    }

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbclient
 import nbformat
@@ -158,7 +159,7 @@ print("RESULT", json.dumps({name: [each.digest, *each.unknown] for name, each in
 
 
 def source(value: float) -> str:
-    """All forms, each in a name space of its own where names may collide."""
+    """All forms in one text, with a number in names that would collide."""
     parts = [IMPORTS]
     for number, (name, text) in enumerate(FORMS.items()):
         own = re.sub(r"\b(form|Own|Judge|Base|Sub|Reward|TABLE|Level)\b", rf"\g<1>{number}", text)
@@ -171,8 +172,8 @@ def digests(where: str, folder: Path, value: float, seed: int) -> dict[str, list
     known = {"PYTHONPATH": f"{REPOSITORY}:{folder}", "PYTHONHASHSEED": str(seed)}
     environment = {**os.environ, **known}
     if where == "notebook":
-        cells = [nbformat.v4.new_code_cell(text) for text in (source(value), PRINT)]
-        notebook = nbformat.v4.new_notebook(cells=cells)
+        v4: Any = nbformat.v4
+        notebook = v4.new_notebook(cells=[*map(v4.new_code_cell, (source(value), PRINT))])
         nbclient.NotebookClient(notebook, kernel_name="python3").execute(env=environment)
         printed = "".join(each.get("text", "") for each in notebook.cells[1].outputs)
     else:

@@ -1,4 +1,4 @@
-"""What user code opens, imports and reads counts for a later hit, however it does so."""
+"""Files, modules and variables that user code reads count for a later hit."""
 
 import json
 import os
@@ -128,26 +128,31 @@ UNRELATED: dict[str, tuple[str, str | None]] = {
 }
 
 STAGE = """
+import os
 import sys
-from pathlib import Path
 
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.object_source import object_source
+from nemo_rl_core.telemetry.events import StageSaved, publish
 
 ran = []
 
 
 def run(settings, call, code=frozenset()):
     def work(folder):
-        ran.append(1)
+        ran.append("resumed" if (folder / "saved").exists() else "ran")
         (folder / "score.txt").write_text(str(call()("completion")))
+        if "--killed" in sys.argv:
+            (folder / "saved").touch()
+            publish(StageSaved(1))
+            os._exit(9)
         return StageResult("dataset", "text")
 
     inputs = StageInputs("scored", settings, code=code)
     if "--key" in sys.argv:
         return print(inputs.key)
     made = produce(inputs, work)
-    print(inputs.key, "ran" if ran else "hit", (made / "score.txt").read_text())
+    print(inputs.key, ran[0] if ran else "hit", (made / "score.txt").read_text())
 
 
 def run_object(score):
@@ -194,7 +199,7 @@ class User:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True) if text is None else path.write_text(text)
 
-    def run(self, *arguments: str) -> list[str]:
+    def run(self, *arguments: str, code: int = 0) -> list[str]:
         """Runs the program; returns the stage's key, `ran` or `hit`, and the score."""
         done = subprocess.run(
             [sys.executable, "main.py", *arguments],
@@ -204,7 +209,7 @@ class User:
             text=True,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == code, done.stderr
         return done.stdout.split()
 
     def has(self, key: str) -> bool:
@@ -280,6 +285,17 @@ def test_results_of_both_contents_are_kept(user: User, monkeypatch: pytest.Monke
     assert user.run()[1:] == ["ran", str(float(first[2]) + 2)]
     monkeypatch.setenv("WEIGHT", "2")
     assert user.run() == [first[0], "hit", first[2]]
+
+
+@pytest.mark.parametrize("user", ["recipe"], indirect=True)
+def test_a_killed_stage_resumes_unless_its_inputs_have_changed(user: User) -> None:
+    user.run("--killed", code=9)
+    assert user.run()[1] == "resumed"
+    user.write("words.txt", "one two three")
+    user.run("--killed", code=9)
+    user.write("words.txt", "one two three four")
+    assert user.run()[1] == "ran"
+    assert len(list(user.store.reads.iterdir())) == 2  # one per artifact
 
 
 @pytest.mark.parametrize("user", ["recipe"], indirect=True)

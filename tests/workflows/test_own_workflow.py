@@ -1,0 +1,127 @@
+"""A user's workflow, from a folder of their own: cached, recorded, shown, and refused in words."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.store import Store
+from tests.documents import REPOSITORY, blocks_of
+
+pytestmark = pytest.mark.slow
+
+PAGE = (REPOSITORY / "docs" / "workflows.md").read_text()
+PLAIN = """
+import shutil
+from flytekit import task, workflow
+from flytekit.types.directory import FlyteDirectory
+from mine import MODEL, Checkpoint, ScaleConfig, prepare_model, scale_head
+
+
+@task
+def edited(checkpoint: Checkpoint) -> Checkpoint:
+    shutil.copytree(checkpoint.folder, "edited", dirs_exist_ok=True)
+    with open("edited/model/config.json", "a") as file:
+        file.write(" ")
+    return checkpoint.model_copy(update={"directory": FlyteDirectory("edited")})
+
+
+@workflow
+def plain() -> Checkpoint:
+    model = prepare_model(config=MODEL)
+    return scale_head(config=ScaleConfig(), checkpoint=edited(checkpoint=model.base))
+"""
+
+
+def block(language: str) -> str:
+    return next(each.text for each in blocks_of(PAGE) if each.language == language)
+
+
+class User:
+    """A folder with the example of the page, and a store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.store = folder / "user", Store(folder / "store")
+        self.folder.mkdir()
+        (self.folder / "mine.py").write_text(block("python"))
+
+    def pyflyte(self, *words: str, code: int = 0) -> str:
+        known = {"NEMO_RL_HOME": str(self.store.root), "PYTHONPATH": str(REPOSITORY)}
+        done = subprocess.run(
+            [Path(sys.executable).with_name("pyflyte"), "run", *words],
+            cwd=self.folder,
+            env={**os.environ, **known, "FLYTE_PLATFORM_URL": "localhost:1", "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> User:
+    return User(tmp_path)
+
+
+def test_the_example_runs_as_the_page_shows_and_is_cached(user: User) -> None:
+    first = user.pyflyte("mine.py", "mine")
+    printed = {masked(line) for line in first.splitlines()}
+    assert {masked(line) for line in block("text").splitlines()} <= printed
+    again = user.pyflyte("mine.py", "mine")
+    assert re.findall(r"(\w+)  CACHED", again) == ["prepare_model", "scale_head"]
+    other = user.pyflyte("mine.py", "mine", "--config", '{"factor": 2}')
+    assert re.findall(r"(\w+)  (CACHED|ran)", other) == [
+        ("prepare_model", "CACHED"),
+        ("scale_head", "ran"),
+    ]
+    with History(user.store) as history:
+        runs = history.executions().items
+    assert [(each.workflow, each.state) for each in runs] == [("mine.mine", "succeeded")] * 3
+    made = [Manifest.read(each) for each in user.store.artifacts.glob("scale_head-*")]
+    assert {each.config["factor"] for each in made} == {0.5, 2.0}
+    assert all(each.parents[0].stage == "prepare_model" for each in made)
+
+
+def masked(line: str) -> str:
+    """A printed line without durations and folders."""
+    return re.sub(r"[\d.]+ s|\S+/artifacts/(\w+)-\S+", r"\1", line)
+
+
+def test_a_file_that_a_task_reads_counts_in_both_caches(user: User) -> None:
+    module, words = user.folder / "mine.py", user.folder / "factor.txt"
+    opened = 'float((Path(__file__).parent / "factor.txt").read_text())'
+    module.write_text(module.read_text().replace("*= config.factor", f"*= {opened}"))
+    states = []
+    for factor in ("0.5", "0.5", "2.0", "0.5"):
+        words.write_text(factor)
+        printed = user.pyflyte("mine.py", "mine")
+        states += re.findall(r"scale_head  (CACHED|ran)", printed)
+    assert states == ["ran", "CACHED", "ran", "CACHED"]
+    assert "scale_head runs again: file ./factor.txt has changed" in all_logs(user)
+
+
+def all_logs(user: User) -> str:
+    return "".join(each.read_text() for each in sorted(user.store.runs.glob("*/run.log")))
+
+
+def test_an_edited_artifact_of_a_plain_task_is_refused_with_the_way_that_works(user: User) -> None:
+    module = user.folder / "mine.py"
+    module.write_text(module.read_text() + "\nMODEL = ModelTaskConfig.of(RECIPE)\n")
+    (user.folder / "plain.py").write_text(PLAIN)
+    said = " ".join(user.pyflyte("plain.py", "plain", code=1).replace("│", " ").split())
+    assert "is not as its stage made it" in said
+    assert "fix: edit an artifact in a task with @cached_task that returns what make gives" in said
+    assert "Traceback" not in said
+
+
+def test_a_cluster_that_does_not_answer_is_named(user: User) -> None:
+    said = user.pyflyte("--remote", "mine.py", "mine", code=1)
+    assert "the code cannot be uploaded to the cluster on localhost:1" in said
+    assert "docs/clusters.md" in said
+    assert "Traceback" not in said
