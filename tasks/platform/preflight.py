@@ -36,7 +36,9 @@ from nemo_rl_core.config.single_turn import (
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
+from nemo_rl_core.data.datasets.files import read_split
 from nemo_rl_core.data.pretrained import context_length
+from nemo_rl_core.data.row_kinds import kind_of_row
 from nemo_rl_core.distributed.resources import ResourceManager
 from nemo_rl_core.environments.contents import located_model
 from nemo_rl_core.environments.factory import make_scorer
@@ -137,8 +139,19 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
         check_targets(reward)
         for environment in single_environments(reward):
             _check_environment(environment)
-    if own is not None and not experiment.compares_pairs:
+    if own is not None and _asks_questions(experiment):
         _check_evaluation(experiment, own)
+
+
+def _asks_questions(experiment: PipelineRecipe) -> bool:
+    """Whether an evaluation may ask questions; files of pairs to validate on hold none."""
+    data = experiment.data
+    if not experiment.compares_pairs:
+        return True
+    if not isinstance(data, FileData) or data.validation is None:
+        return False
+    rows = read_split(data.replace(max_rows=1), data.validation).rows
+    return bool(rows) and "prompts" in kind_of_row(rows[0])
 
 
 def _check_evaluation(experiment: PipelineRecipe, own: EvaluationConfig) -> None:

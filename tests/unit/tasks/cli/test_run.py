@@ -322,7 +322,7 @@ def test_rows_without_questions_need_no_invented_ones(
             ["evaluation=null"],
             [{"prompt": "a"}, {"prompt": "b"}],
             "prompts without answers, which this",
-        ),  # fmt: skip
+        ),
         ("dpo", ["sft=null", "pairs.kind=data"], QUESTIONS, "prompts with answers, which this"),
         ("dpo", ["pairs.kind=data"], PAIRS, "sft cannot train on rows that are preference pairs"),
         ("post_train", ["pairs.kind=data"], PAIRS, "sft and grpo cannot train on rows that are"),
