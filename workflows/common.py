@@ -83,7 +83,7 @@ class Measured(NamedTuple):
     report: Evaluation | None
 
 
-class Verdict(NamedTuple):
+class Judged(NamedTuple):
     """The evaluation of a trained model, and the decision on its promotion."""
 
     decision: Promotion | None
@@ -150,7 +150,7 @@ def judge(
     before: Evaluation | None,
     questions: Dataset | None,
     rows: Dataset,
-) -> Verdict:
+) -> Judged:
     """Measures the trained model, and decides on its promotion.
 
     The last stage with workers gives back the cluster that the run's stages have shared.
@@ -168,7 +168,7 @@ def judge(
         )
     if config.cluster.lifetime == "run" and on_cluster():
         release_cluster(trained=trained, before=before, after=after)
-    return Verdict(decision, after)
+    return Judged(decision, after)
 
 
 def _measure_pairs(
