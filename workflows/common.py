@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
 
 
 class Questions(NamedTuple):
-    """The rows to ask; a tuple, since flytekit takes a lone None for a task without outputs."""
+    """The questions; a tuple, since flytekit takes a single None for a task without outputs."""
 
     rows: Dataset | None
 

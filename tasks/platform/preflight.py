@@ -125,7 +125,6 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     if plan is not None:
         hold_to_budget(replace(plan, max_gpu_hours=budget.max_gpu_hours))
     _warn_of_the_rates(experiment)
-    own = experiment.evaluation
     for data in (experiment.data, experiment.evaluation_data):
         if data is not None:
             _check_files(data)
@@ -139,8 +138,8 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
         check_targets(reward)
         for environment in single_environments(reward):
             _check_environment(environment)
-    if own is not None and _asks_questions(experiment):
-        _check_evaluation(experiment, own)
+    if experiment.evaluation is not None and _asks_questions(experiment):
+        _check_evaluation(experiment, experiment.evaluation)
 
 
 def _asks_questions(experiment: PipelineRecipe) -> bool:
@@ -154,11 +153,11 @@ def _asks_questions(experiment: PipelineRecipe) -> bool:
     return bool(rows) and "prompts" in kind_of_row(rows[0])
 
 
-def _check_evaluation(experiment: PipelineRecipe, own: EvaluationConfig) -> None:
+def _check_evaluation(experiment: PipelineRecipe, evaluation: EvaluationConfig) -> None:
     _check_sampling(
         experiment,
-        "evaluation.data" if own.data else "data",
-        "evaluation.generation" if own.generation else "generation",
+        "evaluation.data" if evaluation.data else "data",
+        "evaluation.generation" if evaluation.generation else "generation",
     )
     _check_tasks(experiment.measure, experiment.question_data)
     _check_rows(experiment.measure, experiment.question_data)

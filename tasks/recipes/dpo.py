@@ -50,7 +50,7 @@ class DPORecipe(PairRecipe):
 
     @property
     def samplings(self) -> list[tuple[SamplingConfig, EnvironmentConfig, str]]:
-        """None where the rows are pairs; a validation set of its own may be questions."""
+        """Empty if all rows are pairs; a separate validation set may hold questions."""
         named = getattr(self.data, "validation", None)
         return [] if self.compares_pairs and named is None else super().samplings
 
