@@ -30,5 +30,5 @@ def announce(
     if maker is None or maker.execution != os.environ["FLYTE_INTERNAL_EXECUTION_ID"]:
         notify(cluster_run(), "ended", [NOTHING_NEW])
     else:
-        found = [each.summary for each in (decision, after) if each is not None]
-        notify(cluster_run(), "succeeded", found or [lineage.summary])
+        summaries = [each.summary for each in (decision, after) if each is not None]
+        notify(cluster_run(), "succeeded", summaries or [lineage.summary])

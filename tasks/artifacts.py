@@ -61,7 +61,13 @@ class TokenizerArtifact(Artifact):
 
 
 class DatasetArtifact(Artifact):
-    """Checked rows as `rows.parquet`."""
+    """Checked rows as `rows.parquet`.
+
+    Attributes:
+        row_kind: The kind of rows that `prepare_data` has read, by `data/row_kinds.py`.
+    """
+
+    row_kind: str = ""
 
 
 class LogprobArtifact(Artifact):

@@ -59,10 +59,9 @@ def evaluate_questions(config: QuestionsTaskConfig, tokenizer: Tokenizer) -> Dat
 
 
 def _refuse_unanswerable(rows: Sequence[Row]) -> None:
-    from nemo_rl_core.data.row_kinds import described_kind
-    from nemo_rl_core.data.schemas import row_kind
+    from nemo_rl_core.data.row_kinds import described_kind, kind_of_row
 
-    if rows and (kind := row_kind(rows[0])) != "prompts":
+    if rows and (kind := kind_of_row(rows[0])) not in ("prompts", "lone_prompts"):
         raise DataError(
             f"the questions of an evaluation are {described_kind(kind)}, which cannot be answered",
             expected="rows with the columns prompt and answer",

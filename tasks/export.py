@@ -9,7 +9,13 @@ from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.store import CARD
 from nemo_rl_core.telemetry.waiting import waiting_for_files
-from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion, PromotionDecision
+from tasks.artifacts import (
+    Artifact,
+    Checkpoint,
+    CheckpointArtifact,
+    Promotion,
+    PromotionDecision,
+)
 from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make
 
@@ -56,7 +62,8 @@ def export(
         summary = f"{exported}: {count / 1e6:.2f} M parameters of step {step}"
         return StageResult("model", "hf", summary, step=step)
 
-    parents = {"checkpoint": checkpoint} | ({"decision": decision} if decision else {})
+    parents: dict[str, Artifact] = {"start": start, "trained": trained}
+    parents |= {"decision": decision} if decision else {}
     return CheckpointArtifact(**make(__name__, "export", config=config, parents=parents, work=work))
 
 

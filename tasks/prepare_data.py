@@ -32,6 +32,7 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
     from nemo_rl_core.data.datasets import load_parts
     from nemo_rl_core.data.loader import save_rows
     from nemo_rl_core.data.pretrained import context_length, load_tokenizer
+    from nemo_rl_core.data.row_kinds import kind_of_row
     from nemo_rl_core.data.schemas import check_disjoint, checked_rows, row_kind
 
     parts = load_parts(config.data, seed=config.seed or 0)
@@ -70,7 +71,7 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
             work=write,
             part=name,
         )
-        return DatasetArtifact(**fields)
+        return DatasetArtifact(**fields, row_kind=kind_of_row(rows[0]))
 
     check_disjoint(train, validation)
     return PreparedData(artifact("train", train), artifact("validation", validation))

@@ -74,7 +74,7 @@ def compare_pair_report(report: EvalReport, *, confidence: float) -> Comparison:
 
 
 def promotes(compared: Comparison, config: PromotionConfig) -> bool:
-    """Whether the whole interval of the difference is above the margin.
+    """Whether the complete interval of the difference is above the margin.
 
     With a margin of 0 this is McNemar's exact test at the interval's confidence.
     """

@@ -6,7 +6,7 @@ from flytekit import workflow
 
 from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.trainer import LoopConfig
-from nemo_rl_core.data.row_kinds import kind_of_rows, refuse_other_kinds
+from nemo_rl_core.data.row_kinds import refuse_other_kinds
 from tasks.announce import announce
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage, Promotion, Tokenizer
 from tasks.cache_reference_logprobs import cache_reference_logprobs
@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
 
 
 class Questions(NamedTuple):
-    """The rows to ask; a tuple, since flytekit takes a lone None for a task without outputs."""
+    """The questions; a tuple, since flytekit takes a single None for a task without outputs."""
 
     rows: Dataset | None
 
@@ -83,7 +83,7 @@ class Measured(NamedTuple):
     report: Evaluation | None
 
 
-class Verdict(NamedTuple):
+class Judged(NamedTuple):
     """The evaluation of a trained model, and the decision on its promotion."""
 
     decision: Promotion | None
@@ -111,22 +111,23 @@ def warm_start(
 
 @choice
 def choose_questions(
-    config: QuestionTaskConfig, tokenizer: Tokenizer, validation: Dataset
+    config: QuestionTaskConfig, tokenizer: Tokenizer, train: Dataset, validation: Dataset
 ) -> Questions:
     """The rows that a model is measured on: held-out ones, those of another data set, or none.
 
     Raises:
-        DataError: If the recipe cannot train on rows of this kind.
+        DataError: If the recipe cannot train on the rows.
     """
-    kind = kind_of_rows(validation.records)
-    refuse_other_kinds(kind, config.trains_on)
+    refuse_other_kinds(train.row_kind, config.trains_on)
     if not config.evaluates:
         return Questions(None)
     if config.data is not None:
         return Questions(evaluate_questions(config=config.data, tokenizer=tokenizer))
-    if kind in ("prompts", "lone_prompts"):
+    if validation.row_kind in ("prompts", "lone_prompts"):
         return Questions(validation)
-    refuse_missing_verdict(config, kind)
+    if config.compares_pairs:
+        refuse_other_kinds(validation.row_kind, config.trains_on)
+    refuse_missing_verdict(config, validation.row_kind)
     return Questions(None)
 
 
@@ -149,7 +150,7 @@ def judge(
     before: Evaluation | None,
     questions: Dataset | None,
     rows: Dataset,
-) -> Verdict:
+) -> Judged:
     """Measures the trained model, and decides on its promotion.
 
     The last stage with workers gives back the cluster that the run's stages have shared.
@@ -167,7 +168,7 @@ def judge(
         )
     if config.cluster.lifetime == "run" and on_cluster():
         release_cluster(trained=trained, before=before, after=after)
-    return Verdict(decision, after)
+    return Judged(decision, after)
 
 
 def _measure_pairs(
@@ -203,7 +204,10 @@ def begin(
     prepared = prepare_model(config=model)
     rows = prepare_data(config=data, tokenizer=prepared.tokenizer)
     asked = choose_questions(
-        config=questions, tokenizer=prepared.tokenizer, validation=rows.validation
+        config=questions,
+        tokenizer=prepared.tokenizer,
+        train=rows.train,
+        validation=rows.validation,
     ).rows
     checkpoint = warm_start(
         config=sft, base=prepared.base, train=rows.train, validation=rows.validation

@@ -5,7 +5,6 @@
 
 from flytekit import workflow
 
-from nemo_rl_core.data.row_kinds import kind_of_rows
 from tasks.artifacts import Checkpoint, Dataset
 from tasks.platform.stage import choice
 from tasks.prepare_data import prepare_data
@@ -23,13 +22,13 @@ DEFAULT = default_recipe(SFTRecipe, "sft_arithmetic")
 def tune(
     config: SFTTaskConfig, base: Checkpoint, train: Dataset, validation: Dataset
 ) -> Checkpoint:
-    """Supervised fine-tuning; rows without questions give at least the last step's held-out loss.
+    """Supervised fine-tuning; held-out rows that ask nothing give at least the last step's loss.
 
-    What it depends on is not whether the run asks other questions, which would train again.
+    That does not depend on `evaluation.data`, which would otherwise train again when it is added.
     """
     assert config.sft is not None, "the recipe always has the section"
     sft = config.sft
-    if sft.validate_every_num_steps is None and kind_of_rows(validation.records) != "prompts":
+    if sft.validate_every_num_steps is None and "prompts" not in validation.row_kind:
         sft = sft.replace(validate_every_num_steps=sft.num_steps)
     seen = held_out(sft, validation)
     return train_sft.on(config.cluster)(
@@ -44,7 +43,10 @@ def sft(config: SFTRecipe = DEFAULT) -> Outcome:
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
     questions = choose_questions(
-        config=stages.questions, tokenizer=model.tokenizer, validation=data.validation
+        config=stages.questions,
+        tokenizer=model.tokenizer,
+        train=data.train,
+        validation=data.validation,
     ).rows
     before = measure(config=stages.evaluation, checkpoint=model.base, validation=questions).report
     candidate = tune(

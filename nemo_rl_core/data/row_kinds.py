@@ -1,9 +1,9 @@
 """The kind of a data set's rows, and the refusal of rows that an algorithm cannot train on."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from nemo_rl_core.errors import DataError
+from nemo_rl_core.types import Row
 
 _WORDS = {
     "prompts": "prompts with answers",
@@ -24,21 +24,16 @@ _FIXES = {
 }
 
 
-def kind_of_rows(folder: Path) -> str:
-    """Returns the kind of the rows in a data set folder.
+def kind_of_row(row: Row) -> str:
+    """Returns the kind of a data set's rows, by any one of them.
 
     Returns:
         `prompts`, `lone_prompts` (without answers), `conversations`, `text` or `preferences`.
     """
-    import pyarrow.parquet as pq
-
     from nemo_rl_core.data.frames import row_kind
-    from nemo_rl_core.data.loader import ROWS_FILE
 
-    with pq.ParquetFile(folder / ROWS_FILE) as file:
-        (first,) = next(file.iter_batches(batch_size=1)).to_pylist()
-    kind = row_kind(first)
-    return "lone_prompts" if kind == "prompts" and not first.get("completion") else kind
+    kind = row_kind(row)
+    return "lone_prompts" if kind == "prompts" and not row.get("completion") else kind
 
 
 def described_kind(kind: str) -> str:

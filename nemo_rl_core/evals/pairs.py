@@ -1,4 +1,4 @@
-"""What preference training changed on held-out pairs: margins, accuracy and a paired verdict."""
+"""Margins, accuracy and a paired verdict on held-out preference pairs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

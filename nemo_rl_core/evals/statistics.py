@@ -86,8 +86,8 @@ def paired_interval(gained: int, lost: int, total: int, confidence: float) -> In
     """Interval of `(gained - lost) / total`, the difference of two paired proportions.
 
     The difference is the share of prompts that changed times `2 g - 1`, with the share `g` of gains
-    among the changes. The interval multiplies the bounds of both exact intervals. It therefore lies
-    above or below zero exactly where McNemar's exact test rejects "as many gained as lost" at the
+    among the changes. The interval multiplies the bounds of both exact intervals. It therefore
+    excludes zero exactly where McNemar's exact test rejects "as many gained as lost" at the
     same confidence, since that test depends on `g` only, and it covers a difference other than zero
     more often than `confidence` says.
 

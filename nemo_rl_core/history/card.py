@@ -159,7 +159,8 @@ def _evaluation(evaluations: Sequence[CardEvaluation], manifest: Manifest) -> st
         return "## Evaluation\n\nNo evaluation of this model is recorded.\n"
     confidences = sorted({f"{100 * e.confidence:g} %" for e in evaluations if e.confidence})
     note = f"; in brackets the interval at {' and '.join(confidences)}" if confidences else ""
-    title = "Greedy answers on held-out prompts"
+    on_pairs = all("num_pairs" in each.manifest.figures for each in evaluations)
+    title = "Accuracy on held-out pairs" if on_pairs else "Greedy answers on held-out prompts"
     if any(each.sampled for each in evaluations):
         title += ", and pass@k and cons@k of sampled ones"
     lines = [

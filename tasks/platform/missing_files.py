@@ -39,7 +39,7 @@ def _missing_files(data: DataConfig, path: str) -> Iterator[str]:
             yield from _missing_files(source.data, f"{path}.sources.{place}.data")
     if not isinstance(data, FileData):
         return
-    # The rows of an evaluation may be named as validation alone, which is then read for both.
+    # An evaluation may name validation rows only, which are then those of both parts.
     train = None if data.train == data.validation else data.train
     for key, name in (("train", train), ("validation", data.validation)):
         if name is not None and not remote.is_remote(name):

@@ -37,7 +37,9 @@ from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.config.warm_up import warm_up_warnings
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
+from nemo_rl_core.data.datasets.files import read_split
 from nemo_rl_core.data.pretrained import context_length
+from nemo_rl_core.data.row_kinds import kind_of_row
 from nemo_rl_core.distributed.virtual_cluster import resources_of_runs
 from nemo_rl_core.environments.contents import located_model
 from nemo_rl_core.environments.factory import make_scorer
@@ -127,7 +129,6 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
         hold_to_budget(replace(plan, max_gpu_hours=budget.max_gpu_hours))
     _warn_of_the_rates(experiment)
     _warn_of_warm_ups(experiment)
-    own = experiment.evaluation
     for data in (experiment.data, experiment.evaluation_data):
         if data is not None:
             _check_files(data)
@@ -141,16 +142,27 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
         check_targets(reward)
         for environment in single_environments(reward):
             _check_environment(environment)
-    if own is not None and not experiment.compares_pairs:
-        _check_evaluation(experiment, own)
+    if experiment.evaluation is not None and _asks_questions(experiment):
+        _check_evaluation(experiment, experiment.evaluation)
     check_size(experiment)
 
 
-def _check_evaluation(experiment: PipelineRecipe, own: EvaluationConfig) -> None:
+def _asks_questions(experiment: PipelineRecipe) -> bool:
+    """Whether an evaluation may ask questions; files of pairs to validate on hold none."""
+    data = experiment.data
+    if not experiment.compares_pairs:
+        return True
+    if not isinstance(data, FileData) or data.validation is None:
+        return False
+    rows = read_split(data.replace(max_rows=1), data.validation).rows
+    return bool(rows) and "prompts" in kind_of_row(rows[0])
+
+
+def _check_evaluation(experiment: PipelineRecipe, evaluation: EvaluationConfig) -> None:
     _check_sampling(
         experiment,
-        "evaluation.data" if own.data else "data",
-        "evaluation.generation" if own.generation else "generation",
+        "evaluation.data" if evaluation.data else "data",
+        "evaluation.generation" if evaluation.generation else "generation",
     )
     _check_tasks(experiment.measure, experiment.question_data)
     _check_rows(experiment.measure, experiment.question_data)

@@ -219,7 +219,7 @@ class PipelineRecipe(Recipe):
 
     @property
     def compares_pairs(self) -> bool:
-        """Whether models are measured on held-out pairs where there are no questions."""
+        """Whether models are measured on held-out pairs if there are no questions."""
         return False
 
     @property
@@ -250,8 +250,8 @@ class PipelineRecipe(Recipe):
     @property
     def path_of_measure(self) -> str:
         """The path of `measure` in the recipe."""
-        own = self.evaluation is not None and self.evaluation.environment is not None
-        return "evaluation.environment" if own else "environment"
+        is_separate = self.evaluation is not None and self.evaluation.environment is not None
+        return "evaluation.environment" if is_separate else "environment"
 
     @property
     def experiments(self) -> "list[PipelineRecipe]":
@@ -261,8 +261,8 @@ class PipelineRecipe(Recipe):
     @property
     def measure(self) -> EnvironmentConfig:
         """The environment that decides whether a completion is right."""
-        own = None if self.evaluation is None else self.evaluation.environment
-        return own or self.environment
+        separate = None if self.evaluation is None else self.evaluation.environment
+        return separate or self.environment
 
     @property
     def evaluation_data(self) -> DataConfig | None:
@@ -454,7 +454,7 @@ class PromotionTaskConfig(FrozenConfig):
 
     @classmethod
     def of(cls, config: PipelineRecipe) -> "PromotionTaskConfig | None":
-        """The recipe's share; None where there is no verdict."""
+        """The recipe's share; None without a verdict."""
         if config.evaluation is None or config.promotion is None:
             return None
         return cls(promotion=config.promotion, confidence=config.evaluation.confidence)

@@ -46,12 +46,13 @@ class DPORecipe(PairRecipe):
     @property
     def sampled_models(self) -> list[ModelConfig]:
         """The model, where it samples pairs or answers."""
-        return [] if self.compares_pairs else self.models
+        return self.models if self.samplings else []
 
     @property
     def samplings(self) -> list[tuple[SamplingConfig, EnvironmentConfig, str]]:
-        """None where held-out pairs give the verdict."""
-        return [] if self.compares_pairs else super().samplings
+        """Empty if all rows are pairs; a separate validation set may hold questions."""
+        named = getattr(self.data, "validation", None)
+        return [] if self.compares_pairs and named is None else super().samplings
 
 
 class DPOTaskConfig(DPOSettings):

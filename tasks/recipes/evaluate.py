@@ -71,7 +71,7 @@ class EvaluateRecipe(PipelineRecipe):
 
 
 class RegressionRecipe(EvaluateRecipe):
-    """All of a regression check: an evaluation with a baseline that the model is held against."""
+    """Recipe of a regression check: an evaluation with a required baseline."""
 
     @model_validator(mode="after")
     def _has_a_baseline(self) -> Self:

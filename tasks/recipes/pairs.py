@@ -49,7 +49,7 @@ class PairRecipe(PipelineRecipe):
                 f"{' and '.join(others)} cannot train on rows that are preference pairs",
                 expected="pairs: {kind: rollouts}, or no stage that reads the rows otherwise",
                 got=f"pairs: {{kind: data}} with {' and '.join(others)}",
-                fix="set sft: null" if others == ["sft"] else "leave pairs out, or run dpo alone",
+                fix="set sft: null" if others == ["sft"] else "leave pairs out, or use dpo",
             )
         return self
 

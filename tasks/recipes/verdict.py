@@ -1,4 +1,4 @@
-"""What models of a run are measured on, and how the verdict on the trained one is reached."""
+"""Settings of the stages that measure the models of a run and decide on a promotion."""
 
 import logging
 
@@ -32,7 +32,7 @@ class QuestionTaskConfig(FrozenConfig):
         evaluates: Whether models are measured on questions.
         data: The data set of the questions; None asks held-out rows of the recipe's data.
         trains_on: The kinds of rows that the recipe can train on.
-        compares_pairs: Whether held-out pairs give the verdict where there are no questions.
+        compares_pairs: Whether held-out pairs give the verdict if there are no questions.
         needs_verdict: Whether the export depends on a verdict.
     """
 
@@ -108,10 +108,10 @@ class VerdictConfig(FrozenConfig):
     """Settings of the stages that measure a trained model and decide on its promotion.
 
     Attributes:
-        cluster: Of the run.
-        evaluation: Of answers to questions; None leaves it out.
-        promotion: Of the verdict; None leaves it out.
-        pairs: Of held-out pairs, where there are no questions; None leaves them out.
+        cluster: The shape of the run's cluster.
+        evaluation: Settings of the evaluation on questions; None leaves it out.
+        promotion: Settings of the verdict; None leaves it out.
+        pairs: Settings of the evaluation on held-out pairs, if there are no questions.
     """
 
     cluster: ClusterConfig

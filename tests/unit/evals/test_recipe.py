@@ -94,8 +94,8 @@ def explained(gained: int, lost: int, total: int, margin: float = 0.0) -> str:
 def test_a_model_is_promoted_by_the_lower_bound(
     gained: int, lost: int, margin: float, promoted: bool
 ) -> None:
-    before = {str(place): gained <= place < gained + lost for place in range(100)}
-    after = {str(place): place < gained for place in range(100)}
+    before = {str(index): gained <= index < gained + lost for index in range(100)}
+    after = {str(index): index < gained for index in range(100)}
     compared = compare(before, after, confidence=0.95)
     assert promotes(compared, PromotionConfig(min_improvement=margin)) == promoted
     if margin == 0:

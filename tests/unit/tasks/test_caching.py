@@ -90,7 +90,7 @@ def test_every_stage_names_its_own_module_for_its_key() -> None:
         for path in (REPOSITORY / "tasks").glob("*.py")
         if "@cached_task" in path.read_text()
     }
-    assert len(stages) == 22
+    assert len(stages) == 23
     assert modules == {stage: {"__name__"} for stage in stages}
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from flytekit.types.directory import FlyteDirectory
 
 from nemo_rl_core.evals.sweep import summarize
+from nemo_rl_core.telemetry.metrics import MetricsFile
+from nemo_rl_core.types import StepReport
 from tasks.artifacts import (
     Artifact,
     CheckpointArtifact,
@@ -97,6 +99,31 @@ def test_a_reward_model_and_how_often_it_is_right(tmp_path: Path) -> None:
         f"reward model: {tmp_path / 'model'}",
         "reward model's accuracy: 0.750 [0.500, 0.875] on 16 held-out pairs",
     ]
+
+
+def test_a_run_without_questions_ends_with_what_it_measured(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "sft").mkdir()
+    origin = {"checkpoint": "ab" * 32, "exported": "the trained model (train_sft)"}
+    (tmp_path / "out" / "origin.json").write_text(json.dumps(origin))
+    file = MetricsFile(tmp_path / "sft" / "metrics.jsonl")
+    file.append(StepReport("train_sft", 1, 2, {"loss": 3.0}))
+    file.append(StepReport("train_sft", 2, 2, {"loss": 2.0, "validation_loss": 2.5}))
+    trained = make(CheckpointArtifact, tmp_path / "sft", "train_sft")
+    exported = make(CheckpointArtifact, tmp_path / "out", "export")
+    assert closing_lines([trained, exported])[0] == "validation loss of train_sft: 2.500"
+    figures = {"accuracy": 1.0, "accuracy_low": 0.5, "accuracy_high": 1.0, "num_pairs": 8.0}
+    pairs = make(
+        EvalReport,
+        tmp_path,
+        "evaluate_pairs",
+        metrics={**figures, "margin": 1.25},
+        measured="dpo_iteration 1",
+    )
+    assert closing_lines([trained, pairs, exported])[0] == (
+        "pair accuracy of dpo_iteration 1: 1.000 [0.500, 1.000] on 8 held-out pairs, "
+        "mean margin +1.250 nats"
+    )
 
 
 def test_a_run_that_made_nothing_has_nothing_to_say() -> None:

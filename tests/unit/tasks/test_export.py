@@ -79,6 +79,9 @@ def test_the_exported_weights_are_those_that_the_recipe_names(
         sentence = "the model that training started from (prepare_model)"
     assert origin["exported"] == sentence
     assert exported.summary.startswith(sentence)
+    # `nemo-rl reproduce` calls the task again with what the manifest names, by role.
+    roles = {parent.role for parent in exported.manifest.parents}
+    assert roles == {"start", "trained"} | ({"decision"} if decision else set())
     card = (exported.model_folder / "README.md").read_text().replace("\\", "")
     said = decision.summary if decision else "not compared with the model it started from"
     assert f"Exported: {sentence}; {said}." in card

@@ -155,3 +155,27 @@ def test_a_backend_without_a_scalar_head_trains_no_critic_or_reward_model(
     config = experiment.model_validate({"recipe": recipe, "training": {"backend": "megatron"}})
     with pytest.raises(ConfigError, match="no scalar head"):
         config.refuse_contradictions()
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_on_pairs", "per_token"),
+    [
+        ({}, True, False),
+        ({"dpo": {"loss": {"kind": "simpo"}}}, True, True),
+        ({"dpo": {"loss": {"kind": "ipo"}}}, True, True),
+        ({"dpo": {"loss": {"kind": "ipo", "per": "sequence"}}}, True, False),
+        ({"dpo": {"loss": {"kind": "kto"}}}, True, False),
+        ({"evaluation": None}, False, None),
+        ({"evaluation": {"data": {"kind": "arithmetic"}}}, False, None),
+        ({"pairs": {"kind": "rollouts"}}, False, None),
+    ],
+)
+def test_given_pairs_without_questions_are_judged_on_pairs(
+    changes: dict[str, Any], is_on_pairs: bool, per_token: bool | None
+) -> None:
+    words = {"model": {"kind": "from_config"}, "pairs": {"kind": "data"}, **changes}
+    plan = plan_dpo(config=DPORecipe.model_validate(words))
+    assert (plan.verdict.pairs is not None) == is_on_pairs
+    assert plan.questions.compares_pairs == is_on_pairs
+    if plan.verdict.pairs is not None:
+        assert plan.verdict.pairs.evaluation.per_token == per_token

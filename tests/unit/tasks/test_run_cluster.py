@@ -322,7 +322,7 @@ def test_the_verdict_on_a_run_gives_its_cluster_back(
             rows=DatasetArtifact.model_validate(folder),
         )
     if not nodes:
-        return  # literals alone: both outputs are None
+        return  # both outputs are None
     names = [node.task_node.reference_id.name for node in spec.nodes]
     assert [name.split(".")[1] for name in names] == nodes
     if "release_cluster" in nodes[1:]:
