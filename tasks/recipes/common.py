@@ -379,8 +379,8 @@ class QuestionTaskConfig(FrozenConfig):
         data = config.evaluation.data
         if data is None:
             return cls(data=None)
-        asked = DataTaskConfig.of(config.replace(data=data))
-        return cls(data=asked.replace(completions_are_trained=False))
+        questions = DataTaskConfig.of(config.replace(data=data))
+        return cls(data=questions.replace(completions_are_trained=False))
 
 
 class SFTTaskConfig(TrainerSettings):
