@@ -105,12 +105,12 @@ def _lengths(prompt: Any, completion: Any, context_length: int | None) -> dict[s
         return {}  # the validation refuses them
     if context_length is None:
         return {} if completion else {"generation.max_new_tokens": MAX_NEW_TOKENS}
-    found = {}
+    chosen = {}
     if prompt is None:
         fitting = context_length - completion if completion else context_length // 2
         prompt = _MAX_PROMPT_TOKENS
         if 0 < fitting < prompt:
-            prompt = found["max_prompt_tokens"] = fitting
+            prompt = chosen["max_prompt_tokens"] = fitting
     if completion is None:
         room = context_length - prompt
         if room < 1:
@@ -121,8 +121,8 @@ def _lengths(prompt: Any, completion: Any, context_length: int | None) -> dict[s
                 fix=f"set max_prompt_tokens to {context_length // 2}, or take a model with a "
                 "longer context",
             )
-        found["generation.max_new_tokens"] = min(MAX_NEW_TOKENS, room)
-    return found
+        chosen["generation.max_new_tokens"] = min(MAX_NEW_TOKENS, room)
+    return chosen
 
 
 def engines_of_gpus(cluster: Any, generation: Any, *, path: str = "generation") -> dict[str, float]:

@@ -62,7 +62,7 @@ class RowChecking:
         tokenizer: For lengths and masks; None skips those checks.
         max_prompt_tokens: The longest prompt to sample from; None for any.
         policy: The longest row, and which turns are trained on.
-        limit_name: What sets the longest row, for messages.
+        limit_name: Name of the limit of a row, for messages.
 
     Attributes:
         columns: Of all rows.

@@ -173,7 +173,7 @@ def example_faults(
         tokenizer: The model's.
         policy: The longest row, and what becomes of longer ones.
         first: The number of the first row, for the error.
-        limit_name: What sets the longest row, for the fault.
+        limit_name: Name of the limit of a row, for the fault.
 
     Raises:
         DataError: When the turns of a row cannot be separated by the chat template (names the row).

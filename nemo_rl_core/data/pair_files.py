@@ -66,12 +66,13 @@ def load_pairs_for(
 
     Args:
         model_folder: The model, with its tokenizer.
-        folder: As in `load_pairs`.
+        folder: Folder of pairs or of preferences; see `load_pairs`.
         name: Name of the data set in messages, such as `train`.
-        reference_logprobs: As in `load_pairs`.
+        reference_logprobs: Folder of the reference's logprobs, or None.
 
     Raises:
-        DataError: As in `load_pairs`, and if a pair is longer than the model's context.
+        DataError: If there are no pairs, the logprobs belong to other pairs, or a pair is longer
+            than the model's context.
     """
     tokenizer = load_tokenizer(model_folder)
     pairs = load_pairs(folder, tokenizer, reference_logprobs=reference_logprobs)

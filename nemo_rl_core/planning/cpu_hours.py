@@ -12,14 +12,17 @@ _SHORTEST_HOURS: Final = 1.0
 
 
 def cpu_hours(load: StageLoad, num_steps: int, *, row_tokens: float | None = None) -> float:
-    """Returns the hours of a stage on the cores of this machine, at its longest sequences.
+    """Returns the hours of a stage on the cores of this machine, at its longest completions.
 
     Args:
         load: The stage.
         num_steps: Steps of the stage in the run.
-        row_tokens: Mean tokens of a row, for a stage that does not sample.
+        row_tokens: Mean tokens of a row of the data; None takes the longest.
     """
-    length = load.mean_length if row_tokens is None else min(row_tokens, load.mean_length)
+    if load.sampling is not None:
+        length = min(row_tokens or load.prompt_tokens, load.prompt_tokens) + load.mean_completion
+    else:
+        length = min(row_tokens or load.mean_length, load.mean_length)
     flops, num_sequences = load.sizes.flops, 0
     total = 0.0
     if load.training is not None:
@@ -40,9 +43,9 @@ def hours_warning(
     """Returns a sentence about a stage that takes an hour or more on CPUs; None for a shorter one.
 
     Args:
-        load: As in `cpu_hours`.
-        num_steps: As in `cpu_hours`.
-        row_tokens: As in `cpu_hours`; None for a stage that trains on rows skips the estimate.
+        load: The stage.
+        num_steps: Steps of the stage in the run.
+        row_tokens: Mean tokens of a row; None skips the estimate of a stage that trains on rows.
     """
     if load.training is None or (load.sampling is None and row_tokens is None):
         return None

@@ -100,11 +100,11 @@ def _require_store(tracker: MlflowTracker, path: str) -> None:
     try:
         MlflowClient(tracking_uri=tracker.tracking_uri)
     except MlflowException as error:
-        given = tracker.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        address = tracker.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         raise ConfigError(
             f"{path}: the installed MLflow cannot record there",
             expected="the address of a server, in tracking_uri or MLFLOW_TRACKING_URI",
-            got=f"{given or 'no address'}: {error.message[:160]}",
+            got=f"{address or 'no address'}: {error.message[:160]}",
             fix="start `mlflow server` and set tracking_uri: http://localhost:5000; or install "
             "`mlflow`, whose default is a database in the current folder",
         ) from error
@@ -117,8 +117,8 @@ def _address(tracker: TrackerConfig) -> str | None:
             address = tracker.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
             return address if address.startswith("http") else None
         case OtlpTracker():
-            named = next((os.environ[name] for name in _OTLP if os.environ.get(name)), None)
-            return tracker.endpoint or named or "http://localhost:4318"
+            variable = next((os.environ[name] for name in _OTLP if os.environ.get(name)), None)
+            return tracker.endpoint or variable or "http://localhost:4318"
     return None
 
 

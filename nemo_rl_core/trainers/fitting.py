@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.tracking import TrackingConfig
-from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
+from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings, TrainerSettings
 from nemo_rl_core.config.warm_up import warm_up_warnings
 from nemo_rl_core.environments.contents import reward_content
 from nemo_rl_core.environments.interfaces import Scorer
@@ -26,6 +26,7 @@ from nemo_rl_core.telemetry.decks import training_deck
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.trainers.fit_inputs import fit_call, parents_of, scorer_for
 from nemo_rl_core.trainers.fit_request import FitRequest, FittedTrainer, reward_name
+from nemo_rl_core.trainers.gpu_load import warn_of_hours
 from nemo_rl_core.trainers.loop import STOPPED
 from nemo_rl_core.trainers.recording import UnrecordedStages, recorded_fit
 
@@ -85,6 +86,14 @@ def fit(trainer: FittedTrainer, request: FitRequest) -> TrainResult:
     scorer = scorer_for(trainer.algorithm, trainer.settings, request)
     with recorded_fit(fit_call(trainer, request)) as stages:
         parents = parents_of(stages, trainer.settings, request, scorer)
+        if isinstance(section, LoopConfig):
+            warn_of_hours(
+                trainer.algorithm,
+                section,
+                trainer.settings,
+                parents["base"] / "model",
+                parents["train"],
+            )
         config = training_config(trainer.settings, request)
         return train_on(trainer, config, parents, scorer, stages, code=code_of(request))
 

@@ -70,8 +70,8 @@ def preview(
 
 def _refuse_options_of_data() -> None:
     context = click.get_current_context()
-    given = click.core.ParameterSource.COMMANDLINE
-    names = [name for name in ("mask", "columns") if context.get_parameter_source(name) is given]
+    typed = click.core.ParameterSource.COMMANDLINE
+    names = [name for name in ("mask", "columns") if context.get_parameter_source(name) is typed]
     if names:
         raise click.UsageError(
             f"--{names[0]}: a recipe has it in its section data: data.{names[0]}"

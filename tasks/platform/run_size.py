@@ -52,7 +52,7 @@ def check_size(experiment: PipelineRecipe) -> None:
 
 
 def _batches(experiment: PipelineRecipe) -> dict[str, int]:
-    """Rows of the data that a step takes, by setting, without pairs that the policy samples."""
+    """Returns the batch sizes by setting, except those of pairs that the policy samples."""
     samples_pairs = isinstance(getattr(experiment, "pairs", None), PairsFromRollouts)
     sections = ((name, field, getattr(experiment, name, None)) for name, field in _BATCHES.items())
     return {

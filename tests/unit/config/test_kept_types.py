@@ -34,12 +34,12 @@ def converted_values(field: FieldInfo) -> list[Any]:
     adapter, numbers, converted = TypeAdapter(annotation or field.annotation), (int, float), []
     for value in VALUES:
         try:
-            found = adapter.validate_python(value)
+            read = adapter.validate_python(value)
         except (ValidationError, ConfigError, RecipeError, TypeError):
             continue
-        is_number = type(value) in numbers and type(found) in numbers
-        is_scalar = type(found) in (bool, *numbers, str)
-        if is_scalar and type(found) is not type(value) and not is_number:
+        is_number = type(value) in numbers and type(read) in numbers
+        is_scalar = type(read) in (bool, *numbers, str)
+        if is_scalar and type(read) is not type(value) and not is_number:
             converted.append(value)
     return converted
 

@@ -40,8 +40,9 @@ def changed_stages(changes: dict[str, Any], base: dict[str, Any] = BASE) -> set[
         # More iterations leave those that were run as they are.
         ({"grpo": {"num_iterations": 9}}, {"num_iterations"}),
         ({"sft": {"learning_rate": 1.25e-4}}, {"sft"}),
-        # `questions` is read by no stage: it says which rows the recipe can train on.
-        ({"sft": None}, {"sft", "questions"}),
+        # Completions that are trained on must fit the model's context, which `data` checks, and
+        # `questions` has the kinds of rows that the recipe can train on.
+        ({"sft": None}, {"data", "sft", "questions"}),
         ({"data": {"num_train": 17}}, {"data"}),
         # The engine is as long as prompts may be.
         ({"data": {"max_prompt_tokens": 17}}, {"data", *ALL_ROLLOUTS}),

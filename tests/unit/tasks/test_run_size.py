@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
+from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
+from nemo_rl_core.data.loader import save_frame
+from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.planning.cpu_hours import cpu_hours
 from nemo_rl_core.planning.sizes import sizes_of
+from nemo_rl_core.trainers.gpu_load import warn_of_hours
 from tasks.platform.preflight import preflight
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.distillation import DistillationRecipe
@@ -61,13 +66,13 @@ def test_pairs_of_a_file_are_counted_without_those_held_out(
     section = "dpo" if kind is DPORecipe else "reward_model"
     data = {"kind": "file", "train": str(path), "validation_fraction": 0.2,
             "max_prompt_tokens": 16}  # fmt: skip
-    given = {"data": data, "evaluation": {"data": SUMS}}
+    sections = {"data": data, "evaluation": {"data": SUMS}}
     with pytest.raises(ConfigError, match="a step takes more rows than the data has") as caught:
-        check(kind, **given, pairs={"kind": "data"}, **{section: {"num_pairs_per_step": 9}})
+        check(kind, **sections, pairs={"kind": "data"}, **{section: {"num_pairs_per_step": 9}})
     assert (
         caught.value.expected == f"{section}.num_pairs_per_step of at most 8, the rows to train on"
     )
-    check(kind, **given, pairs={"kind": "data"}, **{section: {"num_pairs_per_step": 8}})
+    check(kind, **sections, pairs={"kind": "data"}, **{section: {"num_pairs_per_step": 8}})
     # A prompt may give no pair, so the number of sampled pairs is not known before the run.
     check(kind, data=SUMS, pairs={"kind": "rollouts"}, **{section: {"num_pairs_per_step": 99}})
 
@@ -138,3 +143,31 @@ def test_rows_of_a_file_are_taken_at_their_mean_length(
     (line,) = [each for each in caplog.messages if "hours" in each]
     assert line.startswith("train_sft may take about ")
     assert "32,000 rows of about 1" in line
+
+
+@pytest.mark.parametrize(
+    ("trainer", "section", "text"),
+    [
+        (
+            GRPOTrainer,
+            {"grpo": {"num_steps_per_iteration": 90}, "generation": {"max_new_tokens": 99}},
+            "46,080 completions of up to 99 tokens",
+        ),
+        # A prompt of 5 characters and a completion of 2.
+        (SFTTrainer, {"sft": {"num_steps": 9000}}, "1,152,000 rows of about 2 tokens"),
+    ],
+)  # fmt: skip
+def test_a_training_from_python_of_hours_says_so(
+    trainer: Any, section: dict[str, Any], text: str, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN))
+    rows = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(10, 30)]
+    save_frame(DataModule.of(rows).train, tmp_path / "train")
+    made = trainer(section)
+    with caplog.at_level(logging.WARNING):
+        warn_of_hours(made.algorithm, made.config, made.settings, tmp_path / "model",
+                      tmp_path / "train")  # fmt: skip
+    (line,) = [each for each in caplog.messages if "hours" in each]
+    assert text in line

@@ -389,8 +389,8 @@ def test_a_dry_run_says_once_how_rows_are_read(
     )
     result = invoked("grpo", str(recipe), "--dry-run")
     assert result.exit_code == 0, result.output
-    assert len([line for line in caplog.messages if "gsm8k" in line and "held" not in line]) == 1
-    assert len([line for line in caplog.messages if "held" in line]) == 1
+    assert len([line for line in caplog.messages if "gsm8k: " in line]) == 1
+    assert len([line for line in caplog.messages if "validation" in line]) == 1
 
 
 def test_a_dry_run_names_rows_that_are_longer_than_the_context(
