@@ -280,6 +280,11 @@ MUTANTS: list[Mutant] = [
     ),
     # Promotion.
     *_mutants(
+        "tasks/promote.py",
+        ["evals/test_recipe.py"],
+        ("compared.low > config.", "compared.difference > config."),
+    ),
+    *_mutants(
         "nemo_rl_core/evals/comparison.py",
         ["evals/test_comparison.py"],
         ("sum(b and not a for", "sum(b for"),
