@@ -268,7 +268,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_mutants(
         f"{_PACKING}/ranks.py",
-        ["distributed/test_packing_ranks.py"],
+        ["distributed/test_sharding.py", "distributed/test_packing_prefixes.py"],
         (".reorder_data(self.order)", ""),
         ("min(ways, key=_step_cost)", "max(ways, key=_step_cost)"),
     ),
