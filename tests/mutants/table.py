@@ -268,7 +268,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_mutants(
         f"{_PACKING}/ranks.py",
-        ["distributed/test_packing_ranks.py"],
+        ["distributed/test_sharding.py", "distributed/test_packing_prefixes.py"],
         (".reorder_data(self.order)", ""),
         ("min(ways, key=_step_cost)", "max(ways, key=_step_cost)"),
     ),
@@ -279,6 +279,11 @@ MUTANTS: list[Mutant] = [
         ("(total + cost, share)", "(total, share)"),
     ),
     # Promotion.
+    *_mutants(
+        "tasks/promote.py",
+        ["evals/test_recipe.py"],
+        ("compared.low > config.", "compared.difference > config."),
+    ),
     *_mutants(
         "nemo_rl_core/evals/comparison.py",
         ["evals/test_comparison.py"],

@@ -114,6 +114,14 @@ def test_one_group_is_divided_over_the_ranks() -> None:
     batch = collate([[*prompt, 40 + n, 1, 2, 3] for n in range(8)], [[True] * 44] * 8)
     shards = shard_for_training(batch, num_ranks=4, max_tokens=400, sharing=FREE)
     assert [len(rows) for rows in shards.indices] == [2, 2, 2, 2]
+    # Rows of 48 tokens for two sequences of 44, which share 40.
+    assert all(part.shared == (0, 40) for shard in shards for part in shard.microbatches or [])
+
+
+def test_equal_sequences_without_padding_share_all_their_tokens() -> None:
+    ids = torch.tensor([[1, 2, 3], [1, 2, 3]])
+    trees = prefix_trees(ids, torch.tensor([3, 3]), sharing=FREE, max_tokens=9)
+    assert trees == [PrefixTree((0, 1), (0, 3), 3)]
 
 
 @pytest.mark.parametrize(

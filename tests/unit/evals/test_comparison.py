@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.evals.comparison import compare, detectable_difference
+from nemo_rl_core.evals.comparison import Comparison, compare, detectable_difference
 
 Z_LEVEL, Z_POWER = 1.959964, 0.841621
 """Two-sided 5 %, and 80 % power."""
@@ -111,3 +111,32 @@ def test_a_test_finds_the_detectable_difference_as_often_as_it_says() -> None:
 def test_impossible_figures_are_refused(num_pairs: int, changed: float, confidence: float) -> None:
     with pytest.raises(DataError, match="smallest difference"):
         detectable_difference(num_pairs, changed=changed, confidence=confidence)
+
+
+@pytest.mark.parametrize(
+    ("difference", "low", "high", "verdict"),
+    [
+        (0.1, -0.02, 0.22, "no difference shown"),
+        (0.1, 0.02, 0.18, "better"),
+        (-0.1, -0.18, -0.02, "worse"),
+        (-0.1, -0.22, 0.02, "no difference shown"),
+    ],
+)
+def test_the_verdict_is_that_of_the_interval(
+    difference: float, low: float, high: float, verdict: str
+) -> None:
+    compared = Comparison(
+        num_prompts=100,
+        num_unscored=0,
+        before=0.5,
+        after=0.5 + difference,
+        difference=difference,
+        low=low,
+        high=high,
+        gained=20,
+        lost=10,
+        p_value=0.1,
+        detectable=0.15,
+        confidence=0.95,
+    )
+    assert compared.verdict.startswith(verdict)

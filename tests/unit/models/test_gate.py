@@ -69,9 +69,10 @@ def test_a_sequence_that_is_off_is_masked_out_and_counted() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_a_number_is_masked_out_whatever_the_bound(value: float) -> None:
+@pytest.mark.parametrize("bound", [1e30, math.inf])
+def test_what_is_not_a_number_is_masked_out_whatever_the_bound(bound: float, value: float) -> None:
     gate = GateConfig(
-        max_token_mult_prob_error=1e30, max_sequence_mult_prob_error=1e30, max_masked_fraction=0.5
+        max_token_mult_prob_error=bound, max_sequence_mult_prob_error=bound, max_masked_fraction=0.5
     )
     gated, metrics = check_consistency(make_batch([[0, value, 0.1], [0, 0, 0]]), gate)
     assert gated["sample_mask"].tolist() == [0, 1]
@@ -168,6 +169,17 @@ def test_ranks_say_together_what_one_says() -> None:
     parts = [agreement(batch.slice(start, start + 2), GATE) for start in (0, 2, 4)]
     one = agreement_metrics([agreement(batch, GATE)], GATE)
     assert agreement_metrics(parts, GATE) == pytest.approx(one)
+
+
+def test_only_tokens_of_the_trainers_own_weights_are_compared() -> None:
+    batch = make_batch([[0, 9, 0], [0, 0, 9]])
+    batch["compared_mask"] = batch["sample_mask"]
+    batch["weight_versions"] = torch.tensor([[0, 4, 5], [0, 5, 3]])
+    metrics = agreement_metrics([agreement(batch, GATE, version=5)], GATE)
+    assert metrics is not None
+    assert metrics["token_mult_prob_error"] == 1.0
+    assert (metrics["staleness"], metrics["staleness_max"]) == (0.75, 2.0)
+    assert agreement_metrics([agreement(batch, GATE)], GATE) is None
 
 
 @pytest.mark.parametrize(

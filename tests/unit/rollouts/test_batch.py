@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from nemo_rl_core.config.trainer import GateConfig
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.models.validation import check_consistency
-from nemo_rl_core.rollouts.batch import rollout_batch, rollout_metrics
+from nemo_rl_core.rollouts.batch import mean_advantages, rollout_batch, rollout_metrics
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 
@@ -50,6 +51,13 @@ def test_the_columns_of_a_batch_by_hand() -> None:
     assert torch.equal(batch["generation_logprobs"], expected)
     assert batch["weight_versions"].tolist() == [[0, 3, 0, 4], [4, 0, 0, 0]]
     assert batch["rewards"].tolist() == [1.0, 0.25]
+
+
+def test_the_advantage_of_a_sequence_that_is_left_out_is_0() -> None:
+    batch = BatchedDataDict(
+        {"advantages": torch.tensor([1.0, 2.0]), "sample_mask": torch.tensor([1.0, 0.0])}
+    )
+    assert mean_advantages(batch).tolist() == [1.0, 0.0]
 
 
 def test_values_that_are_not_one_a_token_are_refused() -> None:

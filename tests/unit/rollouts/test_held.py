@@ -156,6 +156,20 @@ def test_joined_parts_of_other_prompts_and_completions_keep_their_own() -> None:
     ]
 
 
+def test_joined_errors_stay_with_their_rollouts() -> None:
+    failed = held().with_outcomes([1.0, RewardError("no number"), 0.5])
+    again = joined([held().with_outcomes([0.0, 0.0, 0.0]), failed])
+    assert [each.error is None for each in again] == [True, True, True, True, False, True]
+
+
+def test_scores_of_valid_rollouts_return_to_their_rows() -> None:
+    failed = replace(held(), errors={0: "the turn failed"})
+    scored = failed.with_scored(failed.valid().with_outcomes([1.0, 0.5]))
+    assert scored.rewards is not None
+    assert np.isnan(scored.rewards[0])
+    assert scored.rewards[1:].tolist() == [1.0, 0.5]
+
+
 def test_a_failed_rollout_has_no_reward_in_a_batch() -> None:
     with pytest.raises(RewardError, match="could not be scored"):
         rewards_of(held().with_outcomes([1.0, RewardError("no number"), 0.5]))

@@ -90,6 +90,12 @@ def test_what_could_not_be_scored_stays_behind_the_groups() -> None:
     assert draws.metrics()["num_failed_rollouts"] == 2.0
 
 
+def test_one_reward_that_differs_is_enough() -> None:
+    parts = [(1.0, 0.0), (1.0, 1.0)]  # the first is the same
+    rollouts = [replace(each, components=parts[each.sample]) for each in draw(0, MIXED, MIXED)]
+    assert not draws_of(rollouts, advantage=GDPO(weights=[1.0, 1.0])).wants_more
+
+
 @pytest.mark.parametrize(("advantage", "is_kept"), [(GroupNormalized(), False), (None, True)])
 def test_several_rewards_are_compared_apart_where_the_advantage_is_of_each(
     advantage: AdvantageConfig | None, is_kept: bool

@@ -67,5 +67,16 @@ def test_what_a_completion_is_worth_after_its_last_token(truncated, bootstrap, s
     torch.testing.assert_close(advantages, whitened(by_hand, mask))
 
 
+def test_the_kl_is_subtracted_from_the_reward_of_every_token():
+    batch = batch_of(truncated=False)
+    nan = float("nan")
+    batch["prev_logprobs"] = torch.full((2, 4), -1.0)
+    batch["reference_logprobs"] = torch.tensor([[nan, -3, -1.5, nan], [nan, -3, nan, -1.5]])
+    _, returns = found(batch, kl={"beta": 0.1}, gamma=1.0, lam=1.0)
+    # KL 2 and 0.5: 1 - 0.05 at the end and 0.2 less before it; 0 - 0.05, and 0.2 less.
+    by_hand = [[0, 0.75, 0.95, 0], [0, -0.25, 0, -0.05]]
+    torch.testing.assert_close(returns, torch.tensor(by_hand))
+
+
 def test_nothing_is_bootstrapped_unless_asked_for():
     assert PPOConfig().bootstrap_truncated is False
