@@ -4,6 +4,7 @@
 # --python names the Python of an environment that has everything; by default the lock for GPUs is
 # installed in .venv-gpu. The report has neither names of hosts and users nor the environment.
 set -euo pipefail
+caller=$PWD
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
 fail() {
@@ -13,13 +14,16 @@ fail() {
 }
 
 all=(gpu compiler install doctor imports attention backends transfers turns run)
-steps=("${all[@]}") python="" report=first_gpu_run.txt
+steps=("${all[@]}") python="" report=$caller/first_gpu_run.txt
 while [ $# -gt 0 ]; do
   [ $# -gt 1 ] || fail "$1 is no option, or lacks its value" "give --python, --steps or --report and a value"
   case $1 in
-    --python) python=$2 ;;
+    --python)
+      python=$(cd "$caller" && type -P -- "$2") || fail "there is no Python $2" "give --python a program"
+      [[ $python == /* ]] || python=$caller/$python
+      ;;
     --steps) IFS=, read -ra steps <<< "$2" ;;
-    --report) report=$2 ;;
+    --report) [[ $2 == /* ]] && report=$2 || report=$caller/$2 ;;
     *) fail "there is no option $1" "give --python, --steps or --report" ;;
   esac
   shift 2
@@ -64,10 +68,14 @@ attention() {
     -r deployment/requirements/flash_attention_4.txt || echo "flash-attn-4 could not be installed"
   PYTHONPATH=$PWD:$version_4 tests tests/gpu/test_1_attention.py
 }
+# Not the program of that name, which is missing where this project is not installed.
+nemo_rl() {
+  "$run_python" -c 'from tasks.cli import main; main()' "$@"
+}
 three_steps() {
   local short=(grpo.num_iterations=1 grpo.num_steps_per_iteration=3)
-  "$bin/nemo-rl" plan grpo_1.5b_1gpu "${short[@]}" || true
-  "$bin/nemo-rl" run grpo grpo_1.5b_1gpu "${short[@]}"
+  nemo_rl plan grpo_1.5b_1gpu "${short[@]}" || true
+  nemo_rl run grpo grpo_1.5b_1gpu "${short[@]}"
 }
 
 # Runs a step; its output is for the report alone, but for the last line of one that fails.
@@ -98,11 +106,10 @@ gpus > "$logs/gpus" 2>&1 || {
 }
 step gpu gpus
 run_python=${python:-.venv-gpu/bin/python}
-bin=$(dirname "$run_python")
 step compiler compiler || { finish; exit 1; }
 step install install || { finish; exit 1; }
 failed=0
-step doctor "$bin/nemo-rl" doctor || failed=1
+step doctor nemo_rl doctor || failed=1
 step imports "$run_python" -W ignore deployment/requirements/check_installed.py || failed=1
 step attention attention || failed=1
 step backends tests tests/gpu/test_1_backends.py || failed=1

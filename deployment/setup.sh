@@ -1,14 +1,27 @@
 #!/usr/bin/env bash
 # Makes .venv with everything pinned and this project in it: deployment/setup.sh [cpu|gpu]
-# Returns at once when .venv already is what the requirements ask for.
+# Without an argument an existing .venv keeps its kind, and a new one is for GPUs where the driver
+# lists one. Returns at once when .venv already is what the requirements ask for.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
-extra=${1:-cpu}
-requirements=deployment/requirements/$extra.txt
 uv_version=0.13.8
 stamp=.venv/.ready
 unfinished=.venv/.unfinished
+kind=.venv/.kind
+
+default_kind() {
+  if [ -f "$kind" ]; then
+    cat "$kind"
+  elif nvidia-smi --list-gpus 2> /dev/null | grep -q '^GPU '; then
+    echo gpu
+  else
+    echo cpu
+  fi
+}
+
+extra=${1:-$(default_kind)}
+requirements=deployment/requirements/$extra.txt
 
 fail() {
   printf 'set-up: %s\n' "$@" >&2
@@ -29,15 +42,15 @@ is_ready() {
 
 find_python() {
   local name
-  for name in python3.11 python3 python; do
-    if "$name" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+  for name in python3.11 python3.12 python3 python; do
+    if "$name" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then
       echo "$name"
       return
     fi
   done
-  fail "Python 3.11 was not found" \
-    "  expected: python3.11, or a python3 of version 3.11, on the PATH" \
-    "  got: $(python3 --version 2>&1 | head -n 1)" "  fix: install Python 3.11"
+  fail "neither Python 3.11 nor 3.12 was found" \
+    "  expected: python3.11, python3.12, or a python3 of one of these versions, on the PATH" \
+    "  got: $(python3 --version 2>&1 | head -n 1)" "  fix: install Python 3.11 or 3.12"
 }
 
 make_venv() {
@@ -47,7 +60,7 @@ make_venv() {
   mkdir -p .venv
   touch "$unfinished"
   "$python" -m venv .venv || fail "$python cannot make a virtual environment" \
-    "  fix: install its venv module (on Debian: python3.11-venv)"
+    "  fix: install its venv module (on Debian: $(basename "$python")-venv)"
 }
 
 install_all() {
@@ -104,6 +117,7 @@ rm -f "$stamp"
 install_all
 [ "$extra" = gpu ] || provide_libnuma
 rm "$unfinished"
+echo "$extra" > "$kind"
 fingerprint > "$stamp.new"
 mv "$stamp.new" "$stamp"
 echo "set-up: ready after $((SECONDS - started)) s"

@@ -14,6 +14,7 @@ _PUBLIC = {
     "get_algorithm": ".api.functional",
     "BaseTrainer": ".trainers.base",
     "Callback": ".trainers.callbacks",
+    "EarlyStopping": ".trainers.callbacks",
     "TrainResult": ".trainers.fitting",
     "DataModule": ".data.module",
     "DPOTrainer": ".algorithms.dpo.trainer",

@@ -1,6 +1,7 @@
 """Materialization of artifacts: one folder, one lock, one manifest each."""
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +16,12 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.environment import EnvironmentConfig, own_bundles_of_scorers
 from nemo_rl_core.config.placement import OwnBundles
 from nemo_rl_core.store.ancestry import write_ancestors
-from nemo_rl_core.store.files import hash_file
+from nemo_rl_core.store.files import discard, hash_file
 from nemo_rl_core.store.git import git_state
 from nemo_rl_core.store.machine import Machine, process_numerics
 from nemo_rl_core.store.manifest import Cost, Manifest, config_hash, package_versions
 from nemo_rl_core.store.partial import write_digests
+from nemo_rl_core.store.reads import Reads, add_to_record, is_current, write_record
 from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.store.store import (
     HashOfFile,
@@ -31,12 +33,15 @@ from nemo_rl_core.store.store import (
     refuse_damaged,
     set_aside_damaged,
 )
+from nemo_rl_core.store.watching import watching
 from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.budget import stage_budget
 from nemo_rl_core.telemetry.cost import Prices, gpu_name, model_flops_utilization
 from nemo_rl_core.telemetry.curves import completions_html
-from nemo_rl_core.telemetry.events import ArtifactMade, publish
+from nemo_rl_core.telemetry.events import ArtifactMade, Event, StageSaved, publish, subscribe
 from nemo_rl_core.telemetry.waiting import waiting_for_hashes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,8 @@ class StageInputs:
         source: Digest of the source that it runs.
         part: Name of one of several artifacts of the stage, or the iteration.
         numerics_version: That the stage declares; the source has it too, and with it the key.
+        code: Modules and files of user code that the stage runs, besides those that the settings
+            name. Their source is in the key; what they read is recorded.
     """
 
     stage: str
@@ -85,6 +92,12 @@ class StageInputs:
     source: str = ""
     part: str = ""
     numerics_version: int = 1
+    code: frozenset[str] = frozenset()
+
+    @property
+    def user_code(self) -> set[str]:
+        """Modules and files of user code that the stage is known to run."""
+        return {*self.code, *_modules_named(self.settings)}
 
     @property
     def key(self) -> str:
@@ -174,9 +187,11 @@ def produce(
         artifact = store.published(stage, key)
         if artifact is not None and not set_aside_damaged(store, artifact):
             return artifact
+        if changed := store.changed_inputs(stage, key):
+            logger.warning("%s runs again: %s has changed", stage, ", ".join(changed))
         start = time.monotonic()
         limited = stage_budget(_num_gpus(inputs), inputs.parents.values(), run)
-        with limited, usage.measured() as spent:
+        with _recorded_reads(store, folder, inputs) as reads, limited, usage.measured() as spent:
             made = work(folder)
         cost = _cost(inputs, made, spent, wall_seconds=time.monotonic() - start)
         hash_of = functools.cache(hash_of)  # weights are a part of the content
@@ -192,9 +207,49 @@ def produce(
         (folder / "summary.txt").write_text(made.summary)
         # An artifact may exist without the record that `published` reads.
         set_aside_damaged(store, store.artifacts / name)
+        add_to_record(store.reads / f"{name}.json", reads)
         artifact = store.publish(folder, stage=stage, content_hash=digest)
         publish(ArtifactMade(artifact))
         return artifact
+
+
+@contextmanager
+def _recorded_reads(store: Store, folder: Path, inputs: StageInputs) -> Iterator[Reads]:
+    """Yields what user code reads inside; filled on a clean exit.
+
+    The reads of every save are recorded as well: work that has read something else is discarded.
+    """
+    record = store.reads / f"{folder.name}.json"
+    if not is_current(record):
+        logger.warning("%s starts from the beginning: its inputs have changed", inputs.stage)
+        discard(folder)
+        folder.mkdir()
+    reads: Reads = {}
+    with watching(inputs.user_code) as watch:
+
+        def record_save(event: Event) -> None:
+            if isinstance(event, StageSaved) and (found := watch.reads()):
+                write_record(record, [found])
+
+        unsubscribe = subscribe(record_save)
+        try:
+            yield reads
+        finally:
+            unsubscribe()
+        reads.update(watch.reads())
+    record.unlink(missing_ok=True)
+
+
+def _modules_named(settings: Any) -> Iterator[str]:
+    """Modules of user code in a stage's settings: of a `target`, or of a backend's `module`."""
+    if isinstance(settings, Mapping):
+        for name, value in settings.items():
+            if name in ("target", "module") and isinstance(value, str):
+                yield value.partition(":")[0]
+            yield from _modules_named(value)
+    elif isinstance(settings, list):
+        for each in settings:
+            yield from _modules_named(each)
 
 
 def _is_of_another(run: StageRun, manifest: Manifest) -> bool:

@@ -5,6 +5,8 @@ from typing import Any
 
 Row = dict[str, Any]
 """One row of a data set: `id`, `prompt`, `answer`, `completion`, `task`, `metadata` (JSON)."""
+VALIDATION_PREFIX = "validation_"
+"""First part of the names of figures on rows that are never trained on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,9 @@ from tasks.platform.stage import uncached_task
 
 
 @uncached_task
-def announce(decision: Promotion, after: Evaluation, lineage: Lineage) -> None:
+def announce(
+    lineage: Lineage, decision: Promotion | None = None, after: Evaluation | None = None
+) -> None:
     """Tells trackers that the run has succeeded, and sends what it found, or that nothing is new.
 
     Notices go where `NEMO_RL_NOTIFY` says.
@@ -28,4 +30,5 @@ def announce(decision: Promotion, after: Evaluation, lineage: Lineage) -> None:
     if maker is None or maker.execution != os.environ["FLYTE_INTERNAL_EXECUTION_ID"]:
         notify(cluster_run(), "ended", [NOTHING_NEW])
     else:
-        notify(cluster_run(), "succeeded", [decision.summary, after.summary])
+        found = [each.summary for each in (decision, after) if each is not None]
+        notify(cluster_run(), "succeeded", found or [lineage.summary])

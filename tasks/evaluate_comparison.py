@@ -21,10 +21,10 @@ _CHANGES_SHOWN = 40
 
 @cached_task(PLAIN)
 def compare(config: ComparisonTaskConfig, before: Evaluation, after: Evaluation) -> Comparison:
-    """Paired bootstrap, McNemar, and the smallest difference that the prompts could have shown."""
+    """The paired difference, McNemar's test, and the smallest difference that could be detected."""
 
     def work(folder: Path) -> StageResult:
-        compared = compare_reports(before, after, confidence=config.confidence, seed=config.seed)
+        compared = compare_reports(before, after, confidence=config.confidence)
         write_atomic(folder / "comparison.json", json.dumps(asdict(compared), indent=1))
         pairs = changed_rows(
             *(load_eval_rows(each.folder / "rows.parquet") for each in (before, after))

@@ -1,16 +1,19 @@
 """Stage: the rows that models are measured on, where none are trained on."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_core.config.data import source_of
 from nemo_rl_core.environments.contents import refuse_changed
+from nemo_rl_core.errors import DataError
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.telemetry.decks import records
+from nemo_rl_core.types import Row
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
 from tasks.platform.resources import DATA
 from tasks.platform.stage import cached_task, make
-from tasks.recipes.evaluate import QuestionsTaskConfig
+from tasks.recipes.verdict import QuestionsTaskConfig
 
 NUMERICS_VERSION = 1
 
@@ -29,6 +32,7 @@ def evaluate_questions(config: QuestionsTaskConfig, tokenizer: Tokenizer) -> Dat
 
     data = config.questions.data
     found = recognised_validation(data, seed=config.questions.seed or 0)
+    _refuse_unanswerable(found.rows)
     refuse_changed(data, config.questions.content)
 
     def write(folder: Path) -> StageResult:
@@ -52,3 +56,17 @@ def evaluate_questions(config: QuestionsTaskConfig, tokenizer: Tokenizer) -> Dat
         work=write,
     )
     return DatasetArtifact(**fields)
+
+
+def _refuse_unanswerable(rows: Sequence[Row]) -> None:
+    from nemo_rl_core.data.row_kinds import described_kind
+    from nemo_rl_core.data.schemas import row_kind
+
+    if rows and (kind := row_kind(rows[0])) != "prompts":
+        raise DataError(
+            f"the questions of an evaluation are {described_kind(kind)}, which cannot be answered",
+            expected="rows with the columns prompt and answer",
+            got=f"the columns {', '.join(rows[0])}",
+            fix="name a data set of questions: evaluation.data in a recipe that trains, data in "
+            "one that evaluates",
+        )

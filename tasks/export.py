@@ -1,28 +1,34 @@
-"""Stage: the model that stands at the end, as a folder for transformers and vLLM."""
+"""Stage: the model of a finished run, as a folder for transformers and vLLM."""
 
 import json
 import shutil
 from pathlib import Path
 
-from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.store import CARD
 from nemo_rl_core.telemetry.waiting import waiting_for_files
-from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion
+from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion, PromotionDecision
 from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 
 
-class ExportTaskConfig(FrozenConfig):
-    """What `export` reads: nothing but its checkpoint."""
-
-
 @cached_task(WEIGHTS)
-def export(checkpoint: Checkpoint, decision: Promotion) -> Checkpoint:
-    """Writes the model alone, and proves that it loads to the same weights."""
+def export(
+    config: ExportConfig,
+    start: Checkpoint,
+    trained: Checkpoint,
+    decision: Promotion | None = None,
+) -> Checkpoint:
+    """Writes the model without its training state, and checks that it loads to the same weights."""
+    exports_start = _exports_start(config, decision)
+    checkpoint = start if exports_start else trained
+    which = "the model that training started from" if exports_start else "the trained model"
+    exported = f"{which} ({checkpoint.stage})"
+    verdict = decision.summary if decision else "not compared with the model it started from"
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.converters.export import export_model
@@ -32,18 +38,30 @@ def export(checkpoint: Checkpoint, decision: Promotion) -> Checkpoint:
         shutil.rmtree(folder / "model", ignore_errors=True)
         with waiting_for_files("writing the model", folder / "model"):
             count = export_model(checkpoint.model_folder, folder / "model")
-        evaluations = evaluations_behind(decision.folder)
-        card = model_card(checkpoint.model_folder.parent, evaluations=evaluations)
+        card = model_card(
+            checkpoint.model_folder.parent,
+            evaluations=evaluations_behind(decision.folder) if decision else [],
+            exported=f"{exported}; {verdict}",
+        )
         write_atomic(folder / "model" / CARD, card)
         # Equal weights may come from other decisions; the content then says which.
-        origin = {"checkpoint": checkpoint.content_hash, "decision": decision.content_hash}
+        origin = {
+            "checkpoint": checkpoint.content_hash,
+            "decision": decision.content_hash if decision else None,
+            "exported": exported,
+            "verdict": verdict,
+        }
         write_atomic(folder / "origin.json", json.dumps(origin, indent=1))
         step = checkpoint.step
-        return StageResult(
-            "model", "hf", f"{count / 1e6:.2f} M parameters of step {step}", step=step
-        )
+        summary = f"{exported}: {count / 1e6:.2f} M parameters of step {step}"
+        return StageResult("model", "hf", summary, step=step)
 
-    parents = {"checkpoint": checkpoint, "decision": decision}
-    return CheckpointArtifact(
-        **make(__name__, "export", config=ExportTaskConfig(), parents=parents, work=work)
-    )
+    parents = {"checkpoint": checkpoint} | ({"decision": decision} if decision else {})
+    return CheckpointArtifact(**make(__name__, "export", config=config, parents=parents, work=work))
+
+
+def _exports_start(config: ExportConfig, decision: PromotionDecision | None) -> bool:
+    if config.model == "trained":
+        return False
+    assert decision is not None, "the recipe refuses export.model: promoted without a verdict"
+    return not decision.promoted

@@ -28,16 +28,22 @@ class PreparedData(NamedTuple):
 @cached_task(DATA)
 def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
     """Reads or generates the rows, and refuses bad ones by number."""
+    from nemo_rl_core.data.chunks import column_names
     from nemo_rl_core.data.datasets import load_parts
     from nemo_rl_core.data.loader import save_rows
-    from nemo_rl_core.data.pretrained import load_tokenizer
-    from nemo_rl_core.data.schemas import check_disjoint, checked_rows
+    from nemo_rl_core.data.pretrained import context_length, load_tokenizer
+    from nemo_rl_core.data.schemas import check_disjoint, checked_rows, row_kind
 
     parts = load_parts(config.data, seed=config.seed or 0)
     refuse_changed(config.data, config.content)
     train, validation = parts.train, parts.validation or []
     recorded = config.replace(read_as=parts.read_as)
     loaded_tokenizer = load_tokenizer(tokenizer.folder)
+
+    def is_trained_on(rows: Sequence[Row]) -> bool:
+        if row_kind(column_names(rows)) != "prompts":
+            return True
+        return config.completions_are_trained and bool(rows[0].get("completion"))
 
     def artifact(name: str, rows: Sequence[Row]) -> DatasetArtifact:
         limit = config.data.max_prompt_tokens
@@ -48,6 +54,7 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
             name=name,
             source=source_of(config.data, name),
             policy=config.data,
+            context_length=context_length(tokenizer.folder) if is_trained_on(rows) else None,
         )
 
         def write(folder: Path) -> StageResult:

@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 from nemo_rl_core.config.evaluation import PromotionConfig
 from nemo_rl_core.evals.comparison import Comparison, compare
@@ -17,42 +16,40 @@ from tasks.recipes.common import PromotionTaskConfig
 NUMERICS_VERSION = 1
 
 
-class Promoted(NamedTuple):
-    """The decision, and the checkpoint that stands after it."""
-
-    decision: Promotion
-    checkpoint: Checkpoint
-
-
 @cached_task(PLAIN)
 def promote(
     config: PromotionTaskConfig,
     incumbent: Checkpoint,
     candidate: Checkpoint,
-    before: Evaluation,
     after: Evaluation,
-) -> Promoted:
-    """Promotes the candidate if it is better on the same prompts at the stated confidence."""
+    before: Evaluation | None = None,
+) -> Promotion:
+    """Promotes the candidate if it is better on the same prompts at the stated confidence.
+
+    Without an evaluation of the incumbent, `after` compares both models on held-out pairs.
+    """
 
     def work(folder: Path) -> StageResult:
-        compared = compare_reports(before, after, confidence=config.confidence, seed=config.seed)
-        promoted = compared.low > config.promotion.min_improvement
-        decision = {"promoted": promoted, **asdict(compared)}
+        if before is None:
+            compared = compare_pair_report(after, confidence=config.confidence)
+        else:
+            compared = compare_reports(before, after, confidence=config.confidence)
+        decision = {"promoted": promotes(compared, config.promotion), **asdict(compared)}
         write_atomic(folder / "decision.json", json.dumps(decision, indent=1))
-        return StageResult("promotion", "json", explain(compared, config.promotion))
+        measured_on = "pairs" if before is None else "prompts"
+        summary = explain(compared, config.promotion, measured_on=measured_on)
+        return StageResult("promotion", "json", summary)
 
-    parents = {"incumbent": incumbent, "candidate": candidate, "before": before, "after": after}
+    parents = {"incumbent": incumbent, "candidate": candidate, "after": after}
+    parents |= {"before": before} if before is not None else {}
     fields = make(__name__, "promote", config=config, parents=parents, work=work)
     figures = json.loads((Path(fields["directory"].path) / "decision.json").read_text())
-    decision = PromotionDecision(
+    return PromotionDecision(
         **fields, **{name: figures[name] for name in ("promoted", "difference", "low", "high")}
     )
-    return Promoted(decision, candidate if decision.promoted else incumbent)
 
 
-def compare_reports(
-    before: EvalReport, after: EvalReport, *, confidence: float, seed: int
-) -> Comparison:
+def compare_reports(before: EvalReport, after: EvalReport, *, confidence: float) -> Comparison:
     """The greedy answers of two evaluations, prompt by prompt.
 
     Raises:
@@ -63,20 +60,41 @@ def compare_reports(
     outcomes = [
         greedy_outcomes(load_eval_rows(each.folder / "rows.parquet")) for each in (before, after)
     ]
-    return compare(*outcomes, confidence=confidence, seed=seed)
+    return compare(*outcomes, confidence=confidence)
 
 
-def explain(compared: Comparison, config: PromotionConfig) -> str:
+def compare_pair_report(report: EvalReport, *, confidence: float) -> Comparison:
+    """The verdict on the held-out pairs of `evaluate_pairs`."""
+    import pyarrow.parquet as pq
+
+    from nemo_rl_core.evals.pairs import compare_pairs
+
+    rows = pq.read_table(report.folder / "rows.parquet").to_pylist()
+    return compare_pairs(rows, confidence=confidence)
+
+
+def promotes(compared: Comparison, config: PromotionConfig) -> bool:
+    """Whether the whole interval of the difference is above the margin.
+
+    With a margin of 0 this is McNemar's exact test at the interval's confidence.
+    """
+    return compared.low > config.min_improvement
+
+
+def explain(compared: Comparison, config: PromotionConfig, *, measured_on: str = "prompts") -> str:
     """Why a candidate is promoted, or is not, as text."""
     margin = config.min_improvement
-    if compared.low > margin:
-        return f"promoted: {compared.measured}"
+    measured = compared.measured
+    if measured_on == "pairs":
+        measured += f" of pair accuracy from {100 * compared.before:.0f} %"
+    if promotes(compared, config):
+        return f"promoted: {measured}"
     bound = f"{100 * margin:+.1f}"
     if compared.difference <= margin:
-        why = f"it did not improve by more than {bound} on {compared.num_prompts} prompts"
+        why = f"it did not improve by more than {bound} on {compared.num_prompts} {measured_on}"
     else:
         why = (
             f"lower bound must exceed {bound}, so this may be chance; with {compared.num_prompts} "
-            f"prompts, {compared.sensitivity}"
+            f"{measured_on}, {compared.sensitivity}"
         )
-    return f"NOT promoted: {compared.measured}, {why}"
+    return f"NOT promoted: {measured}, {why}"

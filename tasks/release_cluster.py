@@ -3,13 +3,15 @@
 It is not cached. A run that fails gives its cluster back in the failure handler of its workflow.
 """
 
-from tasks.artifacts import Evaluation
+from tasks.artifacts import Checkpoint, Evaluation
 from tasks.platform.kubernetes_api import KubernetesApi
 from tasks.platform.run_cluster import give_back
 from tasks.platform.stage import uncached_task
 
 
 @uncached_task
-def release_cluster(before: Evaluation, after: Evaluation) -> None:
-    """Removes it once both evaluations are there: no stage after them has workers."""
+def release_cluster(
+    trained: Checkpoint, before: Evaluation | None = None, after: Evaluation | None = None
+) -> None:
+    """Removes it once training and evaluations have ended: no stage after them has workers."""
     give_back(KubernetesApi())

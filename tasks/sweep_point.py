@@ -30,9 +30,10 @@ def sweep_point(
     start: Checkpoint,
     train: Dataset,
     validation: Dataset,
-    questions: Dataset,
+    questions: Dataset | None,
 ) -> Report:
     """Trains for all iterations, and evaluates the last checkpoint."""
+    assert questions is not None, "GRPO trains on prompts only, and held-out ones are questions"
 
     def work(folder: Path) -> StageResult:
         with labelled(point_label(config.point)):

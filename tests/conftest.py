@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1" if _SHARED else "2")
 # Before `tasks` is imported, which points flytekit at the store: no test touches the user's own.
 _STORE = tempfile.TemporaryDirectory(prefix="nemo-rl-test-store-")
 os.environ["NEMO_RL_HOME"] = _STORE.name
+os.environ["XDG_CONFIG_HOME"] = f"{_STORE.name}-config"  # of the key that signs runs
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,12 +4,17 @@ from typing import NamedTuple
 
 from flytekit import workflow
 
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.trainer import LoopConfig
+from nemo_rl_core.data.row_kinds import kind_of_rows, refuse_other_kinds
 from tasks.announce import announce
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage, Promotion, Tokenizer
+from tasks.cache_reference_logprobs import cache_reference_logprobs
 from tasks.convert import convert
 from tasks.evaluate import evaluate
-from tasks.export import export
+from tasks.evaluate_pairs import evaluate_pairs
+from tasks.evaluate_questions import evaluate_questions
+from tasks.export import export as export_model
 from tasks.lineage_report import lineage_report
 from tasks.platform.local import on_cluster
 from tasks.platform.stage import choice
@@ -20,12 +25,16 @@ from tasks.recipes.common import (
     DataTaskConfig,
     EvaluationTaskConfig,
     ModelTaskConfig,
-    PromotionTaskConfig,
-    QuestionTaskConfig,
     SFTTaskConfig,
 )
 from tasks.recipes.convert import ProofTaskConfig
 from tasks.recipes.pairs import PairPlan
+from tasks.recipes.verdict import (
+    PairVerdictConfig,
+    QuestionTaskConfig,
+    VerdictConfig,
+    refuse_missing_verdict,
+)
 from tasks.release_cluster import release_cluster
 from tasks.sample_pairs import sample_pairs
 from tasks.tokenize_pairs import tokenize_pairs
@@ -40,7 +49,7 @@ class Start(NamedTuple):
         tokenizer: Of all models of the run.
         train: Rows to train on.
         validation: Rows of the same data set that are never trained on.
-        questions: Rows that models are measured on.
+        questions: Rows that models are measured on; None where they are not measured on answers.
         checkpoint: The model, after its supervised start where the recipe has one.
     """
 
@@ -48,18 +57,37 @@ class Start(NamedTuple):
     tokenizer: Tokenizer
     train: Dataset
     validation: Dataset
-    questions: Dataset
+    questions: Dataset | None
     checkpoint: Checkpoint
 
 
 class Outcome(NamedTuple):
-    """What a pipeline hands on."""
+    """Outputs of a pipeline that trains; those of an evaluation that is off are None."""
 
     model: Checkpoint
-    decision: Promotion
-    before: Evaluation
-    after: Evaluation
+    decision: Promotion | None
+    before: Evaluation | None
+    after: Evaluation | None
     lineage: Lineage
+
+
+class Questions(NamedTuple):
+    """The rows to ask; a tuple, since flytekit takes a lone None for a task without outputs."""
+
+    rows: Dataset | None
+
+
+class Measured(NamedTuple):
+    """An evaluation, where there is one."""
+
+    report: Evaluation | None
+
+
+class Verdict(NamedTuple):
+    """The evaluation of a trained model, and the decision on its promotion."""
+
+    decision: Promotion | None
+    after: Evaluation | None
 
 
 def held_out(config: LoopConfig, validation: Dataset) -> dict[str, Dataset]:
@@ -84,31 +112,75 @@ def warm_start(
 @choice
 def choose_questions(
     config: QuestionTaskConfig, tokenizer: Tokenizer, validation: Dataset
-) -> Dataset:
-    """The rows that a model is measured on: held-out ones, or those of another data set."""
-    if config.data is None:
-        return validation
-    return prepare_data(config=config.data, tokenizer=tokenizer).validation
+) -> Questions:
+    """The rows that a model is measured on: held-out ones, those of another data set, or none.
+
+    Raises:
+        DataError: If the recipe cannot train on rows of this kind.
+    """
+    kind = kind_of_rows(validation.records)
+    refuse_other_kinds(kind, config.trains_on)
+    if not config.evaluates:
+        return Questions(None)
+    if config.data is not None:
+        return Questions(evaluate_questions(config=config.data, tokenizer=tokenizer))
+    if kind in ("prompts", "lone_prompts"):
+        return Questions(validation)
+    refuse_missing_verdict(config, kind)
+    return Questions(None)
 
 
 @choice
 def measure(
-    config: EvaluationTaskConfig,
-    checkpoint: Checkpoint,
-    validation: Dataset,
-    last_after: Evaluation | None = None,
-) -> Evaluation:
-    """An evaluation, on the cluster that the recipe asks for.
+    config: EvaluationTaskConfig | None, checkpoint: Checkpoint, validation: Dataset | None
+) -> Measured:
+    """An evaluation, on the cluster that the recipe asks for, where there are questions."""
+    if config is None or validation is None:
+        return Measured(None)
+    stage = evaluate.on(config.cluster, config.own_bundles)
+    return Measured(stage(config=config, checkpoint=checkpoint, validation=validation))
 
-    The last one of a run, which is given the one before training, gives back the cluster that the
-    run's stages have shared.
+
+@choice
+def judge(
+    config: VerdictConfig,
+    start: Checkpoint,
+    trained: Checkpoint,
+    before: Evaluation | None,
+    questions: Dataset | None,
+    rows: Dataset,
+) -> Verdict:
+    """Measures the trained model, and decides on its promotion.
+
+    The last stage with workers gives back the cluster that the run's stages have shared.
     """
-    report = evaluate.on(config.cluster, config.own_bundles)(
-        config=config, checkpoint=checkpoint, validation=validation
+    decision, after = None, None
+    if questions is not None and config.evaluation is not None:
+        after = evaluate.on(config.evaluation.cluster, config.evaluation.own_bundles)(
+            config=config.evaluation, checkpoint=trained, validation=questions
+        )
+    elif config.pairs is not None:
+        after = _measure_pairs(config.pairs, start, trained, rows)
+    if config.promotion is not None and after is not None:
+        decision = promote(
+            config=config.promotion, incumbent=start, candidate=trained, after=after, before=before
+        )
+    if config.cluster.lifetime == "run" and on_cluster():
+        release_cluster(trained=trained, before=before, after=after)
+    return Verdict(decision, after)
+
+
+def _measure_pairs(
+    config: PairVerdictConfig, start: Checkpoint, trained: Checkpoint, pairs: Dataset
+) -> Evaluation:
+    logprobs = cache_reference_logprobs.on(config.logprobs.cluster)
+    return evaluate_pairs(
+        config=config.evaluation,
+        checkpoint=trained,
+        pairs=pairs,
+        start=logprobs(config=config.logprobs, reference=start, pairs=pairs),
+        trained=logprobs(config=config.logprobs, reference=trained, pairs=pairs),
     )
-    if last_after is not None and config.cluster.lifetime == "run" and on_cluster():
-        release_cluster(before=last_after, after=report)
-    return report
 
 
 @choice
@@ -132,7 +204,7 @@ def begin(
     rows = prepare_data(config=data, tokenizer=prepared.tokenizer)
     asked = choose_questions(
         config=questions, tokenizer=prepared.tokenizer, validation=rows.validation
-    )
+    ).rows
     checkpoint = warm_start(
         config=sft, base=prepared.base, train=rows.train, validation=rows.validation
     )
@@ -149,22 +221,27 @@ def as_transformers(checkpoint: Checkpoint, rows: Dataset) -> Checkpoint:
 
 @workflow
 def conclude(
-    evaluation: EvaluationTaskConfig,
-    promotion: PromotionTaskConfig,
+    verdict: VerdictConfig,
+    export: ExportConfig,
     incumbent: Checkpoint,
-    before: Evaluation,
+    before: Evaluation | None,
     candidate: Checkpoint,
-    validation: Dataset,
+    questions: Dataset | None,
+    rows: Dataset,
 ) -> Outcome:
     """convert, where Megatron trained → evaluate → promote → export → lineage → notice."""
-    readable = as_transformers(checkpoint=candidate, rows=validation)
-    after = measure(
-        config=evaluation, checkpoint=readable, validation=validation, last_after=before
+    readable = as_transformers(checkpoint=candidate, rows=rows)
+    judged = judge(
+        config=verdict,
+        start=incumbent,
+        trained=readable,
+        before=before,
+        questions=questions,
+        rows=rows,
     )
-    promoted = promote(
-        config=promotion, incumbent=incumbent, candidate=readable, before=before, after=after
+    exported = export_model(
+        config=export, start=incumbent, trained=readable, decision=judged.decision
     )
-    exported = export(checkpoint=promoted.checkpoint, decision=promoted.decision)
     lineage = lineage_report(model=exported)
-    announce(decision=promoted.decision, after=after, lineage=lineage)
-    return Outcome(exported, promoted.decision, before, after, lineage)
+    announce(decision=judged.decision, after=judged.after, lineage=lineage)
+    return Outcome(exported, judged.decision, before, judged.after, lineage)

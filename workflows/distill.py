@@ -50,7 +50,7 @@ def distill(config: DistillationRecipe = DEFAULT) -> Outcome:
     )
     before = measure(
         config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions
-    )
+    ).report
     candidate = learn(
         config=stages.distillation,
         student=start.checkpoint,
@@ -59,10 +59,11 @@ def distill(config: DistillationRecipe = DEFAULT) -> Outcome:
         validation=start.validation,
     )
     return conclude(
-        evaluation=stages.evaluation,
-        promotion=stages.promotion,
+        verdict=stages.verdict,
+        export=stages.export,
         incumbent=start.checkpoint,
         before=before,
         candidate=candidate,
-        validation=start.questions,
+        questions=start.questions,
+        rows=start.validation,
     )

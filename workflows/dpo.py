@@ -71,7 +71,7 @@ def dpo(config: DPORecipe = DEFAULT) -> Outcome:
     start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)
     before = measure(
         config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions
-    )
+    ).report
     candidate = iterate(
         config=stages.iterations,
         start=start.checkpoint,
@@ -80,10 +80,11 @@ def dpo(config: DPORecipe = DEFAULT) -> Outcome:
         validation=start.validation,
     )
     return conclude(
-        evaluation=stages.evaluation,
-        promotion=stages.promotion,
+        verdict=stages.verdict,
+        export=stages.export,
         incumbent=start.checkpoint,
         before=before,
         candidate=candidate,
-        validation=start.questions,
+        questions=start.questions,
+        rows=start.validation,
     )

@@ -45,10 +45,10 @@ def iterate(
 
 @choice
 def measure_base(
-    config: EvaluationTaskConfig | None, base: Checkpoint, validation: Dataset
+    config: EvaluationTaskConfig | None, base: Checkpoint, validation: Dataset | None
 ) -> None:
     """The model before its supervised start, where the recipe asks for it."""
-    if config is not None:
+    if config is not None and validation is not None:
         evaluate.on(config.cluster, config.own_bundles)(
             config=config, checkpoint=base, validation=validation
         )
@@ -62,7 +62,7 @@ def grpo(config: GRPORecipe = DEFAULT) -> Outcome:
     measure_base(config=stages.base_evaluation, base=start.base, validation=start.questions)
     before = measure(
         config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions
-    )
+    ).report
     candidate = iterate(
         config=stages.grpo,
         start=start.checkpoint,
@@ -71,10 +71,11 @@ def grpo(config: GRPORecipe = DEFAULT) -> Outcome:
         num_iterations=stages.num_iterations,
     )
     return conclude(
-        evaluation=stages.evaluation,
-        promotion=stages.promotion,
+        verdict=stages.verdict,
+        export=stages.export,
         incumbent=start.checkpoint,
         before=before,
         candidate=candidate,
-        validation=start.questions,
+        questions=start.questions,
+        rows=start.validation,
     )

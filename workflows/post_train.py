@@ -22,11 +22,11 @@ class PostTrainOutcome(NamedTuple):
 
     model: Checkpoint
     reward_model: Checkpoint
-    reward_model_report: Evaluation
-    decision: Promotion
-    before: Evaluation
-    between: Evaluation
-    after: Evaluation
+    reward_model_report: Evaluation | None
+    decision: Promotion | None
+    before: Evaluation | None
+    between: Evaluation | None
+    after: Evaluation | None
     lineage: Lineage
 
 
@@ -37,7 +37,7 @@ def post_train(config: PostTrainRecipe = DEFAULT) -> PostTrainOutcome:
     start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)
     before = measure(
         config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions
-    )
+    ).report
 
     pairs = make_pairs(
         config=stages.pairs,
@@ -58,7 +58,7 @@ def post_train(config: PostTrainRecipe = DEFAULT) -> PostTrainOutcome:
     )
     rm_evaluation = reward_model.measure_reward_model(
         config=stages.reward_model_evaluation, checkpoint=rm_checkpoint, pairs=unseen
-    )
+    ).report
 
     preferred = dpo.iterate(
         config=stages.dpo,
@@ -67,7 +67,9 @@ def post_train(config: PostTrainRecipe = DEFAULT) -> PostTrainOutcome:
         train=start.train,
         validation=start.validation,
     )
-    between = measure(config=stages.evaluation, checkpoint=preferred, validation=start.questions)
+    between = measure(
+        config=stages.evaluation, checkpoint=preferred, validation=start.questions
+    ).report
     candidate = grpo.iterate(
         config=stages.grpo,
         start=preferred,
@@ -77,12 +79,13 @@ def post_train(config: PostTrainRecipe = DEFAULT) -> PostTrainOutcome:
         reward_model=rm_checkpoint,
     )
     ended = conclude(
-        evaluation=stages.evaluation,
-        promotion=stages.promotion,
+        verdict=stages.verdict,
+        export=stages.export,
         incumbent=start.checkpoint,
         before=before,
         candidate=candidate,
-        validation=start.questions,
+        questions=start.questions,
+        rows=start.validation,
     )
     return PostTrainOutcome(
         ended.model,

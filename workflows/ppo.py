@@ -45,7 +45,7 @@ def ppo(config: PPORecipe = DEFAULT) -> Outcome:
     start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)
     before = measure(
         config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions
-    )
+    ).report
     candidate = iterate(
         config=stages.ppo,
         start=start.checkpoint,
@@ -54,10 +54,11 @@ def ppo(config: PPORecipe = DEFAULT) -> Outcome:
         num_iterations=stages.num_iterations,
     )
     return conclude(
-        evaluation=stages.evaluation,
-        promotion=stages.promotion,
+        verdict=stages.verdict,
+        export=stages.export,
         incumbent=start.checkpoint,
         before=before,
         candidate=candidate,
-        validation=start.questions,
+        questions=start.questions,
+        rows=start.validation,
     )

@@ -10,11 +10,11 @@ from flytekit import workflow
 from tasks.artifacts import Comparison, Evaluation
 from tasks.recipes import evaluate as recipes
 from tasks.recipes.common import default_recipe
-from tasks.recipes.evaluate import EvaluateRecipe
+from tasks.recipes.evaluate import RegressionRecipe
 from tasks.refuse_regression import refuse_regression
 from workflows.evaluate import evaluate_model
 
-DEFAULT = default_recipe(EvaluateRecipe, "regression_arithmetic")
+DEFAULT = default_recipe(RegressionRecipe, "regression_arithmetic")
 
 
 class Checked(NamedTuple):
@@ -25,7 +25,7 @@ class Checked(NamedTuple):
 
 
 @workflow(on_failure=recipes.record_refusal)
-def check_regression(config: EvaluateRecipe = DEFAULT) -> Checked:
+def check_regression(config: RegressionRecipe = DEFAULT) -> Checked:
     """prepare → questions → evaluate both → compare → refuse what is worse."""
     measured = evaluate_model(config=config)
     comparison = refuse_regression(comparisons=measured.comparison)

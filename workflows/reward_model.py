@@ -20,7 +20,7 @@ from tasks.recipes.reward_model import (
     plan_reward_model,
 )
 from tasks.train_reward_model import train_reward_model
-from workflows.common import begin, held_out, make_pairs
+from workflows.common import Measured, begin, held_out, make_pairs
 
 DEFAULT = default_recipe(RewardModelRecipe, "reward_model_arithmetic")
 
@@ -29,7 +29,7 @@ class RewardModelOutcome(NamedTuple):
     """What the pipeline hands on."""
 
     model: Checkpoint
-    report: Evaluation
+    report: Evaluation | None
     lineage: Lineage
 
 
@@ -44,12 +44,13 @@ def learn(
 
 @choice
 def measure_reward_model(
-    config: RewardModelEvaluationTaskConfig, checkpoint: Checkpoint, pairs: Dataset
-) -> Evaluation:
-    """An evaluation on pairs, on the cluster that the recipe asks for."""
-    return evaluate_reward_model.on(config.cluster)(
-        config=config, checkpoint=checkpoint, pairs=pairs
-    )
+    config: RewardModelEvaluationTaskConfig | None, checkpoint: Checkpoint, pairs: Dataset
+) -> Measured:
+    """An evaluation on pairs, on the cluster that the recipe asks for, where it is not off."""
+    if config is None:
+        return Measured(None)
+    stage = evaluate_reward_model.on(config.cluster)
+    return Measured(stage(config=config, checkpoint=checkpoint, pairs=pairs))
 
 
 @workflow(on_failure=recipes.record_failure)
@@ -74,5 +75,5 @@ def reward_model(config: RewardModelRecipe = DEFAULT) -> RewardModelOutcome:
     trained = learn(
         config=stages.reward_model, base=start.checkpoint, pairs=pairs, validation=unseen
     )
-    report = measure_reward_model(config=stages.evaluation, checkpoint=trained, pairs=unseen)
+    report = measure_reward_model(config=stages.evaluation, checkpoint=trained, pairs=unseen).report
     return RewardModelOutcome(trained, report, lineage_report(model=trained))

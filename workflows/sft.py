@@ -5,14 +5,36 @@
 
 from flytekit import workflow
 
+from nemo_rl_core.data.row_kinds import kind_of_rows
+from tasks.artifacts import Checkpoint, Dataset
+from tasks.platform.stage import choice
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.recipes import sft as recipes
-from tasks.recipes.common import default_recipe
+from tasks.recipes.common import SFTTaskConfig, default_recipe
 from tasks.recipes.sft import SFTRecipe, plan_sft
-from workflows.common import Outcome, choose_questions, conclude, measure, warm_start
+from tasks.train_sft import train_sft
+from workflows.common import Outcome, choose_questions, conclude, held_out, measure
 
 DEFAULT = default_recipe(SFTRecipe, "sft_arithmetic")
+
+
+@choice
+def tune(
+    config: SFTTaskConfig, base: Checkpoint, train: Dataset, validation: Dataset
+) -> Checkpoint:
+    """Supervised fine-tuning; rows without questions give at least the last step's held-out loss.
+
+    What it depends on is not whether the run asks other questions, which would train again.
+    """
+    assert config.sft is not None, "the recipe always has the section"
+    sft = config.sft
+    if sft.validate_every_num_steps is None and kind_of_rows(validation.records) != "prompts":
+        sft = sft.replace(validate_every_num_steps=sft.num_steps)
+    seen = held_out(sft, validation)
+    return train_sft.on(config.cluster)(
+        config=config.replace(sft=sft), base=base, train=train, **seen
+    )
 
 
 @workflow(on_failure=recipes.record_failure)
@@ -23,16 +45,17 @@ def sft(config: SFTRecipe = DEFAULT) -> Outcome:
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
     questions = choose_questions(
         config=stages.questions, tokenizer=model.tokenizer, validation=data.validation
-    )
-    before = measure(config=stages.evaluation, checkpoint=model.base, validation=questions)
-    candidate = warm_start(
+    ).rows
+    before = measure(config=stages.evaluation, checkpoint=model.base, validation=questions).report
+    candidate = tune(
         config=stages.sft, base=model.base, train=data.train, validation=data.validation
     )
     return conclude(
-        evaluation=stages.evaluation,
-        promotion=stages.promotion,
+        verdict=stages.verdict,
+        export=stages.export,
         incumbent=model.base,
         before=before,
         candidate=candidate,
-        validation=questions,
+        questions=questions,
+        rows=data.validation,
     )

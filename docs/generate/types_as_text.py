@@ -44,7 +44,7 @@ def variants(annotation: Any) -> list[type[BaseModel]]:
 
 def tag(kind: type[BaseModel]) -> tuple[str, str] | None:
     """The field that names a variant, and its only value: `("kind", "clipped")`."""
-    for name in ("kind", "backend"):
+    for name in ("kind", "backend", "place"):
         field = kind.model_fields.get(name)
         values = get_args(field.annotation) if field is not None else ()
         if len(values) == 1:

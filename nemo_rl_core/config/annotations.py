@@ -7,7 +7,9 @@ from typing import Annotated, Any, Final, Union, get_args, get_origin
 from pydantic import BaseModel, Discriminator, Tag
 from pydantic.fields import FieldInfo
 
-TAGS: Final = ("kind", "backend")
+from nemo_rl_core.config.places import overlaid
+
+TAGS: Final = ("kind", "backend", "place")
 
 
 def tag_of(kind: type[BaseModel]) -> tuple[str, str] | None:
@@ -35,12 +37,28 @@ def classes_of(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
+def with_default_tag(field: FieldInfo, value: Any) -> Any:
+    """Returns a mapping without a tag with the one of the field's default: a change of its fields.
+
+    Args:
+        field: Its default says which variant of a union is meant, unless the union itself does.
+        value: The input of the field; anything but a mapping without a tag is returned as it is.
+    """
+    default = tag_of(type(field.default)) if isinstance(field.default, BaseModel) else None
+    is_open = isinstance(value, Mapping) and default is not None and default[0] not in value
+    if not is_open or not isinstance(_discriminator([field, *field.metadata]), str):
+        return value
+    return overlaid(dict([default]), value)
+
+
 def class_that_reads(
     annotation: Any, value: Mapping[str, Any], by: str | Discriminator | None = None
 ) -> type[BaseModel] | None:
     """The class that reads a mapping; None where no class does, or the tag is wrong."""
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
+        for field in metadata:
+            value = with_default_tag(field, value) if isinstance(field, FieldInfo) else value
         return class_that_reads(inner, value, _discriminator(metadata) or by)
     if get_origin(annotation) not in (Union, UnionType):
         found = next(iter(classes_of(annotation)), None)

@@ -1,6 +1,6 @@
 """Where rows come from, how long they may be, and what happens to those that are too long."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -141,6 +141,31 @@ DataConfig = Annotated[
     | MixtureData,
     Field(discriminator="kind"),
 ]
+
+
+def with_rows_to_train_on(data: Any) -> Any:
+    """Completes a data section that names only rows to ask questions from, and never trains.
+
+    Args:
+        data: The section as written; anything but a map is returned as it is.
+
+    Returns:
+        A copy whose `train`, where it is not named, is the same as `validation`, also in the
+        sources of a mixture.
+    """
+    if not isinstance(data, dict):
+        return data
+    if isinstance(sources := data.get("sources"), list):
+        completed = [
+            {**each, "data": with_rows_to_train_on(each["data"])}
+            if isinstance(each, dict) and "data" in each
+            else each
+            for each in sources
+        ]
+        return {**data, "sources": completed}
+    if data.get("kind") in ("file", "hub") and data.get("validation"):
+        return {"train": data["validation"], **data}
+    return data
 
 
 def source_of(data: DataConfig, part: str) -> str:

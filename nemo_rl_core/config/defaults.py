@@ -18,6 +18,7 @@ from nemo_rl_core.config.environment import EnvironmentConfig, own_bundles_of_sc
 from nemo_rl_core.config.places import PlacedList, copied
 from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.config.training import TrainingConfig
+from nemo_rl_core.config.warm_up import default_warm_up
 from nemo_rl_core.errors import ConfigError
 
 LEARNING_RATES: Final[Mapping[str, float]] = {
@@ -33,8 +34,8 @@ LEARNING_RATES: Final[Mapping[str, float]] = {
 CRITIC_LEARNING_RATE: Final = 1e-5
 LORA_FACTOR: Final = 10.0
 """Adapters learn at higher rates than whole weights."""
-NUM_WARMUP_STEPS: Final = 10
 MAX_NEW_TOKENS: Final = 512
+_MAX_PROMPT_TOKENS: Final = 512
 LARGEST_LEARNING_RATE: Final = 1e-4
 """Of whole weights: a higher one usually destroys a pretrained model within a few steps."""
 _SMALL_MODEL: Final = 50_000_000
@@ -87,16 +88,41 @@ def defaults_of_pretrained(
     if values.get("dtype", "auto") == "auto":
         cluster = _cluster({**values, **found})
         found["dtype"] = "bfloat16" if cluster.num_gpus else "float32"
-    if samples and "max_new_tokens" not in generation:
-        prompt = int(values.get("max_prompt_tokens", 512))
-        room = (context.context_length or prompt + MAX_NEW_TOKENS) - prompt
-        found["generation.max_new_tokens"] = min(MAX_NEW_TOKENS, room) if room > 0 else 1
+    if samples:
+        lengths = (values.get("max_prompt_tokens"), generation.get("max_new_tokens"))
+        found |= _lengths(*lengths, context.context_length)
     cluster = _cluster({**values, **found})
     if samples:
         found |= engines_of_gpus(cluster, generation)
     engines = {"generation": generation} if samples else {}
     dtype = found.get("dtype", values.get("dtype"))
     return found | float32_of_gpus(cluster, training, engines, dtype=dtype)
+
+
+def _lengths(prompt: Any, completion: Any, context_length: int | None) -> dict[str, int]:
+    """Limits of prompts and completions that are not given, so that both fit the context."""
+    if not isinstance(prompt, int | None) or not isinstance(completion, int | None):
+        return {}  # the validation refuses them
+    if context_length is None:
+        return {} if completion else {"generation.max_new_tokens": MAX_NEW_TOKENS}
+    found = {}
+    if prompt is None:
+        fitting = context_length - completion if completion else context_length // 2
+        prompt = _MAX_PROMPT_TOKENS
+        if 0 < fitting < prompt:
+            prompt = found["max_prompt_tokens"] = fitting
+    if completion is None:
+        room = context_length - prompt
+        if room < 1:
+            raise ConfigError(
+                "the prompts leave no room for completions in the model's context",
+                expected=f"max_prompt_tokens below {context_length}, the context",
+                got=str(prompt),
+                fix=f"set max_prompt_tokens to {context_length // 2}, or take a model with a "
+                "longer context",
+            )
+        found["generation.max_new_tokens"] = min(MAX_NEW_TOKENS, room)
+    return found
 
 
 def engines_of_gpus(cluster: Any, generation: Any, *, path: str = "generation") -> dict[str, float]:
@@ -178,7 +204,7 @@ def _rates(values: Mapping[str, Any], section: str, *, uses_lora: bool) -> dict[
     if "learning_rate" not in given:
         found[f"{section}.learning_rate"] = _rounded(LEARNING_RATES[section] * factor)
         if "num_warmup_steps" not in given:
-            found[f"{section}.num_warmup_steps"] = NUM_WARMUP_STEPS
+            found[f"{section}.num_warmup_steps"] = default_warm_up(given)
     if section == "ppo" and "learning_rate" not in _section(given, "critic"):
         found["ppo.critic.learning_rate"] = _rounded(CRITIC_LEARNING_RATE * factor)
     return found

@@ -1,9 +1,11 @@
 """How a checkpoint is measured, and what it takes to be promoted."""
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from typing import Any
+
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.data import DataConfig
+from nemo_rl_core.config.data import DataConfig, with_rows_to_train_on
 from nemo_rl_core.config.environment import EnvironmentConfig
 from nemo_rl_core.config.generation import GenerationConfig
 
@@ -11,10 +13,10 @@ from nemo_rl_core.config.generation import GenerationConfig
 class EvaluationConfig(FrozenConfig):
     """Greedy accuracy on every validation prompt; pass@k and cons@k from sampled completions.
 
-    `data` is where the prompts come from (its validation rows), `environment` says what is right
-    (a reward of 1 or more), and `generation` how completions are sampled; left out, they are those
-    of training. Each stands in the place of the whole section, so that what it leaves out has the
-    default and not the value of training.
+    `data` is where the prompts come from (its validation rows; it needs no rows to train on),
+    `environment` says what is right (a reward of 1 or more), and `generation` how completions are
+    sampled; left out, they are those of training. Each replaces the complete section, so that what
+    it leaves out has the default and not the value of training.
 
     Attributes:
         num_samples_per_prompt: Completions to sample of each prompt, besides the greedy one; 0
@@ -34,6 +36,11 @@ class EvaluationConfig(FrozenConfig):
     data: DataConfig | None = None
     environment: EnvironmentConfig | None = None
     generation: GenerationConfig | None = None
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _trains_on_no_rows(cls, data: Any) -> Any:
+        return with_rows_to_train_on(data)
 
     @model_validator(mode="after")
     def _enough_samples(self) -> "EvaluationConfig":

@@ -21,6 +21,8 @@ from nemo_rl_core.config.registered import REGISTERED, RegisteredBackend, Sectio
 from nemo_rl_core.errors import ConfigError
 
 _SMALLEST_TEMPERATURE = 0.01
+_RESHAPING = ("top_p", "top_k", "repetition_penalty")
+"""Settings that sample from another distribution than the policy's."""
 
 
 class SamplingConfig(FrozenConfig):
@@ -61,7 +63,14 @@ class SamplingConfig(FrozenConfig):
     @property
     def draws_from_all(self) -> bool:
         """Whether tokens are drawn from the policy's own distribution under the temperature."""
-        return self.top_p == 1 and self.top_k is None and self.repetition_penalty == 1
+        return not self.reshaping
+
+    @property
+    def reshaping(self) -> dict[str, float | int | None]:
+        """Settings by which tokens are sampled from another distribution than the policy's."""
+        values = {name: getattr(self, name) for name in _RESHAPING}
+        defaults = {name: type(self).model_fields[name].default for name in _RESHAPING}
+        return {name: value for name, value in values.items() if value != defaults[name]}
 
     @property
     def ranks_per_engine(self) -> int:
@@ -254,13 +263,15 @@ def refuse_more_than(num_workers: int, generation: SamplingConfig) -> None:
 
 
 def refuse_for_training(generation: SamplingConfig) -> None:
-    """Refuses sampling whose logprobs the trainer cannot compute as well.
+    """Refuses rollouts that are not drawn from the policy's full distribution.
 
-    At temperature 1 engines report logprobs of the whole distribution, at others of the part of it
-    that `top_p`, `top_k` and `repetition_penalty` leave.
+    The trainer computes logprobs over the full vocabulary at the sampling temperature. `top_p`,
+    `top_k` and `repetition_penalty` sample from another distribution, which biases the gradient,
+    and neither the gate nor an importance weight shows it: at temperature 1 engines report the
+    logprobs of the full distribution, too.
 
     Raises:
-        ConfigError: For greedy rollouts, and for draws from a part at another temperature than 1.
+        ConfigError: For greedy rollouts, and for `top_p`, `top_k` or `repetition_penalty`.
     """
     if generation.temperature == 0:
         raise ConfigError(
@@ -269,11 +280,11 @@ def refuse_for_training(generation: SamplingConfig) -> None:
             got="0",
             fix="set it to 1; evaluation is greedy whatever it is",
         )
-    if not generation.draws_from_all and generation.temperature != 1:
+    if changed := generation.reshaping:
         raise ConfigError(
-            "the engine does not report the policy's own logprobs of draws from a part of the "
-            "tokens, which training needs",
-            expected="generation.temperature: 1 with top_p, top_k or repetition_penalty",
-            got=str(generation.temperature),
-            fix="set it to 1, or leave the others out",
+            "rollouts that are trained on must be sampled from all tokens, as their logprobs are "
+            "computed",
+            expected="no top_p, top_k or repetition_penalty in the section generation",
+            got=", ".join(f"{name}: {value}" for name, value in changed.items()),
+            fix=f"remove {', '.join(changed)}; a recipe may have it in evaluation.generation",
         )

@@ -18,7 +18,7 @@ from nemo_rl_core.config.sections import (
 )
 from nemo_rl_core.errors import ConfigError
 
-FIX = "change the named values in the recipe or on the command line"
+FIX = "change the named values"
 CONTRADICTION = "contradiction"
 
 

@@ -26,6 +26,7 @@ _FP8: Final = "training.float8, and generation.quantization of engines"
 _TRAINING: Final = "training, with backend dtensor or megatron"
 _RECORD: Final = "tracking; every run is recorded without it"
 _DTYPE: Final = "model.dtype, such as bfloat16"
+_FULL: Final = "left out: training samples from the policy's full distribution"
 
 PEER_NAMES: Final[Mapping[str, str]] = {
     "num_generations": _COMPLETIONS,
@@ -65,7 +66,7 @@ PEER_NAMES: Final[Mapping[str, str]] = {
     "reference_policy_kl_penalty": _KL,
     "use_kl_loss": "grpo.loss.kl, null for none",
     "kl_loss_type": "grpo.loss.kl.kind",
-    "use_kl_in_reward": "grpo.loss.kl.place, in_reward",
+    "use_kl_in_reward": "grpo.loss.kl.place, in_reward; its kind is k1",
     "epsilon": "grpo.loss.clip_low and grpo.loss.clip_high",
     "epsilon_high": "grpo.loss.clip_high",
     "eps_clip": "grpo.loss.clip_low and grpo.loss.clip_high",
@@ -107,6 +108,9 @@ PEER_NAMES: Final[Mapping[str, str]] = {
     "checkpointing": f"{_SAVES}, with keep_latest and keep_best",
     "save_total_limit": "keep_latest, in the algorithm's section",
     "keep_top_k": "keep_best, in the algorithm's section",
+    "load_best_model_at_end": "keep_best, in the algorithm's section, with result: best",
+    "metric_for_best_model": "keep_best, in the algorithm's section, with metric",
+    "greater_is_better": "keep_best, in the algorithm's section, with mode: max or min",
     "eval_steps": _VALIDATES,
     "test_freq": _VALIDATES,
     "val_period": _VALIDATES,
@@ -127,6 +131,8 @@ PEER_NAMES: Final[Mapping[str, str]] = {
     "train_files": f"{_DATA}; its key is train",
     "eval_dataset": f"{_DATA}; its key is validation",
     "val_files": f"{_DATA}; its key is validation",
+    "reward_weights": "reward_weights of train and fit, or an environment of kind weighted_sum",
+    "seed": "seed, of the trainer or at the top of a recipe",
     "reward_funcs": "environment, with kind function or weighted_sum",
     "custom_reward_function": "environment, with kind function",
     "bf16": _DTYPE,
@@ -153,6 +159,7 @@ PEER_NAMES: Final[Mapping[str, str]] = {
     "strategy": _TRAINING,
     "vllm_cfg": "generation, whose keys stand in it directly",
     "rollout": "generation",
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), _FULL),
     "use_vllm": "generation.backend",
     "vllm_mode": "generation.backend",
     "vllm_gpu_memory_utilization": "generation.gpu_memory_utilization",
@@ -170,7 +177,39 @@ PEER_NAMES: Final[Mapping[str, str]] = {
 """What each is here: a place in a recipe, and what to know of it."""
 
 
+_INSTEAD: Final = {
+    "the store keeps the model, in result.checkpoint; name=... of fit resumes": "output_dir",
+    "name=... of train or fit names a run": "run_name",
+    "tracking={'trackers': [...]} of train or fit names trackers": "report_to",
+    "save_every_num_steps=... says when": "save_strategy",
+    "validate_every_num_steps=... says when": "eval_strategy do_eval",
+    "train or fit trains": "do_train",
+    "dtype='bfloat16' or 'float32'": "bf16 fp16",
+    "cluster={'shape': 'laptop'} has no GPU": "use_cpu",
+    "vLLM is the default": "use_vllm",
+    "rows are packed, max_tokens_per_microbatch tokens at a time": """per_device_eval_batch_size
+        padding_free pad_to_multiple_of packing packing_strategy eval_packing auto_find_batch_size
+        torch_empty_cache_steps""",
+    "every step is recorded with its completions; nemo-rl ui shows them": """log_level
+        log_level_replica logging_steps logging_strategy logging_first_step log_on_each_node
+        logging_nan_inf_filter disable_tqdm log_completions log_multimodal log_unique_prompts
+        num_completions_to_print log_completions_hub_repo skip_memory_metrics
+        include_num_input_tokens_seen""",
+    "nemo-rl export pushes a model to the hub": """push_to_hub hub_model_id hub_strategy hub_token
+        hub_private_repo hub_always_push hub_revision""",
+    "rows are not cut: shorten them, or drop those that are too long": "max_length truncation_mode",
+    "the reference's logprobs are always computed once, before training": """
+        precompute_ref_log_probs precompute_ref_batch_size""",
+    "there is nothing to set": """dataloader_num_workers dataloader_pin_memory dataset_num_proc
+        dataloader_persistent_workers dataloader_prefetch_factor remove_unused_columns
+        dataloader_multiprocessing_context ds3_gather_for_generation""",
+}
+"""What to use instead of fields on which no result depends, by text; fields in one string."""
+NO_EFFECT: Final = {name: text for text, names in _INSTEAD.items() for name in names.split()}
+
+
 def peer_hint(name: str) -> str | None:
-    """What a setting of another framework is here, as a sentence; None if it is none."""
-    here = PEER_NAMES.get(name)
-    return f"here it is {here}" if here else None
+    """Returns what a setting of another framework is here, as a sentence; None if it is unknown."""
+    if name in PEER_NAMES:
+        return f"here it is {PEER_NAMES[name]}"
+    return f"leave it out: {NO_EFFECT[name]}" if name in NO_EFFECT else None

@@ -148,7 +148,8 @@ class CodeTests(FrozenConfig):
             gives it an input.
         wall_seconds: The same by the clock, for programs that wait.
         memory_mib: Of each of at most four processes.
-        num_parallel: How many completions are tested at once.
+        num_parallel: Maximum number of completions whose programs compute at once. Programs that
+            sleep do not count.
     """
 
     kind: Literal["code"] = "code"

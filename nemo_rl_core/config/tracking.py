@@ -30,7 +30,7 @@ class TensorBoardTracker(FrozenConfig):
 
 
 class MlflowTracker(FrozenConfig):
-    """A run on an MLflow server; its address is left to `MLFLOW_TRACKING_URI` where not given.
+    """A run on an MLflow server. Other stores need the package `mlflow`, not `mlflow-skinny`.
 
     Attributes:
         tracking_uri: The server's address; None takes `MLFLOW_TRACKING_URI`.

@@ -35,11 +35,14 @@ class KeepBest(FrozenConfig):
         metric: A metric that is saved with a step, such as `validation_loss`.
         mode: Whether the highest or the lowest value is best.
         count: Checkpoints to keep by this metric.
+        result: Which model the stage hands out, and so which one is evaluated and exported: that
+            of the last step, or the best one with its optimizer state.
     """
 
     metric: str = Field(min_length=1, description="such as validation_loss")
     mode: Literal["max", "min"]
     count: PositiveInt = 1
+    result: Literal["last", "best"] = "last"
 
 
 class LoopConfig(OptimizerConfig):
@@ -48,8 +51,8 @@ class LoopConfig(OptimizerConfig):
     `max_tokens_per_microbatch` bounds the memory of one forward and backward pass; it changes
     results only by rounding. Validation runs every `validate_every_num_steps` steps and after the
     last one; left out, the trainer does not validate. While a run is under way its `keep_latest`
-    newest checkpoints are kept, and the best ones by `keep_best`; of a finished run stay the last
-    model and the best.
+    newest checkpoints are kept, and the best ones by `keep_best`. A finished run has the last model
+    in `model/` and the best one in `best/`; with `keep_best.result: best` the best is in `model/`.
 
     Attributes:
         max_tokens_per_microbatch: The most tokens of one forward and backward pass.

@@ -119,7 +119,7 @@ class DTensorTraining(Parallelism):
             case. No result changes.
         activation_checkpointing: Recomputes each layer in the backward pass. `auto` does so on GPUs
             that cannot hold the activations of a micro-batch.
-        compile: Compiles each layer with `torch.compile`.
+        compile: Compiles each layer with `torch.compile`, with or without recomputation.
         attention: What attends over packed rows. `varlen` (torch's FlashAttention over sequences of
             any length, 16 bits) and `flex` (FlexAttention, compiled) run on GPUs and make no mask
             of all pairs of tokens, as `sdpa` does. `auto` is `varlen` on GPUs, `flex` where that

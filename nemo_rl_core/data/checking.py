@@ -62,6 +62,7 @@ class RowChecking:
         tokenizer: For lengths and masks; None skips those checks.
         max_prompt_tokens: The longest prompt to sample from; None for any.
         policy: The longest row, and which turns are trained on.
+        limit_name: What sets the longest row, for messages.
 
     Attributes:
         columns: Of all rows.
@@ -81,7 +82,9 @@ class RowChecking:
         *,
         max_prompt_tokens: int | None,
         policy: RowPolicy,
+        limit_name: str = "max_sequence_tokens",
     ) -> None:
+        self._limit_name = limit_name
         self._rows, self._tokenizer, self._policy = rows, tokenizer, policy
         self._max_prompt_tokens = max_prompt_tokens
         self.columns = column_names(rows)
@@ -189,7 +192,7 @@ class RowChecking:
         rows = records_of(found) if isinstance(found, pd.DataFrame) else rows_of(found)
         try:
             untrained, longer = checks.example_faults(
-                rows, self._tokenizer, self._policy, first=first
+                rows, self._tokenizer, self._policy, first=first, limit_name=self._limit_name
             )
         except DataError as error:
             self._inseparable = error

@@ -159,7 +159,12 @@ def prompt_faults(
 
 
 def example_faults(
-    rows: Records, tokenizer: Any, policy: RowPolicy, *, first: int = 0
+    rows: Records,
+    tokenizer: Any,
+    policy: RowPolicy,
+    *,
+    first: int = 0,
+    limit_name: str = "max_sequence_tokens",
 ) -> tuple[Faults, Faults]:
     """Rows without a token that is trained on, and rows that are too long.
 
@@ -168,6 +173,7 @@ def example_faults(
         tokenizer: The model's.
         policy: The longest row, and what becomes of longer ones.
         first: The number of the first row, for the error.
+        limit_name: What sets the longest row, for the fault.
 
     Raises:
         DataError: When the turns of a row cannot be separated by the chat template (names the row).
@@ -178,7 +184,7 @@ def example_faults(
     for index, row in enumerate(rows):
         examples = _examples(tokenizer, row, first + index).values()
         if limit is not None and max(len(example.token_ids) for example in examples) > limit:
-            fault_text = f"row has more than {limit} tokens (max_sequence_tokens)"
+            fault_text = f"row has more than {limit} tokens ({limit_name})"
             too_long.setdefault(fault_text, []).append(index)
         kept = limit if policy.overlong == "truncate" else None
         if not all(example.truncated(kept).num_trained_tokens for example in examples):

@@ -7,9 +7,11 @@ from typing import Any
 
 import pandas as pd
 
+from nemo_rl_core.data.lengths import refuse_beyond_context
 from nemo_rl_core.data.loader import load_records, save_frame
 from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.pairs import PreferencePair, tokenized_pairs
+from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.errors import DataError
 
 
@@ -55,6 +57,27 @@ def load_pairs(
     else:
         pairs = tokenized_pairs(folder, tokenizer)
     return pairs if reference_logprobs is None else _with_logprobs(pairs, reference_logprobs)
+
+
+def load_pairs_for(
+    model_folder: Path, folder: Path, *, name: str, reference_logprobs: Path | None = None
+) -> list[PreferencePair]:
+    """Loads the pairs that a model is trained on or validated with.
+
+    Args:
+        model_folder: The model, with its tokenizer.
+        folder: As in `load_pairs`.
+        name: Name of the data set in messages, such as `train`.
+        reference_logprobs: As in `load_pairs`.
+
+    Raises:
+        DataError: As in `load_pairs`, and if a pair is longer than the model's context.
+    """
+    tokenizer = load_tokenizer(model_folder)
+    pairs = load_pairs(folder, tokenizer, reference_logprobs=reference_logprobs)
+    lengths = (max(len(pair.chosen.token_ids), len(pair.rejected.token_ids)) for pair in pairs)
+    refuse_beyond_context(lengths, model_folder, name=name)
+    return pairs
 
 
 def _stored(row: dict[str, Any], side: str) -> SupervisedExample:

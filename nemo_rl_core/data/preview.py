@@ -79,29 +79,37 @@ def _text(ids: list[int], tokenizer: Any) -> str:
 
 
 def read_row(
-    source: str, number: int, policy: RowPolicy, form: RowFormat | None = None
+    source: Any,
+    number: int,
+    policy: RowPolicy,
+    form: RowFormat | None = None,
+    *,
+    seed: int = 0,
+    name: str = "",
 ) -> dict[str, Any]:
     """One training row of a data source, checked as training checks it.
 
     Args:
-        source: A file, folder, hub name, `reasoning_gym:TASK` or `arithmetic`.
+        source: A file, folder, hub name, `reasoning_gym:TASK`, `arithmetic`, or a data config.
         number: Index of the row, from 0.
         policy: Which turns are trained on.
         form: How columns are read; None recognises them.
+        seed: For generated and held-out rows.
+        name: Name of the source in messages; by default the source itself.
 
     Raises:
         DataError: If there is no such source or row, or the row is not valid.
     """
-    rows = read(source, seed=0, form=form).train
+    rows, name = read(source, seed=seed, form=form).train, name or str(source)
     if not 0 <= number < len(rows):
         raise DataError(
-            f"{source} has no row {number}",
+            f"{name} has no row {number}",
             expected=f"a row from 0 to {len(rows) - 1}",
             got=str(number),
             fix="correct --row",
         )
     # Only this row is checked, so that it can be viewed while others are invalid.
     frame = validate_rows(
-        [rows[number]], tokenizer=None, max_prompt_tokens=None, name=source, policy=policy
+        [rows[number]], tokenizer=None, max_prompt_tokens=None, name=name, policy=policy
     )
     return {str(column): value for column, value in frame.iloc[0].items()}

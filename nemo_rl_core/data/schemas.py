@@ -94,6 +94,7 @@ def checked_rows(
     name: str,
     source: str = "",
     policy: RowPolicy | None = None,
+    context_length: int | None = None,
 ) -> CheckedRows:
     """Checks rows of any kind, a chunk at a time.
 
@@ -106,6 +107,8 @@ def checked_rows(
         source: Where its rows are from, for messages, such as a file.
         policy: Longest row, handling of longer and duplicate rows, and which turns are trained on
             (a data config is one); None takes the defaults.
+        context_length: The model's context in tokens, which limits rows that are trained on as
+            they are; None for rows to sample from, or if it is not known.
 
     Returns:
         The columns of the kind in a fixed order, the rows in their own; `margin` where it is given,
@@ -122,7 +125,17 @@ def checked_rows(
             got="0 rows",
             fix=f"check {source or 'the file'}, or raise num_train and num_validation",
         )
-    checking = RowChecking(rows, tokenizer, max_prompt_tokens=max_prompt_tokens, policy=policy)
+    limit_name = "max_sequence_tokens"
+    if context_length is not None and context_length < (policy.max_sequence_tokens or math.inf):
+        policy = policy.model_copy(update={"max_sequence_tokens": context_length})
+        limit_name = "the model's context"
+    checking = RowChecking(
+        rows,
+        tokenizer,
+        max_prompt_tokens=max_prompt_tokens,
+        policy=policy,
+        limit_name=limit_name,
+    )
     found = checking.checked()
     if checking.surrogates:  # pandas cannot hold such text
         raise describe_faults(checking.surrogates, name, source=source)
@@ -159,6 +172,8 @@ def _refusal(
         return describe_faults(refused, name, source=source, fix=fix)
     repeated_alone = bool(refused) and not checking.faults and refused == repeated
     otherwise = "; data.duplicates: drop or keep allows repeated ones" if repeated_alone else ""
+    if checking.longer and not checking.faults and refused == checking.longer:
+        otherwise = "; data.overlong: truncate or drop cuts longer rows or leaves them out"
     found = checking.faults | refused
     error = describe_faults(found, name, source=source, otherwise=otherwise)
     if not (characters := checking.unknown_characters):

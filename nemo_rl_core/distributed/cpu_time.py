@@ -1,8 +1,10 @@
-"""CPU time of actors, read inside them: they may be on other machines."""
+"""CPU time and reads of user code of actors, asked of them: they may be on other machines."""
 
 import os
 from collections.abc import Sequence
 from typing import Any
+
+from nemo_rl_core.store import watching
 
 _SECONDS = 2.0
 """How long an actor may take to answer; one that computes or hangs counts as it did before."""
@@ -10,6 +12,8 @@ _SECONDS = 2.0
 
 def read_cpu_seconds(actors: Sequence[Any]) -> dict[str, float]:
     """User and system time of each actor's process and its children, since they began.
+
+    What user code in the actors has read is merged into the reads of this process.
 
     Returns:
         By the actor's id; those that do not answer, or have died, are left out.
@@ -23,15 +27,18 @@ def read_cpu_seconds(actors: Sequence[Any]) -> dict[str, float]:
     found = {}
     for reference in done:
         try:
-            found[asked[reference]._actor_id.hex()] = float(ray.get(reference))
+            seconds, reads = ray.get(reference)
         except ray.exceptions.RayError:
             continue  # it has died; what it used is what was read last
+        found[asked[reference]._actor_id.hex()] = float(seconds)
+        watching.absorb(reads)
     return found
 
 
-def _of_this_process(_: Any) -> float:
+def _of_this_process(_: Any) -> tuple[float, watching.Report]:
     import psutil
 
     own = os.times()
     running = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
-    return sum(own[:4]) + sum(times.user + times.system for times in running)
+    seconds = sum(own[:4]) + sum(times.user + times.system for times in running)
+    return seconds, watching.report()

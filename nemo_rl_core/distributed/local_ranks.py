@@ -10,7 +10,7 @@ from typing import Any
 
 import cloudpickle
 
-from nemo_rl_core.distributed.ports import hold_port
+from nemo_rl_core.distributed.ports import LOOPBACK, hold_port
 from nemo_rl_core.distributed.process_group import rank_environment
 from nemo_rl_core.errors import WorkerError
 
@@ -45,13 +45,13 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
     call = cloudpickle.dumps((function, args))
-    port = hold_port([0], host="127.0.0.1")
+    port = hold_port([0], host=LOOPBACK)
     assert port is not None
     readers: list[Connection] = []
     processes = []
     for rank in range(world_size):
         reader, writer = context.Pipe(duplex=False)
-        environment = rank_environment(rank, world_size, address="127.0.0.1", port=port)
+        environment = rank_environment(rank, world_size, address=LOOPBACK, port=port)
         environment["OMP_NUM_THREADS"] = str(num_threads)
         process = context.Process(target=_rank, args=(call, environment, num_threads, writer))
         process.start()

@@ -1,14 +1,44 @@
-"""Ports that are held from their choice to their use."""
+"""Ports that are reserved before they are used, and stores that listen on one address."""
 
+import os
 import socket
 from collections import deque
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+LOOPBACK = "127.0.0.1"
 
 _held: deque[socket.socket] = deque(maxlen=64)
 """A rendezvous listens soon: what was held long ago is not waited for any more."""
 
 
-def hold_port(candidates: Iterable[int], *, host: str = "") -> int | None:
+def host_store(address: str, port: int, **options: Any) -> "TCPStore":
+    """Returns a `TCPStore` that listens on one address of this machine.
+
+    By itself torch's listens on every interface, whatever address it is given.
+
+    Args:
+        address: IP address to listen on, and where clients connect.
+        port: Port to listen on; 0 takes any free one.
+        **options: For `TCPStore`.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.create_server(
+        (address, port), family=_family(address), backlog=socket.SOMAXCONN
+    )
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    try:
+        return TCPStore(address, port, is_master=True, master_listen_fd=descriptor, **options)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def hold_port(candidates: Iterable[int], *, host: str) -> int | None:
     """Takes a port for a rendezvous that listens on it later, in this or another process.
 
     A socket is bound to it and does not listen. Linux gives such a port to nobody by itself, and
@@ -17,30 +47,30 @@ def hold_port(candidates: Iterable[int], *, host: str = "") -> int | None:
 
     Args:
         candidates: Ports to try in turn; 0 is any that is free.
-        host: Address to bind; all of this machine by default.
+        host: IP address to bind.
 
     Returns:
         The port, held until this process ends or has taken 64 others; None if all are taken.
     """
     for candidate in candidates:
-        held = socket.socket()
+        holder = socket.socket(_family(host))
         try:
-            held.bind((host, candidate))
+            holder.bind((host, candidate))
         except OSError:
-            held.close()
+            holder.close()
             continue
-        port = int(held.getsockname()[1])
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port = int(holder.getsockname()[1])
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if _can_listen(host, port):
-            _held.append(held)
+            _held.append(holder)
         else:
-            held.close()  # a kernel that lets nobody listen: free, and not held
+            holder.close()  # a kernel that lets nobody listen: free, and not held
         return port
     return None
 
 
 def _can_listen(host: str, port: int) -> bool:
-    with socket.socket() as server:
+    with socket.socket(_family(host)) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             server.bind((host, port))
@@ -48,3 +78,7 @@ def _can_listen(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

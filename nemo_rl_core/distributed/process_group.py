@@ -7,10 +7,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_rl_core.distributed.ports import LOOPBACK, host_store
 from nemo_rl_core.errors import ResourceError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 def rank_environment(
@@ -31,7 +33,27 @@ def rank_environment(
         "LOCAL_RANK": str(rank if local_rank is None else local_rank),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
+        **network_environment(address),
     }
+
+
+def network_environment(address: str) -> dict[str, str]:
+    """Returns the environment in which workers on loopback listen on no other interface.
+
+    By default gloo, NCCL and vLLM listen on the interface of the host's name. Variables that the
+    user has set stay.
+
+    Args:
+        address: Address of the workers' machine as Ray knows it.
+
+    Example:
+        >>> network_environment("192.0.2.7")
+        {}
+    """
+    if address != LOOPBACK:
+        return {}
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
+    return {name: value for name, value in loopback.items() if name not in os.environ}
 
 
 def world_size() -> int:
@@ -152,11 +174,27 @@ def join_process_group(*, timeout_seconds: float | None = None) -> None:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(local_device())  # what collectives and libraries take unasked
-    alone = "WORLD_SIZE" not in os.environ
+    is_single = "WORLD_SIZE" not in os.environ
+    timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else collective_timeout()
+    if is_single:
+        os.environ.update(network_environment(LOOPBACK))
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        rank=0 if alone else rank(),
-        world_size=1 if alone else world_size(),
-        store=dist.HashStore() if alone else None,  # type: ignore[attr-defined]
-        timeout=timedelta(seconds=timeout_seconds) if timeout_seconds else collective_timeout(),
+        rank=0 if is_single else rank(),
+        world_size=1 if is_single else world_size(),
+        store=dist.HashStore() if is_single else meeting_store(timeout),  # type: ignore[attr-defined]
+        timeout=timeout,
     )
+
+
+def meeting_store(timeout: timedelta) -> "TCPStore":
+    """Returns the store at which the ranks of the environment meet; waits until all have joined.
+
+    Rank 0 hosts it, on the address at which the others find it and no other.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank() == 0:
+        return host_store(address, port, world_size=world_size(), timeout=timeout)
+    return TCPStore(address, port, world_size(), is_master=False, timeout=timeout)

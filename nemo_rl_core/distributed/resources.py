@@ -64,7 +64,9 @@ class ResourceManager:
                 f"{self.name} is smaller than the cluster that is asked for",
                 expected=", ".join(_SHOWN[key].format(request[key]) for key in missing),
                 got=", ".join(_SHOWN[key].format(has) for key, has in missing.items())
-                + (_why_no_gpus() if missing.get("GPU") == 0 else ""),
+                + (
+                    _why_no_gpus() if missing.get("GPU") == 0 and self._count is _count_here else ""
+                ),
                 fix=fix or _smaller(missing),
             )
 

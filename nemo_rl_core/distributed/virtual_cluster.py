@@ -3,16 +3,20 @@
 import os
 import random
 import signal
+import socket
+import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_rl_core.config.placement import OwnBundles, own_bundles_per_node, with_own_bundles
-from nemo_rl_core.distributed.ports import hold_port
+from nemo_rl_core.distributed.ports import LOOPBACK, hold_port
+from nemo_rl_core.distributed.private_ray import private_start
+from nemo_rl_core.distributed.process_group import network_environment
 from nemo_rl_core.distributed.resources import Resource, ResourceManager
 from nemo_rl_core.errors import ResourceError
 from nemo_rl_core.telemetry.waiting import waiting
@@ -24,12 +28,14 @@ if TYPE_CHECKING:
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 _NUM_ATTEMPTS = 3
 _SMALL_CPU_SHARE = 0.01
+_PROBE_SECONDS = 10.0
 
 
 def start_ray() -> None:
     """Starts Ray on this machine, or joins what `RAY_ADDRESS` names; once a process.
 
-    One runtime serves every stage of a local run. Workers write to files, not to the terminal.
+    What it starts listens on loopback only, with a new token (`private_start`). One runtime serves
+    every stage of a local run. Workers write to files, not to the terminal.
     """
     import ray
 
@@ -42,10 +48,18 @@ def start_ray() -> None:
         "address": "local",  # else Ray joins whatever `ray start` has left on this machine
         "num_cpus": os.cpu_count(),
         "include_dashboard": False,
-        "runtime_env": {"worker_process_setup_hook": _end_of_workers_is_quiet()},
+        "runtime_env": {
+            "worker_process_setup_hook": _end_of_workers_is_quiet(),
+            "env_vars": network_environment(LOOPBACK),
+        },
     }
-    options = {} if os.environ.get("RAY_ADDRESS") else local
-    with waiting("starting Ray"), _handler_of_sigterm_kept():
+    joins = bool(_ray_address())
+    with (
+        waiting("starting Ray"),
+        _handler_of_sigterm_kept(),
+        nullcontext() if joins else private_start() as folder,
+    ):
+        options = {} if joins else {**local, "_temp_dir": str(folder)}
         for attempts_left in reversed(range(_NUM_ATTEMPTS)):
             try:
                 ray.init(ignore_reinit_error=True, log_to_driver=True, **options)
@@ -55,6 +69,49 @@ def start_ray() -> None:
                     raise
             else:
                 return
+
+
+def resources_of_runs() -> ResourceManager:
+    """Returns what a run of this process has: a Ray cluster's resources, or this machine's.
+
+    It is the cluster that `RAY_ADDRESS` names, or to which this process is connected already.
+
+    Raises:
+        ResourceError: If that cluster cannot be joined.
+    """
+    address = _ray_address()
+    connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    if not address and not connected:
+        return ResourceManager.of_this_machine()
+    import ray
+
+    try:
+        if not connected:
+            _probe(address)
+            start_ray()
+        resources = ray.cluster_resources()
+    except (OSError, ray.exceptions.RayError, RuntimeError) as error:
+        raise ResourceError(
+            f"the Ray cluster at {address} cannot be joined",
+            expected="a head of Ray that listens there (RAY_ADDRESS); its token, if it has one, in "
+            "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, with RAY_AUTH_MODE=token",
+            got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            fix="start it (`ray start --head`), or unset RAY_ADDRESS to run on this machine",
+        ) from error
+    return ResourceManager.of_ray(resources, name="the Ray cluster")
+
+
+def _ray_address() -> str:
+    """Returns the address of the cluster to join; empty for a Ray of this machine."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    return "" if address == "local" else address
+
+
+def _probe(address: str) -> None:
+    """Fails where nothing listens at `host:port`: Ray itself tries for four minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
 
 
 @contextmanager
@@ -335,7 +392,8 @@ def free_address() -> tuple[str, int]:
     """
     import ray
 
-    port = hold_port(random.SystemRandom().sample(range(20_000, 32_000), k=64))
+    address = ray.util.get_node_ip_address()
+    port = hold_port(random.SystemRandom().sample(range(20_000, 32_000), k=64), host=address)
     if port is not None:
-        return ray.util.get_node_ip_address(), port
+        return address, port
     raise ResourceError("no port between 20000 and 32000 is free", fix="close what listens there")

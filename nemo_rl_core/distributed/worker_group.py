@@ -343,6 +343,12 @@ def _item(value: Any, place: tuple[int, ...]) -> Any:
 _SECONDS_FOR_THE_CAUSE = 10.0
 _NUM_FRAMES = 4
 _MOST_CHARACTERS = 1000
+_RAISED = re.compile(r"^(?:\w+\.)*(\w+: .*)", re.MULTILINE)
+"""Lines of a trace that name an exception and its message."""
+_OUT_OF_GPU_MEMORY = re.compile(
+    r"^OutOfMemoryError|CUDA (error: )?out of memory|CUDA_ERROR_OUT_OF_MEMORY"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure \d* ?'out of memory'"
+)
 _WORDS_OF_COLLECTIVES = ("gloo", "nccl", "process group", "connection closed by peer", "timed out")
 
 
@@ -419,27 +425,50 @@ def _is_of_a_collective(error: Exception) -> bool:
 def _described(error: Any, *, worker: str) -> NemoRLError:
     from ray.exceptions import RayTaskError
 
+    trace = str(error)
     if not isinstance(error, RayTaskError):
+        if getattr(error, "actor_init_failed", False):  # an error, of which only the trace is left
+            messages = _RAISED.findall(trace)
+            return _of_a_trace(
+                f"{worker} could not start: {messages[-1] if messages else trace}", trace
+            )
         return WorkerLostError(
             f"{worker} died",
-            got=str(error).splitlines()[0],
+            got=trace.splitlines()[0],
             fix="often memory: lower max_tokens_per_microbatch or generation.kv_cache_gib; "
             "then run the same command again, it resumes from the last save",
         )
-    cause, trace = error.cause, str(error)
-    # Ray hands out an exception of the cause's type, in which only the text still says where.
-    found = re.search(r"pid=(\d+), ip=([^,)\s]+)", trace)
-    where = f"host {found[2]}, process {found[1]}" if found else "an unknown host"
+    cause = error.cause
     if isinstance(cause, NemoRLError):
         raised = type(cause)(*cause.args)
-        raised.add_note(f"raised by {worker} on {where}")
+        raised.add_note(f"raised by {worker} on {_where(trace)}")
         return raised
+    if _OUT_OF_GPU_MEMORY.search(f"{type(cause).__name__}: {cause}"):
+        return ResourceError(
+            f"{worker} needs more GPU memory than there is",
+            expected="a step that fits into the GPU; `nemo-rl plan RECIPE` shows what one needs",
+            got=_said(cause)[:_MOST_CHARACTERS],
+            fix="in training lower max_tokens_per_microbatch, or set "
+            "training.activation_checkpointing: true; in an engine lower "
+            "generation.gpu_memory_utilization or generation.max_num_seqs; then run the same "
+            "command again",
+        )
+    return _of_a_trace(f"{worker} raised {_said(cause)}", trace)
+
+
+def _of_a_trace(problem: str, trace: str) -> WorkerError:
     frames = [line.strip() for line in trace.splitlines() if line.lstrip().startswith("File ")]
     return WorkerError(
-        f"{worker} raised {_said(cause)}"[:_MOST_CHARACTERS],
-        got="\n    ".join([f"on {where}", *frames[-_NUM_FRAMES:]]),
+        problem[:_MOST_CHARACTERS],
+        got="\n    ".join([f"on {_where(trace)}", *frames[-_NUM_FRAMES:]]),
         fix="the worker's whole trace is in the log",
     )
+
+
+def _where(trace: str) -> str:
+    # Ray hands out an exception of the cause's type, in which only the text still says where.
+    match = re.search(r"pid=(\d+), ip=([^,)\s]+)", trace)
+    return f"host {match[2]}, process {match[1]}" if match else "an unknown host"
 
 
 def _said(cause: Exception) -> str:

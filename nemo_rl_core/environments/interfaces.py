@@ -181,7 +181,8 @@ def attempt(
         return error
     # SystemExit is caught too: a reward that calls exit() must not end a run with code 0.
     except (Exception, SystemExit) as error:  # noqa: BLE001 (becomes an outcome)
-        got = f"{type(error).__name__}: {shorten(str(error))}{innermost_place(error)}"
+        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+        got = f"{type(error).__name__}: {shorten(str(error))}{innermost_place(error)}{notes}"
         return failure("raised", got, prompt=prompt, completion=completion, source=source)
     return checked(value, prompt=prompt, completion=completion, source=source)
 

@@ -10,17 +10,27 @@ from nemo_rl_core.config.environment import (
     single_environments,
 )
 from nemo_rl_core.config.multi_turn import PythonEnvironment, ToolUse
-from nemo_rl_core.config.single_turn import ExactMatch, MathVerify, MultipleChoice, RewardFunction
+from nemo_rl_core.config.single_turn import (
+    CodeTests,
+    ExactMatch,
+    MathVerify,
+    MultipleChoice,
+    RewardFunction,
+)
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.environments.rewards.loading import load_function
 from nemo_rl_core.environments.rewards.row_fields import field_names, fields_of
+from nemo_rl_core.environments.rewards.unit_tests import UnitTests
 from nemo_rl_core.environments.targets import find_environment
-from nemo_rl_core.errors import DataError
+from nemo_rl_core.errors import DataError, RewardError
 from nemo_rl_core.types import Prompt, unscored
 
 MissingColumns = Callable[[Prompt], Sequence[str]]
-"""The columns without which the row of a prompt cannot be scored, and which it lacks."""
+"""The columns without which the row of a prompt cannot be scored, and which it lacks.
+
+It raises RewardError for a row that cannot be scored for another reason.
+"""
 
 _NUM_NAMED_ROWS = 5
 
@@ -32,8 +42,6 @@ def missing_columns(config: EnvironmentConfig) -> MissingColumns:
         ConfigError: When a reward function cannot be imported.
     """
     match config:
-        case ExactMatch() | MathVerify() | MultipleChoice():
-            return _answer
         case ToolUse(answer=answer):
             return missing_columns(answer)
         case RewardFunction(target=target):
@@ -46,7 +54,7 @@ def missing_columns(config: EnvironmentConfig) -> MissingColumns:
         case ByTask(tasks=tasks):
             by_task = {each.task: missing_columns(each.environment) for each in tasks}
             return lambda prompt: by_task.get(prompt.task, no_columns)(prompt)
-    return no_columns
+    return _NEEDS.get(type(config), no_columns)
 
 
 def check_targets(config: EnvironmentConfig) -> None:
@@ -74,7 +82,8 @@ def refuse_incomplete_rows(
         name: Of the data set, such as `train`.
 
     Raises:
-        DataError: Names the columns, the rows (counted from 0), and the columns that there are.
+        DataError: Names the columns, the rows (counted from 0), and the columns that there are; or
+            the rows and why they cannot be scored.
     """
     if isinstance(scored_by, Scorer):
         missing: MissingColumns = scored_by.missing_columns
@@ -85,13 +94,21 @@ def refuse_incomplete_rows(
     if missing is no_columns:
         return
     lacking: dict[str, list[int]] = {}
+    wrong: dict[int, RewardError] = {}
     first: Prompt | None = None
     num_rows = 0
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         num_rows += 1
-        for column in missing(prompt):
+        try:
+            columns = missing(prompt)
+        except RewardError as error:
+            wrong[index] = error
+            continue
+        for column in columns:
             first = first or prompt
-            lacking.setdefault(column, []).append(place)
+            lacking.setdefault(column, []).append(index)
+    if wrong:
+        raise _wrong_rows(wrong, num_rows, name)
     if first is None:
         return
     columns = " and the column ".join(lacking)
@@ -109,8 +126,34 @@ def refuse_incomplete_rows(
     )
 
 
+def _wrong_rows(wrong: dict[int, RewardError], num_rows: int, name: str) -> DataError:
+    """Returns one error for all wrong rows, with the fix of the first."""
+    first, *_ = wrong.values()
+    reasons = [f"row {index}: {wrong[index].got}" for index in list(wrong)[:_NUM_NAMED_ROWS]]
+    more = ["..."] if len(wrong) > _NUM_NAMED_ROWS else []
+    return DataError(
+        f"{len(wrong)} of {num_rows} rows of the {name} data set cannot be scored: {first.problem}",
+        expected=first.expected,
+        got="; ".join([*reasons, *more]),
+        fix=first.fix,
+    )
+
+
+def _unit_tests(prompt: Prompt) -> Sequence[str]:
+    UnitTests.of(prompt.metadata).check_names()
+    return ()
+
+
 def _answer(prompt: Prompt) -> Sequence[str]:
     return () if prompt.answer else ("answer",)
+
+
+_NEEDS: dict[type, MissingColumns] = {
+    ExactMatch: _answer,
+    MathVerify: _answer,
+    MultipleChoice: _answer,
+    CodeTests: _unit_tests,
+}
 
 
 def no_columns(_: Prompt) -> Sequence[str]:

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.evals.statistics import mcnemar_p_value, paired_bootstrap
-
-NUM_RESAMPLES = 10_000
-"""Enough for three stable digits of an interval's bounds."""
+from nemo_rl_core.evals.statistics import mcnemar_p_value, paired_interval
 
 POWER = 0.8
 """Statistical power at which a difference counts as detectable."""
@@ -28,13 +25,14 @@ class Comparison:
         before: Share of correct answers in the first evaluation.
         after: Share of correct answers in the second evaluation.
         difference: `after - before`.
-        low: Lower bound of the paired bootstrap's interval of the difference.
+        low: Lower bound of the difference's interval, `statistics.paired_interval`; it is above 0
+            exactly where `p_value` is below `1 - confidence` and more prompts were gained.
         high: Upper bound.
         gained: Prompts that are correct only in the second evaluation.
         lost: Prompts that are correct only in the first evaluation.
         p_value: P-value of McNemar's exact test; null hypothesis: as many gained as lost.
         detectable: The smallest difference detectable with this number of prompts.
-        confidence: Level of the interval; `detectable` is tested at its complement.
+        confidence: Level of the interval; the test and `detectable` use its complement.
     """
 
     num_prompts: int
@@ -80,14 +78,13 @@ class Comparison:
         )
 
 
-def compare(before: Outcomes, after: Outcomes, *, confidence: float, seed: int) -> Comparison:
+def compare(before: Outcomes, after: Outcomes, *, confidence: float) -> Comparison:
     """Compares two evaluations prompt by prompt.
 
     Args:
         before: Outcomes of the first checkpoint.
         after: Outcomes of the second, on the same prompts in any order.
         confidence: Such as 0.95.
-        seed: Seed of the bootstrap.
 
     Raises:
         DataError: If the prompts differ, or fewer than two were scored in both.
@@ -95,25 +92,54 @@ def compare(before: Outcomes, after: Outcomes, *, confidence: float, seed: int) 
     scored = _scored_in_both(before, after)
     old = [bool(before[key]) for key in scored]
     new = [bool(after[key]) for key in scored]
-    interval = paired_bootstrap(
-        old, new, confidence=confidence, num_resamples=NUM_RESAMPLES, seed=seed
-    )
     gained = sum(b and not a for a, b in zip(old, new, strict=True))
     lost = sum(a and not b for a, b in zip(old, new, strict=True))
-    return Comparison(
-        num_prompts=len(scored),
-        num_unscored=len(before) - len(scored),
-        before=sum(old) / len(scored),
-        after=sum(new) / len(scored),
-        difference=interval.difference,
-        low=interval.lower,
-        high=interval.upper,
+    return comparison_of(
         gained=gained,
         lost=lost,
-        p_value=mcnemar_p_value(old, new),
-        detectable=detectable_difference(
-            len(scored), changed=(gained + lost) / len(scored), confidence=confidence
-        ),
+        total=len(scored),
+        before=sum(old) / len(scored),
+        num_unscored=len(before) - len(scored),
+        confidence=confidence,
+    )
+
+
+def comparison_of(
+    *,
+    gained: int,
+    lost: int,
+    total: int,
+    before: float,
+    confidence: float,
+    weight: float = 1.0,
+    num_unscored: int = 0,
+) -> Comparison:
+    """Returns the comparison with these counts.
+
+    Args:
+        gained: Prompts or pairs that are better in the second evaluation.
+        lost: Those that are worse.
+        total: All that were scored in both.
+        before: The mean score of the first evaluation.
+        confidence: Such as 0.95.
+        weight: The change of a score that is gained or lost.
+        num_unscored: Those that were left out.
+    """
+    interval = paired_interval(gained, lost, total, confidence)
+    difference = weight * (gained - lost) / total
+    smallest = detectable_difference(total, changed=(gained + lost) / total, confidence=confidence)
+    return Comparison(
+        num_prompts=total,
+        num_unscored=num_unscored,
+        before=before,
+        after=before + difference,
+        difference=difference,
+        low=weight * interval.lower,
+        high=weight * interval.upper,
+        gained=gained,
+        lost=lost,
+        p_value=mcnemar_p_value(gained, lost),
+        detectable=smallest if smallest >= 1 else weight * smallest,
         confidence=confidence,
     )
 

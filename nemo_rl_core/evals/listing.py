@@ -73,9 +73,7 @@ def change_lines(before: Sequence[Row], after: Sequence[Row], number: int) -> It
     Raises:
         DataError: If the two cannot be compared.
     """
-    compared = compare(
-        greedy_outcomes(before), greedy_outcomes(after), confidence=_CONFIDENCE, seed=0
-    )
+    compared = compare(greedy_outcomes(before), greedy_outcomes(after), confidence=_CONFIDENCE)
     pairs = changed_rows(before, after)
     for old, new in pairs[:number]:
         sign = "gained" if new["correct"] else "lost"

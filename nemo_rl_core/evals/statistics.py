@@ -1,7 +1,6 @@
 """Intervals and tests for measured accuracies; plain numbers, no torch."""
 
 import math
-from collections.abc import Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -13,14 +12,6 @@ from nemo_rl_core.errors import DataError
 class Interval(NamedTuple):
     """A confidence interval, both ends included."""
 
-    lower: float
-    upper: float
-
-
-class PairedDifference(NamedTuple):
-    """The mean of `after - before` over prompts, with its confidence interval."""
-
-    difference: float
     lower: float
     upper: float
 
@@ -55,69 +46,87 @@ def wilson_interval(successes: int, total: int, confidence: float) -> Interval:
     return score_interval(successes / total, total, confidence)
 
 
-def paired_bootstrap(
-    before: Sequence[float],
-    after: Sequence[float],
-    *,
-    confidence: float,
-    num_resamples: int,
-    seed: int,
-) -> PairedDifference:
-    """The mean improvement over prompts, with a percentile bootstrap interval.
+def exact_interval(successes: int, total: int, confidence: float) -> Interval:
+    """Clopper and Pearson's interval for one proportion, from binomial tails.
 
-    Prompts are sampled with replacement, and both scores of a prompt stay together, so that its
-    difficulty cancels out. Prompts that all improved by the same amount give an interval of no
-    width: use enough of them. Source: Efron & Tibshirani 1993, chapter 13.
+    It covers at least as often as `confidence` says, and excludes one half exactly where the
+    two-sided binomial test rejects one half. Source: Clopper & Pearson 1934, "The use of confidence
+    or fiducial limits illustrated in the case of the binomial".
 
     Args:
-        before: `[P]` score of each prompt, finite, at least two.
-        after: `[P]` score of the same prompts, in the same order.
+        successes: Number of successes.
+        total: Independent trials; 0 gives the interval from 0 to 1.
         confidence: Such as 0.95.
-        num_resamples: Number of resamples; 10,000 give three stable digits.
-        seed: Seed of the resampling: the same seed gives the same interval.
 
-    Returns:
-        The difference and its interval.
-
-    Raises:
-        DataError: When the scores are not pairs, are fewer than two, or are not finite.
+    Example:
+        >>> [round(bound, 4) for bound in exact_interval(8, 10, 0.95)]
+        [0.4439, 0.9748]
     """
-    _check_pairs(before, after, at_least=2)
     tail = (1 - _checked_confidence(confidence)) / 2
-    differences = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
-    if not np.isfinite(differences).all():
-        raise DataError(
-            "scores to compare must be finite",
-            got=f"{int((~np.isfinite(differences)).sum())} pairs that are not",
-            fix="leave out prompts whose reward failed, in both evaluations",
-        )
-    generator = np.random.default_rng(seed)
-    size = len(differences)
-    # One resample at a time: all of them at once would take [num_resamples, P].
-    means = [differences[generator.integers(size, size=size)].mean() for _ in range(num_resamples)]
-    lower, upper = np.quantile(means, [tail, 1 - tail])
-    return PairedDifference(float(differences.mean()), float(lower), float(upper))
+    lower = _least_proportion(successes, total, tail)
+    return Interval(lower, 1 - _least_proportion(total - successes, total, tail))
 
 
-def mcnemar_p_value(before: Sequence[bool], after: Sequence[bool]) -> float:
+def _least_proportion(successes: int, total: int, tail: float) -> float:
+    """The proportion under which `successes` or more have the probability `tail`."""
+    if successes == 0:
+        return 0.0
+    factorials = np.concatenate([[0.0], np.log(np.arange(1, total + 1)).cumsum()])
+    counts = np.arange(successes, total + 1)
+    chosen = factorials[total] - factorials[counts] - factorials[total - counts]
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        terms = chosen + counts * math.log(middle) + (total - counts) * math.log1p(-middle)
+        low, high = (middle, high) if np.exp(terms).sum() < tail else (low, middle)
+    return (low + high) / 2
+
+
+def paired_interval(gained: int, lost: int, total: int, confidence: float) -> Interval:
+    """Interval of `(gained - lost) / total`, the difference of two paired proportions.
+
+    The difference is the share of prompts that changed times `2 g - 1`, with the share `g` of gains
+    among the changes. The interval multiplies the bounds of both exact intervals. It therefore lies
+    above or below zero exactly where McNemar's exact test rejects "as many gained as lost" at the
+    same confidence, since that test depends on `g` only, and it covers a difference other than zero
+    more often than `confidence` says.
+
+    Args:
+        gained: Prompts that are correct only after.
+        lost: Prompts that are correct only before.
+        total: All prompts, at least 1.
+        confidence: Such as 0.95.
+
+    Example:
+        >>> [round(bound, 4) for bound in paired_interval(4, 0, 100, 0.95)]
+        [-0.0203, 0.0993]
+    """
+    changed = exact_interval(gained + lost, total, confidence)
+    gains = exact_interval(gained, gained + lost, confidence)
+    low, high = 2 * gains.lower - 1, 2 * gains.upper - 1
+    return Interval(
+        low * (changed.lower if low > 0 else changed.upper),
+        high * (changed.upper if high > 0 else changed.lower),
+    )
+
+
+def mcnemar_p_value(gained: int, lost: int) -> float:
     """Two-sided exact test that as many prompts were gained as lost.
 
     Only prompts that changed count: under the null each is a gain with probability 1/2.
     Source: McNemar 1947, with the binomial distribution in place of its chi-square approximation.
 
     Args:
-        before: `[P]` whether each prompt is correct.
-        after: `[P]` the same prompts, in the same order.
+        gained: Prompts that are correct only after.
+        lost: Prompts that are correct only before.
 
     Returns:
         The p-value; 1 if nothing changed.
 
-    Raises:
-        DataError: When the results are not pairs.
+    Example:
+        >>> mcnemar_p_value(4, 0)
+        0.125
     """
-    _check_pairs(before, after, at_least=1)
-    gained = sum(bool(new) and not old for old, new in zip(before, after, strict=True))
-    lost = sum(bool(old) and not new for old, new in zip(before, after, strict=True))
     changed = gained + lost
     tail = sum(math.comb(changed, count) for count in range(min(gained, lost) + 1))
     return min(1.0, 2 * tail / (1 << changed))
@@ -148,13 +157,3 @@ def _checked_confidence(confidence: float) -> float:
             fix="write 0.95 for 95 %",
         )
     return confidence
-
-
-def _check_pairs(before: Sequence[float], after: Sequence[float], *, at_least: int) -> None:
-    if len(before) != len(after) or len(before) < at_least:
-        raise DataError(
-            "a paired comparison needs the same prompts before and after",
-            expected=f"equally many scores, at least {at_least}",
-            got=f"{len(before)} before, {len(after)} after",
-            fix="evaluate both checkpoints on the same validation rows",
-        )

@@ -21,7 +21,12 @@ _SHOWN_SETTINGS = 60
 
 
 def model_card(
-    checkpoint: Path, *, evaluations: Sequence[CardEvaluation], name: str = "", reproduce: str = ""
+    checkpoint: Path,
+    *,
+    evaluations: Sequence[CardEvaluation],
+    name: str = "",
+    reproduce: str = "",
+    exported: str = "",
 ) -> str:
     """The text of `README.md`.
 
@@ -30,6 +35,7 @@ def model_card(
         evaluations: Evaluations of this model and of those it is compared with.
         name: The title; by default the stage and the content hash.
         reproduce: The command that reproduces the model; by default `nemo-rl reproduce`.
+        exported: Which model of its run an exported model is, and the verdict on it.
     """
     manifest = Manifest.read(checkpoint)
     ancestors = [each for each in ancestry_of(checkpoint) if each.manifest is not None]
@@ -42,6 +48,7 @@ def model_card(
         f"# {title}\n",
         f"A model at training step {manifest.step or 0}, made by nemo-rl-flow. "
         "This card was generated from its recorded lineage.\n",
+        f"Exported: {_cell(exported)}.\n" if exported else "",
         model_usage(checkpoint / "model"),
         _data(known),
         _training(known),
@@ -122,7 +129,11 @@ def _training(known: Sequence[Manifest]) -> str:
     trained = [each for each in made if each.cost.tokens and each.kind == "checkpoint"]
     lines = ["## Training\n"] if trained else []
     for each in trained:
-        lines.append(f"**{each.stage}**, seed {each.seed}: {each.cost.tokens:,} tokens.\n")
+        best = each.choices.get("keep_best", "")
+        lines.append(
+            f"**{each.stage}**, seed {each.seed}: {each.cost.tokens:,} tokens"
+            f"{f'; the model of {best}' if best else ''}.\n"
+        )
     # Iterations of one stage have the same settings.
     for stage, config in {each.stage.split()[0]: each.config for each in trained}.items():
         settings = list(flat(config).items())

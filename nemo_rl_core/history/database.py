@@ -27,7 +27,7 @@ def open_for_writing(store: Store) -> sqlite3.Connection:
         sqlite3.Error: If it is damaged or cannot be written.
         OSError: If the store cannot be created.
     """
-    store.root.mkdir(parents=True, exist_ok=True)
+    store.create()
     database = _connect(f"{path_of(store).as_uri()}?mode=rwc")
     try:
         # Writers do not wait for the disk: a power failure may cost the last records, a killed

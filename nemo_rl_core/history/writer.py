@@ -31,6 +31,7 @@ from nemo_rl_core.history.inserts import (
 )
 from nemo_rl_core.history.liveness import ExecutionLock, end_execution, mark_aborted
 from nemo_rl_core.history.records import Kind, State, Value
+from nemo_rl_core.history.signed import sign
 from nemo_rl_core.history.stored_paths import to_stored
 from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.manifest import Manifest
@@ -127,7 +128,14 @@ class HistoryWriter:
         self._execution_lock = ExecutionLock(self._store, self._id)
         self._database = open_for_writing(self._store)
         mark_aborted(self._store, self._database)
-        process = psutil.Process()
+        process, folder = psutil.Process(), str(Path.cwd())
+        sign(
+            self._store,
+            self._id,
+            workflow=execution.workflow,
+            inputs=execution.inputs,
+            folder=folder,
+        )
         insert(
             self._database,
             "executions",
@@ -146,7 +154,7 @@ class HistoryWriter:
             pid=process.pid,
             process_started=process.create_time(),
             log_path=to_stored(self._store, execution.log_path),
-            folder=str(Path.cwd()),
+            folder=folder,
         )
 
     def end(self, state: State, error: str = "") -> None:

@@ -20,7 +20,9 @@ def find_work(store: Store, *, older_than_seconds: float, now: float) -> Iterato
         if not folder.is_dir() or folder.name[0] == "." or _is_held(folder):
             continue
         # A duplicate of a published artifact is useless at any age.
-        if now - newest_change(folder) > older_than_seconds or artifact_of(store, folder):
+        made = artifact_of(store, folder)
+        is_duplicate = made is not None and store.is_current(store.artifacts / made)
+        if is_duplicate or now - newest_change(folder) > older_than_seconds:
             yield folder.name
 
 
@@ -46,8 +48,8 @@ def find_leftovers(store: Store, *, older_than_seconds: float, now: float) -> It
         folder = lock.with_suffix("")
         if now - newest_change(lock) > older_than_seconds and not _is_held(folder):
             yield from (path for path in (folder, lock) if path.exists())
-    for path in sorted(store.verified.glob("[!.]*.json")):
-        if not (store.artifacts / path.stem).is_dir():
+    for path in sorted([*store.verified.glob("[!.]*.json"), *store.reads.glob("[!.]*.json")]):
+        if not any((parent / path.stem).is_dir() for parent in (store.artifacts, store.work)):
             yield path
 
 

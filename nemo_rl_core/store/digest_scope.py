@@ -37,9 +37,10 @@ MACHINERY = frozenset(
         *("nemo_rl_core.store.ancestry", "nemo_rl_core.store.digest_scope"),
         *("nemo_rl_core.store.hash_cache", "nemo_rl_core.store.locks"),
         *("nemo_rl_core.store.manifest", "nemo_rl_core.store.node_cache"),
-        "nemo_rl_core.store.partial",
+        *("nemo_rl_core.store.partial", "nemo_rl_core.store.reads"),
         *("nemo_rl_core.store.shown_texts", "nemo_rl_core.store.source_digest"),
         *("nemo_rl_core.store.source_files", "nemo_rl_core.store.store"),
+        "nemo_rl_core.store.watching",
         "tasks.platform",
     ]
 )

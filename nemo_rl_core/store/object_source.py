@@ -6,25 +6,46 @@ the values that it closes over, and by the globals that it reads, at any depth. 
 layout do not count, and a helper in another cell does.
 """
 
+import copyreg
 import functools
 import hashlib
+import operator
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 from uuid import uuid4
-
-import cloudpickle
 
 from nemo_rl_core.store.code_objects import content_of, globals_read, modules_imported
 from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.source_files import OWN_PACKAGES
 from nemo_rl_core.store.user_source import read_user_source
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), PurePath)
+_PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, type(Ellipsis)])
+_NO_PART = frozenset(
+    [
+        *("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__"),
+        *("_abc_impl", "__orig_bases__", "__parameters__"),
+        *("__pydantic_core_schema__", "__pydantic_serializer__", "__pydantic_validator__"),
+    ]
+)
+"""Attributes of classes that are caches, such as those of an `ABC`, or made from the others."""
+_WEAK = (weakref.ref, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+"""Caches, as of `functools.singledispatch`: what they refer to belongs to something else."""
+_SLOTS = (MemberDescriptorType, GetSetDescriptorType)
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 
 
@@ -35,10 +56,12 @@ class ObjectSource(NamedTuple):
         digest: 16 hex digits; equal objects have equal ones.
         unknown: Names of the types of values that cannot be compared. Their objects have another
             digest in every process.
+        code: Modules and files of the code.
     """
 
     digest: str
     unknown: tuple[str, ...]
+    code: frozenset[str]
 
 
 def object_source(value: Any) -> ObjectSource:
@@ -52,8 +75,8 @@ def object_source(value: Any) -> ObjectSource:
     """
     walk = _Walk()
     walk.add(value)
-    digest = hashlib.sha256("\n".join(walk.parts).encode(errors="backslashreplace"))
-    return ObjectSource(digest.hexdigest()[:16], tuple(dict.fromkeys(walk.unknown)))
+    digest = hashlib.sha256("\n".join(walk.parts).encode(errors="backslashreplace")).hexdigest()
+    return ObjectSource(digest[:16], tuple(dict.fromkeys(walk.unknown)), frozenset(walk.code))
 
 
 class _Walk:
@@ -62,11 +85,12 @@ class _Walk:
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.unknown: list[str] = []
+        self.code: set[str] = set()
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # ids stay unique while objects live
 
     def add(self, value: Any) -> None:
-        if isinstance(value, _PLAIN):
+        if type(value) in _PLAIN or isinstance(value, PurePath):
             self.parts.append(f"{type(value).__name__} {value!r}")
             return
         if id(value) in self._seen:
@@ -77,6 +101,9 @@ class _Walk:
         self._add_new(value)
 
     def _add_new(self, value: Any) -> None:
+        if type(value) in _CONTAINERS:
+            _CONTAINERS[type(value)](self, value)
+            return
         for kinds, add in _KINDS:
             if isinstance(value, kinds):
                 add(self, value)
@@ -100,6 +127,7 @@ class _Walk:
         self.parts.append("set " + " ".join(sorted(object_source(each).digest for each in value)))
 
     def add_function(self, function: FunctionType) -> None:
+        self.code.add(function.__code__.co_filename)
         is_importable = self._add_module_of(function)
         # Of several lambdas in a module, and functions in functions, each has its own code.
         if not is_importable or "<" in function.__qualname__:
@@ -131,11 +159,7 @@ class _Walk:
         if self._add_module_of(cls) and "<" not in cls.__qualname__:
             return
         self.add_all("bases", cls.__bases__)
-        own = {
-            name: part
-            for name, part in sorted(vars(cls).items())
-            if name not in ("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__")
-        }
+        own = {name: part for name, part in sorted(vars(cls).items()) if name not in _NO_PART}
         self.add_mapping(own)
 
     def add_module(self, module: ModuleType) -> None:
@@ -155,21 +179,45 @@ class _Walk:
         module = value.__module__ or "__main__"
         source = _source_of_module(module)
         if source:
+            self.code.add(module)
             self.parts.append(f"{module}:{value.__qualname__} {source}")
         return bool(source)
 
     def _add_instance(self, value: Any) -> None:
         cls = type(value)
-        state = getattr(value, "__dict__", None)
-        if isinstance(state, dict) and not _is_installed(cls.__module__):
-            self.add_all("instance", (cls, state))
+        if not _is_installed(cls.__module__):
+            self.add_all("instance", (cls, object.__getstate__(value)))
+            self.add_all("content", (kind(value) for kind in cls.__mro__ if kind in _VALUES))
+            return
+        if hasattr(value, "untyped_storage"):
+            self._add_tensor(value)
             return
         try:
-            self.parts.append(hashlib.sha256(cloudpickle.dumps(value)).hexdigest())
+            made = copyreg.dispatch_table.get(cls, operator.methodcaller("__reduce_ex__", 4))(value)
         # Named fault boundary: any object may refuse to be pickled, with any error.
         except Exception:  # noqa: BLE001
             self.unknown.append(f"{cls.__module__}.{cls.__qualname__}")
             self.parts.append(uuid4().hex)
+            return
+        parts = [made] if isinstance(made, str) else made
+        self.add_all("made by", map(_comparable, parts))
+
+    def _add_tensor(self, tensor: Any) -> None:
+        """A tensor of torch, whose pickle contains addresses."""
+        data = tensor.detach().cpu().contiguous().flatten().view(sys.modules["torch"].uint8)
+        digest = hashlib.sha256(data.numpy().tobytes()).hexdigest()
+        self.add_all("tensor", (str(tensor.dtype), tuple(tensor.shape), digest))
+
+
+def _comparable(part: Any) -> Any:
+    """A part of a reduced object, without iterators and the address in pydantic's decorators."""
+    match part:
+        case (None, {"cls_ref": _, **others}):
+            return others
+        case Iterator():
+            return list(part)
+        case _:
+            return part
 
 
 def _is_installed(module: str) -> bool:
@@ -193,10 +241,16 @@ def _source_of_module(module: str) -> str:
     return source_digest(module)
 
 
+_CONTAINERS: dict[type, Callable[[_Walk, Any], None]] = {
+    list: lambda walk, value: walk.add_all("list", value),
+    tuple: lambda walk, value: walk.add_all("tuple", value),
+    dict: _Walk.add_mapping,
+    set: _Walk.add_set,
+    frozenset: _Walk.add_set,
+}
+_VALUES = {*_CONTAINERS, int, float, complex, str, bytes}
+"""Types whose subclasses have a content besides their attributes."""
 _KINDS: tuple[tuple[Any, Callable[[_Walk, Any], None]], ...] = (
-    ((list, tuple), lambda walk, value: walk.add_all(type(value).__name__, value)),
-    (dict, _Walk.add_mapping),
-    ((set, frozenset), _Walk.add_set),
     (CodeType, _Walk.add_code),
     (FunctionType, _Walk.add_function),
     (MethodType, _Walk.add_method),
@@ -204,7 +258,11 @@ _KINDS: tuple[tuple[Any, Callable[[_Walk, Any], None]], ...] = (
     (type, _Walk.add_class),
     (ModuleType, _Walk.add_module),
     (functools.partial, _Walk.add_partial),
+    (functools.cached_property, lambda walk, value: walk.add(value.func)),
     (property, _Walk.add_property),
     ((staticmethod, classmethod), lambda walk, value: walk.add(value.__func__)),
+    (_SLOTS, lambda walk, value: walk.parts.append(f"slot {value.__name__}")),
+    (_WEAK, lambda walk, value: walk.parts.append("weak")),
+    (MappingProxyType, lambda walk, value: walk.add_mapping(dict(value))),
     (re.Pattern, lambda walk, value: walk.add_all("pattern", (value.pattern, value.flags))),
 )

@@ -21,6 +21,7 @@ from nemo_rl_core.store.shown_texts import ERRORS, drop_shown_texts
 
 OWN_PACKAGES = ("nemo_rl_core", "tasks", "workflows")
 """The packages of this project."""
+_IMPORTING = ("import_module", "__import__")
 _MAX_KEPT = 4096
 _is_news = Event()
 """Whether this process has unwritten results."""
@@ -146,6 +147,18 @@ def _imported(node: ast.AST, module: str) -> Iterator[str]:
         base = ".".join([*above, *([node.module] if node.module else [])])
         # An imported name may be a module, or refer to one.
         yield from (f"{base}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Call):
+        yield from _imported_by_call(node, module)
+
+
+def _imported_by_call(node: ast.Call, module: str) -> Iterator[str]:
+    """The module in `import_module("name")`."""
+    function = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    match node.args:
+        case [ast.Constant(str(name)), *_] if function in _IMPORTING:
+            level = len(name) - len(name.lstrip("."))
+            above = module.split(".")[:-level] if level else []
+            yield ".".join([*above, name[level:]])
 
 
 def _is_name(text: str) -> bool:

@@ -30,6 +30,7 @@ from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.hash_cache import HashCache
 from nemo_rl_core.store.manifest import ANCESTORS, MANIFEST, Manifest, config_hash
 from nemo_rl_core.store.partial import DIGESTS, LEFT_OUT, left_out
+from nemo_rl_core.store.reads import changed_inputs, is_current, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ VOLATILE = (
     ANCESTORS,
     "metrics.jsonl",
     "finished.json",
+    "stopped.json",
     "deck.html",
     "summary.txt",
     DIGESTS,
@@ -119,6 +121,11 @@ class Store:
         return self.cache / "verified"
 
     @property
+    def reads(self) -> Path:
+        """Inputs that user code has read, a file per artifact; see `nemo_rl_core.store.reads`."""
+        return self.root / "reads"
+
+    @property
     def gpu_seconds(self) -> Path:
         """What attempts on a cluster have used, a folder an execution; see `telemetry.budget`."""
         return self.cache / "gpu_seconds"
@@ -132,6 +139,10 @@ class Store:
     def marks(self) -> Path:
         """The file whose byte locks mark artifacts and runs in use; it stays empty."""
         return self.root / "in_use.lock"
+
+    def create(self) -> None:
+        """Creates the root, which only this user can open; an existing folder stays as it is."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def check_writable(self, *, min_free_mib: int = 256) -> None:
         """Creates the folders and writes to each, so that a run fails before it starts.
@@ -163,7 +174,8 @@ class Store:
     def _probe(self, folder: Path) -> None:
         probe = folder / f".probe.{uuid.uuid4().hex[:8]}{files.ASIDE}"
         with files.storage_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            self.create()
+            folder.mkdir(exist_ok=True)
             try:
                 probe.write_bytes(b"\0" * 4096)
                 files.fsync(probe)
@@ -187,7 +199,8 @@ class Store:
         """
         folder = self.work / _work_name(stage, key)
         with files.storage_errors(folder):
-            self.work.mkdir(parents=True, exist_ok=True)
+            self.create()
+            self.work.mkdir(exist_ok=True)
         with locks.held(folder.with_name(folder.name + ".lock"), stage):
             files.sweep_discarded(self.work)
             with files.storage_errors(folder):
@@ -226,7 +239,8 @@ class Store:
             files.remove_leftovers(folder)
             files.fsync_tree(folder)
             self.artifacts.mkdir(parents=True, exist_ok=True)
-            record = {"artifact": target.name, "content_hash": content_hash}
+            known = [name for name in _recorded_names(_record_path(folder)) if name != target.name]
+            record = {"artifact": target.name, "content_hash": content_hash, "earlier": known[:31]}
             files.write_atomic(_record_path(folder), json.dumps(record))
             self.hold(target)
             try:
@@ -242,7 +256,8 @@ class Store:
     def published(self, stage: str, key: str) -> Path | None:
         """Returns the artifact that a stage with these inputs has made; None if it does not exist.
 
-        The artifact is held from then on; see `hold`.
+        An artifact whose user code has read files or variables that differ now does not count; see
+        `nemo_rl_core.store.reads`. The artifact is held from then on; see `hold`.
         """
         artifact = self._recorded(stage, key)
         return artifact if artifact is not None and self.hold(artifact) else None
@@ -274,15 +289,20 @@ class Store:
                 files.discard(artifact)
 
     def _recorded(self, stage: str, key: str) -> Path | None:
-        record = _record_path(self.work / _work_name(stage, key))
-        try:
-            artifact = self.artifacts / str(json.loads(record.read_text())["artifact"])
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError):
-            logger.warning("ignoring the damaged record %s: the stage runs again", record)
-            return None
-        return artifact if artifact.is_dir() else None
+        names = _recorded_names(_record_path(self.work / _work_name(stage, key)))
+        artifacts = (self.artifacts / name for name in names)
+        return next((each for each in artifacts if each.is_dir() and self.is_current(each)), None)
+
+    def is_current(self, artifact: Path) -> bool:
+        """Whether everything that user code has read for an artifact of this store is unchanged."""
+        return is_current(self.reads / f"{artifact.name}.json")
+
+    def changed_inputs(self, stage: str, key: str) -> list[str]:
+        """Inputs of user code that differ from those of the newest artifact of a stage."""
+        for name in _recorded_names(_record_path(self.work / _work_name(stage, key))):
+            for reads in read_record(self.reads / f"{name}.json"):
+                return changed_inputs(reads)
+        return []
 
     def set_aside(self, path: Path) -> Path:
         """Moves a damaged artifact or record into `damaged/`.
@@ -334,6 +354,18 @@ def _work_name(stage: str, key: str) -> str:
 
 def _record_path(folder: Path) -> Path:
     return folder.with_name(folder.name + ".done")
+
+
+def _recorded_names(record: Path) -> list[str]:
+    """Names of the artifacts of a stage and its key, the newest first."""
+    try:
+        fields = json.loads(record.read_text())
+        return [str(fields["artifact"]), *map(str, fields.get("earlier", ()))]
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError, AttributeError):
+        logger.warning("ignoring the damaged record %s: the stage runs again", record)
+        return []
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """Source digests of a user's module and of the user's modules that it imports.
 
 No module is imported for this. Installed packages count by version, and files that a module refers
-to by `Path(__file__).with_name(...)` by content. Other files are ignored.
+to by `Path(__file__).with_name(...)` by content. What else the code reads is only known when it
+runs; see `nemo_rl_core.store.watching`.
 """
 
 import importlib
@@ -99,7 +100,7 @@ def _content(spec: ModuleSpec) -> UserSource:
     if origin is None:
         return UserSource("", [], [])  # built-in, or a folder without an `__init__`
     if any(origin.is_relative_to(folder) for folder in _INSTALLED):
-        return UserSource(_version(spec.name.partition(".")[0]), [], [])
+        return UserSource(package_version(spec.name.partition(".")[0]), [], [])
     if origin.suffix != ".py":
         return UserSource(hash_file(origin), [], [origin])
     file_name = f"{spec.name}.__init__" if origin.stem == "__init__" else spec.name
@@ -112,7 +113,8 @@ def _content(spec: ModuleSpec) -> UserSource:
     return UserSource("".join([source.digest, *contents]), source.imports, [origin, *beside])
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """The installed version of what a package is imported from; empty if it is not installed."""
     names = _distributions().get(package, [])
     return ",".join(f"{name}=={metadata.version(name)}" for name in sorted(set(names)))
 

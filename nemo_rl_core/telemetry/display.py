@@ -10,7 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TextIO
 
-from nemo_rl_core.telemetry.display_lines import Now, TimeLeft, stage_line, step_parts
+from nemo_rl_core.telemetry.display_lines import (
+    Now,
+    TimeLeft,
+    stage_line,
+    step_parts,
+    validation_line,
+)
 from nemo_rl_core.telemetry.events import (
     Event,
     Note,
@@ -83,6 +89,7 @@ class PlainDisplay:
 
     Example lines:
         `train_sft 12/250  loss 0.913  84,210 tokens/s  0:31 left`
+        `train_sft 50/250  validation: loss 0.3125`
         `evaluate  0:10  starting the engine`
     """
 
@@ -110,6 +117,8 @@ class PlainDisplay:
         parts = [*step_parts(report), self._clock.time_left(report)]
         counter = f"{report.stage} {report.step}/{report.num_steps}"
         self._write("  ".join([counter, *(part for part in parts if part)]))
+        if line := validation_line(report):
+            self.note(line)
 
     def waiting(self, wait: Waiting) -> None:
         """Has the wait printed if it takes some seconds."""

@@ -13,7 +13,7 @@ from nemo_rl_core.telemetry.events import (
     StageRecord,
     Waiting,
 )
-from nemo_rl_core.types import StepReport
+from nemo_rl_core.types import VALIDATION_PREFIX, StepReport
 
 STATE_STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red", "stopped": "yellow"}
 
@@ -94,6 +94,21 @@ def step_parts(report: StepReport) -> list[str]:
     if "tokens_per_second" in report.timings:
         parts.append(f"{report.timings['tokens_per_second']:,.0f} tokens/s")
     return parts
+
+
+def validation_line(report: StepReport) -> str:
+    """Returns the line of a validation: its step and every figure; empty without one.
+
+    Example: `train_sft 50/250  validation: loss 0.3125`
+    """
+    figures = [
+        f"{name.removeprefix(VALIDATION_PREFIX)} {value:.4g}"
+        for name, value in report.metrics.items()
+        if name.startswith(VALIDATION_PREFIX)
+    ]
+    if not figures:
+        return ""
+    return f"{report.stage} {report.step}/{report.num_steps}  validation: {', '.join(figures)}"
 
 
 class Now:

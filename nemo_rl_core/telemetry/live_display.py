@@ -8,7 +8,14 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.table import Column
 from rich.text import Text
 
-from nemo_rl_core.telemetry.display_lines import STATE_STYLES, Now, TimeLeft, stage_line, step_parts
+from nemo_rl_core.telemetry.display_lines import (
+    STATE_STYLES,
+    Now,
+    TimeLeft,
+    stage_line,
+    step_parts,
+    validation_line,
+)
 from nemo_rl_core.telemetry.events import (
     StageRecord,
     Waiting,
@@ -17,7 +24,7 @@ from nemo_rl_core.types import StepReport
 
 
 class RichDisplay:
-    """One live line with the current step; finished stages and notes scroll above it."""
+    """One live line with the current step; stages, validations and notes scroll above it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -57,6 +64,8 @@ class RichDisplay:
         if not self._stage:
             self.stage_started(report.stage)
         self._resize()
+        if line := validation_line(report):
+            self.note(line)
         parts = [*step_parts(report), self._clock.time_left(report)]
         self._progress.update(
             self._task,

@@ -71,6 +71,8 @@ class RunLog:
         Raises:
             StoreError: If the store cannot be written.
         """
+        with storage_errors(store.root):
+            store.create()
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:6]}"
         return cls(store.runs / name)
 

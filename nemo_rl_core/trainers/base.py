@@ -35,7 +35,7 @@ from nemo_rl_core.trainers.fit_request import FitRequest, FittedTrainer
 from nemo_rl_core.trainers.fitting import TrainResult, as_tracking, fit
 from nemo_rl_core.trainers.gpu_load import load_of_trainer
 from nemo_rl_core.trainers.loop import Checkpointed, RunResult, RunSpec, StepLoop, StepRange
-from nemo_rl_core.trainers.overrides import hint_of, nested_overrides, refuse_unclaimed
+from nemo_rl_core.trainers.overrides import nested_overrides, refuse_unclaimed
 from nemo_rl_core.trainers.own import OwnParts
 from nemo_rl_core.trainers.peer_calls import TrainerArguments, fit_arguments, in_our_words
 from nemo_rl_core.trainers.plain import PlainSettings, plain_settings
@@ -79,7 +79,6 @@ class BaseTrainer(ABC, Generic[S, C]):
             small and without `Trainer`.
         settings_class: What `settings` is checked against.
         refuses_own: By `policy` and `engine`, why the algorithm takes none of the user's.
-        needs_of_own: Methods that a policy of the user's must have besides `train`, and what for.
         settings: As checked.
         model: What `fit` trains, where `from_pretrained` was told.
         policy: The model in training, while a run goes on.
@@ -93,7 +92,6 @@ class BaseTrainer(ABC, Generic[S, C]):
     algorithm: ClassVar[str]
     settings_class: ClassVar[type[TrainerSettings]]
     refuses_own: ClassVar[Mapping[str, str]] = {}
-    needs_of_own: ClassVar[Mapping[str, str]] = {}
 
     settings: S
     policy: "Policy | OwnPolicy"
@@ -153,6 +151,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             settings = with_defaults_of(self.model, settings, type(self))
         refuse_unclaimed(self.settings_class, self.algorithm, dict(settings), overrides)
         self.settings = cast("S", self._checked(settings))
+        self._own.refuse_without(self._policy_methods(), algorithm=self.algorithm)
 
     @classmethod
     def _in_our_words(cls, settings: Any, overrides: dict[str, Any]) -> TrainerArguments:
@@ -163,13 +162,16 @@ class BaseTrainer(ABC, Generic[S, C]):
             trainer=cls.__name__,
             section=field.annotation if field else None,
             name=cls.algorithm,
-            hint=hint_of(cls.settings_class, cls.algorithm),
         )
 
     @classmethod
     def _refuse_unfit(cls, own: OwnParts) -> None:
         """Refuses a policy or an engine of the user's that the algorithm cannot use."""
-        own.refuse_unfit(cls.refuses_own, algorithm=cls.algorithm, needs=cls.needs_of_own)
+        own.refuse_unfit(cls.refuses_own, algorithm=cls.algorithm)
+
+    def _policy_methods(self) -> dict[str, str]:
+        """Methods besides `train` that these settings call on a custom policy, with their use."""
+        return {}
 
     @classmethod
     def _checked(cls, settings: TrainerSettings | Mapping[str, Any]) -> TrainerSettings:
@@ -298,6 +300,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             row_format=row_format,
             tracking=as_tracking(tracking),
             parts=self._own.objects,
+            stoppers=[each for each in asked["callbacks"] if each.stops],
         )
         result = fit(FittedTrainer(self.algorithm, type(self), self.settings, run), request)
         if self._given is not None:
@@ -359,6 +362,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         if loop.is_finished:
             return loop.finish()
         called = Callbacks(self, callbacks)
+        self._loop, self._may_stop = loop, called.may_stop
         with ExitStack() as resources:
             self._set_up(spec, resources)
             every = self.config.validate_every_num_steps
@@ -393,8 +397,30 @@ class BaseTrainer(ABC, Generic[S, C]):
         metrics |= self._replacements()
         loop.report(step, metrics, self.timer.take())
         called.call("on_step_end", step, metrics)
-        if step == steps.last or epoch != self._batches.epoch(step):
+        if step == loop.last or epoch != self._batches.epoch(step):
             called.call("on_epoch_end", epoch, metrics)
+
+    @property
+    def history(self) -> Sequence[Mapping[str, float]]:
+        """Metrics of each step that has ended, those before a resume included."""
+        return self._loop.history
+
+    def stop(self, reason: str) -> None:
+        """Ends the run after this step; for callbacks.
+
+        The step is saved, its model is the result, and the run's state is `stopped`.
+
+        Raises:
+            ConfigError: If no callback of the run says that it may stop it.
+        """
+        if not self._may_stop:
+            raise ConfigError(
+                "trainer.stop was called, but no callback of this run may stop it",
+                expected="a callback whose class has stops = True",
+                fix="write stops = True in the class of the callback, so that the key of a run "
+                "with a name depends on it",
+            )
+        self._loop.stop(self.step, reason)
 
     def _load(self, spec: RunSpec) -> PromptLoader[Any]:
         """The rows of `spec.train`, ready to be dealt out in batches of `global_batch_size`."""

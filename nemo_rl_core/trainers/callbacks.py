@@ -1,14 +1,20 @@
 """Hooks into a trainer's loop."""
 
-from collections.abc import Iterable, Mapping
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from nemo_rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
     from nemo_rl_core.models.interfaces import PolicyInterface
     from nemo_rl_core.telemetry.timer import Timer
 
+logger = logging.getLogger(__name__)
 Metrics = Mapping[str, float]
 
 
@@ -41,18 +47,34 @@ class RunningTrainer(Protocol):
         """The model in training."""
         ...
 
+    @property
+    def history(self) -> Sequence[Metrics]:
+        """Metrics of each step that has ended, those before a resume included."""
+        ...
+
+    def stop(self, reason: str) -> None:
+        """Ends the run after this step: it is saved, and its model is the result."""
+        ...
+
 
 class Callback:
     """Does nothing; override the hooks that you want.
 
-    A hook may read the trainer and may raise to stop the run. After a resume, hooks are called for
+    A hook may read the trainer. `trainer.stop(reason)` ends the run after the step, with a
+    checkpoint and a result; an exception ends it as failed. After a resume, hooks are called for
     the steps that are run again, and for no step that an earlier attempt saved.
+
+    Attributes:
+        stops: Whether hooks may call `trainer.stop`. The source and the fields of such a callback
+            are then part of the key of a run with a name.
 
     Example:
         >>> class PrintLoss(Callback):
         ...     def on_step_end(self, trainer, step, metrics):
         ...         print(f"step {step}: {metrics['loss']:.4f}")
     """
+
+    stops: ClassVar[bool] = False
 
     def on_fit_begin(self, trainer: RunningTrainer) -> None:
         """Workers are ready and no step has been run."""
@@ -85,6 +107,68 @@ class Callback:
         """
 
 
+@dataclass(frozen=True)
+class EarlyStopping(Callback):
+    """Stops a run once a metric has not improved for some of its values in a row.
+
+    Metrics of validation have a value only in the steps that validate.
+
+    Attributes:
+        metric: Name of the metric, such as `validation_mean_reward` or `validation_loss`.
+        mode: Whether the metric is better when it is higher (`max`) or lower (`min`).
+        patience: Number of values without an improvement.
+        min_change: Smallest difference from the best value that counts as an improvement.
+
+    Example:
+        >>> stopping = EarlyStopping("validation_loss", mode="min", patience=2)
+        >>> stopping.values_since_best([0.9, 0.5, 0.6, 0.5])
+        2
+    """
+
+    metric: str
+    mode: Literal["max", "min"] = "max"
+    patience: int = 3
+    min_change: float = 0.0
+    stops: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuses a patience or a mode that could never stop a run, or always would."""
+        if self.mode not in ("max", "min") or self.patience < 1 or self.min_change < 0:
+            raise ConfigError(
+                "EarlyStopping cannot work with these arguments",
+                expected="mode 'max' or 'min', patience of 1 or more, min_change of 0 or more",
+                got=repr(self),
+            )
+
+    def on_step_end(self, trainer: RunningTrainer, step: int, metrics: Metrics) -> None:
+        """Stops the run if the metric has a new value, which ends the patience."""
+        if self.metric not in metrics:
+            return
+        values = [each[self.metric] for each in trainer.history if self.metric in each]
+        if self.values_since_best(values) >= self.patience:
+            best = (max if self.mode == "max" else min)(values)
+            trainer.stop(f"{self.metric} has not improved on {best:.6g} for {self.patience} values")
+
+    def on_fit_end(self, trainer: RunningTrainer) -> None:
+        """Warns if no step had the metric."""
+        if not any(self.metric in each for each in trainer.history):
+            names = sorted({name for each in trainer.history for name in each})
+            logger.warning(
+                "EarlyStopping: no step has the metric %r; steps have %s",
+                self.metric,
+                ", ".join(names),
+            )
+
+    def values_since_best(self, values: Sequence[float]) -> int:
+        """Returns the number of values since the last improvement."""
+        sign = 1.0 if self.mode == "max" else -1.0
+        best, num_since = -math.inf, 0
+        for value in values:
+            is_better = sign * value > best + self.min_change
+            best, num_since = (sign * value, 0) if is_better else (best, num_since + 1)
+        return num_since
+
+
 class Callbacks:
     """A trainer's callbacks, called in order.
 
@@ -108,6 +192,11 @@ class Callbacks:
         default = getattr(Callback, hook)
         hooks = (getattr(each, hook) for each in self._callbacks)
         return any(getattr(each, "__func__", each) is not default for each in hooks)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether one of them may stop the run."""
+        return any(each.stops for each in self._callbacks)
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls the hook of that name of each."""

@@ -35,6 +35,7 @@ class FitRequest:
         reward_weights: Of the functions of a list.
         tracking: Where metrics go besides the run's record.
         parts: Objects of the user's that train or sample, by what they stand for.
+        stoppers: Callbacks that may stop the run.
     """
 
     model: str | Path | ModelConfig
@@ -47,6 +48,7 @@ class FitRequest:
     row_format: Mapping[str, Any] = field(default_factory=dict)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     parts: Mapping[str, Any] = field(default_factory=dict)
+    stoppers: Sequence[Any] = ()
 
     @property
     def reward(self) -> tuple[Any, Any] | None:

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
+from nemo_rl_core.config.warm_up import warm_up_warnings
 from nemo_rl_core.environments.contents import reward_content
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.produce import StageInputs, StageResult
@@ -25,6 +26,7 @@ from nemo_rl_core.telemetry.decks import training_deck
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.trainers.fit_inputs import fit_call, parents_of, scorer_for
 from nemo_rl_core.trainers.fit_request import FitRequest, FittedTrainer, reward_name
+from nemo_rl_core.trainers.loop import STOPPED
 from nemo_rl_core.trainers.recording import UnrecordedStages, recorded_fit
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,11 @@ class TrainResult:
         """Data, code, config and parents."""
         return Manifest.read(self.folder)
 
+    @property
+    def stopped(self) -> str:
+        """The reason for which a callback stopped the run; empty for a complete run."""
+        return self.manifest.choices.get(STOPPED, "")
+
 
 def fit(trainer: FittedTrainer, request: FitRequest) -> TrainResult:
     """Brings model and data into the store, trains, and publishes the result.
@@ -72,11 +79,14 @@ def fit(trainer: FittedTrainer, request: FitRequest) -> TrainResult:
     Raises:
         NemoRLError: For a model, data or a reward that cannot be used, before a worker starts.
     """
+    section = getattr(trainer.settings, trainer.algorithm, None)
+    for text in warm_up_warnings(trainer.algorithm, section):
+        logger.warning("%s", text)
     scorer = scorer_for(trainer.algorithm, trainer.settings, request)
     with recorded_fit(fit_call(trainer, request)) as stages:
         parents = parents_of(stages, trainer.settings, request, scorer)
         config = training_config(trainer.settings, request)
-        return train_on(trainer, config, parents, scorer, stages)
+        return train_on(trainer, config, parents, scorer, stages, code=code_of(request))
 
 
 def train_on(
@@ -85,6 +95,8 @@ def train_on(
     parents: Mapping[str, Path],
     scorer: Scorer | None,
     stages: UnrecordedStages,
+    *,
+    code: frozenset[str] = frozenset(),
 ) -> TrainResult:
     """Trains on artifacts, as one stage.
 
@@ -94,6 +106,7 @@ def train_on(
         parents: Artifacts by role; see `RunOnArtifacts`.
         scorer: In place of the environment of the settings.
         stages: Runs the stage.
+        code: Modules and files of user code that the training runs.
     """
 
     def work(folder: Path) -> StageResult:
@@ -101,20 +114,30 @@ def train_on(
         summary, deck = training_deck(folder)
         return result.made(summary=summary, deck=deck)
 
-    inputs = StageInputs(trainer.algorithm, dict(config), dict(parents), source=trainer.source)
+    inputs = StageInputs(
+        trainer.algorithm, dict(config), dict(parents), source=trainer.source, code=code
+    )
     return _result(stages.produce(inputs, work))
+
+
+def code_of(request: FitRequest) -> frozenset[str]:
+    """Modules and files of the reward and of other user code that a training runs."""
+    given = [request.reward_fn, *map(type, request.parts.values())]
+    return frozenset().union(*(object_source(each).code for each in given))
 
 
 def training_config(settings: TrainerSettings, request: FitRequest) -> dict[str, Any]:
     """What a training's result depends on beside its artifacts: settings, run, the user's code."""
     config = settings.model_dump(mode="json") | {"run": request.name or uuid.uuid4().hex}
-    sources = {name: type(part) for name, part in request.parts.items()}
+    sources: dict[str, Any] = {name: type(part) for name, part in request.parts.items()}
     if request.reward is not None:
         config["reward_weights"] = request.reward_weights and [*request.reward_weights]
         config["reward_fn"] = reward_name(request.reward_fn)
         sources["reward_fn"] = request.reward_fn
     if isinstance(settings, RolloutSettings):
         config["reward_content"] = reward_content(settings.environment)
+    if request.stoppers:
+        sources["callbacks"] = list(request.stoppers)
     for name, value in sources.items():
         source = object_source(value)
         config[f"{name}_source"] = source.digest

@@ -1,11 +1,12 @@
 """A loop of steps that is reported, saved, and resumed where the last save left off."""
 
 import json
-from collections.abc import Callable, Generator, Mapping
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from nemo_rl_core.checkpoints import stop_request
 from nemo_rl_core.checkpoints.manager import BackgroundWriter, CheckpointManager, PendingSave
@@ -21,6 +22,12 @@ from nemo_rl_core.types import StepReport
 
 if TYPE_CHECKING:
     from nemo_rl_core.environments.interfaces import Scorer
+
+logger = logging.getLogger(__name__)
+BEST = "keep_best"
+"""Key of the best step among the choices of a manifest."""
+STOPPED = "stopped"
+"""Key of the reason for which a callback stopped a run, among the choices of a manifest."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +130,12 @@ class RunResult:
     Attributes:
         folder: The work folder, now with `model/`, `trainer/`, `metrics.jsonl`, and what else the
             trainer wrote.
-        step: Number of the last step.
+        step: Number of the step whose model it is: the last one, or the best.
         num_tokens: Tokens trained on in all steps, also those before a resume.
         peak_memory_gib: The most memory that the workers have held.
         choices: What settings that may be `auto` were, by their paths in a recipe.
+        best: The best step with its metric, as text, where `model/` is the model of that step.
+        stopped: The reason for which a callback stopped the run; empty for a complete run.
     """
 
     folder: Path
@@ -134,6 +143,8 @@ class RunResult:
     num_tokens: int
     peak_memory_gib: float
     choices: Mapping[str, str] = field(default_factory=dict)
+    best: str = ""
+    stopped: str = ""
 
     def made(self, *, summary: str = "", deck: str = "") -> StageResult:
         """The folder as the content of a checkpoint artifact.
@@ -142,13 +153,15 @@ class RunResult:
             summary: One line for the table at the end of a run.
             deck: HTML for Flyte's deck.
         """
+        notes = {BEST: self.best, STOPPED: self.stopped}
+        parts = (summary, self.best and f"model of {self.best}", self.stopped)
         return StageResult(
             "checkpoint",
             "hf",
-            summary,
+            ", ".join(part for part in parts if part),
             num_tokens=self.num_tokens,
             peak_memory_gib=self.peak_memory_gib,
-            choices=self.choices,
+            choices={**self.choices, **{name: text for name, text in notes.items() if text}},
             step=self.step,
             deck=deck,
         )
@@ -163,8 +176,9 @@ class StepLoop:
         steps: Which steps to run.
         save_every_num_steps: How often to save; the last step is always saved.
         keep_latest: How many checkpoints to keep while the run is under way.
-        keep_best: Which to keep besides. Of a finished run `best.json` says which step was
-            the best, and that model is left in `best/` unless it is the last.
+        keep_best: Which to keep besides, and whether the best or the last is the result. Of a
+            finished run `best.json` has the best step; its model is left in `best/` unless it is
+            the result or the last.
 
     Example:
         >>> for step in loop.steps(policy):                              # doctest: +SKIP
@@ -186,10 +200,14 @@ class StepLoop:
         self._range = steps
         self._save_every = save_every_num_steps
         self._checkpoints = CheckpointManager(work / "checkpoints", keep_latest, keep_best)
+        self._keep_best = keep_best
+        self._warned = False
         self._pending: PendingSave | None = None
         self._all_have_models = False
         self._before_save: Callable[[], None] = _nothing_else
         self._last_metrics: dict[str, float] = {}
+        self._stopped = ""
+        self._history: list[dict[str, float]] = []
         self._metrics = MetricsFile(work / "metrics.jsonl")
 
     def steps(
@@ -219,8 +237,9 @@ class StepLoop:
         self._all_have_models = on_save is not None
         self._before_save = before_save or _nothing_else
         with stop_request.listened_to():
-            done = self._resume(trained)
-            for step in range(done + 1, self._range.last + 1):
+            step = self._resume(trained)
+            while step < self._range.last:
+                step += 1
                 try:
                     yield step
                 except GeneratorExit:
@@ -248,6 +267,7 @@ class StepLoop:
     def _save(self, step: int, trained: Checkpointed, on_save: OnSave) -> None:
         self._before_save()
         metrics = self._last_metrics
+        self._warn_without_metric(step)
         if isinstance(trained, SavesInBackground):
             writer = self._writer(step, trained)
             self._pending = self._checkpoints.start(step, writer, metrics=metrics)
@@ -256,6 +276,19 @@ class StepLoop:
             folder = self._checkpoints.save(step, trained.save_checkpoint, metrics=metrics)
             publish(StageSaved(step))
             on_save(step, folder)
+
+    def _warn_without_metric(self, step: int) -> None:
+        """Says once that a checkpoint lacks the metric that compares checkpoints."""
+        if self._keep_best is None or self._warned or self._keep_best.metric in self._last_metrics:
+            return
+        self._warned = True
+        logger.warning(
+            "step %d is saved without the metric %r of keep_best, so it is never the best; "
+            "it has %s",
+            step,
+            self._keep_best.metric,
+            ", ".join(sorted(self._last_metrics)),
+        )
 
     def _writer(self, step: int, trained: SavesInBackground) -> BackgroundWriter:
         """Writes the model only where another than this loop reads it."""
@@ -288,7 +321,44 @@ class StepLoop:
             trained.load_checkpoint(latest[1])
             publish(StageResumed(done))
         self._metrics.truncate_after(done - self._range.first + 1)
+        self._history = [line.metrics for line in self._metrics.read()]
+        stop = self._read(self._stop_record)
+        if stop and stop["step"] == done:
+            self._stop_at(done, stop["reason"])
+        else:
+            self._stop_record.unlink(missing_ok=True)
         return done
+
+    @property
+    def history(self) -> Sequence[Mapping[str, float]]:
+        """Metrics of each step until now, those before a resume included."""
+        return self._history
+
+    @property
+    def last(self) -> int:
+        """Number of the last step."""
+        return self._range.last
+
+    def stop(self, step: int, reason: str) -> None:
+        """Makes a step that is under way the last one; a resumed run stops there, too."""
+        record = {"step": step, "reason": reason}
+        files.write_atomic(self._stop_record, json.dumps(record))
+        self._stop_at(step, reason)
+
+    def _stop_at(self, step: int, reason: str) -> None:
+        planned = self._range.last - self._range.first + 1
+        taken = step - self._range.first + 1
+        self._stopped = f"stopped at step {taken} of {planned}: {reason}"
+        self._range = StepRange(self._range.first, step)
+
+    @property
+    def _stop_record(self) -> Path:
+        return self._work / "stopped.json"
+
+    @staticmethod
+    def _read(record: Path) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {}
+        return found
 
     def report(self, step: int, metrics: dict[str, float], timings: dict[str, float]) -> None:
         """Records a step and shows it.
@@ -309,6 +379,7 @@ class StepLoop:
         )
         self._metrics.append(line)
         self._last_metrics = metrics
+        self._history.append(line.metrics)
         report(line)
 
     @property
@@ -329,11 +400,18 @@ class StepLoop:
             peak_memory_gib: Of the workers; ignored where an earlier call has written its own.
             choices: As `RunResult.choices`; ignored likewise.
         """
+        stop = self._read(self._stop_record)
+        if stop and not self._stopped:  # an earlier process made all steps
+            self._stop_at(stop["step"], stop["reason"])
         if not self.is_finished:
             found = {"peak_memory_gib": peak_memory_gib, "choices": dict(choices or {})}
             files.write_atomic(self._marker, json.dumps(found))
-        self._keep_best_model()
-        checkpoint = self._checkpoints.path(self._range.last)
+        best = self._best_step()
+        hands_out_best = best is not None and self._hands_out_best
+        step = best if best is not None and hands_out_best else self._range.last
+        if best is not None and best != self._range.last and not hands_out_best:
+            self._leave_model(best)
+        checkpoint = self._checkpoints.path(step)
         parts = [part for part in checkpoint.glob("*") if part.is_dir()]  # none: moved already
         for part in parts:
             part.rename(self._work / part.name)
@@ -342,24 +420,41 @@ class StepLoop:
         found = json.loads(self._marker.read_text())
         return RunResult(
             folder=self._work,
-            step=self._range.last,
+            step=step,
             num_tokens=int(sum(line.metrics.get("num_valid_tokens", 0.0) for line in lines)),
             peak_memory_gib=found["peak_memory_gib"],
             choices=found.get("choices", {}),  # what an earlier version wrote has none
+            stopped=self._stopped,
+            best=self._described(step, lines) if hands_out_best else "",
         )
 
-    def _keep_best_model(self) -> None:
-        if self._checkpoints.keep_best is None:
-            return
-        record, target = self._work / "best.json", self._work / "best"
-        if not record.exists():  # before anything is moved: the last one is whole no more then
+    @property
+    def _hands_out_best(self) -> bool:
+        return self._keep_best is not None and self._keep_best.result == "best"
+
+    def _best_step(self) -> int | None:
+        """The best step with a model; None without `keep_best`, or if no step has the metric."""
+        if self._keep_best is None:
+            return None
+        record = self._work / "best.json"
+        if not record.exists():  # before anything is moved: no checkpoint is complete after that
             best = self._checkpoints.best()
             # Without a model it was not among the best when it was saved; those are damaged now.
             step = best[0] if best and (best[1] / "model").is_dir() else None
             files.write_atomic(record, json.dumps({"step": step}))
-        step = json.loads(record.read_text())["step"]
-        if step not in {None, self._range.last} and not target.exists():
+        found: int | None = json.loads(record.read_text())["step"]
+        return found
+
+    def _leave_model(self, step: int) -> None:
+        target = self._work / "best"
+        if not target.exists():
             (self._checkpoints.path(step) / "model").rename(target)
+
+    def _described(self, step: int, lines: Sequence[StepReport]) -> str:
+        assert self._keep_best is not None
+        metric = self._keep_best.metric
+        (value,) = [line.metrics[metric] for line in lines if line.metrics["global_step"] == step]
+        return f"step {step} of {self._range.last}, {metric} {value:.6g}"
 
 
 def _ignore(step: int, folder: Path) -> None:

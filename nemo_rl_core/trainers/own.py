@@ -60,18 +60,15 @@ class OwnParts:
         parts._refuse_a_built_in_engine()
         return parts
 
-    def refuse_unfit(
-        self, reasons: Mapping[str, str], *, algorithm: str, needs: Mapping[str, str]
-    ) -> None:
-        """Refuses what an algorithm cannot use.
+    def refuse_unfit(self, reasons: Mapping[str, str], *, algorithm: str) -> None:
+        """Refuses parts that an algorithm cannot use.
 
         Args:
-            reasons: By `policy` and `engine`, why the algorithm takes none of the user's.
-            algorithm: Its name.
-            needs: Methods that a policy must have, and what for.
+            reasons: Why the algorithm takes no custom part, by `policy` and `engine`.
+            algorithm: Name of the algorithm.
 
         Raises:
-            ConfigError: If there is such a part, or the policy lacks such a method.
+            ConfigError: If there is such a part.
         """
         for name, part in (("policy", self.policy), ("engine", self.engine)):
             if part is not None and name in reasons:
@@ -80,14 +77,31 @@ class OwnParts:
                     got=type(part).__name__,
                     fix="name a model, or choose another algorithm, such as grpo, sft or dpo",
                 )
-        for method, purpose in needs.items():
-            if self.policy is not None and not has_own(self.policy, method):
-                name = type(self.policy).__name__
-                raise ConfigError(
-                    f"{algorithm} needs {purpose}, for which {name} has no {method}",
-                    expected=f"{name}.{method}(batch), as PolicyInterface describes it",
-                    fix="add the method, or name a model",
-                )
+
+    def refuse_without(self, methods: Mapping[str, str], *, algorithm: str) -> None:
+        """Refuses a custom policy without a method that the run will call.
+
+        Args:
+            methods: Names of the methods, with what each computes.
+            algorithm: Name of the algorithm.
+
+        Raises:
+            ConfigError: Names all that are missing.
+        """
+        policy = self.policy
+        if policy is None:
+            return
+        missing = [name for name in methods if not has_own(policy, name)]
+        if self.engine is not None and "generate" in missing:
+            missing.remove("generate")
+        if missing:
+            name = type(policy).__name__
+            raise ConfigError(
+                f"{algorithm} with these settings calls methods that {name} does not have",
+                expected="; ".join(f"{name}.{each}(batch): {methods[each]}" for each in missing),
+                fix="add them as PolicyInterface describes them, change the settings that need "
+                "them, or name a model",
+            )
 
     def _refuse_a_built_in_engine(self) -> None:
         if self.policy is not None and self.session is not None:

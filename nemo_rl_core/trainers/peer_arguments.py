@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nemo_rl_core.config.names import closest_name
-from nemo_rl_core.config.peer_names import PEER_NAMES, peer_hint
+from nemo_rl_core.config.peer_names import NO_EFFECT, PEER_NAMES, peer_hint
 
 _ALGORITHMS: Final = frozenset({"grpo", "ppo", "dpo", "sft", "reward_model", "distillation"})
 _NOT_IN_LORA: Final = ("lora_dropout", "use_rslora", "use_dora", "modules_to_save")
@@ -47,14 +47,14 @@ def python_hint(
         >>> python_hint("num_generations", 8, **has)
         'here it is grpo.num_generations_per_prompt'
     """
-    known = {*PEER_NAMES, *_OWN_LINES}
+    known = {*PEER_NAMES, *NO_EFFECT, *_OWN_LINES}
     if name not in known and closest_name(name, names) is None:
         name = closest_name(name, known) or name
     if name in _OWN_LINES:
         return _OWN_LINES[name](value, section, names)
     here = PEER_NAMES.get(name)
     if here is None:
-        return None
+        return peer_hint(name)
     inside = _IN_SECTION.match(here)
     text = f"{section}.{inside[1]}" if inside else here
     place = _PLACE.match(text)
@@ -91,7 +91,7 @@ def _steps(value: Any, section: str, names: Collection[str]) -> str | None:
 
 def _kl(value: Any, section: str, names: Collection[str]) -> str | None:
     if section == "dpo":
-        return f"write loss={{'kind': 'sigmoid', 'beta': {_shown(value)}}}"
+        return f"write loss={{'beta': {_shown(value)}}}"
     if section != "grpo":
         return peer_hint("beta")
     kl = {"beta": value} if value else None

@@ -5,7 +5,6 @@
 the error of an unknown setting says what to write (`python_hint` in `peer_arguments.py`).
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from pydantic import BaseModel
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.trainers.trl_configs import as_arguments, is_trl_config, translate
 
 Hint = Callable[[str, Any], str | None]
 """From a setting of another framework and its value to what to write here."""
@@ -51,7 +51,6 @@ def in_our_words(
     trainer: str,
     section: Any,
     name: str,
-    hint: Hint,
 ) -> TrainerArguments:
     """Reads a trainer's arguments.
 
@@ -61,7 +60,6 @@ def in_our_words(
         trainer: The trainer's name.
         section: The class of the algorithm's section; anything else has none.
         name: Of the section.
-        hint: What to write for a setting of another framework, and its value.
 
     Raises:
         ConfigError: If there is no model, or `args` is no section.
@@ -85,7 +83,7 @@ def in_our_words(
         )
     given = {each: values.pop(each) for each in _OF_FIT if each in values}
     if "args" in values:
-        values = {**_section_of(values.pop("args"), trainer, section, name, hint), **values}
+        values = {**_section_of(values.pop("args"), trainer, section, name), **values}
     return TrainerArguments(settings, values, pop_fit_words(given) | given)
 
 
@@ -145,9 +143,7 @@ def _is_left_out(value: Any) -> bool:
     return value is None or (isinstance(value, tuple) and not value)
 
 
-def _section_of(
-    args: Any, trainer: str, section: Any, name: str, hint: Hint
-) -> dict[str, dict[str, Any]]:
+def _section_of(args: Any, trainer: str, section: Any, name: str) -> dict[str, dict[str, Any]]:
     """The algorithm's section, from what TRL calls `args`."""
     if isinstance(args, Mapping):
         return {name: dict(args)}
@@ -159,27 +155,18 @@ def _section_of(
         f"args of {trainer} is no section {name!r} of this project",
         expected=f"{getattr(section, '__name__', 'a mapping')}, or settings by name",
         got=f"{type(args).__module__}.{type(args).__qualname__}",
-        fix=_translated(args, hint) or f"give settings by name: {trainer}(model=..., seed=0)",
+        fix=_translated(args, trainer, name),
     )
 
 
-def _translated(args: Any, hint: Hint) -> str:
-    """What to write for each field of TRL's config that differs from its default."""
-    if not dataclasses.is_dataclass(args):
-        return ""
-    lines = []
-    for each in dataclasses.fields(args):
-        value = getattr(args, each.name)
-        said = hint(each.name, value) if _is_changed(each, value) else None
-        if said:
-            lines.append(f"{each.name}={value!r:.60}: {said}")
-    return "\n    ".join(["leave args out, and of its fields", *lines]) if lines else ""
-
-
-def _is_changed(each: "dataclasses.Field[Any]", value: Any) -> bool:
-    if each.default_factory is not dataclasses.MISSING:
-        return bool(value != each.default_factory())
-    return bool(value != each.default)
+def _translated(args: Any, trainer: str, name: str) -> str:
+    """The call to write for a config of TRL, and what it leaves out."""
+    if not is_trl_config(args):
+        return f"give settings by name: {trainer}(model=..., seed=0)"
+    translation = translate(args, name)
+    call = f"write {trainer}(model=..., {as_arguments(translation.settings)}) without args"
+    left_out = ["not carried over:", *translation.notes] if translation.notes else []
+    return "\n    ".join([call, *left_out])
 
 
 def _is_transformers(value: Any) -> bool:

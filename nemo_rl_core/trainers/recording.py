@@ -4,6 +4,7 @@ A pipeline's run is recorded by `tasks.platform.run`. A call of `fit` within a s
 is part of that run, and has no record of its own.
 """
 
+import hashlib
 import os
 import pickle
 import sys
@@ -41,11 +42,14 @@ from nemo_rl_core.telemetry.program import program
 from nemo_rl_core.telemetry.python_output import program_output
 from nemo_rl_core.telemetry.run_log import RunLog, is_logging
 from nemo_rl_core.telemetry.tracking import tracked
+from nemo_rl_core.trainers.loop import STOPPED
 from nemo_rl_core.types import StepReport
 
 _MAX_ERROR_CHARACTERS = 4000
 _REWARD = "reward_fn.pickle"
 """The reward of the run, in the run's folder."""
+REWARD_DIGEST = "reward_sha256"
+"""The input of an execution with the digest of that file."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +94,13 @@ class RecordedStages(UnrecordedStages):
     Attributes:
         records: The stages that have ended.
         stopped_at: Where the run failed or was stopped; empty before.
+        stopped: The reason for which a callback stopped the run; empty for a complete run.
     """
 
     def __init__(self, writer: HistoryWriter, log_path: Path, module: str) -> None:
         self.records: list[StageRecord] = []
         self.stopped_at = ""
+        self.stopped = ""
         self._writer, self._log_path, self._module = writer, log_path, module
         self._node: int | None = None
         self._step = ""
@@ -190,6 +196,7 @@ class RecordedStages(UnrecordedStages):
             cost = cost.model_copy(update={"tokens": self._num_tokens})
         summary = (artifact / "summary.txt").read_text()
         self._makers[artifact] = node
+        self.stopped = manifest.choices.get(STOPPED, "")
         self._writer.end_node(
             node,
             NodeEnd(
@@ -241,8 +248,9 @@ def recorded_fit(call: FitCall) -> Iterator[UnrecordedStages]:
         log = stack.enter_context(RunLog.start(store))
         output = stack.enter_context(program_output(log.path))
         writer = HistoryWriter(store, log.folder.name)
-        unrepeatable = [*call.unrepeatable, *_keep_reward(call.reward, log.folder)]
-        writer.begin(_execution(call, unrepeatable, log.path))
+        kept = _keep_reward(call.reward, log.folder)
+        kept["unrepeatable"] = [*call.unrepeatable, *kept["unrepeatable"]]
+        writer.begin(_execution(call, kept, log.path))
         stages = RecordedStages(writer, log.path, call.trainer.partition(":")[0])
         stack.callback(subscribe(stages.listen))
         stack.enter_context(tracked(call.tracking, log.folder.name))
@@ -255,7 +263,7 @@ def recorded_fit(call: FitCall) -> Iterator[UnrecordedStages]:
                 error.add_note(line)
             error.add_note(f"log: {log.path}")
             raise
-        writer.end("succeeded")
+        writer.end("stopped" if stages.stopped else "succeeded", stages.stopped)
         output.closing(stages.records, [*stages.closing_lines(), f"log: {log.path}"])
 
 
@@ -288,18 +296,31 @@ def _cost_so_far(spent: usage.Spent, *, wall_seconds: float) -> Cost:
     )
 
 
-def read_reward(folder: Path) -> tuple[Any, Any] | None:
+def read_reward(folder: Path, digest: str | None) -> tuple[Any, Any] | None:
     """The `reward_fn` and `reward_weights` of a recorded run, from its folder; None without any.
 
+    Args:
+        folder: Folder of the run.
+        digest: SHA-256 of the file as the run's record has it, which is signed; None takes any
+            file, whose code then runs.
+
     Raises:
-        StoreError: If they cannot be read, such as for a module that is not here.
+        StoreError: If they cannot be read, such as for a module that is not here, or if the file is
+            not that of the record.
     """
     file = folder / _REWARD
     if not file.is_file():
         return None
+    pickled = file.read_bytes()
+    if digest is not None and hashlib.sha256(pickled).hexdigest() != digest:
+        raise StoreError(
+            f"the reward of the run {folder.name} is not the file that the run wrote",
+            expected=f"{file} with the SHA-256 {digest}",
+            got=hashlib.sha256(pickled).hexdigest(),
+            fix="restore the file from a copy of the store, or run the script again",
+        )
     try:
-        # Written by this user's own run, into this user's own store.
-        reward_fn, weights = pickle.loads(file.read_bytes())  # noqa: S301
+        reward_fn, weights = pickle.loads(pickled)  # noqa: S301 (signed, or trusted by the user)
     # Named fault boundary: a pickle imports what it names, which may raise anything.
     except Exception as error:
         raise StoreError(
@@ -311,26 +332,28 @@ def read_reward(folder: Path) -> tuple[Any, Any] | None:
     return reward_fn, weights
 
 
-def _keep_reward(reward: tuple[Any, Any] | None, folder: Path) -> list[str]:
-    """Keeps the reward for a repetition; returns why it cannot be kept, if so."""
+def _keep_reward(reward: tuple[Any, Any] | None, folder: Path) -> dict[str, Any]:
+    """Keeps the reward for a repetition; returns its digest, or why it cannot be kept."""
     if reward is None:
-        return []
+        return {"unrepeatable": []}
     try:
-        (folder / _REWARD).write_bytes(cloudpickle.dumps(reward))
+        pickled = cloudpickle.dumps(reward)
+        (folder / _REWARD).write_bytes(pickled)
     # Named fault boundary: a user's object may refuse to be pickled, with any error.
     except Exception as error:  # noqa: BLE001
-        return [f"reward_fn cannot be kept ({type(error).__name__}: {str(error)[:200]})"]
-    return []
+        why = f"reward_fn cannot be kept ({type(error).__name__}: {str(error)[:200]})"
+        return {"unrepeatable": [why]}
+    return {"unrepeatable": [], REWARD_DIGEST: hashlib.sha256(pickled).hexdigest()}
 
 
-def _execution(call: FitCall, unrepeatable: list[str], log_path: Path) -> NewExecution:
+def _execution(call: FitCall, kept: dict[str, Any], log_path: Path) -> NewExecution:
     commit, dirty = git_state(Path(__file__).parent)
     module, _, name = call.trainer.partition(":")
     return NewExecution(
         workflow=f"{module}.{name}",
         recipe=call.name,
         command=["notebook"] if in_notebook() else ["python", *sys.argv],
-        inputs={"trainer": call.trainer, **call.inputs, "unrepeatable": unrepeatable},
+        inputs={"trainer": call.trainer, **call.inputs, **kept},
         log_path=log_path,
         git_commit=commit,
         git_dirty=dirty,

@@ -57,6 +57,9 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     _num_restarts: tuple[int, int]
     _of_environment: list[tuple[int, dict[str, float]]]
 
+    def _policy_methods(self) -> dict[str, str]:
+        return {"generate": "completions, unless there is an engine: generation=engine"}
+
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         self._check_context(spec.start)
         super()._set_up(spec, resources)

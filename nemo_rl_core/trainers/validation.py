@@ -7,8 +7,7 @@ import torch
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.trainers.callbacks import Callbacks
-
-PREFIX = "validation_"
+from nemo_rl_core.types import VALIDATION_PREFIX
 
 
 class ValidationRunner:
@@ -36,7 +35,7 @@ class ValidationRunner:
         if not self.is_due(step):
             return {}
         callbacks.call("on_validation_begin", step)
-        figures = {f"{PREFIX}{name}": value for name, value in self._validate().items()}
+        figures = {f"{VALIDATION_PREFIX}{name}": value for name, value in self._validate().items()}
         callbacks.call("on_validation_end", step, figures)
         return figures
 

@@ -13,7 +13,7 @@ from nemo_rl_core.ui.ancestry import base_stage
 if TYPE_CHECKING:
     from nemo_rl_core.evals.comparison import Comparison
 
-_CONFIDENCE, _SEED = 0.95, 0
+_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ def _compare(name: str, old: ArtifactRow, new: ArtifactRow) -> Compared:
 
 @functools.lru_cache(maxsize=64)
 def _measured(old: str, _old_hash: str, new: str, _new_hash: str) -> "Comparison":
-    """Cached, since the bootstrap is slow. Artifacts never change; their hashes are in the key."""
+    """Compares two evaluations. Artifacts never change, so their hashes are the cache's key."""
     from nemo_rl_core.evals.comparison import compare
     from nemo_rl_core.evals.rows import greedy_outcomes, load_eval_rows
 
     rows = [load_eval_rows(Path(folder) / "rows.parquet") for folder in (old, new)]
     before, after = (greedy_outcomes(each) for each in rows)
-    return compare(before, after, confidence=_CONFIDENCE, seed=_SEED)
+    return compare(before, after, confidence=_CONFIDENCE)

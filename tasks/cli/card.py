@@ -1,5 +1,6 @@
 """`nemo-rl card`: a checkpoint's model card."""
 
+import json
 from pathlib import Path
 
 import click
@@ -33,11 +34,21 @@ def card(checkpoint: str, store: Path | None, name: str, output: Path | None) ->
         evaluations=found,
         name=name,
         reproduce=f"nemo-rl reproduce {artifact.id}",
+        exported=_exported(artifact),
     )
     if output is None:
         click.echo(text)
     else:
         output.write_text(text)
+
+
+def _exported(artifact: ArtifactRow) -> str:
+    """The sentence of an export's own card."""
+    origin = Path(artifact.path) / "origin.json"
+    if not origin.is_file():
+        return ""
+    export = json.loads(origin.read_text())
+    return f"{export['exported']}; {export['verdict']}" if "exported" in export else ""
 
 
 def _trained(history: History, artifact: ArtifactRow) -> ArtifactRow:

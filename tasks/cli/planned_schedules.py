@@ -122,7 +122,7 @@ def rows_of(plan: LaunchPlan) -> tuple[DataConfig, ...]:
         data
         for each in recipe.experiments
         if isinstance(each, PipelineRecipe)
-        for data in (each.data, each.evaluation.data)
+        for data in (each.data, each.evaluation_data)
         if data is not None and can_arrive(data)
     ]
     if not found:
@@ -145,8 +145,8 @@ def _refuse_own_files(recipe: Recipe) -> None:
         if not isinstance(experiment, PipelineRecipe):
             continue
         named = list(_files(experiment.data, "data"))
-        if experiment.evaluation.data is not None:
-            named += _files(experiment.evaluation.data, "evaluation.data")
+        if experiment.evaluation_data is not None:
+            named += _files(experiment.evaluation_data, "evaluation.data")
         for model in experiment.models:
             if isinstance(model, PretrainedModel) and Path(model.name).expanduser().is_dir():
                 named.append(("model.name", model.name))

@@ -1,4 +1,4 @@
-"""`nemo-rl preview`: a row of data with its trained tokens marked."""
+"""`nemo-rl preview`: a row of data or of a recipe, with its trained tokens marked."""
 
 import sys
 from pathlib import Path
@@ -9,24 +9,49 @@ import click
 from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.config.row_policy import MaskKind, RowPolicy
 from nemo_rl_core.errors import DataError
+from tasks.cli.recipe_pipeline import is_shipped
 
 
 @click.command()
-@click.argument("data")
-@click.option("--model", type=click.Path(path_type=Path), required=True,
-              help="A folder with the tokenizer.")  # fmt: skip
+@click.argument("data", metavar="DATA_OR_RECIPE")
+@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--model", type=click.Path(path_type=Path),
+              help="A folder with the tokenizer; by default the model of the recipe.")  # fmt: skip
 @click.option("--row", type=int, default=0, show_default=True, help="Counted from 0.")
 @click.option("--mask", type=click.Choice(get_args(MaskKind)), default="all_assistant_turns",
               show_default=True, help="Which turns are trained on.")  # fmt: skip
 @click.option("--columns", multiple=True, metavar="YOURS=NAME",
               help="A column and what it is read as, such as query=prompt; repeat it for "
               "others.")  # fmt: skip
-def preview(data: str, model: Path, row: int, mask: MaskKind, columns: tuple[str, ...]) -> None:
-    """Show the trained tokens of one row.
+def preview(
+    data: str,
+    settings: tuple[str, ...],
+    *,
+    model: Path | None,
+    row: int,
+    mask: MaskKind,
+    columns: tuple[str, ...],
+) -> None:
+    """Show one row as the model receives it.
 
-    DATA is a file, a folder, a hub name, reasoning_gym:TASK or arithmetic. Trained tokens are
-    between ⟦ and ⟧, and ⏹ follows each end-of-sequence token.
+    DATA is a file, a folder, a hub name, reasoning_gym:TASK or arithmetic. A RECIPE is a YAML file
+    or the name of one of workflows/recipes, with KEY=VALUE to change a setting: its rows are read
+    with its columns, templates and mask. Trained tokens are between ⟦ and ⟧, and ⏹ follows each
+    end-of-sequence token.
     """
+    if data.endswith((".yaml", ".yml")) or is_shipped(data):
+        _refuse_options_of_data()
+        from nemo_rl_core.data.preview import LEGEND
+        from tasks.cli.recipe_preview import preview_recipe
+
+        colour = sys.stdout.isatty()
+        shown = preview_recipe(data, settings, row, model=model, colour=colour)
+        click.echo(f"{shown}\n\n{LEGEND}", color=True)
+        return
+    if settings:
+        raise click.UsageError(f"{settings[0]}: only a recipe takes settings")
+    if model is None:
+        raise click.UsageError("Missing option '--model': a folder with the tokenizer")
     from nemo_rl_core.data.pretrained import load_tokenizer
     from nemo_rl_core.data.preview import LEGEND, read_row
     from nemo_rl_core.data.preview import preview as as_text
@@ -41,6 +66,16 @@ def preview(data: str, model: Path, row: int, mask: MaskKind, columns: tuple[str
         raise type(error)(error.problem, error.expected, error.got, fix) from error
     shown = as_text(chosen, load_tokenizer(model), colour=sys.stdout.isatty())
     click.echo(f"{shown}\n\n{LEGEND}", color=True)  # unchanged, in a pipe too
+
+
+def _refuse_options_of_data() -> None:
+    context = click.get_current_context()
+    given = click.core.ParameterSource.COMMANDLINE
+    names = [name for name in ("mask", "columns") if context.get_parameter_source(name) is given]
+    if names:
+        raise click.UsageError(
+            f"--{names[0]}: a recipe has it in its section data: data.{names[0]}"
+        )
 
 
 def _by_name(columns: tuple[str, ...]) -> dict[str, str]:

@@ -15,7 +15,8 @@ from nemo_rl_core.history.ancestry import folder_around, from_folder
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.equality import Equality, compare_artifacts
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.records import ArtifactRow
+from nemo_rl_core.history.records import ArtifactRow, Execution
+from nemo_rl_core.history.signed import is_signed, key_file
 from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
@@ -50,10 +51,15 @@ _MAX_TENSORS = 10
 @click.option("--checkout", "at_commit", is_flag=True, help="In a git worktree of its commit.")
 @click.option("--anyway", is_flag=True, help="Run even if the source or packages differ.")
 @click.option(
+    "--trust",
+    is_flag=True,
+    help="Run whatever code the record names, also one that no run of this user has written.",
+)
+@click.option(
     "--keep", is_flag=True, help="Keep the new store; it is always kept if the results differ."
 )
 def reproduce(
-    checkpoint: str, store: Path | None, at_commit: bool, anyway: bool, keep: bool
+    checkpoint: str, store: Path | None, at_commit: bool, anyway: bool, trust: bool, keep: bool
 ) -> None:
     """Runs the stages behind CHECKPOINT again, and checks that the result is bit-identical.
 
@@ -62,7 +68,7 @@ def reproduce(
     A training that Python started runs on the artifacts and with the reward that it had.
     CHECKPOINT is given as in `nemo-rl lineage`. Exit code 0: equal; 1: not; 2: refused.
     """
-    artifact, repetition = _found(checkpoint)
+    artifact, repetition = _found(checkpoint, trust=trust)
     differences = repetition.differences(at_commit)
     _refuse_or_warn(differences, anyway=anyway)
     folder = store or Path(tempfile.mkdtemp(prefix="nemo-rl-reproduce-"))
@@ -106,7 +112,7 @@ class _Repetition:
     run: Callable[[Store, Path, bool], Path]
 
 
-def _found(checkpoint: str) -> tuple[ArtifactRow, _Repetition]:
+def _found(checkpoint: str, *, trust: bool) -> tuple[ArtifactRow, _Repetition]:
     """A download needs no record of runs: its folder has the manifests of its ancestors."""
     store, folder = Store.default(), folder_around(Path(checkpoint).expanduser())
     downloaded = from_folder(folder) if folder is not None else None
@@ -114,10 +120,31 @@ def _found(checkpoint: str) -> tuple[ArtifactRow, _Repetition]:
         return downloaded, _stages(None, downloaded)
     with History(store) as history:
         artifact = history.find_artifact(checkpoint)
-        return artifact, _training(history, artifact) or _stages(history, artifact)
+        maker = history.maker(artifact)
+        if maker is not None and not trust and _was_here(maker, artifact):
+            _refuse_unsigned(store, maker)
+        return artifact, _training(history, artifact, trust) or _stages(history, artifact)
 
 
-def _training(history: History, artifact: ArtifactRow) -> _Repetition | None:
+def _was_here(maker: Execution, artifact: ArtifactRow) -> bool:
+    """Whether the record is of a run on this machine, whose code comes from its folder."""
+    return is_training(maker) or artifact.manifest.get("run") is None
+
+
+def _refuse_unsigned(store: Store, execution: Execution) -> None:
+    if is_signed(store, execution):
+        return
+    raise StoreError(
+        f"no run of this user has written the record of {execution.id}",
+        expected=f"a signature in {store.runs / execution.id} with the key in {key_file()}",
+        got="none, or one with another key: the run is older than signatures, or the store comes "
+        "from elsewhere",
+        fix="reproducing runs the code that a record names and unpickles its reward: pass --trust "
+        f"if you trust whoever wrote {store.root}",
+    )
+
+
+def _training(history: History, artifact: ArtifactRow, trust: bool) -> _Repetition | None:
     """Of a training that Python started; None for the stages of a pipeline."""
     execution = history.maker(artifact)
     if execution is None or not is_training(execution):
@@ -125,7 +152,7 @@ def _training(history: History, artifact: ArtifactRow) -> _Repetition | None:
     output = output_of(history, artifact)
 
     def run(target: Store, source: Path, anyway: bool) -> Path:
-        code = train_again(execution, artifact, target, source=source, anyway=anyway)
+        code = train_again(execution, artifact, target, source=source, anyway=anyway, trust=trust)
         return Path(_reproduced_artifact(target, output, code).path)
 
     return _Repetition(

@@ -78,6 +78,7 @@ def train_again(
     *,
     source: Path = ROOT,
     anyway: bool = False,
+    trust: bool = False,
 ) -> int:
     """Repeats a training on the artifacts that it read; returns the command's exit code.
 
@@ -87,6 +88,7 @@ def train_again(
         store: A store without it.
         source: As of `run_again`.
         anyway: Whether a changed reward is used.
+        trust: Whether any reward is unpickled, and not only the one of the record.
 
     Raises:
         StoreError: If a part of its inputs is not recorded, or gone.
@@ -109,16 +111,18 @@ def train_again(
             got="; ".join(reasons),
             fix="run its script again",
         )
+    from nemo_rl_core.trainers.recording import REWARD_DIGEST
     from nemo_rl_core.trainers.repeating import Repetition
 
     asked = store.root / "repetition.json"
-    store.root.mkdir(parents=True, exist_ok=True)
+    store.create()
     Repetition(
         trainer=execution.inputs["trainer"],
         settings=execution.inputs["settings"],
         config=artifact.manifest["config"],
         parents=parents,
         run=str(Path(execution.log_path).parent),
+        reward_sha256=None if trust else execution.inputs.get(REWARD_DIGEST, ""),
         anyway=anyway,
     ).write(asked)
     command = [sys.executable, "-m", "nemo_rl_core.trainers.repeating", str(asked)]

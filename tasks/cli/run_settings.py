@@ -23,6 +23,7 @@ from tasks.cli.recipe_pipeline import is_shipped, keys_of, refuse_of_another_pip
 from tasks.platform.dry_run import call_dry
 from tasks.platform.preflight import preflight
 from tasks.recipes.common import Recipe, RecipeError, default_name
+from tasks.recipes.yaml_document import RecipeLoader
 
 _BYTES_OF_WEIGHTS = 4
 """A parameter in float32."""
@@ -122,12 +123,12 @@ def changes_of(settings: Sequence[str]) -> dict[str, Any]:
                 got=setting,
             )
         try:
-            value = yaml.safe_load(text)
+            value = yaml.load(text, Loader=RecipeLoader)
         except yaml.YAMLError as error:
             raise ConfigError(
                 f"the value of {key} is no YAML",
                 expected="a number, a word, true, null, [a list] or {a: map}",
-                got=text,
+                got=text[:80],
                 fix="put it into quotes for the shell and for YAML, as in 'key=\"a: b\"'",
             ) from error
         section = changes

@@ -143,7 +143,7 @@ def run_stages(calls: list[StageCall], store: Store, *, source: Path, folder: Pa
     Raises:
         StoreError: If a stage failed.
     """
-    store.root.mkdir(parents=True, exist_ok=True)
+    store.create()
     request = store.root / "stages.json"
     request.write_text(json.dumps({"calls": [asdict(call) for call in calls]}))
     done = subprocess.run(

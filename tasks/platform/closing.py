@@ -7,6 +7,7 @@ from pathlib import Path
 from nemo_rl_core.evals.sweep import SweptSetting
 from nemo_rl_core.history.records import point_label
 from nemo_rl_core.telemetry.intervals import sampled_figures, with_interval
+from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.telemetry.program import program
 from tasks.artifacts import (
     Artifact,
@@ -25,29 +26,57 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
     Args:
         artifacts: Artifacts of the run's stages, new or cached, in order.
     """
-    lines = []
+    lines: list[str] = []
+    trained = None
+    is_evaluated = any(isinstance(each, EvalReport) for each in artifacts)
     for artifact in artifacts:
-        if isinstance(artifact, EvalReport) and artifact.stage == "evaluate_reward_model":
-            lines.append(f"reward model's accuracy: {_pair_accuracy(artifact)}")
-        elif isinstance(artifact, EvalReport):
-            lines.append(f"accuracy of {artifact.measured}: {_accuracy(artifact)}")
-            if sampled := sampled_figures(artifact.metrics):
-                said = ", ".join(f"{name} {figure}" for name, figure in sampled.items())
-                lines.append(f"sampled: {said}")
-            lines.append(f"completions: {program()} eval {artifact.folder}")
+        if isinstance(artifact, EvalReport):
+            lines += _evaluation(artifact)
         elif artifact.stage == "train_reward_model" and isinstance(artifact, CheckpointArtifact):
             lines.append(f"reward model: {artifact.model_folder}")
         elif isinstance(artifact, PromotionDecision | CompareReport):
             lines.append(artifact.summary)
         elif artifact.stage == "export" and isinstance(artifact, CheckpointArtifact):
-            lines.append(f"model: {artifact.model_folder}")
-            lines.append(f"chat:  {program()} chat {artifact.model_folder}")
+            if trained is not None and not is_evaluated:
+                lines += _last_validation(trained)
+            lines += _export(artifact, trained)
+        elif isinstance(artifact, CheckpointArtifact):
+            trained = artifact
         elif isinstance(artifact, SweepReport):
             lines += _sweep_lines(artifact.folder)
             lines += [artifact.summary, f"summary: {artifact.folder / 'deck.html'}"]
         elif isinstance(artifact, LineageReport):
             lines.append(f"lineage: {artifact.folder / 'deck.html'}")
     return lines
+
+
+def _evaluation(report: EvalReport) -> list[str]:
+    if report.stage == "evaluate_reward_model":
+        return [f"reward model's accuracy: {_pair_accuracy(report)}"]
+    if report.stage == "evaluate_pairs":
+        margin = f"mean margin {report.metrics['margin']:+.3f} nats"
+        return [f"pair accuracy of {report.measured}: {_pair_accuracy(report)}, {margin}"]
+    lines = [f"accuracy of {report.measured}: {_accuracy(report)}"]
+    if sampled := sampled_figures(report.metrics):
+        figures = ", ".join(f"{name} {figure}" for name, figure in sampled.items())
+        lines.append(f"sampled: {figures}")
+    return [*lines, f"completions: {program()} eval {report.folder}"]
+
+
+def _export(export: CheckpointArtifact, trained: CheckpointArtifact | None) -> list[str]:
+    """The exported model, which one it is, and the folder of the trained one if that is another."""
+    origin = json.loads((export.records / "origin.json").read_text())
+    lines = [f"model: {export.model_folder}", f"exported: {origin['exported']}"]
+    if trained is not None and trained.content_hash != origin["checkpoint"]:
+        lines.append(f"trained: {trained.model_folder}")
+    return [*lines, f"chat:  {program()} chat {export.model_folder}"]
+
+
+def _last_validation(trained: CheckpointArtifact) -> list[str]:
+    """The loss on held-out rows after the last step, where the run has validated."""
+    lines = MetricsFile(trained.records / "metrics.jsonl").read()
+    loss = lines[-1].metrics.get("validation_loss") if lines else None
+    return [] if loss is None else [f"validation loss of {trained.stage}: {loss:.3f}"]
 
 
 def _sweep_lines(folder: Path) -> list[str]:

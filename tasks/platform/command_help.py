@@ -55,6 +55,8 @@ def _explaining(original: Any) -> Any:
 def _inline(parse: Callable[[], Any]) -> Any:
     try:
         return parse()
+    except ValueError as error:  # an integer of more than 4,300 digits
+        raise RecipeError(f"the JSON of --config cannot be read: {error}") from error
     except RecursionError as error:
         raise RecipeError("the JSON of --config is nested too deeply\n  fix: correct it") from error
 

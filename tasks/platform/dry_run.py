@@ -17,7 +17,7 @@ from nemo_rl_core.produce import NotMade, StageInputs, dry_run
 from tasks.platform.failures import without_records
 from tasks.platform.run import recording_by
 
-PREPARED = ("prepare_model", "prepare_data", "choose_questions")
+PREPARED = ("prepare_model", "prepare_data", "evaluate_questions")
 """Stages that a dry run runs."""
 
 

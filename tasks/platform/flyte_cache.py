@@ -8,10 +8,41 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-from diskcache import Cache
+from diskcache import Cache, Disk
+from diskcache.core import MODE_PICKLE
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection, LiteralMap
 
+from nemo_rl_core.errors import StoreError
 from nemo_rl_core.store.store import Store
+
+
+class PlainDisk(Disk):  # type: ignore[misc]
+    """Entries of a cache without pickles: flytekit stores strings and bytes only."""
+
+    def get(self, key: Any, raw: bool) -> Any:
+        """Returns a key."""
+        if not raw:
+            raise self._pickled()
+        return super().get(key, raw)
+
+    def fetch(self, mode: int, filename: str, value: Any, read: bool) -> Any:
+        """Returns a value."""
+        if mode == MODE_PICKLE:
+            raise self._pickled()
+        return super().fetch(mode, filename, value, read)
+
+    def _pickled(self) -> StoreError:
+        return StoreError(
+            f"the stage cache {self._directory} has a pickled entry, which could run any code",
+            expected="strings and bytes, as runs write them",
+            got="a pickle",
+            fix=f"move {self._directory} away: finished stages are found in the store",
+        )
+
+
+def open_cache(folder: str) -> Cache:
+    """Opens the cache in a folder; nothing in it is unpickled."""
+    return Cache(folder, disk=PlainDisk)
 
 
 def drop_dangling(store: Store) -> int:
@@ -26,7 +57,7 @@ def drop_dangling(store: Store) -> int:
     if not (folder / "cache.db").is_file():
         return 0
     dropped = 0
-    with Cache(str(folder)) as cache:
+    with open_cache(str(folder)) as cache:
         for key in list(cache):
             if all(path.is_dir() for path in _folders_of(cache.get(key))):
                 continue

@@ -29,7 +29,7 @@ def refuse_heads(experiment: PipelineRecipe) -> None:
     """
     if experiment.cluster.num_gpus:
         return
-    own = experiment.evaluation.generation
+    own = experiment.evaluation and experiment.evaluation.generation
     # A recipe of both samples with `generation`, and with the other one while it evaluates.
     paths = {"generation": experiment.generation} | ({"evaluation.generation": own} if own else {})
     engines = [path for path, each in paths.items() if isinstance(each, VllmGenerationConfig)]

@@ -18,7 +18,7 @@ from flytekit.models.literals import LiteralMap
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.store.store import Store, damage_of_changed_files
-from tasks.platform.flyte_cache import folders, has_lost_points, move_into
+from tasks.platform.flyte_cache import folders, has_lost_points, move_into, open_cache
 
 
 def on_cluster() -> bool:
@@ -30,9 +30,11 @@ def use_store() -> None:
     """Points flytekit's local files and its local cache at the store of `NEMO_RL_HOME`."""
     if on_cluster():
         return
-    cache = Store.default().cache
+    store = Store.default()
+    cache = store.cache
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        store.create()
+        cache.mkdir(exist_ok=True)
     except OSError:
         return  # importing must not fail; a run checks the store first and reports errors
     provider = data_persistence.default_local_file_access_provider
@@ -47,8 +49,14 @@ def use_store() -> None:
         FlyteContextManager.initialize()
     local_cache.CACHE_LOCATION = str(cache / "flyte")
     local_cache.LocalTaskCache._initialized = False
+    local_cache.LocalTaskCache.initialize = staticmethod(_open_cache)
     local_cache.LocalTaskCache.get = staticmethod(_get_if_whole)
     local_cache.LocalTaskCache.set = staticmethod(_set)
+
+
+def _open_cache() -> None:
+    local_cache.LocalTaskCache._cache = open_cache(local_cache.CACHE_LOCATION)
+    local_cache.LocalTaskCache._initialized = True
 
 
 def _names_a_damaged_cache(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,6 +89,7 @@ _set = _names_a_damaged_cache(local_cache.LocalTaskCache.set)
 def _get_if_whole(*args: Any) -> Any:
     """Returns a cached result if all its folders exist undamaged; else the stage runs again.
 
+    The stage also runs again if its user code has read something that differs now.
     Damaged folders are moved later, by `produce` under the stage's lock. In a store that was copied
     or moved, its own folders are returned, and not those of the original. A folder of another store
     is a miss. So is a mapped task that lost points: on a
@@ -99,4 +108,6 @@ def _get_if_whole(*args: Any) -> Any:
 
 def _is_whole(store: Store, folder: Path) -> bool:
     own = folder.parent == store.artifacts
-    return own and store.hold(folder) and not damage_of_changed_files(store, folder)
+    if not own or not store.hold(folder) or not store.is_current(folder):
+        return False
+    return not damage_of_changed_files(store, folder)

@@ -21,8 +21,8 @@ def refuse_missing(experiment: PipelineRecipe) -> None:
             rewards that are missing, too. Where only these are, their own checks name them.
     """
     files = list(dict.fromkeys(_missing_files(experiment.data, "data")))
-    if experiment.evaluation.data is not None:
-        files += _missing_files(experiment.evaluation.data, "evaluation.data")
+    if experiment.evaluation_data is not None:
+        files += _missing_files(experiment.evaluation_data, "evaluation.data")
     if not files:
         return
     found = [*files, *_missing_model(experiment.model), *_missing_rewards(experiment)]
@@ -39,7 +39,9 @@ def _missing_files(data: DataConfig, path: str) -> Iterator[str]:
             yield from _missing_files(source.data, f"{path}.sources.{place}.data")
     if not isinstance(data, FileData):
         return
-    for key, name in (("train", data.train), ("validation", data.validation)):
+    # The rows of an evaluation may be named as validation alone, which is then read for both.
+    train = None if data.train == data.validation else data.train
+    for key, name in (("train", train), ("validation", data.validation)):
         if name is not None and not remote.is_remote(name):
             file = Path(name).expanduser()
             if not file.exists():

@@ -1,7 +1,7 @@
 """Checks before a run starts: models, files, resources, rewards."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -21,6 +21,7 @@ from nemo_rl_core.config.environment import (
     WeightedSum,
     single_environments,
 )
+from nemo_rl_core.config.evaluation import EvaluationConfig
 from nemo_rl_core.config.float8 import require_torchao
 from nemo_rl_core.config.generated_data import ReasoningGymData
 from nemo_rl_core.config.generation import SamplingConfig, refuse_misplaced
@@ -33,10 +34,11 @@ from nemo_rl_core.config.single_turn import (
     SingleEnvironmentConfig,
 )
 from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.config.warm_up import warm_up_warnings
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.pretrained import context_length
-from nemo_rl_core.distributed.resources import ResourceManager
+from nemo_rl_core.distributed.virtual_cluster import resources_of_runs
 from nemo_rl_core.environments.contents import located_model
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.needs import (
@@ -48,16 +50,16 @@ from nemo_rl_core.environments.needs import (
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.store import remote
 from nemo_rl_core.telemetry.model_flops import num_parameters
+from nemo_rl_core.telemetry.tracker_checks import check_trackers
 from nemo_rl_core.types import Prompt
 from tasks.platform.gpu_hours import hold_to_budget
 from tasks.platform.gpu_plan import refuse_what_does_not_fit
 from tasks.platform.heads_check import refuse_heads
 from tasks.platform.missing_files import refuse_missing
+from tasks.platform.run_size import MOST_BYTES_READ, bytes_of, check_size, rows_to_check
 from tasks.recipes.common import PipelineRecipe, Recipe
 
 _LOG = logging.getLogger(__name__)
-_MOST_BYTES_READ = 64 * 2**20
-"""Larger files take longer to read than a user waits before a run starts."""
 
 
 def preflight(inputs: Mapping[str, Any]) -> None:
@@ -68,6 +70,8 @@ def preflight(inputs: Mapping[str, Any]) -> None:
     """
     for value in inputs.values():
         if isinstance(value, Recipe):
+            for warning in check_trackers(value.tracking):
+                _LOG.warning("%s", warning)
             for experiment in value.experiments:
                 if isinstance(experiment, PipelineRecipe):
                     _check(experiment, value.budget)
@@ -75,7 +79,7 @@ def preflight(inputs: Mapping[str, Any]) -> None:
 
 def _check_machine(experiment: PipelineRecipe) -> None:
     """Refuses a recipe whose largest stage asks for more GPUs than there are."""
-    machine = ResourceManager.of_this_machine()
+    machine = resources_of_runs()
     wanted = experiment.cluster.num_gpus_with(experiment.own_bundles)
     missing = machine.missing({"GPU": wanted})
     fix = _fewer_gpus(experiment, wanted - int(missing["GPU"])) if missing else None
@@ -122,26 +126,34 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     if plan is not None:
         hold_to_budget(replace(plan, max_gpu_hours=budget.max_gpu_hours))
     _warn_of_the_rates(experiment)
-    for data in (experiment.data, experiment.evaluation.data):
+    _warn_of_warm_ups(experiment)
+    own = experiment.evaluation
+    for data in (experiment.data, experiment.evaluation_data):
         if data is not None:
             _check_files(data)
             _check_before_fetching(experiment, data)
-    own = experiment.evaluation
-    _check_sampling(experiment, "data", "generation")
+    experiment.refuse_contradictions()
+    if experiment.samples_rows:
+        _check_sampling(experiment, "data", "generation")
+        _check_tasks(experiment.environment, experiment.data)
+        _check_rows(experiment.environment, experiment.data)
+    for reward in experiment.rewards:
+        check_targets(reward)
+        for environment in single_environments(reward):
+            _check_environment(environment)
+    if own is not None and not experiment.compares_pairs:
+        _check_evaluation(experiment, own)
+    check_size(experiment)
+
+
+def _check_evaluation(experiment: PipelineRecipe, own: EvaluationConfig) -> None:
     _check_sampling(
         experiment,
         "evaluation.data" if own.data else "data",
         "evaluation.generation" if own.generation else "generation",
     )
-    _check_tasks(experiment.environment, experiment.data)
-    _check_tasks(experiment.measure, own.data or experiment.data)
-    experiment.refuse_contradictions()
-    for reward in experiment.rewards:
-        check_targets(reward)
-        for environment in single_environments(reward):
-            _check_environment(environment)
-    _check_rows(experiment.environment, experiment.data)
-    _check_rows(experiment.measure, own.data or experiment.data)
+    _check_tasks(experiment.measure, experiment.question_data)
+    _check_rows(experiment.measure, experiment.question_data)
     for measure in _by_rows(experiment.measure):
         _check_measure(measure)
 
@@ -162,6 +174,13 @@ def _warn_of_the_rates(experiment: PipelineRecipe) -> None:
                 uses_lora=uses_lora,
             )
             if text:
+                _LOG.warning("%s", text)
+
+
+def _warn_of_warm_ups(experiment: PipelineRecipe) -> None:
+    for section in LEARNING_RATES:
+        if (config := getattr(experiment, section, None)) is not None:
+            for text in warm_up_warnings(section, config):
                 _LOG.warning("%s", text)
 
 
@@ -207,7 +226,7 @@ def _check_tasks(environment: EnvironmentConfig, data: DataConfig) -> None:
     if not isinstance(environment, ByTask) or _is_fetched(data):
         return
     known = {each.task for each in environment.tasks}
-    found = {str(row["task"]) for rows in load_rows(data, seed=0) for row in rows}
+    found = {str(row["task"]) for rows in rows_to_check(data) for row in rows}
     if found - known:
         raise ConfigError(
             "the data has tasks that no environment scores",
@@ -225,9 +244,9 @@ def _check_rows(environment: EnvironmentConfig, data: DataConfig) -> None:
     """
     if not isinstance(data, FileData) or missing_columns(environment) is no_columns:
         return
-    if _size(data) > _MOST_BYTES_READ:
+    if _size(data) > MOST_BYTES_READ:
         return
-    for name, rows in zip(("train", "validation"), load_rows(data, seed=0), strict=True):
+    for name, rows in zip(("train", "validation"), rows_to_check(data), strict=True):
         prompts = [
             Prompt(str(row["id"]), row["prompt"], (), row["answer"], row["task"], row["metadata"])
             for row in rows
@@ -241,13 +260,7 @@ def _size(data: FileData) -> int:
     names = [name for name in (data.train, data.validation) if name]
     listed = [remote.listing(name) for name in names if remote.is_remote(name)]
     stored = sum(each.size for objects in listed for each in objects)
-    return stored + _size_here([name for name in names if not remote.is_remote(name)])
-
-
-def _size_here(names: Sequence[str]) -> int:
-    paths = [Path(name).expanduser() for name in names]
-    files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path])]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return stored + bytes_of([name for name in names if not remote.is_remote(name)])
 
 
 def _is_fetched(data: DataConfig) -> bool:

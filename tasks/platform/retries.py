@@ -11,11 +11,27 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from nemo_rl_core.errors import ConfigError, MachineError, NemoRLError, WorkerError
 from tasks.platform import local
 
-# As torch, NCCL, gloo and Ray word them; a worker hands on the text of what it raised.
+# As torch, NCCL, gloo and Ray word them; a worker passes on the text of what it raised.
 _OF_A_MACHINE = re.compile(
-    r"CUDA error|CUDA out of memory|OutOfMemoryError|MemoryError|NCCL|CUBLAS_STATUS|cudaError"
+    r"CUDA error|NCCL|CUBLAS_STATUS|cudaError"
     r"|Dist(Backend|Store|Network)Error|[Cc]onnection (closed|reset) by peer|Stale file handle"
 )
+# The same libraries on what a recipe, a model or an installation causes: equal on every machine.
+_OF_A_RECIPE = re.compile(
+    r"out of memory|OutOfMemoryError|ALLOC_FAILED|device-side assert|no kernel image"
+    r"|insufficient for CUDA runtime|invalid (argument|configuration|device|usage|resource handle)"
+    r"|ncclInvalid|INVALID_VALUE|NOT_SUPPORTED|ARCH_MISMATCH|not built with|NCCL built in"
+    r"|Duplicate GPU detected",
+    re.IGNORECASE,
+)
+_OF_A_RAY_SETUP = (
+    "AuthenticationError",
+    "ActorUnschedulableError",
+    "RuntimeEnvSetupError",
+    "TaskUnschedulableError",
+)
+"""Errors of Ray about its configuration, or about resources that the cluster does not have."""
+
 _OF_A_DISK_OR_NETWORK = {
     getattr(errno, name)
     for name in (
@@ -33,9 +49,10 @@ _TOO_MANY_REQUESTS, _FIRST_OF_A_SERVER = 429, 500
 def is_recoverable(error: BaseException) -> bool:
     """Returns True if another attempt, on other machines, may not meet the error.
 
-    A lost worker or node, a transfer that broke off, what CUDA, NCCL, gloo and memory raise, a
-    disk or a connection that fails, and a server that answers 429 or 5xx are recoverable. A recipe,
-    data, a model or a reward that cannot be used is not.
+    A lost worker or node, a transfer that broke off, what CUDA, NCCL and gloo raise, a disk or a
+    connection that fails, and a server that answers 429 or 5xx are recoverable. A recipe, data, a
+    model or a reward that cannot be used is not, nor is what needs more memory than there is: the
+    next attempt has as much.
     """
     from ray.exceptions import RayError, RayTaskError
 
@@ -44,13 +61,16 @@ def is_recoverable(error: BaseException) -> bool:
     if isinstance(error, RayTaskError):
         return error.cause is not None and is_recoverable(error.cause)
     if isinstance(error, RayError):
-        return True
+        starts = not getattr(error, "actor_init_failed", False)
+        return starts and type(error).__name__ not in _OF_A_RAY_SETUP
     if isinstance(error, ConfigError):
         return False
     if any(map(_is_of_a_machine, _chain(error))):
         return True
     is_explained = isinstance(error, NemoRLError) and not isinstance(error, WorkerError)
-    return not is_explained and bool(_OF_A_MACHINE.search(f"{type(error).__name__}: {error}"))
+    text = f"{type(error).__name__}: {error}"
+    is_machines = _OF_A_MACHINE.search(text) and not _OF_A_RECIPE.search(text)
+    return not is_explained and bool(is_machines)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -62,7 +82,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_of_a_machine(error: BaseException) -> bool:
-    if isinstance(error, MachineError | MemoryError | ConnectionError | TimeoutError):
+    if isinstance(error, MachineError | ConnectionError | TimeoutError):
         return True
     if isinstance(error, OSError) and error.errno in _OF_A_DISK_OR_NETWORK:
         return True

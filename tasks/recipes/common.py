@@ -39,6 +39,7 @@ from nemo_rl_core.config.environment import (
     own_bundles_of_scorers,
 )
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.generated_data import ArithmeticData
 from nemo_rl_core.config.generation import (
     GenerationConfig,
@@ -154,8 +155,9 @@ class PipelineRecipe(Recipe):
         rollouts: Limits of a rollout, and of failures.
         generation: The engine, and how completions are sampled.
         cluster: The shape of the cluster, ranks and threads.
-        evaluation: How a checkpoint is evaluated.
-        promotion: How much better a model must be to be promoted.
+        evaluation: How a checkpoint is evaluated; None evaluates none.
+        promotion: How much better a model must be to be promoted; None gives no verdict.
+        export: Which model is exported.
     """
 
     seed: NonNegativeInt = 0
@@ -168,8 +170,9 @@ class PipelineRecipe(Recipe):
     rollouts: RolloutLimits = RolloutLimits()
     generation: GenerationConfig = VllmGenerationConfig()
     cluster: ClusterConfig = ClusterConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    promotion: PromotionConfig = PromotionConfig()
+    evaluation: EvaluationConfig | None = EvaluationConfig()
+    promotion: PromotionConfig | None = PromotionConfig()
+    export: ExportConfig = ExportConfig()
 
     @model_validator(mode="wrap")
     @classmethod
@@ -197,14 +200,43 @@ class PipelineRecipe(Recipe):
             refuse_judge_beside_others(self.cluster, sampling, reward)
         return self
 
+    @model_validator(mode="after")
+    def _a_promoted_model_has_a_verdict(self) -> Self:
+        missing = [name for name in ("evaluation", "promotion") if getattr(self, name) is None]
+        if self.export.model == "promoted" and missing:
+            raise ConfigError(
+                "export.model: promoted needs the verdict of a promotion",
+                expected="sections evaluation and promotion, or export.model: trained",
+                got=", ".join(f"{name}: null" for name in missing),
+                fix=f"leave {' and '.join(missing)} out of the recipe, or export.model",
+            )
+        return self
+
+    @property
+    def trains_on(self) -> tuple[str, ...]:
+        """The kinds of rows that the recipe can train on, by `data/row_kinds.py`."""
+        return ("prompts", "lone_prompts") if self.sft is None else ("prompts",)
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether models are measured on held-out pairs where there are no questions."""
+        return False
+
+    @property
+    def samples_rows(self) -> bool:
+        """Whether a stage other than an evaluation samples completions of rows."""
+        return True
+
     @property
     def samplings(self) -> list[tuple[SamplingConfig, EnvironmentConfig, str]]:
         """Of each kind of stage that samples: engines, what scores, and the latter's path."""
-        evaluated = self.evaluation.generation or self.generation
-        return [
-            (self.generation, self.environment, "environment"),
-            (evaluated, self.measure, self.path_of_measure),
-        ]
+        used: list[tuple[SamplingConfig, EnvironmentConfig, str]] = []
+        if self.samples_rows:
+            used.append((self.generation, self.environment, "environment"))
+        if self.evaluation is not None:
+            evaluated = self.evaluation.generation or self.generation
+            used.append((evaluated, self.measure, self.path_of_measure))
+        return used
 
     @property
     def own_bundles(self) -> tuple[OwnBundles, ...]:
@@ -213,12 +245,13 @@ class PipelineRecipe(Recipe):
             (*sampling.own_bundles, *own_bundles_of_scorers(reward, path))
             for sampling, reward, path in self.samplings
         ]
-        return max(found, key=lambda own: sum(each.number for each in own))
+        return max(found, key=lambda own: sum(each.number for each in own), default=())
 
     @property
     def path_of_measure(self) -> str:
         """The path of `measure` in the recipe."""
-        return "evaluation.environment" if self.evaluation.environment else "environment"
+        own = self.evaluation is not None and self.evaluation.environment is not None
+        return "evaluation.environment" if own else "environment"
 
     @property
     def experiments(self) -> "list[PipelineRecipe]":
@@ -227,8 +260,19 @@ class PipelineRecipe(Recipe):
 
     @property
     def measure(self) -> EnvironmentConfig:
-        """What says whether a completion is right."""
-        return self.evaluation.environment or self.environment
+        """The environment that decides whether a completion is right."""
+        own = None if self.evaluation is None else self.evaluation.environment
+        return own or self.environment
+
+    @property
+    def evaluation_data(self) -> DataConfig | None:
+        """The section `evaluation.data`, where there is one."""
+        return None if self.evaluation is None else self.evaluation.data
+
+    @property
+    def question_data(self) -> DataConfig:
+        """The section of the rows that models are measured on."""
+        return self.evaluation_data or self.data
 
     @property
     def models(self) -> list[ModelConfig]:
@@ -243,7 +287,7 @@ class PipelineRecipe(Recipe):
     @property
     def rewards(self) -> list[EnvironmentConfig]:
         """Every environment that must be able to score."""
-        return [self.environment, self.measure]
+        return [reward for _, reward, _ in self.samplings]
 
     def refuse_contradictions(self) -> None:
         """Refuses settings that are right by themselves and do not go together.
@@ -343,6 +387,8 @@ class DataTaskConfig(FrozenConfig):
         data: Where rows come from; of the hub, with the commit that it has when the run begins.
         content: The digest of files, or of the listing of an object store when the run begins.
         seed: For drawn and held-out rows.
+        completions_are_trained: Whether the recipe has a supervised start, so that prompts with
+            their completions must fit the model's context.
         read_as: What the columns were taken for. The stage fills it in when it has read them, so
             that it is part of the recorded config.
     """
@@ -350,6 +396,7 @@ class DataTaskConfig(FrozenConfig):
     data: DataConfig
     content: str
     seed: int | None
+    completions_are_trained: bool = False
     read_as: str = ""
 
     @classmethod
@@ -357,19 +404,12 @@ class DataTaskConfig(FrozenConfig):
         """The recipe's share."""
         read_whole = isinstance(config.data, FileData) and config.data.validation is not None
         seed = None if read_whole else config.seed
-        return cls(data=pinned(config.data), content=data_content(config.data), seed=seed)
-
-
-class QuestionTaskConfig(FrozenConfig):
-    """What `choose_questions` reads; without `data` a model is measured on held-out rows."""
-
-    data: DataTaskConfig | None
-
-    @classmethod
-    def of(cls, config: PipelineRecipe) -> "QuestionTaskConfig":
-        """The recipe's share."""
-        data = config.evaluation.data
-        return cls(data=None if data is None else DataTaskConfig.of(config.replace(data=data)))
+        return cls(
+            data=pinned(config.data),
+            content=data_content(config.data),
+            seed=seed,
+            completions_are_trained=config.sft is not None,
+        )
 
 
 class SFTTaskConfig(TrainerSettings):
@@ -390,12 +430,15 @@ class EvaluationTaskConfig(RolloutSettings):
     evaluation: EvaluationConfig
 
     @classmethod
-    def of(cls, config: PipelineRecipe) -> "EvaluationTaskConfig":
-        """The recipe's share."""
-        asked = config.evaluation.data or config.data
+    def of(cls, config: PipelineRecipe) -> "EvaluationTaskConfig | None":
+        """The recipe's share; None where evaluation is off."""
+        if config.evaluation is None:
+            return None
         sampling = config.evaluation.generation or config.generation
         fields = rollout_fields(
-            config.replace(environment=config.measure, data=asked, generation=sampling)
+            config.replace(
+                environment=config.measure, data=config.question_data, generation=sampling
+            )
         )
         del fields["training"]  # evaluation trains nothing, whatever the backend
         # Said once, here and in `QuestionTaskConfig`.
@@ -408,13 +451,13 @@ class PromotionTaskConfig(FrozenConfig):
 
     promotion: PromotionConfig
     confidence: float = Field(gt=0.5, lt=1)
-    seed: int
 
     @classmethod
-    def of(cls, config: PipelineRecipe) -> "PromotionTaskConfig":
-        """The recipe's share."""
-        confidence = config.evaluation.confidence
-        return cls(promotion=config.promotion, confidence=confidence, seed=config.seed)
+    def of(cls, config: PipelineRecipe) -> "PromotionTaskConfig | None":
+        """The recipe's share; None where there is no verdict."""
+        if config.evaluation is None or config.promotion is None:
+            return None
+        return cls(promotion=config.promotion, confidence=config.evaluation.confidence)
 
 
 def trainer_fields(config: PipelineRecipe) -> dict[str, Any]:

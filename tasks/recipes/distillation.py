@@ -7,6 +7,7 @@ from flytekit.types.error.error import FlyteError
 from nemo_rl_core.algorithms.distillation.config import DistillationConfig, DistillationSettings
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
 from tasks.platform.failures import failure_handler, leave_record
@@ -16,11 +17,10 @@ from tasks.recipes.common import (
     EvaluationTaskConfig,
     ModelTaskConfig,
     PipelineRecipe,
-    PromotionTaskConfig,
-    QuestionTaskConfig,
     SFTTaskConfig,
     rollout_fields,
 )
+from tasks.recipes.verdict import QuestionTaskConfig, VerdictConfig
 
 
 class Teacher(FrozenConfig):
@@ -77,8 +77,9 @@ class DistillationPlan(NamedTuple):
     questions: QuestionTaskConfig
     sft: SFTTaskConfig
     distillation: DistillationTaskConfig
-    evaluation: EvaluationTaskConfig
-    promotion: PromotionTaskConfig
+    evaluation: EvaluationTaskConfig | None
+    verdict: VerdictConfig
+    export: ExportConfig
 
 
 @plan_task
@@ -95,7 +96,8 @@ def plan_distillation(config: DistillationRecipe) -> DistillationPlan:
         sft=SFTTaskConfig.of(config),
         distillation=DistillationTaskConfig(distillation=config.distillation, **fields),
         evaluation=EvaluationTaskConfig.of(config),
-        promotion=PromotionTaskConfig.of(config),
+        verdict=VerdictConfig.of(config),
+        export=config.export,
     )
 
 

@@ -6,18 +6,26 @@ from flytekit.types.error.error import FlyteError
 
 from nemo_rl_core.algorithms.dpo.config import DPOSchedule, DPOSettings
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.environment import EnvironmentConfig
+from nemo_rl_core.config.export import ExportConfig
+from nemo_rl_core.config.generation import SamplingConfig
+from nemo_rl_core.config.model import ModelConfig
 from tasks.platform.failures import failure_handler, leave_record
 from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
     DataTaskConfig,
     EvaluationTaskConfig,
     ModelTaskConfig,
-    PromotionTaskConfig,
-    QuestionTaskConfig,
     SFTTaskConfig,
     trainer_fields,
 )
 from tasks.recipes.pairs import PairPlan, PairRecipe, ReferenceTaskConfig
+from tasks.recipes.verdict import (
+    PairEvaluationTaskConfig,
+    PairVerdictConfig,
+    QuestionTaskConfig,
+    VerdictConfig,
+)
 
 
 class DPORecipe(PairRecipe):
@@ -28,6 +36,22 @@ class DPORecipe(PairRecipe):
     """
 
     dpo: DPOSchedule = DPOSchedule()
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether held-out pairs of the data give the verdict: where no questions are named."""
+        is_asked = self.evaluation_data is not None
+        return self.evaluation is not None and not self.samples_rows and not is_asked
+
+    @property
+    def sampled_models(self) -> list[ModelConfig]:
+        """The model, where it samples pairs or answers."""
+        return [] if self.compares_pairs else self.models
+
+    @property
+    def samplings(self) -> list[tuple[SamplingConfig, EnvironmentConfig, str]]:
+        """None where held-out pairs give the verdict."""
+        return [] if self.compares_pairs else super().samplings
 
 
 class DPOTaskConfig(DPOSettings):
@@ -61,8 +85,9 @@ class DPOPlan(NamedTuple):
     questions: QuestionTaskConfig
     sft: SFTTaskConfig
     iterations: DPOIterations
-    evaluation: EvaluationTaskConfig
-    promotion: PromotionTaskConfig
+    evaluation: EvaluationTaskConfig | None
+    verdict: VerdictConfig
+    export: ExportConfig
 
 
 @plan_task
@@ -75,7 +100,19 @@ def plan_dpo(config: DPORecipe) -> DPOPlan:
         sft=SFTTaskConfig.of(config),
         iterations=DPOIterations.of(config, config.dpo),
         evaluation=EvaluationTaskConfig.of(config),
-        promotion=PromotionTaskConfig.of(config),
+        verdict=VerdictConfig.of(config, pairs=_pair_verdict(config)),
+        export=config.export,
+    )
+
+
+def _pair_verdict(config: DPORecipe) -> PairVerdictConfig | None:
+    if config.evaluation is None or not config.compares_pairs:
+        return None
+    return PairVerdictConfig(
+        logprobs=ReferenceTaskConfig.of(config),
+        evaluation=PairEvaluationTaskConfig(
+            per_token=config.dpo.is_per_token, confidence=config.evaluation.confidence
+        ),
     )
 
 

@@ -1,13 +1,15 @@
 """The recipe of an evaluation: one model measured, or two on the same prompts."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from flytekit.types.error.error import FlyteError
-from pydantic import Field, NonNegativeInt, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.data import with_rows_to_train_on
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
+from nemo_rl_core.errors import ConfigError
 from tasks.platform.failures import failure_handler, leave_record
 from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
@@ -16,6 +18,7 @@ from tasks.recipes.common import (
     ModelTaskConfig,
     PipelineRecipe,
 )
+from tasks.recipes.verdict import QuestionsTaskConfig
 
 
 class EvaluateRecipe(PipelineRecipe):
@@ -49,24 +52,43 @@ class EvaluateRecipe(PipelineRecipe):
     @field_validator("data", mode="before")
     @classmethod
     def _without_rows_to_train_on(cls, data: Any) -> Any:
-        """Only validation rows are asked: where they are all there is, they stand for both."""
+        """Only validation rows are asked; rows that are named to train on are asked, too."""
         if isinstance(data, dict) and data.get("kind") in ("file", "hub"):
             named = data.get("validation") or data.get("train")
             return {**data, "train": named, "validation": named} if named else data
-        return data
+        return with_rows_to_train_on(data)
+
+    @model_validator(mode="after")
+    def _evaluates(self) -> Self:
+        if self.evaluation is None:
+            raise ConfigError(
+                "this recipe does nothing but evaluate",
+                expected="a section evaluation",
+                got="evaluation: null",
+                fix="leave evaluation out of the recipe",
+            )
+        return self
 
 
-class QuestionsTaskConfig(FrozenConfig):
-    """What `evaluate_questions` reads."""
+class RegressionRecipe(EvaluateRecipe):
+    """All of a regression check: an evaluation with a baseline that the model is held against."""
 
-    questions: DataTaskConfig
+    @model_validator(mode="after")
+    def _has_a_baseline(self) -> Self:
+        if self.baseline is None:
+            raise ConfigError(
+                "a regression check needs a model to compare with",
+                expected="baseline: the model that must not be better",
+                got="a recipe without a baseline",
+                fix="name one, as in baseline: {name: FOLDER}",
+            )
+        return self
 
 
 class ComparisonTaskConfig(FrozenConfig):
     """What `compare` reads."""
 
     confidence: float = Field(gt=0.5, lt=1)
-    seed: NonNegativeInt
 
 
 class BaselineTaskConfig(FrozenConfig):
@@ -90,7 +112,8 @@ class EvaluatePlan(NamedTuple):
 def plan_evaluate(config: EvaluateRecipe) -> EvaluatePlan:
     """Deals the recipe out to the stages."""
     evaluation = EvaluationTaskConfig.of(config)
-    asked = config.replace(data=config.evaluation.data or config.data)
+    assert evaluation is not None, "the recipe refuses to switch evaluation off"
+    asked = config.replace(data=config.question_data)
     baseline = None
     if config.baseline is not None:
         baseline = ModelTaskConfig.of(config.replace(model=config.baseline))
@@ -101,9 +124,7 @@ def plan_evaluate(config: EvaluateRecipe) -> EvaluatePlan:
         baseline=BaselineTaskConfig(
             model=baseline,
             evaluation=evaluation,
-            comparison=ComparisonTaskConfig(
-                confidence=config.evaluation.confidence, seed=config.seed
-            ),
+            comparison=ComparisonTaskConfig(confidence=evaluation.evaluation.confidence),
         ),
     )
 
@@ -115,6 +136,6 @@ def record_failure(config: EvaluateRecipe, err: FlyteError | None = None) -> Non
 
 
 @failure_handler
-def record_refusal(config: EvaluateRecipe, err: FlyteError | None = None) -> None:
+def record_refusal(config: RegressionRecipe, err: FlyteError | None = None) -> None:
     """After `workflows/regression.py`; also where it did its work and refused the model."""
     leave_record("regression", "check_regression", config, err)

@@ -13,6 +13,7 @@ from nemo_rl_core.algorithms.grpo.config import (
     refuse_sampling_ahead,
 )
 from nemo_rl_core.config.environment import EnvironmentConfig, WeightedSum
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.trainer import refuse_judge_beside_others
 from nemo_rl_core.errors import ConfigError
@@ -23,11 +24,10 @@ from tasks.recipes.common import (
     EvaluationTaskConfig,
     ModelTaskConfig,
     PipelineRecipe,
-    PromotionTaskConfig,
-    QuestionTaskConfig,
     SFTTaskConfig,
     rollout_fields,
 )
+from tasks.recipes.verdict import QuestionTaskConfig, VerdictConfig
 
 
 class GRPORecipe(PipelineRecipe):
@@ -44,6 +44,13 @@ class GRPORecipe(PipelineRecipe):
 
     def refuse_contradictions(self) -> None:
         """GRPO must fit what it samples and what scores."""
+        if self.measure_base and self.evaluation is None:
+            raise ConfigError(
+                "measure_base evaluates a model, and the recipe switches evaluation off",
+                expected="measure_base: false, or a section evaluation",
+                got="measure_base: true with evaluation: null",
+                fix="leave one of the two out",
+            )
         if self.measure_base and self.sft is None:
             raise ConfigError(
                 "measure_base evaluates the model before its supervised start, and there is none",
@@ -101,8 +108,9 @@ class GRPOPlan(NamedTuple):
     grpo: GRPOTaskConfig
     num_iterations: int
     base_evaluation: EvaluationTaskConfig | None
-    evaluation: EvaluationTaskConfig
-    promotion: PromotionTaskConfig
+    evaluation: EvaluationTaskConfig | None
+    verdict: VerdictConfig
+    export: ExportConfig
 
 
 @plan_task
@@ -118,7 +126,8 @@ def plan_grpo(config: GRPORecipe) -> GRPOPlan:
         num_iterations=config.grpo.num_iterations,
         base_evaluation=evaluation if config.measure_base else None,
         evaluation=evaluation,
-        promotion=PromotionTaskConfig.of(config),
+        verdict=VerdictConfig.of(config),
+        export=config.export,
     )
 
 

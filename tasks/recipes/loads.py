@@ -133,7 +133,9 @@ def _sampled_only(
         load = StageLoad("sample_pairs", **common, prompt_tokens=prompt, completion_tokens=room,
                          sampling=sampling)  # fmt: skip
         yield _scored(load, scorers_of, recipe.environment, "environment")
-    own, data = recipe.evaluation.generation, recipe.evaluation.data or recipe.data
+    if recipe.evaluation is None or recipe.compares_pairs:
+        return
+    own, data = recipe.evaluation.generation, recipe.question_data
     config = own or recipe.generation
     path = "evaluation.generation" if own else "generation"
     load = StageLoad(

@@ -1,11 +1,12 @@
 """Where preference pairs come from, and what the stages read that make and measure them."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
+from nemo_rl_core.errors import ConfigError
 from tasks.recipes.common import PipelineRecipe, rollout_fields, trainer_fields
 
 
@@ -39,6 +40,28 @@ class PairRecipe(PipelineRecipe):
     """
 
     pairs: PairsConfig = PairsFromRollouts()
+
+    @model_validator(mode="after")
+    def _pairs_of_the_data_train_nothing_else(self) -> Self:
+        others = [name for name in ("sft", "grpo") if getattr(self, name, None) is not None]
+        if others and not self.samples_rows:
+            raise ConfigError(
+                f"{' and '.join(others)} cannot train on rows that are preference pairs",
+                expected="pairs: {kind: rollouts}, or no stage that reads the rows otherwise",
+                got=f"pairs: {{kind: data}} with {' and '.join(others)}",
+                fix="set sft: null" if others == ["sft"] else "leave pairs out, or run dpo alone",
+            )
+        return self
+
+    @property
+    def trains_on(self) -> tuple[str, ...]:
+        """Preference pairs where they are the data's, and prompts to sample them from otherwise."""
+        return super().trains_on if self.samples_rows else ("preferences",)
+
+    @property
+    def samples_rows(self) -> bool:
+        """Whether pairs are sampled."""
+        return not isinstance(self.pairs, PairsFromData)
 
 
 class PairTaskConfig(RolloutSettings):

@@ -8,6 +8,7 @@ from nemo_rl_core.algorithms.dpo.config import DPOSchedule
 from nemo_rl_core.algorithms.grpo.config import GRPOSchedule
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig
 from nemo_rl_core.config.environment import EnvironmentConfig, reads_reward_model
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.config.trainer import refuse_without_scalar_head
@@ -17,8 +18,6 @@ from tasks.recipes.common import (
     DataTaskConfig,
     EvaluationTaskConfig,
     ModelTaskConfig,
-    PromotionTaskConfig,
-    QuestionTaskConfig,
     SFTTaskConfig,
     rollout_fields,
     trainer_fields,
@@ -27,6 +26,7 @@ from tasks.recipes.dpo import DPOIterations
 from tasks.recipes.grpo import GRPOTaskConfig, refuse_unfit
 from tasks.recipes.pairs import PairPlan, PairRecipe
 from tasks.recipes.reward_model import RewardModelEvaluationTaskConfig, RewardModelTaskConfig
+from tasks.recipes.verdict import QuestionTaskConfig, VerdictConfig
 
 
 class PostTrainRecipe(PairRecipe):
@@ -60,8 +60,11 @@ class PostTrainRecipe(PairRecipe):
     @property
     def rewards(self) -> list[EnvironmentConfig]:
         """Those of pairs and evaluation, and GRPO's where the pipeline does not train it."""
-        named = [] if reads_reward_model(self.grpo_reward) else [self.grpo_reward]
-        return [*super().rewards, *named]
+        return [
+            reward
+            for _, reward, path in self.samplings
+            if path != "grpo_reward" or not reads_reward_model(reward)
+        ]
 
 
 class PostTrainPlan(NamedTuple):
@@ -73,12 +76,13 @@ class PostTrainPlan(NamedTuple):
     sft: SFTTaskConfig
     pairs: PairPlan
     reward_model: RewardModelTaskConfig
-    reward_model_evaluation: RewardModelEvaluationTaskConfig
+    reward_model_evaluation: RewardModelEvaluationTaskConfig | None
     dpo: DPOIterations
     grpo: GRPOTaskConfig
     num_grpo_iterations: int
-    evaluation: EvaluationTaskConfig
-    promotion: PromotionTaskConfig
+    evaluation: EvaluationTaskConfig | None
+    verdict: VerdictConfig
+    export: ExportConfig
 
 
 @plan_task
@@ -99,7 +103,8 @@ def plan_post_train(config: PostTrainRecipe) -> PostTrainPlan:
         grpo=GRPOTaskConfig(grpo=config.grpo.iteration, **rollout_fields(rewarded)),
         num_grpo_iterations=config.grpo.num_iterations,
         evaluation=EvaluationTaskConfig.of(config),
-        promotion=PromotionTaskConfig.of(config),
+        verdict=VerdictConfig.of(config),
+        export=config.export,
     )
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from flytekit.types.error.error import FlyteError
 
 from nemo_rl_core.algorithms.ppo.config import PPOSchedule, PPOSettings
+from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.trainer import refuse_without_scalar_head
 from tasks.platform.failures import failure_handler, leave_record
@@ -14,11 +15,10 @@ from tasks.recipes.common import (
     EvaluationTaskConfig,
     ModelTaskConfig,
     PipelineRecipe,
-    PromotionTaskConfig,
-    QuestionTaskConfig,
     SFTTaskConfig,
     rollout_fields,
 )
+from tasks.recipes.verdict import QuestionTaskConfig, VerdictConfig
 
 
 class PPORecipe(PipelineRecipe):
@@ -51,8 +51,9 @@ class PPOPlan(NamedTuple):
     sft: SFTTaskConfig
     ppo: PPOTaskConfig
     num_iterations: int
-    evaluation: EvaluationTaskConfig
-    promotion: PromotionTaskConfig
+    evaluation: EvaluationTaskConfig | None
+    verdict: VerdictConfig
+    export: ExportConfig
 
 
 @plan_task
@@ -66,7 +67,8 @@ def plan_ppo(config: PPORecipe) -> PPOPlan:
         ppo=PPOTaskConfig(ppo=config.ppo.iteration, **rollout_fields(config)),
         num_iterations=config.ppo.num_iterations,
         evaluation=EvaluationTaskConfig.of(config),
-        promotion=PromotionTaskConfig.of(config),
+        verdict=VerdictConfig.of(config),
+        export=config.export,
     )
 
 

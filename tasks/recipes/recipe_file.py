@@ -6,14 +6,20 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from yaml.constructor import SafeConstructor
 
 from nemo_rl_core.algorithms.grpo.presets import PRESETS
 from nemo_rl_core.config.names import closest_name
 from nemo_rl_core.config.places import overlaid, place_of, without_keys
 from nemo_rl_core.config.sections import dotted
 from nemo_rl_core.errors import ConfigError
-from tasks.recipes.yaml_document import Placing, not_yaml, refuse_hostile, text_of, too_deep
+from tasks.recipes.yaml_document import (
+    Placing,
+    RecipeLoader,
+    not_yaml,
+    refuse_hostile,
+    text_of,
+    too_deep,
+)
 
 RECIPES = Path(__file__).resolve().parents[2] / "workflows" / "recipes"
 _MAX_INTEGER: Final = 2**63
@@ -28,7 +34,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """
     text = text_of(path)
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=RecipeLoader)
         if root is not None:
             refuse_hostile(root, path)
         values = None if root is None else Placing(path).construct_document(root)
@@ -140,13 +146,6 @@ def _same_kind(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
     bare_name = key == "model" and "name" in new
     unsaid = "pretrained" if bare_name else old.get("kind")
     return bool(new.get("kind", unsaid) == old.get("kind", unsaid))
-
-
-Placing.yaml_constructors = {
-    **SafeConstructor.yaml_constructors,
-    "tag:yaml.org,2002:map": Placing.construct_yaml_map,
-    "tag:yaml.org,2002:seq": Placing.construct_yaml_seq,
-}
 
 
 def _unwritable(value: Any, path: tuple[Any, ...], top: Any) -> Iterator[str]:

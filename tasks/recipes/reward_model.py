@@ -5,6 +5,8 @@ from typing import NamedTuple
 from flytekit.types.error.error import FlyteError
 
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig, RewardModelSettings
+from nemo_rl_core.config.environment import EnvironmentConfig
+from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.config.trainer import TrainerSettings, refuse_without_scalar_head
 from tasks.platform.failures import failure_handler, leave_record
@@ -12,11 +14,11 @@ from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
     DataTaskConfig,
     ModelTaskConfig,
-    QuestionTaskConfig,
     SFTTaskConfig,
     trainer_fields,
 )
-from tasks.recipes.pairs import PairPlan, PairRecipe, PairsFromData
+from tasks.recipes.pairs import PairPlan, PairRecipe
+from tasks.recipes.verdict import QuestionTaskConfig
 
 
 class RewardModelRecipe(PairRecipe):
@@ -31,7 +33,12 @@ class RewardModelRecipe(PairRecipe):
     @property
     def sampled_models(self) -> list[ModelConfig]:
         """The model, where pairs are sampled from it."""
-        return [] if isinstance(self.pairs, PairsFromData) else self.models
+        return self.models if self.samples_rows else []
+
+    @property
+    def samplings(self) -> list[tuple[SamplingConfig, EnvironmentConfig, str]]:
+        """That of pairs: a reward model is measured on pairs, not on answers."""
+        return [(self.generation, self.environment, "environment")] if self.samples_rows else []
 
     def refuse_contradictions(self) -> None:
         """A reward model needs a backend with a scalar head."""
@@ -48,8 +55,10 @@ class RewardModelEvaluationTaskConfig(TrainerSettings):
     confidence: float
 
     @classmethod
-    def of(cls, config: PairRecipe) -> "RewardModelEvaluationTaskConfig":
-        """The recipe's share."""
+    def of(cls, config: PairRecipe) -> "RewardModelEvaluationTaskConfig | None":
+        """The recipe's share; None where evaluation is off."""
+        if config.evaluation is None:
+            return None
         fields = trainer_fields(config)
         del fields["seed"]  # nothing is drawn
         return cls(confidence=config.evaluation.confidence, **fields)
@@ -64,7 +73,7 @@ class RewardModelPlan(NamedTuple):
     sft: SFTTaskConfig
     pairs: PairPlan
     reward_model: RewardModelTaskConfig
-    evaluation: RewardModelEvaluationTaskConfig
+    evaluation: RewardModelEvaluationTaskConfig | None
 
 
 @plan_task
@@ -73,7 +82,7 @@ def plan_reward_model(config: RewardModelRecipe) -> RewardModelPlan:
     return RewardModelPlan(
         model=ModelTaskConfig.of(config),
         data=DataTaskConfig.of(config),
-        questions=QuestionTaskConfig.of(config),
+        questions=QuestionTaskConfig.of(config).replace(evaluates=False, data=None),
         sft=SFTTaskConfig.of(config),
         pairs=PairPlan.of(config),
         reward_model=RewardModelTaskConfig(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from flytekit.types.error.error import FlyteError
 
 from nemo_rl_core.algorithms.sft.config import SFTConfig
+from nemo_rl_core.config.export import ExportConfig
 from tasks.platform.failures import failure_handler, leave_record
 from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
@@ -12,10 +13,9 @@ from tasks.recipes.common import (
     EvaluationTaskConfig,
     ModelTaskConfig,
     PipelineRecipe,
-    PromotionTaskConfig,
-    QuestionTaskConfig,
     SFTTaskConfig,
 )
+from tasks.recipes.verdict import QuestionTaskConfig, VerdictConfig
 
 
 class SFTRecipe(PipelineRecipe):
@@ -27,6 +27,16 @@ class SFTRecipe(PipelineRecipe):
 
     sft: SFTConfig = SFTConfig()
 
+    @property
+    def trains_on(self) -> tuple[str, ...]:
+        """Rows with something to imitate."""
+        return ("prompts", "conversations", "text")
+
+    @property
+    def samples_rows(self) -> bool:
+        """False: supervised fine-tuning samples nothing."""
+        return False
+
 
 class SFTPlan(NamedTuple):
     """The settings of each stage."""
@@ -35,8 +45,9 @@ class SFTPlan(NamedTuple):
     data: DataTaskConfig
     questions: QuestionTaskConfig
     sft: SFTTaskConfig
-    evaluation: EvaluationTaskConfig
-    promotion: PromotionTaskConfig
+    evaluation: EvaluationTaskConfig | None
+    verdict: VerdictConfig
+    export: ExportConfig
 
 
 @plan_task
@@ -48,7 +59,8 @@ def plan_sft(config: SFTRecipe) -> SFTPlan:
         questions=QuestionTaskConfig.of(config),
         sft=SFTTaskConfig.of(config),
         evaluation=EvaluationTaskConfig.of(config),
-        promotion=PromotionTaskConfig.of(config),
+        verdict=VerdictConfig.of(config),
+        export=config.export,
     )
 
 

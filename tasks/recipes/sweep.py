@@ -16,13 +16,13 @@ from tasks.recipes.common import (
     EvaluationTaskConfig,
     ModelTaskConfig,
     PipelineRecipe,
-    QuestionTaskConfig,
     Recipe,
     RecipeError,
     SFTTaskConfig,
     rollout_fields,
 )
 from tasks.recipes.grpo import GRPORecipe, GRPOTaskConfig
+from tasks.recipes.verdict import QuestionTaskConfig
 
 Value = bool | int | float | str
 """What a field may be set to. Lists, not tuples, hold them: flytekit knows no tuples in records."""
@@ -107,6 +107,14 @@ class SweepRecipe(Recipe):
                 fix="set it to false, or leave it out",
             )
             raise RecipeError(str(problem))
+        if recipe.evaluation is None:
+            problem = ConfigError(
+                "a sweep compares the accuracies of its points",
+                expected="a section base.evaluation",
+                got="evaluation: null",
+                fix="leave it out",
+            )
+            raise RecipeError(str(problem))
         if recipe.cluster.lifetime == "run":
             problem = ConfigError(
                 "the points of a sweep run side by side, each on a Ray cluster of its own",
@@ -131,7 +139,7 @@ class PointTaskConfig(FrozenConfig):
     point: dict[str, Value]
     grpo: GRPOTaskConfig
     num_iterations: int
-    evaluation: EvaluationTaskConfig
+    evaluation: EvaluationTaskConfig | None
 
 
 class PointPlan(FrozenConfig):

@@ -1,12 +1,13 @@
 """One YAML document: its text, its bounds, and the line of each value."""
 
+import re
 import stat
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from yaml.constructor import SafeConstructor
+from yaml.constructor import ConstructorError, SafeConstructor
 
 from nemo_rl_core.config.places import PlacedDict, PlacedList
 from nemo_rl_core.errors import ConfigError
@@ -16,6 +17,46 @@ _MAX_NODES: Final = 100_000
 """With aliases counted as often as they stand: ten lines of them can mean billions."""
 _MAX_DEPTH: Final = 64
 _UTF_16: Final = (b"\xff\xfe", b"\xfe\xff")
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """Reads numbers as YAML 1.2 does, unlike PyYAML, which follows YAML 1.1.
+
+    `1e-5` is a number. `1:30:00` and `0777` are texts, and not 5400 and 511.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def _integer(constructor: SafeConstructor, node: yaml.ScalarNode) -> int:
+    try:
+        return int(constructor.construct_yaml_int(node))
+    except ValueError as error:  # Python reads no more than 4,300 digits
+        problem = f"an integer of {len(node.value):,} digits"
+        raise ConstructorError(None, None, problem, node.start_mark) from error
+
+
+RecipeLoader.add_implicit_resolver(
+    _INT,
+    re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"),
+    list("-+0123456789"),
+)
+RecipeLoader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(
+        r"""^[-+]?(?:(?:0|[1-9][0-9_]*)(?:\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)
+            |\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
+            |\.(?:inf|Inf|INF))$
+            |^\.(?:nan|NaN|NAN)$""",
+        re.VERBOSE,
+    ),
+    list("-+0123456789."),
+)
+RecipeLoader.add_constructor(_INT, _integer)
 
 
 class Placing(SafeConstructor):
@@ -43,6 +84,14 @@ class Placing(SafeConstructor):
 
     def _at(self, node: yaml.Node) -> str:
         return f"{self._name}:{node.start_mark.line + 1}"
+
+
+Placing.yaml_constructors = {
+    **SafeConstructor.yaml_constructors,
+    "tag:yaml.org,2002:map": Placing.construct_yaml_map,
+    "tag:yaml.org,2002:seq": Placing.construct_yaml_seq,
+    _INT: _integer,
+}
 
 
 def _called(path: Path) -> str:
@@ -147,6 +196,8 @@ def not_yaml(path: Path, error: yaml.MarkedYAMLError) -> ConfigError:
         fix = "indent with spaces; YAML has no tabs"
     elif "another document" in problem:
         fix = "remove the line ---, or keep one document"
+    elif "an integer of" in problem:
+        fix = "write a smaller number, or put it into quotes if it is a text"
     elif "could not determine a constructor" in problem:
         fix = "remove the tag that begins with !"
     return ConfigError(f"{place}: this is no YAML", got=problem, fix=fix)

@@ -138,7 +138,7 @@ def transfer_seconds() -> dict[str, list[float]]:
     """Seconds of every repetition, by way."""
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in TRANSPORTS]
     links = {
-        name: LinkSpec("127.0.0.1", store.port, 1, name, timeout_seconds=600.0)
+        name: LinkSpec("127.0.0.1", store.port, 1, name, timeout_seconds=600.0, token="secret")
         for name, store in zip(TRANSPORTS, stores, strict=True)
     }
     found: dict[str, list[float]] = run_ranks(measure, links, shapes(), world_size=2)[0]

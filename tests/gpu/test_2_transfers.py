@@ -36,7 +36,7 @@ def weights(transfer: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 def exchange(group_rank: int, port: int, transport: TransportName, results: Any) -> None:
     """One end; puts seconds, digest, free memory, and for each weight whether it is right."""
-    endpoint = Endpoint(LinkSpec("127.0.0.1", port, 1, transport, 60.0), group_rank)
+    endpoint = Endpoint(LinkSpec("127.0.0.1", port, 1, transport, 60.0, "secret"), group_rank)
     for transfer in range(NUM_TRANSFERS):
         started = time.perf_counter()
         right: list[bool] = []

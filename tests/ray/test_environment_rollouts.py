@@ -137,7 +137,10 @@ ROWS: dict[str, list[Row]] = {
                 ("def add(a, b):\n return a * b",): (0.5,),
                 ("def add(a, b) return",): (0,),
             },
-            metadata={"tests": ["assert add(2, 2) == 4", "assert add(1, 2) == 3"]},
+            metadata={
+                "tests": ["assert add(2, 2) == 4", "assert add(1, 2) == 3"],
+                "entry_point": "add",
+            },
         )
     ],
     "weighted_sum": [replace(SUM, worth={("5",): (1 + 0.5,), ("6",): (0.5,)})],

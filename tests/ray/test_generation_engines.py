@@ -263,7 +263,9 @@ def test_an_actor_of_the_documents_worker_draws_as_the_engine_does(
     policy = make_policy()
     train_once(policy, drawn)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    link = LinkSpec("127.0.0.1", store.port, 1, "shared_memory", timeout_seconds=600.0)
+    link = LinkSpec(
+        "127.0.0.1", store.port, 1, "shared_memory", timeout_seconds=600.0, token="secret"
+    )
     received = actor.update_weights.remote(link)
     links = WeightLink.by_engine.values()
     others = [spec for each in links for spec in each.specs.values()]  # left out, they are closed

@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
 }
 RETURNS: dict[str, Any] = {
     "advantage": {"kind": "reinforce_plus_plus"},
-    "loss": {"kl": {"kind": "k2", "beta": 0.5, "place": "in_reward"}},
+    "loss": {"kl": {"beta": 0.5, "place": "in_reward"}},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "one optimizer step": {},

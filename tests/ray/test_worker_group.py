@@ -14,7 +14,7 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
-from nemo_rl_core.errors import DataError, ResourceError, WorkerError
+from nemo_rl_core.errors import DataError, MachineError, ResourceError, WorkerError
 
 
 class Worker:
@@ -47,6 +47,12 @@ class Worker:
         """What vLLM does with a wrong setting: pydantic's error holds what cannot be pickled."""
         Limits(4, 2)
 
+    def exhaust(self) -> None:
+        """Raises what torch's allocator raises on a full GPU."""
+        import torch
+
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
     def die(self) -> None:
         os._exit(3)
 
@@ -55,6 +61,14 @@ class Worker:
         with redirect_stderr(StringIO()) as printed:
             Dropped(is_ended=is_ended)
         return printed.getvalue()
+
+
+class Unstartable:
+    def __init__(self) -> None:
+        raise KeyError("no such layer")
+
+    def echo(self) -> None:
+        """Never called."""
 
 
 @pydantic.dataclasses.dataclass
@@ -115,6 +129,26 @@ def test_what_a_worker_raises_names_worker_and_cause(group: RayWorkerGroup) -> N
     assert ", in divide" in caught.value.got
     assert len(str(caught.value).splitlines()) < 10
     assert group.run_single_worker("divide", 4) == 0.25
+
+
+def test_a_worker_without_gpu_memory_is_told_what_to_lower(group: RayWorkerGroup) -> None:
+    with pytest.raises(ResourceError) as caught:
+        group.run_single_worker("exhaust")
+    assert caught.value.problem == "worker 0 of 'echo' needs more GPU memory than there is"
+    assert caught.value.got.startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate")
+    assert "nemo-rl plan" in caught.value.expected
+    for option in ("max_tokens_per_microbatch", "training.activation_checkpointing: true"):
+        assert option in caught.value.fix
+
+
+def test_a_worker_whose_constructor_raises_is_not_a_lost_one(session: ClusterSession) -> None:
+    workers = RayWorkerGroup(session.cluster, Unstartable, name="broken")
+    with pytest.raises(WorkerError) as caught:
+        workers.run_single_worker("echo")
+    assert not isinstance(caught.value, MachineError)
+    assert caught.value.problem == "worker 0 of 'broken' could not start: KeyError: 'no such layer'"
+    assert ", in __init__" in caught.value.got
+    workers.shutdown()
 
 
 def test_what_ray_cannot_send_is_told_by_its_own_words(group: RayWorkerGroup) -> None:

@@ -12,6 +12,7 @@ from flytekit.core.python_function_task import PythonFunctionTask
 import tasks
 from tasks.recipes.convert import ConvertRecipe, plan_convert
 from tasks.recipes.distillation import DistillationRecipe, plan_distillation
+from tasks.recipes.dpo import DPORecipe, plan_dpo
 from tasks.recipes.evaluate import EvaluateRecipe, plan_evaluate
 from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.post_train import PostTrainRecipe, plan_post_train
@@ -24,6 +25,7 @@ PLANS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "distill": (DistillationRecipe, plan_distillation),
     "convert": (ConvertRecipe, plan_convert),
     "evaluate": (EvaluateRecipe, plan_evaluate),
+    "dpo": (DPORecipe, plan_dpo),
     "sweep": (SweepRecipe, plan_sweep),
 }
 _START = "train_sft"
@@ -101,7 +103,7 @@ GRAPH: dict[str, Node] = {
         {"checkpoint": "grpo_iteration", "validation": "prepare_data.validation"},
     ),
     "promote": Node(
-        "post_train.promotion",
+        "post_train.verdict.promotion",
         {
             "incumbent": _START,
             "candidate": "grpo_iteration",
@@ -109,7 +111,10 @@ GRAPH: dict[str, Node] = {
             "after": "evaluate",
         },
     ),
-    "export": Node("", {"checkpoint": "promote.checkpoint", "decision": "promote.decision"}),
+    "export": Node(
+        "post_train.export",
+        {"start": _START, "trained": "grpo_iteration", "decision": "promote"},
+    ),
     "lineage_report": Node("", {"model": "export"}),
     "to_megatron": Node("convert.megatron", {"checkpoint": "prepare_model.base"}),
     "convert": Node(
@@ -123,6 +128,11 @@ GRAPH: dict[str, Node] = {
     ),
     "summarize_sweep": Node("sweep.summary", {"reports": "sweep_point"}),
     "compare": Node("evaluate.baseline.comparison", {"before": "evaluate", "after": "evaluate"}),
+    "evaluate_pairs": Node(
+        "dpo.verdict.pairs.evaluation",
+        {"checkpoint": "dpo_iteration", "pairs": "sample_pairs"}
+        | {"start": "cache_reference_logprobs", "trained": "cache_reference_logprobs"},
+    ),
 }
 """Every stage once, after those that it reads."""
 
@@ -155,6 +165,8 @@ def plans_of(recipe: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, An
         words = {key: value for key, value in recipe.items() if key in experiment.model_fields}
         if name == "convert":
             words = {**words, "training": {"backend": "megatron"}}
+        if name == "dpo":
+            words = {**words, "pairs": {"kind": "data"}, "sft": None}
         if name == "sweep":
             base = {key: value for key, value in recipe.items() if key in GRPORecipe.model_fields}
             words = {"base": base, "over": over}

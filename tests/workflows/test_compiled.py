@@ -50,6 +50,7 @@ STAGES = {
     "dpo_iteration": ("laptop", "2", "8Gi", 5, 72),
     "evaluate": ("laptop", "2", "8Gi", 2, 12),
     "evaluate_comparison.compare": ("light", "1", "2Gi", 2, 0.5),
+    "evaluate_pairs": ("light", "2", "16Gi", 2, 4),
     "evaluate_questions": ("light", "2", "16Gi", 2, 4),
     "evaluate_reward_model": ("laptop", "2", "8Gi", 2, 12),
     "export": ("light", "8", "64Gi", 2, 6),

@@ -43,7 +43,10 @@ def test_a_run_ends_with_its_table_and_what_to_do_next(first_run: Run) -> None:
     verdicts = {True: "promoted: ", False: "NOT promoted: "}
     assert first_run.value(verdicts[decision["promoted"]])
     model = Path(first_run.value("model:"))
-    assert (model / "model.safetensors").is_file()
+    trained = first_run.artifact("grpo_iteration 2") / "model"
+    weights = "model.safetensors"
+    assert file_hashes(model)[weights] == file_hashes(trained)[weights]
+    assert first_run.value("exported:") == "the trained model (grpo_iteration 2)"
     assert str(model) in first_run.value("chat:")
     assert Path(first_run.value("lineage:")).is_file()
     assert Path(first_run.value("log:")).is_file()

@@ -186,7 +186,7 @@ def test_all_other_stages_open_what_their_keys_cover(others: Chain) -> None:
 @pytest.fixture(scope="module")
 def coded(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     """An evaluation by programs in a sandbox."""
-    tests = {"metadata": {"tests": ["assert add(1, 2) == 3"]}}
+    tests = {"metadata": {"tests": ["assert add(1, 2) == 3"], "entry_point": "add"}}
     chain = Chain(tmp_path_factory.mktemp("coded"))
     recipe = {**of_rows(chain, _files(tests)), "environment": {"kind": "code"}}
     chain.run(*PLAIN, recipe=recipe)

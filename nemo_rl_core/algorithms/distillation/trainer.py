@@ -33,12 +33,13 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
 
     algorithm = "distillation"
     settings_class = DistillationSettings
-    needs_of_own: ClassVar[Mapping[str, str]] = {
-        "get_reference_topk_logprobs": "the likeliest tokens of a teacher",
-    }
     refuses_own: ClassVar[Mapping[str, str]] = {
         "engine": "the student's logprobs are not computed in a step, so nothing would check it",
     }
+
+    def _policy_methods(self) -> dict[str, str]:
+        teacher = {"get_reference_topk_logprobs": "the likeliest tokens of a teacher"}
+        return {**super()._policy_methods(), **teacher}
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         if self._own.policy is None:  # one of the user's has its own teacher

@@ -194,6 +194,14 @@ class DPOConfig(LoopConfig):
         """Returns whether the loss needs logprobs of a reference policy."""
         return self.loss.needs_reference
 
+    @property
+    def is_per_token(self) -> bool:
+        """Returns whether the loss compares logprobs per token, and not of complete sequences."""
+        loss = self.loss
+        if isinstance(loss, IPOLoss):
+            return loss.per == "token"
+        return isinstance(loss, SimPOLoss | LengthNormalizedLoss | ORPOLoss)
+
 
 class DPOSchedule(DPOConfig):
     """The number of iterations; each is a cached stage, independent of the number that follow.

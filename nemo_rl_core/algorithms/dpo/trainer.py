@@ -11,9 +11,8 @@ from nemo_rl_core.algorithms.dpo.data import mismatched
 from nemo_rl_core.algorithms.dpo.loss import DPOLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader
-from nemo_rl_core.data.pair_files import load_pairs
+from nemo_rl_core.data.pair_files import load_pairs_for
 from nemo_rl_core.data.pairs import PreferencePair, pair_batch, refuse_beyond_budget
-from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.preference import kto_baseline
 from nemo_rl_core.trainers.base import BaseTrainer
@@ -30,6 +29,14 @@ class DPOTrainer(BaseTrainer[DPOSettings, DPOConfig]):
     algorithm = "dpo"
     settings_class = DPOSettings
 
+    def _policy_methods(self) -> dict[str, str]:
+        methods = {}
+        if self.config.validate_every_num_steps is not None or not self.config.loss.needs_pairs:
+            methods["get_logprobs"] = "logprobs of pairs"
+        if self.config.needs_reference:
+            methods["get_reference_logprobs"] = "logprobs of the reference, for this loss"
+        return methods
+
     def _stage(self, spec: RunSpec) -> str:
         return f"dpo_iteration {spec.iteration}"
 
@@ -37,11 +44,11 @@ class DPOTrainer(BaseTrainer[DPOSettings, DPOConfig]):
         super()._set_up(spec, resources)
         self._loss = DPOLossFn(self.config.loss)
         held_out = spec.validation
-        self._held_out = load_pairs(held_out, load_tokenizer(spec.start)) if held_out else []
+        self._held_out = load_pairs_for(spec.start, held_out, name="validation") if held_out else []
 
     def _load(self, spec: RunSpec) -> PromptLoader[PreferencePair]:
         cached = spec.reference_logprobs if self.config.needs_reference else None
-        pairs = load_pairs(spec.train, load_tokenizer(spec.start), reference_logprobs=cached)
+        pairs = load_pairs_for(spec.start, spec.train, name="train", reference_logprobs=cached)
         refuse_beyond_budget(pairs, max_tokens=self.config.max_tokens_per_microbatch)
         size, seed = self.config.num_pairs_per_step, self.settings.seed
         return PromptLoader(pairs, batch_size=size, seed=seed)

@@ -30,6 +30,7 @@ from nemo_rl_core.config.generation import (
     VllmGenerationConfig,
     refuse_for_training,
 )
+from nemo_rl_core.config.kl import KLInReward
 from nemo_rl_core.config.trainer import (
     GateConfig,
     LoopConfig,
@@ -169,7 +170,7 @@ class GRPOConfig(LoopConfig):
     @property
     def has_kl_in_reward(self) -> bool:
         """Whether rewards are lowered by the divergence from the reference policy."""
-        return self.loss.kl is not None and self.loss.kl.place == "in_reward"
+        return isinstance(self.loss.kl, KLInReward)
 
     @model_validator(mode="after")
     def _groups_have_members(self) -> "GRPOConfig":

@@ -14,6 +14,7 @@ from nemo_rl_core.algorithms.grpo.advantage_config import (
     ReinforcePlusPlusBaseline,
 )
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig, OverlongFilter, OverlongPenalty
+from nemo_rl_core.config.kl import KLInReward
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.functional.advantages import (
@@ -185,7 +186,7 @@ def _kl_in_reward(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
     """
     token_mask = batch["token_mask"].bool()
     kl = config.loss.kl
-    if kl is None or kl.place == "in_loss":
+    if not isinstance(kl, KLInReward):
         return torch.zeros(token_mask.shape)
     estimate = kl_estimate(batch["prev_logprobs"], batch["reference_logprobs"], kind=kl.kind)
     return kl.beta * zero_masked(estimate, token_mask)

@@ -14,6 +14,7 @@ from nemo_rl_core.algorithms.grpo.loss_config import (
     ConstantDenominator,
     GSPOLoss,
     ImportanceConfig,
+    KLInLoss,
     LossConfig,
     OnPolicyLoss,
     ReinforceLoss,
@@ -46,10 +47,12 @@ from nemo_rl_core.functional.policy_gradient import (
 
 @dataclass(frozen=True)
 class GRPOLossFn:
-    """`w L + beta KL - entropy_bonus H` at each token, reduced as configured.
+    """`w L + v (beta KL - entropy_bonus H)` at each token, reduced as configured.
 
     L is the loss of the config's kind (`functional/policy_gradient.py` has the definitions and
     their papers), w the correction for the engine's logprobs, KL the divergence from the reference.
+    `v = w r`, with the probability ratio r and no gradient, corrects KL and entropy for samples of
+    older weights; with `weighted_terms: policy`, v is 1.
 
     Attributes:
         config: Kind and options.
@@ -113,12 +116,12 @@ class GRPOLossFn:
 
         Returns:
             The loss, and the metrics `loss` (reduced as configured) and, per token: `policy_kl` (k3
-            of `KL(prev || cur)`), `ratio_mean`, `approx_entropy` (`-w cur`); for kinds with a clip
+            of `KL(prev || cur)`), `ratio_mean`, `approx_entropy` (`-v cur`); for kinds with a clip
             `clip_fraction_low` and `clip_fraction_high`, with a dual clip `clip_fraction_dual`;
-            with a penalty `kl` (to the reference, without beta); with a correction
+            with a penalty `kl` (to the reference, times v and without beta); with a correction
             `importance_weight` and `importance_cut_fraction`, the share it changed. Without a
-            correction w is 1, and `approx_entropy` is biased once the weights differ from the
-            sampling weights; NeMo RL weights it by `exp(cur - gen)`.
+            correction w is 1, and `kl` and `approx_entropy` are biased where the engine's weights
+            differ from those at the start of the step.
         """
         config, mask = self.config, valid_token_mask(batch["token_mask"], batch["sample_mask"])
         current = zero_masked(next_token_logprobs, mask)
@@ -132,20 +135,21 @@ class GRPOLossFn:
         )
         weight, per_token = _importance(config, batch, previous, mask)
         values = weight * _policy_loss(config, current, ratio, advantages)
+        on_policy = _on_policy_weight(config, weight, ratio)
         per_token |= _clip_fractions(config, ratio.detach(), advantages)
         per_token |= {
             "policy_kl": kl_estimate(previous, fixed, kind="k3"),
             "ratio_mean": ratio.detach(),
-            "approx_entropy": -weight * fixed,
+            "approx_entropy": -on_policy * fixed,
         }
         if config.kl is not None:
             reference = zero_masked(batch["reference_logprobs"], mask)
-            per_token["kl"] = kl_estimate(fixed, reference, kind=config.kl.kind)
-            if config.kl.place == "in_loss":
+            per_token["kl"] = on_policy * kl_estimate(fixed, reference, kind=config.kl.kind)
+            if isinstance(config.kl, KLInLoss):
                 penalty = kl_penalty(current, reference, kind=config.kl.kind)
-                values = values + config.kl.beta * penalty
+                values = values + on_policy * (config.kl.beta * penalty)
         if config.entropy_bonus:
-            values = values - config.entropy_bonus * sampled_entropy(current)
+            values = values - on_policy * (config.entropy_bonus * sampled_entropy(current))
 
         loss = _reduced(
             config.reduction, values, mask, batch, global_valid_seqs, global_valid_tokens
@@ -232,6 +236,16 @@ def _importance(
     # A weight of 0 counts as a cut even if it was 0 before, since it was not finite.
     is_cut = (weight != raw) | (weight == 0)
     return weight, {"importance_weight": weight, "importance_cut_fraction": is_cut.to(raw.dtype)}
+
+
+def _on_policy_weight(config: LossConfig, weight: Tensor, ratio: Tensor) -> Tensor:
+    """The weights `[B, T-1]` of KL and entropy: the policy in training over the one that sampled.
+
+    `w r` is the product of the weight, `prev / gen` as corrected, and the ratio, `cur / prev`.
+    """
+    if config.weighted_terms == "policy":
+        return torch.ones_like(weight)
+    return weight * ratio.detach()
 
 
 def _corrected(config: ImportanceConfig, weight: Tensor, by_sequence: Tensor) -> Tensor:

@@ -8,27 +8,32 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Tag, model_validator
 
 from nemo_rl_core.config.base import Bound, FrozenConfig, kind_or
+from nemo_rl_core.config.kl import KLInReward
 
 
-class KLPenalty(FrozenConfig):
-    """A penalty on the divergence from the reference policy, weighted by `beta`.
+class KLInLoss(FrozenConfig):
+    """`beta` times an estimate of the KL to the reference policy, added to the loss.
 
     `kind` is the estimator of the value: k1 `-d`, k2 `d^2 / 2`, k3 `e^d - 1 - d` with `d = ref -
-    cur`, each within +-10. In the loss every kind has the gradient of `KL(policy || reference)`,
-    `-d` a token, so that they differ in what is reported alone; GRPO's paper (arXiv:2402.03300,
-    equation 20) has `1 - e^d` instead. In the reward the value is taken, measured once between the
-    policy that sampled and the reference: summed over the sequence for advantages of groups, and
-    token by token for `reinforce_plus_plus` and its baseline variant.
+    cur`, each clipped to +-10. Every kind has the gradient of `KL(policy || reference)`, `-d` per
+    token, so the kinds differ only in the reported value; GRPO's paper (arXiv:2402.03300, equation
+    20) has `1 - e^d` instead.
 
     Attributes:
-        kind: The estimator.
+        place: The loss, to which the penalty is added.
+        kind: The estimator of the reported value.
         beta: The weight of the penalty.
-        place: Whether the penalty is part of the loss, or is taken off the reward.
     """
 
+    place: Literal["in_loss"] = "in_loss"
     kind: Literal["k1", "k2", "k3"] = "k3"
     beta: NonNegativeFloat = 0.01
-    place: Literal["in_loss", "in_reward"] = "in_loss"
+
+
+KLPenalty = Annotated[
+    Annotated[KLInLoss, Tag("in_loss")] | Annotated[KLInReward, Tag("in_reward")],
+    kind_or("in_loss", "place"),
+]
 
 
 class TruncatedImportance(FrozenConfig):
@@ -97,13 +102,17 @@ class _PolicyLoss(FrozenConfig):
         kl: The penalty on the divergence from the reference policy; None has no reference policy.
         importance: The correction for the difference between the engine's logprobs and the
             trainer's; None makes none.
+        weighted_terms: The terms that the importance weight and the probability ratio multiply:
+            `all`, or only those of the `policy`, which leaves the KL penalty and the entropy bonus
+            uncorrected for samples of older weights.
         entropy_bonus: The weight of the entropy of sampled tokens, which is subtracted from the
             loss.
     """
 
     reduction: Literal["token_mean", "sequence_mean"] | ConstantDenominator = "token_mean"
-    kl: KLPenalty | None = KLPenalty()
+    kl: KLPenalty | None = KLInLoss()
     importance: ImportanceConfig | None = None
+    weighted_terms: Literal["all", "policy"] = "all"
     entropy_bonus: NonNegativeFloat = 0.0
 
 

@@ -125,8 +125,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of the preset `values["preset"]`, overridden by the other values.
 
-    A map overrides its fields and keeps the others, unless its `kind` differs. None means no
-    preset, so that a recipe can remove the preset of its base recipe.
+    A map overrides its fields and keeps the others, unless it is another variant: by
+    `place` where it has one, else by `kind`. None means no preset, so that a recipe can remove the
+    preset of its base recipe.
 
     Args:
         values: Fields of `GRPOConfig`, and optionally `preset`.
@@ -160,6 +161,7 @@ def _changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     for key, new in changes.items():
         old = base.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            same_kind = new.get("kind", old.get("kind")) == old.get("kind")
-            changed[key] = _changed(old, new) if same_kind else new
+            tag = "place" if "place" in old else "kind"
+            same_variant = new.get(tag, old.get(tag)) == old.get(tag)
+            changed[key] = _changed(old, new) if same_variant else new
     return changed

@@ -44,6 +44,12 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
     settings_class = GRPOSettings
     samples_ahead: ClassVar[bool] = False
 
+    def _policy_methods(self) -> dict[str, str]:
+        methods = {**super()._policy_methods(), "get_logprobs": "logprobs of completions"}
+        if self.config.loss.kl is not None:
+            methods["get_reference_logprobs"] = "logprobs of the reference, for loss.kl"
+        return methods
+
     def _stage(self, spec: RunSpec) -> str:
         return f"grpo_iteration {spec.iteration}"
 

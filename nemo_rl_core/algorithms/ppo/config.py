@@ -4,7 +4,6 @@ from typing import Any, Literal, Self
 
 from pydantic import (
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -13,6 +12,7 @@ from pydantic import (
 
 from nemo_rl_core.config.base import Bound, FrozenConfig
 from nemo_rl_core.config.generation import refuse_for_training
+from nemo_rl_core.config.kl import KLInReward
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.trainer import (
     GateConfig,
@@ -33,20 +33,6 @@ class ClippedSurrogate(FrozenConfig):
     kind: Literal["clipped"] = "clipped"
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: Bound = 0.2
-
-
-class KLInReward(FrozenConfig):
-    """`beta` times an estimate of the KL to the reference, subtracted from each token's reward.
-
-    k1 is `log pi - log pi_ref` itself, as in InstructGPT (arXiv:2203.02155, section 3.5).
-
-    Attributes:
-        kind: The estimator.
-        beta: The weight of the penalty.
-    """
-
-    kind: Literal["k1", "k2", "k3"] = "k1"
-    beta: NonNegativeFloat = 0.01
 
 
 class CriticConfig(OptimizerConfig):

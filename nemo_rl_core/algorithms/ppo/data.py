@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from nemo_rl_core.algorithms.ppo.config import KLInReward, PPOConfig
+from nemo_rl_core.algorithms.ppo.config import PPOConfig
+from nemo_rl_core.config.kl import KLInReward
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.advantages import Moments, whitened
 from nemo_rl_core.functional.kl import kl_estimate

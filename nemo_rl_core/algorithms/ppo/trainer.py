@@ -74,6 +74,12 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         super().__init__(settings, session, **overrides)
         _refuse_half_of_both(self._own.policy, self._own_critic)
 
+    def _policy_methods(self) -> dict[str, str]:
+        methods = {**super()._policy_methods(), "get_logprobs": "logprobs of completions"}
+        if self.config.kl is not None:
+            methods["get_reference_logprobs"] = "logprobs of the reference, for kl"
+        return methods
+
     def _stage(self, spec: RunSpec) -> str:
         return f"ppo_iteration {spec.iteration}"
 

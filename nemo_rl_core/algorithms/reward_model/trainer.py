@@ -1,17 +1,14 @@
 """Training of reward models on preference pairs."""
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import ClassVar
 
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig, RewardModelSettings
 from nemo_rl_core.algorithms.reward_model.loss import PreferenceLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader
-from nemo_rl_core.data.pair_files import load_pairs
+from nemo_rl_core.data.pair_files import load_pairs_for
 from nemo_rl_core.data.pairs import PreferencePair, pair_batch, refuse_beyond_budget
-from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.own import OwnPolicy
 from nemo_rl_core.trainers.base import BaseTrainer
@@ -28,16 +25,18 @@ class RewardModelTrainer(BaseTrainer[RewardModelSettings, RewardModelConfig]):
 
     algorithm = "reward_model"
     settings_class = RewardModelSettings
-    needs_of_own: ClassVar[Mapping[str, str]] = {"get_values": "values of sequences"}
+
+    def _policy_methods(self) -> dict[str, str]:
+        return {"get_values": "values of sequences"}
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
         self._loss = PreferenceLossFn(self.config.loss)
         held_out = spec.validation
-        self._held_out = load_pairs(held_out, load_tokenizer(spec.start)) if held_out else []
+        self._held_out = load_pairs_for(spec.start, held_out, name="validation") if held_out else []
 
     def _load(self, spec: RunSpec) -> PromptLoader[PreferencePair]:
-        pairs = load_pairs(spec.train, load_tokenizer(spec.start))
+        pairs = load_pairs_for(spec.start, spec.train, name="train")
         refuse_beyond_budget(pairs, max_tokens=self.config.max_tokens_per_microbatch)
         size, seed = self.config.num_pairs_per_step, self.settings.seed
         return PromptLoader(pairs, batch_size=size, seed=seed)

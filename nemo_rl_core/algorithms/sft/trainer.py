@@ -1,10 +1,12 @@
 """Supervised fine-tuning: batch, train, log, save."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from nemo_rl_core.algorithms.sft.config import SFTConfig, SFTSettings
 from nemo_rl_core.algorithms.sft.data import load_examples, sft_batch
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
+from nemo_rl_core.data.lengths import refuse_beyond_context
 from nemo_rl_core.data.loader import PromptLoader
 from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.pretrained import load_tokenizer
@@ -20,17 +22,24 @@ class SFTTrainer(BaseTrainer[SFTSettings, SFTConfig]):
     algorithm = "sft"
     settings_class = SFTSettings
 
+    def _policy_methods(self) -> dict[str, str]:
+        validates = self.config.validate_every_num_steps is not None
+        return {"get_logprobs": "logprobs of validation rows"} if validates else {}
+
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
         self._loss = NLLLoss()
-        held_out = spec.validation
-        self._held_out = load_examples(held_out, load_tokenizer(spec.start)) if held_out else []
+        self._held_out: Sequence[SupervisedExample] = []
+        if spec.validation is not None:
+            self._held_out = load_examples(spec.validation, load_tokenizer(spec.start))
+            refuse_beyond_context(_lengths(self._held_out), spec.start, name="validation")
 
     def _load(self, spec: RunSpec) -> PromptLoader[SupervisedExample]:
         examples = load_examples(spec.train, load_tokenizer(spec.start))
-        longest = max(len(example.token_ids) for example in examples)
+        lengths = _lengths(examples)
+        refuse_beyond_context(lengths, spec.start, name="train")
         # Raises for sequences that fit into no micro-batch before training starts.
-        plan_microbatches([longest], max_tokens=self.config.max_tokens_per_microbatch)
+        plan_microbatches([max(lengths)], max_tokens=self.config.max_tokens_per_microbatch)
         size, seed = self.config.global_batch_size, self.settings.seed
         return PromptLoader(examples, batch_size=size, seed=seed)
 
@@ -43,3 +52,7 @@ class SFTTrainer(BaseTrainer[SFTSettings, SFTConfig]):
             return {}
         batch = sft_batch(self._held_out)
         return loss_metrics(self._loss, self.policy.get_logprobs(batch)["logprobs"], batch)
+
+
+def _lengths(examples: Sequence[SupervisedExample]) -> list[int]:
+    return [len(example.token_ids) for example in examples]

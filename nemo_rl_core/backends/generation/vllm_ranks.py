@@ -5,12 +5,15 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nemo_rl_core.distributed.ports import LOOPBACK, host_store
 from nemo_rl_core.distributed.process_group import (
+    meeting_store,
     own_gpu,
     rank,
     rank_environment,
@@ -18,10 +21,15 @@ from nemo_rl_core.distributed.process_group import (
     visible_gpus,
     world_size,
 )
-from nemo_rl_core.distributed.virtual_cluster import free_address
 from nemo_rl_core.distributed.weight_sync.places import current_machine
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 _POLL_SECONDS = 0.05
+_START_TIMEOUT = timedelta(minutes=5)
+_hosted: "list[TCPStore]" = []
+"""The store of the engine whose first rank this process is, for as long as it runs."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -95,16 +103,17 @@ def join_engine(num_ranks: int) -> list[str] | None:
         `LOCAL_RANK` is this rank's index among them. vLLM asks for the GPUs of other ranks by their
         ranks, such as for its custom all-reduce. None without GPUs.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    import ray
 
     num_workers, global_rank = world_size(), rank()
     engine, rank_in_engine = divmod(global_rank, num_ranks)
     is_host = global_rank == 0
-    store = TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), num_workers, is_master=is_host
-    )
+    store = meeting_store(_START_TIMEOUT)
     if rank_in_engine == 0:
-        store.set(f"engine {engine}", json.dumps(free_address()))
+        is_local = os.environ["MASTER_ADDR"] == LOOPBACK
+        here = LOOPBACK if is_local else ray.util.get_node_ip_address()
+        _hosted.append(host_store(here, 0, wait_for_workers=False))
+        store.set(f"engine {engine}", json.dumps([here, _hosted[-1].port]))
     store.set(f"rank {global_rank}", json.dumps(asdict(EngineRank.here())))
     address, port = json.loads(store.get(f"engine {engine}"))
     first = engine * num_ranks
@@ -123,6 +132,8 @@ def join_engine(num_ranks: int) -> list[str] | None:
             rank_in_engine, num_ranks, address=address, port=port, local_rank=local_rank
         )
     )
+    # vLLM then connects to the store of `_hosted`; it would host one on every interface.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     return gpus
 
 

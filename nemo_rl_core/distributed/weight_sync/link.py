@@ -7,6 +7,7 @@ memory with it.
 """
 
 import gc
+import secrets
 import weakref
 from abc import abstractmethod
 from collections import deque
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from nemo_rl_core.distributed.ports import LOOPBACK, host_store
 from nemo_rl_core.distributed.weight_sync.messages import (
     SENDER,
     ControlGroup,
@@ -313,8 +315,9 @@ class WeightLink:
         receivers = _locations(engine)
         here = current_machine()
         all_here = all(each.machine == here for each in (*senders, *receivers))
-        host = "127.0.0.1" if all_here else _own_address()
-        self._store: TCPStore | None = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        host = LOOPBACK if all_here else _own_address()
+        self._store: TCPStore | None = host_store(host, 0, wait_for_workers=False)
+        token = secrets.token_hex(32)
         self.specs: dict[int, LinkSpec] = {}
         self._places: dict[int, tuple[LinkSpec, int]] = {}
         for route in choose_routes(senders, receivers):
@@ -325,6 +328,7 @@ class WeightLink:
                 transport=route.transport,
                 timeout_seconds=min(timeout_seconds or _MAX_WAIT_SECONDS, _MAX_WAIT_SECONDS),
                 sender=route.sender,
+                token=token,
             )
             self.specs[route.sender] = spec
             for index, receiver in enumerate(route.receivers):

@@ -12,10 +12,11 @@ times as fast as a cryptographic one, which would take longer than all the rest.
 it is taken of sums that the GPU computes: to copy the bytes to the host took most of a transfer.
 """
 
+import hmac
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -236,6 +237,7 @@ SENDER = 0
 """The sender's rank in the group; receivers follow."""
 _LENGTH_BYTES = 8
 _HEAD_BYTES = 8 * 1024
+_SIGNATURE_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,8 @@ class LinkSpec:
         num_receivers: How many engine workers take every transfer.
         transport: How the bytes move; see `nemo_rl_core/planning/routes.py`.
         timeout_seconds: For which one endpoint waits for the others.
+        token: Secret of both ends, which reaches them through Ray. It signs all messages, since
+            every user of the machines can connect to the store and to gloo.
         sender: Rank of the trainer that sends. Each has a link of its own at the same store.
     """
 
@@ -256,6 +260,7 @@ class LinkSpec:
     num_receivers: int
     transport: TransportName
     timeout_seconds: float
+    token: str = field(repr=False)
     sender: int = 0
 
 
@@ -282,10 +287,28 @@ class ControlGroup:
                 PrefixStore("control", self.store), rank, link.num_receivers + 1, timeout
             )
         self.link, self.rank = link, rank
+        self._num_signed = 0
+
+    def _signature(self, message: bytes, rank: int) -> bytes:
+        """Returns the signature of the next message; all ranks sign and check the same sequence."""
+        self._num_signed += 1
+        context = f"{self.link.sender} {rank} {self._num_signed} ".encode()
+        return hmac.digest(self.link.token.encode(), context + message, "sha256")
+
+    def _check(self, message: bytes, signature: bytes, rank: int) -> None:
+        if not hmac.compare_digest(signature, self._signature(message, rank)):
+            raise TransferError(
+                "a message of a transfer of weights is not from this run",
+                expected="a signature with the token of the link",
+                got=f"another signature, as rank {rank}",
+                fix="find out who connects to the ports of this run; then run the same command "
+                "again: it resumes from the last save",
+            )
 
     def send(self, frame: dict[str, Any]) -> None:
         """Sends a frame to all receivers."""
         encoded = json.dumps(frame).encode()
+        encoded = self._signature(encoded, SENDER) + encoded
         # One message for all but the longest: receivers need not be woken twice.
         head = len(encoded).to_bytes(_LENGTH_BYTES, "big") + encoded[:_HEAD_BYTES]
         padded = bytearray(head.ljust(_LENGTH_BYTES + _HEAD_BYTES))
@@ -305,6 +328,8 @@ class ControlGroup:
             rest = torch.empty(length - _HEAD_BYTES, dtype=torch.uint8)
             self.broadcast(rest, SENDER)
             encoded += rest.numpy().tobytes()
+        signature, encoded = encoded[:_SIGNATURE_BYTES], encoded[_SIGNATURE_BYTES:]
+        self._check(encoded, signature, SENDER)
         frame: dict[str, Any] = json.loads(encoded)
         return frame
 
@@ -312,9 +337,16 @@ class ControlGroup:
         """The string of every receiver, in order of rank; all are of one length."""
         gathered = []
         for rank in range(1, self.link.num_receivers + 1):
-            buffer = torch.frombuffer(bytearray(own.encode()), dtype=torch.uint8)
+            message, signature = own.encode(), bytes(_SIGNATURE_BYTES)
+            if rank == self.rank:
+                signature = self._signature(message, rank)
+            buffer = torch.frombuffer(bytearray(signature + message), dtype=torch.uint8)
             self.broadcast(buffer, rank)
-            gathered.append(buffer.numpy().tobytes().decode(errors="replace"))
+            received = buffer.numpy().tobytes()
+            signature, message = received[:_SIGNATURE_BYTES], received[_SIGNATURE_BYTES:]
+            if rank != self.rank:
+                self._check(message, signature, rank)
+            gathered.append(message.decode(errors="replace"))
         return gathered
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:

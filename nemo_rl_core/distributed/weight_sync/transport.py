@@ -8,9 +8,9 @@
 | `nccl` | on different GPUs | 1 and the network | two buckets |
 """
 
+import inspect
 import mmap
 import os
-import pickle
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -193,13 +193,18 @@ class CudaIpcTransport(BufferedTransport):
         with memory_for_others():
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def reference(self, payload: torch.Tensor) -> str:
-        """The handle that `torch.multiprocessing` makes of a CUDA tensor."""
+    def reference(self, payload: torch.Tensor) -> dict[str, Any]:
+        """Returns the handle of a CUDA tensor by `torch.multiprocessing`, as plain values."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         torch.cuda.current_stream(self._device).synchronize()  # packed, before anyone looks
-        _, arguments = reduce_tensor(payload)  # type: ignore[no-untyped-call]
-        return pickle.dumps(arguments).hex()
+        rebuild, arguments = reduce_tensor(payload)  # type: ignore[no-untyped-call]
+        named = zip(inspect.signature(rebuild).parameters, arguments, strict=True)
+        return {
+            name: value.hex() if isinstance(value, bytes) else value
+            for name, value in named
+            if name not in (*_CONSTANT, "storage_device")
+        }
 
     def push(self, payload: torch.Tensor) -> None:
         """The receivers have the handle."""
@@ -211,21 +216,26 @@ class CudaIpcTransport(BufferedTransport):
             self._control.gather(_COPIED)
         self._is_unread = False
 
-    def pull(self, reference: str, out: torch.Tensor) -> torch.Tensor:
+    def pull(self, reference: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
         """A copy of the sender's bytes."""
         out.copy_(self._mapped(reference))
         torch.cuda.current_stream(self._device).synchronize()
         self._control.gather(_COPIED)
         return out
 
-    def _mapped(self, reference: str) -> torch.Tensor:
+    def _mapped(self, reference: dict[str, Any]) -> torch.Tensor:
         """A view on the sender's memory."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-        arguments = list(pickle.loads(bytes.fromhex(reference)))  # noqa: S301 - of the own trainer
-        # The GPU's number here; each process may have numbers of its own.
-        arguments[_DEVICE_ARGUMENT] = self._device.index
-        payload: torch.Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
+        values = {
+            name: bytes.fromhex(value) if isinstance(value, str) else value
+            for name, value in reference.items()
+        }
+        payload: torch.Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+            **_CONSTANT,
+            **values,
+            storage_device=self._device.index,  # each process may number the GPUs differently
+        )
         return payload
 
     def end(self) -> None:
@@ -236,7 +246,13 @@ class CudaIpcTransport(BufferedTransport):
 
 
 _COPIED = "copied"
-_DEVICE_ARGUMENT = 6  # of torch's `rebuild_cuda_tensor`
+_CONSTANT: dict[str, Any] = {
+    "tensor_cls": torch.Tensor,
+    "storage_cls": torch.storage.TypedStorage,
+    "dtype": torch.uint8,
+    "requires_grad": False,
+}
+"""Arguments of torch's `rebuild_cuda_tensor` that are equal for all buckets."""
 
 
 class BroadcastTransport(BufferedTransport):

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from nemo_rl_core.environments.rewards.retries import Retries
+
 Call = Callable[[], Any]
 
 
@@ -27,8 +29,12 @@ class AsyncCalls:
         self._thread: ThreadPoolExecutor | None = None
         self._runner: asyncio.Runner | None = None
 
-    def results(self, calls: Sequence[Call]) -> list[Call]:
+    def results(self, calls: Sequence[Call], retries: Retries | None = None) -> list[Call]:
         """Awaits all calls side by side.
+
+        Args:
+            calls: Functions that return a coroutine.
+            retries: Repeats those that fail in the network.
 
         Returns:
             A function for each call that returns what the call has returned, or raises what it has
@@ -37,8 +43,8 @@ class AsyncCalls:
         if self._thread is None:
             self._thread, self._runner = ThreadPoolExecutor(1), asyncio.Runner()
         assert self._runner is not None
-        found = self._thread.submit(self._runner.run, _gathered(calls)).result()
-        return [partial(_given, each) for each in found]
+        outcomes = self._thread.submit(self._runner.run, _gathered(calls, retries)).result()
+        return [partial(_given, each) for each in outcomes]
 
     def close(self) -> None:
         """Ends loop and thread; the next call starts others."""
@@ -49,13 +55,13 @@ class AsyncCalls:
         self._thread = self._runner = None
 
 
-async def _gathered(calls: Sequence[Call]) -> list[Any]:
-    return await asyncio.gather(*map(_outcome, calls))
+async def _gathered(calls: Sequence[Call], retries: Retries | None) -> list[Any]:
+    return await asyncio.gather(*(_outcome(call, retries) for call in calls))
 
 
-async def _outcome(call: Call) -> Any:
+async def _outcome(call: Call, retries: Retries | None) -> Any:
     try:
-        return await call()
+        return await (call() if retries is None else retries.awaited(call))
     # Named fault boundary: raised again where the row of the call is known.
     except (Exception, SystemExit) as error:  # noqa: BLE001 (raised again)
         return _Raised(error)

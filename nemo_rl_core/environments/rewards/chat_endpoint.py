@@ -2,31 +2,35 @@
 
 import asyncio
 import os
-import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.config.judge import JudgeEndpoint
+from nemo_rl_core.environments.rewards.retries import Retries
 from nemo_rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
     import httpx
 
-_BUSY = frozenset({408, 409, 429})
-_FIRST_PAUSE_SECONDS = 0.25
-_LONGEST_PAUSE_SECONDS = 8.0
-
 
 class EndpointError(Exception):
-    """The server refused a request, or kept failing; never holds the key."""
+    """The server refused a request, or kept failing; never contains the key.
+
+    Attributes:
+        status_code: The HTTP status.
+    """
+
+    def __init__(self, message: str, status_code: int) -> None:
+        super().__init__(message)
+        self.status_code = status_code
 
 
 class EndpointChat:
     """A `ChatModel`: greedy, some requests at a time, each with a deadline.
 
-    What may pass (no connection, 408, 409, 429, 5xx) is tried again after a pause that doubles;
-    what will not (another 4xx, a reply of another form) fails at once.
+    A failure of the network that may pass is retried (`retries`). What will not pass (another 4xx,
+    a reply of another form) fails at once.
 
     Args:
         config: Which server and model, and the bounds.
@@ -40,9 +44,11 @@ class EndpointChat:
         self._config = config
         self._max_new_tokens = max_new_tokens
         self._headers = _authorization(config.api_key_variable)
+        self._retries = Retries(config.num_retries, total_seconds=config.reply_timeout_seconds)
 
     def replies(self, questions: Sequence[str]) -> list[str | Exception]:
         """One reply a question, in order, or why there is none."""
+        self._retries.begin()
         # In a thread of its own: a notebook's has an event loop already.
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(lambda: asyncio.run(self._all(questions))).result()
@@ -73,23 +79,10 @@ class EndpointChat:
                 return error
 
     async def _attempts(self, client: "httpx.AsyncClient", question: str) -> str:
-        import httpx
+        async def once() -> str:
+            return _content(await client.post(self._url, json=self._request(question)))
 
-        pause = _FIRST_PAUSE_SECONDS
-        for left in range(self._config.num_retries, -1, -1):
-            try:
-                response = await client.post(self._url, json=self._request(question))
-            except httpx.TransportError:
-                if not left:
-                    raise
-            else:
-                is_busy = response.status_code in _BUSY or response.status_code >= 500
-                if not is_busy or not left:
-                    return _content(response)
-            # Requests that failed together do not come back together.
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        raise AssertionError("the last attempt returns or raises")
+        return await self._retries.awaited(once)
 
     @property
     def _url(self) -> str:
@@ -106,13 +99,14 @@ class EndpointChat:
 
 def _content(response: "httpx.Response") -> str:
     if response.status_code != 200:
-        raise EndpointError(f"HTTP {response.status_code}: {response.text[:200]}")
+        refused = f"HTTP {response.status_code}: {response.text[:200]}"
+        raise EndpointError(refused, response.status_code)
     try:
         content = response.json()["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise EndpointError(f"a reply of another form: {response.text[:200]}") from error
+        raise EndpointError(f"a reply of another form: {response.text[:200]}", 200) from error
     if not isinstance(content, str):
-        raise EndpointError(f"a reply without text: {response.text[:200]}")
+        raise EndpointError(f"a reply without text: {response.text[:200]}", 200)
     return content
 
 

@@ -2,24 +2,32 @@
 
 A row's metadata says how. Either pieces of Python that call what the program defines:
 
-    {"setup": "import math", "tests": ["assert add(1, 2) == 3", "assert math.isclose(pi(), 3.14)"]}
+    {"setup": "import math", "entry_point": ["add", "pi"],
+     "tests": ["assert add(1, 2) == 3", "assert math.isclose(pi(), 3.14)"]}
 
 or inputs and outputs of the whole program, where white space at the ends of lines does not count:
 
     {"tests": [{"stdin": "1 2\\n", "stdout": "3\\n"}]}
 
-`setup` is optional, and runs before each piece. A test may use names that it, its setup and Python
-do not define: they are the program's. A module of the standard library never is: `math.isclose` is
-Python's own, imported or not. Data goes back and forth as plain data (numbers, text, bytes, lists,
-tuples, sets, dicts, None), so that a program changes no argument of a test's; of anything else,
-methods can be called. Between two calls, a name or an attribute has one value. StopIteration and
-StopAsyncIteration that a program raises reach the test as RuntimeError, since they would end its
-loops. The limits hold for all pieces of a row together, and for each exchange.
+`setup` is optional, and runs before each piece. `entry_point` names what the program defines: one
+name or a list. All other names of a piece are its own, those of its setup, Python's, or a library's
+(`code_checker.names`): a program cannot define them. A row with another name is refused when it is
+read.
+
+Tests can import the packages that are installed here, such as numpy; programs have the standard
+library. Data goes back and forth as plain data (numbers, text, bytes, lists, tuples, sets, dicts,
+None), so that a program changes no argument of a test's; of anything else, methods can be called.
+Between two calls, a name or an attribute has one value.
+
+An exception of the program fails a test that does not catch it itself, even if Python hides it (an
+IndexError that ends a loop). StopIteration and StopAsyncIteration reach the test as RuntimeError.
+The limits hold for all pieces of a row together, and for each exchange.
 
 A row is broken, and has no score, when the verdict on one of its pieces is the same for every
-program: the piece or its setup cannot be compiled, the setup raises, an argument cannot be sent, or
-the piece ends (it passes, raises, exits, or reaches the limits) before it has asked the program for
-anything. A piece that first asks, and then fails whatever the reply, is not recognised.
+program: the piece or its setup cannot be compiled, a name is not defined, the setup raises, an
+argument cannot be sent, or the piece ends (it passes, raises, exits, or reaches the limits) before
+it has asked the program for anything. A piece that first asks, and then fails whatever the reply,
+is not recognised.
 """
 
 import json
@@ -34,6 +42,7 @@ from typing import Any, Literal
 
 from nemo_rl_core.config.single_turn import CodeTests
 from nemo_rl_core.environments.interfaces import Scorer, attempt
+from nemo_rl_core.environments.rewards.code_checker.names import package_folders
 from nemo_rl_core.environments.rewards.unit_tests import (
     InputOutputTest,
     UnitTests,
@@ -45,6 +54,7 @@ from nemo_rl_core.environments.sandbox import Finished, Limits, Sandbox
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
+_TEST_MEMORY_MIB = 512
 _FOLDER = "nemo_rl_core/environments/rewards/code_checker"
 
 
@@ -59,7 +69,8 @@ class CodeScorer(Scorer):
     Args:
         limits: For the program.
         reward: See `CodeTests.reward`.
-        num_parallel: How many completions are tested at once.
+        num_parallel: Maximum number of completions whose programs compute at once. Programs that
+            sleep do not count: as many run as half of the free memory allows.
 
     Raises:
         ResourceError: When this machine gives no sandbox.
@@ -68,7 +79,9 @@ class CodeScorer(Scorer):
     def __init__(
         self, limits: Limits, *, reward: Literal["fraction", "all"], num_parallel: int
     ) -> None:
-        self._limits, self._reward, self._num_parallel = limits, reward, num_parallel
+        self._limits, self._reward = limits, reward
+        # Tests may import numpy.
+        self._test_limits = replace(limits, memory_mib=max(limits.memory_mib, _TEST_MEMORY_MIB))
         self._sandbox = Sandbox(limits, num_parallel=num_parallel)
         self._whole: set[UnitTests] = set()
 
@@ -81,7 +94,7 @@ class CodeScorer(Scorer):
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout; equal programs with equal tests run once."""
         asked = {(extract_program(r.text), r.prompt.metadata): r for r in rollouts}
-        with ThreadPoolExecutor(self._num_parallel) as pool:
+        with ThreadPoolExecutor(self._sandbox.slots.most) as pool:
             found = dict(zip(asked, pool.map(self._outcome, asked.values()), strict=True))
         return [found[extract_program(r.text), r.prompt.metadata] for r in rollouts]
 
@@ -118,8 +131,9 @@ class CodeScorer(Scorer):
         """What the checker reports. The program answers calls in one sandbox, the tests make them
         in another."""
         # The program's deadline comes first: then the tests find that it is gone, and go on.
-        patient = replace(self._limits, wall_seconds=self._limits.wall_seconds + 5)
+        patient = replace(self._test_limits, wall_seconds=self._limits.wall_seconds + 5)
         with ExitStack() as running:
+            slot = running.enter_context(self._sandbox.slots.taken())
             with ExitStack() as pipes:
                 requests, replies = _pipe(pipes), _pipe(pipes)
                 answering = running.enter_context(
@@ -135,8 +149,11 @@ class CodeScorer(Scorer):
                         stdin=replies[0],
                         stdout=requests[1],
                         limits=_room_for_report(patient, tests),
+                        readable=package_folders(),
                     )
                 )
+            slot.watch(answering.pid)
+            slot.watch(checking.pid)
             checked = checking.wait()
             answering.terminate()
             answering.wait()
@@ -149,7 +166,8 @@ class CodeScorer(Scorer):
         while first < len(tests.pieces):
             ended = self._sandbox.run(
                 {**_harness("row"), "tests.json": stored_tests(tests, first)},
-                limits=_room_for_report(self._limits, tests),
+                limits=_room_for_report(self._test_limits, tests),
+                readable=package_folders(),
             )
             lines = _report(ended)
             if first not in lines:

@@ -16,6 +16,7 @@ from nemo_rl_core.environments.interfaces import (
 )
 from nemo_rl_core.environments.rewards.awaiting import AsyncCalls, Call, is_async
 from nemo_rl_core.environments.rewards.loading import RewardCallable, as_list, load_function
+from nemo_rl_core.environments.rewards.retries import Retries
 from nemo_rl_core.environments.rewards.row_fields import Fields, fields_of, given_fields
 from nemo_rl_core.environments.rewards.signatures import RewardSignature, Style
 from nemo_rl_core.errors import RewardError
@@ -34,6 +35,7 @@ class FunctionalRewardWrapper(Scorer):
     a function with side effects should be annotated.
 
     A coroutine function is awaited for all completions at once. What returns None has no score.
+    A call that fails in the network is repeated; see `retries`.
 
     Args:
         fn: The function.
@@ -57,6 +59,7 @@ class FunctionalRewardWrapper(Scorer):
         self._fn = fn
         self._style: Style | None = self._signature.style
         self._awaiting = AsyncCalls() if is_async(fn) else None
+        self._retries = Retries()
 
     @classmethod
     def from_target(cls, target: str) -> "FunctionalRewardWrapper":
@@ -128,12 +131,15 @@ class FunctionalRewardWrapper(Scorer):
             return []
         if self._style is None:
             self._style = self._tried_style(rows[0])
+        self._retries.begin()
         return self._batch(rows) if self._style == "batch" else self._singles(rows)
 
     def _singles(self, rows: Sequence[Fields]) -> list[float | RewardError]:
         calls: list[Call] = [partial(self._call, "single", [fields]) for fields in rows]
         if self._awaiting is not None:
-            calls = self._awaiting.results(calls)
+            calls = self._awaiting.results(calls, self._retries)
+        else:
+            calls = [partial(self._retries.call, call) for call in calls]
         return [
             attempt(partial(self._number, call), **self._about(fields))
             for call, fields in zip(calls, rows, strict=True)
@@ -143,8 +149,12 @@ class FunctionalRewardWrapper(Scorer):
         first = self._about(rows[0])
         values: list[Any] = []
         call: Call = partial(self._call, "batch", rows)
+        # A batch that fails is scored row by row below.
+        retries = self._retries if len(rows) == 1 else None
         if self._awaiting is not None:
-            (call,) = self._awaiting.results([call])
+            (call,) = self._awaiting.results([call], retries)
+        elif retries is not None:
+            call = partial(retries.call, call)
 
         def fill() -> float:
             values.extend(as_list(call()))

@@ -1,6 +1,7 @@
 """Completions marked by a language model."""
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -10,7 +11,14 @@ from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
 _MARK = re.compile(r"Mark: (\d{1,9}(?:\.\d{1,6})?)")
-_TAG = re.compile(r"<(?=/?(?:prompt|reference|response)>)")
+_TAGS = ("prompt", "reference", "response")
+_OPENING = re.compile(r"[<\u2039\u27e8\u3008\u300a\ufe64\uff1c]|&lt;?|&#(?:0*60|x0*3c);?", re.I)
+_UP_TO_A_WORD = re.compile(r"(?:[\W\d_]|(?<=&)lt(?=\W)|(?<=&#)x0*3c)+", re.I)
+_LOOK_ALIKES = str.maketrans(
+    "\u0440\u03c1\u043e\u03bf\u0435\u03b5\u0441\u0455\u043c\u0442\u03c4\u0433\u043f\u0578",
+    "ppooeecsmttrnn",
+)
+"""Cyrillic, Greek and Armenian letters that look like those of the tags."""
 
 _QUESTION = """{instruction}
 
@@ -110,4 +118,15 @@ def read_mark(reply: str, *, highest: int) -> float | None:
 
 
 def _untagged(text: str) -> str:
-    return _TAG.sub("< ", text)
+    """Breaks up each tag in a text, whatever its case, spaces, slashes, brackets or alphabet."""
+
+    def broken_up(run: re.Match[str]) -> str:
+        is_tag = _letters(text[run.end() : run.end() + 100]).startswith(_TAGS)
+        return _OPENING.sub("< ", run[0]) if is_tag else run[0]
+
+    return _UP_TO_A_WORD.sub(broken_up, text)
+
+
+def _letters(text: str) -> str:
+    plain = unicodedata.normalize("NFKD", text).casefold().translate(_LOOK_ALIKES)
+    return "".join(filter(str.isalpha, plain))

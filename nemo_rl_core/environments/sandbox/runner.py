@@ -5,12 +5,12 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import BoundedSemaphore
 
 from nemo_rl_core.environments.sandbox.running import Finished, Limits, Running, no_sandbox
 from nemo_rl_core.environments.sandbox.seccomp import filter_program
+from nemo_rl_core.environments.sandbox.slots import Slots
 
 _MIB = 2**20
 _log = logging.getLogger(__name__)
@@ -21,7 +21,8 @@ class Sandbox:
 
     A program has the standard library of this interpreter and nothing else. What is guaranteed:
 
-    - *No network*: a network namespace with no devices, and no `socket` system call.
+    - *No network*: a network namespace with no devices, and no `socket` system call. A pair of
+      connected sockets, which asyncio needs, is allowed.
     - *No files*: its `/` is a small file system in memory with an empty `/program` and, read-only,
       the interpreter and the system's libraries. No `/proc`, no `/etc`, no store. It goes with the
       program.
@@ -29,8 +30,9 @@ class Sandbox:
       every daemon and thread in it. As root, each program has a user id that nobody else has;
       otherwise it has no capability in a user namespace.
     - *Bounds*, see `Limits`; memory is bounded for each process, so that all of them together have
-      at most `memory_mib * num_processes`. Where this process is the machine's root under another
-      name (a user namespace made by root), the kernel does not count processes.
+      at most `memory_mib * num_processes`; the buffers of its pipes and sockets add at most 15 MiB
+      per process. Where this process is the machine's root under another name (a user namespace
+      made by root), the kernel does not count processes.
     - *No environment variables*, no descriptors but stdin, stdout and stderr.
 
     What is not: the kernel itself is shared (no virtual machine), and so are CPU time and the
@@ -38,7 +40,10 @@ class Sandbox:
 
     Args:
         limits: For each program.
-        num_parallel: How many run at once; the next ones wait.
+        num_parallel: Maximum number of programs that compute at once; see `Slots`.
+
+    Attributes:
+        slots: Admits programs; `run` takes one of its own.
 
     Raises:
         ResourceError: When this machine cannot keep the guarantees (tried once, here).
@@ -46,7 +51,7 @@ class Sandbox:
 
     def __init__(self, limits: Limits | None = None, *, num_parallel: int = 2) -> None:
         self._limits = limits or Limits()
-        self._free = BoundedSemaphore(num_parallel)
+        self.slots = Slots(num_parallel, self._limits.memory_mib)
         self._filter = filter_program(platform.machine()).hex()
         probe = self.run({"main.py": "print(6 * 7)"})
         if not probe.succeeded or probe.stdout != "42\n":
@@ -57,7 +62,12 @@ class Sandbox:
         )
 
     def run(
-        self, files: Mapping[str, str], *, stdin: str = "", limits: Limits | None = None
+        self,
+        files: Mapping[str, str],
+        *,
+        stdin: str = "",
+        limits: Limits | None = None,
+        readable: Sequence[str] = (),
     ) -> Finished:
         """Runs `main.py` of the files to its end.
 
@@ -65,11 +75,16 @@ class Sandbox:
             files: Contents of `/program`, by relative path.
             stdin: What the program can read there.
             limits: In place of the sandbox's own.
+            readable: Further folders that the program can read.
 
         Raises:
             ResourceError: When the sandbox could not start; never by what the program does.
         """
-        with self._free, self.start(files, stdin=stdin, limits=limits) as running:
+        with (
+            self.slots.taken() as slot,
+            self.start(files, stdin=stdin, limits=limits, readable=readable) as running,
+        ):
+            slot.watch(running.pid)
             return running.wait()
 
     def start(
@@ -79,23 +94,24 @@ class Sandbox:
         stdin: str | int = "",
         stdout: int = subprocess.PIPE,
         limits: Limits | None = None,
+        readable: Sequence[str] = (),
     ) -> "Running":
-        """Starts `main.py`; not counted in `num_parallel`.
+        """Starts `main.py`; the caller takes a slot.
 
         Args:
             files: As in `run`.
             stdin: Text, or an open descriptor.
             stdout: An open descriptor; by default, it is collected.
             limits: In place of the sandbox's own.
+            readable: Further folders that the program can read.
 
         Returns:
             A context manager: when it is left, nothing of the program is left.
         """
         limits = limits or self._limits
-        prefix = Path(sys.base_prefix)
+        folders = (sys.base_prefix, *readable)
         mounts = ["/lib", "/lib64", "/usr", "/dev/null"]
-        if not prefix.is_relative_to("/usr"):
-            mounts.append(str(prefix))
+        mounts += [path for path in folders if not Path(path).is_relative_to("/usr")]
         payload = {
             "files": dict(files),
             "stdin": stdin if isinstance(stdin, str) else None,

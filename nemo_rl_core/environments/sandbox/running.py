@@ -98,6 +98,11 @@ class Running:
             os.close(given)
             os.close(report_write)
 
+    @property
+    def pid(self) -> int:
+        """Process id of the launcher, whose children are the program."""
+        return self._process.pid
+
     def __enter__(self) -> "Running":
         return self
 

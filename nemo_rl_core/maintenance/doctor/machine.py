@@ -3,6 +3,7 @@
 import os
 import resource
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
@@ -81,6 +82,10 @@ def check_store(store: Store) -> Result:
     try:
         if store.root.exists():
             store.check_writable()
+            mode = stat.S_IMODE(store.root.stat().st_mode)
+            if mode & stat.S_IRWXO:
+                problem = f"every user of this machine can open {store.root} ({mode:o})"
+                return Result("warn", problem, f"chmod o-rwx {store.root}")
             return Result("ok", f"{store.root} can be written")
         parent = next(path for path in store.root.parents if path.exists())
         with tempfile.TemporaryFile(dir=parent) as file:

@@ -3,12 +3,12 @@
 import itertools
 import os
 import socket
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
+from nemo_rl_core.distributed.private_ray import ray_folder
 from nemo_rl_core.maintenance.disk import allocated
 from nemo_rl_core.maintenance.doctor.check import Check, Result
 from nemo_rl_core.store.store import Store
@@ -52,7 +52,7 @@ def check_ray_processes(_: Store) -> Result:
 
 def check_ray_sessions(_: Store, *, max_old_bytes: int = _MAX_OLD_BYTES) -> Result:
     """Checks for files of earlier Ray runtimes."""
-    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
+    folder = ray_folder()
     in_use = " ".join(" ".join(_command(process)) for process in _ray_processes())
     left = [path for path in folder.glob("session_2*") if path.name not in in_use]
     size = sum(map(allocated, left))

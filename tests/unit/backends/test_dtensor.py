@@ -191,8 +191,28 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(
         return output
 
     model.register_forward_hook(double)
-    with pytest.raises(ModelError, match="different logprobs for packed sequences"):
+    with pytest.raises(ModelError, match="different logprobs from its hidden states"):
         LogprobModel(model, temperature=1.0, dtype=dtype).refuse_unless_faithful()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cap_on_logits_is_refused_where_it_moves_them_beyond_rounding(
+    tiny_model: Path, dtype: DType
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        model.lm_head.weight.mul_(9 / model(input_ids=ids).logits.abs().max())
+    policy = LogprobModel(model, temperature=1.0, dtype=dtype)
+    policy.refuse_unless_faithful()
+
+    def capped(module: object, args: object, output: object) -> object:
+        output.logits = 30 * torch.tanh(output.logits / 30)
+        return output
+
+    model.register_forward_hook(capped)
+    with pytest.raises(ModelError, match="changes its outputs after the head"):
+        policy.refuse_unless_faithful()
 
 
 def test_a_reference_needs_a_folder(tiny_model: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from nemo_rl_core.algorithms.distillation.loss import DistillationLossFn
 from nemo_rl_core.algorithms.dpo.loss import DPOLossFn
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
-from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, KLPenalty
+from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, KLInLoss
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """What attends, and the settings of the training."""
 DPO, KD = DPOLossFn(), DistillationLossFn()
-LOSS = GRPOLossFn(ClippedLoss(kl=KLPenalty(beta=0.1)))
+LOSS = GRPOLossFn(ClippedLoss(kl=KLInLoss(beta=0.1)))
 REFERENCE_KERNEL = "packed_attention.py:reference_attention"
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
-from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, KLPenalty
+from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, KLInLoss
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import (
     TrainingSetup,
@@ -49,7 +49,7 @@ RATE = 1e4
 DESCENT = OptimizerConfig(
     learning_rate=RATE * 1e8, adam_epsilon=1e8, adam_beta1=0, adam_beta2=0, max_grad_norm=1e9
 )
-GRPO = GRPOLossFn(ClippedLoss(kl=KLPenalty(beta=0.1)))
+GRPO = GRPOLossFn(ClippedLoss(kl=KLInLoss(beta=0.1)))
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,

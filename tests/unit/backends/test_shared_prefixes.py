@@ -20,7 +20,7 @@ from transformers import (
 
 from nemo_rl_core.algorithms.dpo.loss import DPOLossFn
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
-from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, KLPenalty
+from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, KLInLoss
 from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
@@ -118,7 +118,7 @@ def mean_square(
 
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "grpo": (groups, GRPOLossFn(ClippedLoss(kl=KLPenalty(beta=0.1))), {}),
+    "grpo": (groups, GRPOLossFn(ClippedLoss(kl=KLInLoss(beta=0.1))), {}),
     "dpo": (pairs, DPOLossFn(), {}),
     "critic": (groups, mean_square, {"head": "scalar"}),
     "lora": (

@@ -85,7 +85,7 @@ def other_weights(folder: Path) -> Any:
 def transfer(trainer: SendsWeights, engine: VllmBackend) -> list[Exception]:
     """Both ends of a link in threads of this process."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    link = LinkSpec("127.0.0.1", store.port, 1, "gloo", timeout_seconds=60.0)
+    link = LinkSpec("127.0.0.1", store.port, 1, "gloo", timeout_seconds=60.0, token="secret")
     errors: list[Exception] = []
 
     def run(method: Any, *args: Any) -> None:

@@ -24,7 +24,7 @@ from tasks.recipes.common import PipelineRecipe, RecipeError
 from tasks.recipes.convert import ConvertRecipe
 from tasks.recipes.distillation import DistillationRecipe
 from tasks.recipes.dpo import DPORecipe
-from tasks.recipes.evaluate import EvaluateRecipe
+from tasks.recipes.evaluate import EvaluateRecipe, RegressionRecipe
 from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.post_train import PostTrainRecipe
 from tasks.recipes.ppo import PPORecipe
@@ -42,7 +42,7 @@ EXPERIMENTS = {
     "grpo": GRPORecipe,
     "post_train": PostTrainRecipe,
     "ppo": PPORecipe,
-    "regression": EvaluateRecipe,
+    "regression": RegressionRecipe,
     "reward_model": RewardModelRecipe,
     "sft": SFTRecipe,
     "sweep": SweepRecipe,

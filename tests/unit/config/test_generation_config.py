@@ -6,21 +6,34 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl_core.algorithms.distillation.config import DistillationSettings
+from nemo_rl_core.algorithms.distillation.trainer import DistillationTrainer
+from nemo_rl_core.algorithms.grpo.asynchronous import AsyncGRPOTrainer
 from nemo_rl_core.algorithms.grpo.config import GRPOSettings
+from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.algorithms.ppo.config import PPOSettings
+from nemo_rl_core.algorithms.ppo.trainer import PPOTrainer
 from nemo_rl_core.config.generation import (
     GenerationConfig,
     HuggingFaceGenerationConfig,
     MegatronGenerationConfig,
     VllmGenerationConfig,
 )
-from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.errors import ConfigError
 from tasks.recipes.distillation import DistillationRecipe
+from tasks.recipes.dpo import DPORecipe
+from tasks.recipes.evaluate import EvaluateRecipe
 from tasks.recipes.grpo import GRPORecipe
+from tasks.recipes.post_train import PostTrainRecipe
 from tasks.recipes.ppo import PPORecipe
+from tasks.recipes.reward_model import RewardModelRecipe
 
-UNFIT: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.9}]
+RESHAPED: list[dict[str, Any]] = [
+    {"top_p": 0.9},
+    {"top_k": 5},
+    {"repetition_penalty": 1.1},
+    {"backend": "hf", "temperature": 0.7, "top_p": 0.9, "top_k": 5},
+]
+UNFIT: list[dict[str, Any]] = [{"temperature": 0}, *RESHAPED]
 
 
 def read(values: dict[str, Any]) -> Any:
@@ -60,15 +73,36 @@ def test_contradictions_are_refused(values: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize("generation", UNFIT)
 @pytest.mark.parametrize("settings", [GRPOSettings, PPOSettings, DistillationSettings])
 def test_training_samples_what_the_trainer_can_score(settings: Any, generation: dict) -> None:
-    with pytest.raises(ConfigError, match=r"rollouts|own logprobs"):
+    with pytest.raises(ConfigError, match="rollouts that are trained on") as caught:
         settings(generation=generation)
-    assert RolloutSettings(generation=generation).generation.temperature < 1
-    assert not settings(generation={"top_p": 0.9, "top_k": 5}).generation.draws_from_all
+    reshaping = [f"{k}: {v}" for k, v in generation.items() if k not in ("backend", "temperature")]
+    assert ", ".join(reshaping) in str(caught.value)
+    assert settings(generation={"temperature": 0.7, "stop_strings": ["x"]})
 
 
 @pytest.mark.parametrize("generation", UNFIT)
 @pytest.mark.parametrize("experiment", [GRPORecipe, PPORecipe, DistillationRecipe])
 def test_a_pipeline_says_so_before_it_starts(experiment: Any, generation: dict) -> None:
     experiment().refuse_contradictions()
-    with pytest.raises(ConfigError, match=r"rollouts|own logprobs"):
+    with pytest.raises(ConfigError, match="rollouts that are trained on"):
         experiment(generation=generation).refuse_contradictions()
+
+
+@pytest.mark.parametrize("generation", RESHAPED)
+def test_evaluation_and_pairs_may_sample_from_another_distribution(generation: dict) -> None:
+    for experiment in (GRPORecipe, PPORecipe, DistillationRecipe, PostTrainRecipe):
+        experiment(evaluation={"generation": generation}).refuse_contradictions()
+    for experiment in (DPORecipe, RewardModelRecipe, EvaluateRecipe):
+        experiment(generation=generation).refuse_contradictions()
+    with pytest.raises(ConfigError, match="rollouts that are trained on"):
+        PostTrainRecipe(generation=generation).refuse_contradictions()
+
+
+@pytest.mark.parametrize(
+    "trainer", [GRPOTrainer, AsyncGRPOTrainer, PPOTrainer, DistillationTrainer]
+)
+def test_trainers_in_python_refuse_it_before_a_model_is_looked_for(trainer: Any) -> None:
+    with pytest.raises(ConfigError, match="must be sampled from all tokens"):
+        trainer(model="no/model", top_p=0.9)
+    with pytest.raises(ConfigError, match="here it is left out: training samples from the pol"):
+        trainer(model="no/model", min_p=0.1)

@@ -15,7 +15,7 @@ from tasks.recipes.post_train import PostTrainRecipe
 from tasks.recipes.sweep import SweepRecipe
 
 HEADING = "the configuration is not valid:"
-FIX = "  fix: change the named values in the recipe or on the command line"
+FIX = "  fix: change the named values"
 
 
 def refused(recipe: dict[Any, Any], kind: type[Recipe] = GRPORecipe) -> list[str]:

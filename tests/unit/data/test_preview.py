@@ -131,3 +131,76 @@ def test_control_characters_of_a_row_reach_a_pipe_as_they_are(
     result = CliRunner().invoke(group, ["preview", str(rows), "--model", str(folder / "bytes")])
     assert result.exit_code == 0, result.output
     assert "a⟦\x1b[1mb<|endoftext|>⏹⟧\n" in result.stdout
+
+
+def previewed(*arguments: str) -> list[str]:
+    result = CliRunner().invoke(group, ["preview", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout.splitlines()
+
+
+def test_a_recipe_shows_its_prompt_template_and_columns(tmp_path: Path) -> None:
+    rows = [
+        {"sum": "1+1", "total": "2"},
+        {"sum": "2+3", "total": "5"},
+        {"sum": "4+4", "total": "8"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = tmp_path / "grpo_mine.yaml"
+    recipe.write_text(
+        f"""
+data:
+  kind: file
+  train: {tmp_path / "rows.jsonl"}
+  validation: {tmp_path / "rows.jsonl"}
+  columns: {{sum: prompt, total: answer}}
+  prompt_template: "0+{{prompt}}="
+"""
+    )
+    shown = previewed(str(recipe), "--row", "1")
+    assert shown[:4] == ["prompt: 7 tokens", "<bos>0+2+3=", "", "answer: 5"]
+    assert not any("⟦" in line for line in shown[:-1]), "nothing is trained on without sft"
+    with_sft = previewed(str(recipe), "sft.num_steps=1", "--row", "1")
+    assert with_sft[5:7] == [
+        "row: 9 tokens, 2 trained on, 1 end-of-sequence",
+        "<bos>0+2+3=⟦5<eos>⏹⟧",
+    ]
+    changed = previewed(str(recipe), 'data.prompt_template="{prompt}="', "--row", "2")
+    assert changed[1] == "<bos>4+4="
+
+
+def test_a_recipe_of_conversations_shows_its_mask(folder: Path) -> None:
+    recipe = folder / "sft_mine.yaml"
+    rows = folder / "rows.jsonl"
+    recipe.write_text(
+        f"data: {{kind: file, train: {rows}, validation: {rows}, mask: final_turn}}\n"
+    )
+    assert previewed(str(recipe), "--row", "1")[:2] == [
+        "row: 13 tokens, 2 trained on, 2 end-of-sequence",
+        "<bos>1+1=2<eos>⏹2+2=⟦4<eos>⏹⟧",
+    ]
+    assert "<bos>1+1=2<eos>⏹2+2=⟦4<eos>⏹⟧" in previewed(
+        str(recipe), "--row", "1", "--model", str(folder / "model")
+    )
+
+
+def test_a_shipped_recipe_is_shown_by_its_name() -> None:
+    shown = previewed("grpo_arithmetic")
+    assert shown[0].startswith("prompt: ")
+    assert any("trained on" in line for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["grpo_arithmetic", "--mask", "final_turn"], "data.mask"),
+        (["grpo_arithmetic", "--row", "999999"], "the data of kind arithmetic has no row 999999"),
+        (["grpo_arithmetic", "seeed=1"], "did you mean 'seed'?"),
+        (["rows.jsonl", "seed=1", "--model", "m"], "only a recipe takes settings"),
+        (["rows.jsonl"], "Missing option '--model'"),
+    ],
+)
+def test_a_preview_that_cannot_be_made_is_refused(arguments: list[str], fragment: str) -> None:
+    result = CliRunner().invoke(group, ["preview", *arguments])
+    assert result.exit_code == 2
+    assert fragment in result.output

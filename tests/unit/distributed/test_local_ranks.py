@@ -3,6 +3,7 @@
 import os
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,16 @@ def test_ranks_find_one_another_and_answer_in_order():
         return rank(), total.item()
 
     assert run_ranks(add_up, 10.0, world_size=2) == [(0, 21.0), (1, 21.0)]
+
+
+def test_ranks_listen_on_loopback_only():
+    def listening() -> set[str]:
+        join_process_group()
+        dist.barrier()
+        sockets = psutil.Process().net_connections("tcp")
+        return {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+
+    assert run_ranks(listening, world_size=2) == [{"127.0.0.1"}, {"127.0.0.1"}]
 
 
 def test_a_rank_alone_is_a_group_of_one():

@@ -5,14 +5,15 @@ import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from nemo_rl_core.distributed.ports import hold_port
+from nemo_rl_core.distributed.ports import LOOPBACK, hold_port, host_store
 
 HOLDS = """
 from nemo_rl_core.distributed.ports import hold_port
-print(hold_port([0]), flush=True)
+print(hold_port([0], host="127.0.0.1"), flush=True)
 input()
 """
 
@@ -25,17 +26,15 @@ def bound_plainly(port: int) -> int:
 
 
 def test_a_held_port_is_refused_to_others_and_given_to_a_rendezvous() -> None:
-    port = hold_port([0])
+    port = hold_port([0], host=LOOPBACK)
     assert port
     assert bound_plainly(port) == errno.EADDRINUSE
-    assert hold_port([port]) is None  # to another group of workers that chooses the same
-    for use_libuv in (True, False):
-        store = TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=use_libuv
-        )
-        store.set("key", "value")
-        assert TCPStore("127.0.0.1", port, use_libuv=use_libuv).get("key") == b"value"
-        del store
+    assert (
+        hold_port([port], host=LOOPBACK) is None
+    )  # to another group of workers that chooses the same
+    store = host_store(LOOPBACK, port, wait_for_workers=False)
+    store.set("key", "value")
+    assert TCPStore(LOOPBACK, port).get("key") == b"value"
 
 
 def test_a_port_is_held_for_another_process() -> None:
@@ -45,8 +44,7 @@ def test_a_port_is_held_for_another_process() -> None:
         assert holder.stdout is not None
         port = int(holder.stdout.readline())
         assert bound_plainly(port) == errno.EADDRINUSE
-        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        assert store.port == port
+        assert host_store(LOOPBACK, port, wait_for_workers=False).port == port
         holder.communicate("\n")
 
 
@@ -55,5 +53,17 @@ def test_the_first_port_that_is_free_is_taken() -> None:
         listens.bind(("", 0))
         listens.listen()
         taken = listens.getsockname()[1]
-        assert hold_port([taken]) is None
-        assert hold_port([taken, 0]) not in (None, taken)
+        assert hold_port([taken], host=LOOPBACK) is None
+        assert hold_port([taken, 0], host=LOOPBACK) not in (None, taken)
+
+
+def test_a_store_listens_on_its_address_alone() -> None:
+    store = host_store(LOOPBACK, 0, wait_for_workers=False)
+    listening = psutil.Process().net_connections()
+    assert [
+        each.laddr.ip
+        for each in listening
+        if each.laddr.port == store.port and each.status == "LISTEN"
+    ] == [LOOPBACK]
+    with pytest.raises(OSError, match="in use"):
+        host_store(LOOPBACK, store.port)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,7 +57,9 @@ def new_link(meeting_points: list[TCPStore]) -> Callable[[], LinkSpec]:
     def open_one() -> LinkSpec:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         meeting_points.append(store)
-        return LinkSpec("127.0.0.1", store.port, 1, "shared_memory", timeout_seconds=600.0)
+        return LinkSpec(
+            "127.0.0.1", store.port, 1, "shared_memory", timeout_seconds=600.0, token="secret"
+        )
 
     return open_one
 
@@ -109,6 +112,28 @@ def test_a_link_serves_every_transfer_until_another_one_replaces_it(
     for _ in range(2):
         trainer.close_link(second)
     assert trainer._endpoints == {}
+
+
+def test_an_end_without_the_token_sends_and_receives_nothing(
+    new_link: Callable[[], LinkSpec],
+) -> None:
+    trainer, engine, link = Trainer(), Engine(), new_link()
+    assert "secret" not in repr(link)
+    sent, received = side_by_side(
+        lambda: trainer.send_weights(replace(link, token="another")),
+        lambda: engine.receive_weights(link, 0),
+    )
+    assert isinstance(sent, TransferError)
+    assert isinstance(received, TransferError)
+    assert received.problem == "a message of a transfer of weights is not from this run"
+    assert engine.taken == []
+    link = new_link()
+    sent, received = side_by_side(
+        lambda: trainer.send_weights(link),
+        lambda: engine.receive_weights(replace(link, token="another"), 0),
+    )
+    assert isinstance(sent, TransferError)
+    assert isinstance(received, TransferError)
 
 
 def test_two_engines_keep_their_links(new_link: Callable[[], LinkSpec]) -> None:

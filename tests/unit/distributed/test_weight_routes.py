@@ -180,7 +180,13 @@ def transfer(places: dict[str, list[Location]]) -> dict[str, list[dict[str, Any]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     links = {
         route.sender: LinkSpec(
-            "127.0.0.1", store.port, len(route.receivers), route.transport, 100.0, route.sender
+            "127.0.0.1",
+            store.port,
+            len(route.receivers),
+            route.transport,
+            100.0,
+            "secret",
+            route.sender,
         )
         for route in routes
     }

@@ -1,5 +1,7 @@
 """Transfers of weights between real processes: the same bits, or an error, but never a hang."""
 
+import inspect
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import TCPStore
+from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl_core.distributed.local_ranks import run_ranks
@@ -86,10 +89,35 @@ def new_link() -> Iterator[Callable[..., LinkSpec]]:
         transport: TransportName, *, num_receivers: int = 1, timeout_seconds: float = 60
     ) -> LinkSpec:
         stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-        return LinkSpec("127.0.0.1", stores[-1].port, num_receivers, transport, timeout_seconds)
+        return LinkSpec(
+            "127.0.0.1", stores[-1].port, num_receivers, transport, timeout_seconds, "secret"
+        )
 
     yield open_one
     stores.clear()
+
+
+def test_the_handle_of_a_gpu_tensor_is_sent_as_plain_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The arguments are those that torch makes on a GPU; none is unpickled."""
+    names = [*inspect.signature(reductions.rebuild_cuda_tensor).parameters]
+    counter = (b"/torch_1_2", 3, b"event", True)
+    where = (1, b"\x00handle\xff", 64, 512)
+    shape = (torch.Tensor, torch.Size([16]), (1,), 8)
+    types = (torch.storage.TypedStorage, torch.uint8)
+    sent = dict(zip(names, (*shape, *types, *where, False, *counter), strict=True))
+    rebuilt: dict[str, Any] = {}
+    rebuild = reductions.rebuild_cuda_tensor
+    values = tuple(sent.values())
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda payload: (rebuild, values))
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda **given: rebuilt.update(given))
+    simulate_transports(monkeypatch)
+    sender, receiver = (object.__new__(CudaIpcTransport) for _ in range(2))
+    sender._device, receiver._device = torch.device("cuda", 1), torch.device("cuda", 0)
+    receiver._mapped(json.loads(json.dumps(sender.reference(torch.zeros(16)))))
+    # Each process may number the GPUs differently; JSON has lists for tuples.
+    assert rebuilt == {**sent, "storage_device": 0, "tensor_size": [16], "tensor_stride": [1]}
 
 
 def outcome(function: Callable[[], Any]) -> str:

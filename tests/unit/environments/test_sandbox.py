@@ -16,6 +16,7 @@ import pytest
 
 from nemo_rl_core.environments.sandbox import Finished, Limits, Sandbox
 from nemo_rl_core.environments.sandbox.seccomp import filter_program
+from nemo_rl_core.environments.sandbox.slots import Slots
 from nemo_rl_core.errors import ResourceError
 
 Run = Callable[..., Finished]
@@ -251,6 +252,62 @@ def test_ways_around_the_limits_are_refused(run: Run, call: str) -> None:
     assert ended.stdout == "EPERM\n"
 
 
+def test_buffers_of_sockets_and_pipes_are_bounded(run: Run) -> None:
+    ended = run(
+        """
+        import fcntl, os, socket
+        kept, filled = [], 0
+        def fill(write):
+            global filled
+            try:
+                while True: filled += write(b"x" * 32768)
+            except BlockingIOError: pass
+        def tried(grow):
+            try: grow()
+            except PermissionError: pass
+        try:
+            while True:
+                for end in (pair := socket.socketpair()):
+                    end.setblocking(False)
+                    tried(lambda: end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24))
+                    fill(end.send)
+                    # Descriptors in flight would be further ones.
+                    tried(lambda: socket.send_fds(end, [b"x"], [0]))
+                kept.append(pair)
+                reading, writing = os.pipe2(os.O_NONBLOCK)
+                tried(lambda: fcntl.fcntl(writing, 1031, 1 << 20))
+                fill(lambda text: os.write(writing, text))
+        except OSError:
+            print(len(kept), filled >> 20)
+        """
+    )
+    pairs, mebibytes = map(int, ended.stdout.split())
+    assert pairs >= 14
+    assert mebibytes < 15
+
+
+def test_what_programs_need_of_the_kernel_is_given(run: Run) -> None:
+    ended = run(
+        """
+        import asyncio, concurrent.futures, multiprocessing, sqlite3, subprocess, sys
+        async def add(a, b):
+            return await asyncio.to_thread(lambda: a + b)
+        print(asyncio.run(add(1, 2)))
+        with sqlite3.connect("file") as connection:
+            print(connection.execute("select 3").fetchall())
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            print(list(pool.map(abs, [-1])))
+        one, other = multiprocessing.Pipe()
+        one.send({1: 2})
+        print(other.recv())
+        run = subprocess.run([sys.executable, "-c", "print(5)"], capture_output=True, text=True)
+        print(run.stdout)
+        """,
+        limits=Limits(),
+    )
+    assert ended.stdout == "3\n[(3,)]\n[1]\n{1: 2}\n5\n\n", ended.stderr
+
+
 def test_limits_cannot_be_raised(run: Run) -> None:
     ended = run(
         "import resource; resource.setrlimit(resource.RLIMIT_CPU, (100, 100))",
@@ -329,9 +386,8 @@ def test_deep_recursion_ends_in_the_program(run: Run) -> None:
     assert ended.exit_code in (1, -9, -11)
 
 
-@pytest.mark.thorough
-def test_at_most_so_many_run_at_once(namespaces: None) -> None:
-    sandbox = Sandbox(num_parallel=2)
+def _most_at_once(sandbox: Sandbox, program: str, num_programs: int) -> int:
+    """Runs a program several times, and returns how many were there at once."""
     most = 0
     done = threading.Event()
 
@@ -344,13 +400,31 @@ def test_at_most_so_many_run_at_once(namespaces: None) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    files = {"main.py": "import time; time.sleep(0.3)"}
-    with ThreadPoolExecutor(6) as pool:
-        ended = list(pool.map(lambda _: sandbox.run(files), range(6)))
+    with ThreadPoolExecutor(num_programs) as pool:
+        ended = list(pool.map(lambda _: sandbox.run({"main.py": program}), range(num_programs)))
     done.set()
     watcher.join()
     assert all(each.succeeded for each in ended)
-    assert most == 2
+    return most
+
+
+@pytest.mark.thorough
+def test_at_most_so_many_compute_at_once(namespaces: None) -> None:
+    busy = "import time\nwhile time.process_time() < 0.3: pass"
+    assert _most_at_once(Sandbox(num_parallel=2), busy, 6) == 2
+
+
+def test_programs_that_sleep_keep_no_other_waiting(namespaces: None) -> None:
+    sandbox = Sandbox(Limits(wall_seconds=60), num_parallel=1)
+    sandbox.slots.most = 5  # whatever memory this machine has
+    asleep = "import time; time.sleep(4)"
+    assert _most_at_once(sandbox, asleep, 8) in (4, 5)
+
+
+def test_no_more_programs_than_memory_allows() -> None:
+    free_mib = psutil.virtual_memory().available / 2**20
+    assert Slots(2, int(free_mib)).most == 2
+    assert 3 <= Slots(2, int(free_mib / 8)).most <= 5
 
 
 def test_it_ends_with_the_process_that_started_it(namespaces: None) -> None:

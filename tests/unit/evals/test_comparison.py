@@ -19,7 +19,7 @@ def outcomes(right: str) -> dict[str, bool | None]:
 
 
 def test_figures_by_hand() -> None:
-    compared = compare(outcomes("++---?-+"), outcomes("-++++++?"), confidence=0.95, seed=0)
+    compared = compare(outcomes("++---?-+"), outcomes("-++++++?"), confidence=0.95)
     # Scored in both: places 0 to 4 and 6. Right before: 0, 1. Right after: 1, 2, 3, 4, 6.
     assert (compared.num_prompts, compared.num_unscored) == (6, 2)
     assert compared.before == pytest.approx(2 / 6)
@@ -34,30 +34,30 @@ def test_figures_by_hand() -> None:
 def test_order_of_prompts_does_not_matter() -> None:
     before, after = outcomes("+-+-+--"), outcomes("++--+++")
     mixed = dict(sorted(after.items(), reverse=True))
-    first = compare(before, after, confidence=0.9, seed=3)
-    assert compare(before, mixed, confidence=0.9, seed=3) == first
+    first = compare(before, after, confidence=0.9)
+    assert compare(before, mixed, confidence=0.9) == first
 
 
 def test_the_verdict_says_what_was_shown_and_what_could_have_been() -> None:
     many = 200
-    better = compare(outcomes("-" * many), outcomes("+" * many), confidence=0.95, seed=0)
+    better = compare(outcomes("-" * many), outcomes("+" * many), confidence=0.95)
     assert better.verdict.startswith("better at 95 % confidence: +100.0 points")
-    worse = compare(outcomes("+" * many), outcomes("-" * many), confidence=0.95, seed=0)
+    worse = compare(outcomes("+" * many), outcomes("-" * many), confidence=0.95)
     assert worse.verdict.startswith("worse at 95 % confidence: -100.0 points")
-    same = compare(outcomes("+-" * 100), outcomes("+-" * 100), confidence=0.95, seed=0)
+    same = compare(outcomes("+-" * 100), outcomes("+-" * 100), confidence=0.95)
     assert same.verdict.startswith("no difference shown")
     # Nothing changed: the least is a true difference whose changes all go one way, see below.
     assert "a true difference below 3.9 points would usually not have been detected" in same.verdict
-    few = compare(outcomes("+-"), outcomes("-+"), confidence=0.95, seed=0)
+    few = compare(outcomes("+-"), outcomes("-+"), confidence=0.95)
     assert few.verdict.endswith("2 prompts are too few to show any difference")
 
 
 def test_other_prompts_are_refused() -> None:
     with pytest.raises(DataError, match="same prompts") as caught:
-        compare(outcomes("++-"), outcomes("++--"), confidence=0.95, seed=0)
+        compare(outcomes("++-"), outcomes("++--"), confidence=0.95)
     assert "1 ids" in caught.value.got
     with pytest.raises(DataError, match="too few prompts"):
-        compare(outcomes("+??"), outcomes("+++"), confidence=0.95, seed=0)
+        compare(outcomes("+??"), outcomes("+++"), confidence=0.95)
 
 
 def test_detectable_difference_by_hand() -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from nemo_rl_core.config.evaluation import PromotionConfig
 from nemo_rl_core.evals.comparison import compare
-from tasks.promote import explain
+from nemo_rl_core.evals.pairs import compare_pairs, pair_metrics, pair_scores
+from tasks.promote import explain, promotes
 from tasks.recipes.common import EvaluationTaskConfig, RecipeError
 from tasks.recipes.evaluate import EvaluateRecipe
 
@@ -43,6 +44,18 @@ def test_a_wrong_key_is_refused() -> None:
         recipe(basline={"name": "x"})
 
 
+def test_questions_name_no_rows_to_train_on() -> None:
+    file = {"kind": "file", "validation": "asked.jsonl"}
+    assert recipe(evaluation={"data": file}).question_data.train == "asked.jsonl"
+    both = recipe(evaluation={"data": {**file, "train": "other.jsonl"}}).question_data
+    assert (both.train, both.validation) == ("other.jsonl", "asked.jsonl")
+    # Rows that are only named to train on are held out of, as in training.
+    held_out = {"kind": "file", "train": "rows.jsonl"}
+    assert recipe(evaluation={"data": held_out}).question_data.validation is None
+    mixture = {"kind": "mixture", "sources": [{"data": file}]}
+    assert recipe(evaluation={"data": mixture}).question_data.sources[0].data.train == "asked.jsonl"
+
+
 def test_evaluation_may_sample_in_its_own_way() -> None:
     changed = recipe(
         generation={"max_new_tokens": 5},
@@ -58,8 +71,65 @@ def test_evaluation_may_sample_in_its_own_way() -> None:
 def explained(gained: int, lost: int, total: int, margin: float = 0.0) -> str:
     before = {str(place): gained <= place < gained + lost for place in range(total)}
     after = {str(place): place < gained for place in range(total)}
-    compared = compare(before, after, confidence=0.95, seed=0)
+    compared = compare(before, after, confidence=0.95)
     return explain(compared, PromotionConfig(min_improvement=margin))
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost", "margin", "promoted"),
+    [
+        (4, 0, 0.0, False),  # McNemar: 2 / 2^4 = 0.125
+        (5, 0, 0.0, False),  # 2 / 2^5 = 0.0625
+        (6, 0, 0.0, True),  # 2 / 2^6 = 0.03125
+        (9, 1, 0.0, True),  # 2 * 11 / 2^10 = 0.021
+        (8, 2, 0.0, False),  # 2 * 56 / 2^10 = 0.109
+        (0, 0, 0.0, False),
+        (0, 9, 0.0, False),
+        (30, 5, 0.0, True),
+        (30, 5, 0.12, False),  # a mean of 25 points, and a lower bound of 10.2
+        (30, 5, 0.05, True),
+        (1, 3, -0.2, True),  # not worse by more than 20 points
+    ],
+)
+def test_a_model_is_promoted_by_the_lower_bound(
+    gained: int, lost: int, margin: float, promoted: bool
+) -> None:
+    before = {str(place): gained <= place < gained + lost for place in range(100)}
+    after = {str(place): place < gained for place in range(100)}
+    compared = compare(before, after, confidence=0.95)
+    assert promotes(compared, PromotionConfig(min_improvement=margin)) == promoted
+    if margin == 0:
+        assert promoted == (gained > lost and compared.p_value < 0.05)
+
+
+def test_a_verdict_on_pairs_says_so() -> None:
+    def rows(num_gained: int, num_lost: int, num_equal: int = 0) -> list[dict[str, object]]:
+        margins = [2.0] * num_gained + [-1.0] * num_lost + [0.0] * num_equal
+        return [{"id": "x", "chosen_score": margin, "rejected_score": 0.0} for margin in margins]
+
+    compared = compare_pairs(rows(6, 0), confidence=0.95)
+    assert (compared.before, compared.after, compared.gained, compared.lost) == (0.5, 1.0, 6, 0)
+    assert compared.p_value == 2 / 2**6
+    told = explain(compared, PromotionConfig(), measured_on="pairs")
+    assert told.startswith("promoted: +50.0 points [+2.2, +50.0] of pair accuracy from 50 %")
+    few = compare_pairs(rows(4, 0, num_equal=4), confidence=0.95)
+    assert (few.after, few.difference) == (0.75, 0.25)
+    assert not promotes(few, PromotionConfig())  # 4 gained, 0 lost: p = 0.125
+    assert "on 8 pairs" in explain(
+        compare_pairs(rows(1, 7), confidence=0.95), PromotionConfig(), measured_on="pairs"
+    )
+
+
+def test_scores_of_pairs_by_hand() -> None:
+    start = [{"id": "a", "chosen": [-1.0, -2.0], "rejected": [-1.0]}]
+    trained = [{"id": "a", "chosen": [-0.5, -0.5], "rejected": [-3.0]}]
+    # chosen: 0.5 + 1.5 = 2 in sum, 1 per token; rejected: -2 in both.
+    (summed,) = pair_scores(start, trained, per_token=False)
+    assert summed == {"id": "a", "chosen_score": 2.0, "rejected_score": -2.0}
+    (mean,) = pair_scores(start, trained, per_token=True)
+    assert (mean["chosen_score"], mean["rejected_score"]) == (1.0, -2.0)
+    metrics = pair_metrics([summed, {**summed, "rejected_score": 2.0}], confidence=0.95)
+    assert (metrics["num_pairs"], metrics["accuracy"], metrics["margin"]) == (2, 0.5, 2.0)
 
 
 def test_promotion_says_why() -> None:

@@ -6,12 +6,17 @@ import random
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.evals.pass_at_k import mean_pass_at_k, pass_at_k, pass_at_k_interval
-from nemo_rl_core.evals.statistics import mcnemar_p_value, paired_bootstrap, wilson_interval
+from nemo_rl_core.evals.statistics import (
+    exact_interval,
+    mcnemar_p_value,
+    paired_interval,
+    wilson_interval,
+)
 
 
 def test_wilson_by_hand():
@@ -59,7 +64,7 @@ def test_a_confidence_is_a_probability(confidence):
     with pytest.raises(DataError, match="probability"):
         wilson_interval(1, 2, confidence)
     with pytest.raises(DataError, match="probability"):
-        paired_bootstrap([0, 1], [1, 1], confidence=confidence, num_resamples=10, seed=0)
+        paired_interval(1, 0, 2, confidence)
 
 
 def test_pass_at_k_by_hand():
@@ -147,96 +152,78 @@ def test_pass_at_k_interval_covers_as_often_as_it_says(difficulty, k, num_prompt
     assert covered >= 0.91 * num_evaluations
 
 
-def test_paired_bootstrap_of_equal_differences_has_no_width():
-    result = paired_bootstrap(
-        [0.0, 0.25, 0.5], [0.5, 0.75, 1.0], confidence=0.95, num_resamples=50, seed=0
+def test_exact_interval_by_hand():
+    # 0 of 4: the upper bound p has (1 - p)^4 = 0.025, p = 1 - 0.025^(1/4) = 0.602365.
+    assert exact_interval(0, 4, 0.95) == pytest.approx((0, 0.602365), abs=1e-6)
+    # 1 of 2: under the lower bound p, 1 - (1 - p)^2 = 0.025, p = 1 - sqrt(0.975) = 0.012579.
+    assert exact_interval(1, 2, 0.95) == pytest.approx((0.012579, 0.987421), abs=1e-6)
+    assert exact_interval(0, 0, 0.95) == (0, 1)
+
+
+@given(st.integers(1, 300), st.data(), st.floats(0.5, 0.999))
+def test_exact_interval_is_bounded_by_tails(total, data, confidence):
+    successes = data.draw(st.integers(1, total))
+    lower = exact_interval(successes, total, confidence).lower
+    tail = sum(
+        math.comb(total, k) * lower**k * (1 - lower) ** (total - k)
+        for k in range(successes, total + 1)
     )
-    assert result == (0.5, 0.5, 0.5)
+    assert tail == pytest.approx((1 - confidence) / 2, rel=1e-6)
 
 
-def test_paired_bootstrap_is_close_to_the_normal_interval():
-    # 400 differences: 140 gains, 60 losses: mean 0.2, variance 0.5 - 0.04 = 0.46,
-    # standard error sqrt(0.46 / 400) = 0.033912, times 1.959964 = 0.066466
-    before = [0] * 140 + [1] * 60 + [1] * 200
-    after = [1] * 140 + [0] * 60 + [1] * 200
-    result = paired_bootstrap(before, after, confidence=0.95, num_resamples=10_000, seed=1)
-    assert result.difference == pytest.approx(0.2)
-    assert result.lower == pytest.approx(0.2 - 0.066466, abs=4e-3)
-    assert result.upper == pytest.approx(0.2 + 0.066466, abs=4e-3)
+def test_paired_interval_by_hand():
+    # 1 gained, 0 lost of 2 at 0.9: gains between 0.05 and 1; changed between 1 - sqrt(0.95) =
+    # 0.025321 and 0.974679. Low (2 * 0.05 - 1) * 0.974679, high (2 * 1 - 1) * 0.974679.
+    assert paired_interval(1, 0, 2, 0.9) == pytest.approx((-0.877211, 0.974679), abs=1e-6)
+    # 6 gained, 0 lost of 6: gains at least 0.025^(1/6) = 0.540740, which are also the changed.
+    low = (2 * 0.540740 - 1) * 0.540740
+    assert paired_interval(6, 0, 6, 0.95) == pytest.approx((low, 1), abs=1e-5)
 
 
-def test_paired_bootstrap_quantiles_by_enumeration():
-    # Differences 0 and 1 resampled in pairs: means 0, 1/2, 1 with chances 1/4, 1/2, 1/4. At
-    # confidence 0.6 the tails are 0.2 < 1/4, at confidence 0.4 they are 0.3 > 1/4.
-    wide = paired_bootstrap([0, 0], [0, 1], confidence=0.6, num_resamples=4000, seed=0)
-    narrow = paired_bootstrap([0, 0], [0, 1], confidence=0.4, num_resamples=4000, seed=0)
-    assert wide == (0.5, 0.0, 1.0)
-    assert narrow == (0.5, 0.5, 0.5)
+@pytest.mark.parametrize("confidence", [0.8, 0.9, 0.95, 0.99])
+def test_paired_interval_and_mcnemar_never_contradict(confidence):
+    for gained, lost in itertools.product(range(40), repeat=2):
+        low, high = paired_interval(gained, lost, 100, confidence)
+        rejected = mcnemar_p_value(gained, lost) < 1 - confidence
+        assert (low > 0 or high < 0) == rejected, (gained, lost)
+        assert low <= (gained - lost) / 100 <= high
+        assert paired_interval(lost, gained, 100, confidence) == pytest.approx((-high, -low))
 
 
-def test_paired_bootstrap_is_a_function_of_its_seed():
-    source = random.Random(3)
-    before, after = ([source.random() for _ in range(50)] for _ in range(2))
-
-    def run(seed):
-        return paired_bootstrap(before, after, confidence=0.9, num_resamples=200, seed=seed)
-
-    assert run(1) == run(1)
-    assert run(1) != run(2)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=2, max_size=30))
-def test_paired_bootstrap_stays_within_the_differences_and_mirrors(pairs):
-    before, after = (list(scores) for scores in zip(*pairs, strict=True))
-    result = paired_bootstrap(before, after, confidence=0.9, num_resamples=100, seed=0)
-    differences = [new - old for old, new in pairs]
-    assert min(differences) - 1e-9 <= result.lower <= result.upper <= max(differences) + 1e-9
-    swapped = paired_bootstrap(after, before, confidence=0.9, num_resamples=100, seed=0)
-    mirrored = (-swapped.difference, -swapped.upper, -swapped.lower)
-    assert result == pytest.approx(mirrored, abs=1e-9)
-
-
-def test_paired_bootstrap_covers_as_often_as_it_says():
-    # True improvement 0.15: each of 80 prompts is gained with 0.3 and lost with 0.15. Of 400
-    # simulated evaluations 95 % should cover; the binomial spread is 1.1 points.
-    source = random.Random(0)
-    covered = 0
-    for trial in range(400):
-        samples = [source.random() for _ in range(80)]
-        before = [0 if sample < 0.3 else 1 for sample in samples]
-        after = [0 if 0.3 <= sample < 0.45 else 1 for sample in samples]
-        result = paired_bootstrap(before, after, confidence=0.95, num_resamples=400, seed=trial)
-        covered += result.lower <= 0.15 <= result.upper
-    assert 0.915 <= covered / 400 <= 0.98
-
-
-@pytest.mark.parametrize(("before", "after"), [([1, 2], [1]), ([], []), ([1], [1])])
-def test_paired_bootstrap_needs_pairs(before, after):
-    with pytest.raises(DataError, match="same prompts"):
-        paired_bootstrap(before, after, confidence=0.95, num_resamples=10, seed=0)
-
-
-def test_paired_bootstrap_refuses_failed_rewards():
-    with pytest.raises(DataError, match="finite"):
-        paired_bootstrap([0, math.nan], [1, 1], confidence=0.95, num_resamples=10, seed=0)
+@pytest.mark.parametrize("true", [0.0, 0.1, 0.3])
+def test_paired_interval_is_wrong_no_oftener_than_it_says(true):
+    # By enumeration: the chance, over all outcomes of 60 prompts, of an interval above (below) the
+    # true difference is at most 0.025.
+    total, intervals = 60, {}
+    for loss in (0.001, 0.05, 0.2, 0.34):
+        gain = true + loss
+        above = below = 0.0
+        for gained in range(total + 1):
+            for lost in range(total + 1 - gained):
+                same = total - gained - lost
+                chance = math.comb(total, gained) * math.comb(total - gained, lost)
+                chance *= gain**gained * loss**lost * (1 - gain - loss) ** same
+                key = (gained, lost)
+                if key not in intervals:
+                    intervals[key] = paired_interval(gained, lost, total, 0.95)
+                above += chance * (intervals[key].lower > true)
+                below += chance * (intervals[key].upper < true)
+        assert above <= 0.025, loss
+        assert below <= 0.025, loss
 
 
 def test_mcnemar_by_hand():
     # 5 gained, 1 lost: 2 * (C(6,0) + C(6,1)) / 2^6 = 14 / 64
-    before = [False] * 5 + [True] + [True] * 10
-    after = [True] * 5 + [False] + [True] * 10
-    assert mcnemar_p_value(before, after) == 14 / 64
-    assert mcnemar_p_value(after, before) == 14 / 64
-    assert mcnemar_p_value(before, before) == 1
+    assert mcnemar_p_value(5, 1) == mcnemar_p_value(1, 5) == 14 / 64
+    assert mcnemar_p_value(0, 0) == 1
     # 1 gained, 1 lost: twice the tail would be 1.5
-    assert mcnemar_p_value([True, False], [False, True]) == 1
+    assert mcnemar_p_value(1, 1) == 1
 
 
 def test_mcnemar_of_many_prompts_does_not_overflow():
     # 3000 gained, none lost: 2 / 2^3000 is below the smallest float
-    assert mcnemar_p_value([False] * 3000, [True] * 3000) == 0
-    assert 0 < mcnemar_p_value([False] * 1000, [True] * 1000) < 1e-300
+    assert mcnemar_p_value(3000, 0) == 0
+    assert 0 < mcnemar_p_value(1000, 0) < 1e-300
 
 
 def test_mcnemar_rejects_no_oftener_than_it_says():
@@ -245,15 +232,6 @@ def test_mcnemar_rejects_no_oftener_than_it_says():
         rejected = sum(
             math.comb(changed, gained)
             for gained in range(changed + 1)
-            if mcnemar_p_value(
-                [False] * gained + [True] * (changed - gained),
-                [True] * gained + [False] * (changed - gained),
-            )
-            <= 0.05
+            if mcnemar_p_value(gained, changed - gained) <= 0.05
         )
         assert rejected / 2**changed <= 0.05
-
-
-def test_mcnemar_needs_pairs():
-    with pytest.raises(DataError, match="same prompts"):
-        mcnemar_p_value([True], [True, False])

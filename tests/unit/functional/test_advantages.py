@@ -46,6 +46,17 @@ def test_group_normalized_by_hand():
     assert result.tolist() == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_penalty_is_measured_by_the_spread_of_the_outcomes():
+    # group 0: 0.9 and -0.4 after the penalty, 1 and 0 before it with the std sqrt(1/2);
+    # group 1: equal outcomes, which the penalty does not tell apart.
+    rewards, ids = rows([0.9, -0.4, 2.9, 2.6], [0, 0, 1, 1])
+    outcomes, _ = rows([1, 0, 3, 3], [0, 0, 1, 1])
+    result = group_normalized(rewards, ids, outcomes=outcomes)
+    root = math.sqrt(0.5)
+    expected = [0.65 / (root + 1e-6), -0.65 / (root + 1e-6), 0, 0]
+    assert result.tolist() == pytest.approx(expected, rel=1e-12)
+
+
 def test_group_centered_by_hand():
     result = group_centered(*rows([1, 5, 0, 0, 7, 0], [9, 2, 9, 9, 2, 9]))
     assert result.tolist() == [0.75, -1, -0.25, -0.25, 1, -0.25]

@@ -85,6 +85,15 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens():
     assert loss(row(2 * LN2, -LN2))[0].tolist() == pytest.approx([-9 * LN2, -0.8 * LN2])
 
 
+def test_the_weight_of_cispo_has_no_gradient_within_its_bounds_either():
+    def loss(current):
+        ratio = token_ratio(current, row(0))
+        return cispo(current, ratio, row(3), clip_low=0.9, clip_high=9.0)
+
+    # -3 * 2, without the derivative of the ratio.
+    assert gradient(loss, LN2) == pytest.approx([-6])
+
+
 def test_cispo_without_a_lower_bound():
     loss = cispo(row(-1), row(0.001), row(1), clip_low=1.0, clip_high=1.0)
     assert loss.item() == pytest.approx(0.001)

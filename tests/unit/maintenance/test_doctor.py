@@ -256,6 +256,16 @@ def test_a_clock_that_is_behind_its_own_files(tmp_path: Path) -> None:
     assert "s ahead" in found.found
 
 
+def test_a_store_that_everyone_can_open(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    store.root.mkdir(mode=0o755)
+    found = machine.check_store(store)
+    assert (found.state, found.fix) == ("warn", f"chmod o-rwx {store.root}")
+    assert f"every user of this machine can open {store.root} (755)" in found.found
+    store.root.chmod(0o770)
+    assert machine.check_store(store).state == "ok"
+
+
 def test_a_store_that_is_full_or_read_only(small_disk: Path) -> None:
     store = Store(small_disk / "store")
     assert machine.check_disk(store).state == "warn"
@@ -272,7 +282,7 @@ def test_files_that_rays_runtimes_have_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    folder = tmp_path / "ray"
+    folder = tmp_path / f"ray-{os.getuid()}" / "ray"
     session = folder / "session_2026-01-01_00-00-00_000000_1"
     session.mkdir(parents=True)
     (session / "log").write_bytes(b"x" * 2**20)

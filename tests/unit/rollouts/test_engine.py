@@ -12,6 +12,13 @@ def test_a_seed_is_pinned() -> None:
     assert request_seed(0, 1, 2, 3) == 449_658_087 + 3
 
 
+def test_every_turn_has_a_seed_of_its_own() -> None:
+    # Of blake2b("0/1/2/1"), for the turn after the first.
+    assert request_seed(0, 1, 2, 3, 1) == 411_304_429 + 3
+    assert len({request_seed(0, 1, 2, 3, turn) for turn in range(100)}) == 100
+    assert request_seed(0, 1, 2, 3, 0) == request_seed(0, 1, 2, 3)
+
+
 def test_the_seeds_of_many_steps_differ() -> None:
     seeds = [
         request_seed(0, step, place, sample)

@@ -120,6 +120,42 @@ def test_joined_parts_keep_their_prompts_and_texts() -> None:
     assert again[3] == HERE[2].scored(0.5)
 
 
+def test_joined_parts_of_other_prompts_and_completions_keep_their_own() -> None:
+    other = HeldRollouts(
+        HeldSource(
+            HeldCompletions(
+                input_lengths=np.array([3]),
+                completion_lengths=np.array([2]),
+                truncated=np.array([True]),
+                tokens=HeldRows.of_blocks(
+                    [
+                        InProcess(
+                            {
+                                "input_ids": np.array([[1, 6, 7]]),
+                                "token_mask": np.array([[True, True]]),
+                                "generation_logprobs": np.array([[-4.0, -8.0]], np.float32),
+                            }
+                        )
+                    ],
+                    [1],
+                ),
+                texts=HeldRows.of_blocks([InProcess({"texts": ["67"]})], [1]).of_column("texts"),
+            )
+        ),
+        np.zeros(1, np.int64),
+        (Prompt(id="c", text="3", token_ids=(1,), answer="z", task="sums"),),
+        np.zeros(1, np.int64),
+        np.array([9]),
+        np.array([0]),
+    )
+    one = Completion((6, 7), (-4.0, -8.0), truncated=True)
+    assert list(joined([held(), other, held()])) == [
+        *HERE,
+        Rollout(other.prompts[0], one, "67", group=9, sample=0),
+        *HERE,
+    ]
+
+
 def test_a_failed_rollout_has_no_reward_in_a_batch() -> None:
     with pytest.raises(RewardError, match="could not be scored"):
         rewards_of(held().with_outcomes([1.0, RewardError("no number"), 0.5]))

@@ -4,15 +4,19 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_rl_core.errors import StoreError
+from nemo_rl_core.history.database import open_for_writing
 from nemo_rl_core.store import files
 from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.run_log import RunLog
 
 HASH = "0123456789abcdef" * 4
 Spawn = Callable[..., "subprocess.Popen[str]"]
@@ -320,3 +324,39 @@ for key in map(str, itertools.count()):
     whole = sum(store.published("sft", record.name[4:-5]) is not None for record in records)
     # Each kill can leave at most the one record whose artifact was not there yet.
     assert whole >= len(records) - 3
+
+
+def first_lock(store: Store) -> None:
+    with store.work_folder("sft", "key"):
+        pass
+
+
+def first_log(store: Store) -> None:
+    RunLog.start(store).close()
+
+
+def first_import(store: Store) -> None:
+    subprocess.run(
+        [sys.executable, "-c", "from tasks.platform.local import use_store; use_store()"],
+        env={**os.environ, "NEMO_RL_HOME": str(store.root)},
+        check=True,
+    )
+
+
+FIRST = [Store.check_writable, first_lock, first_log, first_import, open_for_writing]
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_a_new_store_is_open_to_its_user_only(tmp_path: Path, first: Callable[..., Any]) -> None:
+    store = Store(tmp_path / "parent" / "store")
+    first(store)
+    assert store.root.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_a_store_that_a_group_shares_stays_so(tmp_path: Path, first: Callable[..., Any]) -> None:
+    store = Store(tmp_path / "store")
+    store.root.mkdir()
+    store.root.chmod(0o2770)
+    first(store)
+    assert store.root.stat().st_mode & 0o7777 == 0o2770

@@ -274,6 +274,7 @@ def test_no_module_finds_its_files_in_a_way_that_is_not_followed() -> None:
         "nemo_rl_core.store.source_digest",
         "nemo_rl_core.store.source_files",
         "nemo_rl_core.store.user_source",
+        "nemo_rl_core.store.watching",  # where the project and a user's script are
         "nemo_rl_core.trainers.recording",
         "nemo_rl_core.ui.templating",
     }

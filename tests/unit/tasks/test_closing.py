@@ -35,6 +35,9 @@ def test_accuracy_decision_and_where_things_are(tmp_path: Path) -> None:
     }
     sampled = {"pass_at_1": 0.5, "pass_at_1_low": 0.375, "pass_at_1_high": 0.625}
     sampled |= {"cons_at_4": 0.75, "cons_at_4_low": 0.5, "cons_at_4_high": 0.875}
+    (tmp_path / "out").mkdir()
+    origin = {"checkpoint": "ab" * 32, "exported": "the trained model (grpo_iteration 4)"}
+    (tmp_path / "out" / "origin.json").write_text(json.dumps(origin))
     decision = {"promoted": True, "difference": 0.5, "low": 0.25, "high": 0.75}
     lines = closing_lines(
         [
@@ -63,9 +66,23 @@ def test_accuracy_decision_and_where_things_are(tmp_path: Path) -> None:
         "promoted: +50.0",
         f"model: {model}",
     ]
-    assert lines[7] == f"chat:  {PROGRAM} chat {model}"
-    assert lines[8] == f"lineage: {tmp_path / 'page' / 'deck.html'}"
-    assert len(lines) == 9
+    assert lines[7] == "exported: the trained model (grpo_iteration 4)"
+    assert lines[8] == f"chat:  {PROGRAM} chat {model}"
+    assert lines[9] == f"lineage: {tmp_path / 'page' / 'deck.html'}"
+    assert len(lines) == 10
+
+
+def test_the_trained_folder_is_printed_where_the_start_was_exported(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    origin = {"checkpoint": "cd" * 32, "exported": "the model that training started from (sft)"}
+    (tmp_path / "out" / "origin.json").write_text(json.dumps(origin))
+    trained = make(CheckpointArtifact, tmp_path / "grpo", "grpo_iteration 4")
+    lines = closing_lines([trained, make(CheckpointArtifact, tmp_path / "out", "export")])
+    assert lines[:3] == [
+        f"model: {tmp_path / 'out' / 'model'}",
+        "exported: the model that training started from (sft)",
+        f"trained: {tmp_path / 'grpo' / 'model'}",
+    ]
 
 
 def test_a_reward_model_and_how_often_it_is_right(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from nemo_rl_core.environments.contents import reward_content
 from nemo_rl_core.store.manifest import config_hash
 from tasks.recipes.grpo import GRPORecipe, plan_grpo
 
-STAGES = ("model", "data", "sft", "grpo", "num_iterations", "evaluation", "promotion")
+STAGES = ("model", "data", "sft", "grpo", "num_iterations", "evaluation")
 
 
 def hashes(recipe: dict[str, Any]) -> dict[str, str]:

@@ -72,9 +72,13 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
-def run(machine: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    machine: dict[str, str], *arguments: str, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(SCRIPT), *arguments]
-    return subprocess.run(command, env=machine, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, env=machine, cwd=folder, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_machine_without_a_gpu_is_told_so_at_once(
@@ -108,7 +112,6 @@ def test_steps_run_in_order_and_a_failure_does_not_end_them(
     environment = tmp_path / "environment"
     environment.mkdir()
     python = program(environment / "python", PYTHON)
-    program(environment / "nemo-rl", PYTHON)
     done = run(machine, "--python", str(python), "--report", str(tmp_path / "report"))
     assert done.returncode == 1, done.stderr
     text = (tmp_path / "report").read_text()
@@ -117,10 +120,11 @@ def test_steps_run_in_order_and_a_failure_does_not_end_them(
     assert [name for name, result in rows if result != "ok"] == ["transfers"]
     calls = Path(machine["CALLS"]).read_text().splitlines()
     assert calls[0] == "nemo_rl_core/maintenance/doctor/compiler.py"
-    assert calls[2] == "doctor"
+    entry = "-c from tasks.cli import main; main()"  # needs no program next to the Python
+    assert calls[2] == f"{entry} doctor"
     assert calls[-2:] == [
-        "plan grpo_1.5b_1gpu grpo.num_iterations=1 grpo.num_steps_per_iteration=3",
-        "run grpo grpo_1.5b_1gpu grpo.num_iterations=1 grpo.num_steps_per_iteration=3",
+        f"{entry} plan grpo_1.5b_1gpu grpo.num_iterations=1 grpo.num_steps_per_iteration=3",
+        f"{entry} run grpo grpo_1.5b_1gpu grpo.num_iterations=1 grpo.num_steps_per_iteration=3",
     ]
     assert '{"median_ms": 61.5' in text
     assert "14 passed" in text
@@ -154,11 +158,29 @@ def test_chosen_steps_alone(machine: dict[str, str], tmp_path: Path) -> None:
     assert "test_1_attention" in attention
 
 
+def test_python_and_report_are_found_from_any_folder(
+    machine: dict[str, str], tmp_path: Path
+) -> None:
+    """`--python` names a program on the PATH, or one relative to the caller's folder."""
+    program(tmp_path / "bin" / "nvidia-smi", SMI)
+    program(tmp_path / "bin" / "given", PYTHON)
+    (tmp_path / "environment").mkdir()
+    program(tmp_path / "environment" / "python", PYTHON)
+    for python in ("given", "environment/python"):
+        options = ["--python", python, "--report", "report", "--steps", "doctor,backends"]
+        done = run(machine, *options, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "report").read_text()
+        (tmp_path / "report").unlink()
+    refused = run(machine, "--python", "nowhere/python", folder=tmp_path)
+    assert refused.returncode == 2
+    assert "there is no Python nowhere/python" in refused.stderr
+
+
 def test_commands_of_the_page_name_steps_that_there_are(
     machine: dict[str, str], tmp_path: Path
 ) -> None:
     program(tmp_path / "bin" / "nvidia-smi", SMI)
-    program(tmp_path / "nemo-rl", PYTHON)
     python = program(tmp_path / "python", PYTHON)
     page = (REPOSITORY / "docs" / "gpus.md").read_text()
     commands = re.findall(r"^deployment/first_gpu_run.sh (--steps [\w,]+)", page, re.MULTILINE)

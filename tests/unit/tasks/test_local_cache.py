@@ -4,9 +4,11 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import diskcache
 import pytest
+from click.testing import CliRunner
 from flytekit import workflow
 
 import workflows
@@ -15,6 +17,7 @@ from nemo_rl_core.history.queries import History
 from nemo_rl_core.produce import StageResult, cost_html
 from nemo_rl_core.store.store import Store
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
+from tasks.cli.gc import gc
 from tasks.platform.local import use_store
 from tasks.platform.run import RunFailed
 from tasks.platform.stage import cached_task, make
@@ -257,6 +260,35 @@ def test_a_damaged_stage_cache_is_named(run_both: Callable[..., Outcome], own_st
     assert f"the stage cache {path} is damaged" in caught.value.message
     assert f"fix: end all runs, move {path.parent} away" in caught.value.message
     path.parent.rename(own_store / "away")
+    use_store()
+    assert run_both("a", "b").worked == []
+
+
+class RunsCode:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._marker,)
+
+
+def test_the_cache_of_a_store_is_not_unpickled(
+    run_both: Callable[..., Outcome], own_store: Path, tmp_path: Path
+) -> None:
+    run_both("a", "b")
+    marker, folder = tmp_path / "marker", own_store / "cache" / "flyte"
+    with diskcache.Cache(str(folder)) as cache:
+        for key in list(cache):
+            cache[key] = RunsCode(marker)
+    use_store()
+    with pytest.raises(RunFailed) as caught:
+        run_both("a", "b")
+    assert f"the stage cache {folder} has a pickled entry" in caught.value.message
+    assert "pickled entry" in str(CliRunner().invoke(gc, ["--yes"]).exception)
+    assert not marker.exists()
+    folder.rename(own_store / "away")
     use_store()
     assert run_both("a", "b").worked == []
 

@@ -1,5 +1,6 @@
 """Each stage is dealt what it reads of a recipe, so that nothing else makes it run again."""
 
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tasks.recipes.reward_model import RewardModelRecipe
 
 BASE: dict[str, Any] = {"recipe": "grpo_arithmetic"}
 STAGES = ("model", "data", "questions", "sft", "grpo", "num_iterations")
-STAGES += ("base_evaluation", "evaluation", "promotion")
+STAGES += ("base_evaluation", "evaluation", "verdict.promotion", "export")
 ALL_ROLLOUTS = {"grpo", "evaluation"}
 
 
@@ -23,7 +24,8 @@ def changed_stages(changes: dict[str, Any], base: dict[str, Any] = BASE) -> set[
         plan_grpo(config=GRPORecipe.model_validate(values))
         for values in (base, {**base, **changes})
     )
-    return {stage for stage in STAGES if getattr(before, stage) != getattr(after, stage)}
+    changed = {each for each in STAGES if attrgetter(each)(before) != attrgetter(each)(after)}
+    return {stage.removeprefix("verdict.") for stage in changed}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,8 @@ def changed_stages(changes: dict[str, Any], base: dict[str, Any] = BASE) -> set[
         # More iterations leave those that were run as they are.
         ({"grpo": {"num_iterations": 9}}, {"num_iterations"}),
         ({"sft": {"learning_rate": 1.25e-4}}, {"sft"}),
-        ({"sft": None}, {"sft"}),
+        # `questions` is read by no stage: it says which rows the recipe can train on.
+        ({"sft": None}, {"sft", "questions"}),
         ({"data": {"num_train": 17}}, {"data"}),
         # The engine is as long as prompts may be.
         ({"data": {"max_prompt_tokens": 17}}, {"data", *ALL_ROLLOUTS}),
@@ -58,7 +61,8 @@ def changed_stages(changes: dict[str, Any], base: dict[str, Any] = BASE) -> set[
         ({"environment_workers": {"num_workers": 2}}, ALL_ROLLOUTS),
         ({"evaluation": {"confidence": 0.9}}, {"evaluation", "promotion"}),
         ({"promotion": {"min_improvement": 0.5}}, {"promotion"}),
-        ({"seed": 7}, {"model", "data", "sft", "promotion", *ALL_ROLLOUTS}),
+        ({"export": {"model": "promoted"}}, {"export", "questions"}),
+        ({"seed": 7}, {"model", "data", "sft", *ALL_ROLLOUTS}),
     ],
 )
 def test_a_change_reaches_the_stages_that_read_it(
@@ -71,7 +75,7 @@ def test_every_word_of_a_recipe_is_read_by_some_stage() -> None:
     # `training` has one backend so far, so that no change of it can be tried.
     tried = {"seed", "model", "data", "environment", "sft", "grpo", "generation"}
     tried |= {"rollouts", "environment_workers", "cluster", "evaluation", "promotion", "training"}
-    tried |= {"measure_base"}
+    tried |= {"measure_base", "export"}
     # Whom a run is told to, and what it may cost, changes no result: no stage reads it.
     assert set(GRPORecipe.model_fields) == tried | {"tracking", "budget"}
     stages = plan_grpo(config=GRPORecipe())
@@ -91,7 +95,7 @@ def test_a_stage_gets_the_values_of_the_recipe() -> None:
     assert stages.num_iterations == config.grpo.num_iterations
     assert stages.sft.sft == config.sft
     assert stages.evaluation.max_prompt_tokens == config.data.max_prompt_tokens
-    assert stages.promotion.confidence == config.evaluation.confidence
+    assert stages.verdict.promotion.confidence == config.evaluation.confidence
     assert {stages.data.seed, stages.sft.seed, stages.grpo.seed, stages.model.seed} == {3}
 
 

@@ -30,7 +30,7 @@ from tasks.evaluate_questions import evaluate_questions
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.recipes.common import DataTaskConfig, ModelTaskConfig
-from tasks.recipes.evaluate import QuestionsTaskConfig
+from tasks.recipes.verdict import QuestionsTaskConfig
 from tasks.recipes.sft import SFTRecipe
 
 recipe = SFTRecipe.model_validate(yaml.safe_load(sys.argv[1]))

@@ -20,7 +20,7 @@ from tasks.recipes.recipe_file import read_recipe
 from tasks.recipes.sweep import SweepRecipe
 
 HEADING = "the configuration is not valid:"
-FIX = "  fix: change the named values in the recipe or on the command line"
+FIX = "  fix: change the named values"
 
 
 def given_to_pyflyte(text: str, kind: type[Recipe] = GRPORecipe) -> Any:
@@ -73,10 +73,8 @@ def test_what_is_laid_over_a_recipe_is_named_where_it_was_written(
     Path("base.yaml").write_text("seed: x\ngrpo:\n  learning_rate: a\n  num_iterations: b\n")
     Path("mine.yaml").write_text("recipe: base.yaml\ngrpo: {learning_rate: c}\nseed: 1\n")
     assert refused("mine.yaml")[1:-1] == [
-        "  mine.yaml:2: grpo.learning_rate: Input should be a valid number, unable to parse string "
-        "as a number (got 'c')",
-        "  base.yaml:4: grpo.num_iterations: Input should be a valid integer, unable to parse "
-        "string as an integer (got 'b')",
+        "  mine.yaml:2: grpo.learning_rate: Input should be a valid number (got 'c')",
+        "  base.yaml:4: grpo.num_iterations: Input should be a valid integer (got 'b')",
     ]
 
 
@@ -97,8 +95,7 @@ def test_words_of_the_command_line_are_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         GRPORecipe.model_validate(changes)
     assert caught.value.message.splitlines()[1:-1] == [
-        "  the argument seed=x: seed: Input should be a valid integer, unable to parse string as "
-        "an integer (got 'x')",
+        "  the argument seed=x: seed: Input should be a valid integer (got 'x')",
         "  the argument grpo.learning_rate=.inf: grpo.learning_rate: Input should be a finite "
         "number (got inf)",
     ]

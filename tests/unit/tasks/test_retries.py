@@ -20,6 +20,7 @@ from nemo_rl_core.errors import (
     DataError,
     MachineError,
     ModelError,
+    ResourceError,
     StoreError,
     TransferError,
     WorkerError,
@@ -52,6 +53,18 @@ def dead(kind: str) -> BaseException:
     return getattr(ray.exceptions, kind)()  # type: ignore[no-any-return]
 
 
+def not_started(cause: Exception) -> BaseException:
+    from ray.exceptions import ActorDiedError, RayTaskError
+
+    return ActorDiedError(RayTaskError("__init__", "a trace", cause))
+
+
+def refused_by_ray() -> BaseException:
+    from ray.exceptions import AuthenticationError
+
+    return AuthenticationError("InvalidAuthToken")
+
+
 def caused(error: Exception, cause: BaseException) -> BaseException:
     error.__cause__ = cause
     return error
@@ -74,7 +87,6 @@ RECOVERABLE: dict[str, Callable[[], BaseException]] = {
     "a dead actor": lambda: dead("ActorDiedError"),
     "a crashed worker": lambda: dead("WorkerCrashedError"),
     "a transfer in a worker": lambda: in_a_worker(TransferError("a transfer broke off")),
-    "memory of a GPU": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
     "CUDA in a worker": lambda: WorkerError(
         "worker 0 of 'training' raised AcceleratorError", got="CUDA error: an illegal address"
     ),
@@ -82,8 +94,6 @@ RECOVERABLE: dict[str, Callable[[], BaseException]] = {
     "a wrong sum in a worker": lambda: in_a_worker(MachineError("a sum is wrong on rank 3")),
     "the store of ranks": lambda: WorkerError("worker 0 raised DistStoreError: wait timeout"),
     "gloo": lambda: RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"),
-    "memory of the host": lambda: MemoryError("Unable to allocate 2. GiB"),
-    "memory in a worker": lambda: in_a_worker(MemoryError("Unable to allocate 2. GiB")),
     "a stale volume": lambda: OSError(errno.ESTALE, "Stale file handle"),
     "a busy bucket": lambda: caused(StoreError("cannot be read"), translated_503()),
     "no way to the bucket": lambda: EndpointConnectionError(endpoint_url="http://s3"),
@@ -103,6 +113,27 @@ FINAL: dict[str, Callable[[], BaseException]] = {
     "a full disk": lambda: OSError(errno.ENOSPC, "No space left on device"),
     "a recipe's address": lambda: caused(ConfigError("data.train"), ConnectionError()),
     "a bug": lambda: KeyError("advantages"),
+    "memory of a GPU": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+    "memory of a GPU, in a worker": lambda: in_a_worker(torch.OutOfMemoryError("CUDA out of")),
+    "memory of a GPU, described": lambda: ResourceError("worker 0 of 'training' needs more GPU"),
+    "memory of a GPU, by CUDA": lambda: RuntimeError("CUDA error: out of memory"),
+    "memory of a GPU, by cuBLAS": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+    "memory of a GPU, by NCCL": lambda: RuntimeError("NCCL WARN Cuda failure 2 'out of memory'"),
+    "memory of the host": lambda: MemoryError("Unable to allocate 2. GiB"),
+    "memory in a worker": lambda: in_a_worker(MemoryError("Unable to allocate 2. GiB")),
+    "a token outside the vocabulary": lambda: WorkerError(
+        "worker 0 raised AcceleratorError: CUDA error: device-side assert triggered"
+    ),
+    "kernels of another GPU": lambda: RuntimeError("CUDA error: no kernel image is available"),
+    "two ranks on a GPU": lambda: RuntimeError("NCCL error: Duplicate GPU detected: rank 0, 1"),
+    "a call of NCCL": lambda: RuntimeError("NCCL error: ncclInvalidUsage: too many devices"),
+    "torch for CPUs": lambda: RuntimeError("Distributed package doesn't have NCCL built in"),
+    "a driver that is too old": lambda: RuntimeError(
+        "CUDA error: CUDA driver version is insufficient for CUDA runtime version"
+    ),
+    "a worker that cannot start": lambda: not_started(ValueError("no such backend")),
+    "an environment that Ray cannot make": lambda: dead("RuntimeEnvSetupError"),
+    "a token that Ray refuses": refused_by_ray,
 }
 
 

@@ -284,42 +284,51 @@ def test_a_stages_inputs_do_not_say_how_long_its_cluster_lives(
 
 
 @pytest.mark.parametrize(
-    ("lifetime", "is_last", "nodes"),
+    ("lifetime", "changes", "nodes"),
     [
-        ("stage", True, ["evaluate"]),
-        ("run", False, ["evaluate"]),
-        ("run", True, ["evaluate", "release_cluster"]),
+        ("stage", {}, ["evaluate", "promote"]),
+        ("run", {}, ["evaluate", "promote", "release_cluster"]),
+        ("run", {"promotion": None}, ["evaluate", "release_cluster"]),
+        ("run", {"evaluation": None}, ["release_cluster"]),
+        ("stage", {"evaluation": None}, []),
     ],
 )
-def test_the_last_evaluation_of_a_run_gives_its_cluster_back(
-    lifetime: str, is_last: bool, nodes: list[str]
+def test_the_verdict_on_a_run_gives_its_cluster_back(
+    lifetime: str, changes: dict[str, Any], nodes: list[str]
 ) -> None:
     from tasks.artifacts import CheckpointArtifact, DatasetArtifact, EvalReport
     from tasks.recipes.grpo import GRPORecipe, plan_grpo
-    from workflows.common import measure
+    from workflows.common import judge
 
-    words = {"recipe": "grpo_arithmetic", "cluster": {"lifetime": lifetime}}
-    config = plan_grpo.task_function(config=GRPORecipe.model_validate(words)).evaluation
+    words = {"recipe": "grpo_arithmetic", "cluster": {"lifetime": lifetime}, **changes}
+    config = plan_grpo.task_function(config=GRPORecipe.model_validate(words)).verdict
     folder = {"directory": {"path": "s3://bucket/folder"}, "stage": "x", "content_hash": "0" * 64}
     before = EvalReport.model_validate({**folder, "metrics": {}, "measured": "x"})
-    measure._wf = None  # a container compiles its dynamic stage once, and flytekit keeps that
+    judge._wf = None  # a container compiles its dynamic stage once, and flytekit keeps that
     ctx = FlyteContextManager.current_context()
     in_container = ctx.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
     known = SerializationSettings(image_config=ImageConfig(), project="p", domain="d", version="v")
     context = ctx.with_execution_state(in_container).with_serialization_settings(known)
     with FlyteContextManager.with_context(context) as inner:
-        spec = measure.compile_into_workflow(
+        asked = changes.get("evaluation", True)
+        spec = judge.compile_into_workflow(
             inner,
-            measure.task_function,
+            judge.task_function,
             config=config,
-            checkpoint=CheckpointArtifact.model_validate(folder),
-            validation=DatasetArtifact.model_validate(folder),
-            last_after=before if is_last else None,
+            start=CheckpointArtifact.model_validate(folder),
+            trained=CheckpointArtifact.model_validate(folder),
+            before=before if asked else None,
+            questions=DatasetArtifact.model_validate(folder) if asked else None,
+            rows=DatasetArtifact.model_validate(folder),
         )
+    if not nodes:
+        return  # literals alone: both outputs are None
     names = [node.task_node.reference_id.name for node in spec.nodes]
     assert [name.split(".")[1] for name in names] == nodes
-    if len(nodes) > 1:
-        assert spec.nodes[1].upstream_node_ids == [spec.nodes[0].id]
+    if "release_cluster" in nodes[1:]:
+        assert spec.nodes[-1].upstream_node_ids == [spec.nodes[0].id]
+    if "evaluate" not in nodes:
+        return
     (first, *_) = spec.tasks
     assert first.type == ("ray" if lifetime == "stage" else "python-task")
     if lifetime == "run":

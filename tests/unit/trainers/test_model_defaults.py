@@ -17,6 +17,7 @@ from nemo_rl_core import (
 )
 from nemo_rl_core.config.defaults import DefaultsContext, defaults_of_pretrained, rate_warning
 from nemo_rl_core.config.model import ModelFromConfig
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers import defaults
 
 
@@ -60,6 +61,29 @@ def test_completions_fit_the_context_of_the_model(tiny_model: Path) -> None:
     context = json.loads((tiny_model / "config.json").read_text())["max_position_embeddings"]
     settings = GRPOTrainer.from_pretrained(tiny_model, max_prompt_tokens=100).settings
     assert settings.generation.max_new_tokens == min(512, context - 100)
+
+
+@pytest.mark.parametrize(
+    ("given", "lengths"),
+    [
+        ({}, (128, 128)),
+        ({"max_new_tokens": 56}, (200, 56)),
+        ({"max_prompt_tokens": 250}, (250, 6)),
+        ({"max_prompt_tokens": 100, "max_new_tokens": 100}, (100, 100)),
+    ],
+)
+def test_a_short_context_is_shared_by_prompts_and_completions(
+    tiny_model: Path, given: dict[str, int], lengths: tuple[int, int]
+) -> None:
+    settings = GRPOTrainer.from_pretrained(tiny_model, **given).settings
+    assert (settings.max_prompt_tokens, settings.generation.max_new_tokens) == lengths
+
+
+@pytest.mark.parametrize("prompt", [256, 512])
+def test_prompts_without_room_for_completions_are_refused(tiny_model: Path, prompt: int) -> None:
+    with pytest.raises(ConfigError, match="leave no room for completions") as caught:
+        GRPOTrainer.from_pretrained(tiny_model, max_prompt_tokens=prompt)
+    assert "max_prompt_tokens to 128" in str(caught.value.fix)
 
 
 def chosen(num_gpus: int, **values: Any) -> dict[str, Any]:

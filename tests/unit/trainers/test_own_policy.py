@@ -289,6 +289,13 @@ class OnlyTrains(PolicyInterface):
         return {"loss": 0.0}
 
 
+class Samples(OnlyTrains):
+    """Has what GRPO and PPO call without a reference."""
+
+    def generate(self, data: Any, greedy: bool = False) -> Any: ...
+    def get_logprobs(self, data: Any) -> Any: ...
+
+
 class Frozen(Recited):
     """An engine that takes no weights."""
 
@@ -299,12 +306,12 @@ def test_what_a_policy_of_ones_own_cannot_read_is_refused(tiny_model: Path) -> N
     with pytest.raises(ConfigError, match="nothing reads dtype, learning_rate"):
         SFTTrainer(OnlyTrains(), dtype="bfloat16", sft={"learning_rate": 1e-5})
     with pytest.raises(ConfigError, match="ppo takes a policy and a critic of your own"):
-        PPOTrainer(OnlyTrains())
+        PPOTrainer(Samples(), kl=None)
     with pytest.raises(ConfigError, match="the critic OnlyTrains has no get_values"):
-        PPOTrainer(OnlyTrains(), critic=OnlyTrains())
-    with pytest.raises(ConfigError, match="values of sequences, for which OnlyTrains has no get_v"):
+        PPOTrainer(Samples(), critic=OnlyTrains(), kl=None)
+    with pytest.raises(ConfigError, match=r"OnlyTrains.get_values\(batch\): values of sequences"):
         RewardModelTrainer(OnlyTrains())
-    with pytest.raises(ConfigError, match="OnlyTrains has no get_reference_topk_logprobs"):
+    with pytest.raises(ConfigError, match=r"OnlyTrains\.get_reference_topk_logprobs"):
         DistillationTrainer(OnlyTrains())
     with pytest.raises(ConfigError, match="takes no policy of your own: the engine samples"):
         AsyncGRPOTrainer(OnlyTrains(), asynchronous={})
@@ -316,10 +323,38 @@ def test_what_a_policy_of_ones_own_cannot_read_is_refused(tiny_model: Path) -> N
         engine_of(Frozen())
     with pytest.raises(ConfigError, match="OnlyTrains has no generate"):
         engine_of(OwnPolicy(OnlyTrains()))
-    nameless = type("Nameless", (OnlyTrains,), {"model_name": None})
+    nameless = type("Nameless", (Samples,), {"model_name": None})
     with pytest.raises(ConfigError, match="has no model to train") as refused:
-        GRPOTrainer(nameless()).fit(ROWS)
+        GRPOTrainer(nameless(), loss={"kl": None}).fit(ROWS)
     assert "GRPOTrainer(policy, model=FOLDER)" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "settings", "methods"),
+    [
+        (GRPOTrainer, {}, ["generate", "get_logprobs", "get_reference_logprobs"]),
+        (GRPOTrainer, {"loss": {"kl": None}}, ["generate", "get_logprobs"]),
+        (GRPOTrainer, {"generation": Recited(), "loss": {"kl": None}}, ["get_logprobs"]),
+        (PPOTrainer, {}, ["generate", "get_logprobs", "get_reference_logprobs"]),
+        (DistillationTrainer, {}, ["generate", "get_reference_topk_logprobs"]),
+        (SFTTrainer, {}, []),
+        (SFTTrainer, {"validate_every_num_steps": 5}, ["get_logprobs"]),
+        (DPOTrainer, {"loss": {"kind": "simpo"}}, []),
+        (DPOTrainer, {"loss": {"kind": "kto"}}, ["get_logprobs", "get_reference_logprobs"]),
+        (DPOTrainer, {}, ["get_reference_logprobs"]),
+        (RewardModelTrainer, {}, ["get_values"]),
+    ],
+)
+def test_all_methods_that_a_policy_lacks_are_named_when_the_trainer_is_made(
+    trainer: Any, settings: dict[str, Any], methods: list[str]
+) -> None:
+    if not methods:
+        trainer(OnlyTrains(), **settings)
+        return
+    with pytest.raises(ConfigError, match="calls methods that OnlyTrains does not have") as caught:
+        trainer(OnlyTrains(), **settings)
+    expected = str(caught.value.expected).split("; ")
+    assert [each.partition("(")[0] for each in expected] == [f"OnlyTrains.{m}" for m in methods]
 
 
 def test_a_loss_with_a_reference_asks_for_one(tiny_model: Path) -> None:

@@ -66,18 +66,19 @@ def test_a_section_as_args_keeps_the_defaults_of_the_model(tiny_model: Path) -> 
     assert one.settings.grpo.learning_rate != GRPOConfig().learning_rate
 
 
-def test_trls_own_config_is_translated_line_by_line() -> None:
-    from trl import GRPOConfig as Theirs
-
-    changed = {"num_generations": 4, "max_completion_length": 64, "beta": 0.04}
-    args = Theirs(output_dir="short", use_cpu=True, bf16=False, **changed)
-    with pytest.raises(ConfigError, match=r"got: trl\.\S*GRPOConfig") as caught:
-        GRPOTrainer(model="m", args=args)
-    lines = [line.strip() for line in str(caught.value.fix).splitlines()]
-    assert "num_generations=4: write num_generations_per_prompt=4" in lines
-    assert "max_completion_length=64: write max_new_tokens=64" in lines
-    assert any(line.startswith("beta=0.04: write loss={'kl': {'beta': 0.04}}") for line in lines)
-    assert any(line.startswith("output_dir='short': leave it out") for line in lines)
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("num_generations", "here it is grpo.num_generations_per_prompt"),
+        ("seed", "here it is seed, of the trainer"),
+        ("reward_weights", "here it is reward_weights of train and fit"),
+        ("logging_steps", "leave it out: every step is recorded"),
+    ],
+)
+def test_a_section_answers_for_what_is_elsewhere(name: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig(**{name: 8})
+    assert str(caught.value.fix).startswith(fix)
 
 
 def test_a_loaded_model_and_a_missing_one_are_refused(tiny_model: Path) -> None:
@@ -113,6 +114,8 @@ def test_what_lora_lacks_here_is_said() -> None:
         ("output_dir", "out/short", "name='short'"),
         ("gradient_checkpointing", True, "in Python training={'activation_checkpointing': …}"),
         ("loss_agg_mode", "token-mean", "in Python loss={'reduction': …}"),
+        ("logging_steps", 5, "leave it out: every step is recorded"),
+        ("eval_strategy", "steps", "leave it out: validate_every_num_steps=... says when"),
         ("warmup_ratio", 0.1, "counted and no ratio; in Python num_warmup_steps=…"),
         (
             "peft_config",

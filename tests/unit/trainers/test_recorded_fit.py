@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import pickle
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -13,8 +15,9 @@ import pytest
 from click.testing import CliRunner
 from starlette.testclient import TestClient
 
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import ConfigError, StoreError
 from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.signed import is_signed, key_file
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.display import PlainDisplay
 from nemo_rl_core.telemetry.events import StageRecord
@@ -22,7 +25,9 @@ from nemo_rl_core.telemetry.python_output import ProgramOutput, _Printed
 from nemo_rl_core.telemetry.run_log import RunLog
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.trainers.recording import read_reward
 from nemo_rl_core.ui.app import create_app
+from tasks.cli import reproduction
 from tasks.cli.card import card
 from tasks.cli.lineage import lineage
 from tasks.cli.reproduce import reproduce
@@ -272,6 +277,54 @@ def test_what_cannot_be_repeated_says_why(tiny_model: Path) -> None:
     assert "reward_fn cannot be kept (TypeError: cannot pickle '_thread.lock'" in str(
         done.exception
     )
+
+
+class RunsCode:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._marker,)
+
+
+def test_only_records_of_this_user_run_code(
+    tiny_model: Path, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact, marker = fit(tiny_model).lineage_id, tmp_path / "marker"
+    monkeypatch.setattr(reproduction, "_run_in", lambda *_args, **_options: 1)
+    with History(store) as history:
+        (run,) = history.executions().items
+    assert is_signed(store, run)
+    assert key_file().stat().st_mode & 0o777 == 0o600
+
+    def refusal(*options: str) -> str:
+        done = CliRunner().invoke(reproduce, [artifact, "--anyway", *options])
+        return str(done.exception)
+
+    assert "has no record of any run" in refusal()  # the second run, which `_run_in` skipped
+    # The pickle of somebody else, in a record that is this user's.
+    (store.runs / run.id / "reward_fn.pickle").write_bytes(pickle.dumps(RunsCode(marker)))
+    digest = run.inputs["reward_sha256"]
+    with pytest.raises(StoreError, match="is not the file that the run wrote"):
+        read_reward(store.runs / run.id, digest)
+    assert not marker.exists()
+    # A record that names another module, and one that another user has signed.
+    unsigned = f"no run of this user has written the record of {run.id}"
+    inputs = json.dumps({**run.inputs, "trainer": "evil:Trainer"})
+    with sqlite3.connect(store.root / "history.db") as database:
+        database.execute("UPDATE executions SET inputs = ?", [inputs])
+    assert unsigned in refusal()
+    with sqlite3.connect(store.root / "history.db") as database:
+        database.execute("UPDATE executions SET inputs = ?", [json.dumps(run.inputs)])
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another user"))
+    assert unsigned in refusal()
+    assert "pass --trust" in refusal()
+    assert "has no record of any run" in refusal("--trust")
+    with pytest.raises(StoreError, match="cannot be read"):  # its code has run
+        read_reward(store.runs / run.id, None)
+    assert marker.exists()
 
 
 SCRIPT = """

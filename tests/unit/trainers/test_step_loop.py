@@ -72,6 +72,52 @@ def test_a_killed_loop_goes_on_from_its_last_save(
     assert loop.finish().num_tokens == 50
 
 
+def run_until_stopped(loop: StepLoop, policy: CountingPolicy, *, at: int) -> list[int]:
+    """Steps that were run, if a callback stops the loop in step `at`."""
+    done = []
+    for step in loop.steps(policy):
+        policy.value += 1
+        loop.report(step, {"value": float(policy.value)}, {"train": 1.0})
+        if step == at:
+            loop.stop(step, "enough")
+        done.append(step)
+    return done
+
+
+def test_a_stopped_loop_saves_its_step_and_has_a_result(tmp_path: Path) -> None:
+    loop = make_loop(tmp_path)
+    assert run_until_stopped(loop, CountingPolicy(), at=3) == [1, 2, 3]
+    assert [each["value"] for each in loop.history] == [1.0, 2.0, 3.0]
+    result = loop.finish()
+    assert (result.step, result.stopped) == (3, "stopped at step 3 of 5: enough")
+    assert result.made().choices == {"stopped": result.stopped}
+    assert json.loads((tmp_path / "model" / "value.json").read_text()) == 3
+    assert make_loop(tmp_path).finish() == result  # killed within finish
+
+
+def test_a_loop_that_was_stopped_and_killed_stays_stopped(tmp_path: Path) -> None:
+    """Killed after the save of the last step, where no callback is called again."""
+    run_until_stopped(make_loop(tmp_path), CountingPolicy(), at=3)
+    loop = make_loop(tmp_path)
+    assert run_until_stopped(loop, CountingPolicy(), at=3) == []
+    assert loop.finish().step == 3
+
+
+def test_a_loop_that_was_killed_before_its_last_save_stops_again(tmp_path: Path) -> None:
+    loop = make_loop(tmp_path)
+    steps = loop.steps(policy := CountingPolicy())
+    for step in steps:
+        policy.value += 1
+        loop.report(step, {"value": float(policy.value)}, {})
+        if step == 3:
+            loop.stop(step, "enough")
+            break  # killed: the step is not saved
+    steps.close()
+    loop = make_loop(tmp_path)
+    assert run_until_stopped(loop, CountingPolicy(), at=4) == [3, 4]
+    assert loop.finish().step == 4
+
+
 def run_until_asked(loop: StepLoop, policy: CountingPolicy, *, asked_in: int) -> None:
     for step in loop.steps(policy):
         policy.value += 1
@@ -212,6 +258,77 @@ def test_the_best_model_is_left_beside_the_last(
     if best_step != 5:
         assert json.loads((tmp_path / "best" / "value.json").read_text()) == best_step
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "best_step"),
+    [([0, 9, 0, 1, 2], "max", 2), ([5, 9, 1, 3, 2], "min", 3), ([0, 1, 0, 1, 2], "max", 5)],
+)
+@pytest.mark.parametrize("killed_after", [None, 1, 3, 4])
+def test_the_best_model_is_the_result_if_that_is_asked_for(
+    tmp_path: Path, values: list[int], mode: str, best_step: int, killed_after: int | None
+) -> None:
+    keep = KeepBest.model_validate({"metric": "score", "mode": mode, "result": "best"})
+
+    def attempt(until: int = 5) -> StepLoop:
+        loop = StepLoop(
+            tmp_path, stage="s", steps=FIVE_STEPS, save_every_num_steps=1, keep_best=keep
+        )
+        policy = CountingPolicy()
+        for step in loop.steps(policy):
+            if step > until:
+                break
+            policy.value += 1
+            loop.report(step, {"score": float(values[step - 1])}, {"train": 1.0})
+        return loop
+
+    if killed_after is not None:
+        attempt(killed_after)
+    result = attempt().finish()
+    assert result.step == best_step
+    for part in ("model", "trainer"):
+        assert json.loads((tmp_path / part / "value.json").read_text()) == best_step
+    assert not (tmp_path / "best").exists()
+    assert not (tmp_path / "checkpoints").exists()
+    # The metrics are those of all steps, and the result says which of them its model is.
+    assert len(lines(tmp_path)) == 5
+    made = result.made(summary="loss 2 → 1")
+    score = values[best_step - 1]
+    assert made.step == best_step
+    assert made.choices["keep_best"] == f"step {best_step} of 5, score {score}"
+    assert made.summary == f"loss 2 → 1, model of step {best_step} of 5, score {score}"
+
+
+@pytest.mark.parametrize("moved", [[], ["trainer"], ["trainer", "model"]])
+def test_a_kill_while_the_best_is_handed_out_keeps_the_choice(
+    tmp_path: Path, moved: list[str]
+) -> None:
+    keep = KeepBest(metric="value", mode="min", result="best")
+
+    def loop() -> StepLoop:
+        return StepLoop(
+            tmp_path, stage="s", steps=FIVE_STEPS, save_every_num_steps=1, keep_best=keep
+        )
+
+    run(loop(), CountingPolicy())
+    (tmp_path / "finished.json").write_text(json.dumps({"peak_memory_gib": 2.5}))
+    (tmp_path / "best.json").write_text(json.dumps({"step": 1}))
+    for part in moved:
+        (tmp_path / "checkpoints" / "step-00000001" / part).rename(tmp_path / part)
+    assert loop().finish().step == 1
+    assert json.loads((tmp_path / "model" / "value.json").read_text()) == 1
+    assert json.loads((tmp_path / "trainer" / "value.json").read_text()) == 1
+
+
+def test_a_metric_that_no_step_has_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep = KeepBest(metric="scroe", mode="max", result="best")
+    loop = StepLoop(tmp_path, stage="s", steps=FIVE_STEPS, save_every_num_steps=1, keep_best=keep)
+    run(loop, CountingPolicy())
+    assert caplog.text.count("without the metric 'scroe' of keep_best") == 1
+    assert "num_valid_tokens, value" in caplog.text
+    assert loop.finish().step == 5
 
 
 class ShardsWriter(SlowWriter):

@@ -15,6 +15,7 @@ from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel, valid_tokens
 from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens
+from nemo_rl_core.backends.training.dtensor.parallelize import run_within
 from nemo_rl_core.backends.training.dtensor.shards import fill_parameter
 from nemo_rl_core.backends.training.padded import next_tokens, scatter, wanted_positions
 from nemo_rl_core.backends.training.vocab_parallel import (
@@ -128,23 +129,53 @@ class LogprobModel(PackedModel):
         """Compares packed, chunked logprobs with the model's own logits on three short sequences.
 
         A model that scales or caps its logits, or attends across packed sequences, would silently
-        be trained on wrong values.
+        be trained on wrong values. What follows the decoder is compared apart, on the same hidden
+        states: there, bfloat16 only rounds the logits, so the bound is tight.
 
         Raises:
             ModelError: If they differ.
         """
         batch, microbatch = self._probe(self.num_logits)
         packed = self.logprobs(batch, self.packed(batch, microbatch))
-        differences = []
+        differences, of_head, largest = [], [], 0.0
         for row, length in enumerate(batch["input_lengths"].tolist()):
             sequence = batch["input_ids"][row : row + 1, :length]
-            logits = self._plain_logits(sequence)
+            hidden, logits = (each[:, : length - 1] for each in self._plain_outputs(sequence))
             plain = logprobs_from_logits(
-                logits[:, :-1].float(), sequence[:, 1:], temperature=self._temperature
+                logits.float(), sequence[:, 1:], temperature=self._temperature
             )
             differences.append(packed[row, : length - 1] - plain[0])
-        self._refuse_above(torch.cat(differences), "logprobs")
+            of_head.append(self._after(hidden[0], sequence[0, 1:]) - plain[0])
+            largest = max(largest, float(logits.abs().max()))
+        self._refuse_above(
+            torch.cat(of_head),
+            "logprobs from its hidden states",
+            cause="changes its outputs after the head",
+            bound=self._rounding(largest),
+        )
+        self._refuse_above(
+            torch.cat(differences),
+            "logprobs for packed sequences",
+            cause="does not keep packed sequences apart",
+        )
         self._share_if_faithful(self.logprobs, batch, microbatch)
+
+    def _after(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """`[T]` logprobs of `token_ids [T]` after `hidden [T, D]`."""
+
+        def chosen() -> torch.Tensor:
+            with self._autocast():
+                ids = token_ids[:, None]
+                return token_logprobs(hidden, self._head, ids, temperature=self._temperature)[:, 0]
+
+        found: torch.Tensor = run_within(self.model, chosen)
+        return found
+
+    def _rounding(self, largest: float) -> float:
+        """The bound of logprobs from the same hidden states: a step of bfloat16 at that logit."""
+        if self._dtype == "float32":
+            return self._bound
+        return torch.finfo(torch.bfloat16).eps * largest / self._temperature
 
 
 class ScoreModel(PackedModel):
@@ -220,9 +251,13 @@ class ScoreModel(PackedModel):
             differences = []
             for row, length in enumerate(batch["input_lengths"].tolist()):
                 sequence = batch["input_ids"][row : row + 1, :length]
-                score = self._plain_logits(sequence).float()
+                score = self._plain_outputs(sequence)[1].float()
                 differences.append(packed[row, length - 1] - score[0, 0])
-            self._refuse_above(torch.stack(differences), "scores")
+            self._refuse_above(
+                torch.stack(differences),
+                "scores for packed sequences",
+                cause="changes its outputs after the head, or does not keep packed sequences apart",
+            )
             self._share_if_faithful(self.values, batch, microbatch)
         finally:
             self._head.weight.copy_(own)

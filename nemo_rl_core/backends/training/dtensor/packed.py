@@ -200,11 +200,17 @@ class PackedModel(ABC):
             ).last_hidden_state
         return hidden
 
-    def _plain_logits(self, sequence: torch.Tensor) -> torch.Tensor:
-        """The model's own `[1, T, V]` logits, or `[1, 1]` scores, of one sequence `[1, T]` alone.
+    def _plain_outputs(self, sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs of the model's own forward pass on one sequence.
 
         If ranks split rows, the sequence is padded to a divisible length, which does not change a
         causal model's outputs before the padding.
+
+        Args:
+            sequence: `[1, T]` token ids.
+
+        Returns:
+            `[1, T, D]` hidden states of the decoder, and `[1, T, V]` logits or `[1, 1]` scores.
         """
         options: dict[str, Any] = {"use_cache": False}
         group = None
@@ -216,9 +222,18 @@ class PackedModel(ABC):
                 group = mesh.context_group
                 last = torch.full_like(sequence, sequence.shape[1] - 1)
                 options["attention_mask"] = packed_causal_mask(last, group)
-        with self._autocast():
-            logits: torch.Tensor = self.model(input_ids=sequence, **options).logits
-        return logits if group is None else gathered_parts(logits, group, dim=1)
+        hidden: list[torch.Tensor] = []
+        hook = self._decoder.register_forward_hook(
+            lambda _, __, output: hidden.append(output.last_hidden_state)
+        )
+        try:
+            with self._autocast():
+                logits: torch.Tensor = self.model(input_ids=sequence, **options).logits
+        finally:
+            hook.remove()
+        if group is None:
+            return hidden[0], logits
+        return gathered_parts(hidden[0], group, dim=1), gathered_parts(logits, group, dim=1)
 
     def _probe(
         self, vocab_size: int, without: int | None = None
@@ -275,16 +290,17 @@ class PackedModel(ABC):
         found = differences.abs()
         return float(found.max() if self._dtype == "float32" else found.mean())
 
-    def _refuse_above(self, differences: torch.Tensor, what: str) -> None:
-        found = self._size_of(differences)
-        if not found < self._bound:
+    def _refuse_above(
+        self, differences: torch.Tensor, what: str, *, cause: str, bound: float | None = None
+    ) -> None:
+        found, bound = self._size_of(differences), self._bound if bound is None else bound
+        if not found < bound:
             mean = "" if self._dtype == "float32" else "mean "
             raise ModelError(
-                f"{type(self.model).__name__} computes different {what} for packed sequences",
-                expected=f"a {mean}difference below {self._bound}",
+                f"{type(self.model).__name__} computes different {what}",
+                expected=f"a {mean}difference below {bound:.3g}",
                 got=f"{found:.3g}",
-                fix="this model changes its outputs after the head, or does not keep packed "
-                "sequences apart; choose another model",
+                fix=f"this model {cause}; choose another model",
             )
 
 

@@ -53,15 +53,16 @@ def parallelize(
         apply_context_parallel(model, mesh.context_group)
     if mesh is not None and training.tensor_parallel_size > 1:
         apply_tensor_parallel(model, training, mesh.parameters["tensor"])
-    layers = model.get_decoder().layers
-    for layer in layers:
+    for layer in model.get_decoder().layers:
+        # Inside the module's hooks, in which FSDP2 gathers the weights before they run again.
+        if training.compile:
+            # Inside the checkpoint, which Dynamo skips together with all that it calls. Lengths
+            # of micro-batches differ; a graph for the first one only would be compiled in vain.
+            layer.forward = torch.compile(layer.forward, dynamic=True)
         if training.recomputes:
-            # Inside the module's hooks: FSDP2 gathers the weights before they run again.
             layer.forward = partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
-        if training.compile:
-            layer.compile()
     if mesh is None:
         # Quantized weights are on the device already, and cannot be moved.
         return model if getattr(model, "is_quantized", False) else model.to(local_device())

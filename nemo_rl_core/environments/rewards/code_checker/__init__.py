@@ -1,6 +1,7 @@
-"""What runs inside the two sandboxes of a completion's unit tests; standard library only.
+"""Code that runs in the two sandboxes of a completion's unit tests; standard library only.
 
-`program` runs the completion and answers calls, `checker` runs the row's tests and makes the calls,
-and `plain` is the language between them. `names` decides whose a name of a test is. `row` runs a
-row's tests without a program.
+`program` runs the completion and answers calls, `checker` runs the row's tests and makes the calls.
+`plain` encodes the data that the two exchange, `remote` represents the program's objects in a test,
+`expected` tracks which of the program's exceptions a test catches, and `names` decides where a name
+of a test comes from. `row` runs a row's tests without a program.
 """

@@ -26,23 +26,25 @@ def encode(value: Any, other: Callable[[Any], Encoded]) -> Encoded:  # noqa: PLR
         >>> encode((1, {"a": None}), repr)
         ['tuple', [1, ['dict', [['a', None]]]]]
     """
-    if value is None or isinstance(value, bool):
+    # Of the type, since `isinstance` also asks a value for its `__class__`.
+    kind = type(value)
+    if value is None or issubclass(kind, bool):
         return value
-    if isinstance(value, int):
+    if issubclass(kind, int):
         # Hexadecimal has no limit on digits, and takes time in proportion to them.
         return int(value) if abs(value) < _LARGEST_PLAIN else ["int", hex(value)]
-    if isinstance(value, float):
+    if issubclass(kind, float):
         return ["float", float(value).hex()]
-    if isinstance(value, complex):
+    if issubclass(kind, complex):
         return ["complex", [float(value.real).hex(), float(value.imag).hex()]]
-    if isinstance(value, str):
+    if issubclass(kind, str):
         return str(value)
-    if isinstance(value, (bytes, bytearray)):
+    if issubclass(kind, (bytes, bytearray)):
         return ["bytes", bytes(value).hex()]
-    if isinstance(value, dict):
+    if issubclass(kind, dict):
         return ["dict", [[encode(k, other), encode(v, other)] for k, v in value.items()]]
-    for name, kind in _SEQUENCES.items():
-        if isinstance(value, kind):
+    for name, sequence in _SEQUENCES.items():
+        if issubclass(kind, sequence):
             return [name, [encode(each, other) for each in value]]
     return other(value)
 

@@ -9,21 +9,18 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_rl_core.environments.rewards.code_checker.checker import (
-    BrokenTestError,
-    Connection,
-    run_test,
-)
+from nemo_rl_core.environments.rewards.code_checker.checker import import_packages, run_test
+from nemo_rl_core.environments.rewards.code_checker.remote import BrokenTestError, Connection
 from nemo_rl_core.environments.rewards.code_checker.streams import silence
 
 
 class _FirstRequest(Connection):
     """Ends the process with the first request."""
 
-    def __init__(self, report: int, place: int) -> None:
+    def __init__(self, report: int, index: int) -> None:
         null = open(os.devnull, "r+b", buffering=0)  # noqa: PTH123, SIM115 (for as long as this)
         super().__init__(null, null)
-        self._report, self._place = report, place
+        self._report, self._place = report, index
 
     def _ask(self, *_: Any) -> NoReturn:
         _say(self._report, [self._place, True])
@@ -33,19 +30,21 @@ class _FirstRequest(Connection):
 def main() -> None:
     """Reads `tests.json`; reports on stderr, a line each, from the test `first` on.
 
-    `[place, true]` for a test that asks, `["broken", why]` for one that ends before that, and
+    `[index, true]` for a test that asks, `["broken", why]` for one that ends before that, and
     nothing for one that takes its process with it.
     """
     report = os.dup(2)
     silence()
+    import_packages()
     stored = json.loads(Path("tests.json").read_text(encoding="utf-8"))
-    for place, source in list(enumerate(stored["tests"]))[stored["first"] :]:
+    for index, source in list(enumerate(stored["tests"]))[stored["first"] :]:
         child = os.fork()
         if child == 0:
             try:
-                run_test(source, stored["setup"], _FirstRequest(report, place))
+                first_request = _FirstRequest(report, index)
+                run_test(source, stored["setup"], tuple(stored["declared"]), first_request)
             except BrokenTestError as error:
-                _say(report, ["broken", f"test {place}: {error}"[:300]])
+                _say(report, ["broken", f"test {index}: {error}"[:300]])
             finally:
                 os._exit(0)
         os.waitpid(child, 0)

@@ -14,13 +14,15 @@ from nemo_rl_core.algorithms.grpo.loss_config import (
     ClippedLoss,
     ConstantDenominator,
     GSPOLoss,
-    KLPenalty,
+    KLInLoss,
     OnPolicyLoss,
     ReinforceLoss,
     SAPOLoss,
     SequenceMaskImportance,
     TruncatedImportance,
 )
+from nemo_rl_core.algorithms.ppo.config import PPOConfig
+from nemo_rl_core.config.kl import KLInReward
 from nemo_rl_core.errors import ConfigError
 
 IN_REWARD = {"place": "in_reward"}
@@ -67,8 +69,35 @@ def test_parts_of_a_loss_are_read_by_kind():
     ).loss
     assert loss.reduction == ConstantDenominator(max_tokens=9)
     assert loss.importance == TruncatedImportance(cap=3.0)
-    assert loss.kl == KLPenalty(kind="k1", place="in_reward")
+    assert loss.kl == KLInReward()
     assert config(loss={"reduction": "sequence_mean"}).loss.reduction == "sequence_mean"
+
+
+@pytest.mark.parametrize("kl", [IN_REWARD, {**IN_REWARD, "beta": 0.5}])
+def test_the_kl_in_the_reward_is_estimated_by_k1(kl):
+    assert config(loss={"kl": kl}).loss.kl.kind == "k1"
+    assert config().loss.kl.kind == "k3"
+    # From a preset, too, whose penalty in the loss has another kind.
+    assert config(preset="grpo", loss={"kl": kl}).loss.kl.kind == "k1"
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+@pytest.mark.parametrize("read", [GRPOConfig, PPOConfig])
+def test_a_biased_kl_in_the_reward_must_be_allowed(read, kind):
+    def with_kl(**kl):
+        section = {"kl": {"kind": kind, **kl}}
+        return read.model_validate({"loss": section} if read is GRPOConfig else section)
+
+    with pytest.raises(ConfigError, match=f"the estimator {kind} in the reward") as caught:
+        with_kl(place="in_reward")
+    assert "set kl.kind to k1" in str(caught.value)
+    assert with_kl(place="in_reward", allow_biased_gradient=True)
+    assert config(loss={"kl": {"kind": kind}}).loss.kl == KLInLoss(kind=kind)
+
+
+def test_an_option_of_the_other_place_is_named():
+    with pytest.raises(ConfigError, match="'allow_biased_gradient' belongs to place in_reward"):
+        config(loss={"kl": {"allow_biased_gradient": True}})
 
 
 def test_overlong_completions_are_penalized_or_filtered():

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig
-from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch
+from nemo_rl_core.algorithms.grpo.data import (
+    add_advantages,
+    grpo_batch,
+    kl_penalties,
+    with_outcomes,
+)
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.rollouts.batch import mean_advantages
 from nemo_rl_core.rollouts.records import load_rollouts, save_rollouts
@@ -169,6 +174,19 @@ def test_kl_in_the_reward_is_measured_by_the_spread_of_the_outcomes():
     batch = with_logprobs(batch_of(rollout(1.0), rollout(0.0, length=2)))
     found = advantages(batch, advantage={"kind": "group_normalized"}, loss=IN_REWARD)
     close(found, [[0, 0.65 / S, 0], [0, -0.65 / S, -0.65 / S]])
+
+
+def test_a_truncated_completion_that_is_left_out_still_has_its_kl():
+    # The group's mean is of both: 1 - 0.1 * 1 and 0.5 - 0.1 * (1 + 3).
+    batch = with_logprobs(batch_of(rollout(1.0), rollout(0.5, length=2, truncated=True)))
+    filtered = {"overlong": {"kind": "filter"}, "loss": IN_REWARD}
+    close(
+        advantages(batch, advantage={"kind": "leave_one_out"}, **filtered), [[0, 0.8, 0], [0] * 3]
+    )
+    config = GRPOConfig.model_validate(filtered)
+    outcomes = with_outcomes(batch, config, max_new_tokens=10)
+    assert outcomes["sample_mask"].tolist() == [1, 0]
+    close(kl_penalties(outcomes, config), [0.1, 0.4])
 
 
 @pytest.mark.parametrize("beta", [1e-4, 0.01, 1.0])

@@ -15,13 +15,14 @@ from nemo_rl_core.algorithms.grpo.loss_config import (
     ClippedLoss,
     ConstantDenominator,
     GSPOLoss,
-    KLPenalty,
+    KLInLoss,
     OnPolicyLoss,
     ReinforceLoss,
     SAPOLoss,
     SequenceMaskImportance,
     TruncatedImportance,
 )
+from nemo_rl_core.config.kl import KLInReward
 from nemo_rl_core.functional.protocols import LossFunction
 
 LN2 = math.log(2)
@@ -75,7 +76,7 @@ def test_token_mean_by_hand():
         {
             "loss": 6 / 4,
             "ratio_mean": (2 + 1 + 0.5 + 2) / 4,
-            "approx_entropy": -(LN2 + 0 - LN2 + LN2) / 4,
+            "approx_entropy": -(2 * LN2 + 0 - LN2 / 2 + 2 * LN2) / 4,
             "clip_fraction_high": 1 / 4,
             "clip_fraction_low": 1 / 4,
             # d = cur - prev = ln2, 0, -ln2, ln2; e^d - 1 - d
@@ -136,7 +137,7 @@ def test_kl_penalty_by_hand(kind, value, gradient):
         "prev_logprobs": current.detach(),
         "reference_logprobs": current.detach() - LN2,
     }
-    loss, metrics = run(ClippedLoss(kl=KLPenalty(kind=kind, beta=0.5)), current, batch)
+    loss, metrics = run(ClippedLoss(kl=KLInLoss(kind=kind, beta=0.5)), current, batch)
     loss.backward()
     assert metrics["kl"].item() == pytest.approx(value)
     assert loss.item() == pytest.approx(0.5 * value)
@@ -185,8 +186,8 @@ CORRECTIONS = [
 ]
 PENALTIES = [
     None,
-    *(KLPenalty(kind=kind, beta=0.3) for kind in ("k1", "k2", "k3")),
-    KLPenalty(kind="k3", beta=0.3, place="in_reward"),
+    *(KLInLoss(kind=kind, beta=0.3) for kind in ("k1", "k2", "k3")),
+    KLInReward(beta=0.3),
 ]
 
 
@@ -211,6 +212,7 @@ def cases(draw):
         kl=draw(st.sampled_from(PENALTIES)),
         importance=draw(st.sampled_from(CORRECTIONS)),
         entropy_bonus=draw(st.sampled_from([0.0, 0.2])),
+        weighted_terms=draw(st.sampled_from(["all", "policy"])),
     )
     return config, current, batch
 
@@ -271,14 +273,16 @@ def plain_row(config, cur, anchor, row):
     gen, count = row["generation_logprobs"], max(len(valid), 1)
     mean_ratio = sum(cur[t] - prev[t] for t in valid) / count
     mean_weight = sum(prev[t] - gen[t] for t in valid) / count
+    mean_anchor = sum(anchor[t] - prev[t] for t in valid) / count
     losses = []
     for t in valid:
         log_ratio = mean_ratio if config.kind == "gspo" else cur[t] - prev[t]
         loss = policy_loss(config, cur[t], anchor[t], prev[t], row["advantages"][t], log_ratio)
         weight = importance(config, prev[t] - gen[t], mean_weight)
-        losses.append(
-            weight * loss + penalty(config, cur[t], anchor[t], row["reference_logprobs"][t])
-        )
+        fixed = math.exp(mean_anchor if config.kind == "gspo" else anchor[t] - prev[t])
+        on_policy = weight * fixed if config.weighted_terms == "all" else 1.0
+        extra = penalty(config, cur[t], anchor[t], row["reference_logprobs"][t])
+        losses.append(weight * loss + on_policy * extra)
     return losses
 
 

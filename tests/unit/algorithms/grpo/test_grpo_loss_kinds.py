@@ -12,13 +12,14 @@ from nemo_rl_core.algorithms.grpo.loss_config import (
     ClippedLoss,
     ConstantDenominator,
     GSPOLoss,
-    KLPenalty,
+    KLInLoss,
     OnPolicyLoss,
     ReinforceLoss,
     SAPOLoss,
     SequenceMaskImportance,
     TruncatedImportance,
 )
+from nemo_rl_core.config.kl import KLInReward
 
 LN2 = math.log(2)
 
@@ -132,7 +133,7 @@ def test_sapo():
     ],
 )
 def test_corrections(importance, weights):
-    config = ClippedLoss(kl=KLPenalty(kind="k1", beta=1.0), importance=importance)
+    config = ClippedLoss(kl=KLInLoss(kind="k1", beta=1.0), importance=importance)
     zeros = [[0.0] * 2] * 2
     loss, metrics, gradient = run(
         config,
@@ -142,10 +143,10 @@ def test_corrections(importance, weights):
         generation=[[-1 - 2 * LN2, -1 + 2 * LN2], [-1 - LN2, -1 - LN2]],
         reference=zeros,
     )
-    # The penalty, k1 = -1 with gradient -1, is not weighted.
-    assert loss == pytest.approx(-sum(weights) / 4 - 1)
+    # The penalty, k1 = -1 with gradient -1, has the same weight.
+    assert loss == pytest.approx(-2 * sum(weights) / 4)
     flat = [value for row in gradient for value in row]
-    assert flat == pytest.approx([(-weight - 1) / 4 for weight in weights])
+    assert flat == pytest.approx([-2 * weight / 4 for weight in weights])
     assert metrics["importance_weight"] == pytest.approx(sum(weights) / 4)
     changed = [w != raw for w, raw in zip(weights, [4, 0.25, 2, 2], strict=True)]
     assert metrics["importance_cut_fraction"] == pytest.approx(sum(changed) / 4)
@@ -168,9 +169,8 @@ def test_a_token_the_engine_found_impossible_is_cut_and_counted():
 
 def test_constant_denominator():
     config = ReinforceLoss(kl=None, reduction=ConstantDenominator(max_tokens=10))
-    loss, metrics, _ = run(
-        config, [[-1.0, -2.0], [-3.0, -4.0]], [[1.0] * 2] * 2, prev=[[0.0] * 2] * 2
-    )
+    current = [[-1.0, -2.0], [-3.0, -4.0]]
+    loss, metrics, _ = run(config, current, [[1.0] * 2] * 2, prev=current)
     # ten tokens for each of two sequences
     assert loss == pytest.approx((1 + 2 + 3 + 4) / 20)
     # metrics stay a token
@@ -179,7 +179,7 @@ def test_constant_denominator():
 
 def test_entropy_bonus():
     config = ReinforceLoss(kl=None, entropy_bonus=0.1)
-    loss, metrics, gradient = run(config, [[-1.0, -3.0]], [[0.0, 0.0]], prev=[[0.0, 0.0]])
+    loss, metrics, gradient = run(config, [[-1.0, -3.0]], [[0.0, 0.0]], prev=[[-1.0, -3.0]])
     # -0.1 * (1 + 3) / 2; the gradient of exp(cur - stopgrad) cur is cur + 1
     assert loss == pytest.approx(-0.2)
     assert gradient[0] == pytest.approx([0, -0.1])
@@ -187,7 +187,7 @@ def test_entropy_bonus():
 
 
 def test_kl_in_the_reward_is_reported_but_adds_nothing():
-    kl = KLPenalty(kind="k1", beta=5.0, place="in_reward")
+    kl = KLInReward(beta=5.0)
     config = ReinforceLoss(kl=kl)
     loss, metrics, _ = run(config, [[-1.0]], [[2.0]], prev=[[-1.0]], reference=[[-3.0]])
     assert loss == 2

@@ -3,8 +3,9 @@
 import pytest
 
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSchedule, GRPOSettings
-from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, ConstantDenominator, KLPenalty
+from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, ConstantDenominator, KLInLoss
 from nemo_rl_core.algorithms.grpo.presets import PRESETS
+from nemo_rl_core.config.kl import KLInReward
 from nemo_rl_core.errors import ConfigError
 
 NAMES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "sapo", "gdpo"]
@@ -43,14 +44,23 @@ def test_overrides_change_what_they_name():
 
 def test_overrides_reach_maps_within_maps():
     config = preset("rloo", loss={"kl": {"beta": 0.5}})
-    assert config.loss.kl == KLPenalty(kind="k1", beta=0.5, place="in_reward")
+    assert config.loss.kl == KLInReward(beta=0.5)
     assert config.loss.reduction == ConstantDenominator(max_tokens=1)
+
+
+def test_an_estimator_keeps_the_weight_of_the_penalty():
+    config = preset("grpo", loss={"kl": {"kind": "k1"}})
+    assert config.loss.kl == KLInLoss(kind="k1", beta=0.04)
+
+
+def test_another_place_replaces_the_penalty():
+    assert preset("grpo", loss={"kl": {"place": "in_reward"}}).loss.kl == KLInReward()
 
 
 def test_another_kind_replaces_what_there_was():
     config = preset("dapo", loss={"kind": "sapo"}, overlong=None)
     assert config.loss.kind == "sapo"
-    assert config.loss.kl == KLPenalty()  # the default of its kind
+    assert config.loss.kl == KLInLoss()  # the default of its kind
     assert config.overlong is None
 
 

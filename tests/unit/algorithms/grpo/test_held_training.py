@@ -43,7 +43,7 @@ OFF = {
     "max_token_mult_prob_error": BOUND,
     "max_masked_fraction": 0.99,
 }
-IN_REWARD = {"kl": {"kind": "k2", "beta": 0.5, "place": "in_reward"}}
+IN_REWARD = {"kl": {"beta": 0.5, "place": "in_reward"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "one optimizer step": {},
     "several optimizer steps": {"train_global_batch_size": 8},
@@ -82,6 +82,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "gate": OFF,
     },
     "sequences that are off": {"gate": OFF},
+    "sequences that are off, truncated ones left out": {
+        "overlong": {"kind": "filter"},
+        "gate": OFF,
+    },
 }
 
 
@@ -179,6 +183,16 @@ def test_held_rollouts_train_to_the_same_bits(
         for each in MetricsFile(held / "metrics.jsonl").read()
     ]
     assert any(inconsistent) == ("gate" in VARIANTS[variant])
+
+
+def test_sequences_that_are_off_are_not_trained_on(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that computes gradients before the gate, against one that asks the gate first."""
+    once = trained(tiny_model, tmp_path / "once", gate=OFF)
+    monkeypatch.setattr(GRPOTrainer, "_updates_once", lambda *_: False)
+    gated_first = trained(tiny_model, tmp_path / "gated_first", gate=OFF)
+    assert_equal(once, gated_first)
 
 
 def noted_readers(monkeypatch: pytest.MonkeyPatch) -> list[str]:

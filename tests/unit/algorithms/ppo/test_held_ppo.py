@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one optimizer step": {},
     "several optimizer steps": {"train_global_batch_size": 8, "bootstrap_truncated": True},
     "without a reference": {"kl": None, "critic": {"value_clip": None}},
-    "the critic alone at first": {"num_critic_warmup_steps": 1, "kl": {"kind": "k3", "beta": 0.5}},
+    "only the critic at first": {"num_critic_warmup_steps": 1, "kl": {"beta": 0.5}},
     "sequences that are off": {"gate": OFF},
 }
 

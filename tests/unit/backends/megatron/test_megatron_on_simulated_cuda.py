@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
-from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, KLPenalty
+from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, KLInLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import MegatronTraining
@@ -21,7 +21,7 @@ from nemo_rl_core.errors import ConfigError
 from tests.simulated_cuda import count, simulated_cuda
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
-LOSS = GRPOLossFn(ClippedLoss(kl=KLPenalty(beta=0.1)))
+LOSS = GRPOLossFn(ClippedLoss(kl=KLInLoss(beta=0.1)))
 
 
 def make_batch(num_rows: int) -> BatchedDataDict:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
-from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, KLPenalty
+from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, KLInLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import MegatronTraining
@@ -23,7 +23,7 @@ from tests import fake_transformer_engine as fake
 from tests.simulated_cuda import simulated_cuda
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
-LOSS = GRPOLossFn(ClippedLoss(kl=KLPenalty(beta=0.1)))
+LOSS = GRPOLossFn(ClippedLoss(kl=KLInLoss(beta=0.1)))
 SIGNATURES = Path(__file__).parent / "transformer_engine_2.11.json"
 LENGTHS = [11, 4, 7, 2, 9, 3]
 SHAPE: dict[str, Any] = {

@@ -22,8 +22,9 @@ def say(*lines):
 
 @dataclass(frozen=True)
 class Row:
-    """A test, a program that passes it, and programs that must not."""
+    """A test of a declared name, a program that passes it, and programs that must not."""
 
+    name: str
     test: str
     right: str
     hostile: dict[str, str]
@@ -39,6 +40,7 @@ def _with(methods: str, base: str = "") -> str:
 
 
 PRIMES = Row(
+    "is_prime",
     "assert all(map(is_prime, [2, 3, 5, 7]))",
     "def is_prime(n): return n > 1 and all(n % d for d in range(2, n))",
     {
@@ -90,12 +92,14 @@ PRIMES = Row(
 )  # fmt: skip
 
 SUM = Row(
+    "centred",
     "assert sum(map(centred, [1, 2, 3])) == 0 and [*map(centred, [1])] == [-1]",
     "def centred(x): return x - 2",
     {"ends the sum": _raising("StopIteration", "centred")},
 )
 
 SENTINEL = Row(
+    "Counter",
     "step = Counter().step\nassert list(iter(step, 3)) == [1, 2]",
     "class Counter:\n    n = 0\n    def step(self): self.n += 1; return self.n",
     {
@@ -121,6 +125,7 @@ for n, line in enumerate(frame.f_locals['requests']): say(['returned', answer(n)
 """Never returns to the harness: every reply is what the program's own `answer` says."""
 
 SORTED = Row(
+    "order",
     "r = order([3, 1, 2])\n"
     "assert all(r[i] <= r[i + 1] for i in range(len(r) - 1)) and sorted(r) == sorted([3, 1, 2])",
     "def order(x): return sorted(x)",
@@ -147,6 +152,7 @@ SORTED = Row(
 )
 
 NAMED = Row(
+    "order",
     "assert sorted(order) == [1, 2, 3] and order[0] == 1 and order[1] == 2 and order[2] == 3",
     "order = [1, 2, 3]",
     {
@@ -162,6 +168,7 @@ NAMED = Row(
 )
 
 ATTRIBUTE = Row(
+    "Box",
     "box = Box()\nassert sorted(box.items) == [1, 2, 3] and box.items[0] == 1\n"
     "assert box.items[1] == 2 and box.items[2] == 3",
     "class Box:\n    items = [1, 2, 3]",
@@ -180,6 +187,7 @@ ATTRIBUTE = Row(
 )
 
 HAS = Row(
+    "Stack",
     "stack = Stack()\nassert hasattr(stack, 'push') and hasattr(stack, 'pop')",
     "class Stack(object):\n    def push(self, x): pass\n    def pop(self): pass",
     {
@@ -195,6 +203,7 @@ HAS = Row(
 )
 
 ADD = Row(
+    "add",
     "assert add(1, 2) == 3 and add(2, 2) == 4",
     "def add(a, b): return a + b",
     {
@@ -328,6 +337,7 @@ ADD = Row(
 
 
 THREE_VALUES = Row(
+    "x",
     "assert x == 5 and x == 6 and x == 7",
     "",
     {"is what it is asked for": "def answer(n): return 5 + n" + SERVER},
@@ -339,7 +349,8 @@ _TRUE = "staticmethod(lambda *a, **k: True)"
 
 def _shadow(name: str, test: str, right: str, members: str, wrong: str) -> Row:
     """A test that takes a standard module without an import, and a program with its own."""
-    return Row(test, right, {f"its own {name}": f"class {name}:\n    {members}\n{wrong}"})
+    hostile = {f"its own {name}": f"class {name}:\n    {members}\n{wrong}"}
+    return Row(right.removeprefix("def ").partition("(")[0], test, right, hostile)
 
 
 SHADOWS = (

@@ -1,7 +1,8 @@
 """Programs against unit tests, in the real sandboxes."""
 
+import ast
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ def scorer(namespaces: None) -> CodeScorer:
 
 @pytest.fixture
 def score(scorer: CodeScorer, rollout: Make) -> Callable[..., float | RewardError]:
-    def go(program: str, tests: list[Any], **metadata: str) -> float | RewardError:
-        row = json.dumps({"tests": tests, **metadata})
+    def go(
+        program: str, tests: list[Any], names: Sequence[str] = ("add",), **metadata: str
+    ) -> float | RewardError:
+        row = json.dumps({"tests": tests, "entry_point": list(names), **metadata})
         return scorer.score([rollout(program, metadata=row)])[0]
 
     return go
@@ -80,7 +83,7 @@ def test_the_reward_is_the_fraction_of_tests_passed(
 
 def test_all_or_nothing(namespaces: None, rollout: Make) -> None:
     scorer = make_scorer(CodeTests(reward="all"))
-    metadata = json.dumps({"tests": ADD})
+    metadata = json.dumps({"tests": ADD, "entry_point": "add"})
     half, whole = "def add(a, b): return 3", "add = lambda a, b: a + b"
     rollouts = [rollout(text, metadata=metadata) for text in (half, whole, half)]
     assert scorer.score(rollouts) == [0.0, 1.0, 0.0]
@@ -97,7 +100,7 @@ def test_plain_data_goes_there_and_back_unchanged(score: Score) -> None:
         f"value = {PLAIN.strip()}\nback = same(value)\nassert back == value\n"
         "assert repr(back) == repr(value)",
     ]
-    assert score("def same(x): return x", tests) == 1.0
+    assert score("def same(x): return x", tests, ["same"]) == 1.0
 
 
 def _never(kind: str, content: Any) -> Any:
@@ -149,7 +152,18 @@ def test_encoding_is_undone_by_decoding(value: Any) -> None:
     ],
 )  # fmt: skip
 def test_what_tests_may_do(score: Score, program: str, test: str) -> None:
-    assert score(program, [test], setup="import math") == 1.0
+    assert score(program, [test], _defined(program), setup="import math") == 1.0
+
+
+def _defined(program: str) -> list[str]:
+    """Names that a program defines."""
+    names = [
+        node.id if isinstance(node, ast.Name) else node.name
+        for top in ast.parse(program).body
+        for node in [top, *getattr(top, "targets", [])]
+        if isinstance(node, (ast.Name, ast.FunctionDef, ast.ClassDef))
+    ]
+    return list(dict.fromkeys(names))
 
 
 FORGERIES = {
@@ -247,8 +261,8 @@ def test_a_dead_program_passes_no_test_that_expects_an_exception(score: Score) -
     expects = "try:\n    f(-1)\n    assert False\nexcept Exception:\n    pass"
     catches_all = "try:\n    f(-1)\nexcept:\n    pass"
     tests = [expects, catches_all]
-    assert score("def f(x): raise ValueError", tests) == 1.0
-    assert score("import os\ndef f(x): os._exit(0)", tests) == 0.0
+    assert score("def f(x): raise ValueError", tests, ["f"]) == 1.0
+    assert score("import os\ndef f(x): os._exit(0)", tests, ["f"]) == 0.0
 
 
 def test_tests_before_a_crash_count(score: Score) -> None:
@@ -261,7 +275,7 @@ def test_a_program_that_takes_its_time_in_a_test_fails_it(score: Score) -> None:
     # What it gives back keeps the test busy past its limit: the program's fault, not the row's.
     long = "def items(): return list(range(100_000))"
     slow = "assert all(x in items() for x in items())"
-    assert score(long, [slow]) == 0.0
+    assert score(long, [slow], ["items"]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -300,10 +314,12 @@ def test_whole_programs_are_scored_by_their_output(
         '{"tests": ["assert True", {"stdin": "", "stdout": ""}]}',
         '{"tests": [{"stdin": "1"}]}',
         '{"tests": ["assert True"], "setup": 3}',
+        '{"tests": ["assert True"], "entry_point": 3}',
+        '{"tests": ["assert True"], "entry_point": ["a b"]}',
     ],
 )
 def test_a_row_without_tests_is_an_error(metadata: str) -> None:
-    with pytest.raises(RewardError, match="no unit tests"):
+    with pytest.raises(RewardError, match=r"no unit tests|which names its program defines"):
         UnitTests.of(metadata)
 
 
@@ -311,19 +327,24 @@ def test_a_row_without_tests_is_an_error(metadata: str) -> None:
     ("test", "setup", "said"),
     [
         ("assert add(", "", "SyntaxError"),
-        ("assert add(1, 2) == 3", "import numpyy", "ModuleNotFoundError"),
+        ("assert add(1, 2) == 3", "import numpyy", "imports numpyy, which is not"),
+        ("assert add(1, 2) == 3", "try:\n    import numpyy\nfinally:\n    pass", "ModuleNotFound"),
         ("assert add(1, 2) == 3", "1 / 0", "ZeroDivisionError"),
         ("assert add(open('/dev/null'), 2)", "", "TextIOWrapper cannot be sent"),
-        ("1 / 0", "", "ZeroDivisionError: division by zero, before it has asked"),
+        ("1 / 0", "", "it uses none of the names that the row declares: add"),
+        ("1 / 0\nadd()", "", "ZeroDivisionError: division by zero, before it has asked"),
         ("assert add", "raise SystemExit", "SystemExit"),
-        ("assert undefined.add(1, 2)\nimport nothing", "undefined = 1", "AttributeError"),
+        ("assert number.add(1, 2)\nadd()", "number = 1", "AttributeError"),
         ("raise KeyboardInterrupt\nadd(1, 2)", "", "KeyboardInterrupt"),
         ("try:\n    add(open('/dev/null'))\nexcept:\n    pass", "", "it passes, before"),
         # HumanEval's tests without the call at their end.
-        ("def check(candidate):\n    assert candidate(1, 2) == 3", "", "it passes, before"),
+        ("def check(candidate):\n    assert candidate(1, 2) == 3", "", "none of the names"),
+        ("def check(candidate):\n    assert candidate(1, 2) == 3\nadd", "", "it passes, before"),
         ("assert callable(add)", "", "it passes, before"),
-        ("import os; os._exit(0)", "", "it ends its process"),
-        pytest.param("while True: pass", "", "or reaches the limits", marks=pytest.mark.thorough),
+        ("import os; os._exit(0)\nadd()", "", "it ends its process"),
+        pytest.param(
+            "while True: pass\nadd()", "", "or reaches the limits", marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_a_broken_row_is_an_error_and_not_a_zero(
@@ -367,7 +388,7 @@ def test_a_test_that_has_asked_is_failed_and_not_broken(score: Score, test: str)
 @pytest.mark.thorough
 def test_the_reports_of_many_tests_are_not_cut_off(namespaces: None, rollout: Make) -> None:
     patient = make_scorer(CodeTests(cpu_seconds=300, wall_seconds=500))
-    row = json.dumps({"tests": ["assert add(1, 2) == 3"] * 6000})
+    row = json.dumps({"tests": ["assert add(1, 2) == 3"] * 6000, "entry_point": "add"})
     assert patient.score([rollout("def add(a, b): return a + b", metadata=row)]) == [1.0]
 
 
@@ -380,7 +401,7 @@ def test_a_row_of_many_tests_that_reach_the_limits_together_is_not_broken(score:
 
 
 def test_one_broken_row_does_not_fail_the_others(scorer: CodeScorer, rollout: Make) -> None:
-    good = json.dumps({"tests": ADD})
+    good = json.dumps({"tests": ADD, "entry_point": "add"})
     outcomes = scorer.score(
         [
             rollout("def add(a, b): return a + b", metadata=good),

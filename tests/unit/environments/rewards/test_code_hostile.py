@@ -9,16 +9,21 @@ import pytest
 
 from nemo_rl_core.config.single_turn import CodeTests
 from nemo_rl_core.environments.factory import make_scorer
+from nemo_rl_core.environments.needs import refuse_incomplete_rows
 from nemo_rl_core.environments.rewards import code_checker
+from nemo_rl_core.environments.rewards.code_checker.names import package_folders
 from nemo_rl_core.environments.sandbox import Limits, Sandbox
-from nemo_rl_core.types import Rollout
-from tests.unit.environments.rewards.hostile_programs import ROWS
+from nemo_rl_core.errors import DataError
+from nemo_rl_core.types import Prompt, Rollout
+from tests.unit.environments.rewards.forged_programs import ACCEPTED, FORGED, REFUSED
+from tests.unit.environments.rewards.hostile_programs import ROWS, Row
 
 ENDLESS = {"returns what equals the sentinel", "a recursion limit taken away"}
 """Those that run into the limits."""
-ALL = [(row.test, name, program) for row in ROWS for name, program in sorted(row.hostile.items())]
+Case = tuple[Row, str, str]
+ALL = [(row, name, program) for row in ROWS for name, program in sorted(row.hostile.items())]
 HOSTILE = [case for case in ALL if case[1] not in ENDLESS]
-RIGHT = [(row.test, "right", row.right) for row in ROWS if row.right]
+RIGHT = [(row, "right", row.right) for row in ROWS if row.right]
 
 # Both halves of the checker, each in a process of its own, for one case after another. They are
 # forked: that costs a twentieth of two sandboxes a case.
@@ -55,7 +60,7 @@ print(json.dumps(verdicts))
 """
 
 
-def _verdicts(cases: list[tuple[str, str, str]]) -> list[str]:
+def _verdicts(cases: list[Case]) -> list[str]:
     """What the checker reports of each case."""
     folder = "nemo_rl_core/environments/rewards/code_checker"
     assert code_checker.__file__ is not None
@@ -64,33 +69,59 @@ def _verdicts(cases: list[tuple[str, str, str]]) -> list[str]:
         for file in Path(code_checker.__file__).parent.glob("*.py")
     }
     files |= {"main.py": FARM, "count": str(len(cases))}
-    for n, (test, _, program) in enumerate(cases):
+    for n, (row, _, program) in enumerate(cases):
         files[f"case{n}/program.py"] = program
-        files[f"case{n}/tests.json"] = json.dumps({"setup": "", "tests": [test]})
+        stored = {"setup": "", "tests": [row.test], "declared": row.name.split()}
+        files[f"case{n}/tests.json"] = json.dumps(stored)
     limits = Limits(cpu_seconds=10, wall_seconds=500, num_processes=32)
-    ended = Sandbox(limits).run(files)
+    ended = Sandbox(limits).run(files, readable=package_folders())
     assert ended.succeeded, ended
     found: list[str] = json.loads(ended.stdout)
     return found
 
 
+def _check(right: list[Case], wrong: list[Case]) -> None:
+    """Checks all verdicts: a wrong program can neither pass a test nor break its row."""
+    expected = ["[0, true]\n"] * len(right) + ["[0, false]\n"] * len(wrong)
+    verdicts = zip(right + wrong, _verdicts(right + wrong), expected, strict=True)
+    assert [(n, row.test, said) for (row, n, _), said, due in verdicts if said != due] == []
+
+
 def test_no_hostile_program_passes(namespaces: None) -> None:
     assert len(HOSTILE) >= 65
-    said = _verdicts(RIGHT + HOSTILE)
-    rights, forged = said[: len(RIGHT)], said[len(RIGHT) :]
-    assert [case for case, line in zip(RIGHT, rights, strict=True) if line != "[0, true]\n"] == []
-    # No more and no less than a test that failed: a program can neither pass it nor break the row.
-    assert [
-        (name, test, line)
-        for (test, name, _), line in zip(HOSTILE, forged, strict=True)
-        if line != "[0, false]\n"
-    ] == []
+    _check(RIGHT, HOSTILE)
+
+
+def test_no_forged_program_passes(namespaces: None) -> None:
+    forged = [(row, name, program) for row in FORGED for name, program in row.hostile.items()]
+    assert len(forged) >= 60
+    _check([(row, "right", row.right) for row in (*FORGED, *ACCEPTED)], forged)
+
+
+@pytest.mark.parametrize(("test", "name"), REFUSED.items())
+def test_a_name_that_nothing_defines_is_refused_when_rows_are_read(test: str, name: str) -> None:
+    metadata = json.dumps({"tests": ["assert f(1) == 2", test], "entry_point": "f"})
+    rows = [Prompt(str(n), "Write f.", (), "", "code", metadata) for n in range(2)]
+    with pytest.raises(DataError) as caught:
+        refuse_incomplete_rows(rows, CodeTests(), name="train")
+    assert "2 of 2 rows of the train data set cannot be scored" in str(caught.value)
+    assert f"row 1: test 1: it uses {name}, which the row neither defines nor" in str(caught.value)
+    assert f'"entry_point": ["f", "{name}"]' in str(caught.value)
+
+
+def test_a_row_that_declares_nothing_is_refused_with_the_line_to_write() -> None:
+    row = Prompt("0", "Write f.", (), "", "code", json.dumps({"tests": ["assert f(1) == 2"]}))
+    with pytest.raises(DataError, match='add "entry_point": "f" to the row'):
+        refuse_incomplete_rows([row], CodeTests(), name="train")
 
 
 @pytest.mark.thorough
 def test_nor_in_two_sandboxes(namespaces: None, rollout: Callable[..., Rollout]) -> None:
     scorer = make_scorer(CodeTests(cpu_seconds=2, wall_seconds=60))
     rollouts: list[Any] = [
-        rollout(program, metadata=json.dumps({"tests": [test]})) for test, _, program in RIGHT + ALL
+        rollout(
+            program, metadata=json.dumps({"tests": [row.test], "entry_point": row.name.split()})
+        )
+        for row, _, program in RIGHT + ALL
     ]
     assert scorer.score(rollouts) == [1.0] * len(RIGHT) + [0.0] * len(ALL)

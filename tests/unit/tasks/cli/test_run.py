@@ -115,7 +115,7 @@ def test_code_with_a_key_is_not_uploaded(
 
 def test_values_are_yaml() -> None:
     assert changes_of(["a=1e-5", "b=null", "c=[1, x]", "d={e: 2}", "g=", "h=a=b"]) == {
-        "a": "1e-5",  # a number for pydantic
+        "a": 1e-5,
         "b": None,
         "c": [1, "x"],
         "d": {"e": 2},
@@ -270,6 +270,146 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(own_store: Path, tmp_path: 
     assert result.exit_code == 2, result.output
     assert "rows.jsonl" in result.output
     assert not list(own_store.glob("artifacts/train_sft*"))
+
+
+CONVERSATIONS = [
+    {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "no"}]}
+    for i in range(40)
+]
+PAIRS = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": "0"} for i in range(10, 50)]
+QUESTIONS = [{"prompt": f"{i}+2=", "answer": f"{i + 2}"} for i in range(10, 50)]
+
+
+def with_rows(folder: Path, rows: list[dict[str, object]], model: str = "from_config") -> list[str]:
+    file = folder / f"{len(list(folder.iterdir()))}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = f"data={{kind: file, train: {file}, max_prompt_tokens: 64}}"
+    return [f"model.kind={model}", data, "generation.max_new_tokens=8", "--dry-run"]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "settings", "rows", "stages", "line"),
+    [
+        ("sft", [], CONVERSATIONS, ["train_sft"], "the data are conversations (messages)"),
+        ("sft", ["evaluation=null"], CONVERSATIONS, ["train_sft"], ""),
+        ("dpo", ["pairs.kind=data", "sft=null"], PAIRS, ["tokenize_pairs"], "held-out pairs give"),
+        ("sft", ["evaluation=null"], QUESTIONS, ["train_sft"], ""),
+        ("sft", ["promotion=null"], QUESTIONS, ["evaluate"], ""),
+    ],
+)
+def test_rows_without_questions_need_no_invented_ones(
+    own_store: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    pipeline: str,
+    settings: list[str],
+    rows: list[dict[str, object]],
+    stages: list[str],
+    line: str,
+) -> None:
+    model = "from_config" if "prompt" in rows[0] else "text_from_config"
+    result = invoked(pipeline, *settings, *with_rows(tmp_path, rows, model))
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.output.splitlines()]
+    assert [line[0] for line in lines if line[1:2] == ["runs"]] == stages
+    messages = [each.getMessage() for each in caplog.records if "evaluated" in each.getMessage()]
+    assert [line in each for each in messages] == ([True] if line else [])
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "settings", "rows", "fault"),
+    [
+        ("grpo", [], CONVERSATIONS, "the data are conversations (messages), which this recipe"),
+        ("grpo", [], PAIRS, "preference pairs (chosen and rejected), which this recipe"),
+        ("sft", [], PAIRS, "preference pairs (chosen and rejected), which this recipe"),
+        (
+            "sft",
+            ["evaluation=null"],
+            [{"prompt": "a"}, {"prompt": "b"}],
+            "prompts without answers, which this",
+        ),
+        ("dpo", ["sft=null", "pairs.kind=data"], QUESTIONS, "prompts with answers, which this"),
+        ("dpo", ["pairs.kind=data"], PAIRS, "sft cannot train on rows that are preference pairs"),
+        ("post_train", ["pairs.kind=data"], PAIRS, "sft and grpo cannot train on rows that are"),
+        ("distill", [], CONVERSATIONS, "conversations (messages), which this recipe"),
+        ("ppo", [], CONVERSATIONS, "conversations (messages), which this recipe"),
+        ("reward_model", ["sft=null"], CONVERSATIONS, "conversations (messages), which this"),
+        ("evaluate", [], CONVERSATIONS, "the questions of an evaluation are conversations"),
+        ("regression", ["baseline=null"], QUESTIONS, "needs a model to compare with"),
+        ("evaluate", ["evaluation=null"], QUESTIONS, "this recipe does nothing but evaluate"),
+        ("sft", ["export.model=promoted"], CONVERSATIONS, "needs the verdict of a promotion"),
+        ("sft", ["export.model=promoted", "promotion=null"], QUESTIONS, "needs the verdict"),
+        ("grpo", ["evaluation=null", "measure_base=true"], QUESTIONS, "switches evaluation off"),
+    ],
+)
+def test_a_dry_run_refuses_rows_and_sections_that_a_stage_cannot_use(
+    own_store: Path,
+    tmp_path: Path,
+    pipeline: str,
+    settings: list[str],
+    rows: list[dict[str, object]],
+    fault: str,
+) -> None:
+    model = "from_config" if "+" in str(rows[0].get("prompt")) else "text_from_config"
+    result = invoked(pipeline, *settings, *with_rows(tmp_path, rows, model))
+    assert result.exit_code != 0, result.output
+    assert fault in " ".join(f"{result.output} {result.exception}".split())
+
+
+def test_questions_of_an_evaluation_need_no_rows_to_train_on(
+    own_store: Path, tmp_path: Path
+) -> None:
+    arguments = with_rows(tmp_path, CONVERSATIONS, "text_from_config")
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    data = f"evaluation.data={{kind: file, validation: {asked}, max_prompt_tokens: 64}}"
+    result = invoked("sft", data, *arguments)
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.output.splitlines()]
+    states = {line[0]: line[1] for line in lines if len(line) > 1}
+    assert states["evaluate_questions"] == "prepared"
+    assert states["evaluate"] == "runs"
+    asked.unlink()
+    missing = invoked("sft", data, *arguments)
+    text = f"{missing.output} {missing.exception}"
+    assert "evaluation.data.validation: no file" in text
+    assert "evaluation.data.train: no file" not in text
+
+
+def test_a_dry_run_says_once_how_rows_are_read(
+    own_store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = tmp_path / "gsm8k.jsonl"
+    questions = [{"question": f"{n}+1=", "answer": f"#### {n + 1}"} for n in range(20)]
+    rows.write_text("\n".join(map(json.dumps, questions)))
+    recipe = tmp_path / "grpo_mine.yaml"
+    recipe.write_text(
+        f"data: {{kind: file, train: {rows}, max_prompt_tokens: 16}}\n"
+        "grpo: {num_prompts_per_step: 4}\n"
+    )
+    result = invoked("grpo", str(recipe), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert len([line for line in caplog.messages if "gsm8k" in line and "held" not in line]) == 1
+    assert len([line for line in caplog.messages if "held" in line]) == 1
+
+
+def test_a_dry_run_names_rows_that_are_longer_than_the_context(
+    own_store: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    sums = [{"prompt": f"{n}+{'0+' * (n % 4)}1=", "completion": str(n + 1)} for n in range(40)]
+    rows.write_text("\n".join(map(json.dumps, sums)))
+    recipe = tmp_path / "sft_mine.yaml"
+    recipe.write_text(
+        f"model: {{kind: from_config, max_position_embeddings: 12}}\n"
+        f"data: {{kind: file, train: {rows}, validation_fraction: 0.1, max_prompt_tokens: 11}}\n"
+        "generation: {max_new_tokens: 1}\n"
+        "sft: {global_batch_size: 4}\n"
+    )
+    result = invoked("sft", str(recipe), "--dry-run")
+    assert result.exit_code == 2, result.output
+    assert "row has more than 12 tokens (the model's context): rows " in result.output
+    assert invoked("sft", str(recipe), "data.overlong=drop", "--dry-run").exit_code == 0
 
 
 def test_a_dry_run_that_fails_leaves_no_record(own_store: Path, tmp_path: Path) -> None:

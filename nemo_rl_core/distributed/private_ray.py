@@ -1,0 +1,70 @@
+"""A Ray of one machine that only its user can reach: loopback, a token, a private folder."""
+
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nemo_rl_core.errors import ResourceError
+
+_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_MODE = "RAY_AUTH_MODE"
+
+
+def ray_folder() -> Path:
+    """Returns the folder of the sessions of this user's runs.
+
+    Ray makes its folders, with logs and sockets, writable by everyone; their parent is closed.
+    """
+    base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    return Path(base) / f"ray-{os.getuid()}" / "ray"
+
+
+@contextmanager
+def private_start() -> Iterator[Path]:
+    """Has `ray.init` listen on loopback only and take a new token.
+
+    Ray resolves `_node_ip_address="127.0.0.1"` to the address of the network; the constant is what
+    it consults where it starts no clusters. The token is in the environment of Ray's processes,
+    which only their user can read, and in no file. One that the user has set stays.
+
+    Yields:
+        The folder for Ray's sessions.
+
+    Raises:
+        ResourceError: If another user has made that folder.
+    """
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader
+
+    before = {name: os.environ.get(name) for name in (*_TOKENS, _MODE)}
+    is_cluster = ray_constants.ENABLE_RAY_CLUSTER
+    if not any(before[name] for name in _TOKENS) and before[_MODE] != "disabled":
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    AuthenticationTokenLoader.instance().reset_cache()  # else that of an earlier Ray is used
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield _closed_folder()
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = is_cluster
+        for name, value in before.items():  # no other program of this process needs them
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _closed_folder() -> Path:
+    folder = ray_folder()
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.parent.is_symlink() or folder.parent.stat().st_uid != os.getuid():
+        raise ResourceError(
+            f"Ray's sessions cannot be kept in {folder.parent}",
+            expected="a folder of this user, or none",
+            got="a folder or link that another user has made",
+            fix="set RAY_TMPDIR to a folder of yours",
+        )
+    folder.parent.chmod(0o700)
+    return folder

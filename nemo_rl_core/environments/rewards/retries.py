@@ -1,0 +1,145 @@
+"""Retries of calls that fail in the network."""
+
+import asyncio
+import itertools
+import random
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_SECONDS: Final = 0.5
+_LONGEST_PAUSE_SECONDS: Final = 8.0
+_MAX_GIVEN_UP_IN_A_ROW: Final = 8
+"""After so many calls in a row that fail in all attempts, the server is down."""
+_BUSY: Final = frozenset({408, 409, 425, 429})
+_TRANSIENT: Final = frozenset(
+    {
+        "aiohttp.ClientConnectionError",
+        "aiohttp.ClientPayloadError",
+        "anthropic.APIConnectionError",
+        "http.HTTPException",
+        "httpx.TransportError",
+        "openai.APIConnectionError",
+        "requests.ChunkedEncodingError",
+        "requests.ConnectionError",
+        "requests.Timeout",
+        "urllib.ContentTooShortError",
+        "urllib.URLError",
+        "urllib3.MaxRetryError",
+        "urllib3.NewConnectionError",
+        "urllib3.ProtocolError",
+        "urllib3.TimeoutError",
+    }
+)
+"""Package and class of exceptions of clients that mean a failed connection or a time-out."""
+_PERMANENT: Final = frozenset({"httpx.UnsupportedProtocol", "httpx.LocalProtocolError"})
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a failure of the network may pass.
+
+    No connection, a time-out, and the HTTP statuses 408, 409, 425, 429 and 5xx may. Exceptions of
+    httpx, requests, aiohttp, urllib, urllib3 and clients such as openai are recognised, and any
+    exception with an HTTP status. An exception that was raised from another (`raise ... from
+    error`) counts as that one.
+    """
+    status = _status(error)
+    if status is not None:
+        return status in _BUSY or 500 <= status < 600
+    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+    if names & _PERMANENT:
+        return False
+    if names & _TRANSIENT or isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)):
+        return True
+    return error.__cause__ is not None and is_transient(error.__cause__)
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status of an exception."""
+    response = getattr(error, "response", None)
+    for holder, name in ((error, "status_code"), (response, "status_code"), (error, "status")):
+        status = getattr(holder, name, None)
+        if isinstance(status, int):
+            return status
+    # Only of urllib: `code` means other things elsewhere.
+    code = getattr(error, "code", None)
+    return code if type(error).__module__ == "urllib.error" and isinstance(code, int) else None
+
+
+class Retries:
+    """Repeats calls that fail in the network, with a pause that doubles.
+
+    Args:
+        num_retries: Maximum number of attempts after the first.
+        total_seconds: Time after the start of a call from which no attempt begins.
+
+    Attributes:
+        count: Number of attempts after the first, of all calls.
+    """
+
+    def __init__(self, num_retries: int = 4, *, total_seconds: float = 30.0) -> None:
+        self._num_retries, self._total_seconds = num_retries, total_seconds
+        self._num_given_up = self.count = 0
+        # Not the global generator: a reward may have seeded it.
+        self._random = random.Random()
+
+    def begin(self) -> None:
+        """Starts a new set of calls: a server that was down may be up again."""
+        self._num_given_up = 0
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Returns what a function returns.
+
+        Raises:
+            Exception: As the last attempt raised it.
+        """
+        started = time.monotonic()
+        for attempt in itertools.count():
+            try:
+                return self._succeeded(function())
+            except Exception as error:
+                pause = self._pause(error, attempt, started)
+                if pause is None:
+                    raise
+            time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def awaited(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Returns what a coroutine function returns.
+
+        Raises:
+            Exception: As the last attempt raised it.
+        """
+        started = time.monotonic()
+        for attempt in itertools.count():
+            try:
+                return self._succeeded(await function())
+            except Exception as error:
+                pause = self._pause(error, attempt, started)
+                if pause is None:
+                    raise
+            await asyncio.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _succeeded(self, result: T) -> T:
+        self._num_given_up = 0
+        return result
+
+    def _pause(self, error: Exception, attempt: int, started: float) -> float | None:
+        """Seconds until the next attempt; None if there is none."""
+        if not is_transient(error):
+            return None
+        # Calls that failed together do not come back together.
+        longest = min(_FIRST_PAUSE_SECONDS * 2.0**attempt, _LONGEST_PAUSE_SECONDS)
+        pause = longest * self._random.uniform(0.5, 1.0)
+        is_late = time.monotonic() + pause - started > self._total_seconds
+        is_down = self._num_given_up >= _MAX_GIVEN_UP_IN_A_ROW
+        if attempt == self._num_retries or is_late or is_down:
+            self._num_given_up += 1
+            error.add_note(f"after {attempt + 1} attempts" if attempt else "not tried again")
+            return None
+        self.count += 1
+        return pause

@@ -1,0 +1,62 @@
+"""A rough time of a training on CPUs, to warn of runs that take hours."""
+
+import os
+from typing import Final
+
+from nemo_rl_core.planning.load import StageLoad
+
+_CORE_FLOPS: Final = 20e9
+"""FLOP/s of a core in float32. SmolLM2-135M with 2 cores: 209 tokens/s from vLLM (docs/results.md),
+which are 28e9 a core."""
+_SHORTEST_HOURS: Final = 1.0
+
+
+def cpu_hours(load: StageLoad, num_steps: int, *, row_tokens: float | None = None) -> float:
+    """Returns the hours of a stage on the cores of this machine, at its longest sequences.
+
+    Args:
+        load: The stage.
+        num_steps: Steps of the stage in the run.
+        row_tokens: Mean tokens of a row, for a stage that does not sample.
+    """
+    length = load.mean_length if row_tokens is None else min(row_tokens, load.mean_length)
+    flops, num_sequences = load.sizes.flops, 0
+    total = 0.0
+    if load.training is not None:
+        num_sequences = load.training.num_sequences
+        if load.sampling is not None:
+            num_sequences = load.sampling.num_sequences
+        total += load.training.num_epochs * flops.flops("training", [round(length)])
+        total += load.training.num_scorings * flops.flops("scoring", [round(length)])
+    if load.sampling is not None:
+        total += flops.flops("generation", [round(length)])
+    cores = len(os.sched_getaffinity(0))
+    return num_steps * num_sequences * total / (_CORE_FLOPS * cores) / 3600
+
+
+def hours_warning(
+    load: StageLoad, num_steps: int, *, row_tokens: float | None = None
+) -> str | None:
+    """Returns a sentence about a stage that takes an hour or more on CPUs; None for a shorter one.
+
+    Args:
+        load: As in `cpu_hours`.
+        num_steps: As in `cpu_hours`.
+        row_tokens: As in `cpu_hours`; None for a stage that trains on rows skips the estimate.
+    """
+    if load.training is None or (load.sampling is None and row_tokens is None):
+        return None
+    hours = cpu_hours(load, num_steps, row_tokens=row_tokens)
+    if hours < _SHORTEST_HOURS:
+        return None
+    if load.sampling is not None:
+        count = num_steps * load.sampling.num_sequences
+        work = f"{count:,} completions of up to {load.completion_tokens} tokens"
+    else:
+        work = f"{num_steps * load.training.num_sequences:,} rows of about {row_tokens:.0f} tokens"
+    return (
+        f"{load.name} may take about {hours:,.0f} hours on this machine's "
+        f"{len(os.sched_getaffinity(0))} CPU cores: {work} and "
+        f"{load.sizes.num_parameters / 1e6:,.1f} M parameters; fewer steps, prompts or tokens "
+        "take less"
+    )

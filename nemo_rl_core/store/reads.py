@@ -1,0 +1,107 @@
+"""Inputs that user code has read while a stage ran, and how they compare with the present ones.
+
+A cache key covers the source of user code. The files, modules and environment variables that this
+code reads are only known after a run (`nemo_rl_core.store.watching`). They are recorded for each
+artifact in `reads/ARTIFACT.json` of the store: a later hit on the artifact counts only if every
+recorded input is unchanged. An artifact without a record is a hit.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from nemo_rl_core.store.files import hash_file, storage_errors, write_atomic
+from nemo_rl_core.store.source_files import read_source
+from nemo_rl_core.store.user_source import package_version
+
+Reads = dict[str, str]
+"""Digests by input: `file PATH`, `module PATH`, `folder PATH`, `variable NAME` or `package NAME`.
+
+The digest of a missing input is empty. A path below the current directory begins with `./`."""
+
+_RECORD = TypeAdapter(list[Reads])
+_MAX_KEPT = 32
+"""Number of different sets of inputs that are kept for one artifact."""
+
+
+def present_digest(name: str) -> str:
+    """Returns the digest that an input has now; empty if it does not exist."""
+    kind, _, rest = name.partition(" ")
+    if kind == "variable":
+        return digest_of_variable(rest, os.environ.get(rest))
+    try:
+        if kind == "package":
+            return package_version(rest)
+        path = Path(rest)
+        if kind == "folder":
+            return _digest_of_names(path)
+        return _digest_of_source(path) if kind == "module" else hash_file(path)
+    except OSError:
+        return ""
+
+
+def digest_of_variable(name: str, value: str | None) -> str:
+    """Returns a digest of an environment variable; empty if it is not set."""
+    if value is None:
+        return ""
+    return hashlib.sha256(f"{name}={value}".encode(errors="surrogateescape")).hexdigest()
+
+
+def changed_inputs(reads: Mapping[str, str]) -> list[str]:
+    """Names of the recorded inputs that differ now."""
+    return [name for name, digest in reads.items() if present_digest(name) != digest]
+
+
+def read_record(path: Path) -> list[Reads]:
+    """Returns the sets of inputs in a record, the newest first; none without a record."""
+    try:
+        return _RECORD.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except ValidationError:
+        return [{"variable": "damaged record"}]  # matches nothing: the stage runs again
+
+
+def is_current(path: Path) -> bool:
+    """Whether the inputs of some run in a record are unchanged, or there is no record."""
+    found = read_record(path)
+    return not found or any(not changed_inputs(each) for each in found)
+
+
+def add_to_record(path: Path, reads: Reads) -> None:
+    """Adds a set of inputs to a record. No record is made for user code that reads nothing.
+
+    Raises:
+        StoreError: If the disk refuses.
+    """
+    known = read_record(path)
+    if (reads or known) and reads not in known[:1]:
+        write_record(path, [reads, *(each for each in known if each != reads)][:_MAX_KEPT])
+
+
+def write_record(path: Path, sets: list[Reads]) -> None:
+    """Writes a record.
+
+    Raises:
+        StoreError: If the disk refuses.
+    """
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(sets, indent=1, sort_keys=True))
+
+
+def _digest_of_names(folder: Path) -> str:
+    names = sorted(each.name for each in os.scandir(folder) if each.name[0] not in "._")
+    return hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()
+
+
+def _digest_of_source(path: Path) -> str:
+    """The digest of a module's code, in which comments do not count."""
+    try:
+        return read_source(path, path.stem).digest
+    except (SyntaxError, ValueError):
+        return hash_file(path)

@@ -1,0 +1,425 @@
+"""Records what user code opens, imports and reads from the environment in this process.
+
+Importing this module installs an audit hook (`sys.addaudithook`) and a recording `os.environ`. Each
+read is attributed to the files of user code on the stack, up to the first frame of this project:
+reward functions, environments, trainers and backends, wherever a library of theirs opens the file.
+What the project itself or a user's script reads at its top level does not count: the former is part
+of the source digest, the values of the latter are part of the object's digest.
+
+Reads in other processes are merged by `absorb`. Not seen are files that C code opens itself
+(pyarrow, SQLite) and files that a started program opens.
+"""
+
+import functools
+import importlib
+import os
+import re
+import site
+import stat
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Literal, NamedTuple
+
+from nemo_rl_core.store.reads import Reads, digest_of_variable, present_digest
+from nemo_rl_core.store.source_files import OWN_PACKAGES
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.store.user_source import read_user_source
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PROJECT = tuple(f"{_ROOT / name}{os.sep}" for name in OWN_PACKAGES)
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for folder in {
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *(sys.prefix, sys.base_prefix, site.getusersitepackages()),
+    }
+    if folder not in ("/", "/usr", "/usr/local")
+)
+_PACKAGES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
+_SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/", "/lib/", "/lib64/", "/bin/", "/run/")
+_VOLATILE_VARIABLE = re.compile(
+    r"(RAY|FLYTE|NEMO_RL|PYTHON|VIRTUAL_ENV|CONDA|SLURM|SSH|XDG|LC|TERM|VLLM|TORCH|OMP)(_.*)?"
+    r"|PATH|HOME|USER|LOGNAME|HOSTNAME|SHELL|SHLVL|PWD|OLDPWD|_|LANG|DISPLAY|COLUMNS|LINES|EDITOR"
+    r"|TMP|TEMP|TMPDIR|PID|PPID|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
+    r"|CUDA_VISIBLE_DEVICES|PYTEST_.*|.*_PROXY|.*(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS)",
+    re.IGNORECASE,
+)
+"""Variables of the machine, the session or an account, which decide on no result."""
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_IS_WORKER = sys.argv[:1] != [] and sys.argv[0].endswith("default_worker.py")
+"""Whether this process is one of Ray's workers, which run nothing but stages."""
+_MAX_HASHED_AT_ONCE = 16 * 2**20
+_CHANGED = "changed while it was read"
+_VIEWS = ("<frozen os>", "<frozen _collections_abc>", os.__file__)
+"""Files of the methods that read `os.environ` for their caller."""
+
+_DEPTH = 4
+"""Frames of this module between a function that walks the stack and what is observed."""
+
+Who = Literal["user", "library", "project"]
+
+
+class Report(NamedTuple):
+    """Everything that user code of a process has read.
+
+    Attributes:
+        readers: Names of inputs by the file of the code that read them.
+        digests: Digests of the inputs by name, with absolute paths.
+        written: Files that the process has written.
+    """
+
+    readers: dict[str, set[str]]
+    digests: Reads
+    written: set[str]
+
+
+class Watch:
+    """The user code that a stage runs.
+
+    Args:
+        code: Names of modules and paths of files of user code, of which the stage is known to run.
+    """
+
+    def __init__(self, code: Collection[str]) -> None:
+        self.code = set(code)
+
+    def reads(self) -> Reads:
+        """Returns what this code and the modules that it imports have read in this process."""
+        files = {file for each in list(self.code) for file in _files_of(each)}
+        names = {name for file in files for name in list(_readers.get(file, ()))}
+        kept = [name for name in sorted(names) if name.partition(" ")[2] not in _written]
+        return {_relative(name): _settled(name) for name in kept}
+
+
+_readers: dict[str, set[str]] = {}
+_digests: Reads = {}
+_states: dict[str, tuple[int, int, int]] = {}
+"""Size, time and inode of each file when it was read last."""
+_written: set[str] = set()
+_watches: list[Watch] = []
+_thread = threading.local()
+
+
+@contextmanager
+def watching(code: Collection[str] = ()) -> Iterator[Watch]:
+    """Yields the watch of a stage; code that reads something meanwhile belongs to it."""
+    watch = Watch(code)
+    _watches.append(watch)
+    try:
+        yield watch
+    finally:
+        _watches.remove(watch)
+
+
+def report() -> Report:
+    """Returns what user code of this process has read, for the process that started it."""
+    return Report(
+        {reader: set(names) for reader, names in list(_readers.items())},
+        {name: _settled(name) for name in list(_digests)},
+        set(_written),
+    )
+
+
+def absorb(found: Report) -> None:
+    """Merges the reads of a worker.
+
+    Inputs that only the worker has are left out, such as variables that its launcher has set: they
+    cannot be compared here.
+    """
+    known: set[str] = set()
+    for name, digest in found.digests.items():
+        present = _digests.get(name) or present_digest(name)
+        is_variable = name.startswith("variable ")
+        if (present == digest) if is_variable else (present or not digest):
+            known.add(name)
+            _digests.setdefault(name, digest)
+    _written.update(found.written)
+    for reader, names in found.readers.items():
+        if names & known:
+            _readers.setdefault(reader, set()).update(names & known)
+            for watch in _watches:
+                watch.code.add(reader)
+
+
+def _files_of(code: str) -> list[str]:
+    """The files of a module or of a file of user code, and of the modules that it imports."""
+    module, found = code, []
+    if os.sep in code or code.startswith("<"):
+        found = [_file_of(code)]
+        main = getattr(sys.modules["__main__"], "__file__", None)
+        module = "__main__" if main is not None and found == [_absolute(main)] else ""
+    files = read_user_source(module, without=OWN_PACKAGES).files if module else []
+    return [*found, *(_absolute(each) for each in files)]
+
+
+def _file_of(name: str) -> str:
+    """The path in a code object; cells of a notebook may have a name in its stead."""
+    return name if name.startswith("<") else _absolute(name)
+
+
+def _absolute(path: Any) -> str:
+    """An absolute path, in which links are kept: another target is another content."""
+    return os.path.abspath(os.fsdecode(path))  # noqa: PTH100
+
+
+def _relative(name: str) -> str:
+    """The name of an input, with a path relative to the current directory if it is below it."""
+    kind, _, path = name.partition(" ")
+    below = path.removeprefix(f"{Path.cwd()}/")
+    return name if below == path else f"{kind} ./{below}"
+
+
+def _settled(name: str) -> str:
+    """The digest of an input; a large file is hashed when it is asked for first."""
+    digest = _digests[name]
+    if not digest and name in _states:
+        is_same = _state(name.partition(" ")[2]) == _states[name]
+        digest = _digests[name] = present_digest(name) if is_same else _CHANGED
+    return digest
+
+
+def _state(path: str) -> tuple[int, int, int] | None:
+    """Size, time and inode of a file; None for a folder, a device or a missing file."""
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    is_file = stat.S_ISREG(found.st_mode)
+    return (found.st_size, found.st_mtime_ns, found.st_ino) if is_file else None
+
+
+def _note(name: str, readers: Collection[str], digest: Callable[[], str] | None = None) -> None:
+    if name not in _digests:
+        _digests[name] = present_digest(name) if digest is None else digest()
+    for reader in readers:
+        _readers.setdefault(reader, set()).add(name)
+        for watch in _watches:
+            watch.code.add(reader)
+
+
+def _opened(path: Any, mode: Any = None, flags: Any = 0) -> None:
+    if isinstance(path, int):
+        return
+    path = _absolute(path)
+    if flags & _WRITES if mode is None else set(mode) & {*"wax+"}:
+        _wrote(path)
+        return
+    readers, is_import = _code_on_stack()
+    if not readers or is_import or path in _written or _is_noise(path):
+        return
+    name, state = f"file {path}", _state(path)
+    if state is None and Path(path).exists():
+        return
+    if state is not None and _states.get(name) != state:
+        _digests.pop(name, None)
+        _states[name] = state
+    is_small = state is not None and state[0] <= _MAX_HASHED_AT_ONCE
+    _note(name, readers, None if is_small else str)
+
+
+def _missed(path: Any) -> None:
+    """Notes a file whose existence user code has tested, and that is not there."""
+    if isinstance(path, int):
+        return
+    readers, _ = _code_on_stack()
+    path = _absolute(path)
+    if readers and path not in _written and not _is_noise(path):
+        _note(f"file {path}", readers, str)
+
+
+def _renamed(_source: Any, target: Any, *_: Any) -> None:
+    _wrote(_absolute(target))
+
+
+def _wrote(path: str) -> None:
+    """Notes a file that a stage writes: it is no input. What is written before a stage is one."""
+    if _watches or _IS_WORKER:
+        _written.add(path)
+    else:
+        _written.discard(path)
+
+
+def _listed(path: Any = None, *_: Any) -> None:
+    if isinstance(path, int):
+        return
+    readers, is_import = _code_on_stack()
+    folder = _absolute(path or ".")
+    if readers and not is_import and not _is_noise(folder + os.sep):
+        _note(f"folder {folder}", readers)
+
+
+def _executed(code: Any) -> None:
+    """Notes a module that user code imports in whatever way, or a file that it executes."""
+    if not isinstance(code, CodeType) or code.co_name != "<module>":
+        return
+    readers, _ = _code_on_stack()
+    if not readers:
+        return
+    file = _absolute(code.co_filename)
+    if _who(file) == "user" and Path(file).is_file():
+        _note(f"module {file}", readers)
+    elif _imports_directly():
+        folder = next((each for each in _PACKAGES if file.startswith(each)), file)
+        top = file.removeprefix(folder).partition(os.sep)[0].removesuffix(".py")
+        if top:
+            _note(f"package {top}", readers)
+
+
+def _read_variable(name: Any) -> None:
+    frame = _caller()
+    if frame is None or not isinstance(name, str) or _VOLATILE_VARIABLE.fullmatch(name):
+        return
+    if getattr(_thread, "copied", None) == (frame.f_code, frame.f_lasti):
+        return  # a copy of the environment, as for another process
+    readers, _ = _code_on_stack()
+    if readers:
+        _digests.pop(f"variable {name}", None)
+        _note(f"variable {name}", readers, lambda: digest_of_variable(name, _value(name)))
+
+
+def _value(name: str) -> str | None:
+    raw = os.environ._data.get(os.environ.encodekey(name))  # type: ignore[attr-defined]
+    return None if raw is None else os.fsdecode(raw)
+
+
+def _caller() -> FrameType | None:
+    """The frame that reads `os.environ`, if it is one of user code."""
+    frame: FrameType | None = sys._getframe(_DEPTH)
+    while frame is not None and frame.f_code.co_filename in _VIEWS:
+        frame = frame.f_back
+    return frame if frame is not None and _who_runs(frame) == "user" else None
+
+
+def _code_on_stack() -> tuple[list[str], bool]:
+    """Files of the user code that runs, and whether the import system itself runs within it."""
+    frame: FrameType | None = sys._getframe(_DEPTH)
+    found: list[str] = []
+    is_import = False
+    while frame is not None:
+        who = _who_runs(frame)
+        if who == "project":
+            break
+        if who == "user":
+            is_script = frame.f_globals.get("__name__") == "__main__"
+            if not (is_script and frame.f_code.co_name == "<module>"):
+                found.append(_file_of(frame.f_code.co_filename))
+        elif not found and frame.f_code.co_filename.startswith("<frozen importlib"):
+            is_import = True
+        frame = frame.f_back
+    return found, is_import
+
+
+def _imports_directly() -> bool:
+    """Whether the innermost frame that is not of the import system is one of user code."""
+    frame: FrameType | None = sys._getframe(_DEPTH)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith("<frozen importlib") and name != importlib.__file__:
+            return _who_runs(frame) == "user"
+        frame = frame.f_back
+    return False
+
+
+def _who_runs(frame: FrameType) -> Who:
+    name = frame.f_code.co_filename
+    if name[:1] == "<" and frame.f_globals.get("__name__") == "__main__":
+        return "user"  # a cell, or the text of `python -c`
+    return _who(name)
+
+
+@functools.cache
+def _who(file: str) -> Who:
+    if file.startswith("<"):
+        return "library"
+    path = _absolute(file)
+    if path.startswith(_PROJECT):
+        return "project"
+    return "library" if path.startswith(_LIBRARIES) else "user"
+
+
+def _is_noise(path: str) -> bool:
+    """Whether a file belongs to the machine, a cache, a library, the store or the project."""
+    if path.startswith((*_SYSTEM, *_LIBRARIES, *_PROJECT)) or "/__pycache__/" in path:
+        return True
+    home, temporary = str(Path.home()), tempfile.gettempdir()
+    root = Store.default().root
+    if path.startswith(f"{home}/.") or Path(path).resolve().is_relative_to(root):
+        return True
+    kept = [str(Path.cwd()), *(_absolute(each) for each in sys.path)]
+    is_kept = any(path.startswith(each.rstrip(os.sep) + os.sep) for each in kept if each != "/")
+    return path.startswith(temporary + os.sep) and not is_kept
+
+
+_EVENTS: dict[str, Callable[..., None]] = {
+    "open": _opened,
+    "exec": _executed,
+    "os.listdir": _listed,
+    "os.scandir": _listed,
+    "os.rename": _renamed,
+}
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    note = _EVENTS.get(event)
+    if note is not None:
+        _safely(note, *arguments)
+
+
+def _safely(note: Callable[..., None], *arguments: Any) -> None:
+    """Notes a read; reads of its own do not count."""
+    if getattr(_thread, "is_noting", False):
+        return
+    _thread.is_noting = True
+    try:
+        note(*arguments)
+    # Named fault boundary: what only observes a program must not end it.
+    except Exception:  # noqa: BLE001
+        pass
+    finally:
+        _thread.is_noting = False
+
+
+class _RecordingEnviron(os._Environ[str]):
+    """`os.environ` that notes which variables user code reads."""
+
+    def __getitem__(self, key: str) -> str:
+        _safely(_read_variable, key)
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        _safely(_copied)
+        return super().__iter__()
+
+
+def _copied() -> None:
+    frame = _caller()
+    if frame is not None:
+        _thread.copied = (frame.f_code, frame.f_lasti)
+
+
+def _recording_stat(stat: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+    """`os.stat`, on which tests for existence are based, noting files that are not there."""
+
+    @functools.wraps(stat)
+    def recorded(path: Any, **options: Any) -> os.stat_result:
+        try:
+            return stat(path, **options)
+        except FileNotFoundError:
+            _safely(_missed, path)
+            raise
+
+    recorded.__module__ = "os"  # where pickle finds it
+    for supports in (os.supports_fd, os.supports_dir_fd, os.supports_follow_symlinks):
+        supports.add(recorded)
+    return recorded
+
+
+os.environ.__class__ = _RecordingEnviron
+os.stat = _recording_stat(os.stat)
+sys.addaudithook(_hook)

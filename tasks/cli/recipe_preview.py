@@ -1,0 +1,81 @@
+"""Rows of a recipe as its stages read them: prompts, templates and masks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.config.data import DataConfig, FileData, HubData
+from nemo_rl_core.config.model import ModelConfig, PretrainedModel, SmallModel, TextModelFromConfig
+from nemo_rl_core.data.chat import prompt_token_ids
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.preview import preview, read_row
+from nemo_rl_core.data.schemas import row_kind
+from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
+from nemo_rl_core.environments.contents import located_model
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.store import remote
+from tasks.cli.pipelines import PIPELINES
+from tasks.cli.recipe_pipeline import pipeline_of
+from tasks.cli.run_settings import chosen_pipeline
+from tasks.recipes.common import PipelineRecipe
+
+
+def preview_recipe(
+    recipe: str, settings: Sequence[str], number: int, *, model: Path | None, colour: bool
+) -> str:
+    """Formats a training row of a recipe; of a sweep, that of its first point.
+
+    Args:
+        recipe: A YAML file, or the name of one of `workflows/recipes`.
+        settings: Changes as `key=value` each.
+        number: Index of the row, from 0.
+        model: A folder with the tokenizer; None takes the one of the recipe's model.
+        colour: Whether to print trained tokens in green.
+
+    Returns:
+        Of a prompt, what completions are sampled from, and the answer. Then the row with its
+        trained tokens, unless it is a prompt and the recipe has no supervised fine-tuning.
+
+    Raises:
+        NemoRLError: If the recipe, its model's tokenizer or the row cannot be read.
+    """
+    chosen = chosen_pipeline(pipeline_of(recipe), [recipe, *settings], pipelines=PIPELINES)
+    experiment = next(
+        each for each in chosen.recipe.experiments if isinstance(each, PipelineRecipe)
+    )
+    data = experiment.data
+    row = read_row(data, number, data, seed=experiment.seed, name=_called(data))
+    tokenizer = load_tokenizer(model) if model else _tokenizer_of(experiment.model)
+    is_prompt = row_kind(row) == "prompts"
+    blocks = []
+    if is_prompt:
+        ids = prompt_token_ids(tokenizer, row["prompt"])
+        blocks.append(f"prompt: {len(ids)} tokens\n{tokenizer.decode(ids)}")
+        blocks.append(f"answer: {row['answer']}")
+    if not is_prompt or (row["completion"] and experiment.sft is not None):
+        blocks.append(preview(row, tokenizer, colour=colour))
+    return "\n\n".join(blocks)
+
+
+def _called(data: DataConfig) -> str:
+    if isinstance(data, FileData):
+        return data.train
+    return data.name if isinstance(data, HubData) else f"the data of kind {data.kind}"
+
+
+def _tokenizer_of(model: ModelConfig) -> Any:
+    if isinstance(model, SmallModel):
+        is_text = isinstance(model, TextModelFromConfig)
+        tokenizer: Any = build_byte_tokenizer() if is_text else build_arithmetic_tokenizer()
+    else:
+        located = located_model(model)
+        if not isinstance(located, PretrainedModel) or remote.is_remote(located.name):
+            raise ConfigError(
+                "the tokenizer of the recipe's model is not on this machine",
+                expected="a folder or a hub name in model.name, or --model",
+                got=located.name,
+                fix="name a folder with the tokenizer: --model FOLDER",
+            )
+        tokenizer = load_tokenizer(Path(located.name).expanduser())
+    tokenizer.init_kwargs["template_date"] = model.template_date
+    return tokenizer

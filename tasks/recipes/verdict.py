@@ -1,0 +1,130 @@
+"""What models of a run are measured on, and how the verdict on the trained one is reached."""
+
+import logging
+
+from pydantic import Field
+
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.data.row_kinds import described_kind
+from nemo_rl_core.errors import ConfigError
+from tasks.recipes.common import (
+    DataTaskConfig,
+    EvaluationTaskConfig,
+    PipelineRecipe,
+    PromotionTaskConfig,
+)
+from tasks.recipes.pairs import ReferenceTaskConfig
+
+_LOG = logging.getLogger(f"nemo_rl_core.{__name__}")  # the run's log takes this one's
+
+
+class QuestionsTaskConfig(FrozenConfig):
+    """Settings of `evaluate_questions`."""
+
+    questions: DataTaskConfig
+
+
+class QuestionTaskConfig(FrozenConfig):
+    """Settings of `choose_questions`.
+
+    Attributes:
+        evaluates: Whether models are measured on questions.
+        data: The data set of the questions; None asks held-out rows of the recipe's data.
+        trains_on: The kinds of rows that the recipe can train on.
+        compares_pairs: Whether held-out pairs give the verdict where there are no questions.
+        needs_verdict: Whether the export depends on a verdict.
+    """
+
+    evaluates: bool
+    data: QuestionsTaskConfig | None
+    trains_on: list[str]
+    compares_pairs: bool
+    needs_verdict: bool
+
+    @classmethod
+    def of(cls, config: PipelineRecipe) -> "QuestionTaskConfig":
+        """The recipe's share."""
+        data = config.evaluation_data
+        asked = None
+        if data is not None:
+            asked = DataTaskConfig.of(config.replace(data=data))
+            asked = asked.replace(completions_are_trained=False)
+        return cls(
+            evaluates=config.evaluation is not None,
+            data=None if asked is None else QuestionsTaskConfig(questions=asked),
+            trains_on=list(config.trains_on),
+            compares_pairs=config.compares_pairs,
+            needs_verdict=config.export.model == "promoted",
+        )
+
+
+def refuse_missing_verdict(config: QuestionTaskConfig, kind: str) -> None:
+    """Says that no answers are measured, or refuses it where the export needs them.
+
+    Args:
+        config: The recipe's share.
+        kind: The kind of the rows, which hold no questions.
+
+    Raises:
+        ConfigError: If `export.model` is `promoted` and nothing else gives a verdict.
+    """
+    words = described_kind(kind)
+    if config.needs_verdict and not config.compares_pairs:
+        raise ConfigError(
+            "export.model: promoted needs the verdict of a promotion",
+            expected="questions to measure the model on",
+            got=f"{words}, and no evaluation.data",
+            fix="name a data set of questions, evaluation.data, or leave export.model out",
+        )
+    pairs = "held-out pairs give the verdict; " if config.compares_pairs else ""
+    _LOG.warning(
+        "no answers are evaluated: the data are %s; %sevaluation.data names questions to ask",
+        words,
+        pairs,
+    )
+
+
+class PairEvaluationTaskConfig(FrozenConfig):
+    """Settings of `evaluate_pairs`.
+
+    Attributes:
+        per_token: Whether logprobs are averaged over a completion's tokens, and not summed.
+        confidence: Level of the interval.
+    """
+
+    per_token: bool
+    confidence: float = Field(gt=0.5, lt=1)
+
+
+class PairVerdictConfig(FrozenConfig):
+    """Settings of a verdict on held-out pairs: of their logprobs, and of what is made of them."""
+
+    logprobs: ReferenceTaskConfig
+    evaluation: PairEvaluationTaskConfig
+
+
+class VerdictConfig(FrozenConfig):
+    """Settings of the stages that measure a trained model and decide on its promotion.
+
+    Attributes:
+        cluster: Of the run.
+        evaluation: Of answers to questions; None leaves it out.
+        promotion: Of the verdict; None leaves it out.
+        pairs: Of held-out pairs, where there are no questions; None leaves them out.
+    """
+
+    cluster: ClusterConfig
+    evaluation: EvaluationTaskConfig | None
+    promotion: PromotionTaskConfig | None
+    pairs: PairVerdictConfig | None = None
+
+    @classmethod
+    def of(cls, config: PipelineRecipe, pairs: PairVerdictConfig | None = None) -> "VerdictConfig":
+        """The recipe's share."""
+        return cls(
+            cluster=config.cluster,
+            evaluation=EvaluationTaskConfig.of(config),
+            promotion=PromotionTaskConfig.of(config),
+            pairs=pairs,
+        )
