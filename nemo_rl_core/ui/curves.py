@@ -130,7 +130,8 @@ def series(
 
 def _unique_labels(labels: Sequence[str]) -> list[str]:
     """Numbers labels that occur more than once, such as those of two calls of a stage."""
-    uses, seen, unique = Counter(labels), Counter[str](), []
+    uses, seen = Counter(labels), Counter[str]()
+    unique: list[str] = []
     for label in labels:
         seen[label] += 1
         number = f"call {seen[label]}" if uses[label] > 1 else ""
