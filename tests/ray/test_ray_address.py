@@ -77,12 +77,12 @@ def test_a_recipe_for_two_nodes_is_checked_against_the_cluster(
     said = dry_run(head, tmp_path)
     # The next check is of the model, which no machine here has.
     assert "GPUs" not in said, said
-    assert "the model 'Qwen/Qwen3-30B-A3B' cannot be loaded" in said
+    assert "Qwen/Qwen3-30B-A3B" in said
+    assert "without a network, name a folder on this machine" in said
     said = dry_run(head, tmp_path, "cluster.num_workers=24", "generation.num_engines=12")
     assert "the Ray cluster is smaller than the cluster that is asked for" in said
     assert "expected: 24 GPUs" in said
     assert "got: 16 GPUs" in said
-    assert "set cluster.num_workers to 16" in said or "use a larger" in said
 
 
 @pytest.mark.slow
