@@ -315,10 +315,10 @@ class RayVirtualCluster:
 
         start_ray()
         wanted = {key: count * self.world_size for key, count in self._resources.items()}
-        whole = ResourceManager.of_ray(
+        resources = ResourceManager.of_ray(
             ray.cluster_resources(), name="the cluster", is_here=not _ray_address()
         )
-        whole.check(wanted, fix="choose a smaller cluster.shape, such as {shape: laptop}")
+        resources.check(wanted, fix="choose a smaller cluster.shape, such as {shape: laptop}")
         for _ in range(_NUM_ATTEMPTS):
             groups = [
                 placement_group([dict(self._resources)] * count, self._strategy, name=self._label())

@@ -305,12 +305,12 @@ def refuse_changed_reward(folder: Path, digest: str) -> None:
     file = folder / _REWARD
     if not file.is_file():
         return
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    if found != digest:
+    actual = hashlib.sha256(file.read_bytes()).hexdigest()
+    if actual != digest:
         raise StoreError(
             f"the reward of the run {folder.name} is not the file that the run wrote",
             expected=f"{file} with the SHA-256 {digest}" if digest else f"no {file}",
-            got=found,
+            got=actual,
             fix="restore the file from a copy of the store, or run the script again",
         )
 
