@@ -64,7 +64,7 @@ def hold_port(candidates: Iterable[int], *, host: str) -> int | None:
         if _can_listen(host, port):
             _held.append(holder)
         else:
-            holder.close()  # a kernel that lets nobody listen: free, and not held
+            holder.close()  # a kernel that lets nobody listen: free, not reserved
         return port
     return None
 

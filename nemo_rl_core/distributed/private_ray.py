@@ -37,7 +37,7 @@ def private_start() -> Iterator[Path]:
         ResourceError: If another user has made that folder.
     """
     from ray._private import ray_constants
-    from ray._raylet import AuthenticationTokenLoader
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
     before = {name: os.environ.get(name) for name in (*_TOKENS, _MODE)}
     is_cluster = ray_constants.ENABLE_RAY_CLUSTER

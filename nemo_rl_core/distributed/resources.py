@@ -22,6 +22,7 @@ class ResourceManager:
         count: How much of a resource there is; asked only for what a request names, since counting
             GPUs may start a program.
         name: Of what has them, for messages.
+        is_here: Whether it is this machine, whose torch may see no GPUs.
 
     Example:
         >>> node = ResourceManager({"CPU": 8, "GPU": 1, "memory": 64}.__getitem__, name="the node")
@@ -29,8 +30,10 @@ class ResourceManager:
         {'GPU': 1}
     """
 
-    def __init__(self, count: Callable[[Resource], float], *, name: str) -> None:
-        self._count = count
+    def __init__(
+        self, count: Callable[[Resource], float], *, name: str, is_here: bool = True
+    ) -> None:
+        self._count, self._is_here = count, is_here
         self.name = name
 
     @classmethod
@@ -39,10 +42,14 @@ class ResourceManager:
         return cls(_count_here, name="this machine")
 
     @classmethod
-    def of_ray(cls, resources: Mapping[str, float], *, name: str) -> "ResourceManager":
+    def of_ray(
+        cls, resources: Mapping[str, float], *, name: str, is_here: bool = True
+    ) -> "ResourceManager":
         """What Ray reports, as `ray.cluster_resources()` or `ray.available_resources()` gives."""
         unit = {"memory": 2**30}  # Ray counts bytes
-        return cls(lambda key: resources.get(key, 0.0) / unit.get(key, 1), name=name)
+        return cls(
+            lambda key: resources.get(key, 0.0) / unit.get(key, 1), name=name, is_here=is_here
+        )
 
     def missing(self, request: Mapping[Resource, float]) -> dict[Resource, float]:
         """How much there is of each resource of which there is less than asked for."""
@@ -64,9 +71,7 @@ class ResourceManager:
                 f"{self.name} is smaller than the cluster that is asked for",
                 expected=", ".join(_SHOWN[key].format(request[key]) for key in missing),
                 got=", ".join(_SHOWN[key].format(has) for key, has in missing.items())
-                + (
-                    _why_no_gpus() if missing.get("GPU") == 0 and self._count is _count_here else ""
-                ),
+                + (_why_no_gpus() if missing.get("GPU") == 0 and self._is_here else ""),
                 fix=fix or _smaller(missing),
             )
 

@@ -98,7 +98,7 @@ def resources_of_runs() -> ResourceManager:
             got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
             fix="start it (`ray start --head`), or unset RAY_ADDRESS to run on this machine",
         ) from error
-    return ResourceManager.of_ray(resources, name="the Ray cluster")
+    return ResourceManager.of_ray(resources, name="the Ray cluster", is_here=not address)
 
 
 def _ray_address() -> str:
@@ -315,8 +315,10 @@ class RayVirtualCluster:
 
         start_ray()
         wanted = {key: count * self.world_size for key, count in self._resources.items()}
-        whole = ResourceManager.of_ray(ray.cluster_resources(), name="the cluster")
-        whole.check(wanted, fix="choose a smaller cluster.shape, such as {shape: laptop}")
+        resources = ResourceManager.of_ray(
+            ray.cluster_resources(), name="the cluster", is_here=not _ray_address()
+        )
+        resources.check(wanted, fix="choose a smaller cluster.shape, such as {shape: laptop}")
         for _ in range(_NUM_ATTEMPTS):
             groups = [
                 placement_group([dict(self._resources)] * count, self._strategy, name=self._label())

@@ -296,31 +296,42 @@ def _cost_so_far(spent: usage.Spent, *, wall_seconds: float) -> Cost:
     )
 
 
-def read_reward(folder: Path, digest: str | None) -> tuple[Any, Any] | None:
-    """The `reward_fn` and `reward_weights` of a recorded run, from its folder; None without any.
+def refuse_changed_reward(folder: Path, digest: str) -> None:
+    """Refuses a reward that is not the file that a run wrote, before it is unpickled.
 
     Args:
         folder: Folder of the run.
-        digest: SHA-256 of the file as the run's record has it, which is signed; None takes any
-            file, whose code then runs.
+        digest: SHA-256 of the file by the run's record, which is signed; empty for no reward.
 
     Raises:
-        StoreError: If they cannot be read, such as for a module that is not here, or if the file is
-            not that of the record.
+        StoreError: If there is another file.
+    """
+    file = folder / _REWARD
+    if not file.is_file():
+        return
+    actual = hashlib.sha256(file.read_bytes()).hexdigest()
+    if actual != digest:
+        raise StoreError(
+            f"the reward of the run {folder.name} is not the file that the run wrote",
+            expected=f"{file} with the SHA-256 {digest}" if digest else f"no {file}",
+            got=actual,
+            fix="restore the file from a copy of the store, or run the script again",
+        )
+
+
+def read_reward(folder: Path) -> tuple[Any, Any] | None:
+    """The `reward_fn` and `reward_weights` of a recorded run, from its folder; None without any.
+
+    It runs the code of the file: see `refuse_changed_reward`.
+
+    Raises:
+        StoreError: If they cannot be read, such as for a module that is not here.
     """
     file = folder / _REWARD
     if not file.is_file():
         return None
-    pickled = file.read_bytes()
-    if digest is not None and hashlib.sha256(pickled).hexdigest() != digest:
-        raise StoreError(
-            f"the reward of the run {folder.name} is not the file that the run wrote",
-            expected=f"{file} with the SHA-256 {digest}",
-            got=hashlib.sha256(pickled).hexdigest(),
-            fix="restore the file from a copy of the store, or run the script again",
-        )
     try:
-        reward_fn, weights = pickle.loads(pickled)  # noqa: S301 (signed, or trusted by the user)
+        reward_fn, weights = pickle.loads(file.read_bytes())  # noqa: S301 (of a signed record)
     # Named fault boundary: a pickle imports what it names, which may raise anything.
     except Exception as error:
         raise StoreError(

@@ -32,7 +32,6 @@ class Repetition:
         config: Of the manifest.
         parents: Folders of the artifacts that were trained on, by role.
         run: The folder of the recorded run, which holds the reward.
-        reward_sha256: Digest of the reward's file; None takes any.
         anyway: Whether a changed reward is used.
     """
 
@@ -41,7 +40,6 @@ class Repetition:
     config: dict[str, Any]
     parents: dict[str, str]
     run: str
-    reward_sha256: str | None
     anyway: bool = False
 
     def write(self, file: Path) -> None:
@@ -76,7 +74,7 @@ def repeat(asked: Repetition) -> Path:
 
 
 def _scorer(asked: Repetition) -> Scorer | None:
-    reward = read_reward(Path(asked.run), asked.reward_sha256)
+    reward = read_reward(Path(asked.run))
     if reward is None:
         return None
     found = object_source(reward[0])

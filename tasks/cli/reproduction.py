@@ -91,7 +91,7 @@ def train_again(
         trust: Whether any reward is unpickled, and not only the one of the record.
 
     Raises:
-        StoreError: If a part of its inputs is not recorded, or gone.
+        StoreError: If a part of its inputs is not recorded, gone, or another one.
     """
     parents = {each["role"]: each["path"] for each in artifact.manifest["parents"]}
     reasons = [*execution.inputs.get("unrepeatable", ())]
@@ -111,9 +111,12 @@ def train_again(
             got="; ".join(reasons),
             fix="run its script again",
         )
-    from nemo_rl_core.trainers.recording import REWARD_DIGEST
+    from nemo_rl_core.trainers.recording import REWARD_DIGEST, refuse_changed_reward
     from nemo_rl_core.trainers.repeating import Repetition
 
+    run = Path(execution.log_path).parent
+    if not trust:
+        refuse_changed_reward(run, execution.inputs.get(REWARD_DIGEST, ""))
     asked = store.root / "repetition.json"
     store.create()
     Repetition(
@@ -121,8 +124,7 @@ def train_again(
         settings=execution.inputs["settings"],
         config=artifact.manifest["config"],
         parents=parents,
-        run=str(Path(execution.log_path).parent),
-        reward_sha256=None if trust else execution.inputs.get(REWARD_DIGEST, ""),
+        run=str(run),
         anyway=anyway,
     ).write(asked)
     command = [sys.executable, "-m", "nemo_rl_core.trainers.repeating", str(asked)]

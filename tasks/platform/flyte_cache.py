@@ -17,7 +17,7 @@ from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 
 
-class PlainDisk(Disk):  # type: ignore[misc]
+class PlainDisk(Disk):
     """Entries of a cache without pickles: flytekit stores strings and bytes only."""
 
     def get(self, key: Any, raw: bool) -> Any:
