@@ -1,4 +1,4 @@
-"""What the kernel gives to programs in the sandbox."""
+"""System calls and buffers of programs in the sandbox."""
 
 import textwrap
 

@@ -185,7 +185,7 @@ def test_two_failures_of_sixteen_cost_no_reward(
     names = [str(n) for n in range(16)]
     before = retries.num_retries()
     assert scored(client(server.url), names, rollout) == [1.0] * 16
-    # A batch function that fails is called for each row, which is no retry.
+    # Calling a failed batch function for each row does not count as a retry.
     num_troubles = 1 if trouble == 1.5 else 3
     if not (client is with_aiohttp and trouble is None):  # it repeats these itself
         assert retries.num_retries() - before == num_troubles - (client is of_batches)
