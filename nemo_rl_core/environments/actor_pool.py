@@ -166,17 +166,25 @@ class ActorPool:
             self._wait(waiting, found)
         return [found[place] for place in places]
 
-    def call_idle(self, method: str) -> None:
+    def call_idle(self, method: str) -> list[Any]:
         """Calls a method of every idle actor, and waits for it as long as for a call with rows.
 
         One that has died meanwhile is replaced when it gets rows.
+
+        Returns:
+            The results of the actors that have answered.
         """
         import ray
 
         calls = [getattr(actor, method).remote() for actor in self._idle]
+        results = []
         if calls:
             limit = self._workers.call_timeout_seconds
-            ray.wait(calls, num_returns=len(calls), timeout=limit)
+            done, _ = ray.wait(calls, num_returns=len(calls), timeout=limit)
+            for call in done:
+                with suppress(ray.exceptions.RayError):
+                    results.append(ray.get(call))
+        return results
 
     def close(self) -> None:
         """Ends all actors, those that hang too; the next call of `run` starts others."""

@@ -23,6 +23,7 @@ from nemo_rl_core.environments.interfaces import (
 )
 from nemo_rl_core.environments.multi_turn.replies import Reply, ask, failed, joined_replies
 from nemo_rl_core.environments.post_processing import HOOK, post_process
+from nemo_rl_core.environments.rewards.retries import count_retries, num_retries
 from nemo_rl_core.environments.rewards.weighted_sum import component_means, unique_names
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
@@ -70,6 +71,7 @@ class RemoteScorer(Scorer):
         When it returns, the actors have given the memory of GPUs back that others use, too.
         """
         pairs = zip(rollouts, self._pool.run(rollouts), strict=True)
+        count_retries(sum(self._pool.call_idle("take_retries")))
         if self._shares_gpus:
             self._pool.call_idle("release_memory")
         return [
@@ -123,6 +125,7 @@ class RemoteEnvironment:
         """Answers to the last turn of each of `B` conversations."""
         rows = list(zip(message_log_batch, metadata, strict=True))
         pairs = zip(message_log_batch, self._pool.run(rows), strict=True)
+        count_retries(sum(self._pool.call_idle("take_retries")))
         return joined_replies(
             [
                 failed(_error(log[0]["content"], log[-1]["content"], found))
@@ -162,7 +165,16 @@ class RemoteEnvironment:
         self._pool.close()
 
 
-class _ScoringActor:
+class _CountsRetries:
+    _num_taken = 0
+
+    def take_retries(self) -> int:
+        """Retries in this process since the last call."""
+        before, self._num_taken = self._num_taken, num_retries()
+        return self._num_taken - before
+
+
+class _ScoringActor(_CountsRetries):
     def __init__(self, make: Callable[[], Scorer]) -> None:
         self._make = make
 
@@ -186,7 +198,7 @@ class _WholeBatch:
     columns: dict[str, Any]
 
 
-class _EnvironmentActor:
+class _EnvironmentActor(_CountsRetries):
     def __init__(self, make: Callable[[], EnvironmentInterface]) -> None:
         self._make = make
 

@@ -16,6 +16,7 @@ _LOSSES = {
     "num_failed_rollouts": "rollouts failed",
     "num_engine_restarts": "engine restarts",
     "num_environment_restarts": "environment actors replaced",
+    "num_reward_retries": "rewards retried",
 }
 _USUAL = (
     "reward",

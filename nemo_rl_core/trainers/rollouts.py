@@ -16,6 +16,7 @@ from nemo_rl_core.data.pretrained import context_length, load_tokenizer, stop_to
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import plan_microbatches
 from nemo_rl_core.environments.needs import refuse_incomplete_rows
+from nemo_rl_core.environments.rewards.retries import num_retries
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.evaluate import greedy_rollouts
 from nemo_rl_core.evals.metrics import accuracy_metrics
@@ -55,6 +56,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     _replayed: RolloutRecords | None
     _held_out: Sequence[Prompt]
     _num_restarts: tuple[int, int]
+    _num_retries = 0
     _of_environment: list[tuple[int, dict[str, float]]]
 
     def _policy_methods(self) -> dict[str, str]:
@@ -86,6 +88,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         if self._own.engine is None and isinstance(self.sampler.generation, Generation):
             self._finish_generation(self.sampler)  # an engine is awake when it has started
         self._num_restarts = self.sampler.num_restarts  # a scorer may have served others before
+        self._num_retries = num_retries()
         if spec.validation is not None:
             self._held_out = load_prompts(spec.validation, self.sampler.tokenizer)
 
@@ -241,8 +244,9 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         return accuracy_metrics(self.sampler.score(drawn))
 
     def _replacements(self) -> dict[str, float]:
-        """How often the engine was started again in this step, and how many actors were."""
-        before = self._num_restarts
+        """Restarts of the engine, replaced actors and retried rewards of this step."""
+        before, retries_before = self._num_restarts, self._num_retries
+        self._num_retries = num_retries()
         if self.sampler is not None:
             self._num_restarts = self.sampler.num_restarts
         engine, environment = (
@@ -251,6 +255,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         return {
             "num_engine_restarts": float(engine),
             "num_environment_restarts": float(environment),
+            "num_reward_retries": float(self._num_retries - retries_before),
         }
 
     def _peak_memory_gib(self) -> float:

@@ -5,7 +5,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -24,17 +26,20 @@ from nemo_rl_core.environments.factory import make_remote_scorer, make_scorer
 from nemo_rl_core.environments.interfaces import Scorer, score_rollouts
 from nemo_rl_core.environments.multi_turn.replies import split
 from nemo_rl_core.environments.post_processing import post_process
+from nemo_rl_core.environments.rewards.retries import num_retries
 from nemo_rl_core.errors import ConfigError, RewardError, WorkerError
 from nemo_rl_core.store.watching import watching
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 REWARDS = """
-import os, signal, time
+import os, signal, time, urllib.request
 from pathlib import Path
 
 HERE = Path(__file__).parent
 
 def score(prompt: str, response: str) -> float:
+    if response.startswith("http"):
+        urllib.request.urlopen(response).close()
     if response == "hang":
         time.sleep(600)
     if response == "die":
@@ -91,6 +96,34 @@ def test_an_actor_that_dies_costs_the_row_that_kills_it(make: Callable[..., Scor
     for _ in range(2):  # what has been replaced works as what was there
         outcomes = scorer.score(rows)
         assert_only(outcomes, {2: "the environment's actor died", 4: "no answer sheet"}, rows)
+
+
+class _Flaky(BaseHTTPRequestHandler):
+    """Answers each path with 503 the first time."""
+
+    asked: ClassVar[set[str]] = set()
+
+    def do_GET(self) -> None:
+        status = 200 if self.path in self.asked else 503
+        self.asked.add(self.path)
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_in_the_network_is_called_again_in_its_actor(
+    make: Callable[..., Scorer],
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Flaky) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        rows = rollouts("a", f"{url}/1", "bb", "cccc", f"{url}/2")
+        before = num_retries()
+        outcomes = make(num_workers=2).score(rows)
+        server.shutdown()
+    assert_only(outcomes, {}, rows)
+    assert num_retries() - before == 2
 
 
 @pytest.mark.thorough

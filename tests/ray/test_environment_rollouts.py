@@ -116,6 +116,7 @@ GYM = Row(
     answer="3",
     metadata={"task": "chain_sum", "options": {}, "entry": {"answer": "3", "metadata": {}}},
 )
+ADD = ["assert add(2, 2) == 4", "assert add(1, 2) == 3"]
 ROWS: dict[str, list[Row]] = {
     "exact": [SUM],
     "math": [Row("math", {("0.75",): (1,), ("0.7",): (0,)}, answer=r"\frac{3}{4}")],
@@ -137,10 +138,7 @@ ROWS: dict[str, list[Row]] = {
                 ("def add(a, b):\n return a * b",): (0.5,),
                 ("def add(a, b) return",): (0,),
             },
-            metadata={
-                "tests": ["assert add(2, 2) == 4", "assert add(1, 2) == 3"],
-                "entry_point": "add",
-            },
+            metadata={"tests": ADD, "entry_point": "add"},
         )
     ],
     "weighted_sum": [replace(SUM, worth={("5",): (1 + 0.5,), ("6",): (0.5,)})],

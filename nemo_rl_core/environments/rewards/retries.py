@@ -37,6 +37,19 @@ _TRANSIENT: Final = frozenset(
 """Package and class of exceptions of clients that mean a failed connection or a time-out."""
 _PERMANENT: Final = frozenset({"httpx.UnsupportedProtocol", "httpx.LocalProtocolError"})
 
+_num_retries = 0
+
+
+def num_retries() -> int:
+    """Returns the number of attempts after the first of all calls of this process so far."""
+    return _num_retries
+
+
+def count_retries(number: int) -> None:
+    """Adds attempts after the first, of this process or of its actors."""
+    global _num_retries  # noqa: PLW0603 (one count per process)
+    _num_retries += number
+
 
 def is_transient(error: BaseException) -> bool:
     """Whether a failure of the network may pass.
@@ -75,14 +88,11 @@ class Retries:
     Args:
         num_retries: Maximum number of attempts after the first.
         total_seconds: Time after the start of a call from which no attempt begins.
-
-    Attributes:
-        count: Number of attempts after the first, of all calls.
     """
 
     def __init__(self, num_retries: int = 4, *, total_seconds: float = 30.0) -> None:
         self._num_retries, self._total_seconds = num_retries, total_seconds
-        self._num_given_up = self.count = 0
+        self._num_given_up = 0
         # Not the global generator: a reward may have seeded it.
         self._random = random.Random()
 
@@ -141,5 +151,5 @@ class Retries:
             self._num_given_up += 1
             error.add_note(f"after {attempt + 1} attempts" if attempt else "not tried again")
             return None
-        self.count += 1
+        count_retries(1)
         return pause

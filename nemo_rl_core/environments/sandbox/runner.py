@@ -43,7 +43,7 @@ class Sandbox:
         num_parallel: Maximum number of programs that compute at once; see `Slots`.
 
     Attributes:
-        slots: Admits programs; `run` takes one of its own.
+        slots: Admission of programs; `run` takes a slot.
 
     Raises:
         ResourceError: When this machine cannot keep the guarantees (tried once, here).

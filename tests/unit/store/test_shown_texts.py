@@ -110,12 +110,15 @@ SAID_BY = {
     ("nemo_rl_core.environments.interfaces", "RewardError"),
     ("nemo_rl_core.environments.multi_turn.games", "(KeyError, TypeError, ValueError)"),
     ("nemo_rl_core.environments.multi_turn.verifiers", "Exception"),
+    ("nemo_rl_core.environments.needs", "RewardError"),
     ("nemo_rl_core.environments.remote", "RewardError"),
     ("nemo_rl_core.environments.rewards.awaiting", "(Exception, SystemExit)"),
     (
         "nemo_rl_core.environments.rewards.chat_endpoint",
         "(EndpointError, httpx.HTTPError, httpx.InvalidURL)",
     ),
+    ("nemo_rl_core.environments.rewards.retries", "Exception"),
+    ("nemo_rl_core.environments.rewards.unit_tests", "(SyntaxError, ValueError)"),
     ("nemo_rl_core.environments.rewards.weighted_sum", "RewardError"),
     ("nemo_rl_core.environments.tools.environment", "Exception"),
     ("nemo_rl_core.rollouts.episode", "DataError"),
@@ -126,8 +129,8 @@ SAID_BY = {
     # Programs of sandboxes, which import nothing of the project: no error of its own comes there.
     ("nemo_rl_core.environments.rewards.code_checker.checker", "BaseException"),
     ("nemo_rl_core.environments.rewards.code_checker.checker", "BrokenTestError"),
-    ("nemo_rl_core.environments.rewards.code_checker.checker", "Exception"),
     ("nemo_rl_core.environments.rewards.code_checker.program", "Exception"),
+    ("nemo_rl_core.environments.rewards.code_checker.program", "_MissingNameError"),
     ("nemo_rl_core.environments.rewards.code_checker.row", "BrokenTestError"),
     (
         "nemo_rl_core.environments.rewards.math_worker",

@@ -57,6 +57,8 @@ _MEMBERS = {
 }
 _MODULES = {"np": "numpy", "numpy": "numpy", "pytest": "pytest"}
 """Modules outside the standard library that tests use without an import."""
+_INTERACTIVE = {"copyright", "credits", "exit", "help", "license", "quit"}
+"""Names that `site` adds to Python's, and that neither sandbox has."""
 _SIDE_EFFECTS = {"__main__", "antigravity", "idlelib", "test", "this", "turtledemo"}
 """Modules of the standard library that do something when they are imported."""
 
@@ -93,7 +95,7 @@ def names_read(*sources: str) -> dict[str, set[Attributes]]:
     return {
         name: taken.get(name, set())
         for name in names
-        if name not in defined and not hasattr(builtins, name)
+        if name not in defined and (name in _INTERACTIVE or not hasattr(builtins, name))
     }
 
 

@@ -87,7 +87,9 @@ class Connection:
         raise result
 
     def catch(self, error: BaseException | None) -> None:
-        """Records that the test has caught an exception."""
+        """Records that the test has caught an exception; `except*` catches a group."""
+        for each in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
+            self.catch(each)
         self.uncaught = [each for each in self.uncaught if each is not error]
 
     def _raise(self, error: Exception) -> NoReturn:

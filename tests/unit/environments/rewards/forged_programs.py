@@ -351,6 +351,7 @@ ACCEPTED = (
     Row("f", "try:\n    f(-1)\n    assert False\nexcept Exception as error:\n"
         "    assert type(error) is ValueError",
         "def f(x):\n    if x < 0: raise ValueError('negative')", {}),
+    Row("f", "try:\n    f(-1)\nexcept* ValueError:\n    pass", "def f(x): raise ValueError", {}),
     Row("Stack", "s = Stack()\ns.push(1)\nassert s.pop() == 1 and s.size == 0\n"
         "with raises(IndexError):\n    s.pop()\ns.size = 3\nassert s.size == 3\n"
         "s.size += 1\nassert s.size == 4 and 1 + s.size == 5 and [0] * s.size == [0] * 4\n"
@@ -382,6 +383,7 @@ REFUSED = {
     "assert mean(f(1)) == 2": "mean",
     "assert almost_equal(f(1), 2)": "almost_equal",
     "assert f(1) == expected": "expected",
+    "assert f(1) == 2 or exit()": "exit",
     "assert pd.Series(f(1)).sum() == 1": "pd",
     "def test(): assert helper(f(1))\ntest()": "helper",
 }
