@@ -44,7 +44,7 @@ def read_row(kind: type[T], row: sqlite3.Row, *, table: str, key: str, store: St
         fields |= {name: _parsed(name, fields[name]) for name in _JSON & fields.keys()}
         for name in _PATHS & fields.keys():
             fields[name] = from_stored(store, fields[name], may_be_outside=name in _OUTSIDE)
-        record: T = _adapter(kind).validate_python(fields)
+        record: T = _adapter(kind).validate_python(fields)  # type: ignore[arg-type]  # a class has a hash
         if isinstance(record, ArtifactRow):
             Manifest.model_validate(record.manifest)
             _refuse_other_folder(store, record)
