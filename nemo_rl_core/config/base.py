@@ -122,7 +122,7 @@ class FrozenConfig(BaseModel):
         fields = fields_of(schema)
         refuse_conversions(fields)
         for name, field in fields.items():
-            # After validators of the class, which may lay the input over a preset.
+            # After validators of the class, which may merge the input into a preset.
             info, with_default = cls.model_fields[name], field["schema"]
             if has_default_tag(info):
                 with_default["schema"] = core_schema.no_info_before_validator_function(
