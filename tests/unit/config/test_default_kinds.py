@@ -68,6 +68,12 @@ def test_one_field_is_enough(
     assert expected.items() <= read.model_dump().items()
 
 
+def test_a_preset_chooses_the_kind_before_the_default_does() -> None:
+    grpo = {"preset": "gdpo", "advantage": {"weights": [1.0, 0.1]}}
+    advantage = GRPORecipe.model_validate({"grpo": grpo}).grpo.advantage
+    assert advantage.model_dump() == {"kind": "gdpo", "weights": [1.0, 0.1]}
+
+
 def test_python_takes_it_too() -> None:
     assert DPOConfig.model_validate({"loss": {"beta": 0.5}}).loss == SigmoidLoss(beta=0.5)
 
