@@ -10,6 +10,7 @@ import copyreg
 import functools
 import hashlib
 import operator
+import os
 import re
 import sys
 import sysconfig
@@ -261,6 +262,8 @@ _KINDS: tuple[tuple[Any, Callable[[_Walk, Any], None]], ...] = (
     (functools.cached_property, lambda walk, value: walk.add(value.func)),
     (property, _Walk.add_property),
     ((staticmethod, classmethod), lambda walk, value: walk.add(value.__func__)),
+    # The variables that code reads are recorded when it runs.
+    (os._Environ, lambda walk, value: walk.parts.append("environ")),
     (_SLOTS, lambda walk, value: walk.parts.append(f"slot {value.__name__}")),
     (_WEAK, lambda walk, value: walk.parts.append("weak")),
     (MappingProxyType, lambda walk, value: walk.add_mapping(dict(value))),
