@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.joined_paths import joins, paths_of_sources
 
 LISTED = "the name is that of a file or folder which the code has just listed"
@@ -260,8 +258,3 @@ def test_joins_are_found_by_their_types(tmp_path: Path) -> None:
     source.write_text(OPEN)
     expected = [n for n, line in enumerate(OPEN.splitlines(), 1) if line.endswith("# open")]
     assert sorted({each.line for each in joins([source])}) == expected
-
-
-@pytest.mark.parametrize("reason", {LISTED, OWN, MADE, LIBRARY, PYTHON, USER, FLYTE, SANDBOX})
-def test_every_reason_is_used(reason: str) -> None:
-    assert any(reason in names.values() for names in ALLOWED.values())
