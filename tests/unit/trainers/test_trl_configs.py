@@ -119,6 +119,17 @@ def test_the_settings_are_accepted(algorithm: str) -> None:
     assert f"{trainer.__name__}(model=..., {as_arguments(settings)})" in str(caught.value.fix)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "config"),
+    [("grpo", trl.SFTConfig), ("dpo", trl.RewardConfig), ("dpo", trl.GRPOConfig)],
+)
+def test_a_config_of_another_trainer_is_refused(algorithm: str, config: Any) -> None:
+    _, trainer = CONFIGS[algorithm]
+    with pytest.raises(ConfigError, match="is no section") as caught:
+        trainer(model="m", args=config(output_dir="out", **CPU))
+    assert f"give settings by name: {trainer.__name__}" in str(caught.value.fix)
+
+
 def test_grpo_by_hand() -> None:
     args = trl.GRPOConfig(
         output_dir="short",
