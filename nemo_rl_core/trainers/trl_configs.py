@@ -7,6 +7,7 @@ changed. `tests/unit/trainers/test_trl_configs.py` tries each field of the insta
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -32,7 +33,7 @@ class Translation:
 
     Attributes:
         settings: Arguments of the trainer by name; sections are nested mappings.
-        notes: Lines about fields that are not in `settings`, each opening with the field.
+        notes: Lines about fields that are not in `settings`; each begins with the field.
     """
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -113,7 +114,7 @@ class _Reader:
         warmup = self._field("warmup_steps", 0) or 0
         if 0 < warmup < 1:  # a share of all steps
             if num_steps > 0:
-                warmup = round(warmup * num_steps)
+                warmup = math.ceil(num_steps * warmup)  # as transformers does
             else:
                 self._note("warmup_steps", "num_warmup_steps counts steps")
                 warmup = 0

@@ -247,3 +247,9 @@ def test_grpo_losses(fields: dict[str, Any], loss: dict[str, Any]) -> None:
     assert loss.items() <= settings["loss"].items()
     assert settings["loss"]["kl"] is None  # TRL's beta is 0
     nemo_rl_core.GRPOTrainer.from_pretrained("m", **settings)
+
+
+def test_a_share_of_warm_up_is_rounded_up_as_in_transformers() -> None:
+    args = trl.SFTConfig(output_dir="out", max_steps=25, warmup_steps=0.1, **CPU)
+    expected = args.get_warmup_steps(25)
+    assert translate(args, "sft").settings["num_warmup_steps"] == expected == 3
