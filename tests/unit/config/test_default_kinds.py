@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from nemo_rl_core.algorithms.dpo.config import DPOConfig, SigmoidLoss
 from nemo_rl_core.config.annotations import classes_of, tag_of
 from nemo_rl_core.config.kept_types import fields_of
+from nemo_rl_core.errors import ConfigError
 from tasks.cli.run_settings import changes_of
 from tasks.recipes.common import Recipe, RecipeError
 from tasks.recipes.distillation import DistillationRecipe
@@ -45,6 +46,8 @@ def test_every_field_with_a_default_kind_takes_its_fields_without_the_kind() -> 
             read = kind.model_validate({name: values})
         except ValidationError as error:  # for other fields, which the class requires
             assert name not in {each["loc"][0] for each in error.errors()}
+            continue
+        except ConfigError:  # such as a regression check, which requires a baseline
             continue
         assert type(getattr(read, name)) is type(field.default)
         seen.add(name)
