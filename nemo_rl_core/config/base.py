@@ -74,6 +74,11 @@ def _collected(values: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         raise PydanticCustomError(CONTRADICTION, "contradiction", {"error": error}) from error
 
 
+def _sets_default_tag(schema: Any) -> bool:
+    function = schema.get("function", {}).get("function")
+    return isinstance(function, partial) and function.func is with_default_tag
+
+
 class FrozenConfig(BaseModel):
     """A config that cannot be changed after loading and refuses keys it does not know.
 
@@ -146,9 +151,10 @@ class FrozenConfig(BaseModel):
         fields = fields_of(schema)
         refuse_conversions(fields)
         for name, field in fields.items():
-            # After validators of the class, which may merge the input into a preset.
+            # After validators of the class, which may merge the input into a preset. A class within
+            # another one comes here again, with the schema of the first time.
             info, with_default = cls.model_fields[name], field["schema"]
-            if has_default_tag(info):
+            if has_default_tag(info) and not _sets_default_tag(with_default["schema"]):
                 with_default["schema"] = core_schema.no_info_before_validator_function(
                     partial(with_default_tag, info), with_default["schema"]
                 )

@@ -34,9 +34,9 @@ def key_file() -> Path:
 def sign(
     store: Store, execution: str, *, workflow: str, inputs: Mapping[str, Any], folder: str
 ) -> None:
-    """Signs what of an execution's record says which code runs.
+    """Signs the part of an execution's record that says which code runs.
 
-    Without a home folder that can be written nothing is signed, which does not fail the run.
+    If the home folder cannot be written, the record stays unsigned, and the run continues.
 
     Args:
         store: Store of the record.

@@ -189,7 +189,8 @@ class _Walk:
         if not _is_installed(cls.__module__):
             self.add_all("instance", (cls, object.__getstate__(value)))
             self.add_all("content", (kind(value) for kind in cls.__mro__ if kind in _VALUES))
-            return
+            if not any(map(_has_own_state, cls.__mro__)):
+                return
         if hasattr(value, "untyped_storage"):
             self._add_tensor(value)
             return
@@ -219,6 +220,12 @@ def _comparable(part: Any) -> Any:
             return list(part)
         case _:
             return part
+
+
+def _has_own_state(cls: type) -> bool:
+    """Whether instances of an installed class have a state besides their attributes: a deque."""
+    is_other = cls is not object and cls not in _VALUES and _is_installed(cls.__module__)
+    return is_other and not vars(cls).keys().isdisjoint(("__reduce__", "__reduce_ex__"))
 
 
 def _is_installed(module: str) -> bool:

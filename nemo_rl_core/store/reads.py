@@ -54,7 +54,7 @@ def digest_of_variable(name: str, value: str | None) -> str:
 
 
 def changed_inputs(reads: Mapping[str, str]) -> list[str]:
-    """Names of the recorded inputs that differ now."""
+    """Returns the names of the recorded inputs that differ now."""
     return [name for name, digest in reads.items() if present_digest(name) != digest]
 
 
@@ -110,7 +110,7 @@ def _digest_of_source(path: Path) -> str:
 
 
 def recorded_names(record: Path) -> list[str]:
-    """Names of the artifacts of a stage and its key, the newest first."""
+    """Returns the artifacts in the record of a stage and its key, the newest first."""
     try:
         fields = json.loads(record.read_text())
         return [str(fields["artifact"]), *map(str, fields.get("earlier", ()))]

@@ -356,7 +356,10 @@ def _is_noise(path: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_noise_from(path: str, folder: str, _store: str | None) -> bool:
-    if path.startswith((*_SYSTEM, *_LIBRARIES, *_PROJECT)) or "/__pycache__/" in path:
+    if path.startswith((*_LIBRARIES, *_PROJECT)) or "/__pycache__/" in path:
+        return True
+    # The current folder may be one of these: images often have programs in /usr/src.
+    if path.startswith(_SYSTEM) and (folder == "/" or not path.startswith(folder + os.sep)):
         return True
     root = Store.default().root
     if path.startswith(f"{Path.home()}/.") or Path(path).resolve().is_relative_to(root):
