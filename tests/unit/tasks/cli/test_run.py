@@ -274,10 +274,10 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(own_store: Path, tmp_path: 
 
 CONVERSATIONS = [
     {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "no"}]}
-    for i in range(40)
+    for i in range(700)
 ]
-PAIRS = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": "0"} for i in range(10, 50)]
-QUESTIONS = [{"prompt": f"{i}+2=", "answer": f"{i + 2}"} for i in range(10, 50)]
+PAIRS = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": "0"} for i in range(10, 710)]
+QUESTIONS = [{"prompt": f"{i}+2=", "answer": f"{i + 2}"} for i in range(10, 710)]
 
 
 def with_rows(folder: Path, rows: list[dict[str, object]], model: str = "from_config") -> list[str]:
@@ -330,7 +330,7 @@ def test_rows_without_questions_need_no_invented_ones(
         (
             "sft",
             ["evaluation=null"],
-            [{"prompt": "a"}, {"prompt": "b"}],
+            [{"prompt": f"say {i}"} for i in range(200)],
             "prompts without answers, which this",
         ),
         ("dpo", ["sft=null", "pairs.kind=data"], QUESTIONS, "prompts with answers, which this"),
