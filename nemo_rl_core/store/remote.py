@@ -126,10 +126,12 @@ def tree(address: str) -> list[RemoteObject]:
     """
     files = _file_system(address)
     with _explained(address):
-        found = files.find(address, detail=True).values()
+        found = [_object(address, each) for each in files.find(address, detail=True).values()]
+        # Consoles mark a folder by an empty object.
+        found = [each for each in found if each.size or not each.address.endswith("/")]
         if not found:
             raise FileNotFoundError(address)
-    objects = sorted((_object(address, each) for each in found), key=lambda each: each.address)
+    objects = sorted(found, key=lambda each: each.address)
     if objects[0].address == address:
         raise DataError(
             f"{address} is an object",
@@ -137,8 +139,6 @@ def tree(address: str) -> list[RemoteObject]:
             got=f"an object of {objects[0].size} bytes",
             fix=f"name the folder: {address.rpartition('/')[0]}",
         )
-    # Consoles mark a folder by an empty object.
-    objects = [each for each in objects if each.size or not each.address.endswith("/")]
     base = address.rstrip("/") + "/"
     for each in objects:
         checked_name(each.address.removeprefix(base), source=f"the listing of {address}")

@@ -362,7 +362,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         if loop.is_finished:
             return loop.finish()
         called = Callbacks(self, callbacks)
-        self._loop, self._may_stop = loop, called.may_stop
+        self._loop, self._may_stop, self.step = loop, called.may_stop, 0
         with ExitStack() as resources:
             self._set_up(spec, resources)
             every = self.config.validate_every_num_steps
@@ -408,11 +408,18 @@ class BaseTrainer(ABC, Generic[S, C]):
     def stop(self, reason: str) -> None:
         """Ends the run after this step; for callbacks.
 
-        The step is saved, its model is the result, and the run's state is `stopped`.
+        The step is saved, its model is the result, and the run's state is `stopped`. It is
+        validated only if its number asks for that.
 
         Raises:
-            ConfigError: If no callback of the run says that it may stop it.
+            ConfigError: If no step is under way, or no callback says that it may stop the run.
         """
+        if self.step < 1:
+            raise ConfigError(
+                "trainer.stop was called before the first step",
+                expected="a call in a hook of a step, such as on_step_end",
+                fix="raise an exception to end the run without a result",
+            )
         if not self._may_stop:
             raise ConfigError(
                 "trainer.stop was called, but no callback of this run may stop it",

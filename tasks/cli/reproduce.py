@@ -3,10 +3,11 @@
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -117,12 +118,16 @@ def _found(checkpoint: str, *, trust: bool) -> tuple[ArtifactRow, _Repetition]:
     store, folder = Store.default(), folder_around(Path(checkpoint).expanduser())
     downloaded = from_folder(folder) if folder is not None else None
     if downloaded is not None and not path_of(store).is_file():
+        if not trust:
+            _refuse_unknown_code(store, None, manifests_behind(None, downloaded))
         return downloaded, _stages(None, downloaded)
     with History(store) as history:
         artifact = history.find_artifact(checkpoint)
         maker = history.maker(artifact)
         if maker is not None and not trust and _was_here(maker, artifact):
             _refuse_unsigned(store, maker)
+        if not trust:
+            _refuse_unknown_code(store, maker, manifests_behind(history, artifact))
         return artifact, _training(history, artifact, trust) or _stages(history, artifact)
 
 
@@ -142,6 +147,43 @@ def _refuse_unsigned(store: Store, execution: Execution) -> None:
         fix="reproducing runs the code that a record names and unpickles its reward: pass --trust "
         f"if you trust whoever wrote {store.root}",
     )
+
+
+def _refuse_unknown_code(
+    store: Store, maker: Execution | None, manifests: Mapping[str, Manifest]
+) -> None:
+    """Refuses manifests that name code which no signed record names."""
+    is_known = maker is not None and is_signed(store, maker)
+    known = set(_texts(maker.inputs)) if maker is not None and is_known else set()
+    names = {name for each in manifests.values() for name in _code_in(each.config)} - known
+    if names:
+        raise StoreError(
+            "the manifests name code that no record of this user's runs names",
+            expected=f"functions and modules of a run that is signed with the key in {key_file()}",
+            got=", ".join(sorted(names))[:200],
+            fix="look at this code, and pass --trust to run it",
+        )
+
+
+def _code_in(config: Any) -> Iterator[str]:
+    """Yields the functions and modules that a config names."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            if key in ("target", "module") and isinstance(value, str):
+                yield value
+            yield from _code_in(value)
+    elif isinstance(config, list):
+        for each in config:
+            yield from _code_in(each)
+
+
+def _texts(values: Any) -> Iterator[str]:
+    """Yields all texts in nested mappings and lists."""
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, Mapping | list):
+        for each in values.values() if isinstance(values, Mapping) else values:
+            yield from _texts(each)
 
 
 def _training(history: History, artifact: ArtifactRow, trust: bool) -> _Repetition | None:
