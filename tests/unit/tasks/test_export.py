@@ -31,7 +31,7 @@ def checkpoint(stage: str, seed: int) -> CheckpointArtifact:
         materialize(MODEL, folder / "model", seed=seed)
         return StageResult("checkpoint", "hf", step=seed)
 
-    fields = make(__name__, stage, config=Seed(seed=seed), parents={}, work=work)
+    fields = make(__name__, stage, config=Seed(seed=int(seed)), parents={}, work=work)
     return CheckpointArtifact(**fields)
 
 
@@ -40,7 +40,7 @@ def verdict(*, promoted: bool) -> PromotionDecision:
         (folder / "decision.json").write_text(str(promoted))
         return StageResult("promotion", "json", "promoted: +9.0" if promoted else "NOT promoted: 0")
 
-    fields = make(__name__, "promote", config=Seed(seed=promoted), parents={}, work=work)
+    fields = make(__name__, "promote", config=Seed(seed=int(promoted)), parents={}, work=work)
     return PromotionDecision(**fields, promoted=promoted, difference=0, low=0, high=0)
 
 
