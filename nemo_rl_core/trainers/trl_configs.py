@@ -7,6 +7,7 @@ changed. `tests/unit/trainers/test_trl_configs.py` tries each field of the insta
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -107,13 +108,17 @@ class _Reader:
         warmup = self._field("warmup_steps", 0) or 0
         if 0 < warmup < 1:  # a share of all steps
             if num_steps > 0:
-                warmup = round(warmup * num_steps)
+                warmup = math.ceil(warmup * num_steps)
             else:
                 self._note("warmup_steps", "num_warmup_steps counts steps")
                 warmup = 0
-        self._found.settings["num_warmup_steps"] = int(warmup)
         schedule = self._plain(self._field("lr_scheduler_type", "linear"))
-        if schedule in ("linear", "cosine") and num_steps > warmup:
+        decays = schedule in ("linear", "cosine") and num_steps > warmup
+        # There the first update after the warm-up has the full rate, here the last of the warm-up:
+        # without one more the decay would be an update ahead, and the last update without effect.
+        kept = warmup if schedule != "constant" else 0
+        self._found.settings["num_warmup_steps"] = int(kept) + decays
+        if decays:
             decay = {"kind": schedule, "num_decay_steps": int(num_steps - warmup)}
             self._found.settings["schedule"] = decay
         elif schedule not in ("constant", "constant_with_warmup"):
