@@ -77,7 +77,7 @@ class DamagedRecordError(StoreError):
 
 
 class UnsafePathError(StoreError, ValueError):
-    """A name from outside leads out of its folder; also a `ValueError`, as of any damaged file."""
+    """A name from outside leads out of its folder; a `ValueError`, as for other damaged files."""
 
 
 class NotRecordedError(StoreError):

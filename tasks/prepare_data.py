@@ -44,7 +44,7 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
     def is_trained_on(rows: Sequence[Row]) -> bool:
         if row_kind(column_names(rows)) != "prompts":
             return True
-        return config.completions_are_trained and bool(rows[0].get("completion"))
+        return config.completions_are_trained and any(row.get("completion") for row in rows[:1])
 
     def artifact(name: str, rows: Sequence[Row]) -> DatasetArtifact:
         limit = config.data.max_prompt_tokens

@@ -119,6 +119,8 @@ def choose_questions(
         DataError: If the recipe cannot train on the rows.
     """
     refuse_other_kinds(train.row_kind, config.trains_on)
+    if config.reads_validation:
+        refuse_other_kinds(validation.row_kind, config.trains_on, part="validation")
     if not config.evaluates:
         return Questions(None)
     if config.data is not None:
@@ -126,7 +128,7 @@ def choose_questions(
     if validation.row_kind in ("prompts", "lone_prompts"):
         return Questions(validation)
     if config.compares_pairs:
-        refuse_other_kinds(validation.row_kind, config.trains_on)
+        refuse_other_kinds(validation.row_kind, config.trains_on, part="validation")
     refuse_missing_verdict(config, validation.row_kind)
     return Questions(None)
 

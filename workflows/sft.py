@@ -22,9 +22,9 @@ DEFAULT = default_recipe(SFTRecipe, "sft_arithmetic")
 def tune(
     config: SFTTaskConfig, base: Checkpoint, train: Dataset, validation: Dataset
 ) -> Checkpoint:
-    """Supervised fine-tuning; held-out rows that ask nothing give at least the last step's loss.
+    """Supervised fine-tuning, which validates at least after the last step if rows ask nothing.
 
-    That does not depend on `evaluation.data`, which would otherwise train again when it is added.
+    It does so whether `evaluation.data` is given or not, so that adding it does not train again.
     """
     assert config.sft is not None, "the recipe always has the section"
     sft = config.sft

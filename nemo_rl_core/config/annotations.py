@@ -37,18 +37,23 @@ def classes_of(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
+def has_default_tag(field: FieldInfo) -> bool:
+    """Returns whether the default of a field says which variant of its union is meant."""
+    is_union = isinstance(_discriminator([field, *field.metadata]), str)
+    return is_union and isinstance(field.default, BaseModel)
+
+
 def with_default_tag(field: FieldInfo, value: Any) -> Any:
-    """Returns a mapping without a tag with the one of the field's default: a change of its fields.
+    """Returns a mapping without a tag with the one of the field's default.
 
     Args:
-        field: Its default says which variant of a union is meant, unless the union itself does.
+        field: A field for which `has_default_tag` is true; others change nothing.
         value: The input of the field; anything but a mapping without a tag is returned as it is.
     """
-    default = tag_of(type(field.default)) if isinstance(field.default, BaseModel) else None
-    is_open = isinstance(value, Mapping) and default is not None and default[0] not in value
-    if not is_open or not isinstance(_discriminator([field, *field.metadata]), str):
+    if not isinstance(value, Mapping) or not has_default_tag(field):
         return value
-    return overlaid(dict([default]), value)
+    tag = tag_of(type(field.default))
+    return value if tag is None or tag[0] in value else overlaid({tag[0]: tag[1]}, value)
 
 
 def class_that_reads(
@@ -57,8 +62,6 @@ def class_that_reads(
     """The class that reads a mapping; None where no class does, or the tag is wrong."""
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
-        for field in metadata:
-            value = with_default_tag(field, value) if isinstance(field, FieldInfo) else value
         return class_that_reads(inner, value, _discriminator(metadata) or by)
     if get_origin(annotation) not in (Union, UnionType):
         found = next(iter(classes_of(annotation)), None)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -17,8 +18,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-from nemo_rl_core.config.annotations import with_default_tag
-from nemo_rl_core.config.kept_types import refuse_conversions
+from nemo_rl_core.config.annotations import has_default_tag, with_default_tag
+from nemo_rl_core.config.kept_types import fields_of, refuse_conversions
 from nemo_rl_core.config.mistakes import (
     CONTRADICTION,
     FIX,
@@ -28,7 +29,6 @@ from nemo_rl_core.config.mistakes import (
     mistakes_of,
     placed,
 )
-from nemo_rl_core.config.places import PlacedDict, overlaid
 from nemo_rl_core.config.sections import (
     UnknownKey,
     accepted_keys,
@@ -74,6 +74,11 @@ def _collected(values: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         raise PydanticCustomError(CONTRADICTION, "contradiction", {"error": error}) from error
 
 
+def _sets_default_tag(schema: Any) -> bool:
+    function = schema.get("function", {}).get("function")
+    return isinstance(function, partial) and function.func is with_default_tag
+
+
 class FrozenConfig(BaseModel):
     """A config that cannot be changed after loading and refuses keys it does not know.
 
@@ -110,8 +115,6 @@ class FrozenConfig(BaseModel):
     def _refuse_unknown_keys(cls, values: Any, handler: ValidatorFunctionWrapHandler) -> Self:
         # The class that finds an unknown key raises; each class around it then looks through all
         # of its own input, so that the outermost names every mistake with its whole path.
-        if isinstance(values, dict):
-            values = _with_default_tags(cls, values)
         try:
             if isinstance(values, dict) and not values.keys() <= cls.accepted_keys():
                 refuse_unknown_keys(cls, values, handler)
@@ -145,24 +148,22 @@ class FrozenConfig(BaseModel):
         cls, source: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
         schema = handler(source)
-        refuse_conversions(schema)
+        fields = fields_of(schema)
+        refuse_conversions(fields)
+        for name, field in fields.items():
+            # After validators of the class, which may merge the input into a preset. A class within
+            # another one comes here again, with the schema of the first time.
+            info, with_default = cls.model_fields[name], field["schema"]
+            if has_default_tag(info) and not _sets_default_tag(with_default["schema"]):
+                with_default["schema"] = core_schema.no_info_before_validator_function(
+                    partial(with_default_tag, info), with_default["schema"]
+                )
         # Around all validators of the class, whatever their mode.
         return core_schema.no_info_wrap_validator_function(_collected, schema)
 
     def replace(self, **changes: Any) -> Self:
         """A validated copy with some fields changed."""
         return type(self).model_validate({**self.model_dump(), **changes})
-
-
-def _with_default_tags(kind: type[FrozenConfig], values: dict[str, Any]) -> dict[str, Any]:
-    changed = {
-        name: tagged
-        for name, value in values.items()
-        if name in kind.model_fields
-        and (tagged := with_default_tag(kind.model_fields[name], value)) is not value
-    }
-    places = getattr(values, "places", {})
-    return overlaid(values, PlacedDict(changed, places)) if changed else values
 
 
 def kind_or(

@@ -4,20 +4,30 @@ pydantic reads `true` as 1 and the text "3" as 3, which hides mistakes: `max_gra
 be 1.0. An integer for a real number, and 2.0 for an integer, are allowed.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import PydanticKnownError, core_schema
 
 
-def refuse_conversions(schema: Any) -> None:
-    """Makes the numbers and booleans of a config's fields refuse values of another type.
+def fields_of(schema: Any) -> dict[str, Any]:
+    """Returns the schemas of a config's fields by name.
 
     Args:
-        schema: The core schema of a config class, changed in place.
+        schema: The core schema of a config class.
     """
     while schema["type"] not in {"model-fields", "definition-ref"}:
         schema = schema["schema"]
-    for field in schema.get("fields", {}).values():
+    return dict(schema.get("fields", {}))
+
+
+def refuse_conversions(fields: Mapping[str, Any]) -> None:
+    """Makes the numbers and booleans of a config's fields refuse values of another type.
+
+    Args:
+        fields: The schemas of the fields, which are modified.
+    """
+    for field in fields.values():
         _refuse_below(field["schema"])
 
 

@@ -205,7 +205,7 @@ _INSTEAD: Final = {
         dataloader_persistent_workers dataloader_prefetch_factor remove_unused_columns
         dataloader_multiprocessing_context ds3_gather_for_generation""",
 }
-"""What to use instead of fields on which no result depends, by text; fields in one string."""
+"""Fields that change no result, separated by spaces, by the text that says what to use instead."""
 NO_EFFECT: Final = {name: text for text, names in _INSTEAD.items() for name in names.split()}
 
 

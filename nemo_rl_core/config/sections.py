@@ -18,6 +18,7 @@ from nemo_rl_core.config.annotations import (
     classes_of,
     item_annotations,
     tag_of,
+    with_default_tag,
 )
 from nemo_rl_core.config.names import closest_name, name_hint
 from nemo_rl_core.config.peer_names import peer_hint
@@ -158,9 +159,12 @@ def _given(
 ) -> Iterator[Section]:
     """The sections of the input, outer ones first."""
     yield Section(path, kind, tuple(values), variants)
+    # A shorthand, such as a preset, may choose another variant than the default one.
+    is_plain = not values.keys() & getattr(kind, "shorthands", frozenset())
     for name, field in kind.model_fields.items():
         if name in values:
-            yield from _below(annotated(field), values[name], (*path, name))
+            value = with_default_tag(field, values[name]) if is_plain else values[name]
+            yield from _below(annotated(field), value, (*path, name))
 
 
 def _below(annotation: Any, value: Any, path: Path) -> Iterator[Section]:

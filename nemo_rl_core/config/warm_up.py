@@ -41,7 +41,10 @@ def warm_up_warnings(section: str, config: Any) -> Iterator[str]:
     sequences = getattr(config, "num_sequences_per_step", batch)
     updates = steps * (sequences // batch if batch else 1)
     updates *= getattr(config, "num_epochs_per_rollout", 1)
-    for path, part in ((section, config), (f"{section}.critic", getattr(config, "critic", None))):
+    parts = {section: config}
+    if (critic := getattr(config, "critic", None)) is not None:
+        parts[f"{section}.critic"] = critic
+    for path, part in parts.items():
         warm_up = getattr(part, "num_warmup_steps", 0)
         if warm_up > updates:
             yield (

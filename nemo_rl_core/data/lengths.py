@@ -1,4 +1,4 @@
-"""Refusal of rows that are too long: for the model's context, or before tokenization for certain.
+"""Refusal of rows beyond the model's context, and early of prompts that are certainly too long.
 
 A tokenizer takes minutes for some megabytes. A token stands for at most as many characters as its
 own text has, so a text with more characters than `max_tokens` of the longest token has more than

@@ -221,7 +221,8 @@ def load_prompts(folder: Path, tokenizer: Any) -> Sequence[Prompt]:
             "the data set holds no prompts with answers, so nothing can be sampled and scored",
             expected="the columns prompt and answer, or prompt and completion",
             got=f"the columns {', '.join(rows[0])}",
-            fix="train on it with sft (messages, text), or dpo or a reward model (pairs)",
+            fix="give rows with prompts to whatever samples them: an evaluation, GRPO, PPO or "
+            "distillation; messages and text are for sft, pairs for dpo and reward models",
         )
 
     def prompt(row: Row) -> Prompt:

@@ -41,20 +41,28 @@ def described_kind(kind: str) -> str:
     return _WORDS[kind]
 
 
-def refuse_other_kinds(kind: str, trains_on: Sequence[str]) -> None:
-    """Refuses rows that the stages of a recipe cannot train on.
+def refuse_other_kinds(kind: str, trains_on: Sequence[str], *, part: str = "train") -> None:
+    """Refuses rows that the stages of a recipe cannot train or validate on.
 
     Args:
         kind: The kind of the rows.
         trains_on: The kinds that the recipe takes.
+        part: `train` or `validation`.
 
     Raises:
         DataError: If the kind is none of them.
     """
-    if kind not in trains_on:
-        raise DataError(
-            f"the data are {_WORDS[kind]}, which this recipe cannot train on",
-            expected=" or ".join(_WORDS[each] for each in trains_on),
-            got=_WORDS[kind],
-            fix=_FIXES[kind],
-        )
+    if kind in trains_on:
+        return
+    expected = " or ".join(_WORDS[each] for each in trains_on)
+    if part == "train":
+        use, fix = "train on", _FIXES[kind]
+    else:
+        use = "validate on"
+        fix = f"name {expected} in data.validation, and questions to ask in evaluation.data"
+    raise DataError(
+        f"the {part} rows are {_WORDS[kind]}, which this recipe cannot {use}",
+        expected=expected,
+        got=_WORDS[kind],
+        fix=fix,
+    )

@@ -162,7 +162,7 @@ def _verdict(
     apart: str,
 ) -> str:
     if leader is None:
-        return f"no best setting: points of every setting failed, so that no {apart}s are complete"
+        return "no best setting: points of every setting failed"
     if not pairs:
         return "one setting, nothing to compare"
     sure = f"{100 * confidence:g} % confidence"

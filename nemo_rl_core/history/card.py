@@ -36,7 +36,7 @@ def model_card(
         evaluations: Evaluations of this model and of those it is compared with.
         name: The title; by default the stage and the content hash.
         reproduce: The command that reproduces the model; by default `nemo-rl reproduce`.
-        exported: Which model of its run an exported model is, and the verdict on it.
+        exported: Which model of the run was exported, and the verdict on it.
     """
     manifest = Manifest.read(checkpoint)
     ancestors = [each for each in ancestry_of(checkpoint) if each.manifest is not None]

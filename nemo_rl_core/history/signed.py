@@ -14,7 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.errors import UnsafePathError
 from nemo_rl_core.history.records import Execution
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 
 logger = logging.getLogger(__name__)
@@ -32,9 +34,9 @@ def key_file() -> Path:
 def sign(
     store: Store, execution: str, *, workflow: str, inputs: Mapping[str, Any], folder: str
 ) -> None:
-    """Signs what of an execution's record says which code runs.
+    """Signs the part of an execution's record that says which code runs.
 
-    Without a home folder that can be written nothing is signed, which does not fail the run.
+    If the home folder cannot be written, the record stays unsigned, and the run continues.
 
     Args:
         store: Store of the record.
@@ -56,8 +58,9 @@ def is_signed(store: Store, execution: Execution) -> bool:
     """Returns True if a run of this user has written the record of an execution."""
     try:
         key = key_file().read_bytes()
-        signature = (store.runs / execution.id / _FILE).read_bytes()
-    except (OSError, RuntimeError):
+        folder = resolve_below(store.runs, execution.id, source="history.db")
+        signature = (folder / _FILE).read_bytes()
+    except (OSError, RuntimeError, UnsafePathError):
         return False
     expected = _signature(key, execution.id, execution.workflow, execution.inputs, execution.folder)
     return len(key) == _KEY_BYTES and hmac.compare_digest(signature, expected.encode())

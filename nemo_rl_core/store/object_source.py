@@ -10,6 +10,7 @@ import copyreg
 import functools
 import hashlib
 import operator
+import os
 import re
 import sys
 import sysconfig
@@ -188,7 +189,8 @@ class _Walk:
         if not _is_installed(cls.__module__):
             self.add_all("instance", (cls, object.__getstate__(value)))
             self.add_all("content", (kind(value) for kind in cls.__mro__ if kind in _VALUES))
-            return
+            if not any(map(_has_own_state, cls.__mro__)):
+                return
         if hasattr(value, "untyped_storage"):
             self._add_tensor(value)
             return
@@ -218,6 +220,12 @@ def _comparable(part: Any) -> Any:
             return list(part)
         case _:
             return part
+
+
+def _has_own_state(cls: type) -> bool:
+    """Whether instances of an installed class have a state besides their attributes: a deque."""
+    is_other = cls is not object and cls not in _VALUES and _is_installed(cls.__module__)
+    return is_other and not vars(cls).keys().isdisjoint(("__reduce__", "__reduce_ex__"))
 
 
 def _is_installed(module: str) -> bool:
@@ -261,6 +269,8 @@ _KINDS: tuple[tuple[Any, Callable[[_Walk, Any], None]], ...] = (
     (functools.cached_property, lambda walk, value: walk.add(value.func)),
     (property, _Walk.add_property),
     ((staticmethod, classmethod), lambda walk, value: walk.add(value.__func__)),
+    # The variables that code reads are recorded when it runs.
+    (os._Environ, lambda walk, value: walk.parts.append("environ")),
     (_SLOTS, lambda walk, value: walk.parts.append(f"slot {value.__name__}")),
     (_WEAK, lambda walk, value: walk.parts.append("weak")),
     (MappingProxyType, lambda walk, value: walk.add_mapping(dict(value))),

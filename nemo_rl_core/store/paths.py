@@ -57,7 +57,7 @@ def checked_name(name: str, *, source: str) -> str:
         source: Where the name was found, for the error.
 
     Raises:
-        UnsafePathError: For each reason of `resolve_below` but a link.
+        UnsafePathError: For each reason of `resolve_below` except a link.
     """
     parts = name.split("/")
     is_plain = (

@@ -8,6 +8,7 @@ recorded input is unchanged. An artifact without a record is a hit.
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from nemo_rl_core.store.files import hash_file, storage_errors, write_atomic
 from nemo_rl_core.store.source_files import read_source
 from nemo_rl_core.store.user_source import package_version
 
+logger = logging.getLogger(__name__)
 Reads = dict[str, str]
 """Digests by input: `file PATH`, `module PATH`, `folder PATH`, `variable NAME` or `package NAME`.
 
@@ -52,7 +54,7 @@ def digest_of_variable(name: str, value: str | None) -> str:
 
 
 def changed_inputs(reads: Mapping[str, str]) -> list[str]:
-    """Names of the recorded inputs that differ now."""
+    """Returns the names of the recorded inputs that differ now."""
     return [name for name, digest in reads.items() if present_digest(name) != digest]
 
 
@@ -105,3 +107,15 @@ def _digest_of_source(path: Path) -> str:
         return read_source(path, path.stem).digest
     except (SyntaxError, ValueError):
         return hash_file(path)
+
+
+def recorded_names(record: Path) -> list[str]:
+    """Returns the artifacts in the record of a stage and its key, the newest first."""
+    try:
+        fields = json.loads(record.read_text())
+        return [str(fields["artifact"]), *map(str, fields.get("earlier", ()))]
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError, AttributeError):
+        logger.warning("ignoring the damaged record %s: the stage runs again", record)
+        return []

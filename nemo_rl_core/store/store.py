@@ -31,7 +31,7 @@ from nemo_rl_core.store.hash_cache import HashCache
 from nemo_rl_core.store.manifest import ANCESTORS, MANIFEST, Manifest, config_hash
 from nemo_rl_core.store.partial import DIGESTS, LEFT_OUT, left_out
 from nemo_rl_core.store.paths import resolve_below
-from nemo_rl_core.store.reads import changed_inputs, is_current, read_record
+from nemo_rl_core.store.reads import changed_inputs, is_current, read_record, recorded_names
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ class Store:
             files.remove_leftovers(folder)
             files.fsync_tree(folder)
             self.artifacts.mkdir(parents=True, exist_ok=True)
-            names = [name for name in _recorded_names(_record_path(folder)) if name != target.name]
+            names = [name for name in recorded_names(_record_path(folder)) if name != target.name]
             record = {"artifact": target.name, "content_hash": content_hash, "earlier": names[:31]}
             files.write_atomic(_record_path(folder), json.dumps(record))
             self.hold(target)
@@ -293,7 +293,7 @@ class Store:
         record = _record_path(self.work / _work_name(stage, key))
         artifacts = (
             resolve_below(self.artifacts, name, source=record.name)
-            for name in _recorded_names(record)
+            for name in recorded_names(record)
         )
         return next((each for each in artifacts if each.is_dir() and self.is_current(each)), None)
 
@@ -303,8 +303,9 @@ class Store:
 
     def changed_inputs(self, stage: str, key: str) -> list[str]:
         """Inputs of user code that differ from those of the newest artifact of a stage."""
-        for name in _recorded_names(_record_path(self.work / _work_name(stage, key))):
-            for reads in read_record(self.reads / f"{name}.json"):
+        for name in recorded_names(_record_path(self.work / _work_name(stage, key))):
+            record = resolve_below(self.reads, f"{name}.json", source="a record of a stage")
+            for reads in read_record(record):
                 return changed_inputs(reads)
         return []
 
@@ -358,18 +359,6 @@ def _work_name(stage: str, key: str) -> str:
 
 def _record_path(folder: Path) -> Path:
     return folder.with_name(folder.name + ".done")
-
-
-def _recorded_names(record: Path) -> list[str]:
-    """Names of the artifacts of a stage and its key, the newest first."""
-    try:
-        fields = json.loads(record.read_text())
-        return [str(fields["artifact"]), *map(str, fields.get("earlier", ()))]
-    except FileNotFoundError:
-        return []
-    except (ValueError, KeyError, TypeError, AttributeError):
-        logger.warning("ignoring the damaged record %s: the stage runs again", record)
-        return []
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -138,7 +138,7 @@ def absorb(found: Report) -> None:
         is_variable = name.startswith("variable ")
         if (present == digest) if is_variable else (present or not digest):
             known.add(name)
-            _digests.setdefault(name, digest)
+            _digests[name] = digest
     _written.update(found.written)
     for reader, names in found.readers.items():
         if names & known:
@@ -177,7 +177,7 @@ def _relative(name: str) -> str:
 
 def _settled(name: str) -> str:
     """The digest of an input; a large file is hashed when it is asked for first."""
-    digest = _digests[name]
+    digest = _digests.get(name, "")
     if not digest and name in _states:
         is_same = _state(name.partition(" ")[2]) == _states[name]
         digest = _digests[name] = present_digest(name) if is_same else _CHANGED
@@ -251,6 +251,7 @@ def _listed(path: Any = None, *_: Any) -> None:
     readers, is_import = _code_on_stack()
     folder = _absolute(path or ".")
     if readers and not is_import and not _is_noise(folder + os.sep):
+        _digests.pop(f"folder {folder}", None)  # it may have changed since it was listed last
         _note(f"folder {folder}", readers)
 
 
@@ -355,7 +356,10 @@ def _is_noise(path: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_noise_from(path: str, folder: str, _store: str | None) -> bool:
-    if path.startswith((*_SYSTEM, *_LIBRARIES, *_PROJECT)) or "/__pycache__/" in path:
+    if path.startswith((*_LIBRARIES, *_PROJECT)) or "/__pycache__/" in path:
+        return True
+    # The current folder may be one of these: images often have programs in /usr/src.
+    if path.startswith(_SYSTEM) and (folder == "/" or not path.startswith(folder + os.sep)):
         return True
     root = Store.default().root
     if path.startswith(f"{Path.home()}/.") or Path(path).resolve().is_relative_to(root):

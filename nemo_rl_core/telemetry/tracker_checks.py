@@ -18,6 +18,7 @@ from nemo_rl_core.config.tracking import (
     TrackingConfig,
     WandbTracker,
 )
+from nemo_rl_core.config.url_secrets import redacted
 from nemo_rl_core.errors import ConfigError
 
 _LIBRARIES: Final = {
@@ -48,7 +49,10 @@ def check_trackers(tracking: TrackingConfig) -> Iterator[str]:
         if isinstance(tracker, WandbTracker) and tracker.mode == "online" and not _has_wandb_key():
             yield f"{path}: no key of W&B in WANDB_API_KEY or ~/.netrc; run `wandb login`"
         if (address := _address(tracker)) and not _answers(address):
-            yield f"{path}: nothing answers at {address}; start the server, or correct the address"
+            yield (
+                f"{path}: nothing answers at {redacted(address)}; start the server, or correct the "
+                "address"
+            )
 
 
 def _require_library(tracker: TrackerConfig, path: str) -> None:
@@ -104,7 +108,7 @@ def _require_store(tracker: MlflowTracker, path: str) -> None:
         raise ConfigError(
             f"{path}: the installed MLflow cannot record there",
             expected="the address of a server, in tracking_uri or MLFLOW_TRACKING_URI",
-            got=f"{address or 'no address'}: {error.message[:160]}",
+            got=redacted(f"{address or 'no address'}: {error.message[:160]}"),
             fix="start `mlflow server` and set tracking_uri: http://localhost:5000; or install "
             "`mlflow`, whose default is a database in the current folder",
         ) from error
@@ -123,11 +127,11 @@ def _address(tracker: TrackerConfig) -> str | None:
 
 
 def _answers(address: str) -> bool:
-    parts = urlsplit(address)
-    port = parts.port or {"https": 443}.get(parts.scheme, 80)
     try:
+        parts = urlsplit(address)
+        port = parts.port or {"https": 443}.get(parts.scheme, 80)
         socket.create_connection((parts.hostname or "", port), _CONNECT_SECONDS).close()
-    except OSError:
+    except (OSError, ValueError):  # a ValueError for a port that is not a number
         return False
     return True
 

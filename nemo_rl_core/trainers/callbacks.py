@@ -109,7 +109,7 @@ class Callback:
 
 @dataclass(frozen=True)
 class EarlyStopping(Callback):
-    """Stops a run once a metric has not improved for some of its values in a row.
+    """Stops a run once a metric has not improved for `patience` values in a row.
 
     Metrics of validation have a value only in the steps that validate.
 
@@ -132,7 +132,7 @@ class EarlyStopping(Callback):
     stops: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuses a patience or a mode that could never stop a run, or always would."""
+        """Refuses invalid arguments."""
         if self.mode not in ("max", "min") or self.patience < 1 or self.min_change < 0:
             raise ConfigError(
                 "EarlyStopping cannot work with these arguments",
@@ -141,7 +141,7 @@ class EarlyStopping(Callback):
             )
 
     def on_step_end(self, trainer: RunningTrainer, step: int, metrics: Metrics) -> None:
-        """Stops the run if the metric has a new value, which ends the patience."""
+        """Stops the run if the metric has a new value and has not improved for long enough."""
         if self.metric not in metrics:
             return
         values = [each[self.metric] for each in trainer.history if self.metric in each]

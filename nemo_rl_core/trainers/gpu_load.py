@@ -59,7 +59,7 @@ def warn_of_hours(
         algorithm: Name of the algorithm's section.
         config: That section.
         settings: All settings of the trainer.
-        start: The transformers folder that training starts from.
+        start: The transformers folder of the first weights.
         train: The data set folder; rows are taken at the mean length of the first ones.
     """
     if settings.cluster.num_gpus:

@@ -161,7 +161,7 @@ def _section_of(args: Any, trainer: str, section: Any, name: str) -> dict[str, d
 
 def _translated(args: Any, trainer: str, name: str) -> str:
     """The call to write for a config of TRL, and what it leaves out."""
-    if not is_trl_config(args):
+    if not is_trl_config(args, name):
         return f"give settings by name: {trainer}(model=..., seed=0)"
     translation = translate(args, name)
     call = f"write {trainer}(model=..., {as_arguments(translation.settings)}) without args"

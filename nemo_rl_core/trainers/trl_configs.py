@@ -19,6 +19,11 @@ _SAME: Final = (
 )
 _OF_MACHINE: Final = ("output_dir", "use_cpu", "bf16", "fp16")
 """Fields without which no config can be made on every machine."""
+_REQUIRED: Final = {
+    "grpo": ("num_generations", "epsilon", "use_vllm"),
+    "dpo": ("loss_type", "beta", "label_smoothing"),
+}
+"""Fields by algorithm that other configs of TRL lack."""
 _SAMPLING: Final = ("top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -28,16 +33,17 @@ class Translation:
 
     Attributes:
         settings: Arguments of the trainer by name; sections are nested mappings.
-        notes: Lines about fields that are not in `settings`, each opening with the field.
+        notes: Lines about fields that are not in `settings`; each begins with the field.
     """
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
 
 
-def is_trl_config(args: Any) -> bool:
-    """Whether `args` is a config of TRL, or of transformers, which TRL's inherit from."""
-    return dataclasses.is_dataclass(args) and hasattr(args, "per_device_train_batch_size")
+def is_trl_config(args: Any, algorithm: str) -> bool:
+    """Whether `args` has the fields of TRL's config of an algorithm."""
+    names = ("per_device_train_batch_size", *_REQUIRED.get(algorithm, ()))
+    return dataclasses.is_dataclass(args) and all(hasattr(args, name) for name in names)
 
 
 def translate(args: Any, algorithm: str) -> Translation:
@@ -108,7 +114,7 @@ class _Reader:
         warmup = self._field("warmup_steps", 0) or 0
         if 0 < warmup < 1:  # a share of all steps
             if num_steps > 0:
-                warmup = math.ceil(warmup * num_steps)
+                warmup = math.ceil(num_steps * warmup)  # as transformers does
             else:
                 self._note("warmup_steps", "num_warmup_steps counts steps")
                 warmup = 0

@@ -136,7 +136,7 @@ def _refuse_unsigned(store: Store, execution: Execution) -> None:
         return
     raise StoreError(
         f"no run of this user has written the record of {execution.id}",
-        expected=f"a signature in {store.runs / execution.id} with the key in {key_file()}",
+        expected=f"a signature of the run with the key in {key_file()}",
         got="none, or one with another key: the run is older than signatures, or the store comes "
         "from elsewhere",
         fix="reproducing runs the code that a record names and unpickles its reward: pass --trust "

@@ -115,7 +115,7 @@ def _get_part(
     system, source = _source(directory)
     stored = sizes(system, source, part).keys()
     if surplus := sorted(stored - digests.keys()):
-        raise _damaged(directory, "; ".join(f"{name} is not of it" for name in surplus[:5]))
+        raise _damaged(directory, "; ".join(f"{name} is not part of it" for name in surplus[:5]))
     here = kept(system, source, folder, digests)
     _get(system, source, folder, (digests.keys() & stored) - here)
 

@@ -39,8 +39,9 @@ def _missing_files(data: DataConfig, path: str) -> Iterator[str]:
             yield from _missing_files(source.data, f"{path}.sources.{place}.data")
     if not isinstance(data, FileData):
         return
-    # An evaluation may name validation rows only, which are then those of both parts.
-    train = None if data.train == data.validation else data.train
+    # `evaluation.data` may name validation rows only, which are then those of both parts.
+    is_named = data.train != data.validation or not path.startswith("evaluation.")
+    train = data.train if is_named else None
     for key, name in (("train", train), ("validation", data.validation)):
         if name is not None and not remote.is_remote(name):
             file = Path(name).expanduser()

@@ -45,7 +45,7 @@ def check_size(experiment: PipelineRecipe) -> None:
     """
     batches = _batches(experiment)
     num_rows = _num_rows(experiment.data) if batches else None
-    if num_rows is not None:
+    if num_rows:  # the stage that reads the rows refuses an empty set
         _refuse_large(batches, num_rows)
     if batches and not experiment.cluster.num_gpus:
         _warn_of_hours(experiment, num_rows)

@@ -218,6 +218,12 @@ class PipelineRecipe(Recipe):
         return ("prompts", "lone_prompts") if self.sft is None else ("prompts",)
 
     @property
+    def reads_validation(self) -> bool:
+        """Whether a stage that trains validates, or measures, on the validation rows of `data`."""
+        sections = (getattr(self, name, None) for name in LEARNING_RATES)
+        return any(each and each.validate_every_num_steps for each in sections)
+
+    @property
     def compares_pairs(self) -> bool:
         """Whether models are measured on held-out pairs if there are no questions."""
         return False

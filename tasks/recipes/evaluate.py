@@ -52,7 +52,7 @@ class EvaluateRecipe(PipelineRecipe):
     @field_validator("data", mode="before")
     @classmethod
     def _without_rows_to_train_on(cls, data: Any) -> Any:
-        """Only validation rows are asked; rows that are named to train on are asked, too."""
+        """Asks the validation rows, or the rows of `train` if no others are named."""
         if isinstance(data, dict) and data.get("kind") in ("file", "hub"):
             named = data.get("validation") or data.get("train")
             return {**data, "train": named, "validation": named} if named else data

@@ -31,6 +31,11 @@ class RewardModelRecipe(PairRecipe):
     reward_model: RewardModelConfig = RewardModelConfig()
 
     @property
+    def reads_validation(self) -> bool:
+        """True: a reward model is measured on pairs of the validation rows."""
+        return True
+
+    @property
     def sampled_models(self) -> list[ModelConfig]:
         """The model, where pairs are sampled from it."""
         return self.models if self.samples_rows else []

@@ -32,6 +32,7 @@ class QuestionTaskConfig(FrozenConfig):
         evaluates: Whether models are measured on questions.
         data: The data set of the questions; None asks held-out rows of the recipe's data.
         trains_on: The kinds of rows that the recipe can train on.
+        reads_validation: Whether the validation rows must be of these kinds, too.
         compares_pairs: Whether held-out pairs give the verdict if there are no questions.
         needs_verdict: Whether the export depends on a verdict.
     """
@@ -39,6 +40,7 @@ class QuestionTaskConfig(FrozenConfig):
     evaluates: bool
     data: QuestionsTaskConfig | None
     trains_on: list[str]
+    reads_validation: bool
     compares_pairs: bool
     needs_verdict: bool
 
@@ -54,6 +56,7 @@ class QuestionTaskConfig(FrozenConfig):
             evaluates=config.evaluation is not None,
             data=None if asked is None else QuestionsTaskConfig(questions=asked),
             trains_on=list(config.trains_on),
+            reads_validation=config.reads_validation,
             compares_pairs=config.compares_pairs,
             needs_verdict=config.export.model == "promoted",
         )

@@ -32,7 +32,7 @@ class RecipeLoader(yaml.SafeLoader):
     }
 
 
-def _integer(constructor: SafeConstructor, node: yaml.ScalarNode) -> int:
+def _integer(constructor: Any, node: yaml.ScalarNode) -> int:
     try:
         return int(constructor.construct_yaml_int(node))
     except ValueError as error:  # Python reads no more than 4,300 digits

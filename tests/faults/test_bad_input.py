@@ -64,7 +64,10 @@ def runs(store: Path) -> list[Path]:
             {"data": {"kind": "arithmetic", "num_train": 10_000}},
             ["only 10000 different sums exist", "fix:"],
         ),
-        ({"data": {"num_train": 9}}, ["data: must say of which kind it is", "fix:"]),
+        (
+            {"data": {"num_train": 9}},
+            ["a step takes more rows than the data has", "at most 9", "got: 32", "fix:"],
+        ),
         (
             {"cluster": {"shape": "lapto"}},
             ["cluster.shape", "'laptop', 'one_gpu', 'node_8gpu' or 'cluster'", "got:"],
@@ -225,7 +228,12 @@ def test_bad_rows_are_named_before_a_worker_starts(
         "validation": write_rows(tmp_path / "validation.jsonl", [{"prompt": "0=", "answer": "0"}]),
     }
     small = {"kind": "from_config", "hidden_size": 32, "num_heads": 1, "num_kv_heads": 1}
-    recipe = {"model": small, "data": {"kind": "file", "max_prompt_tokens": 16, **files}}
+    recipe = {
+        "model": small,
+        "data": {"kind": "file", "max_prompt_tokens": 16, **files},
+        "sft": {"global_batch_size": 4},
+        "grpo": {"num_prompts_per_step": 4},
+    }
     finished = refused(recipe)
     assert finished.exit_code == 1
     for word in words:

@@ -195,7 +195,7 @@ def test_a_damaged_row_is_named_and_no_other_file_is_read(
     assert problems_of(intact, tmp_path, monkeypatch, column_of, most=2) == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("column_of", CASES, ids=map(".".join, CASES))
 def test_every_damage_of_every_column_is_named(
     intact: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column_of: tuple[str, str]

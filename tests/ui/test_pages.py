@@ -262,7 +262,7 @@ def test_two_runs_are_compared_field_by_field_and_prompt_by_prompt(client: TestC
 
     assert re.search(r"config\.grpo\.num_iterations 2 3", page.text)
     assert "evaluate of grpo_iteration" in page.text
-    assert "better at 95 % confidence: +35.0 points [+15.0, +55.0] on 20 prompts" in page.text
+    assert "better at 95 % confidence: +35.0 points [+2.8, +59.2] on 20 prompts" in page.text
     assert "7 gained, 0 lost" in page.text
     assert "grpo_iteration: reward" in page.text
 

@@ -92,7 +92,8 @@ class UnitTests:
         for index, piece in enumerate(self.pieces):
             try:
                 wrong = wrong_names(self.setup, piece, self.declared)
-            except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+            # Null bytes, a module that is not there, and nesting that is too deep for the parser.
+            except (SyntaxError, ValueError, ImportError, RecursionError, MemoryError) as error:
                 wrong = WrongNames(f"{type(error).__name__}: {error}", [])
             if wrong is None:
                 continue

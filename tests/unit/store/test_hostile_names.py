@@ -128,7 +128,7 @@ def test_links_that_lead_out(tmp_path: Path, kind: str) -> None:
     resolve_below(tmp_path / "other", "plain/x", source="a test")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_models_in_a_bucket(tmp_path: Path, store: Store, bucket: S3Bucket) -> None:
     def attempt(name: str) -> None:
         for path in bucket.list(""):
@@ -166,7 +166,7 @@ def test_a_model_in_a_bucket_whose_folders_are_marked_is_fetched(
         remote.tree("s3://flyte-data/m/config.json")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_rows_in_a_bucket(tmp_path: Path, store: Store, bucket: S3Bucket) -> None:
     def attempt(name: str) -> None:
         for path in bucket.list(""):

@@ -19,6 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 IMPORTS = """
 import abc, collections, dataclasses, enum, functools, re, typing
+from os import environ
 import numpy as np
 import torch
 from pydantic import BaseModel, field_validator
@@ -145,6 +146,7 @@ FORMS = {
     ),
     "a pattern": "WORD = re.compile('a{{{n:.0f}}}')\ndef form(c): return WORD.match(c)",
     "a set": "WORDS = {{'a', 'b', 'c', '{n}'}}\ndef form(c): return c in WORDS",
+    "the environment": "def form(c): return environ.get('NONE', {n})",
     "a helper at any depth": (
         "def low(c): return {n}\ndef middle(c): return low(c)\ndef form(c): return middle(c)"
     ),

@@ -1,5 +1,7 @@
 """A reward function that has changed is another one, wherever it was written."""
 
+import collections
+import datetime
 import functools
 import subprocess
 import sys
@@ -142,3 +144,23 @@ def test_a_function_of_a_module_counts_with_what_the_module_imports(
     first = run("def rate(text): return 1")
     assert run("def rate(text): return 1  # the same") == first
     assert run("def rate(text): return 22") != first
+
+
+class Day(datetime.date):
+    """A class whose instances have more than their attributes."""
+
+
+class Window(collections.deque[int]):
+    """Another one."""
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        (Day(2020, 1, 1), Day(2020, 1, 1), Day(2021, 1, 1)),
+        (Window([1]), Window([1]), Window([2])),
+    ],
+)
+def test_values_of_built_in_base_classes_count(one: Any, same: Any, other: Any) -> None:
+    assert object_source(one) == object_source(same) != object_source(other)
+    assert object_source(one).unknown == ()

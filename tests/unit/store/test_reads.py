@@ -11,6 +11,7 @@ import pytest
 from nemo_rl_core.config.single_turn import RewardFunction
 from nemo_rl_core.environments.contents import reward_content
 from nemo_rl_core.produce import StageInputs
+from nemo_rl_core.store import watching
 from nemo_rl_core.store.reads import add_to_record, read_record
 from nemo_rl_core.store.store import Store
 
@@ -326,3 +327,9 @@ def test_equal_inputs_are_recorded_once(tmp_path: Path) -> None:
     for reads in (one, one, other, one):
         add_to_record(path, reads)
     assert json.loads(path.read_text()) == [one, other]
+
+
+def test_the_current_folder_is_watched_wherever_it_is() -> None:
+    assert not watching._is_noise_from("/usr/src/app/words.txt", "/usr/src/app", None)
+    assert watching._is_noise_from("/usr/share/dict/words", "/usr/src/app", None)
+    assert watching._is_noise_from("/etc/hosts", "/", None)

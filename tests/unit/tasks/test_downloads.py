@@ -103,7 +103,7 @@ def test_one_read_adds_to_another(bucket: fsspec.AbstractFileSystem) -> None:
     [
         (lambda b: b.pipe("/bucket/parent/model/model.safetensors", b"weight?"), "the hash of"),
         (lambda b: b.rm("/bucket/parent/model/config.json"), "config.json is missing"),
-        (lambda b: b.pipe("/bucket/parent/model/more.bin", b"more"), "more.bin is not of it"),
+        (lambda b: b.pipe("/bucket/parent/model/more.bin", b"more"), "more.bin is not part of it"),
         (lambda b: b.pipe(f"/bucket/parent/{DIGESTS}", b"{}"), "of another content"),
         (lambda b: b.pipe(f"/bucket/parent/{DIGESTS}", b"[]"), "no JSON object"),
     ],

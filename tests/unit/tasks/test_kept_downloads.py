@@ -218,7 +218,7 @@ def test_a_stage_that_was_killed_in_a_download_leaves_no_half_file(
     assert list((cache / "files").glob(".*")) == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["surplus", "in the digests", "without digests"])
 def test_hostile_names_write_nothing_outside_of_the_artifact(
     bucket: S3Bucket, tmp_path: Path, kind: str

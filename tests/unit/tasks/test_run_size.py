@@ -117,15 +117,15 @@ def test_a_recipe_of_hours_on_a_laptop_says_so(
     big = {"kind": "from_config", "hidden_size": 1024, "num_layers": 24, "num_heads": 16,
            "max_position_embeddings": 2048}  # fmt: skip
     grpo = {"num_steps_per_iteration": 50, "num_iterations": 4}
-    given = {"model": big, "grpo": grpo, "generation": {"max_new_tokens": 512}}
+    sections = {"model": big, "grpo": grpo, "generation": {"max_new_tokens": 512}}
     with caplog.at_level(logging.WARNING):
-        check(GRPORecipe, **given)
+        check(GRPORecipe, **sections)
     (line,) = [each for each in caplog.messages if "hours" in each]
     assert line.startswith("grpo_iteration may take about ")
     assert "102,400 completions of up to 512 tokens" in line
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        check(GRPORecipe, **{**given, "model": {**big, "hidden_size": 512, "num_layers": 2}})
+        check(GRPORecipe, **{**sections, "model": {**big, "hidden_size": 512, "num_layers": 2}})
     assert not [each for each in caplog.messages if "hours" in each]
 
 

@@ -63,6 +63,17 @@ def test_an_address_of_the_environment_counts(
     assert closed in warnings(kind="otlp")[0]
 
 
+def test_secrets_of_an_address_are_hidden(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", closed.replace("//", "//me:hunter2@"))
+    (warning,) = warnings(kind="mlflow")
+    assert "hunter2" not in warning
+
+
+def test_an_address_with_a_wrong_port_does_not_answer() -> None:
+    (warning,) = warnings(kind="otlp", endpoint="http://localhost:port")
+    assert "nothing answers at http://localhost:port" in warning
+
+
 def test_a_key_of_wandb_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "wandb login" in warnings(kind="wandb")[0]
     assert warnings(kind="wandb", mode="offline") == []

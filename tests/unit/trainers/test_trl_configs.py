@@ -143,6 +143,17 @@ def test_the_learning_rates_are_transformers(kind: str, warmup: float) -> None:
     assert ours[begin:] == pytest.approx(theirs[begin:])
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "config"),
+    [("grpo", trl.SFTConfig), ("dpo", trl.RewardConfig), ("dpo", trl.GRPOConfig)],
+)
+def test_a_config_of_another_trainer_is_refused(algorithm: str, config: Any) -> None:
+    _, trainer = CONFIGS[algorithm]
+    with pytest.raises(ConfigError, match="is no section") as caught:
+        trainer(model="m", args=config(output_dir="out", **CPU))
+    assert f"give settings by name: {trainer.__name__}" in str(caught.value.fix)
+
+
 def test_grpo_by_hand() -> None:
     args = trl.GRPOConfig(
         output_dir="short",
@@ -260,3 +271,9 @@ def test_grpo_losses(fields: dict[str, Any], loss: dict[str, Any]) -> None:
     assert loss.items() <= settings["loss"].items()
     assert settings["loss"]["kl"] is None  # TRL's beta is 0
     nemo_rl_core.GRPOTrainer.from_pretrained("m", **settings)
+
+
+def test_a_share_of_warm_up_is_rounded_up_as_in_transformers() -> None:
+    args = trl.SFTConfig(output_dir="out", max_steps=25, warmup_steps=0.1, **CPU)
+    expected = args.get_warmup_steps(25) + 1  # see the test of learning rates
+    assert translate(args, "sft").settings["num_warmup_steps"] == expected == 4

@@ -213,7 +213,12 @@ def _starred(tree: ast.Module) -> list[str]:
         for node in tree.body
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module
     ]
-    return [name for module in modules for name in vars(import_module(module))]
+    return [
+        name
+        for module in modules
+        if module.partition(".")[0] not in _SIDE_EFFECTS
+        for name in vars(import_module(module))
+    ]
 
 
 def _has(module: ModuleType, attributes: Attributes) -> bool:

@@ -324,6 +324,20 @@ def test_a_row_without_tests_is_an_error(metadata: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("test", "error"),
+    [
+        ("from os.nothing import *\nassert add(1, 2)", "ModuleNotFoundError"),
+        ("assert add(" + "-" * 100_000 + "1)", "MemoryError|RecursionError"),
+        ("from antigravity import *\nassert add(geohash)", "it uses geohash"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named(test: str, error: str) -> None:
+    tests = UnitTests.of(json.dumps({"tests": [test], "entry_point": "add"}))
+    with pytest.raises(RewardError, match=error):
+        tests.check_names()
+
+
+@pytest.mark.parametrize(
     ("test", "setup", "said"),
     [
         ("assert add(", "", "SyntaxError"),

@@ -274,10 +274,10 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(own_store: Path, tmp_path: 
 
 CONVERSATIONS = [
     {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "no"}]}
-    for i in range(40)
+    for i in range(700)
 ]
-PAIRS = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": "0"} for i in range(10, 50)]
-QUESTIONS = [{"prompt": f"{i}+2=", "answer": f"{i + 2}"} for i in range(10, 50)]
+PAIRS = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": "0"} for i in range(10, 710)]
+QUESTIONS = [{"prompt": f"{i}+2=", "answer": f"{i + 2}"} for i in range(10, 710)]
 
 
 def with_rows(folder: Path, rows: list[dict[str, object]], model: str = "from_config") -> list[str]:
@@ -319,13 +319,18 @@ def test_rows_without_questions_need_no_invented_ones(
 @pytest.mark.parametrize(
     ("pipeline", "settings", "rows", "fault"),
     [
-        ("grpo", [], CONVERSATIONS, "the data are conversations (messages), which this recipe"),
+        (
+            "grpo",
+            [],
+            CONVERSATIONS,
+            "the train rows are conversations (messages), which",
+        ),
         ("grpo", [], PAIRS, "preference pairs (chosen and rejected), which this recipe"),
         ("sft", [], PAIRS, "preference pairs (chosen and rejected), which this recipe"),
         (
             "sft",
             ["evaluation=null"],
-            [{"prompt": "a"}, {"prompt": "b"}],
+            [{"prompt": f"say {i}"} for i in range(200)],
             "prompts without answers, which this",
         ),
         ("dpo", ["sft=null", "pairs.kind=data"], QUESTIONS, "prompts with answers, which this"),
@@ -354,6 +359,28 @@ def test_a_dry_run_refuses_rows_and_sections_that_a_stage_cannot_use(
     result = invoked(pipeline, *settings, *with_rows(tmp_path, rows, model))
     assert result.exit_code != 0, result.output
     assert fault in " ".join(f"{result.output} {result.exception}".split())
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "settings", "is_refused"),
+    [
+        ("dpo", ["pairs.kind=data", "sft=null"], False),
+        ("dpo", ["pairs.kind=data", "sft=null", "dpo.validate_every_num_steps=2"], True),
+        ("reward_model", ["pairs.kind=data", "sft=null"], True),
+    ],
+)
+def test_validation_rows_may_be_questions_where_nothing_else_reads_them(
+    own_store: Path, tmp_path: Path, pipeline: str, settings: list[str], is_refused: bool
+) -> None:
+    arguments = with_rows(tmp_path, PAIRS)
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    data = arguments[1].replace("}", f", validation: {asked}}}")
+    result = invoked(pipeline, *settings, arguments[0], data, *arguments[2:])
+    text = " ".join(f"{result.output} {result.exception}".split())
+    fault = "the validation rows are prompts with answers, which this recipe cannot validate on"
+    assert (fault in text) == is_refused
+    assert (result.exit_code != 0) == is_refused, text
 
 
 def test_questions_of_an_evaluation_need_no_rows_to_train_on(
