@@ -58,8 +58,10 @@ def export(
             "verdict": verdict,
         }
         write_atomic(folder / "origin.json", json.dumps(origin, indent=1))
+        # Steps are counted from the end of the supervised start: 0 is no step to name.
         step = checkpoint.step
-        summary = f"{exported}: {count / 1e6:.2f} M parameters of step {step}"
+        of_step = f" of step {step}" if step else ""
+        summary = f"{exported}: {count / 1e6:.2f} M parameters{of_step}"
         return StageResult("model", "hf", summary, step=step)
 
     parents: dict[str, Artifact] = {"start": start, "trained": trained}

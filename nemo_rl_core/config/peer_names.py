@@ -150,6 +150,7 @@ PEER_NAMES: Final[Mapping[str, str]] = {
     "peft_config": _LORA,
     "use_peft": _LORA,
     "lora_cfg": _LORA,
+    "r": "training.lora.rank",
     "lora_r": _LORA,
     "lora_rank": _LORA,
     "lora_alpha": _LORA,

@@ -43,11 +43,13 @@ def model_card(
     known = [manifest, *(each.manifest for each in ancestors if each.manifest)]
     own = [each for each in evaluations if _is_of(each, manifest)]
     title = name or f"{manifest.stage}, {manifest.content_hash[:8]}"
+    # Steps are counted from the end of the supervised start: 0 is no step to name.
+    at_step = f" at training step {manifest.step}" if manifest.step else ""
     front = yaml.safe_dump(_front_matter(known, own, title), sort_keys=False, allow_unicode=True)
     parts = [
         f"---\n{front}---\n",
         f"# {title}\n",
-        f"A model at training step {manifest.step or 0}, made by nemo-rl-flow. "
+        f"A model{at_step}, made by nemo-rl-flow. "
         "This card was generated from its recorded lineage.\n",
         f"Exported: {_cell(exported)}.\n" if exported else "",
         model_usage(checkpoint / "model"),

@@ -118,9 +118,13 @@ class _Reader:
             else:
                 self._note("warmup_steps", "num_warmup_steps counts steps")
                 warmup = 0
-        self._found.settings["num_warmup_steps"] = int(warmup)
         schedule = self._plain(self._field("lr_scheduler_type", "linear"))
-        if schedule in ("linear", "cosine") and num_steps > warmup:
+        decays = schedule in ("linear", "cosine") and num_steps > warmup
+        # There the first update after the warm-up has the full rate, here the last of the warm-up:
+        # without one more the decay would be an update ahead, and the last update without effect.
+        kept = warmup if schedule != "constant" else 0
+        self._found.settings["num_warmup_steps"] = int(kept) + decays
+        if decays:
             decay = {"kind": schedule, "num_decay_steps": int(num_steps - warmup)}
             self._found.settings["schedule"] = decay
         elif schedule not in ("constant", "constant_with_warmup"):

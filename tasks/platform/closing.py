@@ -38,7 +38,7 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
             lines.append(artifact.summary)
         elif artifact.stage == "export" and isinstance(artifact, CheckpointArtifact):
             if trained is not None and not is_evaluated:
-                lines += _last_validation(trained)
+                lines += _validation_loss(trained)
             lines += _export(artifact, trained)
         elif isinstance(artifact, CheckpointArtifact):
             trained = artifact
@@ -72,9 +72,13 @@ def _export(export: CheckpointArtifact, trained: CheckpointArtifact | None) -> l
     return [*lines, f"chat:  {program()} chat {export.model_folder}"]
 
 
-def _last_validation(trained: CheckpointArtifact) -> list[str]:
-    """The loss on held-out rows after the last step, where the run has validated."""
+def _validation_loss(trained: CheckpointArtifact) -> list[str]:
+    """The loss on held-out rows after the step of the model, where the run has validated it."""
     lines = MetricsFile(trained.records / "metrics.jsonl").read()
+    best = trained.records / "best.json"
+    if best.exists() and "keep_best" in trained.manifest.choices:  # not the last step's model
+        step = json.loads(best.read_text())["step"]
+        lines = [line for line in lines if line.metrics.get("global_step") == step]
     loss = lines[-1].metrics.get("validation_loss") if lines else None
     return [] if loss is None else [f"validation loss of {trained.stage}: {loss:.3f}"]
 

@@ -20,7 +20,7 @@ PLAIN = """
 import shutil
 from flytekit import task, workflow
 from flytekit.types.directory import FlyteDirectory
-from mine import MODEL, Checkpoint, ScaleConfig, prepare_model, scale_head
+from mine import MODEL, Checkpoint, ScaleConfig, prepare_model, scale_logits
 
 
 @task
@@ -34,7 +34,7 @@ def edited(checkpoint: Checkpoint) -> Checkpoint:
 @workflow
 def plain() -> Checkpoint:
     model = prepare_model(config=MODEL)
-    return scale_head(config=ScaleConfig(), checkpoint=edited(checkpoint=model.base))
+    return scale_logits(config=ScaleConfig(), checkpoint=edited(checkpoint=model.base))
 """
 
 
@@ -74,16 +74,16 @@ def test_the_example_runs_as_the_page_shows_and_is_cached(user: User) -> None:
     printed = {masked(line) for line in first.splitlines()}
     assert {masked(line) for line in block("text").splitlines()} <= printed
     again = user.pyflyte("mine.py", "mine")
-    assert re.findall(r"(\w+)  CACHED", again) == ["prepare_model", "scale_head"]
+    assert re.findall(r"(\w+)  CACHED", again) == ["prepare_model", "scale_logits"]
     other = user.pyflyte("mine.py", "mine", "--config", '{"factor": 2}')
     assert re.findall(r"(\w+)  (CACHED|ran)", other) == [
         ("prepare_model", "CACHED"),
-        ("scale_head", "ran"),
+        ("scale_logits", "ran"),
     ]
     with History(user.store) as history:
         runs = history.executions().items
     assert [(each.workflow, each.state) for each in runs] == [("mine.mine", "succeeded")] * 3
-    made = [Manifest.read(each) for each in user.store.artifacts.glob("scale_head-*")]
+    made = [Manifest.read(each) for each in user.store.artifacts.glob("scale_logits-*")]
     assert {each.config["factor"] for each in made} == {0.5, 2.0}
     assert all(each.parents[0].stage == "prepare_model" for each in made)
 
@@ -101,9 +101,9 @@ def test_a_file_that_a_task_reads_counts_in_both_caches(user: User) -> None:
     for factor in ("0.5", "0.5", "2.0", "0.5"):
         words.write_text(factor)
         printed = user.pyflyte("mine.py", "mine")
-        states += re.findall(r"scale_head  (CACHED|ran)", printed)
+        states += re.findall(r"scale_logits  (CACHED|ran)", printed)
     assert states == ["ran", "CACHED", "ran", "CACHED"]
-    assert "scale_head runs again: file ./factor.txt has changed" in all_logs(user)
+    assert "scale_logits runs again: file ./factor.txt has changed" in all_logs(user)
 
 
 def all_logs(user: User) -> str:

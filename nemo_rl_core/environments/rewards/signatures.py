@@ -75,10 +75,12 @@ class RewardSignature:
             raise _without_completion(name, signature)
         names = {each.name for each in named}
         is_verl = "solution_str" in names
-        # Two texts or two lists: only these may be either, as only these have no other sign.
+        # Two texts or two lists: only these may be either, as only these have no other sign. Of the
+        # names of the documentation `completion` is one: a text.
         is_pair = len(parameters) == len(BY_POSITION) and all(
             takes(each, "prompt") or takes(each, "completion") for each in parameters
         )
+        is_pair = is_pair and "completion" not in names
         style = _annotated_style(fn) or ("batch" if names & _PLURALS else None)
         return cls(
             style or (None if is_pair and not is_verl else "single"),

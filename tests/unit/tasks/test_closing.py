@@ -4,9 +4,11 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from flytekit.types.directory import FlyteDirectory
 
 from nemo_rl_core.evals.sweep import summarize
+from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import (
@@ -124,6 +126,27 @@ def test_a_run_without_questions_ends_with_what_it_measured(tmp_path: Path) -> N
         "pair accuracy of dpo_iteration 1: 1.000 [0.500, 1.000] on 8 held-out pairs, "
         "mean margin +1.250 nats"
     )
+
+
+@pytest.mark.parametrize(("choices", "loss"), [({}, "4.000"), ({"keep_best": "step 1"}, "2.500")])
+def test_the_loss_is_that_of_the_model_that_is_handed_out(
+    tmp_path: Path, choices: dict[str, str], loss: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    origin = {"checkpoint": "ab" * 32, "exported": "the trained model (train_sft)"}
+    (tmp_path / "out" / "origin.json").write_text(json.dumps(origin))
+    folder = tmp_path / "sft"
+    folder.mkdir()
+    file = MetricsFile(folder / "metrics.jsonl")
+    for step, value in ((1, 2.5), (2, 4.0)):
+        metrics = {"global_step": float(step), "validation_loss": value}
+        file.append(StepReport("train_sft", step, 2, metrics))
+    (folder / "best.json").write_text(json.dumps({"step": 1}))
+    shared = {"kind": "checkpoint", "format": "hf", "stage": "train_sft"}
+    Manifest(**shared, content_hash="ab" * 32, choices=choices).write(folder)
+    trained = make(CheckpointArtifact, folder, "train_sft")
+    lines = closing_lines([trained, make(CheckpointArtifact, tmp_path / "out", "export")])
+    assert lines[0] == f"validation loss of train_sft: {loss}"
 
 
 def test_a_run_that_made_nothing_has_nothing_to_say() -> None:

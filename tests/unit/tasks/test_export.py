@@ -85,3 +85,16 @@ def test_the_exported_weights_are_those_that_the_recipe_names(
     card = (exported.model_folder / "README.md").read_text().replace("\\", "")
     said = decision.summary if decision else "not compared with the model it started from"
     assert f"Exported: {sentence}; {said}." in card
+
+
+@pytest.mark.parametrize(("step", "said"), [(0, False), (4, True)])
+def test_a_step_is_named_only_where_there_is_one(own_store: Path, step: int, said: bool) -> None:
+    """Behind a supervised start alone it is 0, which read like a model without training."""
+    trained = checkpoint("train_sft", step)
+    exported = export.task_function(
+        config=ExportConfig(), start=checkpoint("prepare_model", 1), trained=trained, decision=None
+    )
+    card = (exported.model_folder / "README.md").read_text()
+    assert (f" of step {step}" in exported.summary) == said
+    assert (f"A model at training step {step}, made" in card) == said
+    assert ("A model, made" in card) != said

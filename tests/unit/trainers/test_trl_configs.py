@@ -4,9 +4,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 import trl
+from transformers import get_scheduler
 
 import nemo_rl_core
+from nemo_rl_core.backends.training.optimizers import learning_rate_at
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers.trl_configs import as_arguments, translate
 
@@ -112,11 +115,32 @@ def test_the_settings_are_accepted(algorithm: str) -> None:
     made = trainer.from_pretrained("m", **settings).config
     assert made.learning_rate == args.learning_rate
     assert made.adam_beta2 == 0.999
-    assert made.num_warmup_steps == 0
+    assert made.num_warmup_steps == 1
     assert made.schedule.kind == "linear" and made.schedule.num_decay_steps == 40
     with pytest.raises(ConfigError) as caught:
         trainer(model="m", args=args)
     assert f"{trainer.__name__}(model=..., {as_arguments(settings)})" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "constant_with_warmup"])
+@pytest.mark.parametrize("warmup", [0, 3, 0.25])
+def test_the_learning_rates_are_transformers(kind: str, warmup: float) -> None:
+    """Those of every update behind the warm-up, whose own steps are a little longer there."""
+    extra = {"max_steps": 10, "learning_rate": 1.0, "lr_scheduler_type": kind}
+    args = trl.SFTConfig(output_dir="out", warmup_steps=warmup, **extra, **CPU)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    length = args.get_warmup_steps(10)
+    scheduler = get_scheduler(kind, optimizer, length, num_training_steps=10)
+    theirs = []
+    for _ in range(10):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    settings = translate(args, "sft").settings
+    made = nemo_rl_core.SFTTrainer.from_pretrained("m", **settings).config
+    ours = [learning_rate_at(update, made) for update in range(1, 11)]
+    begin = 0 if kind == "constant" else length
+    assert ours[begin:] == pytest.approx(theirs[begin:])
 
 
 @pytest.mark.parametrize(
@@ -161,7 +185,7 @@ def test_grpo_by_hand() -> None:
         "adam_epsilon": 1e-8,
         "max_grad_norm": 0.2,
         "seed": 7,
-        "num_warmup_steps": 10,
+        "num_warmup_steps": 11,
         "schedule": {"kind": "linear", "num_decay_steps": 90},
         "num_generations_per_prompt": 4,
         "num_prompts_per_step": 8,
@@ -251,5 +275,5 @@ def test_grpo_losses(fields: dict[str, Any], loss: dict[str, Any]) -> None:
 
 def test_a_share_of_warm_up_is_rounded_up_as_in_transformers() -> None:
     args = trl.SFTConfig(output_dir="out", max_steps=25, warmup_steps=0.1, **CPU)
-    expected = args.get_warmup_steps(25)
-    assert translate(args, "sft").settings["num_warmup_steps"] == expected == 3
+    expected = args.get_warmup_steps(25) + 1  # see the test of learning rates
+    assert translate(args, "sft").settings["num_warmup_steps"] == expected == 4

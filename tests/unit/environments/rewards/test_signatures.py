@@ -29,6 +29,19 @@ def test_a_function_gets_what_it_names_of_the_row(rollout: Make) -> None:
     assert outcomes(reward, rollout("46", **ROW), rollout("47", **ROW)) == [3.0, 2.0]
 
 
+def test_a_prompt_and_a_completion_are_texts_from_the_first_call_on(rollout: Make) -> None:
+    """A service is not asked about lists first, and what fails on the first row ends no run."""
+    seen = []
+
+    def reward(prompt, completion):
+        seen.append(completion)
+        return float(int(completion))
+
+    failed, scored = outcomes(reward, rollout("none"), rollout("46"))
+    assert isinstance(failed, RewardError)
+    assert (scored, seen) == (46.0, ["none", "46"])
+
+
 @pytest.mark.parametrize(
     ("fn", "value"),
     [
