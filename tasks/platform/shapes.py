@@ -68,8 +68,8 @@ class Shape:
         return ClusterConfig.model_validate(
             {
                 "shape": name,
-                "num_workers": num_workers,
-                "num_gpus_per_node": num_gpus_per_node,
+                "num_workers": int(num_workers),
+                "num_gpus_per_node": int(num_gpus_per_node),
                 "accelerator": None if accelerator == "any" else accelerator,
             }
         )
