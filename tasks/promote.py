@@ -7,7 +7,9 @@ from pathlib import Path
 from nemo_rl_core.config.evaluation import PromotionConfig
 from nemo_rl_core.evals.comparison import Comparison, compare
 from nemo_rl_core.produce import StageResult
+from nemo_rl_core.store.aliases import Aliases
 from nemo_rl_core.store.files import write_atomic
+from nemo_rl_core.store.store import Store
 from tasks.artifacts import Checkpoint, EvalReport, Evaluation, Promotion, PromotionDecision
 from tasks.platform.resources import PLAIN
 from tasks.platform.stage import cached_task, make
@@ -26,7 +28,8 @@ def promote(
 ) -> Promotion:
     """Promotes the candidate if it is better on the same prompts at the stated confidence.
 
-    Without an evaluation of the incumbent, `after` compares both models on held-out pairs.
+    An alias that the recipe names then means the candidate. Without an evaluation of the incumbent,
+    `after` compares both models on held-out pairs.
     """
 
     def work(folder: Path) -> StageResult:
@@ -34,7 +37,11 @@ def promote(
             compared = compare_pair_report(after, confidence=config.confidence)
         else:
             compared = compare_reports(before, after, confidence=config.confidence)
-        decision = {"promoted": promotes(compared, config.promotion), **asdict(compared)}
+        promoted = promotes(compared, config.promotion)
+        decision = {"promoted": promoted, **asdict(compared)}
+        if promoted and config.promotion.name is not None:
+            model = str(candidate.directory.remote_source or candidate.directory.path)
+            Aliases(Store.default()).move(config.promotion.name, model)
         write_atomic(folder / "decision.json", json.dumps(decision, indent=1))
         measured_on = "pairs" if before is None else "prompts"
         summary = explain(compared, config.promotion, measured_on=measured_on)

@@ -8,6 +8,7 @@ from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.data import DataConfig, with_rows_to_train_on
 from nemo_rl_core.config.environment import EnvironmentConfig
 from nemo_rl_core.config.generation import GenerationConfig
+from nemo_rl_core.config.patterns import ALIAS_NAME
 
 
 class EvaluationConfig(FrozenConfig):
@@ -65,6 +66,9 @@ class PromotionConfig(FrozenConfig):
     Attributes:
         min_improvement: The difference of accuracies that the lower confidence bound must exceed;
             0.01 is one point.
+        name: Alias that means the trained model once it is promoted, such as `production`. A
+            verdict from the cache moves no alias.
     """
 
     min_improvement: float = Field(default=0.0, ge=-1, le=1)
+    name: str | None = Field(default=None, pattern=ALIAS_NAME)

@@ -2,7 +2,8 @@
 
 The records lie in `aliases/` of the store, or where `NEMO_RL_ALIASES` says, which may be a folder
 of an object store that machines and a cluster share. A stage of a run decides whether its candidate
-is better (`tasks/promote.py`); an alias is moved by a person or a service.
+is better (`tasks/promote.py`), and moves the alias that its recipe names. People and services move
+others.
 """
 
 import json
@@ -15,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.config.patterns import ALIAS_NAME
 from nemo_rl_core.errors import StoreError, UnsafePathError
 from nemo_rl_core.store import locks, remote
 from nemo_rl_core.store.files import write_atomic
@@ -27,7 +29,7 @@ PREFIX = "alias:"
 ALIASES = "NEMO_RL_ALIASES"
 """The variable with a folder, or an address of an object store, in place of the store's own."""
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
+_NAME = re.compile(ALIAS_NAME)
 _MARK = ".json"
 
 
