@@ -29,6 +29,7 @@ TAKEN = {
     "config.mistakes.follows",  # which mistakes are listed beside another
     "config.mistakes.mistakes_of",
     "config.names.unknown_names",
+    "config.peer_names.NO_EFFECT",
     # Places and accounts of tracking: no stage's config has them.
     "config.tracking.TrackingConfig",
     # Reads processors' seconds into `Spent`.

@@ -146,13 +146,17 @@ SAID_BY = {
 
 
 def test_no_text_of_the_projects_errors_reaches_a_model() -> None:
-    assert not any(issubclass(getattr(errors, name), ValueError) for name in ERRORS)
+    # One of these is raised for names in files of the store, which no tool or environment reads.
+    of_values = {name for name in ERRORS if issubclass(getattr(errors, name), ValueError)}
+    assert of_values == {"UnsafePathError"}
     found = set()
     for package in SAID_TO_MODELS:
         for info in pkgutil.walk_packages(
             find_spec(package).submodule_search_locations, f"{package}."
         ):
-            tree = ast.parse(Path(find_spec(info.name).origin).read_text())
+            text = Path(find_spec(info.name).origin).read_text()
+            assert "store.paths" not in text, info.name
+            tree = ast.parse(text)
             handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
             found |= {(info.name, ast.unparse(each.type)) for each in handlers if _uses_error(each)}
     assert found == SAID_BY, "look where the text of the error goes, then name the handler"
