@@ -49,6 +49,8 @@ def test_a_bad_reward_stops_the_run_with_its_reason(
             "model": {"name": str(tiny_model)},
             "data": {"kind": "arithmetic", "num_train": 16, "num_validation": 4, "max_operand": 9},
             "environment": {"kind": "function", "target": f"bad_rewards:{name}"},
+            "sft": {"global_batch_size": 8},
+            "grpo": {"num_prompts_per_step": 8},
             "generation": {"max_new_tokens": 6, "max_num_seqs": 64},
             "cluster": {"num_threads": 1},
             "evaluation": {"num_samples_per_prompt": 1},

@@ -118,7 +118,10 @@ SAID_BY = {
         "(EndpointError, httpx.HTTPError, httpx.InvalidURL)",
     ),
     ("nemo_rl_core.environments.rewards.retries", "Exception"),
-    ("nemo_rl_core.environments.rewards.unit_tests", "(SyntaxError, ValueError)"),
+    (
+        "nemo_rl_core.environments.rewards.unit_tests",
+        "(SyntaxError, ValueError, ImportError, RecursionError, MemoryError)",
+    ),
     ("nemo_rl_core.environments.rewards.weighted_sum", "RewardError"),
     ("nemo_rl_core.environments.tools.environment", "Exception"),
     ("nemo_rl_core.rollouts.episode", "DataError"),
