@@ -37,7 +37,6 @@ EDGES = {
     ("grpo_iteration 1", "o0", "grpo_iteration 2", "start"),
     ("grpo_iteration 2", "o0", "as_transformers", "checkpoint"),
     ("as_transformers", "o0", "promote", "candidate"),
-    ("promote", "checkpoint", "export", "checkpoint"),
     ("export", "o0", "lineage_report", "model"),
 }
 
