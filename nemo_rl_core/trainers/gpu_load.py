@@ -57,7 +57,7 @@ def warn_of_hours(
 
     Args:
         algorithm: Name of the algorithm's section.
-        config: That section.
+        config: Section of the algorithm.
         settings: All settings of the trainer.
         start: The transformers folder of the first weights.
         train: The data set folder; rows are taken at the mean length of the first ones.
