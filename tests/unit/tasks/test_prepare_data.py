@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 RECIPE = """
+model: {{kind: text_from_config}}
 data:
   kind: mixture
   sources:
