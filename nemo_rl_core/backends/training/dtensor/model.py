@@ -147,13 +147,15 @@ class LogprobModel(PackedModel):
             differences.append(packed[row, : length - 1] - plain[0])
             of_head.append(self._after(hidden[0], sequence[0, 1:]) - plain[0])
             largest = max(largest, float(logits.abs().max()))
+        bound = self._bound(self.logprobs, batch, microbatch)
         self._refuse_above(
+            bound if self._dtype == "float32" else self._rounding(largest),
             torch.cat(of_head),
             "logprobs from its hidden states",
             cause="changes its outputs after the head",
-            bound=self._rounding(largest),
         )
         self._refuse_above(
+            bound,
             torch.cat(differences),
             "logprobs for packed sequences",
             cause="does not keep packed sequences apart",
@@ -173,8 +175,6 @@ class LogprobModel(PackedModel):
 
     def _rounding(self, largest: float) -> float:
         """The bound of logprobs from the same hidden states: a step of bfloat16 at that logit."""
-        if self._dtype == "float32":
-            return self._bound
         return torch.finfo(torch.bfloat16).eps * largest / self._temperature
 
 
@@ -254,6 +254,7 @@ class ScoreModel(PackedModel):
                 score = self._plain_outputs(sequence)[1].float()
                 differences.append(packed[row, length - 1] - score[0, 0])
             self._refuse_above(
+                self._bound(self.values, batch, microbatch),
                 torch.stack(differences),
                 "scores for packed sequences",
                 cause="changes its outputs after the head, or does not keep packed sequences apart",

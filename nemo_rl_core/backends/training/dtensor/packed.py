@@ -23,6 +23,7 @@ from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens, packed_tokens
 from nemo_rl_core.backends.training.dtensor.parallelize import run_within
 from nemo_rl_core.backends.training.padded import cropped
+from nemo_rl_core.backends.training.rounding import rounding_bound, size_of
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -32,6 +33,9 @@ from nemo_rl_core.distributed.packing.ranks import plan_shard
 from nemo_rl_core.errors import ModelError
 
 _LOG = logging.getLogger(__name__)
+
+_Read = Callable[[BatchedDataDict, PackedTokens], torch.Tensor]
+"""Returns the outputs of a micro-batch, at the positions of `PackedModel._wanted`."""
 
 
 class PackedModel(ABC):
@@ -251,7 +255,7 @@ class PackedModel(ABC):
 
     def _share_if_faithful(
         self,
-        read: Callable[[BatchedDataDict, PackedTokens], torch.Tensor],
+        read: _Read,
         batch: BatchedDataDict,
         alone: Microbatch,
     ) -> None:
@@ -266,9 +270,9 @@ class PackedModel(ABC):
             return
         batch["input_ids"][1, :3] = batch["input_ids"][0, :3]
         tree = Microbatch(rows=((0, 1), (2,)), row_length=11, shared=(0, 3, 0))
-        shared, whole = (read(batch, self.packed(batch, plan)) for plan in (tree, alone))
-        difference = self._size_of(shared - whole)
-        if not difference < self._bound:
+        differences = self._read_wanted(read, batch, tree) - self._read_wanted(read, batch, alone)
+        difference = size_of(differences, self._dtype)
+        if not difference < self._bound(read, batch, alone):
             self.sharing = None
             _LOG.warning(
                 "training.share_prefixes: %s computes other values for sequences that share a "
@@ -277,29 +281,25 @@ class PackedModel(ABC):
                 difference,
             )
 
-    @property
-    def _bound(self) -> float:
-        return 1e-3 if self._dtype == "float32" else 0.3
+    def _bound(self, read: _Read, batch: BatchedDataDict, plan: Microbatch) -> float:
+        """The largest difference between two correct passes; see `rounding_bound`."""
+        return rounding_bound(
+            lambda: self._read_wanted(read, batch, plan), self._decoder.layers, self._dtype
+        )
 
-    def _size_of(self, differences: torch.Tensor) -> float:
-        """The largest one; in half precision the mean.
-
-        There a logit of 20 to 30 is off by up to 0.06 from its rounding alone, so that a few tokens
-        of a pretrained model differ by more than 0.5 nats between two correct kernels.
-        """
-        found = differences.abs()
-        return float(found.max() if self._dtype == "float32" else found.mean())
+    def _read_wanted(self, read: _Read, batch: BatchedDataDict, plan: Microbatch) -> torch.Tensor:
+        return read(batch, self.packed(batch, plan))[self._wanted(batch)]
 
     def _refuse_above(
-        self, differences: torch.Tensor, what: str, *, cause: str, bound: float | None = None
+        self, bound: float, differences: torch.Tensor, what: str, *, cause: str
     ) -> None:
-        found, bound = self._size_of(differences), self._bound if bound is None else bound
-        if not found < bound:
+        size = size_of(differences, self._dtype)
+        if not size < bound:
             mean = "" if self._dtype == "float32" else "mean "
             raise ModelError(
                 f"{type(self.model).__name__} computes different {what}",
                 expected=f"a {mean}difference below {bound:.3g}",
-                got=f"{found:.3g}",
+                got=f"{size:.3g}",
                 fix=f"this model {cause}; choose another model",
             )
 

@@ -118,7 +118,8 @@ class MegatronBackend(SendsWeights):
         is_shared = training.share_prefixes and not by_boundaries
         self._sharing = allowed_sharing(setup.model_folder) if is_shared else None
         with full_precision():
-            refuse_unless_faithful(self._probed_logprobs, dtype=setup.dtype)
+            layers = [layer for model in self._models for layer in model.decoder.layers]
+            refuse_unless_faithful(self._probed_logprobs, layers, dtype=setup.dtype)
             if self._models[0].hf_family is None:
                 refuse_other_weights(self.named_weights(), setup.model_folder)
                 refuse_other_logprobs(

@@ -1,9 +1,10 @@
 """A check that the installed attention separates packed sequences, also those of one prefix."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
+from nemo_rl_core.backends.training.rounding import rounding_bound, size_of
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ModelError
@@ -14,13 +15,17 @@ PROBE_TOKENS = 18
 
 
 def refuse_unless_faithful(
-    logprobs: Callable[[BatchedDataDict], torch.Tensor], *, dtype: DType
+    logprobs: Callable[[BatchedDataDict], torch.Tensor],
+    layers: Iterable[torch.nn.Module],
+    *,
+    dtype: DType,
 ) -> None:
     """Compares logprobs of packed sequences with those of each sequence alone.
 
     Args:
         logprobs: `[B, T-1]` of a batch, packed within `PROBE_TOKENS`; a collective of all ranks.
-        dtype: Dtype of the matrix products, which sets the tolerance.
+        layers: The decoder's layers of this rank.
+        dtype: Dtype of the matrix products.
 
     Raises:
         ModelError: If they differ.
@@ -36,12 +41,13 @@ def refuse_unless_faithful(
     # The third begins as the second, in a row with it.
     batch["input_ids"][2, :2] = batch["input_ids"][1, :2]
     alone = [logprobs(batch.select_indices([row])) for row in range(3)]
-    difference = (logprobs(batch) - torch.cat(alone)).abs().max().item()
-    bound = 1e-3 if dtype == "float32" else 0.3
+    mask = torch.arange(1, width) < batch["input_lengths"][:, None]
+    difference = size_of((logprobs(batch) - torch.cat(alone))[mask], dtype)
+    bound = rounding_bound(lambda: logprobs(batch)[mask], layers, dtype)
     if not difference < bound:
         raise ModelError(
             "the model computes different logprobs for packed sequences",
-            expected=f"a difference below {bound}",
+            expected=f"a difference below {bound:.3g}",
             got=f"{difference:.3g}",
             fix="the installed attention does not keep packed sequences apart; use the dtensor "
             "backend",
