@@ -3,6 +3,7 @@
 import html
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from nemo_rl_core.evals.sweep import SweepResult, summarize
@@ -33,7 +34,7 @@ def summarize_sweep(config: SummaryTaskConfig, reports: list[Report | None]) -> 
             apart=SEED,
             confidence=config.confidence,
         )
-        write_atomic(folder / "sweep.json", json.dumps(sweep.as_json(), indent=1))
+        write_atomic(folder / "sweep.json", json.dumps(asdict(sweep), indent=1))
         summary = f"{len(succeeded)} of {len(reports)} points; {sweep.verdict}"
         return StageResult("sweep", "json", summary, deck=_deck(sweep, reports))
 

@@ -30,8 +30,8 @@ from tasks.recipes.common import (
 from tasks.recipes.convert import ProofTaskConfig
 from tasks.recipes.pairs import PairPlan
 from tasks.recipes.verdict import (
+    ChooseQuestionsTaskConfig,
     PairVerdictConfig,
-    QuestionTaskConfig,
     VerdictConfig,
     refuse_missing_verdict,
 )
@@ -111,7 +111,7 @@ def warm_start(
 
 @choice
 def choose_questions(
-    config: QuestionTaskConfig, tokenizer: Tokenizer, train: Dataset, validation: Dataset
+    config: ChooseQuestionsTaskConfig, tokenizer: Tokenizer, train: Dataset, validation: Dataset
 ) -> Questions:
     """The rows that a model is measured on: held-out ones, those of another data set, or none.
 
@@ -200,7 +200,10 @@ def make_pairs(
 
 @workflow
 def begin(
-    model: ModelTaskConfig, data: DataTaskConfig, questions: QuestionTaskConfig, sft: SFTTaskConfig
+    model: ModelTaskConfig,
+    data: DataTaskConfig,
+    questions: ChooseQuestionsTaskConfig,
+    sft: SFTTaskConfig,
 ) -> Start:
     """prepare → SFT."""
     prepared = prepare_model(config=model)

@@ -6,14 +6,15 @@ from typing import Any
 
 from nemo_rl_core.store import watching
 
-_SECONDS = 2.0
-"""How long an actor may take to answer; one that computes or hangs counts as it did before."""
 
-
-def read_cpu_seconds(actors: Sequence[Any]) -> dict[str, float]:
+def read_cpu_seconds(actors: Sequence[Any], timeout_seconds: float) -> dict[str, float]:
     """User and system time of each actor's process and its children, since they began.
 
     What user code in the actors has read is merged into the reads of this process.
+
+    Args:
+        actors: Handles of Ray actors.
+        timeout_seconds: How long to wait for actors that compute or hang.
 
     Returns:
         By the actor's id; those that do not answer, or have died, are left out.
@@ -23,7 +24,7 @@ def read_cpu_seconds(actors: Sequence[Any]) -> dict[str, float]:
     if not actors or not ray.is_initialized():
         return {}
     asked = {actor.__ray_call__.remote(_of_this_process): actor for actor in actors}
-    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_SECONDS)
+    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_seconds)
     found = {}
     for reference in done:
         try:

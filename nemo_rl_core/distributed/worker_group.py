@@ -93,9 +93,9 @@ class RayWorkerGroup:
         ]
         usage.watch(self)
 
-    def cpu_seconds(self) -> dict[str, float]:
-        """CPU seconds of each worker that answers soon, by its name; others count as before."""
-        return read_cpu_seconds(self._workers)
+    def cpu_seconds(self, timeout_seconds: float) -> dict[str, float]:
+        """CPU seconds of each worker that answers in time, by its id; others count as before."""
+        return read_cpu_seconds(self._workers, timeout_seconds)
 
     def _environments(self, count: int, common: dict[str, str]) -> list[dict[str, str]]:
         if count == 1:

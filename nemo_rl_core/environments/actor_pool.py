@@ -201,9 +201,9 @@ class ActorPool:
             self._shares.give_back()
             self._shares = None
 
-    def cpu_seconds(self) -> dict[str, float]:
-        """CPU seconds of each idle actor, by its name; others count as before."""
-        return read_cpu_seconds(self._idle)
+    def cpu_seconds(self, timeout_seconds: float) -> dict[str, float]:
+        """CPU seconds of each idle actor, by its id; others count as before."""
+        return read_cpu_seconds(self._idle, timeout_seconds)
 
     def _start(self) -> None:
         usage.watch(self)

@@ -40,6 +40,31 @@ def load_eval_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def load_outcomes(path: Path) -> dict[str, bool | None]:
+    """Reads what a paired comparison needs of a stored evaluation.
+
+    Args:
+        path: Rows of completions, or of scored preference pairs.
+
+    Returns:
+        By prompt id, whether the greedy completion is correct, None if it could not be scored; by
+        pair id, whether the chosen completion scores higher.
+
+    Raises:
+        DataError: Names the rows that are of neither schema.
+    """
+    import pyarrow.parquet as pq
+
+    if "chosen_score" not in pq.read_schema(path).names:
+        return greedy_outcomes(load_eval_rows(path))
+    from nemo_rl_core.data.frame_faults import check_frame
+    from nemo_rl_core.data.record_frames import PairEvalSchema
+
+    pairs = pq.read_table(path).to_pandas()
+    check_frame(PairEvalSchema, pairs, name=f"evaluation's {path.name}")
+    return dict(zip(pairs.id, (pairs.chosen_score > pairs.rejected_score).tolist(), strict=True))
+
+
 def _check(rows: Sequence[Row], path: Path) -> None:
     import pandas as pd
 

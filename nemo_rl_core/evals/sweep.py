@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import mean, stdev
 from typing import Any
 
@@ -85,10 +85,6 @@ class SweepResult:
     best: dict[str, Any] | None
     verdict: str
     confidence: float
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values; seeds become keys of `accuracies`."""
-        return asdict(self)
 
 
 def summarize(

@@ -5,6 +5,7 @@ is logged as one warning, and only the end of the run is still written.
 """
 
 import functools
+import json
 import logging
 import sqlite3
 import threading
@@ -128,12 +129,14 @@ class HistoryWriter:
         self._execution_lock = ExecutionLock(self._store, self._id)
         self._database = open_for_writing(self._store)
         mark_aborted(self._store, self._database)
-        process, folder = psutil.Process(), str(Path.cwd())
+        process = psutil.Process()
+        # As the database returns them: a signature of other values would never be confirmed.
+        inputs, folder = storable(as_json(execution.inputs), str(Path.cwd()))
         sign(
             self._store,
             self._id,
             workflow=execution.workflow,
-            inputs=execution.inputs,
+            inputs=json.loads(inputs),
             folder=folder,
         )
         insert(
@@ -145,7 +148,7 @@ class HistoryWriter:
             state="running",
             started_at=time.time(),
             command=as_json(list(execution.command)),
-            inputs=as_json(execution.inputs),
+            inputs=inputs,
             git_commit=execution.git_commit,
             git_dirty=execution.git_dirty,
             packages=as_json(execution.packages),

@@ -9,6 +9,7 @@ _CORE_FLOPS: Final = 20e9
 """FLOP/s of a core in float32. SmolLM2-135M with 2 cores: 209 tokens/s from vLLM (docs/results.md),
 which are 28e9 a core."""
 _SHORTEST_HOURS: Final = 1.0
+_CHARACTERS_PER_TOKEN: Final = 4
 
 
 def cpu_hours(load: StageLoad, num_steps: int, *, row_tokens: float | None = None) -> float:
@@ -38,17 +39,19 @@ def cpu_hours(load: StageLoad, num_steps: int, *, row_tokens: float | None = Non
 
 
 def hours_warning(
-    load: StageLoad, num_steps: int, *, row_tokens: float | None = None
+    load: StageLoad, num_steps: int, *, row_characters: float | None = None
 ) -> str | None:
     """Returns a sentence about a stage that takes an hour or more on CPUs; None for a shorter one.
 
     Args:
         load: The stage.
         num_steps: Steps of the stage in the run.
-        row_tokens: Mean tokens of a row; None skips the estimate of a stage that trains on rows.
+        row_characters: Mean length of a row; None skips the estimate of a stage that trains on
+            rows.
     """
-    if load.training is None or (load.sampling is None and row_tokens is None):
+    if load.training is None or (load.sampling is None and row_characters is None):
         return None
+    row_tokens = None if row_characters is None else row_characters / _CHARACTERS_PER_TOKEN
     hours = cpu_hours(load, num_steps, row_tokens=row_tokens)
     if hours < _SHORTEST_HOURS:
         return None

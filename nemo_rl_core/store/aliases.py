@@ -140,6 +140,18 @@ class Aliases:
                 self._write(name, moves)
         return Alias(name, moves)
 
+    def refuse_folder(self, folder: str) -> None:
+        """Raises StoreError if aliases are in a bucket, where none can mean a local folder."""
+        if self._is_remote:
+            raise StoreError(
+                f"aliases in {self._place} cannot mean a folder of this machine",
+                expected="the address of an artifact, such as s3://BUCKET/export-1a2b",
+                got=folder,
+                fix="copy the folder into the bucket and name its address: nemo-rl promote "
+                "ADDRESS NAME; in a recipe that runs here take promotion.name out, or unset "
+                f"{ALIASES}",
+            )
+
     def located(self, name: str) -> str:
         """The transformers folder that an alias means now, as a path or an address.
 
@@ -201,13 +213,7 @@ class Aliases:
                 got="not both in " + str(folder),
                 fix="name an artifact of `nemo-rl runs RUN`, its folder, or its address",
             )
-        if self._is_remote:
-            raise StoreError(
-                f"aliases in {self._place} cannot mean a folder of this machine",
-                expected="the address of an artifact, such as s3://BUCKET/export-1a2b",
-                got=str(folder),
-                fix="copy the folder into the bucket, and name its address",
-            )
+        self.refuse_folder(str(folder))
         # A store may be moved, and a shared folder of aliases is read beside other stores.
         is_own = folder.parent == self._store.artifacts.resolve() and not self._is_shared
         return folder.name if is_own else str(folder), Manifest.read(folder)

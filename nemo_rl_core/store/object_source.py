@@ -125,7 +125,11 @@ class _Walk:
         self.add_all("mapping", (part for pair in value.items() for part in pair))
 
     def add_set(self, value: Any) -> None:
-        self.parts.append("set " + " ".join(sorted(object_source(each).digest for each in value)))
+        sources = [object_source(each) for each in value]
+        self.parts.append("set " + " ".join(sorted(each.digest for each in sources)))
+        for each in sources:
+            self.unknown += each.unknown
+            self.code |= each.code
 
     def add_function(self, function: FunctionType) -> None:
         self.code.add(function.__code__.co_filename)

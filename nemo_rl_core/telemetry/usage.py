@@ -45,6 +45,9 @@ class Spent:
     processes: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
+_TIMEOUT_SECONDS, _LAST_TIMEOUT_SECONDS = 2.0, 30.0
+"""The last reading may wait for a worker that hashes files which its user code has read."""
+
 _lock = threading.Lock()
 _total = Spent()
 _owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()
@@ -102,8 +105,8 @@ def saw_process(does: str, numerics: dict[str, str]) -> None:
 class Owner(Protocol):
     """An owner of other processes."""
 
-    def cpu_seconds(self) -> Mapping[str, float]:
-        """CPU seconds by process, each since its start."""
+    def cpu_seconds(self, timeout_seconds: float) -> Mapping[str, float]:
+        """CPU seconds by process, each since its start; without those that answer too late."""
 
 
 def watch(owner: Owner) -> None:
@@ -115,13 +118,13 @@ def unwatch(owner: Owner) -> None:
     """Reads the owner's processes a last time; does nothing if they are not watched."""
     if owner in _owners:
         _owners.discard(owner)
-        _seen.update(owner.cpu_seconds())
+        _seen.update(owner.cpu_seconds(_LAST_TIMEOUT_SECONDS))
 
 
 def cpu_seconds() -> float:
     """User and system time of this process, its ended children, and all workers."""
     for owner in list(_owners):
-        _seen.update(owner.cpu_seconds())
+        _seen.update(owner.cpu_seconds(_TIMEOUT_SECONDS))
     own = os.times()
     return sum(own[:4]) + sum(_seen.values())
 

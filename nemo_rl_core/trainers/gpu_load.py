@@ -22,7 +22,6 @@ from nemo_rl_core.trainers.sections import steps_of
 
 _LOG = logging.getLogger(__name__)
 _ROWS_READ = 100
-_CHARACTERS_PER_TOKEN = 4
 _TEXTS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
 
 
@@ -66,13 +65,13 @@ def warn_of_hours(
         return
     rows = load_records(train)[:_ROWS_READ]
     texts = [str(row[name]) for row in rows for name in _TEXTS if name in row]
-    row_tokens = sum(map(len, texts)) / max(len(rows), 1) / _CHARACTERS_PER_TOKEN
+    row_characters = sum(map(len, texts)) / max(len(rows), 1)
     try:
         load, steps = _stage(algorithm, config, settings, start, start), steps_of(config, 1)
     except NemoRLError as error:
         _LOG.debug("the time was not estimated: %s", error.in_one_line)
         return
-    text = hours_warning(load, steps.last - steps.first + 1, row_tokens=row_tokens)
+    text = hours_warning(load, steps.last - steps.first + 1, row_characters=row_characters)
     if text:
         _LOG.warning("%s", text)
 

@@ -74,8 +74,7 @@ def _compare(name: str, old: ArtifactRow, new: ArtifactRow) -> Compared:
 def _measured(old: str, _old_hash: str, new: str, _new_hash: str) -> "Comparison":
     """Compares two evaluations. Artifacts never change, so their hashes are the cache's key."""
     from nemo_rl_core.evals.comparison import compare
-    from nemo_rl_core.evals.rows import greedy_outcomes, load_eval_rows
+    from nemo_rl_core.evals.rows import load_outcomes
 
-    rows = [load_eval_rows(Path(folder) / "rows.parquet") for folder in (old, new)]
-    before, after = (greedy_outcomes(each) for each in rows)
+    before, after = (load_outcomes(Path(folder) / "rows.parquet") for folder in (old, new))
     return compare(before, after, confidence=_CONFIDENCE)

@@ -21,7 +21,7 @@ from nemo_rl_core.config.environment import (
     WeightedSum,
     single_environments,
 )
-from nemo_rl_core.config.evaluation import EvaluationConfig
+from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.float8 import require_torchao
 from nemo_rl_core.config.generated_data import ReasoningGymData
 from nemo_rl_core.config.generation import SamplingConfig, refuse_misplaced
@@ -51,6 +51,8 @@ from nemo_rl_core.environments.needs import (
 )
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.store import remote
+from nemo_rl_core.store.aliases import Aliases
+from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.model_flops import num_parameters
 from nemo_rl_core.telemetry.tracker_checks import check_trackers
 from nemo_rl_core.types import Prompt
@@ -134,6 +136,7 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
             _check_files(data)
             _check_before_fetching(experiment, data)
     experiment.refuse_contradictions()
+    _check_promotion(experiment.promotion)
     if experiment.samples_rows:
         _check_sampling(experiment, "data", "generation")
         _check_tasks(experiment.environment, experiment.data)
@@ -147,15 +150,19 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     check_size(experiment)
 
 
+def _check_promotion(promotion: PromotionConfig | None) -> None:
+    if promotion is not None and promotion.name is not None:
+        store = Store.default()
+        Aliases(store).refuse_folder(str(store.artifacts))
+
+
 def _asks_questions(experiment: PipelineRecipe) -> bool:
-    """Whether an evaluation may ask questions; files of pairs to validate on hold none."""
-    data = experiment.data
-    if not experiment.compares_pairs:
-        return True
-    if not isinstance(data, FileData) or data.validation is None:
-        return False
-    rows = read_split(data.replace(max_rows=1), data.validation).rows
-    return bool(rows) and "prompts" in kind_of_row(rows[0])
+    """Whether an evaluation may ask questions: files of conversations, texts or pairs have none."""
+    data = experiment.question_data
+    if not isinstance(data, FileData):
+        return not experiment.compares_pairs
+    rows = read_split(data.replace(max_rows=1), data.validation or data.train).rows
+    return not rows or "prompts" in kind_of_row(rows[0])
 
 
 def _check_evaluation(experiment: PipelineRecipe, evaluation: EvaluationConfig) -> None:

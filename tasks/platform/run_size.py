@@ -22,7 +22,6 @@ from tasks.recipes.pairs import PairsFromRollouts
 _LOG = logging.getLogger(__name__)
 MOST_BYTES_READ: Final = 64 * 2**20
 """Larger files take longer to read than a user waits before a run starts."""
-_CHARACTERS_PER_TOKEN: Final = 4
 _TOY: Final = 1_000_000
 """Layers times the square of the hidden size: smaller models take no hours."""
 _PAIRS: Final = "num_pairs_per_step"
@@ -76,9 +75,9 @@ def _refuse_large(batches: Mapping[str, int], num_rows: int) -> None:
 def _warn_of_hours(experiment: PipelineRecipe, num_rows: int | None) -> None:
     if not _is_sized(experiment.model):
         return
-    row_tokens = None
+    row_characters = None
     if isinstance(experiment.data, FileData) and num_rows:
-        row_tokens = bytes_of([experiment.data.train]) / num_rows / _CHARACTERS_PER_TOKEN
+        row_characters = bytes_of([experiment.data.train]) / num_rows
     try:
         loads = loads_of(experiment, lambda model: sizes_of(config_of(model)))
     except NemoRLError as error:
@@ -86,7 +85,7 @@ def _warn_of_hours(experiment: PipelineRecipe, num_rows: int | None) -> None:
         return
     steps = steps_of(experiment)
     for load in loads:
-        text = hours_warning(load, steps.get(load.name, 0), row_tokens=row_tokens)
+        text = hours_warning(load, steps.get(load.name, 0), row_characters=row_characters)
         if text:
             _LOG.warning("%s", text)
 

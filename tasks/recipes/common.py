@@ -447,7 +447,7 @@ class EvaluationTaskConfig(RolloutSettings):
             )
         )
         del fields["training"]  # evaluation trains nothing, whatever the backend
-        # Said once, here and in `QuestionTaskConfig`.
+        # Said once, here and in `ChooseQuestionsTaskConfig`.
         evaluation = config.evaluation.replace(environment=None, data=None, generation=None)
         return cls(evaluation=evaluation, **fields)
 

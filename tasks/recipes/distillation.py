@@ -20,7 +20,7 @@ from tasks.recipes.common import (
     SFTTaskConfig,
     rollout_fields,
 )
-from tasks.recipes.verdict import QuestionTaskConfig, VerdictConfig
+from tasks.recipes.verdict import ChooseQuestionsTaskConfig, VerdictConfig
 
 
 class Teacher(FrozenConfig):
@@ -74,7 +74,7 @@ class DistillationPlan(NamedTuple):
     teacher_sft: SFTTaskConfig
     model: ModelTaskConfig
     data: DataTaskConfig
-    questions: QuestionTaskConfig
+    questions: ChooseQuestionsTaskConfig
     sft: SFTTaskConfig
     distillation: DistillationTaskConfig
     evaluation: EvaluationTaskConfig | None
@@ -92,7 +92,7 @@ def plan_distillation(config: DistillationRecipe) -> DistillationPlan:
         teacher_sft=SFTTaskConfig.of(of_teacher),
         model=ModelTaskConfig.of(config),
         data=DataTaskConfig.of(config),
-        questions=QuestionTaskConfig.of(config),
+        questions=ChooseQuestionsTaskConfig.of(config),
         sft=SFTTaskConfig.of(config),
         distillation=DistillationTaskConfig(distillation=config.distillation, **fields),
         evaluation=EvaluationTaskConfig.of(config),

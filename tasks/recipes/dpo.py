@@ -21,9 +21,9 @@ from tasks.recipes.common import (
 )
 from tasks.recipes.pairs import PairPlan, PairRecipe, ReferenceTaskConfig
 from tasks.recipes.verdict import (
+    ChooseQuestionsTaskConfig,
     PairEvaluationTaskConfig,
     PairVerdictConfig,
-    QuestionTaskConfig,
     VerdictConfig,
 )
 
@@ -83,7 +83,7 @@ class DPOPlan(NamedTuple):
 
     model: ModelTaskConfig
     data: DataTaskConfig
-    questions: QuestionTaskConfig
+    questions: ChooseQuestionsTaskConfig
     sft: SFTTaskConfig
     iterations: DPOIterations
     evaluation: EvaluationTaskConfig | None
@@ -97,7 +97,7 @@ def plan_dpo(config: DPORecipe) -> DPOPlan:
     return DPOPlan(
         model=ModelTaskConfig.of(config),
         data=DataTaskConfig.of(config),
-        questions=QuestionTaskConfig.of(config),
+        questions=ChooseQuestionsTaskConfig.of(config),
         sft=SFTTaskConfig.of(config),
         iterations=DPOIterations.of(config, config.dpo),
         evaluation=EvaluationTaskConfig.of(config),

@@ -27,7 +27,7 @@ from tasks.recipes.common import (
     SFTTaskConfig,
     rollout_fields,
 )
-from tasks.recipes.verdict import QuestionTaskConfig, VerdictConfig
+from tasks.recipes.verdict import ChooseQuestionsTaskConfig, VerdictConfig
 
 
 class GRPORecipe(PipelineRecipe):
@@ -103,7 +103,7 @@ class GRPOPlan(NamedTuple):
 
     model: ModelTaskConfig
     data: DataTaskConfig
-    questions: QuestionTaskConfig
+    questions: ChooseQuestionsTaskConfig
     sft: SFTTaskConfig
     grpo: GRPOTaskConfig
     num_iterations: int
@@ -120,7 +120,7 @@ def plan_grpo(config: GRPORecipe) -> GRPOPlan:
     return GRPOPlan(
         model=ModelTaskConfig.of(config),
         data=DataTaskConfig.of(config),
-        questions=QuestionTaskConfig.of(config),
+        questions=ChooseQuestionsTaskConfig.of(config),
         sft=SFTTaskConfig.of(config),
         grpo=GRPOTaskConfig(grpo=config.grpo.iteration, **rollout_fields(config)),
         num_iterations=config.grpo.num_iterations,

@@ -26,7 +26,7 @@ from tasks.recipes.dpo import DPOIterations
 from tasks.recipes.grpo import GRPOTaskConfig, refuse_unfit
 from tasks.recipes.pairs import PairPlan, PairRecipe
 from tasks.recipes.reward_model import RewardModelEvaluationTaskConfig, RewardModelTaskConfig
-from tasks.recipes.verdict import QuestionTaskConfig, VerdictConfig
+from tasks.recipes.verdict import ChooseQuestionsTaskConfig, VerdictConfig
 
 
 class PostTrainRecipe(PairRecipe):
@@ -72,7 +72,7 @@ class PostTrainPlan(NamedTuple):
 
     model: ModelTaskConfig
     data: DataTaskConfig
-    questions: QuestionTaskConfig
+    questions: ChooseQuestionsTaskConfig
     sft: SFTTaskConfig
     pairs: PairPlan
     reward_model: RewardModelTaskConfig
@@ -92,7 +92,7 @@ def plan_post_train(config: PostTrainRecipe) -> PostTrainPlan:
     return PostTrainPlan(
         model=ModelTaskConfig.of(config),
         data=DataTaskConfig.of(config),
-        questions=QuestionTaskConfig.of(config),
+        questions=ChooseQuestionsTaskConfig.of(config),
         sft=SFTTaskConfig.of(config),
         pairs=PairPlan.of(config),
         reward_model=RewardModelTaskConfig(

@@ -18,7 +18,7 @@ from tasks.recipes.common import (
     SFTTaskConfig,
     rollout_fields,
 )
-from tasks.recipes.verdict import QuestionTaskConfig, VerdictConfig
+from tasks.recipes.verdict import ChooseQuestionsTaskConfig, VerdictConfig
 
 
 class PPORecipe(PipelineRecipe):
@@ -47,7 +47,7 @@ class PPOPlan(NamedTuple):
 
     model: ModelTaskConfig
     data: DataTaskConfig
-    questions: QuestionTaskConfig
+    questions: ChooseQuestionsTaskConfig
     sft: SFTTaskConfig
     ppo: PPOTaskConfig
     num_iterations: int
@@ -62,7 +62,7 @@ def plan_ppo(config: PPORecipe) -> PPOPlan:
     return PPOPlan(
         model=ModelTaskConfig.of(config),
         data=DataTaskConfig.of(config),
-        questions=QuestionTaskConfig.of(config),
+        questions=ChooseQuestionsTaskConfig.of(config),
         sft=SFTTaskConfig.of(config),
         ppo=PPOTaskConfig(ppo=config.ppo.iteration, **rollout_fields(config)),
         num_iterations=config.ppo.num_iterations,

@@ -18,7 +18,7 @@ from tasks.recipes.common import (
     trainer_fields,
 )
 from tasks.recipes.pairs import PairPlan, PairRecipe
-from tasks.recipes.verdict import QuestionTaskConfig
+from tasks.recipes.verdict import ChooseQuestionsTaskConfig
 
 
 class RewardModelRecipe(PairRecipe):
@@ -74,7 +74,7 @@ class RewardModelPlan(NamedTuple):
 
     model: ModelTaskConfig
     data: DataTaskConfig
-    questions: QuestionTaskConfig
+    questions: ChooseQuestionsTaskConfig
     sft: SFTTaskConfig
     pairs: PairPlan
     reward_model: RewardModelTaskConfig
@@ -87,7 +87,7 @@ def plan_reward_model(config: RewardModelRecipe) -> RewardModelPlan:
     return RewardModelPlan(
         model=ModelTaskConfig.of(config),
         data=DataTaskConfig.of(config),
-        questions=QuestionTaskConfig.of(config).replace(evaluates=False, data=None),
+        questions=ChooseQuestionsTaskConfig.of(config).replace(evaluates=False, data=None),
         sft=SFTTaskConfig.of(config),
         pairs=PairPlan.of(config),
         reward_model=RewardModelTaskConfig(

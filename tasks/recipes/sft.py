@@ -15,7 +15,7 @@ from tasks.recipes.common import (
     PipelineRecipe,
     SFTTaskConfig,
 )
-from tasks.recipes.verdict import QuestionTaskConfig, VerdictConfig
+from tasks.recipes.verdict import ChooseQuestionsTaskConfig, VerdictConfig
 
 
 class SFTRecipe(PipelineRecipe):
@@ -43,7 +43,7 @@ class SFTPlan(NamedTuple):
 
     model: ModelTaskConfig
     data: DataTaskConfig
-    questions: QuestionTaskConfig
+    questions: ChooseQuestionsTaskConfig
     sft: SFTTaskConfig
     evaluation: EvaluationTaskConfig | None
     verdict: VerdictConfig
@@ -56,7 +56,7 @@ def plan_sft(config: SFTRecipe) -> SFTPlan:
     return SFTPlan(
         model=ModelTaskConfig.of(config),
         data=DataTaskConfig.of(config),
-        questions=QuestionTaskConfig.of(config),
+        questions=ChooseQuestionsTaskConfig.of(config),
         sft=SFTTaskConfig.of(config),
         evaluation=EvaluationTaskConfig.of(config),
         verdict=VerdictConfig.of(config),

@@ -1,7 +1,7 @@
 """The recipe of a sweep: a GRPO recipe, and fields of it that take several values each."""
 
 from itertools import product
-from typing import Any
+from typing import Any, NoReturn
 
 from flytekit.types.error.error import FlyteError
 from pydantic import Field, PositiveInt, field_validator
@@ -22,7 +22,7 @@ from tasks.recipes.common import (
     rollout_fields,
 )
 from tasks.recipes.grpo import GRPORecipe, GRPOTaskConfig
-from tasks.recipes.verdict import QuestionTaskConfig
+from tasks.recipes.verdict import ChooseQuestionsTaskConfig
 
 Value = bool | int | float | str
 """What a field may be set to. Lists, not tuples, hold them: flytekit knows no tuples in records."""
@@ -100,30 +100,31 @@ class SweepRecipe(Recipe):
             section[field] = value
         recipe = GRPORecipe.model_validate(words)
         if recipe.measure_base:
-            problem = ConfigError(
+            _refuse(
                 "a sweep does not evaluate models before their supervised start",
                 expected="base.measure_base: false",
                 got="true",
                 fix="set it to false, or leave it out",
             )
-            raise RecipeError(str(problem))
         if recipe.evaluation is None:
-            problem = ConfigError(
+            _refuse(
                 "a sweep compares the accuracies of its points",
                 expected="a section base.evaluation",
                 got="evaluation: null",
                 fix="leave it out",
             )
-            raise RecipeError(str(problem))
         if recipe.cluster.lifetime == "run":
-            problem = ConfigError(
+            _refuse(
                 "the points of a sweep run side by side, each on a Ray cluster of its own",
                 expected="base.cluster.lifetime: stage, or not said",
                 got="run",
                 fix="leave it out, or run one recipe by itself",
             )
-            raise RecipeError(str(problem))
         return recipe
+
+
+def _refuse(problem: str, *, expected: str, got: str, fix: str) -> NoReturn:
+    raise RecipeError(str(ConfigError(problem, expected=expected, got=got, fix=fix)))
 
 
 class PointTaskConfig(FrozenConfig):
@@ -147,7 +148,7 @@ class PointPlan(FrozenConfig):
 
     model: ModelTaskConfig
     data: DataTaskConfig
-    questions: QuestionTaskConfig
+    questions: ChooseQuestionsTaskConfig
     sft: SFTTaskConfig
     point: PointTaskConfig
 
@@ -158,7 +159,7 @@ class PointPlan(FrozenConfig):
         return cls(
             model=ModelTaskConfig.of(config),
             data=DataTaskConfig.of(config),
-            questions=QuestionTaskConfig.of(config),
+            questions=ChooseQuestionsTaskConfig.of(config),
             sft=SFTTaskConfig.of(config),
             point=PointTaskConfig(
                 point=point,

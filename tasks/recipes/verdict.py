@@ -25,7 +25,7 @@ class QuestionsTaskConfig(FrozenConfig):
     questions: DataTaskConfig
 
 
-class QuestionTaskConfig(FrozenConfig):
+class ChooseQuestionsTaskConfig(FrozenConfig):
     """Settings of `choose_questions`.
 
     Attributes:
@@ -45,7 +45,7 @@ class QuestionTaskConfig(FrozenConfig):
     needs_verdict: bool
 
     @classmethod
-    def of(cls, config: PipelineRecipe) -> "QuestionTaskConfig":
+    def of(cls, config: PipelineRecipe) -> "ChooseQuestionsTaskConfig":
         """The recipe's share."""
         data = config.evaluation_data
         asked = None
@@ -62,7 +62,7 @@ class QuestionTaskConfig(FrozenConfig):
         )
 
 
-def refuse_missing_verdict(config: QuestionTaskConfig, kind: str) -> None:
+def refuse_missing_verdict(config: ChooseQuestionsTaskConfig, kind: str) -> None:
     """Says that no answers are measured, or refuses it where the export needs them.
 
     Args:

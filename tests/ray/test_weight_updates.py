@@ -232,14 +232,14 @@ def die_while_receiving(own: Any) -> None:
 
 
 def die_while_sending(own: Any) -> None:
-    whole = own.named_weights
+    whole = own.weights_to_send
 
     def some() -> Iterator[Any]:
         yield next(whole())
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    own.named_weights = some
+    own.weights_to_send = some
 
 
 def stop_while_receiving(own: Any) -> None:

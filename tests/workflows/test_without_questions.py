@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 def written(path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"kind": "file", "train": str(path), "max_prompt_tokens": 64}
+    return {"kind": "file", "train": str(path)}
 
 
 def exports(run: Run, stage: str) -> None:

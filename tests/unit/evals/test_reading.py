@@ -6,8 +6,9 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner, Result
 
+from nemo_rl_core.errors import DataError
 from nemo_rl_core.evals.evaluate import eval_rows
-from nemo_rl_core.evals.rows import greedy_outcomes, load_eval_rows, save_eval_rows
+from nemo_rl_core.evals.rows import greedy_outcomes, load_eval_rows, load_outcomes, save_eval_rows
 from nemo_rl_core.types import Completion, Prompt, Rollout
 from tasks.cli import group
 
@@ -100,3 +101,25 @@ def test_what_is_no_evaluation_is_explained(tmp_path: Path) -> None:
 def test_a_verdict_or_number_that_does_not_exist_is_refused(evaluation: Path) -> None:
     assert read(evaluation, "--only", "righ").exit_code == 2
     assert read(evaluation, "-n", "-1").exit_code == 2
+
+
+def test_pairs_are_compared_by_whether_the_chosen_completion_scores_higher(tmp_path: Path) -> None:
+    pairs = pd.DataFrame(
+        {
+            "id": ["a", "b", "c"],
+            "chosen": ["yes"] * 3,
+            "rejected": ["no"] * 3,
+            "chosen_score": [1.0, -2.0, 0.5],
+            "rejected_score": [0.5, -1.0, 0.5],
+        }
+    )
+    pairs.to_parquet(tmp_path / "rows.parquet")
+    assert load_outcomes(tmp_path / "rows.parquet") == {"a": True, "b": False, "c": False}
+    pairs.assign(chosen_score=float("nan")).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet"):
+        load_outcomes(tmp_path / "rows.parquet")
+
+
+def test_the_outcomes_of_questions_are_the_greedy_ones(evaluation: Path) -> None:
+    found = load_outcomes(evaluation / "rows.parquet")
+    assert found == {"row-0": True, "row-1": False, "row-2": None}

@@ -19,6 +19,8 @@ from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.aliases import Aliases, located
 from nemo_rl_core.store.store import Store
 from tasks import cli
+from tasks.platform.preflight import preflight
+from tasks.recipes.sft import SFTRecipe
 from tests.workflows.flyte_backend.buckets import S3Bucket
 
 
@@ -182,6 +184,9 @@ def test_names_are_shared_through_an_object_store(
     assert former.model == first
     with pytest.raises(StoreError, match="cannot mean a folder of this machine"):
         Aliases(Store.default()).move("staging", str(exported("third")))
+    # Before a run, too, whose promotion would move the name at its end.
+    with pytest.raises(StoreError, match=r"take promotion\.name out"):
+        preflight({"config": SFTRecipe.model_validate({"promotion": {"name": "staging"}})})
     with pytest.raises(DataError, match="there is nothing under"):
         Aliases(Store.default()).move("staging", bucket.url("made/none"))
 

@@ -5,6 +5,7 @@ import datetime
 import functools
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ def digest(text: str, **known: Any) -> str:
     found = object_source(made(text, **known))
     assert found.unknown == ()
     return found.digest
+
+
+def test_the_code_of_a_sets_elements_is_known() -> None:
+    source = object_source({digest, threading.Lock()})
+    assert source.code == object_source([digest, threading.Lock()]).code != frozenset()
+    assert source.unknown == ("_thread.lock",)
 
 
 PLAIN = "def f(prompt, completion):\n    return float(len(completion))"

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -165,7 +166,7 @@ def test_a_sweep_ends_with_its_summary(tmp_path: Path) -> None:
         for rate in (1e-4, 2e-4)
     ]
     sweep = summarize(points, apart="seed", confidence=0.95)
-    (tmp_path / "sweep.json").write_text(json.dumps(sweep.as_json()))
+    (tmp_path / "sweep.json").write_text(json.dumps(asdict(sweep)))
     lines = closing_lines([make(SweepReport, tmp_path, "summarize_sweep", summary="3 of 4 points")])
     assert lines == [
         "point seed 0, learning_rate 0.0001: 0.250",

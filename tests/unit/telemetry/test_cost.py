@@ -108,7 +108,7 @@ class Workers:
     def __init__(self) -> None:
         self.seconds = {"a": 5.0, "b": 1.0}
 
-    def cpu_seconds(self) -> dict[str, float]:
+    def cpu_seconds(self, timeout_seconds: float) -> dict[str, float]:
         return self.seconds
 
 

@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.signed import is_signed, key_file
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.display import PlainDisplay
 from nemo_rl_core.telemetry.events import StageRecord
@@ -286,6 +287,20 @@ class RunsCode:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self._marker,)
+
+
+@pytest.mark.parametrize(
+    "value", ["https://example.org/?token=hunter2", "a name \udc80 that is no text"]
+)
+def test_values_that_are_stored_in_another_form_are_signed_in_it(store: Store, value: str) -> None:
+    writer = HistoryWriter(store, "2026-01-01")
+    inputs = {"config": {"value": value}}
+    writer.begin(NewExecution("workflows.sft.sft", "", (), inputs, store.runs / "log"))
+    writer.end("succeeded")
+    with History(store) as history:
+        run = history.execution("2026-01-01")
+    assert "hunter2" not in str(run.inputs)
+    assert is_signed(store, run)
 
 
 def test_only_records_of_this_user_run_code(
