@@ -232,10 +232,10 @@ def die_while_receiving(own: Any) -> None:
 
 
 def die_while_sending(own: Any) -> None:
-    whole = own.weights_to_send
+    weights_to_send = own.weights_to_send
 
     def some() -> Iterator[Any]:
-        yield next(whole())
+        yield next(weights_to_send())
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -83,7 +83,7 @@ class CodeScorer(Scorer):
         # Tests may import numpy.
         self._test_limits = replace(limits, memory_mib=max(limits.memory_mib, _TEST_MEMORY_MIB))
         self._sandbox = Sandbox(
-            limits, num_parallel=num_parallel, beside_mib=self._test_limits.memory_mib
+            limits, num_parallel=num_parallel, extra_mib=self._test_limits.memory_mib
         )
         self._whole: set[UnitTests] = set()
 

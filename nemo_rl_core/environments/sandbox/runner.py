@@ -41,7 +41,7 @@ class Sandbox:
     Args:
         limits: For each program.
         num_parallel: Maximum number of programs that compute at once; see `Slots`.
-        beside_mib: Memory limit of what the caller starts beside a program, in its slot.
+        extra_mib: Memory limit of what the caller starts in addition, in the same slot.
 
     Attributes:
         slots: Admission of programs; `run` takes a slot.
@@ -51,10 +51,10 @@ class Sandbox:
     """
 
     def __init__(
-        self, limits: Limits | None = None, *, num_parallel: int = 2, beside_mib: int = 0
+        self, limits: Limits | None = None, *, num_parallel: int = 2, extra_mib: int = 0
     ) -> None:
         self._limits = limits or Limits()
-        self.slots = Slots(num_parallel, self._limits.memory_mib + beside_mib)
+        self.slots = Slots(num_parallel, self._limits.memory_mib + extra_mib)
         self._filter = filter_program(platform.machine()).hex()
         probe = self.run({"main.py": "print(6 * 7)"})
         if not probe.succeeded or probe.stdout != "42\n":

@@ -54,7 +54,7 @@ class Slots:
     Args:
         num_parallel: Maximum number of programs that compute at once. One that wakes up while
             others compute adds to them.
-        memory_mib: Memory limit of a program, with all that runs beside it in its slot. All
+        memory_mib: Memory limit of a program and of what else runs in its slot. All
             programs together are limited to half of the memory that is free now.
 
     Attributes:

@@ -121,5 +121,5 @@ def test_pairs_are_compared_by_whether_the_chosen_completion_scores_higher(tmp_p
 
 
 def test_the_outcomes_of_questions_are_the_greedy_ones(evaluation: Path) -> None:
-    found = load_outcomes(evaluation / "rows.parquet")
-    assert found == {"row-0": True, "row-1": False, "row-2": None}
+    outcomes = load_outcomes(evaluation / "rows.parquet")
+    assert outcomes == {"row-0": True, "row-1": False, "row-2": None}

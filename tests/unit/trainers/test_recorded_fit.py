@@ -290,7 +290,7 @@ class RunsCode:
 
 
 @pytest.mark.parametrize(
-    "value", ["https://example.org/?token=hunter2", "a name \udc80 that is no text"]
+    "value", ["https://example.org/?token=hunter2", "a name \udc80 outside of UTF-8"]
 )
 def test_values_that_are_stored_in_another_form_are_signed_in_it(store: Store, value: str) -> None:
     writer = HistoryWriter(store, "2026-01-01")

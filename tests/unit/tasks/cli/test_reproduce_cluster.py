@@ -140,3 +140,21 @@ def test_without_the_record_of_an_ancestor_nothing_can_be_made_again(downloaded:
     (downloaded / "ancestors.json").unlink()
     refused = ask(str(downloaded))
     assert "cannot be made again from its record" in str(refused.exception)
+
+
+def test_code_that_only_a_manifest_names_is_not_run(
+    downloaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = Manifest.read(downloaded)
+    config = {**manifest.config, "reward": {"kind": "function", "target": "evil:reward"}}
+    manifest.model_copy(update={"config": config}).write(downloaded)
+    (tmp_path / "evil.py").write_text("from pathlib import Path\nPath('marker').touch()\n")
+    monkeypatch.chdir(tmp_path)
+    import_folders(Store.default(), [downloaded])
+    for name in (str(downloaded), manifest.name):
+        error = ask(str(name), "--store", str(tmp_path / "new")).exception
+        assert "the manifests name code that no record of this user's runs names" in str(error)
+        assert "evil:reward" in str(error)
+        assert "pass --trust" in str(error)
+    assert not (tmp_path / "marker").exists()
+    assert not (tmp_path / "new").exists()
