@@ -60,7 +60,13 @@ from tasks.platform.gpu_hours import hold_to_budget
 from tasks.platform.gpu_plan import refuse_what_does_not_fit
 from tasks.platform.heads_check import refuse_heads
 from tasks.platform.missing_files import refuse_missing
-from tasks.platform.run_size import MOST_BYTES_READ, bytes_of, check_size, rows_to_check
+from tasks.platform.run_size import (
+    MOST_BYTES_READ,
+    bytes_of,
+    check_size,
+    reading_quietly,
+    rows_to_check,
+)
 from tasks.recipes.common import PipelineRecipe, Recipe
 
 _LOG = logging.getLogger(__name__)
@@ -161,7 +167,8 @@ def _asks_questions(experiment: PipelineRecipe) -> bool:
     data = experiment.question_data
     if not isinstance(data, FileData):
         return not experiment.compares_pairs
-    rows = read_split(data.replace(max_rows=1), data.validation or data.train).rows
+    with reading_quietly():
+        rows = read_split(data.replace(max_rows=1), data.validation or data.train).rows
     return not rows or "prompts" in kind_of_row(rows[0])
 
 

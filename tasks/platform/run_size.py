@@ -1,8 +1,8 @@
 """Batches that the data cannot fill, and runs that take hours on a laptop."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -113,11 +113,18 @@ def rows_to_check(data: DataConfig) -> tuple[Sequence[Row], Sequence[Row]]:
 
     The stage that prepares the rows writes these lines, once.
     """
+    with reading_quietly():
+        return load_rows(data, seed=0)
+
+
+@contextmanager
+def reading_quietly() -> Iterator[None]:
+    """Keeps the log lines of reading rows back."""
     reading = logging.getLogger("nemo_rl_core.data")
     level = reading.level
     reading.setLevel(logging.ERROR)
     try:
-        return load_rows(data, seed=0)
+        yield
     finally:
         reading.setLevel(level)
 

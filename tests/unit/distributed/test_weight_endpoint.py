@@ -1,8 +1,10 @@
 """Endpoints in workers: kept from transfer to transfer, and dropped after a failure."""
 
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -188,11 +190,22 @@ def test_every_rank_gathers_to_the_end_though_the_engine_has_failed(
 
 @pytest.mark.parametrize("group_rank", [SENDER, SENDER + 1])
 def test_an_endpoint_that_waits_fails_when_the_controller_closes_the_link(
-    group_rank: int, new_link: Callable[[], LinkSpec], meeting_points: list[TCPStore]
+    group_rank: int, new_link: Callable[[], LinkSpec]
 ) -> None:
-    link = new_link()
-    timer = threading.Timer(0.3, meeting_points.clear)
+    context = multiprocessing.get_context("forkserver")
+    port, controller_end = context.Pipe()
+    controller = context.Process(target=_keep_link_open, args=(controller_end,))
+    controller.start()
+    link = replace(new_link(), port=port.recv())
+    timer = threading.Timer(0.3, controller.kill)
     timer.start()
     with pytest.raises(TransferError, match="broke off"):
         Endpoint(link, group_rank)  # with the link open it would wait until pytest ends it
     timer.join()
+    controller.join()
+
+
+def _keep_link_open(end: Connection) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    end.send(store.port)
+    end.recv()
