@@ -6,7 +6,7 @@ once when a tensor is read. The names that a model expects are in
 `backends.training.dtensor.shards.check_weights`, since they need the model.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from nemo_rl_core.checkpoints.weight_files import (
 from nemo_rl_core.errors import ModelError, NemoRLError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Shape = tuple[int, ...]
@@ -146,7 +147,40 @@ def load_pretrained(
         surplus=[name for name in report["unexpected_keys"] if not may_have(name)],
     )
     require_finite(called, distinct(model))
+    choose_attention(model)
     return model, missing
+
+
+def keeps_float32(model: Any, name: str) -> bool:
+    """Whether transformers keeps a tensor in float32 in a model of any dtype.
+
+    Such is the correction bias of DeepSeek-V3's router: rounded, it would choose other experts.
+
+    Args:
+        model: A transformers model, or its class.
+        name: Of a parameter or buffer.
+    """
+    return any(part in name for part in model._keep_in_fp32_modules_strict or ())
+
+
+def rounded_weights(folder: Path, dtype: "torch.dtype") -> "Iterator[tuple[str, Tensor]]":
+    """The stored tensors of a causal model in a dtype, without those that stay in float32."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(AutoConfig.from_pretrained(folder)), None)
+    for name, tensor in stored_tensors(folder):
+        yield name, tensor if kind and keeps_float32(kind, name) else tensor.to(dtype)
+
+
+def choose_attention(model: Any) -> None:
+    """Has transformers compute a model's attention eagerly if `sdpa` would drop a cap on scores."""
+    if caps_scores(model.config.get_text_config()):
+        model.set_attn_implementation("eager")
+
+
+def caps_scores(config: Any) -> bool:
+    """Whether a config caps attention scores, as that of Gemma 2 does."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
 
 
 def _refuse_damaged_files(folder: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.planning.model_parts import layers_of
 from nemo_rl_core.telemetry.model_flops import ModelFlops
 
 _BIASED = frozenset({"qwen2"})
@@ -181,12 +182,18 @@ def _num_sparse_layers(model_type: str, config: Mapping[str, Any], layers: int) 
     return sum(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
+_MLP_WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size")
+"""Names that configs have for it; others are 4 times the hidden size by default."""
+
+
 def _by_meta_device(config: Mapping[str, Any]) -> ModelSizes:
     """As transformers builds the model, without memory for its weights."""
     model = _empty(config)
-    text = model.config.get_text_config().to_dict()
-    hidden, heads = _number(text, "hidden_size"), _number(text, "num_attention_heads")
-    layers = model.get_decoder().layers
+    described = model.config.get_text_config()
+    text = described.to_dict()
+    text |= {alias: text[name] for alias, name in described.attribute_map.items() if name in text}
+    hidden, heads = _number(text, "hidden_size"), int(text.get("num_attention_heads") or 1)
+    layers = layers_of(model)
     inner = [(name, p) for layer in layers for name, p in layer.named_parameters()]
     total = sum(p.numel() for p in model.parameters())
     inside = sum(p.numel() for _, p in inner)
@@ -204,7 +211,8 @@ def _by_meta_device(config: Mapping[str, Any]) -> ModelSizes:
         num_heads=heads,
         num_kv_heads=int(text.get("num_key_value_heads") or heads),
         head_size=_head_size(text, hidden, heads),
-        mlp_width=width or _number(text, "intermediate_size", "ffn_dim", "n_inner"),
+        mlp_width=width
+        or next((int(text[name]) for name in _MLP_WIDTHS if text.get(name)), 4 * hidden),
         layer_weights=inside / count,
         expert_weights=in_experts / count,
         linear_weights=(inside - in_experts - vectors) / count,
@@ -233,7 +241,6 @@ def _empty(config: Mapping[str, Any]) -> Any:
         with init_empty_weights():
             model = kind.from_config(described)
         model.tie_weights()
-        model.get_decoder().layers  # noqa: B018  (raises here, where it is explained)
     except (ValueError, AttributeError, KeyError, TypeError, StrictDataclassError) as error:
         raise ModelError(
             f"transformers builds no model of the type {config.get('model_type')!r}",

@@ -30,7 +30,7 @@ from nemo_rl_core.backends.generation.vllm_ranks import (
 )
 from nemo_rl_core.backends.training.dtensor.loading import called, empty_model
 from nemo_rl_core.backends.training.dtensor.matching import check_folder
-from nemo_rl_core.checkpoints.weight_files import stored_tensors
+from nemo_rl_core.checkpoints.weights import rounded_weights
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.data.pretrained import described
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -254,7 +254,7 @@ class VllmBackend(ReceivesWeights):
         """
         dtype = getattr(torch, self._setup.dtype)
         self._reload(
-            ((name, weight.to(dtype)) for name, weight in stored_tensors(model_folder)),
+            rounded_weights(model_folder, dtype),
             source=f"the model folder {model_folder.name!r}",
         )
 

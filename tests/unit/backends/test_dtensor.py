@@ -211,7 +211,7 @@ def test_a_cap_on_logits_is_refused_where_it_moves_them_beyond_rounding(
         return output
 
     model.register_forward_hook(capped)
-    with pytest.raises(ModelError, match="changes its outputs after the head"):
+    with pytest.raises(ModelError, match="different logprobs from its hidden states"):
         policy.refuse_unless_faithful()
 
 

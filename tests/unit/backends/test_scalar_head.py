@@ -281,7 +281,7 @@ def test_a_model_that_changes_its_scores_is_refused(
         return output
 
     handle = model.register_forward_hook(double)
-    with pytest.raises(ModelError, match="different scores for packed sequences"):
+    with pytest.raises(ModelError, match="different outputs for sequences that padding follows"):
         ScoreModel(model, dtype="float32").refuse_unless_faithful()
     assert torch.equal(model.score.weight, before)
     handle.remove()

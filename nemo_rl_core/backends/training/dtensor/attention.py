@@ -21,6 +21,7 @@ from nemo_rl_core.backends.training.packed_attention import (
     block_mask,
     why_not,
 )
+from nemo_rl_core.checkpoints.weights import caps_scores
 from nemo_rl_core.config.training import DTensorTraining, kernel_wanted
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.errors import ConfigError, ModelError
@@ -164,7 +165,7 @@ def _reasons(
         found.append("the model hands no sequence boundaries on to its attention")
     if others := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
         found.append(f"layers of {', '.join(sorted(others))}")
-    if getattr(config, "attn_logit_softcapping", None):
+    if caps_scores(config):
         found.append("attn_logit_softcapping, which the kernels lack")
     if not getattr(config, "is_causal", True):
         found.append("attention in both directions")

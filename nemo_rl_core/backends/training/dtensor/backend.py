@@ -51,6 +51,7 @@ from nemo_rl_core.backends.training.optimizers import (
     clip_gradients,
     learning_rate_at,
 )
+from nemo_rl_core.checkpoints.weights import keeps_float32
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.data.pretrained import load_tokenizer
@@ -61,7 +62,7 @@ from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.process_group import local_device, world_size
 from nemo_rl_core.distributed.step_times import step_time
 from nemo_rl_core.distributed.weight_sync import SendsWeights
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import ConfigError, ModelError
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
@@ -175,7 +176,15 @@ class DTensorBackend(DTensorSaving, SendsWeights):
 
     def _check(self, model: PackedModel) -> None:
         with full_precision(), in_high_precision(model.model):
-            model.refuse_unless_faithful()
+            try:
+                model.refuse_unless_faithful()
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                raise ModelError(
+                    f"{type(model.model).__name__} does not compute on a batch of token ids",
+                    expected="a causal model of text, whose forward pass takes input_ids alone",
+                    got=f"{type(error).__name__}: {error}",
+                    fix="choose another model",
+                ) from error
         release(model.model)
 
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
@@ -430,11 +439,15 @@ class DTensorBackend(DTensorSaving, SendsWeights):
     def weights_to_send(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields `named_weights` in the type of engines, in which ranks gather them.
 
-        Adapters are merged in the type that they are trained in, and rounded afterwards.
+        Adapters are merged in the type that they are trained in, and rounded afterwards. What
+        transformers keeps in float32 is not rounded.
         """
-        if self._adapters:
-            return super().weights_to_send()
-        return as_published(self._policy.model, self._own_weights(self.sent_dtype))
+        model = self._policy.model
+        if not self._adapters:
+            yield from as_published(model, self._own_weights(self.sent_dtype))
+            return
+        for name, weight in self.named_weights():
+            yield name, weight if keeps_float32(model, name) else weight.to(self.sent_dtype)
 
     def _own_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         self._memory.restore("weights")
@@ -446,7 +459,7 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         for name, tensor in model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield name, whole_tensor(tensor, dtype)
+                yield name, whole_tensor(tensor, None if keeps_float32(model, name) else dtype)
 
     def release_memory(self, *, keeps_weights: bool = False) -> None:
         """Drops gradients and gathered weights, and moves what the recipe names to the host.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nemo_rl_core.backends.training.context_parallel import own_part, whole_rows
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
+from nemo_rl_core.checkpoints.weights import caps_scores
 from nemo_rl_core.errors import ConfigError
 
 _ATTENTION = "context_parallel_sdpa"
@@ -42,7 +43,17 @@ def apply_context_parallel(model: Any, group: dist.ProcessGroup) -> None:
             got="a scalar head" if hasattr(model, SCALAR_HEAD) else "a model that reads images",
             fix="set context_parallel_size to 1",
         )
-    kinds = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
+    if caps_scores(decoder.config):
+        raise ConfigError(
+            f"context parallelism cannot split {type(model).__name__}",
+            expected="attention without a cap on its scores",
+            got=f"attn_logit_softcapping: {decoder.config.attn_logit_softcapping}",
+            fix="set context_parallel_size to 1",
+        )
+    # Without `layer_types`, as in Mistral's config, a window is one of all layers.
+    window = getattr(decoder.config, "sliding_window", None)
+    every = "full_attention" if window is None else "sliding_attention"
+    kinds = set(getattr(decoder.config, "layer_types", None) or [every])
     if kinds != {"full_attention"}:
         raise ConfigError(
             f"context parallelism cannot split {type(model).__name__}",

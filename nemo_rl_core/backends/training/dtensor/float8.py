@@ -21,6 +21,7 @@ from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.planning.model_parts import layers_of
 
 _LOG = logging.getLogger(__name__)
 _CAPABILITY = (8, 9)
@@ -146,7 +147,7 @@ def _import_torchao(recipe: str) -> None:
 
 
 def _chosen_layers(model: Any, multiple: int) -> set[str]:
-    layers = list(model.get_decoder().layers)
+    layers = layers_of(model)
     in_layers = {id(module) for layer in layers for module in layer.modules()}
     return {
         name

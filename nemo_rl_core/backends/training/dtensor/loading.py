@@ -9,7 +9,7 @@ import torch
 
 from nemo_rl_core.backends.training.dtensor.quantized import Precision, loading_options
 from nemo_rl_core.checkpoints.tensors import save_weights
-from nemo_rl_core.checkpoints.weights import load_pretrained, refuse_wrong_weights
+from nemo_rl_core.checkpoints.weights import choose_attention, load_pretrained, refuse_wrong_weights
 from nemo_rl_core.data.pretrained import described, load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.gathered_writes import write_on_rank_0
 from nemo_rl_core.errors import ModelError
@@ -116,6 +116,7 @@ def empty_model(folder: Path, head: Head) -> Any:
     with init_empty_weights():
         model = kind.from_config(config, dtype=torch.float32)
     model.tie_weights()  # accelerate creates a new parameter at each use
+    choose_attention(model)
     if is_scalar:
         _refuse_other_heads(model, folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():

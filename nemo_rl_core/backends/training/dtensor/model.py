@@ -3,12 +3,15 @@
 The head of a language model is whole, or split over the vocabulary.
 """
 
+import logging
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
@@ -18,6 +21,7 @@ from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens
 from nemo_rl_core.backends.training.dtensor.parallelize import run_within
 from nemo_rl_core.backends.training.dtensor.shards import fill_parameter
 from nemo_rl_core.backends.training.padded import next_tokens, scatter, wanted_positions
+from nemo_rl_core.backends.training.rounding import size_of
 from nemo_rl_core.backends.training.vocab_parallel import (
     vocab_parallel_logprobs_from_hidden,
     vocab_parallel_topk_logprobs_from_hidden,
@@ -31,6 +35,8 @@ from nemo_rl_core.functional.logprobs import (
     token_logprobs_within_budget,
     topk_logprobs_from_hidden,
 )
+
+_LOG = logging.getLogger(__name__)
 
 
 class LogprobModel(PackedModel):
@@ -58,10 +64,13 @@ class LogprobModel(PackedModel):
         super().__init__(model, dtype=dtype, mesh=mesh, attention=attention, sharing=sharing)
         self._temperature = temperature
         self._head = model.get_output_embeddings()
+        self._has_plain_head = isinstance(self._head, torch.nn.Linear)
 
     @property
     def num_logits(self) -> int:
         """Rows of the head; at least as many as the tokenizer has tokens."""
+        if self._head is None:
+            return int(self.model.config.get_text_config().vocab_size)
         return int(self._head.weight.shape[0])
 
     def loss_inputs(
@@ -100,6 +109,8 @@ class LogprobModel(PackedModel):
 
         def most_likely(hidden: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with self._autocast():
+                if not self._has_plain_head:
+                    return self._topk_of_model(hidden, k=k, num_ids=num_ids)
                 return topk_logprobs(
                     hidden, self._head, k=k, num_ids=num_ids, temperature=self._temperature
                 )
@@ -117,64 +128,110 @@ class LogprobModel(PackedModel):
         wanted_ids = token_ids[packed.wanted]
 
         def chosen(hidden: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            with self._autocast():
-                ids = wanted_ids[numbers]
-                return (token_logprobs(hidden, self._head, ids, temperature=self._temperature),)
+            return (self._after(hidden, wanted_ids[numbers]),)
 
         found = self._read(batch, packed, chosen)[0]
         return scatter(found, packed.wanted, batch["token_mask"].shape)
 
     @torch.no_grad()
     def refuse_unless_faithful(self) -> None:
-        """Compares packed, chunked logprobs with the model's own logits on three short sequences.
+        """Compares logprobs with the model's own logits on three short sequences, and adapts.
 
-        A model that scales or caps its logits, or attends across packed sequences, would silently
-        be trained on wrong values. What follows the decoder is compared apart, on the same hidden
-        states: there, bfloat16 only rounds the logits, so the bound is tight.
+        A model that scales or caps its logits gets the slower head of `_logits`, and one that does
+        not keep packed sequences apart a row for each sequence. What follows the decoder is
+        compared separately, on the same hidden states: there, bfloat16 only rounds the logits, so
+        the bound is tight.
 
         Raises:
-            ModelError: If they differ.
+            ModelError: If logprobs still differ.
         """
-        batch, microbatch = self._probe(self.num_logits)
-        packed = self.logprobs(batch, self.packed(batch, microbatch))
-        differences, of_head, largest = [], [], 0.0
-        for row, length in enumerate(batch["input_lengths"].tolist()):
+        batch = self._probe(self.num_logits)
+        lengths = batch["input_lengths"].tolist()
+        plain, hidden, largest = [], [], 0.0
+        for row, length in enumerate(lengths):
             sequence = batch["input_ids"][row : row + 1, :length]
-            hidden, logits = (each[:, : length - 1] for each in self._plain_outputs(sequence))
-            plain = logprobs_from_logits(
-                logits.float(), sequence[:, 1:], temperature=self._temperature
+            states, logits = (each[:, : length - 1] for each in self._plain_outputs(sequence))
+            plain.append(
+                logprobs_from_logits(
+                    logits.float(), sequence[:, 1:], temperature=self._temperature
+                )[0]
             )
-            differences.append(packed[row, : length - 1] - plain[0])
-            of_head.append(self._after(hidden[0], sequence[0, 1:]) - plain[0])
+            hidden.append((states[0], sequence[0, 1:, None]))
             largest = max(largest, float(logits.abs().max()))
-        bound = self._bound(self.logprobs, batch, microbatch)
-        self._refuse_above(
-            bound if self._dtype == "float32" else self._rounding(largest),
-            torch.cat(of_head),
-            "logprobs from its hidden states",
-            cause="changes its outputs after the head",
+        self._choose_head(hidden, torch.cat(plain), self._rounding(largest))
+        self._pack_if_faithful(
+            self.logprobs,
+            batch,
+            lambda found: torch.cat(
+                [found[row, : length - 1] - plain[row] for row, length in enumerate(lengths)]
+            ),
         )
+
+    def _choose_head(
+        self, hidden: list[tuple[torch.Tensor, torch.Tensor]], plain: torch.Tensor, bound: float
+    ) -> None:
+        def differences() -> torch.Tensor:
+            values = [run_within(self.model, partial(self._after, *each)) for each in hidden]
+            return torch.cat(values)[:, 0] - plain
+
+        if self._has_plain_head and not (
+            self._head.in_features == hidden[0][0].shape[-1]
+            and size_of(differences(), self._dtype) < bound
+        ):
+            self._has_plain_head = False
+            _LOG.info(
+                "%s changes its outputs after the head: logits are computed by its own code",
+                type(self.model).__name__,
+            )
         self._refuse_above(
             bound,
-            torch.cat(differences),
-            "logprobs for packed sequences",
-            cause="does not keep packed sequences apart",
+            differences(),
+            "logprobs from its hidden states",
+            fix="choose a model whose logits follow from the last hidden state",
         )
-        self._share_if_faithful(self.logprobs, batch, microbatch)
 
     def _after(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """`[T]` logprobs of `token_ids [T]` after `hidden [T, D]`."""
+        """`[n, K]` logprobs of `token_ids [n, K]` after `hidden [n, D]`."""
+        with self._autocast():
+            if self._has_plain_head:
+                return token_logprobs(hidden, self._head, token_ids, temperature=self._temperature)
+            size = rows_at_once(self.num_logits, hidden.device)
+            chunks = zip(hidden.split(size), token_ids.split(size), strict=True)
+            return torch.cat(
+                [checkpoint(self._chosen, *chunk, use_reentrant=False) for chunk in chunks]
+            )
 
-        def chosen() -> torch.Tensor:
-            with self._autocast():
-                ids = token_ids[:, None]
-                return token_logprobs(hidden, self._head, ids, temperature=self._temperature)[:, 0]
+    def _chosen(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._logits(hidden).log_softmax(-1).gather(-1, token_ids)
 
-        found: torch.Tensor = run_within(self.model, chosen)
-        return found
+    def _topk_of_model(
+        self, hidden: torch.Tensor, *, k: int, num_ids: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, logprobs = [], []
+        for chunk in hidden.split(rows_at_once(self.num_logits, hidden.device)):
+            top = self._logits(chunk).log_softmax(-1)[:, :num_ids].topk(k)
+            ids.append(top.indices)
+            logprobs.append(top.values)
+        return torch.cat(ids), torch.cat(logprobs)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[n, V]` float32 logits over the temperature, of the model's own forward pass.
+
+        Its decoder is replaced by one that returns `hidden [n, D]`.
+        """
+        output = self._output_type(last_hidden_state=hidden[None])
+        ids = hidden.new_zeros(1, len(hidden), dtype=torch.long)
+        self._decoder.forward = lambda *_, **__: output
+        try:
+            logits: torch.Tensor = self.model.forward(input_ids=ids).logits
+        finally:
+            del self._decoder.forward  # the method of its class
+        return logits[0].float() / self._temperature
 
     def _rounding(self, largest: float) -> float:
         """The bound of logprobs from the same hidden states: a step of bfloat16 at that logit."""
+        if self._dtype == "float32":
+            return 1e-3
         return torch.finfo(torch.bfloat16).eps * largest / self._temperature
 
 
@@ -242,24 +299,23 @@ class ScoreModel(PackedModel):
             ModelError: If they differ.
         """
         text = self.model.config.get_text_config()
-        batch, microbatch = self._probe(text.vocab_size, without=text.pad_token_id)
+        batch = self._probe(text.vocab_size, without=text.pad_token_id)
         own = self._head.weight.clone()
         random = torch.randn(own.shape, generator=torch.Generator().manual_seed(0))
         fill_parameter(self._head.weight, random / own.shape[1] ** 0.5)
         try:
-            packed = self.values(batch, self.packed(batch, microbatch))
-            differences = []
-            for row, length in enumerate(batch["input_lengths"].tolist()):
-                sequence = batch["input_ids"][row : row + 1, :length]
-                score = self._plain_outputs(sequence)[1].float()
-                differences.append(packed[row, length - 1] - score[0, 0])
-            self._refuse_above(
-                self._bound(self.values, batch, microbatch),
-                torch.stack(differences),
-                "scores for packed sequences",
-                cause="changes its outputs after the head, or does not keep packed sequences apart",
+            lengths = batch["input_lengths"].tolist()
+            scores = [
+                self._plain_outputs(batch["input_ids"][row : row + 1, :length])[1].float()[0, 0]
+                for row, length in enumerate(lengths)
+            ]
+            self._pack_if_faithful(
+                self.values,
+                batch,
+                lambda found: torch.stack(
+                    [found[row, length - 1] - scores[row] for row, length in enumerate(lengths)]
+                ),
             )
-            self._share_if_faithful(self.values, batch, microbatch)
         finally:
             self._head.weight.copy_(own)
 

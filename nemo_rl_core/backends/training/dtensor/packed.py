@@ -31,8 +31,12 @@ from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.packing.ranks import plan_shard
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.planning.model_parts import accepted, decoder_of, layers_of
 
 _LOG = logging.getLogger(__name__)
+_PACKED = Microbatch(rows=((0,), (1, 2)), row_length=9)
+_APART = Microbatch(rows=((0,), (1,), (2,)), row_length=9)
+"""Plans of `_probe`'s sequences."""
 
 _Read = Callable[[BatchedDataDict, PackedTokens], torch.Tensor]
 """Returns the outputs of a micro-batch, at the positions of `PackedModel._wanted`."""
@@ -53,7 +57,8 @@ class PackedModel(ABC):
         sharing: How prefixes may be packed once; None packs each sequence whole.
 
     Attributes:
-        shares_rows: Whether several sequences may be packed into one row.
+        shares_rows: Whether several sequences may be packed into one row; `refuse_unless_faithful`
+            finds it out.
         attention: As given.
         sharing: As given, until `refuse_unless_faithful` finds that the model does not compute
             shared prefixes as it computes sequences alone.
@@ -72,9 +77,11 @@ class PackedModel(ABC):
         self.attention = attention
         self.sharing = sharing
         self.shares_rows = shares_rows(model.config.to_dict())
+        self._reads_images = not self.shares_rows
         self._dtype = dtype
         self._mesh = mesh
-        self._decoder = model.get_decoder()
+        self._decoder = decoder_of(model)
+        self._output_type: Any = None
 
     @abstractmethod
     def loss_inputs(
@@ -108,10 +115,10 @@ class PackedModel(ABC):
 
     @abstractmethod
     def refuse_unless_faithful(self) -> None:
-        """Compares packed outputs with the model's own forward pass.
+        """Compares outputs with the model's own forward pass, first of packed rows.
 
         Raises:
-            ModelError: If they differ.
+            ModelError: If they differ with a row for each sequence, too.
         """
 
     def save(
@@ -169,12 +176,11 @@ class PackedModel(ABC):
             mask = packed_causal_mask(packed.last, group) if is_given else None
             boundaries = {"attention_mask": mask}
         with self._autocast():
-            hidden: torch.Tensor = self._decoder(
-                input_ids=packed.input_ids,
-                position_ids=packed.position_ids,
-                use_cache=False,
-                **boundaries,
-            ).last_hidden_state
+            options = {"use_cache": False, **boundaries}
+            if self.shares_rows:
+                options["position_ids"] = packed.position_ids
+            output = self._decoder(input_ids=packed.input_ids, **accepted(self._decoder, options))
+        hidden: torch.Tensor = output.last_hidden_state
         return hidden[packed.row, packed.column]
 
     def _on_all_ranks(
@@ -188,7 +194,7 @@ class PackedModel(ABC):
         self, batch: BatchedDataDict, images: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         """`[B, T, D]` of the whole model, which inserts images and positions; unpacked rows."""
-        if self.shares_rows:  # a text decoder would pass them on as unknown options
+        if not self._reads_images:  # a text decoder would pass them on as unknown options
             raise ModelError(
                 f"the batch has images, but {type(self.model).__name__} reads text alone",
                 expected="a vision-language model",
@@ -226,22 +232,21 @@ class PackedModel(ABC):
                 group = mesh.context_group
                 last = torch.full_like(sequence, sequence.shape[1] - 1)
                 options["attention_mask"] = packed_causal_mask(last, group)
-        hidden: list[torch.Tensor] = []
-        hook = self._decoder.register_forward_hook(
-            lambda _, __, output: hidden.append(output.last_hidden_state)
-        )
+        outputs: list[Any] = []
+        hook = self._decoder.register_forward_hook(lambda _, __, output: outputs.append(output))
         try:
             with self._autocast():
+                options = accepted(self.model, options)
                 logits: torch.Tensor = self.model(input_ids=sequence, **options).logits
         finally:
             hook.remove()
+        self._output_type = type(outputs[0])
+        hidden = outputs[0].last_hidden_state
         if group is None:
-            return hidden[0], logits
-        return gathered_parts(hidden[0], group, dim=1), gathered_parts(logits, group, dim=1)
+            return hidden, logits
+        return gathered_parts(hidden, group, dim=1), gathered_parts(logits, group, dim=1)
 
-    def _probe(
-        self, vocab_size: int, without: int | None = None
-    ) -> tuple[BatchedDataDict, Microbatch]:
+    def _probe(self, vocab_size: int, without: int | None = None) -> BatchedDataDict:
         """Three sequences without the id `without`, with all tokens unmasked."""
         generator = torch.Generator().manual_seed(0)
         num_ids = vocab_size if without is None else vocab_size - 1
@@ -250,29 +255,60 @@ class PackedModel(ABC):
             ids += (ids >= without).long()
         lengths, mask = torch.tensor([9, 5, 4]), torch.ones(3, 8, dtype=torch.bool)
         batch = BatchedDataDict({"input_ids": ids, "input_lengths": lengths, "token_mask": mask})
-        rows = ((0,), (1, 2)) if self.shares_rows else ((0,), (1,), (2,))
-        return batch.to(self.model.device), Microbatch(rows=rows, row_length=9)
+        return batch.to(self.model.device)
 
-    def _share_if_faithful(
+    def _pack_if_faithful(
         self,
         read: _Read,
         batch: BatchedDataDict,
-        alone: Microbatch,
+        differences: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
+        """Decides what may share a row, by comparisons with the model's own forward pass.
+
+        Args:
+            read: Returns the outputs of a micro-batch.
+            batch: Of `_probe`.
+            differences: From the model's own outputs, of those that `read` returns.
+
+        Raises:
+            ModelError: If a row for each sequence gives other outputs, too.
+        """
+        name = type(self.model).__name__
+        if self.shares_rows:
+            outputs = read(batch, self.packed(batch, _PACKED))
+            size = size_of(differences(outputs), self._dtype)
+            if size < self._bound(read, batch, _PACKED):
+                self._share_if_faithful(read, batch)
+                return
+            self.shares_rows, self.sharing = False, None
+            _LOG.warning(
+                "%s computes other values for sequences in one row, by %.3g, so that each has a "
+                "row, padded to the longest of its micro-batch",
+                name,
+                size,
+            )
+        self._refuse_above(
+            self._bound(read, batch, _APART),
+            differences(read(batch, self.packed(batch, _APART))),
+            "outputs for sequences that padding follows",
+            fix="choose a model whose tokens attend to earlier ones only; for an encoder, set "
+            "is_decoder: true in its config.json",
+        )
+
+    def _share_if_faithful(self, read: _Read, batch: BatchedDataDict) -> None:
         """Compares outputs of a tree of prefixes with those of sequences that share nothing.
 
         Args:
             read: Returns the outputs of a micro-batch.
             batch: Of `_probe`; the second sequence then begins as the first.
-            alone: Its plan.
         """
         if self.sharing is None:
             return
         batch["input_ids"][1, :3] = batch["input_ids"][0, :3]
         tree = Microbatch(rows=((0, 1), (2,)), row_length=11, shared=(0, 3, 0))
-        differences = self._read_wanted(read, batch, tree) - self._read_wanted(read, batch, alone)
+        differences = self._read_wanted(read, batch, tree) - self._read_wanted(read, batch, _PACKED)
         difference = size_of(differences, self._dtype)
-        if not difference < self._bound(read, batch, alone):
+        if not difference < self._bound(read, batch, _PACKED):
             self.sharing = None
             _LOG.warning(
                 "training.share_prefixes: %s computes other values for sequences that share a "
@@ -284,14 +320,14 @@ class PackedModel(ABC):
     def _bound(self, read: _Read, batch: BatchedDataDict, plan: Microbatch) -> float:
         """The largest difference between two correct passes; see `rounding_bound`."""
         return rounding_bound(
-            lambda: self._read_wanted(read, batch, plan), self._decoder.layers, self._dtype
+            lambda: self._read_wanted(read, batch, plan), layers_of(self.model), self._dtype
         )
 
     def _read_wanted(self, read: _Read, batch: BatchedDataDict, plan: Microbatch) -> torch.Tensor:
         return read(batch, self.packed(batch, plan))[self._wanted(batch)]
 
     def _refuse_above(
-        self, bound: float, differences: torch.Tensor, what: str, *, cause: str
+        self, bound: float, differences: torch.Tensor, what: str, *, fix: str
     ) -> None:
         size = size_of(differences, self._dtype)
         if not size < bound:
@@ -300,7 +336,7 @@ class PackedModel(ABC):
                 f"{type(self.model).__name__} computes different {what}",
                 expected=f"a {mean}difference below {bound:.3g}",
                 got=f"{size:.3g}",
-                fix=f"this model {cause}; choose another model",
+                fix=fix,
             )
 
 

@@ -25,6 +25,7 @@ from nemo_rl_core.backends.training.dtensor.tensor_parallel import apply_tensor_
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.process_group import local_device
+from nemo_rl_core.planning.model_parts import layers_of
 
 _WITHIN = "call_within_root"
 
@@ -53,7 +54,7 @@ def parallelize(
         apply_context_parallel(model, mesh.context_group)
     if mesh is not None and training.tensor_parallel_size > 1:
         apply_tensor_parallel(model, training, mesh.parameters["tensor"])
-    for layer in model.get_decoder().layers:
+    for layer in layers_of(model):
         # Inside the module's hooks, in which FSDP2 gathers the weights before they run again.
         if training.compile:
             # Inside the checkpoint, which Dynamo skips together with all that it calls. Lengths
@@ -82,7 +83,7 @@ def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) 
         if training.cpu_offload
         else OffloadPolicy(),
     }
-    for layer in model.get_decoder().layers:
+    for layer in layers_of(model):
         fully_shard(layer, **options)
     if (scalar := getattr(model, SCALAR_HEAD, None)) is not None:
         # The scalar head is always float32.

@@ -1,0 +1,108 @@
+"""Types of models that differ in what the trainer asks of them, beside a plain loop."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_rl_core.algorithms.sft.loss import NLLLoss
+from nemo_rl_core.checkpoints.weights import keeps_float32, rounded_weights
+from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
+from nemo_rl_core.distributed.local_ranks import run_ranks
+from tests.model_types import (
+    BOUND,
+    loaded,
+    make_backend,
+    make_batch,
+    outcome,
+    plain_logprobs,
+    save_tokenizer,
+    tiny_model,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares_rows"),
+    [
+        ("gpt2", True),  # layers are called `h`
+        ("mpt", False),  # ALiBi; takes no position ids
+        ("opt", False),  # positions follow from the mask
+        ("roberta", False),  # positions begin after the padding token's id
+        ("gemma2", True),  # caps attention and logits
+        ("granite", True),  # scales logits
+        ("gpt_oss", False),  # sinks in attention
+        ("qwen3_next", False),  # linear attention beside full attention
+        ("bamba", False),  # a state-space model with attention layers
+        ("lfm2", False),  # convolutions
+        ("llama4_text", True),  # `get_decoder` returns the model itself
+    ],
+)
+def test_a_type_is_trained_as_by_a_plain_loop(kind: str, shares_rows: bool, tmp_path: Path) -> None:
+    trained = outcome(kind, tmp_path)
+    assert not trained.refused
+    assert trained.error < BOUND
+    assert trained.shares_rows is shares_rows
+
+
+@pytest.mark.parametrize("kind", ["xlnet", "prophetnet", "xmod"])
+def test_other_types_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """Attention in both directions, another form of hidden states, a language for each batch."""
+    refused = outcome(kind, tmp_path).refused
+    assert refused.startswith("ModelError: ")
+    assert type(tiny_model(kind)).__name__ in refused
+
+
+def _step(folder: Path) -> tuple[torch.Tensor, float]:
+    backend = make_backend(folder, training=DTensorTraining())
+    batch = make_batch()
+    rank = torch.distributed.get_rank()
+    own = batch.select_indices([rank, rank + 2, rank + 4])
+    metrics = backend.train_step(own, NLLLoss())
+    return backend.get_logprobs(batch), metrics["loss"]
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "bamba", "gpt2"])
+def test_two_ranks_that_shard_a_model_follow_the_plain_loop(kind: str, tmp_path: Path) -> None:
+    model: Any = tiny_model(kind)
+    model.save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path)
+    plain = loaded(tmp_path / "start")
+    batch = make_batch()
+    optimizer = torch.optim.AdamW(
+        plain.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
+    )
+    loss = -plain_logprobs(plain, batch).sum() / batch["token_mask"].sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    optimizer.step()
+    for logprobs, found in run_ranks(_step, tmp_path / "start", world_size=2):
+        assert found == pytest.approx(loss.item(), abs=BOUND)
+        torch.testing.assert_close(logprobs, plain_logprobs(plain, batch), rtol=0, atol=BOUND)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "dots1", "ernie4_5_moe"])
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, alpha=4, target_modules=["o_proj"])])
+def test_what_transformers_keeps_in_float32_is_sent_in_it(
+    kind: str, lora: LoRAConfig | None, tmp_path: Path
+) -> None:
+    model = tiny_model(kind)
+    with torch.no_grad():
+        for name, bias in model.named_buffers():
+            if "correction_bias" in name:  # published values are about 5 to 7
+                bias.copy_(6 + 0.1 * torch.rand(bias.shape))
+    model.save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path)
+    training = DTensorTraining(lora=lora)
+    backend = make_backend(tmp_path / "start", dtype="bfloat16", training=training)
+    saved = load_file(tmp_path / "start" / "model.safetensors")
+    kept = {name for name in saved if keeps_float32(model, name)}
+    assert kept
+    for weights in (
+        dict(backend.weights_to_send()),
+        dict(rounded_weights(tmp_path / "start", torch.bfloat16)),
+    ):
+        assert {name for name, weight in weights.items() if weight.dtype != torch.bfloat16} == kept
+        for name in kept:
+            assert torch.equal(weights[name], saved[name])
