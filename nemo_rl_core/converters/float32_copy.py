@@ -151,7 +151,8 @@ def _write_configs(model: Any, folder: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        # Unlike save_pretrained, this takes configs as they are published, such as Vicuna's.
+        model.generation_config.to_json_file(folder / "generation_config.json")
 
 
 def _write_weights(

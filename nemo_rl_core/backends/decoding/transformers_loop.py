@@ -24,15 +24,10 @@ def complete(
 
     if not requests:
         return []
-    # Neutral values, so that the model's generation config is not used.
     config = GenerationConfig(
         max_new_tokens=max(request.max_new_tokens for request in requests),
         eos_token_id=stop_token_ids or None,
         pad_token_id=stop_token_ids[0] if stop_token_ids else 0,  # behind the end of a row
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
     )
 
     def force_sampled_token(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -44,11 +39,16 @@ def complete(
         return decoding.ended.to(ids.device)
 
     ids, mask = padded_on_the_left([request.prompt for request in requests])
-    model.generate(
-        input_ids=ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        generation_config=config,
-        logits_processor=LogitsProcessorList([force_sampled_token]),
-        stopping_criteria=StoppingCriteriaList([ended]),
-    )
+    published = model.generation_config
+    model.generation_config = GenerationConfig()  # would fill the fields that `config` leaves open
+    try:
+        model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            generation_config=config,
+            logits_processor=LogitsProcessorList([force_sampled_token]),
+            stopping_criteria=StoppingCriteriaList([ended]),
+        )
+    finally:
+        model.generation_config = published
     return decoding.completed()

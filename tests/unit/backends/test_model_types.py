@@ -11,6 +11,7 @@ from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.checkpoints.weights import keeps_float32, rounded_weights
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
 from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.errors import ConfigError
 from tests.model_types import (
     BOUND,
     loaded,
@@ -106,3 +107,54 @@ def test_what_transformers_keeps_in_float32_is_sent_in_it(
         assert {name for name, weight in weights.items() if weight.dtype != torch.bfloat16} == kept
         for name in kept:
             assert torch.equal(weights[name], saved[name])
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("gpt2", "all-linear"),  # whose layers hold the transpose of their weight
+        ("gpt_bigcode", ["c_attn", "c_proj"]),
+        ("mixtral", "all-linear"),
+        ("qwen3_moe", "all-linear"),
+        ("llama", ["lm_head", "q_proj"]),
+        ("phi", ["lm_head"]),  # whose head has a bias
+        ("gemma2", "all-linear"),
+    ],
+)
+def test_saved_weights_are_those_under_trained_adapters(
+    kind: str, targets: Any, tmp_path: Path
+) -> None:
+    tiny_model(kind).save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path)
+    lora = LoRAConfig(rank=2, alpha=8, target_modules=targets)
+    backend = make_backend(tmp_path / "start", training=DTensorTraining(lora=lora))
+    batch = make_batch()
+    before = backend.get_logprobs(batch)
+    for _ in range(3):
+        backend.train_step(batch, NLLLoss())
+    after = backend.get_logprobs(batch)
+    assert (after - before).abs().max() > 10 * BOUND
+    moved = {name: float(p.abs().max()) for name, p in backend._adapters.trained.items()}
+    assert all(size > 0 for size in moved.values()), moved
+    backend.save_checkpoint(tmp_path / "saved")
+    saved = plain_logprobs(loaded(tmp_path / "saved" / "model"), batch)
+    torch.testing.assert_close(after, saved, rtol=0, atol=BOUND)
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "named"),
+    [
+        ("llama", ["q_proj", "v_prj"], "v_prj"),
+        ("phi3", ["q_proj", "o_proj"], "q_proj"),  # its layer is called qkv_proj
+        ("mixtral", ["q_proj", "w1"], "w1"),
+        ("gemma2", ["q_proj", "lm_head"], "shares its weight"),
+    ],
+)
+def test_targets_that_would_not_be_trained_are_refused(
+    kind: str, targets: list[str], named: str, tmp_path: Path
+) -> None:
+    tiny_model(kind).save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path)
+    training = DTensorTraining(lora=LoRAConfig(target_modules=targets))
+    with pytest.raises(ConfigError, match=named):
+        make_backend(tmp_path / "start", training=training)

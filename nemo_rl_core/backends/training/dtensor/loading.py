@@ -198,7 +198,8 @@ def save_model(
         model.config.dtype = "float32"
         model.config.save_pretrained(folder)
         if model.can_generate():
-            model.generation_config.save_pretrained(folder)
+            # Unlike save_pretrained, this takes configs as they are published, such as Vicuna's.
+            model.generation_config.to_json_file(folder / "generation_config.json")
         tokenizer.save_pretrained(folder)
         save_weights(folder, gathered)
 

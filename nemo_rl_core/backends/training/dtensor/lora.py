@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ class Adapters:
         base_folder: The folder of the base model.
 
     Raises:
-        ConfigError: If the model has no module of a target's name.
+        ConfigError: If the model has no linear layer of a target's name, or it is one of fused
+            experts or a head that shares its weight with the embedding.
     """
 
     def __init__(self, model: Any, config: LoRAConfig, *, base_folder: Path) -> None:
@@ -48,7 +49,7 @@ class Adapters:
         self._config = LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it; any number is valid
-            target_modules=config.target_modules,
+            target_modules=_targets(model, config),
             task_type=TaskType.CAUSAL_LM if head is None else TaskType.SEQ_CLS,
         )
         try:
@@ -64,6 +65,11 @@ class Adapters:
         if head is not None:
             head.requires_grad_(True)
         self._layers = [part for part in model.modules() if isinstance(part, BaseTunerLayer)]
+        self._transposed = {
+            f"{name}.weight"
+            for name, part in model.named_modules()
+            if getattr(part, "fan_in_fan_out", False)
+        }
 
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
@@ -90,7 +96,7 @@ class Adapters:
             named_tensors: Whole tensors in the order of the model's `state_dict`, with a layer's
                 own weight before its `lora_A [r, in]` and `lora_B [out, r]`.
         """
-        return merged(named_tensors, scaling=self._scaling)
+        return merged(named_tensors, scaling=self._scaling, transposed=self._transposed)
 
     def save(self, folder: Path) -> None:
         """Writes `adapter/` in peft's format; every rank calls this, and rank 0 writes."""
@@ -156,8 +162,55 @@ class Adapters:
         self._base_folder = folder
 
 
+def _targets(model: Any, config: LoRAConfig) -> list[str]:
+    """Names of the linear layers that get adapters, as peft takes them.
+
+    peft itself drops names that match nothing if another one matches, and `all-linear` adapts fused
+    experts, too, which are no layers of their own.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    linear = {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, torch.nn.Linear | Conv1D)
+    }
+    if config.target_modules == "all-linear":
+        scalar = getattr(model, SCALAR_HEAD, None)
+        return [name for name, part in linear.items() if part is not head and part is not scalar]
+    found = {
+        target: [part for name, part in linear.items() if f".{name}".endswith(f".{target}")]
+        for target in config.target_modules
+    }
+    if unknown := [target for target, parts in found.items() if not parts]:
+        raise ConfigError(
+            "adapters are asked for layers that the model does not have",
+            expected=f"lora.target_modules among {', '.join(_last_names(linear))}",
+            got=", ".join(unknown),
+            fix="correct the names, or set lora.target_modules to all-linear; fused experts take "
+            "no adapters",
+        )
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
+    if tied and any(part is head for parts in found.values() for part in parts):
+        raise ConfigError(
+            "an adapter of the head would change the embedding, which shares its weight",
+            expected="lora.target_modules without the head",
+            got=", ".join(config.target_modules),
+            fix="take the head out, or take a model with tie_word_embeddings: false",
+        )
+    return list(config.target_modules)
+
+
+def _last_names(modules: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in modules})
+
+
 def merged(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], *, scaling: float
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    scaling: float,
+    transposed: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields `W + scaling * B A` for every `W` followed by its `A` and `B`, under its plain name.
 
@@ -165,6 +218,7 @@ def merged(
         named_tensors: A layer's `...base_layer.weight`, then `lora_A [r, in]`, `lora_B [out, r]`
             with these strings in their names; other weights pass unchanged.
         scaling: alpha / rank.
+        transposed: Plain names of weights `[in, out]`, as GPT-2 has them.
     """
     weight: tuple[str, torch.Tensor] | None = None
     down: torch.Tensor | None = None
@@ -176,7 +230,8 @@ def merged(
         elif ".lora_B." in name:
             assert weight is not None
             assert down is not None
-            yield weight[0], weight[1] + (tensor @ down) * scaling
+            change = (tensor @ down) * scaling
+            yield weight[0], weight[1] + (change.T if weight[0] in transposed else change)
             weight = down = None
         else:
             yield plain_name(name), tensor
