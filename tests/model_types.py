@@ -137,8 +137,8 @@ def tiny_config(kind: str) -> Any:
     default, aliases = cls().to_dict(), getattr(cls, "attribute_map", {})
     sizes = {name: value for name, value in _SIZES.items() if name in default or name in aliases}
     if "qk_rope_head_dim" in default:  # latent attention, whose head size follows from its parts
-        sizes = {**sizes, "head_dim": None, "num_key_value_heads": None}
-        sizes = {name: value for name, value in sizes.items() if value is not None}
+        sizes = {**sizes, "num_key_value_heads": 4}
+        sizes.pop("head_dim", None)
     sizes = {name: value for name, value in sizes.items() if aliases.get(name) not in sizes}
     kinds = default.get("layer_types") or []
     if kinds:
@@ -182,7 +182,7 @@ def make_backend(folder: Path, **settings: Any) -> DTensorBackend:
     backend.setup(
         TrainingSetup(
             model_folder=folder,
-            optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, adam_epsilon=1e-3),
+            optimizer=OptimizerConfig(learning_rate=1e-4, weight_decay=0.1, adam_epsilon=1e-3),
             max_tokens_per_microbatch=24,
             **settings,
         )
@@ -239,7 +239,7 @@ def _trained(kind: str, folder: Path) -> Outcome:
     batch, backend = make_batch(), make_backend(folder / "start")
     plain = loaded(folder / "start")
     optimizer = torch.optim.AdamW(
-        plain.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
+        plain.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
     )
     errors = [_difference(backend, plain, batch)]
     for _ in range(2):

@@ -72,7 +72,7 @@ def test_two_ranks_that_shard_a_model_follow_the_plain_loop(kind: str, tmp_path:
     plain = loaded(tmp_path / "start")
     batch = make_batch()
     optimizer = torch.optim.AdamW(
-        plain.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
+        plain.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
     )
     loss = -plain_logprobs(plain, batch).sum() / batch["token_mask"].sum()
     loss.backward()

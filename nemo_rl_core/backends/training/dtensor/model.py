@@ -196,7 +196,7 @@ class LogprobModel(PackedModel):
             if self._has_plain_head:
                 return token_logprobs(hidden, self._head, token_ids, temperature=self._temperature)
             size = rows_at_once(self.num_logits, hidden.device)
-            chunks = zip(hidden.split(size), token_ids.split(size), strict=True)
+            chunks = zip(torch.split(hidden, size), torch.split(token_ids, size), strict=True)
             return torch.cat(
                 [checkpoint(self._chosen, *chunk, use_reentrant=False) for chunk in chunks]
             )
@@ -208,7 +208,7 @@ class LogprobModel(PackedModel):
         self, hidden: torch.Tensor, *, k: int, num_ids: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ids, logprobs = [], []
-        for chunk in hidden.split(rows_at_once(self.num_logits, hidden.device)):
+        for chunk in torch.split(hidden, rows_at_once(self.num_logits, hidden.device)):
             top = self._logits(chunk).log_softmax(-1)[:, :num_ids].topk(k)
             ids.append(top.indices)
             logprobs.append(top.values)
