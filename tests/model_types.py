@@ -1,4 +1,4 @@
-"""Tiny models of the causal types of transformers, trained beside a plain loop.
+"""Tiny models of the causal types of transformers, compared with a plain loop in training.
 
 `python -m tests.model_types [TYPE ...]` prints the lists of docs/models.md; without types, of all.
 """
@@ -269,7 +269,7 @@ def _difference(backend: DTensorBackend, model: Any, batch: BatchedDataDict) -> 
 
 
 def _outcomes(kinds: list[str]) -> Iterator[Outcome | str]:
-    """Of each type, or its name where no tiny model of it can be made."""
+    """Yields the outcome of each type, or its name if no tiny model can be made."""
     for kind in kinds:
         try:
             tiny_model(kind)
@@ -285,13 +285,13 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable_progress_bar()
     kinds = sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    found = list(_outcomes(kinds))
-    tried = [each for each in found if isinstance(each, Outcome)]
+    outcomes = list(_outcomes(kinds))
+    tried = [each for each in outcomes if isinstance(each, Outcome)]
     exact = [each for each in tried if each.error < BOUND]
     packed = [each.kind for each in exact if each.shares_rows]
     apart = [each.kind for each in exact if not each.shares_rows]
     others = [each for each in tried if each.error >= BOUND]
-    unbuilt = [each for each in found if isinstance(each, str)]
+    unbuilt = [each for each in outcomes if isinstance(each, str)]
     write, worst = sys.stdout.write, max((each.error for each in exact), default=0.0)
     write(f"{len(exact)} of {len(tried)} types are exact to {BOUND}; the worst to {worst:.1e}\n")
     write(f"\nSequences share rows ({len(packed)}): {', '.join(packed)}.\n")

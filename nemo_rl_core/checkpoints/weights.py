@@ -158,7 +158,7 @@ def keeps_float32(model: Any, name: str) -> bool:
 
     Args:
         model: A transformers model, or its class.
-        name: Of a parameter or buffer.
+        name: Name of a parameter or buffer.
     """
     return any(part in name for part in model._keep_in_fp32_modules_strict or ())
 

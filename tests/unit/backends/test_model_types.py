@@ -78,8 +78,8 @@ def test_two_ranks_that_shard_a_model_follow_the_plain_loop(kind: str, tmp_path:
     loss.backward()
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     optimizer.step()
-    for logprobs, found in run_ranks(_step, tmp_path / "start", world_size=2):
-        assert found == pytest.approx(loss.item(), abs=BOUND)
+    for logprobs, step_loss in run_ranks(_step, tmp_path / "start", world_size=2):
+        assert step_loss == pytest.approx(loss.item(), abs=BOUND)
         torch.testing.assert_close(logprobs, plain_logprobs(plain, batch), rtol=0, atol=BOUND)
 
 

@@ -62,10 +62,10 @@ def test_no_field_changes_what_is_drawn(
 ) -> None:
     stops = setup_of(tiny_model, "hf").stop_token_ids
     plain = drawn(tiny_model, stops)
-    found = drawn(published(tiny_model, tmp_path / "model", words), stops)
-    assert plain.keys() == found.keys()
+    completions = drawn(published(tiny_model, tmp_path / "model", words), stops)
+    assert plain.keys() == completions.keys()
     for name, tensor in plain.items():
-        assert not isinstance(tensor, torch.Tensor) or torch.equal(tensor, found[name]), name
+        assert not isinstance(tensor, torch.Tensor) or torch.equal(tensor, completions[name]), name
 
 
 @pytest.mark.parametrize("words", PUBLISHED[:2], ids=str)

@@ -181,7 +181,7 @@ class DTensorBackend(DTensorSaving, SendsWeights):
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                 raise ModelError(
                     f"{type(model.model).__name__} does not compute on a batch of token ids",
-                    expected="a causal model of text, whose forward pass takes input_ids alone",
+                    expected="a causal model of text, whose forward pass takes only input_ids",
                     got=f"{type(error).__name__}: {error}",
                     fix="choose another model",
                 ) from error

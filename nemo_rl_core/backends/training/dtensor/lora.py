@@ -166,7 +166,7 @@ def _targets(model: Any, config: LoRAConfig) -> list[str]:
     """Names of the linear layers that get adapters, as peft takes them.
 
     peft itself drops names that match nothing if another one matches, and `all-linear` adapts fused
-    experts, too, which are no layers of their own.
+    experts, too, which are not linear layers.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -179,11 +179,11 @@ def _targets(model: Any, config: LoRAConfig) -> list[str]:
     if config.target_modules == "all-linear":
         scalar = getattr(model, SCALAR_HEAD, None)
         return [name for name, part in linear.items() if part is not head and part is not scalar]
-    found = {
+    layers_of_target = {
         target: [part for name, part in linear.items() if f".{name}".endswith(f".{target}")]
         for target in config.target_modules
     }
-    if unknown := [target for target, parts in found.items() if not parts]:
+    if unknown := [target for target, parts in layers_of_target.items() if not parts]:
         raise ConfigError(
             "adapters are asked for layers that the model does not have",
             expected=f"lora.target_modules among {', '.join(_last_names(linear))}",
@@ -192,7 +192,7 @@ def _targets(model: Any, config: LoRAConfig) -> list[str]:
             "no adapters",
         )
     tied = head is not None and head.weight is model.get_input_embeddings().weight
-    if tied and any(part is head for parts in found.values() for part in parts):
+    if tied and any(part is head for parts in layers_of_target.values() for part in parts):
         raise ConfigError(
             "an adapter of the head would change the embedding, which shares its weight",
             expected="lora.target_modules without the head",
