@@ -16,7 +16,8 @@ def decoder_of(model: Any) -> Any:
     """
     children = [each for each in model.children() if hasattr(each, "config")]
     candidates = (model.get_decoder(), model.base_model, *children)
-    return next(each for each in candidates if each is not model and takes(each, "input_ids"))
+    named = (each for each in candidates if each is not model and takes(each, "input_ids"))
+    return next(named, model.get_decoder())
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import ray
 
 from nemo_rl_core.distributed.private_ray import private_start, ray_folder
 from nemo_rl_core.errors import ResourceError
@@ -13,6 +14,7 @@ TOKEN, MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    ray.shutdown()  # a Ray of earlier tests would end this process once its token is forgotten
     for name in (TOKEN, MODE, "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
