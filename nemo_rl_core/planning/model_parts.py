@@ -1,9 +1,10 @@
 """The decoder and the layers of a transformers model, whatever they are called in its class."""
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def decoder_of(model: Any) -> Any:
@@ -20,8 +21,10 @@ def decoder_of(model: Any) -> Any:
     return next(named, model.get_decoder())
 
 
-def layers_of(model: Any) -> list[torch.nn.Module]:
+def layers_of(model: Any) -> "list[torch.nn.Module]":
     """The decoder's layers: its module list with the most weights; empty without any list."""
+    import torch
+
     lists = [each for each in decoder_of(model).modules() if isinstance(each, torch.nn.ModuleList)]
     sizes = [sum(weight.numel() for weight in each.parameters()) for each in lists]
     return list(lists[sizes.index(max(sizes))]) if lists else []
