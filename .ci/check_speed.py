@@ -97,10 +97,15 @@ def memory_of_loss(scratch: Path) -> float:
 
 
 def growth(scratch: Path) -> float:
-    """CPU time of the controller a token, of the largest steps over the smallest."""
-    return rows_machine.controller_microseconds(
-        scratch, LARGEST
-    ) / rows_machine.controller_microseconds(scratch, SMALLEST)
+    """CPU time of the controller a token, of the largest steps over the smallest.
+
+    Whole processes are slower than others by half: the better of two counts.
+    """
+    largest, smallest = (
+        min(rows_machine.controller_microseconds(scratch, size) for _ in range(2))
+        for size in (LARGEST, SMALLEST)
+    )
+    return largest / smallest
 
 
 def many_ranks(scratch: Path) -> tuple[float, float, float]:
