@@ -173,7 +173,7 @@ def make_batch() -> BatchedDataDict:
     """Six sequences of unequal lengths, of which the first tokens are masked."""
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(3, 19, (length,), generator=generator).tolist() for length in _LENGTHS]
-    return collate(rows, [[place > 1 for place in range(length)] for length in _LENGTHS])
+    return collate(rows, [[index > 1 for index in range(length)] for length in _LENGTHS])
 
 
 def make_backend(folder: Path, **settings: Any) -> DTensorBackend:

@@ -1,4 +1,4 @@
-"""What rounding to bfloat16 changes in a model's outputs, as the bound of checks of the model."""
+"""Bounds for checks of a model, from the effect of rounding to bfloat16 on its outputs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,12 +14,12 @@ _EXACT = 1e-3
 def size_of(differences: torch.Tensor, dtype: DType) -> float:
     """The largest absolute difference; in bfloat16 the mean.
 
-    There a logit of 20 to 30 is off by up to 0.06 from its rounding alone, so that a few tokens of
+    There a logit of 20 to 30 is off by up to 0.06 only from its rounding, so that a few tokens of
     a pretrained model differ by more than 0.5 nats between two correct kernels.
 
     Args:
-        differences: Of outputs, any shape.
-        dtype: Of the matrix products.
+        differences: Differences of outputs, any shape.
+        dtype: Dtype of the matrix products.
     """
     sizes = differences.abs()
     return float(sizes.max() if dtype == "float32" else sizes.mean())
@@ -39,7 +39,7 @@ def rounding_bound(
         read: Returns outputs of a pass, in nats or scores; called twice in bfloat16, a collective
             if the pass is one.
         layers: The decoder's layers of this rank.
-        dtype: Of the matrix products.
+        dtype: Dtype of the matrix products.
     """
     if dtype == "float32":
         return _EXACT

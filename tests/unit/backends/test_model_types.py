@@ -1,4 +1,4 @@
-"""Types of models that differ in what the trainer asks of them, beside a plain loop."""
+"""Types of models that differ in what the trainer asks of them, compared with a plain loop."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
+from nemo_rl_core.backends.training.dtensor.context_parallel import apply_context_parallel
 from nemo_rl_core.checkpoints.weights import keeps_float32, rounded_weights
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
 from nemo_rl_core.distributed.local_ranks import run_ranks
@@ -34,7 +35,7 @@ from tests.model_types import (
         ("gemma2", True),  # caps attention and logits
         ("granite", True),  # scales logits
         ("gpt_oss", False),  # sinks in attention
-        ("qwen3_next", False),  # linear attention beside full attention
+        ("qwen3_next", False),  # linear and full attention
         ("bamba", False),  # a state-space model with attention layers
         ("lfm2", False),  # convolutions
         ("llama4_text", True),  # `get_decoder` returns the model itself
@@ -55,12 +56,21 @@ def test_other_types_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     assert type(tiny_model(kind)).__name__ in refused
 
 
+@pytest.mark.parametrize(
+    ("kind", "named"), [("mistral", "sliding_attention"), ("gemma2", "attn_logit_softcapping")]
+)
+def test_context_parallelism_refuses_attention_that_it_would_change(kind: str, named: str) -> None:
+    group: Any = None  # refused before the ranks are asked
+    with pytest.raises(ConfigError, match=named):
+        apply_context_parallel(tiny_model(kind), group)
+
+
 def _step(folder: Path) -> tuple[torch.Tensor, float]:
     backend = make_backend(folder, training=DTensorTraining())
     batch = make_batch()
     rank = torch.distributed.get_rank()
-    own = batch.select_indices([rank, rank + 2, rank + 4])
-    metrics = backend.train_step(own, NLLLoss())
+    shard = batch.select_indices([rank, rank + 2, rank + 4])
+    metrics = backend.train_step(shard, NLLLoss())
     return backend.get_logprobs(batch), metrics["loss"]
 
 

@@ -40,9 +40,9 @@ def refuse_unless_faithful(
     )
     # The third begins as the second, in a row with it.
     batch["input_ids"][2, :2] = batch["input_ids"][1, :2]
-    alone = [logprobs(batch.select_indices([row])) for row in range(3)]
+    separate = [logprobs(batch.select_indices([row])) for row in range(3)]
     mask = torch.arange(1, width) < batch["input_lengths"][:, None]
-    difference = size_of((logprobs(batch) - torch.cat(alone))[mask], dtype)
+    difference = size_of((logprobs(batch) - torch.cat(separate))[mask], dtype)
     bound = rounding_bound(lambda: logprobs(batch)[mask], layers, dtype)
     if not difference < bound:
         raise ModelError(
