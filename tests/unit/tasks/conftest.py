@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_core.distributed.resources import ResourceManager
+from tasks.platform import preflight
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
@@ -34,3 +37,9 @@ def python(tmp_path: Path) -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks count what this machine has, also where an earlier test left Ray running."""
+    monkeypatch.setattr(preflight, "resources_of_runs", ResourceManager.of_this_machine)

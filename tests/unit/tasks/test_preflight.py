@@ -17,6 +17,7 @@ from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.post_train import PostTrainRecipe
 from tasks.recipes.reward_model import RewardModelRecipe
 
+pytestmark = pytest.mark.usefixtures("on_this_machine")
 SUMS = {"task": "arithmetic", "environment": {"kind": "exact"}}
 GAME = {"task": "guess_number", "environment": {"kind": "guess_number"}}
 

@@ -290,6 +290,7 @@ def test_float8_is_refused_on_gpus_that_lack_it(tmp_path: Path) -> None:
     assert list(map(str, plan.change or ())) == ["training.float8=none"]
 
 
+@pytest.mark.usefixtures("on_this_machine")
 def test_preflight_asks_for_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_rl_core.distributed import resources
     from tasks.platform import preflight as module
