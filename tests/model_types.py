@@ -146,13 +146,18 @@ def tiny_config(kind: str) -> Any:
     return cls(**{**sizes, **_SPECIAL.get(kind, {})})
 
 
-def tiny_model(kind: str) -> Any:
+def tiny_model(kind: str, **changes: Any) -> Any:
     """A model of that type with random weights, its norms and biases included.
+
+    Args:
+        kind: The `model_type`.
+        **changes: Values that its config gets.
 
     Raises:
         Exception: If the type has no config of this form; any, from transformers.
     """
     config = tiny_config(kind)
+    config.update(changes)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if (count := sum(weight.numel() for weight in empty.parameters())) > _MOST_WEIGHTS:
@@ -183,8 +188,7 @@ def make_backend(folder: Path, **settings: Any) -> DTensorBackend:
         TrainingSetup(
             model_folder=folder,
             optimizer=OptimizerConfig(learning_rate=1e-4, weight_decay=0.1, adam_epsilon=1e-3),
-            max_tokens_per_microbatch=24,
-            **settings,
+            **{"max_tokens_per_microbatch": 24, **settings},
         )
     )
     return backend

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nemo_rl_core.backends.training.dtensor.loading import load_causal_model
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.planning.model_parts import reset_rotary
 
 
 @torch.no_grad()
@@ -39,6 +40,7 @@ def transformers_logprobs(
         ids = batch["input_ids"][row, :length]
         key = tuple(ids.tolist())
         if key not in known:
+            reset_rotary(model)
             logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
             logprobs = torch.log_softmax(_penalized(logits, ids[:-1], repetition_penalty), dim=-1)
             known[key] = logprobs.gather(-1, ids[1:, None])[:, 0]

@@ -15,7 +15,7 @@ from nemo_rl_core.data.control_tokens import render_turns
 from nemo_rl_core.data.frame_faults import numbers
 from nemo_rl_core.data.pretrained import context_length
 from nemo_rl_core.data.turns import as_turns
-from nemo_rl_core.errors import DataError
+from nemo_rl_core.errors import ConfigError, DataError
 
 
 def refuse_beyond_context(lengths: Iterable[int], model_folder: Path, *, name: str) -> None:
@@ -43,6 +43,42 @@ def refuse_beyond_context(lengths: Iterable[int], model_folder: Path, *, name: s
             f"policy=RowPolicy(max_sequence_tokens={limit}, overlong='truncate') of DataModule.of "
             "in Python",
         )
+
+
+def refuse_long_rollouts(
+    prompt: int, completion: int, *, settings: str, limit: int | None, context: int | None
+) -> None:
+    """Refuses prompts and completions that may be too long.
+
+    Args:
+        prompt: The longest prompt, in tokens.
+        completion: The longest completion.
+        settings: Their settings, as the user writes them.
+        limit: The model's `sampling_length`.
+        context: The model's `context_length`.
+
+    Raises:
+        ConfigError: Names the settings and the limit.
+    """
+    if limit is None or prompt + completion <= limit:
+        return
+    problem = "prompts and completions may be longer than the model's context"
+    fix = "lower one of the two, or take a model with a longer context"
+    if context is None or limit < context:
+        problem = (
+            "the model's rotary embeddings change with the length of a sequence, so that it would "
+            "be trained with other values than it samples with"
+        )
+        fix = (
+            "lower one of the two, or stop the change in config.json: with rope_type longrope, "
+            "give short_factor the values of long_factor"
+        )
+    raise ConfigError(
+        problem,
+        expected=f"{settings} of at most {limit}",
+        got=f"{prompt} + {completion}",
+        fix=fix,
+    )
 
 
 def is_certainly_longer(tokenizer: Any, prompt: str, max_tokens: float) -> bool:

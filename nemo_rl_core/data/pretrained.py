@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.planning.model_parts import longest_sequence, rotary_length
 
 _COMPLETE_IN_FILE = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Old and new class names of tokenizers that tokenizer.json defines completely."""
@@ -123,9 +124,25 @@ def described(model_folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def context_length(model_folder: Path) -> int | None:
-    """The model's maximum number of positions, or None if its config has none."""
-    length = described(model_folder).get("max_position_embeddings")
-    return length if isinstance(length, int) else None
+    """The longest sequence that the model is made for; see `longest_sequence`."""
+    return longest_sequence(_config(model_folder))
+
+
+def sampling_length(model_folder: Path) -> int | None:
+    """The longest prompt and completion together, in tokens; None if the config has no length.
+
+    It is the context, or `rotary_length`: while longer sequences are sampled, earlier tokens keep
+    keys of other rotary frequencies than they are trained with.
+    """
+    limits = [context_length(model_folder), rotary_length(_config(model_folder))]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _config(model_folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    described(model_folder)  # whose error names the file
+    return AutoConfig.from_pretrained(model_folder)
 
 
 def stop_token_ids(model_folder: Path, tokenizer: Any) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.data.turns import Turn, as_turns
 from nemo_rl_core.data.unknown import described_unknown, unknown_characters
 from nemo_rl_core.errors import DataError, ModelError
+from nemo_rl_core.planning.model_parts import longest_sequence, reset_rotary
 
 
 class Chat:
@@ -74,7 +75,7 @@ class Chat:
                 fix="enter a prompt with text",
             )
         self._refuse_unknown(as_turns(prompt, role="user"))
-        context = getattr(self._model.config, "max_position_embeddings", None)
+        context = longest_sequence(self._model.config)
         room = self._max_new_tokens if context is None else context - len(ids)
         if room < 1:
             raise ModelError(
@@ -84,6 +85,7 @@ class Chat:
                 fix="shorten the prompt",
             )
         tokens = torch.tensor([ids])  # [1, T]
+        reset_rotary(self._model)
         output = self._model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),

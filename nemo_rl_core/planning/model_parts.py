@@ -1,10 +1,13 @@
-"""The decoder and the layers of a transformers model, whatever they are called in its class."""
+"""Parts of a transformers model by any name, and what it computes differently in long rows."""
 
 import inspect
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+
+_LENGTHS_OF_ROWS = ("index_topk", "attention_chunk_size")
 
 
 def decoder_of(model: Any) -> Any:
@@ -41,3 +44,77 @@ def accepted(module: Any, options: dict[str, Any]) -> dict[str, Any]:
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return options
     return {name: value for name, value in options.items() if takes(module, name)}
+
+
+def longest_sequence(config: Any) -> int | None:
+    """The longest sequence that a model is made for, its scaling of positions included.
+
+    `linear`, `dynamic` and `yarn` scaling stretch positions by a factor; so vLLM counts as well.
+
+    Args:
+        config: Config of a transformers model.
+
+    Returns:
+        In tokens; None if the config has no length.
+    """
+    text = config.get_text_config()
+    length: int | None = getattr(text, "max_position_embeddings", None)
+    length = length or getattr(text, "max_seq_len", None)  # MPT's name
+    rope = getattr(text, "rope_parameters", None) or {}
+    if length is None or rope.get("rope_type") not in ("linear", "dynamic", "yarn"):
+        return length
+    trained = rope.get("original_max_position_embeddings") or length
+    return max(length, int(trained * (rope.get("factor") or 1)))
+
+
+def rotary_length(config: Any) -> int | None:
+    """The longest sequence that `dynamic` and `longrope` rotary embeddings do not change with.
+
+    Args:
+        config: Config of a transformers model.
+
+    Returns:
+        In tokens; None for a model with other embeddings.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    limits = []
+    for kind in [each for each in rope.values() if isinstance(each, dict)] or [rope]:
+        if kind.get("rope_type") == "longrope":
+            limits.append(kind["original_max_position_embeddings"])
+        elif kind.get("rope_type") == "dynamic":
+            limits.append(text.max_position_embeddings)
+    return min(limits, default=None)
+
+
+def independent_length(config: Any) -> int | None:
+    """The longest row in which no sequence changes the values of another.
+
+    Beyond it, rotary frequencies follow the longest sequence of a batch (`rotary_length`),
+    `index_topk` keys are chosen among those of the whole row, and chunks of `attention_chunk_size`
+    tokens are counted from the start of the row.
+
+    Args:
+        config: Config of a transformers model.
+
+    Returns:
+        In tokens; None for a model whose sequences never change each other.
+    """
+    text = config.get_text_config()
+    limits = [rotary_length(config), *(getattr(text, name, None) for name in _LENGTHS_OF_ROWS)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def reset_rotary(model: Any) -> None:
+    """Resets `dynamic` rotary frequencies, which stay those of the longest sequence so far."""
+    import torch
+
+    for part in model.modules():
+        types = getattr(part, "rope_type", None)
+        if "dynamic" not in str(types):
+            continue
+        for options in (
+            [{"layer_type": each} for each in types] if isinstance(types, dict) else [{}]
+        ):
+            start = torch.zeros(1, 1, dtype=torch.long, device=next(part.buffers()).device)
+            part(start.float(), start, **options)  # a sequence of one token is short enough

@@ -15,7 +15,7 @@ from nemo_rl_core.config.defaults import (
     with_judges_of_gpus,
 )
 from nemo_rl_core.config.model import ModelConfig
-from nemo_rl_core.data.pretrained import context_length
+from nemo_rl_core.data.pretrained import sampling_length
 from nemo_rl_core.distributed.resources import count_gpus
 from nemo_rl_core.telemetry.model_flops import num_parameters
 
@@ -36,7 +36,7 @@ def with_defaults_of(
         return dict(config)
     folder = Path(model if isinstance(model, str | Path) else model.name).expanduser()
     is_here = (folder / "config.json").is_file()
-    context = DefaultsContext(count_gpus(), context_length(folder) if is_here else None)
+    context = DefaultsContext(count_gpus(), sampling_length(folder) if is_here else None)
     samples = "generation" in trainer.settings_class.model_fields
     found = defaults_of_pretrained(
         config, section=trainer.algorithm, samples=samples, context=context

@@ -11,13 +11,18 @@ from typing import ClassVar, Generic, TypeVar, cast
 from torch import Tensor
 
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
+from nemo_rl_core.data.lengths import refuse_long_rollouts
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
-from nemo_rl_core.data.pretrained import context_length, load_tokenizer, stop_token_ids
+from nemo_rl_core.data.pretrained import (
+    context_length,
+    load_tokenizer,
+    sampling_length,
+    stop_token_ids,
+)
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import plan_microbatches
 from nemo_rl_core.environments.needs import refuse_incomplete_rows
 from nemo_rl_core.environments.rewards.retries import num_retries
-from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.evaluate import greedy_rollouts
 from nemo_rl_core.evals.metrics import accuracy_metrics
 from nemo_rl_core.functional.protocols import LossFunction
@@ -119,15 +124,13 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     def _check_context(self, model_folder: Path) -> None:
         """Before any worker starts: vLLM says the same a minute later, and less plainly."""
         prompt, new = self.settings.max_prompt_tokens, self.settings.max_rollout_tokens
-        limit = context_length(model_folder)
-        if limit is not None and prompt + new > limit:
-            raise ConfigError(
-                "prompts and completions may be longer than the model's context",
-                expected="max_prompt_tokens + max_new_tokens (or rollouts.max_rollout_tokens) of "
-                f"at most {limit}",
-                got=f"{prompt} + {new}",
-                fix="lower one of the two, or take a model with a longer context",
-            )
+        refuse_long_rollouts(
+            prompt,
+            new,
+            settings="max_prompt_tokens + max_new_tokens (or rollouts.max_rollout_tokens)",
+            limit=sampling_length(model_folder),
+            context=context_length(model_folder),
+        )
         # Raises where the longest sequence that can come up would fit into no micro-batch.
         plan_microbatches([prompt + new], max_tokens=self.config.max_tokens_per_microbatch)
 

@@ -38,7 +38,8 @@ from nemo_rl_core.config.warm_up import warm_up_warnings
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.datasets.files import read_split
-from nemo_rl_core.data.pretrained import context_length
+from nemo_rl_core.data.lengths import refuse_long_rollouts
+from nemo_rl_core.data.pretrained import context_length, sampling_length
 from nemo_rl_core.data.row_kinds import kind_of_row
 from nemo_rl_core.distributed.virtual_cluster import resources_of_runs
 from nemo_rl_core.environments.contents import located_model
@@ -301,20 +302,20 @@ def _check_sampling(experiment: PipelineRecipe, data_section: str, sampling_sect
     generation: SamplingConfig = attrgetter(sampling_section)(experiment)
     refuse_misplaced(experiment.cluster, generation)
     model = experiment.model
-    limit = None
+    limit = context = None
     if isinstance(model, SmallModel):
-        limit = model.max_position_embeddings
+        limit = context = model.max_position_embeddings
     elif isinstance(model, PretrainedModel) and Path(model.name).expanduser().is_dir():
-        limit = context_length(Path(model.name).expanduser())
-    prompt, completion = data.max_prompt_tokens, experiment.rollouts.room(generation)
-    if limit is not None and prompt + completion > limit:
-        raise ConfigError(
-            "prompts and completions may be longer than the model's context",
-            expected=f"{data_section}.max_prompt_tokens + {sampling_section}.max_new_tokens (or "
-            f"rollouts.max_rollout_tokens) <= {limit}",
-            got=f"{prompt} + {completion}",
-            fix="lower one of the two, or take a model with a longer context",
-        )
+        folder = Path(model.name).expanduser()
+        limit, context = sampling_length(folder), context_length(folder)
+    refuse_long_rollouts(
+        data.max_prompt_tokens,
+        experiment.rollouts.room(generation),
+        settings=f"{data_section}.max_prompt_tokens + {sampling_section}.max_new_tokens (or "
+        "rollouts.max_rollout_tokens)",
+        limit=limit,
+        context=context,
+    )
 
 
 def _check_before_fetching(experiment: PipelineRecipe, data: DataConfig) -> None:

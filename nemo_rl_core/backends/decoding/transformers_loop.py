@@ -1,29 +1,66 @@
 """Generation with transformers' loop, for models without an inference engine."""
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import Completed, DecodingRequest, padded_on_the_left
+from nemo_rl_core.backends.training.rounding import rounding_bound, size_of
+from nemo_rl_core.config.model import DType
+from nemo_rl_core.errors import ModelError
+from nemo_rl_core.planning.model_parts import independent_length, layers_of, reset_rotary
+
+_LOG = logging.getLogger(__name__)
+_PROBE = ([3, 5, 4, 6, 5], [4, 6, 3])
+_NEXT = 5
+"""Token ids that any vocabulary has, and do not end a sequence in the probe."""
 
 
-@torch.no_grad()
 def complete(
-    model: Any, requests: list[DecodingRequest], decoding: Decoding, *, stop_token_ids: list[int]
+    model: Any,
+    requests: list[DecodingRequest],
+    decoding_of: Callable[[list[DecodingRequest]], Decoding],
+    *,
+    stop_token_ids: list[int],
+    pads: bool,
 ) -> list[Completed]:
-    """Completes prompts with the model's KV cache; `decoding` samples the tokens.
+    """Completes prompts with the model's KV cache.
+
+    A row that may grow beyond `independent_length` gets a batch of its own, so that its tokens do
+    not depend on other rows.
 
     Args:
         model: A transformers causal model, whole on this rank.
         requests: The rows.
-        decoding: Sampler of the same rows, at their start.
+        decoding_of: Returns the sampler of some of them, at their start.
         stop_token_ids: Tokens that end a completion; may be empty.
+        pads: Whether rows of unequal length are completed together; see `pads_rows`.
     """
+    limit = independent_length(model.config)
+    together: list[int] = []
+    single: list[int] = []
+    for row, request in enumerate(requests):
+        longest = len(request.prompt) + request.max_new_tokens
+        fits = pads and (limit is None or longest <= limit)
+        (together if fits else single).append(row)
+    completed: dict[int, Completed] = {}
+    for rows in filter(None, [together, *([row] for row in single)]):
+        batch = [requests[row] for row in rows]
+        decoding = decoding_of(batch)
+        _complete_together(model, batch, decoding, stop_token_ids)
+        completed.update(zip(rows, decoding.completed(), strict=True))
+    return [completed[row] for row in range(len(requests))]
+
+
+@torch.no_grad()
+def _complete_together(
+    model: Any, requests: list[DecodingRequest], decoding: Decoding, stop_token_ids: list[int]
+) -> None:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-    if not requests:
-        return []
     config = GenerationConfig(
         max_new_tokens=max(request.max_new_tokens for request in requests),
         eos_token_id=stop_token_ids or None,
@@ -38,17 +75,88 @@ def complete(
     def ended(ids: torch.Tensor, _: torch.Tensor, **__: Any) -> torch.Tensor:
         return decoding.ended.to(ids.device)
 
-    ids, mask = padded_on_the_left([request.prompt for request in requests])
+    _generate(
+        model,
+        [request.prompt for request in requests],
+        generation_config=config,
+        logits_processor=LogitsProcessorList([force_sampled_token]),
+        stopping_criteria=StoppingCriteriaList([ended]),
+    )
+
+
+def _generate(model: Any, prompts: list[list[int]], **options: Any) -> Any:
+    from transformers import GenerationConfig
+
+    reset_rotary(model)
+    ids, mask = padded_on_the_left(prompts)
     published = model.generation_config
-    model.generation_config = GenerationConfig()  # would fill the fields that `config` leaves open
+    model.generation_config = (
+        GenerationConfig()
+    )  # would fill the fields that the options leave open
     try:
-        model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            generation_config=config,
-            logits_processor=LogitsProcessorList([force_sampled_token]),
-            stopping_criteria=StoppingCriteriaList([ended]),
+        return model.generate(
+            input_ids=ids.to(model.device), attention_mask=mask.to(model.device), **options
         )
     finally:
         model.generation_config = published
-    return decoding.completed()
+
+
+@torch.no_grad()
+def pads_rows(model: Any) -> bool:
+    """Whether rows may be padded to a common length, by a comparison on two short prompts.
+
+    Args:
+        model: A transformers causal model, whole on this rank.
+
+    Raises:
+        ModelError: If the loop gives other logprobs than the forward pass even for a single row.
+    """
+    dtype: DType = "float32" if model.dtype == torch.float32 else "bfloat16"
+    name = type(model).__name__
+
+    def one_by_one() -> torch.Tensor:
+        return torch.cat([_probed(model, [prompt]) for prompt in _PROBE])
+
+    separate, bound = one_by_one(), rounding_bound(one_by_one, layers_of(model), dtype)
+    difference = size_of(separate - torch.stack([_forward(model, each) for each in _PROBE]), dtype)
+    if not difference < bound:
+        raise ModelError(
+            f"transformers' generation loop computes other values than {name}'s forward pass",
+            expected=f"logprobs that differ by less than {bound:.3g}",
+            got=f"{difference:.3g}",
+            fix="generate with vLLM (generation.backend: vllm), or choose another model",
+        )
+    difference = size_of(separate - _probed(model, list(_PROBE)), dtype)
+    if not difference < bound:
+        _LOG.warning(
+            "%s computes other values for prompts of unequal length in one batch, by %.3g, so that "
+            "each is completed by itself",
+            name,
+            difference,
+        )
+    return difference < bound
+
+
+def _probed(model: Any, prompts: list[list[int]]) -> torch.Tensor:
+    """`[B, 2, V]` logprobs after the prompts, and after one token more, as the loop has them."""
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    def force(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(logits).index_fill_(1, torch.tensor(_NEXT, device=logits.device), 1)
+
+    output = _generate(
+        model,
+        prompts,
+        generation_config=GenerationConfig(
+            max_new_tokens=2, output_logits=True, return_dict_in_generate=True
+        ),
+        logits_processor=LogitsProcessorList([force]),
+    )
+    return torch.stack(output.logits, dim=1).float().log_softmax(-1)
+
+
+def _forward(model: Any, prompt: list[int]) -> torch.Tensor:
+    """`[2, V]` logprobs that `_probed` is to give."""
+    ids = torch.tensor([[*prompt, _NEXT]], device=model.device)
+    logprobs: torch.Tensor = model(input_ids=ids).logits[0, -2:].float().log_softmax(-1)
+    return logprobs

@@ -1,6 +1,7 @@
 """Generation backend with transformers' loop."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import as_batch, read_requests
-from nemo_rl_core.backends.decoding.transformers_loop import complete
+from nemo_rl_core.backends.decoding.transformers_loop import complete, pads_rows
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.checkpoints.weights import load_pretrained, require_finite
 from nemo_rl_core.data.pretrained import load_tokenizer
@@ -24,10 +25,11 @@ class HuggingFaceBackend(ReceivesWeights):
     """A transformers causal model, whole in this process (a `GenerationBackend`)."""
 
     def setup(self, setup: GenerationSetup) -> None:
-        """Loads the model and its tokenizer."""
+        """Loads the model and its tokenizer, and checks the generation loop."""
         self._setup = setup
         self._tokenizer = load_tokenizer(setup.model_folder)
         self.load_weights(setup.model_folder)
+        self._pads = pads_rows(self._model)
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         """Completes each row of `input_ids [B, T]` up to `input_lengths [B]`, under `seeds [B]`."""
@@ -35,14 +37,16 @@ class HuggingFaceBackend(ReceivesWeights):
         setup = self._setup
         requests = read_requests(batch, setup.config, max_model_len=setup.max_model_len)
         stops = list(setup.stop_token_ids)
-        decoding = Decoding(
-            requests,
-            setup.config,
+        decoding_of = partial(
+            Decoding,
+            config=setup.config,
             greedy=greedy,
             stop_token_ids=stops,
             tokenizer=self._tokenizer,
         )
-        completed = complete(self._model, requests, decoding, stop_token_ids=stops)
+        completed = complete(
+            self._model, requests, decoding_of, stop_token_ids=stops, pads=self._pads
+        )
         return as_batch(requests, completed)
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

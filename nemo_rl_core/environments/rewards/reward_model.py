@@ -18,6 +18,7 @@ from nemo_rl_core.environments.rewards.reward_model_loading import (
     refuse_other_vocabulary,
 )
 from nemo_rl_core.errors import RewardError
+from nemo_rl_core.planning.model_parts import independent_length, reset_rotary
 from nemo_rl_core.types import Rollout
 
 if TYPE_CHECKING:
@@ -92,28 +93,40 @@ class RewardModelScorer(Scorer):
         self._loaded.to(local_device())  # from the host, where it waited
         values = [math.nan] * len(sequences)
         lengths = [len(ids) for ids in sequences]
-        for indices in batches_by_length(lengths, self._max_tokens_per_batch):
+        batches = batches_by_length(
+            lengths,
+            self._max_tokens_per_batch,
+            alone_beyond=independent_length(self._loaded.config),
+        )
+        for indices in batches:
             scores = _last_scores(self._loaded, [sequences[index] for index in indices])
             for index, value in zip(indices, scores.tolist(), strict=True):
                 values[index] = value
         return values
 
 
-def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+def batches_by_length(
+    lengths: Sequence[int], max_tokens: int, *, alone_beyond: int | None = None
+) -> Iterator[list[int]]:
     """Indices of sequences of similar length, longest first.
 
     Args:
         lengths: In tokens.
         max_tokens: The most that a batch holds once padded to its longest sequence.
+        alone_beyond: The longest sequence that shares a batch; None for any.
 
     Example:
         >>> list(batches_by_length([2, 5, 3, 3], max_tokens=6))
         [[1], [2, 3], [0]]
+        >>> list(batches_by_length([2, 5, 3, 3], max_tokens=6, alone_beyond=2))
+        [[1], [2], [3], [0]]
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     start = 0
     while start < len(order):
-        size = max(max_tokens // lengths[order[start]], 1)
+        longest = lengths[order[start]]
+        is_single = alone_beyond is not None and longest > alone_beyond
+        size = 1 if is_single else max(max_tokens // longest, 1)
         yield order[start : start + size]
         start += size
 
@@ -131,6 +144,7 @@ def _last_scores(model: Any, sequences: Sequence[Sequence[int]]) -> "torch.Tenso
     for row, ids in enumerate(sequences):
         input_ids[row, : len(ids)] = torch.tensor(ids)
     mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
+    reset_rotary(model)
     with torch.no_grad():
         hidden = model.base_model(
             input_ids=input_ids.to(model.device),

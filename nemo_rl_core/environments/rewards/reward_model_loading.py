@@ -12,6 +12,7 @@ from nemo_rl_core.checkpoints.weight_files import unreadable
 from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.planning.model_parts import longest_sequence
 
 SCALAR_HEAD = "score"
 """What transformers calls the head of a decoder that classifies sequences."""
@@ -63,7 +64,7 @@ def checked_context_length(name: str) -> float:
             got=f"{architecture} with {config.num_labels} labels",
             fix="name a checkpoint that RewardModelTrainer has saved",
         )
-    return float(getattr(config.get_text_config(), "max_position_embeddings", math.inf))
+    return float(longest_sequence(config) or math.inf)
 
 
 def refuse_other_vocabulary(name: str, policy: Path) -> None:

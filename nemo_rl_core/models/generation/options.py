@@ -14,7 +14,7 @@ from nemo_rl_core.config.generation import (
 )
 from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.model import DType
-from nemo_rl_core.data.pretrained import context_length, load_tokenizer, stop_token_ids
+from nemo_rl_core.data.pretrained import load_tokenizer, sampling_length, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError
@@ -119,7 +119,7 @@ def read_setup(options: Mapping[str, Any], config_class: type[EngineConfig]) -> 
         raise describe(error, {**named, **of_model}) from error
     folder = local_folder(model.model_name)
     own = stop_token_ids(folder, load_tokenizer(folder))
-    longest = model.max_model_len or context_length(folder)
+    longest = model.max_model_len or sampling_length(folder)
     if longest is None:
         raise ConfigError(
             f"the model {model.model_name!r} does not say how long its sequences may be",

@@ -27,7 +27,7 @@ from nemo_rl_core.config.generation import (
 from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, MegatronTraining
-from nemo_rl_core.data.pretrained import context_length, load_tokenizer, stop_token_ids
+from nemo_rl_core.data.pretrained import load_tokenizer, sampling_length, stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.resources import count_gpus
 from nemo_rl_core.distributed.session import ClusterSession, connect
@@ -251,7 +251,7 @@ class PretrainedPolicy(PolicyInterface):
         setup = GenerationSetup(
             model_folder=base,
             config=config,
-            max_model_len=context_length(base) or UNBOUNDED_CONTEXT,
+            max_model_len=sampling_length(base) or UNBOUNDED_CONTEXT,
             stop_token_ids=tuple(sorted({*own, *options.stop_token_ids})),
             dtype=options.dtype_here,
             seed=options.seed,

@@ -8,11 +8,16 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
+from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.backends.generation.hugging_face import HuggingFaceBackend
 from nemo_rl_core.backends.training.dtensor.context_parallel import apply_context_parallel
 from nemo_rl_core.checkpoints.weights import keeps_float32, rounded_weights
+from nemo_rl_core.config.generation import HuggingFaceGenerationConfig
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import ConfigError, DataError, ModelError
+from nemo_rl_core.planning.model_parts import independent_length
 from tests.model_types import (
     BOUND,
     loaded,
@@ -57,12 +62,21 @@ def test_other_types_are_refused_by_name(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"), [("mistral", "sliding_attention"), ("gemma2", "attn_logit_softcapping")]
+    ("kind", "changes", "named"),
+    [
+        ("mistral", {}, "sliding_attention"),
+        ("gemma2", {}, "attn_logit_softcapping"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+    ],
 )
-def test_context_parallelism_refuses_attention_that_it_would_change(kind: str, named: str) -> None:
+def test_context_parallelism_refuses_attention_that_it_would_change(
+    kind: str, changes: dict[str, Any], named: str
+) -> None:
     group: Any = None  # refused before the ranks are asked
+    model = tiny_model(kind)
+    model.config.update(changes)
     with pytest.raises(ConfigError, match=named):
-        apply_context_parallel(tiny_model(kind), group)
+        apply_context_parallel(model, group)
 
 
 def _step(folder: Path) -> tuple[torch.Tensor, float]:
@@ -168,3 +182,100 @@ def test_targets_that_would_not_be_trained_are_refused(
     training = DTensorTraining(lora=LoRAConfig(target_modules=targets))
     with pytest.raises(ConfigError, match=named):
         make_backend(tmp_path / "start", training=training)
+
+
+_LONG = [40, 7, 22, 30, 5]
+_DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [float(2 + each) for each in range(8)],
+    "original_max_position_embeddings": 24,
+    "partial_rotary_factor": 1.0,
+    "rope_theta": 10000.0,
+}
+_DEPEND_ON_LENGTH = {
+    "llama": {"rope_parameters": _DYNAMIC, "max_position_embeddings": 24},
+    "phi3": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 24},
+    "deepseek_v32": {"index_topk": 6},
+    "llama4_text": {"attention_chunk_size": 8},
+}
+
+
+def _saved(kind: str, folder: Path) -> None:
+    tiny_model(kind, **_DEPEND_ON_LENGTH[kind]).save_pretrained(folder / "start")
+    save_tokenizer(folder)
+
+
+def _rows(lengths: list[int]) -> BatchedDataDict:
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(3, 19, (length,), generator=generator).tolist() for length in lengths]
+    return collate(rows, [[True] * length for length in lengths])
+
+
+def _each_by_itself(folder: Path, batch: BatchedDataDict) -> torch.Tensor:
+    """Logprobs of models that have computed nothing else before."""
+    rows = [
+        plain_logprobs(loaded(folder), batch.select_indices([row])) for row in range(batch.size)
+    ]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("kind", _DEPEND_ON_LENGTH)
+@torch.no_grad()
+def test_values_that_depend_on_length_are_those_of_each_sequence(kind: str, tmp_path: Path) -> None:
+    _saved(kind, tmp_path)
+    batch = _rows(_LONG)
+    plain = _each_by_itself(tmp_path / "start", batch)
+    backend = make_backend(tmp_path / "start", max_tokens_per_microbatch=128)
+    for _ in range(2):  # `dynamic` keeps the frequencies of what came before
+        assert (backend.get_logprobs(batch) - plain).abs().max() < BOUND
+    ordinary = tiny_model(kind)
+    assert independent_length(ordinary.config) != independent_length(backend._policy.model.config)
+
+
+def test_pairs_with_a_sequence_that_needs_its_own_microbatch_are_refused(tmp_path: Path) -> None:
+    _saved("llama", tmp_path)
+    backend = make_backend(tmp_path / "start", max_tokens_per_microbatch=128)
+    pairs = {"pair_ids": torch.tensor([0, 0])}
+    backend.get_logprobs(BatchedDataDict({**_rows([24, 20]), **pairs}))
+    with pytest.raises(DataError, match="max_sequence_tokens: 24"):
+        backend.get_logprobs(BatchedDataDict({**_rows([25, 20]), **pairs}))
+
+
+def _engine(folder: Path) -> HuggingFaceBackend:
+    engine = HuggingFaceBackend()
+    config = HuggingFaceGenerationConfig(max_new_tokens=20)
+    engine.setup(
+        GenerationSetup(
+            model_folder=folder / "start",
+            config=config,
+            max_model_len=64,
+            stop_token_ids=(2,),
+            dtype="float32",
+        )
+    )
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["llama", "bart", "recurrent_gemma"])
+def test_the_engine_completes_rows_as_without_neighbours(kind: str, tmp_path: Path) -> None:
+    """Frequencies by length; positions that count padding; a state that padding changes."""
+    tiny_model(kind, **_DEPEND_ON_LENGTH.get(kind, {})).save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path)
+    engine = _engine(tmp_path)
+    batch = BatchedDataDict({**_rows([5, 12, 3, 9]), "seeds": torch.arange(4)})
+    together = engine.generate(batch, greedy=False)
+    for row in range(4):
+        alone = engine.generate(batch.select_indices([row]), greedy=False)
+        length = int(alone["unpadded_sequence_lengths"][0])
+        assert torch.equal(together["output_ids"][row, :length], alone["output_ids"][0])
+        difference = together["logprobs"][row, :length] - alone["logprobs"][0]
+        assert difference.abs().max() < BOUND
+
+
+def test_an_engine_that_computes_other_values_than_the_model_is_refused(tmp_path: Path) -> None:
+    tiny_model("roberta").save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path)
+    with pytest.raises(ModelError, match="RobertaForCausalLM's forward pass"):
+        _engine(tmp_path)

@@ -6,10 +6,10 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nemo_rl_core.data.lengths import is_certainly_longer
+from nemo_rl_core.data.lengths import is_certainly_longer, refuse_long_rollouts
 from nemo_rl_core.data.schemas import validate_rows
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
-from nemo_rl_core.errors import DataError
+from nemo_rl_core.errors import ConfigError, DataError
 
 
 def words(*, unknown: str | None = "<unk>", split: Any = None) -> PreTrainedTokenizerFast:
@@ -71,3 +71,14 @@ def test_what_a_normalizer_or_a_template_drops_is_not_counted() -> None:
 )
 def test_nothing_is_certain_where_characters_may_vanish(tokenizer: Any) -> None:
     assert not is_certainly_longer(tokenizer, "x" * 10_000, 1)
+
+
+def test_rollouts_beyond_the_context_or_a_change_of_rotary_embeddings_are_refused() -> None:
+    refuse_long_rollouts(40, 24, settings="prompt + new", limit=64, context=64)
+    refuse_long_rollouts(40, 24, settings="prompt + new", limit=None, context=None)
+    with pytest.raises(ConfigError, match="than the model's context") as refused:
+        refuse_long_rollouts(40, 25, settings="prompt + new", limit=64, context=64)
+    assert refused.value.expected == "prompt + new of at most 64"
+    with pytest.raises(ConfigError, match="rotary embeddings change") as refused:
+        refuse_long_rollouts(40, 25, settings="prompt + new", limit=64, context=256)
+    assert "short_factor" in refused.value.fix

@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, Qwen2Config
 
-from nemo_rl_core.data.pretrained import context_length, load_tokenizer, stop_token_ids
+from nemo_rl_core.data.pretrained import (
+    context_length,
+    load_tokenizer,
+    sampling_length,
+    stop_token_ids,
+)
 from nemo_rl_core.data.tokenizer import CHARACTERS, build_arithmetic_tokenizer
 from nemo_rl_core.errors import ModelError
 
@@ -74,3 +79,57 @@ def test_a_config_that_is_no_json_is_named(folder: Path, tmp_path: Path, content
         with pytest.raises(ModelError, match="cannot be read") as caught:
             read(tmp_path / "m")
         assert str(path) in caught.value.problem
+
+
+_FACTORS = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "context", "sampled"),
+    [
+        ({"model_type": "llama", "max_position_embeddings": 64}, 64, 64),
+        ({"model_type": "gpt2", "n_positions": 48}, 48, 48),
+        ({"model_type": "mpt", "max_seq_len": 40}, 40, 40),
+        ({"model_type": "bloom"}, None, None),
+        (
+            {"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 4.0}},
+            256,
+            256,
+        ),
+        (
+            {"max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            256,
+            64,
+        ),
+        (
+            {
+                "max_position_embeddings": 64,
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                },
+            },
+            128,
+            128,
+        ),
+        (
+            {
+                "model_type": "phi3",
+                "hidden_size": 1024,
+                "num_attention_heads": 8,
+                "max_position_embeddings": 256,
+                "original_max_position_embeddings": 64,
+                "rope_scaling": {"type": "longrope", **_FACTORS},
+            },
+            256,
+            64,
+        ),
+    ],
+)
+def test_lengths_follow_from_the_scaling_of_positions(
+    config: dict[str, Any], context: int | None, sampled: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    assert context_length(tmp_path) == context
+    assert sampling_length(tmp_path) == sampled

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import as_batch, read_requests, row_seeds
-from nemo_rl_core.backends.decoding.transformers_loop import complete
+from nemo_rl_core.backends.decoding.transformers_loop import complete, pads_rows
 from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
 from nemo_rl_core.backends.training.determinism import compute_deterministically, full_precision
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention, packed_attention
@@ -101,6 +102,7 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         )
         self._check(self._policy)
         self._reference: LogprobModel | None = None
+        self._pads: bool | None = None  # known after the first generation
         self._microbatches = Microbatches(setup.max_tokens_per_microbatch, self._mesh)
         adapters = self._adapters.trained if self._adapters else None
         trained = adapters or dict(self._policy.model.named_parameters())
@@ -367,8 +369,12 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         longest = batch["input_ids"].shape[1] + max_new_tokens
         requests = read_requests(seeded, config, max_model_len=longest)
         stops = {*model_stop_token_ids(folder, load_tokenizer(folder)), *stop_token_ids}
-        decoding = Decoding(requests, config, greedy=greedy, stop_token_ids=stops)
-        completed = complete(model, requests, decoding, stop_token_ids=sorted(stops))
+        if self._pads is None:
+            self._pads = pads_rows(model)
+        decoding_of = partial(Decoding, config=config, greedy=greedy, stop_token_ids=stops)
+        completed = complete(
+            model, requests, decoding_of, stop_token_ids=sorted(stops), pads=self._pads
+        )
         return as_batch(requests, completed)
 
     def _all_logprobs(self, model: LogprobModel, batch: BatchedDataDict) -> torch.Tensor:
@@ -424,6 +430,7 @@ class DTensorBackend(DTensorSaving, SendsWeights):
             share_rows=model.shares_rows,
             device=local_device(),
             sharing=model.sharing,
+            independent_length=model.independent_length,
             packed=model.packed,
         )
 

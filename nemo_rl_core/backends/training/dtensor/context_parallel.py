@@ -15,6 +15,7 @@ from nemo_rl_core.backends.training.context_parallel import own_part, whole_rows
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.checkpoints.weights import caps_scores
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.planning.model_parts import rotary_length
 
 _ATTENTION = "context_parallel_sdpa"
 
@@ -30,37 +31,42 @@ def apply_context_parallel(model: Any, group: dist.ProcessGroup) -> None:
         group: The ranks of the context axis.
 
     Raises:
-        ConfigError: If some layers use windowed attention, which the explicit mask lacks; or if the
-            model has a scalar head or reads images, since their forward passes need whole rows.
+        ConfigError: If some layers use windowed attention, which the explicit mask lacks; if scores
+            are capped; or if the model has a scalar head, reads images or changes its rotary
+            embeddings with the length, which needs whole rows.
     """
     from transformers import AttentionInterface
 
     decoder = model.get_decoder()
-    if hasattr(model, SCALAR_HEAD) or decoder is not model.base_model:
-        raise ConfigError(
-            f"context parallelism cannot split {type(model).__name__}",
-            expected="a causal model of text",
-            got="a scalar head" if hasattr(model, SCALAR_HEAD) else "a model that reads images",
-            fix="set context_parallel_size to 1",
-        )
-    if caps_scores(decoder.config):
-        raise ConfigError(
-            f"context parallelism cannot split {type(model).__name__}",
-            expected="attention without a cap on its scores",
-            got=f"attn_logit_softcapping: {decoder.config.attn_logit_softcapping}",
-            fix="set context_parallel_size to 1",
-        )
+    config = decoder.config
     # Without `layer_types`, as in Mistral's config, a window is one of all layers.
-    window = getattr(decoder.config, "sliding_window", None)
+    window = getattr(config, "sliding_window", None)
     every = "full_attention" if window is None else "sliding_attention"
-    kinds = set(getattr(decoder.config, "layer_types", None) or [every])
-    if kinds != {"full_attention"}:
-        raise ConfigError(
-            f"context parallelism cannot split {type(model).__name__}",
-            expected="full attention in every layer",
-            got=f"layers of {', '.join(sorted(kinds))}",
-            fix="set context_parallel_size to 1",
-        )
+    kinds = set(getattr(config, "layer_types", None) or [every])
+    cap = f"attn_logit_softcapping: {getattr(config, 'attn_logit_softcapping', None)}"
+    checks = [
+        (not hasattr(model, SCALAR_HEAD), "a causal model of text", "a scalar head"),
+        (decoder is model.base_model, "a causal model of text", "a model that reads images"),
+        (not caps_scores(config), "attention without a cap on its scores", cap),
+        (
+            rotary_length(config) is None,
+            "rotary embeddings that do not change with the length",
+            "rope_type dynamic or longrope",
+        ),
+        (
+            kinds == {"full_attention"},
+            "full attention in every layer",
+            f"layers of {', '.join(sorted(kinds))}",
+        ),
+    ]
+    for passes, expected, got in checks:
+        if not passes:
+            raise ConfigError(
+                f"context parallelism cannot split {type(model).__name__}",
+                expected=expected,
+                got=got,
+                fix="set context_parallel_size to 1",
+            )
     AttentionInterface.register(_ATTENTION, _attend_to_whole_rows)
     decoder.config._attn_implementation = _ATTENTION
     for number, layer in enumerate(decoder.layers):

@@ -30,8 +30,14 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.packing.ranks import plan_shard
-from nemo_rl_core.errors import ModelError
-from nemo_rl_core.planning.model_parts import accepted, decoder_of, layers_of
+from nemo_rl_core.errors import DataError, ModelError
+from nemo_rl_core.planning.model_parts import (
+    accepted,
+    decoder_of,
+    independent_length,
+    layers_of,
+    reset_rotary,
+)
 
 _LOG = logging.getLogger(__name__)
 _PACKED = Microbatch(rows=((0,), (1, 2)), row_length=9)
@@ -59,6 +65,7 @@ class PackedModel(ABC):
     Attributes:
         shares_rows: Whether several sequences may be packed into one row; `refuse_unless_faithful`
             finds it out.
+        independent_length: The longest row of a micro-batch with several sequences; None for any.
         attention: As given.
         sharing: As given, until `refuse_unless_faithful` finds that the model does not compute
             shared prefixes as it computes sequences alone.
@@ -77,6 +84,7 @@ class PackedModel(ABC):
         self.attention = attention
         self.sharing = sharing
         self.shares_rows = shares_rows(model.config.to_dict())
+        self.independent_length = independent_length(model.config)
         self._reads_images = not self.shares_rows
         self._dtype = dtype
         self._mesh = mesh
@@ -175,6 +183,8 @@ class PackedModel(ABC):
             is_given = group is not None or packed.is_tree
             mask = packed_causal_mask(packed.last, group) if is_given else None
             boundaries = {"attention_mask": mask}
+        if self.independent_length is not None:
+            reset_rotary(self._decoder)
         with self._autocast():
             options = {"use_cache": False, **boundaries}
             if self.shares_rows:
@@ -399,6 +409,7 @@ class Microbatches:
         share_rows: bool,
         device: torch.device,
         sharing: PrefixSharing | None = None,
+        independent_length: int | None = None,
         packed: Packs | None = None,
     ) -> Iterator[MicrobatchPart]:
         """Yields the micro-batches of a shard, on a device.
@@ -413,13 +424,20 @@ class Microbatches:
             share_rows: Whether a row may hold several sequences.
             device: Device of the returned tensors.
             sharing: How prefixes may be packed once; None packs each sequence whole.
+            independent_length: The longest row of a micro-batch of several sequences; None for any.
             packed: As the method of a `PackedModel`; by default all tokens are wanted.
 
         Raises:
-            DataError: If a sequence of any data rank does not fit; raised on all ranks, since the
-                others would wait.
+            DataError: If a sequence of any data rank does not fit, or one of a pair needs a
+                separate micro-batch; raised on all ranks, since the others would wait.
         """
-        plan, most = agreed_plan(lambda: self._of_rank(batch, share_rows, sharing), self._largest)
+
+        def own_plan() -> list[Microbatch]:
+            plan = self._of_rank(batch, share_rows, sharing)
+            limit = independent_length
+            return plan if limit is None else _alone_beyond(limit, plan, batch)
+
+        plan, most = agreed_plan(own_plan, self._largest)
         packed = packed or _all_tokens
         for index in range(most):
             is_filler = index >= len(plan)
@@ -463,6 +481,28 @@ class Microbatches:
             )
             self._plans = {key: plan}
         return self._plans[key]
+
+
+def _alone_beyond(limit: int, plan: list[Microbatch], batch: BatchedDataDict) -> list[Microbatch]:
+    """The plan with micro-batches of one sequence for those in which a row exceeds the limit."""
+    lengths = batch["input_lengths"].tolist()
+    parts = []
+    for part in plan:
+        if part.row_length <= limit or len(part.indices) == 1:
+            parts.append(part)
+        elif "pair_ids" in batch:
+            raise DataError(
+                "this model computes pairs of long sequences one sequence at a time only",
+                expected=f"at most {limit} tokens in each sequence of a pair",
+                got=f"{part.row_length} tokens",
+                fix="cut these rows or leave them out: data.overlong: truncate or drop with "
+                f"data.max_sequence_tokens: {limit}",
+            )
+        else:
+            parts += [
+                Microbatch(rows=((each,),), row_length=lengths[each]) for each in part.indices
+            ]
+    return parts
 
 
 _FILLER = Microbatch(rows=((0,),), row_length=2)
