@@ -366,8 +366,11 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         seeded = BatchedDataDict({"seeds": row_seeds(seed, batch.size), **batch})
         longest = batch["input_ids"].shape[1] + max_new_tokens
         requests = read_requests(seeded, config, max_model_len=longest)
-        stops = {*model_stop_token_ids(folder, load_tokenizer(folder)), *stop_token_ids}
-        decoding = Decoding(requests, config, greedy=greedy, stop_token_ids=stops)
+        tokenizer = load_tokenizer(folder)
+        stops = {*model_stop_token_ids(folder, tokenizer), *stop_token_ids}
+        decoding = Decoding(
+            requests, config, greedy=greedy, stop_token_ids=stops, tokenizer=tokenizer
+        )
         completed = complete(model, requests, decoding, stop_token_ids=sorted(stops))
         return as_batch(requests, completed)
 
