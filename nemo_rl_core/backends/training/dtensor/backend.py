@@ -42,7 +42,10 @@ from nemo_rl_core.backends.training.dtensor.parallelize import (
 from nemo_rl_core.backends.training.dtensor.quantized import Precision, dequantized_weights
 from nemo_rl_core.backends.training.dtensor.saving import DTensorSaving
 from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
-from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
+from nemo_rl_core.backends.training.dtensor.tensor_parallel import (
+    check_tensor_parallel,
+    refused_forward,
+)
 from nemo_rl_core.backends.training.flash_attention import attention_choices
 from nemo_rl_core.backends.training.garbage import freeze_libraries
 from nemo_rl_core.backends.training.offload import PARTS, OffloadedState, optimizer_tensors
@@ -175,16 +178,24 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         )
 
     def _check(self, model: PackedModel) -> None:
+        name = type(model.model).__name__.removeprefix("FSDP")
         with full_precision(), in_high_precision(model.model):
             try:
                 model.refuse_unless_faithful()
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                if self._training.tensor_parallel_size > 1:
+                    raise refused_forward(name, error) from error
                 raise ModelError(
-                    f"{type(model.model).__name__} does not compute on a batch of token ids",
+                    f"{name} does not compute on a batch of token ids",
                     expected="a causal model of text, whose forward pass takes only input_ids",
                     got=f"{type(error).__name__}: {error}",
                     fix="choose another model",
                 ) from error
+            except RuntimeError as error:
+                # Shapes that do not fit; subclasses are errors of memory and communication.
+                if self._training.tensor_parallel_size == 1 or type(error) is not RuntimeError:
+                    raise
+                raise refused_forward(name, error) from error
         release(model.model)
 
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
