@@ -38,7 +38,8 @@ class SamplingConfig(FrozenConfig):
         top_k: Draws from so many likeliest tokens; None draws from all.
         repetition_penalty: Divides (or, where negative, multiplies) the logits of tokens that came
             before: Keskar et al. (2019), "CTRL".
-        stop_strings: End a completion where its text contains one; its tokens stay.
+        stop_strings: End a completion where its text contains one; its tokens stay. Special tokens,
+            such as `<|im_end|>`, are part of this text.
         num_engines: Copies of the model that share the rows of a batch. A recipe that does not say
             how many has as many as the GPUs of its cluster hold, and one without GPUs.
         placement: Where the engines run. `colocated`: on the trainer's GPUs, asleep while it

@@ -18,7 +18,12 @@ from nemo_rl_core.config.model import (
 )
 from nemo_rl_core.converters.folder_check import check_model_folder
 from nemo_rl_core.converters.gguf_model import download_gguf, read_gguf
-from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
+from nemo_rl_core.data.pretrained import (
+    PROCESSORS,
+    copy_processors,
+    load_tokenizer,
+    stop_token_ids,
+)
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.store import remote
@@ -180,6 +185,8 @@ def _write_float32(
     from nemo_rl_core.converters.float32_copy import copy_in_float32
 
     if folder is not None:
+        target.mkdir(parents=True, exist_ok=True)
+        copy_processors(folder, target)
         with waiting_for_files("writing the model", target):
             count = copy_in_float32(folder, target, called=called)
         if count is not None:
@@ -195,7 +202,8 @@ def _snapshot(name: str, commit: str | None) -> Path | None:
     """The folder of a model in the hub's cache, downloaded before; None if the hub has none."""
     from huggingface_hub import snapshot_download
 
-    wanted = ["config.json", "generation_config.json", f"{WEIGHTS}*", "model-*-of-*.safetensors"]
+    configs = ["config.json", "generation_config.json", *PROCESSORS]
+    wanted = [*configs, f"{WEIGHTS}*", "model-*-of-*.safetensors"]
     try:
         return Path(snapshot_download(name, revision=commit or "main", allow_patterns=wanted))
     # Named fault boundary: of names, tokens and networks transformers' own download tells more.

@@ -11,6 +11,8 @@ from nemo_rl_core.planning.model_parts import longest_sequence, rotary_length
 
 _COMPLETE_IN_FILE = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Old and new class names of tokenizers that tokenizer.json defines completely."""
+PROCESSORS = ("*processor_config.json", "audio_tokenizer_config.json", "chat_template.json")
+"""Files of transformers' processors; a chat template in another file is the tokenizer's."""
 
 
 def load_tokenizer(model_folder: Path, *, revision: str | None = None) -> Any:
@@ -71,7 +73,7 @@ def _is_complete_in_file(model_folder: Path) -> bool:
 
 
 def copy_description(source: Path, folder: Path, *, dtype: str | None = None) -> None:
-    """Copies all of a model folder except the weights: configs, tokenizer, template.
+    """Copies all of a model folder except the weights: configs, tokenizer, template, processors.
 
     Args:
         source: A transformers folder.
@@ -88,9 +90,17 @@ def copy_description(source: Path, folder: Path, *, dtype: str | None = None) ->
         config.dtype = dtype
     config.save_pretrained(folder)
     load_tokenizer(source).save_pretrained(folder)
+    copy_processors(source, folder)
     generation = source / "generation_config.json"
     if generation.exists():
         shutil.copyfile(generation, folder / generation.name)
+
+
+def copy_processors(source: Path, folder: Path) -> None:
+    """Copies how a model of images, video or sound prepares its inputs, with its chat template."""
+    for pattern in PROCESSORS:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
 
 
 def shares_rows(config: Mapping[str, Any]) -> bool:

@@ -98,6 +98,18 @@ def test_stop_strings_and_bounds_of_rows(
         assert ids == whole[: len(ids)]
 
 
+def test_special_tokens_are_stop_strings(engine: VllmGeneration, batch: BatchedDataDict) -> None:
+    starts = batch["input_lengths"].tolist()
+    plain = sequences(engine.generate(batch, greedy=False))
+    completions = [ids[start:] for ids, start in zip(plain, starts, strict=True)]
+    bos = 1
+    ends = [ids.index(bos) + 1 if bos in ids else len(ids) for ids in completions]
+    assert ends != list(map(len, completions))
+    stopping = BatchedDataDict({**batch, "stop_strings": [["<bos>"]] * len(starts)})
+    output = engine.generate(stopping, greedy=False)
+    assert output["generation_lengths"].tolist() == ends
+
+
 @pytest.mark.thorough
 def test_all_kinds_of_engines_agree_whatever_the_weights(
     engine: VllmGeneration,

@@ -117,7 +117,9 @@ class Decoding:
         # tokens.
         longest = max(map(len, strings)) + 1
         tail = self._tokens[row][-_MAX_TOKENS_PER_CHARACTER * longest :]
-        text = self._tokenizer.decode(tail, skip_special_tokens=True)
+        text = self._tokenizer.decode(
+            tail, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return any(string in text for string in strings)
 
     def completed(self) -> list[Completed]:

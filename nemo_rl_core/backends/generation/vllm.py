@@ -168,6 +168,8 @@ class VllmBackend(ReceivesWeights):
             ignore_eos=True,  # stop_token_ids are all tokens that end a completion
             stop=list(request.stop_strings),
             detokenize=bool(request.stop_strings),
+            skip_special_tokens=False,  # a stop string may be one
+            spaces_between_special_tokens=False,
             skip_clone=True,  # of what nobody else holds
         )
 

@@ -81,3 +81,17 @@ def test_options_of_sampling_and_further_stop_tokens(tiny_model: Path) -> None:
     assert stopped["generation_lengths"][0] == 1
     assert stopped["output_ids"][0, 4] == first
     assert not stopped["truncated"][0]
+
+
+def test_stop_strings_are_matched_with_the_models_tokenizer(tiny_model: Path) -> None:
+    backend, tokenizer = make_backend(tiny_model), load_tokenizer(tiny_model)
+    plain = backend.generate(make_prompts(), greedy=False, max_new_tokens=4, seed=3)
+    first = int(plain["output_ids"][0, len(PROMPTS[0])])
+    output = backend.generate(
+        make_prompts(),
+        greedy=False,
+        max_new_tokens=4,
+        seed=3,
+        stop_strings=[tokenizer.decode([first])],
+    )
+    assert output["generation_lengths"][0] == 1 < plain["generation_lengths"][0]

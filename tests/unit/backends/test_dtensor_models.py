@@ -13,18 +13,23 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
+    StableLmConfig,
 )
 
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.backends.training.dtensor.mesh import check_sizes
-from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
+from nemo_rl_core.backends.training.dtensor.tensor_parallel import (
+    apply_tensor_parallel,
+    check_tensor_parallel,
+)
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ConfigError
+from tests.model_types import tiny_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 19,
@@ -132,6 +137,32 @@ def test_heads_that_the_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
     AutoConfig.for_model("llama", **{**SIZES, "num_key_value_heads": 1}).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="num_key_value_heads = 1"):
         check_tensor_parallel(tmp_path, DTensorTraining(tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize("kind", ["diffllama", "granite_swa", "gpt_oss", "gpt2"])
+def test_weights_without_a_style_are_refused(kind: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(kind))
+    with pytest.raises(ConfigError, match="has no plan to split"):
+        apply_tensor_parallel(model, DTensorTraining(tensor_parallel_size=2), mesh=None)
+
+
+def refusal_of_setup(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        two_steps(folder, {"tensor_parallel_size": 2}, "lm")
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_attention_that_cannot_compute_with_a_part_of_the_heads_is_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    config = StableLmConfig(**{**SIZES, "head_dim": None})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    for said in run_ranks(refusal_of_setup, tmp_path, world_size=2):
+        assert "no plan that fits StableLmForCausalLM" in said
+        assert "set tensor_parallel_size to 1" in said
 
 
 def test_ranks_that_do_not_fill_the_axes_are_refused() -> None:

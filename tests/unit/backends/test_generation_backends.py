@@ -174,6 +174,21 @@ def test_stop_strings_and_bounds_of_rows(engines: Engines, tiny_model: Path, nam
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_special_tokens_are_stop_strings(engines: Engines, tiny_model: Path, name: str) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    batch = make_batch([1] * 8)
+    batch["seeds"] = torch.arange(8)
+    plain = engines(name).generate(batch, greedy=False)
+    completions = [ids[1:] for ids in sequences(plain)]
+    bos = tokenizer.bos_token_id
+    ends = [ids.index(bos) + 1 if bos in ids else len(ids) for ids in completions]
+    assert ends != list(map(len, completions))
+    batch["stop_strings"] = [["<bos>"]] * 8
+    output = engines(name).generate(batch, greedy=False)
+    assert output["generation_lengths"].tolist() == ends
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_new_weights_replace_all_of_the_old(
     engines: Engines, tiny_model: Path, tmp_path: Path, name: str
 ) -> None:

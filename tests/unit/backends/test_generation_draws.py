@@ -16,6 +16,7 @@ from nemo_rl_core.backends.decoding.requests import (
     row_seeds,
 )
 from nemo_rl_core.config.generation import HuggingFaceGenerationConfig, SamplingConfig
+from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, DataError
 
@@ -92,7 +93,7 @@ def test_a_rows_draws_know_nothing_of_other_rows(order: list[int], count: int) -
 class Letters:
     """Token 0 is a, 1 is b, and so on."""
 
-    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, tokens: list[int], **_: Any) -> str:
         return "".join("abcdef"[token] for token in tokens)
 
 
@@ -115,6 +116,36 @@ def test_a_row_ends_with_a_stop_token_a_stop_string_or_its_bound() -> None:
         ([1, 2, 3], False),
     ]
     assert state.ended.all()
+
+
+@pytest.mark.parametrize(
+    ("stop_string", "num_tokens"),
+    [
+        ("<bos>", 2),
+        ("<bos>2", 3),  # a special token before other text
+        ("1<bos>", 2),
+        ("<pad> ", 5),  # the space is an added token that is not special
+        (" ", 5),
+        ("<unk>", 8),
+        ("12", 7),  # not across the special token
+        ("<bos>1", None),
+    ],
+)
+def test_special_tokens_are_part_of_the_text_of_stop_strings(
+    stop_string: str, num_tokens: int | None
+) -> None:
+    tokenizer = build_arithmetic_tokenizer()
+    text = ["1", "<bos>", "2", "<pad>", " ", "12", "<unk>"]
+    tokens = tokenizer.encode("".join(text), add_special_tokens=False)
+    request = DecodingRequest([1], 0, len(tokens), (stop_string,))
+    state = Decoding(
+        [request], SamplingConfig(), greedy=True, stop_token_ids=[2], tokenizer=tokenizer
+    )
+    for token in tokens:
+        state.draw(torch.nn.functional.one_hot(torch.tensor([token]), len(tokenizer)).float())
+    (completion,) = state.completed()
+    expected = tokens if num_tokens is None else tokens[:num_tokens]
+    assert (completion.token_ids, completion.truncated) == (expected, num_tokens is None)
 
 
 def test_stop_strings_need_a_tokenizer() -> None:

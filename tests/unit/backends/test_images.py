@@ -1,5 +1,7 @@
 """Vision-language models: what the batch offers besides tokens reaches the model, row by row."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,22 @@ from transformers.core_model_loading import revert_weight_conversion
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
+from nemo_rl_core.config.model import PretrainedModel
 from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.converters.materialize import materialize
+from nemo_rl_core.data.pretrained import copy_description, copy_processors
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.errors import ModelError
 
 EPSILON = 1e-3  # as in test_dtensor.py: a gradient of rounding must not move a weight
 IMAGE, VISION_START = 20, 21
+PROCESSORS = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "audio_tokenizer_config.json",
+    "chat_template.json",
+)
 LENGTHS = [11, 8, 9, 7]
 PATCHES_PER_IMAGE, PATCH_VALUES = 16, 3 * 2 * 4 * 4  # 4 x 4 patches, merged into 4 tokens
 
@@ -84,6 +96,8 @@ def vision_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     )
     Qwen2VL(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    for name in PROCESSORS:
+        (folder / name).write_text(json.dumps({"of": name}))
     return folder
 
 
@@ -138,6 +152,24 @@ def test_steps_train_the_eyes_as_the_plain_loop_does(vision_model: Path, max_tok
     expected = revert_weight_conversion(model, dict(model.named_parameters()))
     for name, weight in backend.named_weights():
         torch.testing.assert_close(weight.cpu(), expected[name].detach(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("write", ["save", "materialize", "describe"])
+def test_processors_stay_with_the_model(
+    vision_model: Path, tiny_model: Path, tmp_path: Path, write: str
+) -> None:
+    target = tmp_path / "model"
+    if write == "save":
+        make_backend(vision_model).save_checkpoint(tmp_path)
+    elif write == "materialize":
+        shutil.copytree(tiny_model, source := tmp_path / "source")
+        copy_processors(vision_model, source)
+        materialize(PretrainedModel(name=str(source)), target, seed=0)
+    else:
+        target.mkdir()
+        copy_description(vision_model, target)
+    for name in PROCESSORS:
+        assert json.loads((target / name).read_text()) == {"of": name}
 
 
 def test_a_model_of_text_alone_is_given_no_images(tiny_model: Path) -> None:

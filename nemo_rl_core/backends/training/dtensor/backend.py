@@ -43,7 +43,10 @@ from nemo_rl_core.backends.training.dtensor.parallelize import (
 from nemo_rl_core.backends.training.dtensor.quantized import Precision, dequantized_weights
 from nemo_rl_core.backends.training.dtensor.saving import DTensorSaving
 from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
-from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
+from nemo_rl_core.backends.training.dtensor.tensor_parallel import (
+    check_tensor_parallel,
+    refused_forward,
+)
 from nemo_rl_core.backends.training.flash_attention import attention_choices
 from nemo_rl_core.backends.training.garbage import freeze_libraries
 from nemo_rl_core.backends.training.offload import PARTS, OffloadedState, optimizer_tensors
@@ -177,16 +180,24 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         )
 
     def _check(self, model: PackedModel) -> None:
+        name = type(model.model).__name__.removeprefix("FSDP")
         with full_precision(), in_high_precision(model.model):
             try:
                 model.refuse_unless_faithful()
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                if self._training.tensor_parallel_size > 1:
+                    raise refused_forward(name, error) from error
                 raise ModelError(
-                    f"{type(model.model).__name__} does not compute on a batch of token ids",
+                    f"{name} does not compute on a batch of token ids",
                     expected="a causal model of text, whose forward pass takes only input_ids",
                     got=f"{type(error).__name__}: {error}",
                     fix="choose another model",
                 ) from error
+            except RuntimeError as error:
+                # Shapes that do not fit; subclasses are errors of memory and communication.
+                if self._training.tensor_parallel_size == 1 or type(error) is not RuntimeError:
+                    raise
+                raise refused_forward(name, error) from error
         release(model.model)
 
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
@@ -368,10 +379,13 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         seeded = BatchedDataDict({"seeds": row_seeds(seed, batch.size), **batch})
         longest = batch["input_ids"].shape[1] + max_new_tokens
         requests = read_requests(seeded, config, max_model_len=longest)
-        stops = {*model_stop_token_ids(folder, load_tokenizer(folder)), *stop_token_ids}
+        tokenizer = load_tokenizer(folder)
+        stops = {*model_stop_token_ids(folder, tokenizer), *stop_token_ids}
         if self._pads is None:
             self._pads = pads_rows(model)
-        decoding_of = partial(Decoding, config=config, greedy=greedy, stop_token_ids=stops)
+        decoding_of = partial(
+            Decoding, config=config, greedy=greedy, stop_token_ids=stops, tokenizer=tokenizer
+        )
         completed = complete(
             model, requests, decoding_of, stop_token_ids=sorted(stops), pads=self._pads
         )

@@ -133,8 +133,8 @@ def _plan(model: Any, training: DTensorTraining) -> dict[str, ParallelStyle]:
             plan[name] = RowwiseParallel(output_layouts=residual)
         elif (style := _inside_layer(name, module, residual)) is not None:
             plan[name] = style
-        elif list(module.parameters(recurse=False)):
-            unknown.append(name)
+        if isinstance(plan.get(name), PrepareModuleInput | None):  # neither splits weights
+            unknown += [f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False)]
     if unknown:
         raise _unknown_layers(type(model).__name__, unknown)
     return plan
@@ -175,11 +175,21 @@ def _is_layer_norm(name: str, module: nn.Module) -> bool:
     return in_layer and bool(parameters) and all(weight.dim() == 1 for weight in parameters)
 
 
+def refused_forward(model: str, error: Exception) -> ConfigError:
+    """Returns the error for a model whose forward pass fails after its weights were split."""
+    return ConfigError(
+        f"tensor parallelism has no plan that fits {model}",
+        expected="attention and MLP that compute with the heads and columns of one rank",
+        got=f"{type(error).__name__}: {error}",
+        fix="set tensor_parallel_size to 1; more ranks can share the data",
+    )
+
+
 def _unknown_layers(model: str, names: list[str]) -> ConfigError:
     return ConfigError(
         f"tensor parallelism has no plan to split {model}",
         expected="attention and MLP of the Llama, Qwen2, Qwen3 or Gemma type",
-        got=f"{len(names)} other modules with weights, such as {', '.join(names[:3])}",
+        got=f"{len(names)} other weights, such as {', '.join(names[:3])}",
         fix="name a style for each linear layer in tensor_parallel_plan, such as "
         '{"*.fc1": colwise, "*.fc2": rowwise}, or set tensor_parallel_size to 1',
     )

@@ -78,7 +78,7 @@ def transformer_config(
     """Megatron's `TransformerConfig` for the architecture and the layout."""
     from megatron.core.transformer import TransformerConfig
 
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
         ffn_hidden_size=hf_config.intermediate_size,
@@ -95,6 +95,10 @@ def transformer_config(
         **backend_settings(training, dtype),
         **_experts(family, hf_config),
     )
+    # Softmax over the chosen experts equals renormalized softmax over all. The constructor refuses
+    # it for one expert per token, whose weight it makes 1.
+    config.moe_router_pre_softmax = not getattr(hf_config, "norm_topk_prob", True)
+    return config
 
 
 def _experts(family: Family, hf_config: Any) -> dict[str, Any]:
@@ -107,8 +111,7 @@ def _experts(family: Family, hf_config: Any) -> dict[str, Any]:
             int(is_sparse(hf_config, layer)) for layer in range(hf_config.num_hidden_layers)
         ],
         "moe_router_topk": hf_config.num_experts_per_tok,
-        # Softmax over the chosen experts equals renormalized softmax over all.
-        "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
+        "moe_router_pre_softmax": True,
         **expert_settings(),
     }
 

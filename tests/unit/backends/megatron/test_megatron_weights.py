@@ -17,6 +17,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.local_ranks import run_ranks
@@ -64,6 +65,14 @@ MODELS: dict[str, PreTrainedConfig] = {
     "mixtral": MixtralConfig(
         **SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
+}
+ONE_EXPERT = {**SHAPE, "num_hidden_layers": 2, "num_experts_per_tok": 1}
+ONE_EXPERT_MODELS: dict[str, PreTrainedConfig] = {
+    "mixtral": MixtralConfig(**ONE_EXPERT, num_local_experts=4, sliding_window=None),
+    "qwen3_moe": Qwen3MoeConfig(
+        **ONE_EXPERT, num_experts=4, moe_intermediate_size=16, norm_topk_prob=True
+    ),
+    "qwen3_moe-unnormed": Qwen3MoeConfig(**ONE_EXPERT, num_experts=4, moe_intermediate_size=16),
 }
 DENSE_LAYOUTS = {
     "1x1": MegatronTraining(),
@@ -181,3 +190,44 @@ def test_every_architecture_and_layout_equals_transformers(folders: dict[str, Pa
             assert found.num_weights >= 38, place
             assert found.logits_error < 1e-5, place
         assert len(results) == len(plan())
+
+
+def logits_and_gradients(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    from nemo_rl_core.backends.training.megatron.model import build_model
+    from nemo_rl_core.backends.training.megatron.topology import (
+        initialize_topology,
+        tear_down_topology,
+    )
+    from nemo_rl_core.backends.training.megatron.weights import iter_hf_weights, load_hf_weights
+
+    initialize_topology(MegatronTraining())
+    chunks = build_model(folder, MegatronTraining())
+    load_hf_weights(chunks, folder)
+    mask = torch.ones(1, 1, IDS.shape[1], IDS.shape[1]).triu(1).bool()
+    logits = chunks[0](IDS, torch.arange(IDS.shape[1])[None], mask)
+    logits.log_softmax(-1)[..., 3].sum().backward()
+    for parameter in chunks[0].parameters():
+        parameter.data = parameter.grad
+    gradients = {name: grad.clone() for name, grad in iter_hf_weights(chunks)}
+    tear_down_topology()
+    return logits.detach(), gradients
+
+
+@pytest.mark.parametrize("name", ONE_EXPERT_MODELS)
+def test_one_expert_per_token_has_the_logits_and_gradients_of_transformers(
+    tmp_path: Path, name: str
+) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ONE_EXPERT_MODELS[name]).eval()
+    model.save_pretrained(tmp_path)
+    logits, gradients = logits_and_gradients(tmp_path)
+    expected = model(input_ids=IDS).logits
+    expected.log_softmax(-1)[..., 3].sum().backward()
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    named = {name: weight.grad for name, weight in model.named_parameters()}
+    # Experts one by one, as they are published.
+    published = revert_weight_conversion(model, named)
+    assert gradients.keys() == published.keys()
+    scale = max(grad.abs().max() for grad in published.values())
+    for weight, grad in published.items():
+        torch.testing.assert_close(gradients[weight], grad, atol=1e-5 * scale, rtol=1e-5)
