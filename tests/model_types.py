@@ -110,6 +110,7 @@ _SIZES: dict[str, Any] = {
 }
 _SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "big_bird": {"attention_type": "original_full"},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3n_text": {
         "num_hidden_layers": 4,

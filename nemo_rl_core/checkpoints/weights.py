@@ -164,10 +164,17 @@ def keeps_float32(model: Any, name: str) -> bool:
 
 
 def rounded_weights(folder: Path, dtype: "torch.dtype") -> "Iterator[tuple[str, Tensor]]":
-    """The stored tensors of a causal model in a dtype, without those that stay in float32."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    """The stored tensors of a model in a dtype, without those that stay in float32."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+    )
 
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(AutoConfig.from_pretrained(folder)), None)
+    config = type(AutoConfig.from_pretrained(folder))
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(
+        config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(config, None)
+    )
     for name, tensor in stored_tensors(folder):
         yield name, tensor if kind and keeps_float32(kind, name) else tensor.to(dtype)
 

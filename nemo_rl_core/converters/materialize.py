@@ -21,11 +21,13 @@ from nemo_rl_core.converters.gguf_model import download_gguf, read_gguf
 from nemo_rl_core.data.pretrained import (
     PROCESSORS,
     copy_processors,
+    described,
     load_tokenizer,
     stop_token_ids,
 )
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.planning.model_parts import refuse_untrainable
 from nemo_rl_core.store import remote
 from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
@@ -185,6 +187,7 @@ def _write_float32(
     from nemo_rl_core.converters.float32_copy import copy_in_float32
 
     if folder is not None:
+        refuse_untrainable(described(folder), called=called)
         target.mkdir(parents=True, exist_ok=True)
         copy_processors(folder, target)
         with waiting_for_files("writing the model", target):

@@ -1,13 +1,64 @@
 """Parts of a transformers model by any name, and what it computes differently in long rows."""
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from nemo_rl_core.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
 
 
+_LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_BERTS = (
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+)
+_ROBERTAS = ("camembert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
+_ENCODERS: Final = (*_BERTS, *_ROBERTAS, "megatron-bert", "rembert", "roc_bert", "roformer")
+"""Types that are decoders only with `is_decoder: true`."""
+_UNTRAINABLE: Final = {
+    "hrm_text": "transformers cannot save it",
+    "prophetnet": "its forward pass takes more than token ids",
+    "rwkv": "its backward pass fails in transformers",
+    "xlm": "its tokens attend to later ones",
+    "xlnet": "its tokens attend to later ones",
+    "xlstm": "its backward pass fails in transformers",
+    "xmod": "its forward pass takes more than token ids",
+}
 _LENGTHS_OF_ROWS = ("index_topk", "attention_chunk_size")
+
+
+def refuse_untrainable(config: Mapping[str, Any], *, called: str) -> None:
+    """Refuses models that cannot be trained on tokens from left to right.
+
+    Args:
+        config: Contents of `config.json`.
+        called: Name of the model in the message.
+
+    Raises:
+        ModelError: Gives the reason and the fix.
+    """
+    kind = str(config.get("model_type"))
+    reason, fix = _UNTRAINABLE.get(kind), "choose another model"
+    if kind in _ENCODERS and not config.get("is_decoder"):
+        reason, fix = "its tokens attend to later ones", "set is_decoder: true in its config.json"
+    elif kind == "big_bird" and config.get("attention_type", "block_sparse") == "block_sparse":
+        reason = "it computes full attention once it has seen a short sequence"
+        fix = "set attention_type: original_full in its config.json"
+    if reason is not None:
+        raise ModelError(
+            f"{called} cannot be trained",
+            expected="a causal language model that transformers can train",
+            got=f"model_type {kind}: {reason}",
+            fix=fix,
+        )
 
 
 def decoder_of(model: Any) -> Any:
@@ -31,6 +82,12 @@ def layers_of(model: Any) -> "list[torch.nn.Module]":
     lists = [each for each in decoder_of(model).modules() if isinstance(each, torch.nn.ModuleList)]
     sizes = [sum(weight.numel() for weight in each.parameters()) for each in lists]
     return list(lists[sizes.index(max(sizes))]) if lists else []
+
+
+def caps_logits(config: Any) -> bool:
+    """Whether logits are capped after the head, as Gemma 2 caps them."""
+    text = config.get_text_config()
+    return any(getattr(text, name, None) is not None for name in _LOGIT_CAPS)
 
 
 def takes(module: Any, option: str) -> bool:

@@ -182,8 +182,13 @@ def _num_sparse_layers(model_type: str, config: Mapping[str, Any], layers: int) 
     return sum(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
-_MLP_WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size")
-"""Names that configs have for it; others are 4 times the hidden size by default."""
+_MLP_WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+"""Config keys of the MLP width; without any it is 4 times the hidden size."""
+
+
+def _mlp_width(text: Mapping[str, Any], hidden: int) -> int:
+    width = next((text[name] for name in _MLP_WIDTHS if text.get(name)), 4 * hidden)
+    return int(max(width) if isinstance(width, list | tuple) else width)
 
 
 def _by_meta_device(config: Mapping[str, Any]) -> ModelSizes:
@@ -211,8 +216,7 @@ def _by_meta_device(config: Mapping[str, Any]) -> ModelSizes:
         num_heads=heads,
         num_kv_heads=int(text.get("num_key_value_heads") or heads),
         head_size=_head_size(text, hidden, heads),
-        mlp_width=width
-        or next((int(text[name]) for name in _MLP_WIDTHS if text.get(name)), 4 * hidden),
+        mlp_width=width or _mlp_width(text, hidden),
         layer_weights=inside / count,
         expert_weights=in_experts / count,
         linear_weights=(inside - in_experts - vectors) / count,

@@ -39,7 +39,7 @@ from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.datasets.files import read_split
 from nemo_rl_core.data.lengths import refuse_long_rollouts
-from nemo_rl_core.data.pretrained import context_length, sampling_length
+from nemo_rl_core.data.pretrained import context_length, described, sampling_length
 from nemo_rl_core.data.row_kinds import kind_of_row
 from nemo_rl_core.distributed.virtual_cluster import resources_of_runs
 from nemo_rl_core.environments.contents import located_model
@@ -51,6 +51,7 @@ from nemo_rl_core.environments.needs import (
     refuse_incomplete_rows,
 )
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.planning.model_parts import refuse_untrainable
 from nemo_rl_core.store import remote
 from nemo_rl_core.store.aliases import Aliases
 from nemo_rl_core.store.store import Store
@@ -129,7 +130,7 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     experiment.training.data_parallel_size(experiment.cluster.num_workers)
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
-            check_pretrained(located_model(model).name)
+            _check_model(located_model(model).name)
     refuse_heads(experiment)
     if isinstance(experiment.training, DTensorTraining):
         require_torchao(experiment.training.float8)
@@ -155,6 +156,12 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     if experiment.evaluation is not None and _asks_questions(experiment):
         _check_evaluation(experiment, experiment.evaluation)
     check_size(experiment)
+
+
+def _check_model(name: str) -> None:
+    check_pretrained(name)
+    if (folder := Path(name).expanduser()).is_dir():
+        refuse_untrainable(described(folder), called=f"the model {name!r}")
 
 
 def _check_promotion(promotion: PromotionConfig | None) -> None:

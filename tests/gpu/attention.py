@@ -105,7 +105,7 @@ def step(packed: LogprobModel, batch: BatchedDataDict, plan: Microbatch) -> torc
 
 def computed(config: PreTrainedConfig, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     packed = packed_model(config, options)
-    packed.refuse_unless_faithful()
+    packed.choose_layout()
     logprobs = step(packed, *batch_of(AGREE, 512))
     gradients = {name: each.grad for name, each in packed.model.named_parameters()}
     return logprobs, {name: each for name, each in gradients.items() if each is not None}

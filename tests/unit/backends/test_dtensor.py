@@ -184,7 +184,7 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(head)
-    LogprobModel(model, temperature=1.0, dtype=dtype).refuse_unless_faithful()
+    LogprobModel(model, temperature=1.0, dtype=dtype).choose_layout()
 
     def double(module: object, args: object, output: object) -> object:
         output.logits = output.logits * 2
@@ -192,7 +192,7 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(
 
     model.register_forward_hook(double)
     with pytest.raises(ModelError, match="different logprobs from its hidden states"):
-        LogprobModel(model, temperature=1.0, dtype=dtype).refuse_unless_faithful()
+        LogprobModel(model, temperature=1.0, dtype=dtype).choose_layout()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -204,7 +204,7 @@ def test_a_cap_on_logits_is_refused_where_it_moves_them_beyond_rounding(
     with torch.no_grad():
         model.lm_head.weight.mul_(9 / model(input_ids=ids).logits.abs().max())
     policy = LogprobModel(model, temperature=1.0, dtype=dtype)
-    policy.refuse_unless_faithful()
+    policy.choose_layout()
 
     def capped(module: object, args: object, output: object) -> object:
         output.logits = 30 * torch.tanh(output.logits / 30)
@@ -212,7 +212,7 @@ def test_a_cap_on_logits_is_refused_where_it_moves_them_beyond_rounding(
 
     model.register_forward_hook(capped)
     with pytest.raises(ModelError, match="different logprobs from its hidden states"):
-        policy.refuse_unless_faithful()
+        policy.choose_layout()
 
 
 def test_a_reference_needs_a_folder(tiny_model: Path) -> None:

@@ -1,5 +1,6 @@
 """Types of models that differ in what the trainer asks of them, compared with a plain loop."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.hugging_face import HuggingFaceBackend
+from nemo_rl_core.backends.training.dtensor import attention
 from nemo_rl_core.backends.training.dtensor.context_parallel import apply_context_parallel
 from nemo_rl_core.checkpoints.weights import keeps_float32, rounded_weights
 from nemo_rl_core.config.generation import HuggingFaceGenerationConfig
@@ -17,7 +19,9 @@ from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ConfigError, DataError, ModelError
-from nemo_rl_core.planning.model_parts import independent_length
+from nemo_rl_core.planning.model_parts import independent_length, layers_of
+from tasks.platform.preflight import preflight
+from tasks.recipes.common import PipelineRecipe
 from tests.model_types import (
     BOUND,
     loaded,
@@ -53,12 +57,81 @@ def test_a_type_is_trained_as_by_a_plain_loop(kind: str, shares_rows: bool, tmp_
     assert trained.shares_rows is shares_rows
 
 
-@pytest.mark.parametrize("kind", ["xlnet", "prophetnet", "xmod"])
-def test_other_types_are_refused_by_name(kind: str, tmp_path: Path) -> None:
-    """Attention in both directions, another form of hidden states, a language for each batch."""
-    refused = outcome(kind, tmp_path).refused
-    assert refused.startswith("ModelError: ")
-    assert type(tiny_model(kind)).__name__ in refused
+_IN_BFLOAT16 = {"bloom": False, "lfm2": False, "xglm": False, "gemma2": True, "nanochat": True}
+
+
+def _chosen(folder: Path) -> tuple[bool, torch.dtype]:
+    backend = make_backend(folder, dtype="bfloat16", training=DTensorTraining())
+    layer = layers_of(backend._policy.model)[0]
+    dtypes: list[torch.dtype] = []
+    layer.register_forward_pre_hook(
+        lambda module, _: dtypes.append(next(module.parameters()).dtype)
+    )
+    backend.get_logprobs(make_batch())
+    return backend._policy.shares_rows, dtypes[-1]
+
+
+@pytest.mark.parametrize(("kind", "shares_rows"), _IN_BFLOAT16.items())
+def test_bfloat16_hides_no_sequences_that_affect_each_other(
+    kind: str, shares_rows: bool, tmp_path: Path
+) -> None:
+    """Nor does it make a sound model look wrong: rows are compared in float32."""
+    tiny_model(kind).save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path)
+    assert _chosen(tmp_path / "start")[0] is shares_rows
+
+
+def test_ranks_compare_in_float32_and_train_in_bfloat16(tmp_path: Path) -> None:
+    tiny_model("bloom").save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path)
+    chosen = run_ranks(partial(_chosen, tmp_path / "start"), world_size=2)
+    assert chosen == [(False, torch.bfloat16)] * 2
+
+
+def test_a_cap_is_seen_in_a_model_whose_logits_are_small(tmp_path: Path) -> None:
+    tiny_model("gemma2", final_logit_softcapping=1e4).save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path)
+    policy: Any = make_backend(tmp_path / "start")._policy
+    assert not policy._has_plain_head
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernel"), [("mamba", None), ("gemma4_text", None), ("modernbert-decoder", "varlen")]
+)
+def test_a_fast_kernel_is_chosen_only_for_what_it_computes(
+    kind: str, kernel: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No heads, heads of different sizes, and a class that calls its head the decoder."""
+    monkeypatch.setattr(attention, "why_not", lambda *_, **__: [])  # as on a GPU that has all
+    cuda, training = torch.device("cuda"), DTensorTraining()
+    model = tiny_model(kind)
+    packed = attention.packed_attention(model, training, dtype="bfloat16", device=cuda)
+    assert (packed and packed.kernel) == kernel
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("xlnet", {}, "its tokens attend to later ones"),
+        ("prophetnet", {}, "more than token ids"),
+        ("rwkv", {}, "its backward pass fails"),
+        ("bert", {"is_decoder": False}, "set is_decoder: true"),
+        ("big_bird", {"attention_type": "block_sparse"}, "set attention_type: original_full"),
+    ],
+)
+def test_types_that_cannot_be_trained_are_refused_before_anything_is_loaded(
+    kind: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    tiny_model(kind, **changes).save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path)
+    (tmp_path / "start" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=reason) as refused:
+        make_backend(tmp_path / "start")
+    assert f"model_type {kind}: " in refused.value.got
+    recipe = PipelineRecipe.model_validate({"model": {"name": str(tmp_path / "start")}})
+    tiny_model(kind, **changes).save_pretrained(tmp_path / "start")
+    with pytest.raises(ModelError, match=reason):
+        preflight({"config": recipe})
 
 
 @pytest.mark.parametrize(

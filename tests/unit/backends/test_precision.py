@@ -32,13 +32,13 @@ def test_a_recipe_chooses_and_the_check_at_the_start_is_in_full_precision(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    check = LogprobModel.refuse_unless_faithful
+    check = LogprobModel.choose_layout
 
     def noted(self: LogprobModel) -> None:
         seen.append(torch.get_float32_matmul_precision())
         check(self)
 
-    monkeypatch.setattr(LogprobModel, "refuse_unless_faithful", noted)
+    monkeypatch.setattr(LogprobModel, "choose_layout", noted)
     chosen = []
     settings: list[dict[str, Any]] = [{"float32_matmul_precision": "high"}, {}]
     for each in settings:  # the second in the same process, as of a later stage

@@ -25,6 +25,7 @@ from nemo_rl_core.checkpoints.weights import caps_scores
 from nemo_rl_core.config.training import DTensorTraining, kernel_wanted
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.errors import ConfigError, ModelError
+from nemo_rl_core.planning.model_parts import decoder_of
 
 _LOG = logging.getLogger(__name__)
 _LAYERS = {"full_attention", "sliding_attention"}
@@ -43,7 +44,7 @@ class PackedAttention:
         from transformers.masking_utils import sdpa_mask
 
         self.kernel = kernel
-        config = model.get_decoder().config
+        config = decoder_of(model).config
         name = f"packed_{kernel}"
         AttentionInterface.register(name, partial(_attend, kernel))
         AttentionMaskInterface.register(name, sdpa_mask)
@@ -147,29 +148,31 @@ def _reasons(
 ) -> list[str]:
     """What keeps a kernel from computing the model's attention over packed rows."""
     config = model.config.get_text_config()
-    found = why_not(
-        kernel,
-        device=device,
-        dtype=dtype,
-        head_sizes=_head_sizes(config),
-        windowed=_windows(config) != {None},
-    )
+    found = []
     if training.context_parallel_size > 1:
         found.append("context_parallel_size splits rows, for which attention gathers keys")
     if not shares_rows(model.config.to_dict()):
         found.append("the model reads images, so that rows are not packed")
-    own = model.get_decoder().config._attn_implementation
+    own = decoder_of(model).config._attn_implementation
     if own != "sdpa" and not str(own).startswith("packed_"):
         found.append(f"transformers computes this model with attention of its own, {own!r}")
     if not getattr(model, "_supports_attention_backend", False):
         found.append("the model hands no sequence boundaries on to its attention")
     if others := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
         found.append(f"layers of {', '.join(sorted(others))}")
+    if getattr(config, "is_heterogeneous", False):
+        found.append("layers of different shapes")
     if caps_scores(config):
         found.append("attn_logit_softcapping, which the kernels lack")
     if not getattr(config, "is_causal", True):
         found.append("attention in both directions")
-    return found
+    return found or why_not(
+        kernel,
+        device=device,
+        dtype=dtype,
+        head_sizes=_head_sizes(config),
+        windowed=_windows(config) != {None},
+    )
 
 
 def _heads(config: Any, dtype: torch.dtype, device: torch.device) -> Heads:

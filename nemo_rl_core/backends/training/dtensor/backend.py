@@ -19,6 +19,7 @@ from nemo_rl_core.backends.training.dtensor.float8 import in_high_precision, ref
 from nemo_rl_core.backends.training.dtensor.loading import (
     Head,
     as_published,
+    called,
     empty_model,
     finish_loading,
     load_model,
@@ -45,7 +46,6 @@ from nemo_rl_core.backends.training.dtensor.saving import DTensorSaving
 from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import (
     check_tensor_parallel,
-    refused_forward,
 )
 from nemo_rl_core.backends.training.flash_attention import attention_choices
 from nemo_rl_core.backends.training.garbage import freeze_libraries
@@ -58,7 +58,7 @@ from nemo_rl_core.backends.training.optimizers import (
 from nemo_rl_core.checkpoints.weights import keeps_float32
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.training import DTensorTraining
-from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.pretrained import described, load_tokenizer
 from nemo_rl_core.data.pretrained import stop_token_ids as model_stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.host_copy import numbers_of, to_host
@@ -68,6 +68,7 @@ from nemo_rl_core.distributed.step_times import step_time
 from nemo_rl_core.distributed.weight_sync import SendsWeights
 from nemo_rl_core.errors import ConfigError, ModelError
 from nemo_rl_core.functional.protocols import LossFunction
+from nemo_rl_core.planning.model_parts import refuse_untrainable
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 
@@ -133,6 +134,7 @@ class DTensorBackend(DTensorSaving, SendsWeights):
 
     def _load_unsharded(self, folder: Path, head: Head, *, weights: Precision = "full") -> Any:
         """The model with its weights, or without them if each rank reads a shard later."""
+        refuse_untrainable(described(folder), called=called(folder))
         check_tensor_parallel(folder, self._training)
         if self._mesh is None or weights != "full":
             return load_model(folder, head, weights=weights)
@@ -180,22 +182,27 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         )
 
     def _check(self, model: PackedModel) -> None:
-        name = type(model.model).__name__.removeprefix("FSDP")
+        name, training = type(model.model).__name__.removeprefix("FSDP"), self._training
         with full_precision(), in_high_precision(model.model):
             try:
-                model.refuse_unless_faithful()
+                model.choose_layout()
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                if self._training.tensor_parallel_size > 1:
+                if training.tensor_parallel_size > 1:
                     raise refused_forward(name, error) from error
+                fix = "choose another model"
+                if training.context_parallel_size > 1:
+                    fix = "set context_parallel_size to 1"
+                elif training.lora is not None:
+                    fix = "leave routers out of lora.target_modules, or choose another model"
                 raise ModelError(
                     f"{name} does not compute on a batch of token ids",
                     expected="a causal model of text, whose forward pass takes only input_ids",
                     got=f"{type(error).__name__}: {error}",
-                    fix="choose another model",
+                    fix=fix,
                 ) from error
             except RuntimeError as error:
                 # Shapes that do not fit; subclasses are errors of memory and communication.
-                if self._training.tensor_parallel_size == 1 or type(error) is not RuntimeError:
+                if training.tensor_parallel_size == 1 or type(error) is not RuntimeError:
                     raise
                 raise refused_forward(name, error) from error
         release(model.model)

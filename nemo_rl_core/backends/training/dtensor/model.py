@@ -35,6 +35,7 @@ from nemo_rl_core.functional.logprobs import (
     token_logprobs_within_budget,
     topk_logprobs_from_hidden,
 )
+from nemo_rl_core.planning.model_parts import caps_logits
 
 _LOG = logging.getLogger(__name__)
 
@@ -134,13 +135,13 @@ class LogprobModel(PackedModel):
         return scatter(found, packed.wanted, batch["token_mask"].shape)
 
     @torch.no_grad()
-    def refuse_unless_faithful(self) -> None:
-        """Compares logprobs with the model's own logits on three short sequences, and adapts.
+    def _compare(self) -> None:
+        """Compares logprobs with the model's own logits on three short sequences.
 
-        A model that scales or caps its logits gets the slower head of `_logits`, and one that does
-        not keep packed sequences apart a row for each sequence. What follows the decoder is
-        compared separately, on the same hidden states: there, bfloat16 only rounds the logits, so
-        the bound is tight.
+        If the model scales or caps its logits, its own forward pass computes them (`_logits`, which
+        is slower); if packed sequences affect each other, each gets a row. The head is compared
+        separately, on the same hidden states: there, bfloat16 only rounds the logits, so the bound
+        is tight.
 
         Raises:
             ModelError: If logprobs still differ.
@@ -174,13 +175,16 @@ class LogprobModel(PackedModel):
             values = [run_within(self.model, partial(self._after, *each)) for each in hidden]
             return torch.cat(values)[:, 0] - plain
 
-        if self._has_plain_head and not (
-            self._head.in_features == hidden[0][0].shape[-1]
-            and size_of(differences(), self._dtype) < bound
+        # A cap does not show in the small logits of a model that is not trained yet.
+        if self._has_plain_head and (
+            caps_logits(self.model.config)
+            or self._head.in_features != hidden[0][0].shape[-1]
+            or not size_of(differences(), self._dtype) < bound
         ):
             self._has_plain_head = False
-            _LOG.info(
-                "%s changes its outputs after the head: logits are computed by its own code",
+            _LOG.warning(
+                "%s transforms its logits after the head: its forward pass computes them, which is "
+                "slower",
                 type(self.model).__name__,
             )
         self._refuse_above(
@@ -290,7 +294,7 @@ class ScoreModel(PackedModel):
         super().save(folder, tokenizer, named_weights)
 
     @torch.no_grad()
-    def refuse_unless_faithful(self) -> None:
+    def _compare(self) -> None:
         """Compares packed scores with the model's own on three short sequences.
 
         A head of zeros would always agree, so the head has random weights during the comparison.

@@ -21,7 +21,7 @@ from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
 from nemo_rl_core.backends.training.dtensor.loading import save_model
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens, packed_tokens
-from nemo_rl_core.backends.training.dtensor.parallelize import run_within
+from nemo_rl_core.backends.training.dtensor.parallelize import gathered_in_float32, run_within
 from nemo_rl_core.backends.training.padded import cropped
 from nemo_rl_core.backends.training.rounding import rounding_bound, size_of
 from nemo_rl_core.config.model import DType
@@ -63,12 +63,12 @@ class PackedModel(ABC):
         sharing: How prefixes may be packed once; None packs each sequence whole.
 
     Attributes:
-        shares_rows: Whether several sequences may be packed into one row; `refuse_unless_faithful`
-            finds it out.
+        shares_rows: Whether several sequences may be packed into one row; known after
+            `choose_layout`.
         independent_length: The longest row of a micro-batch with several sequences; None for any.
         attention: As given.
-        sharing: As given, until `refuse_unless_faithful` finds that the model does not compute
-            shared prefixes as it computes sequences alone.
+        sharing: As given, until `choose_layout` finds that the model does not compute shared
+            prefixes as it computes separate sequences.
     """
 
     def __init__(
@@ -121,13 +121,28 @@ class PackedModel(ABC):
             with_boundaries=self.attention is not None,
         )
 
-    @abstractmethod
-    def refuse_unless_faithful(self) -> None:
-        """Compares outputs with the model's own forward pass, first of packed rows.
+    def choose_layout(self) -> None:
+        """Finds out what may share a row, by comparisons with the model's own forward pass.
+
+        They are made in float32, in which a small difference is not mistaken for rounding; in the
+        usual dtype where the attention kernel or quantized weights have no other.
 
         Raises:
-            ModelError: If they differ with a row for each sequence, too.
+            ModelError: If outputs differ even with a row for each sequence.
         """
+        if self.attention is not None or getattr(self.model, "is_quantized", False):
+            self._compare()
+            return
+        usual, self._dtype = self._dtype, "float32"
+        try:
+            with gathered_in_float32(self.model):
+                self._compare()
+        finally:
+            self._dtype = usual
+
+    @abstractmethod
+    def _compare(self) -> None:
+        """Sets `shares_rows`, `sharing` and, of a language model, the head."""
 
     def save(
         self, folder: Path, tokenizer: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
@@ -292,15 +307,15 @@ class PackedModel(ABC):
                 return
             self.shares_rows, self.sharing = False, None
             _LOG.warning(
-                "%s computes other values for sequences in one row, by %.3g, so that each has a "
-                "row, padded to the longest of its micro-batch",
+                "%s gives different values when sequences share a row (by %.3g): each gets a "
+                "separate row, padded to the longest of its micro-batch",
                 name,
                 size,
             )
         self._refuse_above(
             self._bound(read, batch, _APART),
             differences(read(batch, self.packed(batch, _APART))),
-            "outputs for sequences that padding follows",
+            "outputs for sequences padded on the right",
             fix="choose a model whose tokens attend to earlier ones only; for an encoder, set "
             "is_decoder: true in its config.json",
         )

@@ -1,5 +1,7 @@
 """Parallelization of a single-device model over the ranks, in one ordered function."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -120,6 +122,36 @@ def release(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def gathered_in_float32(model: Any) -> Iterator[None]:
+    """Has ranks gather weights in float32, for comparisons before training.
+
+    FSDP2 fixes the dtype when it sets up a group of weights, so each group is set up again.
+    """
+    groups = [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
+    policies = [group.mp_policy for group in groups]
+    _set_up_groups(model, groups, [MixedPrecisionPolicy() for _ in groups])
+    try:
+        yield
+    finally:
+        _set_up_groups(model, groups, policies)
+
+
+def _set_up_groups(model: Any, groups: list[Any], policies: list[MixedPrecisionPolicy]) -> None:
+    release(model)
+    for group, policy in zip(groups, policies, strict=True):
+        group.mp_policy = policy
+        group._init_mp_dtypes()
+        for parameter in group.fsdp_params:
+            parameter.all_gather_outputs = []  # of the other dtype
+            vars(parameter).pop("_unsharded_param", None)
 
 
 def sync_gradients(model: Any, training: DTensorTraining, *, is_last: bool) -> None:
