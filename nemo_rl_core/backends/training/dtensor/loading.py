@@ -10,7 +10,7 @@ import torch
 from nemo_rl_core.backends.training.dtensor.quantized import Precision, loading_options
 from nemo_rl_core.checkpoints.tensors import save_weights
 from nemo_rl_core.checkpoints.weights import choose_attention, load_pretrained, refuse_wrong_weights
-from nemo_rl_core.data.pretrained import described, load_tokenizer, stop_token_ids
+from nemo_rl_core.data.pretrained import copy_processors, described, load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.gathered_writes import write_on_rank_0
 from nemo_rl_core.errors import ModelError
 
@@ -174,15 +174,20 @@ def _refuse_other_heads(model: Any, folder: Path) -> None:
 
 
 def save_model(
-    folder: Path, model: Any, tokenizer: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
+    folder: Path,
+    model: Any,
+    source: Path,
+    tokenizer: Any,
+    named_weights: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Writes config, tokenizer and weights in the layout of `from_pretrained`.
+    """Writes config, tokenizer, processors and weights in the layout of `from_pretrained`.
 
     The model's `save_pretrained` is not used, since it gathers all weights before writing.
 
     Args:
         folder: Created by rank 0, the only writer.
         model: A transformers model, sharded or not.
+        source: The folder with the model's processors, if it has any.
         tokenizer: The model's tokenizer.
         named_weights: Whole tensors under the names of `as_published`, tied ones once. Every rank
             iterates to the end, since gathering is a collective.
@@ -201,6 +206,7 @@ def save_model(
             # Unlike save_pretrained, this takes configs as they are published, such as Vicuna's.
             model.generation_config.to_json_file(folder / "generation_config.json")
         tokenizer.save_pretrained(folder)
+        copy_processors(source, folder)
         save_weights(folder, gathered)
 
     write_on_rank_0(named_weights, write)

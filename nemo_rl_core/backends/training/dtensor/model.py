@@ -286,12 +286,16 @@ class ScoreModel(PackedModel):
         return valid_tokens(batch)
 
     def save(
-        self, folder: Path, tokenizer: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
+        self,
+        folder: Path,
+        source: Path,
+        tokenizer: Any,
+        named_weights: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
         """Writes the transformers folder, with the padding token that the model ignores."""
         pad = self.model.config.get_text_config().pad_token_id
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
-        super().save(folder, tokenizer, named_weights)
+        super().save(folder, source, tokenizer, named_weights)
 
     @torch.no_grad()
     def _compare(self) -> None:

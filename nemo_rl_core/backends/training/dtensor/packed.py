@@ -145,10 +145,14 @@ class PackedModel(ABC):
         """Sets `shares_rows`, `sharing` and, of a language model, the head."""
 
     def save(
-        self, folder: Path, tokenizer: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
+        self,
+        folder: Path,
+        source: Path,
+        tokenizer: Any,
+        named_weights: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
         """Writes the model as a transformers folder; see `save_model`."""
-        save_model(folder, self.model, tokenizer, named_weights)
+        save_model(folder, self.model, source, tokenizer, named_weights)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._dtype == "float32":

@@ -17,8 +17,7 @@ from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
 from nemo_rl_core.checkpoints.weight_files import distinct
 from nemo_rl_core.checkpoints.weights import refuse_wrong_weights
 from nemo_rl_core.checkpoints.written_files import WrittenFile
-from nemo_rl_core.data.pretrained import copy_processors, load_tokenizer
-from nemo_rl_core.distributed.gathered_writes import write_on_rank_0
+from nemo_rl_core.data.pretrained import load_tokenizer
 
 if TYPE_CHECKING:
     from nemo_rl_core.backends.training.base import TrainingSetup
@@ -54,10 +53,8 @@ class DTensorSaving:
     def start_checkpoint(self, path: Path) -> None:
         """As `save_checkpoint`, but the trainer's state is written while training continues."""
         self._memory.restore("weights", "optimizer")
-        tokenizer = load_tokenizer(self._setup.model_folder)
-        self._policy.save(path / "model", tokenizer, self.named_weights())
-        source, target = self._setup.model_folder, path / "model"
-        write_on_rank_0([], lambda _: copy_processors(source, target))
+        source = self._setup.model_folder
+        self._policy.save(path / "model", source, load_tokenizer(source), self.named_weights())
         (path / "trainer").mkdir(exist_ok=True)
         if self._adapters:
             self._adapters.save(path / "trainer")
