@@ -6,6 +6,7 @@ once when a tensor is read. The names that a model expects are in
 `backends.training.dtensor.shards.check_weights`, since they need the model.
 """
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,6 +129,8 @@ def load_pretrained(
         _refuse_damaged_files(folder)
         if "quantization_config" in options:  # 4 or 8 bits do not show NaN or infinity
             require_finite(called, stored_tensors(folder))
+        else:
+            options |= _dequantizing(folder, called)
     try:
         model, report = kind.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -188,6 +191,21 @@ def choose_attention(model: Any) -> None:
 def caps_scores(config: Any) -> bool:
     """Whether a config caps attention scores, as that of Gemma 2 does."""
     return getattr(config, "attn_logit_softcapping", None) is not None
+
+
+def _dequantizing(folder: Path, called: str) -> dict[str, Any]:
+    """Options of `from_pretrained` that dequantize FP8 and FP4, also where there is a GPU."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise unreadable(called, error) from error
+    declared = config.get("quantization_config") or {}
+    if declared.get("quant_method") not in ("fp8", "mxfp4"):
+        return {}
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    options = AutoQuantizationConfig.from_dict({**declared, "dequantize": True})
+    return {"quantization_config": options}
 
 
 def _refuse_damaged_files(folder: Path) -> None:

@@ -1,5 +1,7 @@
 """Weights read by slices: equal to the bit to those of whole loading, in a share of the memory."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,64 @@ def test_a_filled_model_is_the_loaded_one(
         model.save_pretrained(tmp_path / name)
     for file in (tmp_path / "whole").iterdir():
         assert file.read_bytes() == (tmp_path / "found" / file.name).read_bytes(), file.name
+
+
+def in_fp8(folder: Path, target: Path) -> Path:
+    """The model with its projections in FP8, in blocks of 8 x 16 with a scale each."""
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.index.json"))
+    tensors = {}
+    for file in sorted(target.glob("*.safetensors")):
+        tensors |= load_tensors(file)
+        file.unlink()
+    for name, tensor in list(tensors.items()):
+        if name.endswith("_proj.weight"):
+            rows, columns = tensor.shape
+            blocks = tensor.reshape(rows // 8, 8, columns // 16, 16)
+            scales = blocks.abs().amax(dim=(1, 3)) / 448
+            rounded = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+            tensors[name] = rounded.reshape(rows, columns)
+            tensors[f"{name}_scale_inv"] = scales
+    save_tensors(target / "model.safetensors", tensors, metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 16]}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+@pytest.mark.parametrize("kind", ["tied", "experts"])
+def test_fp8_weights_are_read_by_slices_as_transformers_reads_them(
+    folders: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    folder = in_fp8(folders[kind], tmp_path / "fp8")
+    whole, found = load_model(folder, "lm"), filled(folder, "lm")
+    expected, actual = whole.state_dict(), found.state_dict()
+    assert list(expected) == list(actual)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(actual[name], load_model(folders[kind], "lm").get_parameter(name))
+    for model in (whole, found):  # so that it is not saved as quantized
+        assert not hasattr(model.config, "quantization_config")
+
+
+def test_weights_quantized_otherwise_are_refused_by_name(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = in_fp8(folders["tied"], tmp_path / "awq")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "awq"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"several ranks(.|\n)*quant_method: awq"):
+        filled(folder, "lm")
+
+
+def test_fp8_weights_are_dequantized_beside_a_gpu(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = in_fp8(folders["tied"], tmp_path / "fp8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    model = load_model(folder, "lm")
+    assert {weight.dtype for weight in model.state_dict().values()} == {torch.float32}
 
 
 def test_adapters_over_an_empty_model_are_those_over_the_loaded_one(

@@ -113,6 +113,8 @@ def empty_model(folder: Path, head: Head) -> Any:
     is_scalar = head == "scalar"
     config = _scalar_config(folder) if is_scalar else AutoConfig.from_pretrained(folder)
     kind = _scalar_class(folder, config) if is_scalar else _causal_class(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the folder; the model is in float32
     with init_empty_weights():
         model = kind.from_config(config, dtype=torch.float32)
     model.tie_weights()  # accelerate creates a new parameter at each use

@@ -1,15 +1,19 @@
-"""Loading and dequantization of frozen 8- or 4-bit weights with bitsandbytes."""
+"""Quantized weights: frozen ones of bitsandbytes, and dequantization of published FP8."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from nemo_rl_core.backends.training.optimizers import require_bitsandbytes
+from nemo_rl_core.data.pretrained import described
 from nemo_rl_core.distributed.process_group import world_size
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import ConfigError, ModelError
 
 Precision = Literal["full", "8bit", "4bit"]
+_SCALES = "_scale_inv"
+"""End of the name of an FP8 weight's scales, as DeepSeek publishes them."""
 
 
 def loading_options(weights: Precision) -> dict[str, Any]:
@@ -61,3 +65,44 @@ def dequantized_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if type(tensor).__name__ in {"Params4bit", "Int8Params"} and leaf == "weight":
             tensor = dequantize_module_weight(model.get_submodule(owner))
         yield name, tensor.detach().float()
+
+
+def dequantized_slices(folder: Path, stored: dict[str, Any]) -> dict[str, Any]:
+    """Replaces the FP8 weights of a folder, and their scales, by float32 weights.
+
+    Args:
+        folder: A transformers folder, quantized or not.
+        stored: Its safetensors slices by name.
+
+    Raises:
+        ModelError: If the folder is quantized by another method.
+    """
+    declared = described(folder).get("quantization_config")
+    if declared is None:
+        return stored
+    if (method := declared.get("quant_method")) != "fp8":
+        raise ModelError(
+            f"several ranks cannot read the quantized weights of {folder.name!r}",
+            expected="weights that are not quantized, or quant_method: fp8",
+            got=f"quant_method: {method}",
+            fix="train on one rank, or on a float32 copy: "
+            "nemo_rl_core.converters.materialize.materialize writes one",
+        )
+    weights = {name: each for name, each in stored.items() if not name.endswith(_SCALES)}
+    scaled = [name for name in weights if name + _SCALES in stored]
+    return weights | {n: _DequantizedSlice(weights[n], stored[n + _SCALES]) for n in scaled}
+
+
+class _DequantizedSlice:
+    """An FP8 weight with its scales, as a safetensors slice; a part needs the complete weight."""
+
+    def __init__(self, weight: Any, scales: Any) -> None:
+        self._weight, self._scales = weight, scales
+        self.get_shape = weight.get_shape
+
+    def __getitem__(self, part: Any) -> torch.Tensor:
+        from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+        dequantize = Fp8Dequantize(None)._dequantize_one
+        weight: torch.Tensor = dequantize(self._weight[...], self._scales[...], torch.float32)
+        return weight[part]

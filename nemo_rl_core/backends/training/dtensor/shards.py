@@ -24,6 +24,7 @@ from nemo_rl_core.backends.training.dtensor.matching import (
     plan,
     stored_slices,
 )
+from nemo_rl_core.backends.training.dtensor.quantized import dequantized_slices
 from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.errors import ModelError
 
@@ -82,13 +83,13 @@ def fill_from_folder(model: Any, folder: Path) -> set[str]:
         Names of parameters and buffers that the folder lacks; they are unchanged.
 
     Raises:
-        ModelError: If it has no such files, or weights that are surplus, of another shape or, in
-            this rank's shards, not finite.
+        ModelError: If it has no such files, quantized weights other than FP8, or weights that are
+            surplus, of another shape or, in this rank's shards, not finite.
     """
     own = own_weights(model)
     filled: dict[int, str] = {}
     with ExitStack() as files:
-        stored = stored_slices(folder, files)
+        stored = dequantized_slices(folder, stored_slices(folder, files))
         shapes = {name: tuple(each.get_shape()) for name, each in stored.items()}
         may_have = partial(is_spare_head, folder)
         missing = missing_weights(model, shapes, called(folder), may_have=may_have)
