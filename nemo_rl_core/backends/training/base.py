@@ -1,5 +1,6 @@
 """Interface of training backends, and their registry."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,11 +26,21 @@ from nemo_rl_core.registry import Registry
 from nemo_rl_core.telemetry.model_flops import model_shape
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
+_LOG = logging.getLogger(__name__)
 B = TypeVar("B", bound=Any)
 
 _LAYERS_WITH_ATTENTION = {"full_attention", "sliding_attention"}
 _COST_OF_MASKED_PAIRS = 2.0
 """Time for a pair in attention with a mask, over that of as many FLOPs in a linear layer (CPUs)."""
+
+
+def warn_of_balancing_loss(hf_config: Any) -> None:
+    """Logs that no backend trains the load-balancing loss of experts, if the config asks for it."""
+    if getattr(hf_config.get_text_config(), "output_router_logits", False):
+        _LOG.warning(
+            "the load-balancing loss of experts, which output_router_logits asks for in "
+            "config.json, is not trained: the loss of a step is the algorithm's"
+        )
 
 
 @dataclass(frozen=True)

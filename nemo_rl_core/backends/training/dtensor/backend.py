@@ -11,7 +11,11 @@ import torch
 from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import as_batch, read_requests, row_seeds
 from nemo_rl_core.backends.decoding.transformers_loop import complete, pads_rows
-from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
+from nemo_rl_core.backends.training.base import (
+    TrainingSetup,
+    allowed_sharing,
+    warn_of_balancing_loss,
+)
 from nemo_rl_core.backends.training.determinism import compute_deterministically, full_precision
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention, packed_attention
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
@@ -94,6 +98,7 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         self._num_updates = 0
         self._policy: PackedModel
         model = self._trainable()
+        warn_of_balancing_loss(model.config)
         self._policy = (
             ScoreModel(
                 model,

@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
+from nemo_rl_core.backends.training.base import (
+    TrainingSetup,
+    allowed_sharing,
+    warn_of_balancing_loss,
+)
 from nemo_rl_core.backends.training.determinism import compute_deterministically, full_precision
 from nemo_rl_core.backends.training.flash_attention import attention_choices
 from nemo_rl_core.backends.training.garbage import freeze_libraries
@@ -96,6 +100,7 @@ class MegatronBackend(SendsWeights):
                 device=self._device,
                 fused=has_transformer_engine(),
             )
+        warn_of_balancing_loss(self._models[0].hf_config)
         load_hf_weights(self._models, setup.model_folder)
         self._chunks = wrap(self._models)
         self._optimizer = make_optimizer(self._chunks, setup.optimizer, self.sent_dtype)
