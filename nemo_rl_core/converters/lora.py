@@ -1,43 +1,58 @@
 """Merging of a peft adapter into its base model."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nemo_rl_core.backends.training.dtensor.loading import empty_model
-from nemo_rl_core.backends.training.dtensor.lora import merged
-from nemo_rl_core.backends.training.dtensor.matching import check_folder
+from nemo_rl_core.backends.training.dtensor.lora import merged, tied_head
+from nemo_rl_core.backends.training.dtensor.matching import (
+    check_folder,
+    own_weights,
+    plain_name,
+    plan,
+)
 from nemo_rl_core.checkpoints.tensors import DEFAULT_SHARD_BYTES, save_weights
+from nemo_rl_core.checkpoints.weight_files import first_names
 from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.converters.folders import StoredWeights, new_folder, require_folder
 from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.errors import ModelError
 
 _PEFT = "base_model.model."
-# Options that change the arithmetic, unless they are None, False or empty.
-_NOT_PLAIN = (
-    "alpha_pattern",
+_HALVES = ("lora_A", "lora_B")
+# Options of peft's LoraConfig that the merged weights do not depend on, besides their tensors. As
+# in peft, the class of a layer decides whether it is stored transposed, not `fan_in_fan_out`.
+_WITHOUT_EFFECT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "exclude_modules",
     "fan_in_fan_out",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "target_parameters",
-    "use_dora",
-    "use_rslora",
-)
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "peft_version",
+    "revision",
+    "target_modules",
+    "task_type",
+}
+_READ = {"lora_alpha", "peft_type", "r", "use_rslora"}
+# Other initialisations change the base's weights before training.
+_PLAIN_STARTS = (True, "gaussian", "orthogonal")
 
 
 def merge_lora(
     adapter: Path, base: Path, target: Path, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES
 ) -> int:
-    """Writes `W + alpha / rank * B A` for every adapted weight, and all others unchanged.
+    """Writes `W + scaling * B A` for every adapted weight, and all others unchanged.
 
-    Computed in float32, as in the trainer, and stored in the dtype of the base's tensor. Memory
-    holds the adapter and the tensors of one file.
+    `scaling` is `alpha / rank`, or `alpha / sqrt(rank)` with `use_rslora`. Computed in float32, as
+    in the trainer, and stored in the dtype of the base's tensor. Memory holds the adapter and the
+    tensors of one file.
 
     Args:
         adapter: `adapter_config.json` and `adapter_model.safetensors`, as peft writes them.
@@ -49,79 +64,120 @@ def merge_lora(
         The number of adapted weights.
 
     Raises:
-        ModelError: If the adapter is not plain LoRA or does not fit the base, or if either has
-            weights that are missing, surplus, misshapen or not finite.
+        ModelError: If the adapter is not plain LoRA, adapts a head that shares its weight with the
+            embedding, or does not fit the base, or if either has weights that are missing, surplus,
+            misshapen or not finite.
         StoreError: If the target exists, or writing fails.
     """
     from safetensors.torch import load_file
 
     require_folder(adapter, "adapter_config.json", "adapter_model.safetensors")
-    scaling = _scaling(adapter)
-    adapters = load_file(adapter / "adapter_model.safetensors")
-    require_finite(f"the adapter {adapter}", adapters.items())
-    check_folder(empty_model(base, "lm"), base)
+    config: dict[str, Any] = json.loads((adapter / "adapter_config.json").read_text())
+    _refuse_other_arithmetic(adapter, config)
+    rank = int(config["r"])
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    require_finite(f"the adapter {adapter}", tensors.items())
+    adapters = {name.removeprefix(_PEFT): tensor for name, tensor in tensors.items()}
+    model = empty_model(base, "lm")
+    check_folder(model, base)
     stored = StoredWeights(base)
-    modules = _modules(adapters, stored)
+    adapted, transposed = _adapted(adapters, model, stored, rank=rank)
     with new_folder(target) as folder:
         copy_description(base, folder)
-        weights = merged(_interleaved(stored, adapters, modules), scaling=scaling)
+        weights = merged(
+            _interleaved(stored, adapters, adapted),
+            adapted=adapted,
+            scaling=float(config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank),
+            transposed=transposed,
+        )
         typed = ((name, tensor.to(stored.dtype(name))) for name, tensor in weights)
         save_weights(folder, typed, max_shard_bytes=max_shard_bytes)
-    return len(modules)
+    return len(adapted)
 
 
-def _scaling(adapter: Path) -> float:
-    config: dict[str, Any] = json.loads((adapter / "adapter_config.json").read_text())
-    wrong = {name: config[name] for name in _NOT_PLAIN if config.get(name)}
+def _refuse_other_arithmetic(adapter: Path, config: Mapping[str, Any]) -> None:
+    from peft import LoraConfig
+
+    plain: dict[str, Any] = LoraConfig().to_dict()  # type: ignore[no-untyped-call]
+    # A linear layer's weight may be named as well as the layer.
+    others = [n for n in config.get("target_parameters") or () if not n.endswith(".weight")]
+    wrong = {
+        name: value
+        for name, value in {**config, "target_parameters": others}.items()
+        if value and name not in _WITHOUT_EFFECT | _READ and value != plain.get(name)
+    }
+    if wrong.get("init_lora_weights") in _PLAIN_STARTS:
+        del wrong["init_lora_weights"]
     if config.get("peft_type") != "LORA":
-        wrong["peft_type"] = config.get("peft_type")
-    if config.get("init_lora_weights") not in (None, True, False, "gaussian"):
-        # Other initialisations change the base's weights before training.
-        wrong["init_lora_weights"] = config["init_lora_weights"]
+        wrong = {"peft_type": config.get("peft_type"), **wrong}
     if wrong:
         raise ModelError(
             f"the adapter {adapter} cannot be merged",
-            expected="plain LoRA: W + alpha / rank * B A",
+            expected="plain LoRA of linear layers: W + scaling * B A",
             got=", ".join(f"{name}={value}" for name, value in wrong.items())[:200],
-            fix="merge it with peft's own merge_and_unload",
+            fix="merge it with peft's own merge_and_unload, if that takes it",
         )
-    return float(config["lora_alpha"]) / float(config["r"])
 
 
-def _modules(adapters: dict[str, torch.Tensor], stored: StoredWeights) -> set[str]:
-    """Names of the adapted layers; checks that every adapter tensor belongs to one."""
-    halves = {
-        half: {
-            name.removeprefix(_PEFT).removesuffix(f".{half}.weight")
-            for name in adapters
-            if name.startswith(_PEFT) and name.endswith(f".{half}.weight")
-        }
-        for half in ("lora_A", "lora_B")
+def _adapted(
+    adapters: Mapping[str, torch.Tensor], model: Any, stored: StoredWeights, *, rank: int
+) -> tuple[dict[str, str], set[str]]:
+    """Stored names of the adapted weights by layer, and which of them are stored transposed.
+
+    With an adapter of the head, peft writes the head's weight, too.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    described = {name: torch.empty(0, device="meta") for name in stored.names}
+    own = own_weights(model)
+    sources, _, _ = plan(model, own, described)
+    conv = {name for name, part in model.named_modules() if isinstance(part, Conv1D)}
+    first, second = (f".{half}.weight" for half in _HALVES)
+    layers = {name.removesuffix(first) for name in adapters if name.endswith(first)}
+    if (tied := tied_head(model)) in layers:
+        raise ModelError(
+            "the adapter of the head would change the embedding, which shares its weight",
+            expected="an adapter without the head, or a base whose embedding has its own weight",
+            got=f"an adapter of {tied}",
+            fix="save the base with tie_word_embeddings: false, and merge into that",
+        )
+    adapted: dict[str, str] = {}
+    for layer in layers:
+        # Experts of a checkpoint are one weight of the model.
+        name = sources.get(f"{layer}.weight", f"{layer}.weight")
+        if name in stored.names:
+            shape = stored.shape(name)[:: -1 if layer in conv else 1]
+            down, up = (adapters.get(layer + half, torch.empty(0)) for half in (first, second))
+            if (*up.shape, *down.shape) == (shape[0], rank, rank, *shape[1:]):
+                adapted[layer] = name
+    halves = {layer + half for layer in adapted for half in (first, second)}
+    copies = {
+        name
+        for name, tensor in adapters.items()
+        if (source := sources.get(plain_name(name)))
+        and torch.equal(tensor, stored.read(source).to(tensor.dtype))
     }
-    modules = halves["lora_A"] & halves["lora_B"]
-    known = {module for module in modules if f"{module}.weight" in stored.names}
-    if 2 * len(known) != len(adapters) or not known:
-        unexpected = sorted(modules - known) or sorted(
-            name for name in adapters if not any(module in name for module in known)
-        )
+    unexpected = adapters.keys() - halves - copies
+    if unexpected or not adapted:
         raise ModelError(
             "the adapter does not belong to the base",
-            expected="lora_A and lora_B of weights that the base has",
-            got=f"{len(adapters)} tensors, for {len(known)} weights of the base; unexpected: "
-            f"{', '.join(unexpected[:3]) or 'none'}",
-            fix="name the model that the adapter was trained over",
+            expected=f"lora_A [{rank}, in] and lora_B [out, {rank}] of linear layers of the base",
+            got=f"unexpected: {first_names(sorted(unexpected)) or 'none'}",
+            fix="name the model that the adapter was trained over; if it adapts other layers, "
+            "merge it with peft's own merge_and_unload",
         )
-    return known
+    return adapted, {adapted[layer] for layer in conv & adapted.keys()}
 
 
 def _interleaved(
-    stored: StoredWeights, adapters: dict[str, torch.Tensor], modules: set[str]
+    stored: StoredWeights, adapters: Mapping[str, torch.Tensor], adapted: Mapping[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    layer_of = {weight: layer for layer, weight in adapted.items()}
     for name in stored.names:
-        module = name.removesuffix(".weight")
-        if name.endswith(".weight") and module in modules:
-            yield f"{module}.base_layer.weight", stored.read(name).float()
-            for half in ("lora_A", "lora_B"):
-                yield f"{module}.{half}.weight", adapters[f"{_PEFT}{module}.{half}.weight"].float()
+        tensor = stored.read(name)
+        if (layer := layer_of.get(name)) is None:
+            yield name, tensor
         else:
-            yield name, stored.read(name)
+            yield name, tensor.float()
+            for half in _HALVES:
+                yield f"{layer}.{half}.weight", adapters[f"{layer}.{half}.weight"].float()

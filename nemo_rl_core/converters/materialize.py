@@ -1,5 +1,6 @@
 """Materialization of a recipe's model as a transformers folder: config, safetensors, tokenizer."""
 
+import json
 import logging
 import tempfile
 from hashlib import sha256
@@ -19,6 +20,7 @@ from nemo_rl_core.config.model import (
 from nemo_rl_core.converters.folder_check import check_model_folder
 from nemo_rl_core.converters.gguf_model import download_gguf, read_gguf
 from nemo_rl_core.data.pretrained import (
+    HUB_NAME,
     PROCESSORS,
     copy_processors,
     described,
@@ -153,6 +155,9 @@ def _write_pretrained(model: PretrainedModel, target: Path, commit: str | None) 
             count = _write_float32(
                 model.name, snapshot, target, called=called, revision=commit or "main"
             )
+            if commit:
+                named = {"base_model_name_or_path": model.name, "revision": commit}
+                (target / HUB_NAME).write_text(json.dumps(named))
             return count, load_tokenizer(Path(model.name), revision=commit)
         except ModelError as error:
             if not problem:

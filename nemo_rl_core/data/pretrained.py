@@ -9,6 +9,8 @@ from typing import Any
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.planning.model_parts import longest_sequence, rotary_length
 
+HUB_NAME = "hub_name.json"
+"""File of an unchanged copy of a hub's model, with its `base_names`."""
 _COMPLETE_IN_FILE = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Old and new class names of tokenizers that tokenizer.json defines completely."""
 PROCESSORS = ("*processor_config.json", "audio_tokenizer_config.json", "chat_template.json")
@@ -51,6 +53,23 @@ def load_tokenizer(model_folder: Path, *, revision: str | None = None) -> Any:
             fix="save the tokenizer into the same folder: tokenizer.save_pretrained(folder)",
         )
     return tokenizer
+
+
+def base_names(folder: Path) -> dict[str, Any]:
+    """The fields by which peft loads a model again: hub name and commit if known, else a path.
+
+    The path is absolute: peft resolves another one from the working directory, where it could be
+    another model's.
+    """
+    if (folder / HUB_NAME).is_file():
+        return described(folder, HUB_NAME)
+    name, revision = str(folder.resolve()), None
+    if (
+        folder.parent.name == "snapshots"
+    ):  # of the hub's cache: models--OWNER--NAME/snapshots/COMMIT
+        name = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+        revision = folder.name
+    return {"base_model_name_or_path": name, "revision": revision}
 
 
 def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:

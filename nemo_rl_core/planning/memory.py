@@ -131,6 +131,7 @@ class _TrainedModel:
         self._own = weights_of_rank(self._sizes, self._layout)
         self._trained = _adapter_weights(self._sizes, lora) if lora else self._own
         self._has_lora = lora is not None
+        self._adapted = lora.target_modules if lora else ()
         self._on_gpu = not (isinstance(self._config, DTensorTraining) and self._config.cpu_offload)
 
     @property
@@ -254,7 +255,14 @@ class _TrainedModel:
 
     @property
     def _layer_activations(self) -> float:
-        return self._tokens * layer_bytes(self._load, self._layout) / GIB
+        return self._tokens * layer_bytes(self._load, self._layout) / GIB + self._adapted_experts
+
+    @property
+    def _adapted_experts(self) -> float:
+        """A layer's experts with their adapters added: kept for the backward pass."""
+        parts = {"experts.gate_up_proj": 2 / 3, "experts.down_proj": 1 / 3}
+        share = sum(parts[n] for n in parts if any(t.endswith(n) for t in self._adapted))
+        return share * self._sizes.expert_weights * self._width / GIB
 
     @property
     def _activations(self) -> float:
@@ -277,7 +285,7 @@ class _TrainedModel:
     def _temporaries(self) -> float:
         """Gradients of activations within a layer, counted by torch's tracker."""
         wide = 2 * self._sizes.mlp_width / self._layout.tensor + 3.5 * self._sizes.hidden
-        return self._tokens * wide * self._width / GIB + self._rounding
+        return self._tokens * wide * self._width / GIB + self._rounding + self._adapted_experts
 
     @property
     def _rounding(self) -> float:
@@ -449,11 +457,16 @@ def _adapter_weights(sizes: ModelSizes, lora: LoRAConfig) -> float:
     hidden, queries, keys = sizes.hidden, sizes.queries, sizes.keys
     shapes = {"q_proj": hidden + queries, "k_proj": hidden + keys, "v_proj": hidden + keys}
     shapes["o_proj"] = queries + hidden
-    if not sizes.num_experts:  # whose weights are no linear layers, which adapters need
+    if not sizes.num_experts:
         names = ("gate_proj", "up_proj", "down_proj")
         shapes |= dict.fromkeys(names, hidden + sizes.mlp_width)
-    wanted = lora.target_modules
-    chosen = [size for name, size in shapes.items() if wanted == "all-linear" or name in wanted]
+    every = lora.target_modules == "all-linear"
+    wanted = list(shapes) if every else list(lora.target_modules)
+    if sizes.num_experts:  # each has its adapters
+        widths, inputs = sizes.expert_weights / (3 * hidden), sizes.num_experts * hidden
+        shapes["experts.gate_up_proj"] = round(inputs + 2 * widths)
+        shapes["experts.down_proj"] = round(inputs + widths)
+    chosen = [size for name, size in shapes.items() if any(t.endswith(name) for t in wanted)]
     return float(sizes.num_layers * lora.rank * sum(chosen))
 
 

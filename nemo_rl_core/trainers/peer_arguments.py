@@ -106,7 +106,7 @@ def _peft(value: Any, section: str, names: Collection[str]) -> str:
     default = (8, 8) if isinstance(value, Mapping) else (16, 32)
     lora: dict[str, Any] = {"rank": rank or default[0], "alpha": float(alpha or default[1])}
     if modules is not None and not isinstance(modules, str):
-        lora["target_modules"] = sorted(modules)
+        lora["target_modules"] = sorted([*modules, *(read("target_parameters") or ())])
     without = [name for name in _NOT_IN_LORA if read(name)]
     if isinstance(modules, str) and modules != "all-linear":
         without.append("a pattern as target_modules")

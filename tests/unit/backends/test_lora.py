@@ -1,5 +1,6 @@
 """Adapters in the training worker against peft's own model in a plain loop."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.checkpoints.tensors import load_tensors
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
+from nemo_rl_core.data.pretrained import base_names
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ConfigError, ResourceError
@@ -148,6 +150,32 @@ def test_resumed_training_is_equal_to_the_bit(
         assert expected.keys() == actual.keys()
         for name, weight in expected.items():
             assert torch.equal(weight, actual[name]), name
+
+
+@pytest.mark.parametrize("layout", ["model", "models--org--small/snapshots/c0ffee"])
+def test_a_saved_adapter_names_its_base(tiny_model: Path, tmp_path: Path, layout: str) -> None:
+    """By its path, or as the hub does if it is in the hub's cache; also after a resume."""
+    from peft import AutoPeftModelForCausalLM, PeftConfig
+
+    folder, saved = tmp_path / layout, tmp_path / "saved"
+    shutil.copytree(tiny_model, folder)
+    saved.mkdir()
+    adapters = make_backend(folder)._adapters
+    adapters.save(saved)
+    adapters.save_base(saved)
+    config = PeftConfig.from_pretrained(saved / "adapter")
+    named = config.base_model_name_or_path, config.revision
+    if layout == "model":
+        assert named == (str(folder), None)
+        assert AutoPeftModelForCausalLM.from_pretrained(
+            saved / "adapter"
+        ).get_nb_trainable_parameters()
+        folder.rename(tmp_path / "moved")
+        with pytest.raises(OSError, match="Repo id must be"):
+            AutoPeftModelForCausalLM.from_pretrained(saved / "adapter")
+    else:
+        assert named == ("org/small", "c0ffee")
+        assert tuple(base_names(saved / "base").values()) == named
 
 
 def test_unknown_targets_are_refused(tiny_model: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
@@ -32,6 +33,8 @@ from tests.model_types import (
     save_tokenizer,
     tiny_model,
 )
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 @pytest.mark.parametrize(
@@ -168,12 +171,16 @@ def test_context_parallelism_refuses_attention_that_it_would_change(
         apply_context_parallel(model, group)
 
 
-def _step(folder: Path) -> tuple[torch.Tensor, float]:
-    backend = make_backend(folder, training=DTensorTraining())
+def _step(
+    folder: Path, training: DTensorTraining, saved: Path | None = None
+) -> tuple[torch.Tensor, float]:
+    backend = make_backend(folder, training=training, seed=3)
     batch = make_batch()
     rank = torch.distributed.get_rank()
     shard = batch.select_indices([rank, rank + 2, rank + 4])
     metrics = backend.train_step(shard, NLLLoss())
+    if saved:
+        backend.save_checkpoint(saved)
     return backend.get_logprobs(batch), metrics["loss"]
 
 
@@ -191,7 +198,9 @@ def test_two_ranks_that_shard_a_model_follow_the_plain_loop(kind: str, tmp_path:
     loss.backward()
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     optimizer.step()
-    for logprobs, step_loss in run_ranks(_step, tmp_path / "start", world_size=2):
+    for logprobs, step_loss in run_ranks(
+        _step, tmp_path / "start", DTensorTraining(), world_size=2
+    ):
         assert step_loss == pytest.approx(loss.item(), abs=BOUND)
         torch.testing.assert_close(logprobs, plain_logprobs(plain, batch), rtol=0, atol=BOUND)
 
@@ -229,6 +238,12 @@ def test_what_transformers_keeps_in_float32_is_sent_in_it(
         ("gpt_bigcode", ["c_attn", "c_proj"]),
         ("mixtral", "all-linear"),
         ("qwen3_moe", "all-linear"),
+        ("deepseek_v3", "all-linear"),  # peft takes its `up_proj` for experts of older checkpoints
+        ("glm4_moe", ["up_proj"]),
+        ("jamba", "all-linear"),  # reads the weight of `dt_proj` without calling it
+        ("mixtral", EXPERTS),
+        ("deepseek_v3", [*EXPERTS, "o_proj"]),
+        ("gpt_oss", EXPERTS[:1]),  # whose experts hold the transpose of their weight
         ("llama", ["lm_head", "q_proj"]),
         ("phi", ["lm_head"]),  # whose head has a bias
         ("gemma2", "all-linear"),
@@ -249,9 +264,35 @@ def test_saved_weights_are_those_under_trained_adapters(
     assert (after - before).abs().max() > 10 * BOUND
     moved = {name: float(p.abs().max()) for name, p in backend._adapters.trained.items()}
     assert all(size > 0 for size in moved.values()), moved
+    assert any(".experts." in name for name in moved) is ("experts." in str(targets))
     backend.save_checkpoint(tmp_path / "saved")
     saved = plain_logprobs(loaded(tmp_path / "saved" / "model"), batch)
     torch.testing.assert_close(after, saved, rtol=0, atol=BOUND)
+    adapter = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "saved" / "trainer" / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(after, plain_logprobs(adapter.eval(), batch), rtol=0, atol=BOUND)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_two_ranks_that_shard_adapted_experts_follow_one(kind: str, tmp_path: Path) -> None:
+    tiny_model(kind).save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path)
+    training = DTensorTraining(lora=LoRAConfig(rank=2, alpha=8, target_modules=EXPERTS))
+    alone = make_backend(tmp_path / "start", training=training, seed=3)
+    batch = make_batch()
+    before = alone.get_logprobs(batch)
+    loss = alone.train_step(batch, NLLLoss())["loss"]
+    expected = alone.get_logprobs(batch)
+    assert (expected - before).abs().max() > 10 * BOUND
+    arguments = (tmp_path / "start", training, tmp_path / "saved")
+    for logprobs, step_loss in run_ranks(_step, *arguments, world_size=2):
+        assert step_loss == pytest.approx(loss, abs=BOUND)
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=BOUND)
+    saved = plain_logprobs(loaded(tmp_path / "saved" / "model"), batch)
+    torch.testing.assert_close(saved, expected, rtol=0, atol=BOUND)
+    resumed = make_backend(tmp_path / "start", training=training, seed=8)
+    resumed.load_checkpoint(tmp_path / "saved")
+    torch.testing.assert_close(resumed.get_logprobs(batch), expected, rtol=0, atol=BOUND)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +301,9 @@ def test_saved_weights_are_those_under_trained_adapters(
         ("llama", ["q_proj", "v_prj"], "v_prj"),
         ("phi3", ["q_proj", "o_proj"], "q_proj"),  # its layer is called qkv_proj
         ("mixtral", ["q_proj", "w1"], "w1"),
+        ("mixtral", ["down_proj"], "experts.down_proj"),
+        ("jamba", ["in_proj", "dt_proj"], "dt_proj"),
+        ("mamba", ["in_proj", "conv1d"], "conv1d"),
         ("gemma2", ["q_proj", "lm_head"], "shares its weight"),
     ],
 )

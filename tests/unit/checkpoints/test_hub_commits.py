@@ -15,6 +15,7 @@ from nemo_rl_core.config.data import HubData, MixtureData, MixtureSource
 from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.converters.materialize import materialize
+from nemo_rl_core.data.pretrained import base_names
 from nemo_rl_core.environments.contents import commit_in, model_content, pinned, reward_content
 
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
@@ -129,3 +130,5 @@ def test_the_model_of_a_commit_is_loaded_and_no_later_one(
         weights = (tmp_path / commit / "model.safetensors").read_bytes()
         wanted = repository / "snapshots" / commit / "model.safetensors"
         assert weights == wanted.read_bytes(), commit
+        named = {"base_model_name_or_path": "org/model", "revision": commit}
+        assert base_names(tmp_path / commit) == named

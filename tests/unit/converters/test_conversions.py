@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from nemo_rl_core.config.model import ModelFromConfig, ModelFromWheel
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.converters.dcp import dcp_to_hf
-from nemo_rl_core.converters.lora import merge_lora
+from nemo_rl_core.converters.lora import _READ, _WITHOUT_EFFECT, merge_lora
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.converters.megatron import hf_to_megatron, megatron_to_hf, native_dtype
 from nemo_rl_core.converters.proof import prove
@@ -24,6 +24,7 @@ from nemo_rl_core.converters.rows import token_rows
 from nemo_rl_core.converters.vllm_ready import vllm_ready
 from nemo_rl_core.errors import ConsistencyError, ModelError, StoreError
 from tasks.cli import group
+from tests.model_types import loaded, make_batch, plain_logprobs, save_tokenizer, tiny_model
 
 SMALL = ModelFromConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
 TENSOR_2 = MegatronTraining(tensor_parallel_size=2)
@@ -134,30 +135,138 @@ def test_a_distributed_checkpoint_becomes_the_model_it_holds(
     assert "foreign" not in capsys.readouterr().out
 
 
-def test_a_merged_adapter_computes_what_peft_computes(source: Path, tmp_path: Path) -> None:
+def bases(kind: str, folder: Path) -> Path:
+    tiny_model(kind).save_pretrained(folder / "start")
+    save_tokenizer(folder)
+    return folder / "start"
+
+
+def trained_adapter(base: Path, folder: Path, **options: Any) -> Any:
+    """peft's model with random adapters, saved."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    config = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"])
-    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(source), config)
+    config = LoraConfig(r=4, lora_alpha=12, task_type="CAUSAL_LM", **options)
+    model: Any = get_peft_model(loaded(base), config).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
-    model.save_pretrained(tmp_path / "adapter")
-    assert merge_lora(tmp_path / "adapter", source, tmp_path / "merged") == 4
-    ids = torch.tensor([[1, 5, 6, 7, 2]])
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
-    plain = weights(source)["model.layers.0.self_attn.k_proj.weight"]
-    assert torch.equal(
-        weights(tmp_path / "merged")["model.layers.0.self_attn.k_proj.weight"], plain
-    )
-    path = tmp_path / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": True}))
+        for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+            parameter.normal_(std=0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("qwen2", {"target_modules": ["q_proj", "down_proj"]}),
+        ("qwen2", {"target_modules": "all-linear", "use_rslora": True, "lora_dropout": 0.1}),
+        ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [1]}),
+        ("llama", {"target_modules": r".*\.up_proj", "init_lora_weights": "orthogonal"}),
+        ("llama", {"target_modules": ["lm_head", "v_proj"]}),  # peft saves the head's weight, too
+        ("phi", {"target_modules": ["lm_head"]}),  # which has a bias
+        ("gpt2", {"target_modules": ["c_attn", "c_proj"]}),  # stores the transpose of its weights
+        ("mixtral", {"target_modules": ["q_proj", "v_proj"]}),
+        ("deepseek_v3", {"target_parameters": ["shared_experts.up_proj.weight", "gate.weight"]}),
+    ],
+)
+def test_a_merged_adapter_computes_what_peft_computes(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    base = bases(kind, tmp_path)
+    model = trained_adapter(base, tmp_path / "adapter", **options)
+    adapted = {n for n, _ in model.named_modules() if n.endswith(".lora_A.default")}
+    assert merge_lora(tmp_path / "adapter", base, tmp_path / "merged") == len(adapted)
+    merged, batch = loaded(tmp_path / "merged"), make_batch()
+    with torch.no_grad():
+        logprobs = plain_logprobs(model, batch)
+    torch.testing.assert_close(plain_logprobs(merged, batch), logprobs, rtol=0, atol=1e-5)
+    assert (plain_logprobs(loaded(base), batch) - logprobs).abs().max() > 0.01
+    unloaded = model.merge_and_unload().state_dict()
+    for name, weight in merged.state_dict().items():
+        torch.testing.assert_close(weight, unloaded[name], rtol=0, atol=1e-6)
+
+
+_REFUSED_OPTIONS = {
+    "alora_invocation_tokens": [5, 6],
+    "alpha_pattern": {"q_proj": 3},
+    "arrow_config": {"top_k": 3},
+    "bias": "lora_only",
+    "corda_config": {"corda_method": "ipm"},
+    "ensure_weight_tying": True,
+    "eva_config": {"rho": 2.0},
+    "init_lora_weights": "pissa",
+    "kasa_config": {"beta": 1e-4},
+    "layer_replication": [[0, 2], [1, 2]],
+    "loftq_config": {"loftq_bits": 4},
+    "lora_bias": True,
+    "lora_ga_config": {"direction": "ArBr"},
+    "megatron_config": {"hidden_size": 4},
+    "megatron_core": "another",
+    "modules_to_save": ["lm_head"],
+    "monteclora_config": {"num_samples": 4},
+    "peft_type": "ADALORA",
+    "qalora_group_size": 8,
+    "rank_pattern": {"q_proj": 2},
+    "target_parameters": ["experts.down_proj"],
+    "trainable_token_indices": [1, 2],
+    "use_bdlora": {"nblocks": 2},
+    "use_dora": True,
+    "use_qalora": True,
+    "velora_config": {"num_groups": 2},
+    "an_option_of_later_versions": 1,
+}
+
+
+def test_every_option_of_peft_is_merged_or_refused() -> None:
+    from peft import LoraConfig
+
+    handled = _WITHOUT_EFFECT | _READ | _REFUSED_OPTIONS.keys()
+    assert LoraConfig().to_dict().keys() <= handled
+
+
+@pytest.mark.parametrize("option", _REFUSED_OPTIONS)
+def test_an_option_that_changes_the_arithmetic_is_refused(option: str, tmp_path: Path) -> None:
+    described = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "init_lora_weights": True}
+    described[option] = _REFUSED_OPTIONS[option]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(described))
+    save_file({"a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ModelError, match="cannot be merged") as caught:
-        merge_lora(tmp_path / "adapter", source, tmp_path / "no")
-    assert caught.value.got == "use_dora=True"
+        merge_lora(tmp_path, tmp_path, tmp_path / "no")
+    assert caught.value.got == f"{option}={_REFUSED_OPTIONS[option]}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "named"),
+    [
+        ("gemma2", ["lm_head", "q_proj"], "shares its weight"),
+        ("llama", ["embed_tokens"], "lora_embedding_A"),
+        ("llama", ["embed_tokens", "q_proj"], "lora_embedding_A"),
+    ],
+)
+def test_an_adapter_of_other_than_linear_layers_is_refused(
+    kind: str, targets: list[str], named: str, tmp_path: Path
+) -> None:
+    base = bases(kind, tmp_path)
+    trained_adapter(base, tmp_path / "adapter", target_modules=targets)
+    with pytest.raises(ModelError, match=named):
+        merge_lora(tmp_path / "adapter", base, tmp_path / "no")
+
+
+@pytest.mark.parametrize("change", ["rank", "head"])
+def test_an_adapter_that_the_base_does_not_explain_is_refused(change: str, tmp_path: Path) -> None:
+    """Of another rank than its config says, or with a head that was trained as well."""
+    base = bases("llama", tmp_path)
+    trained_adapter(base, tmp_path / "adapter", target_modules=["lm_head"])
+    if change == "rank":
+        path = tmp_path / "adapter" / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"r": 2}))
+    else:
+        path = tmp_path / "adapter" / "adapter_model.safetensors"
+        tensors = load_file(path)
+        tensors["base_model.model.lm_head.base_layer.weight"] += 1
+        save_file(tensors, path)
+    with pytest.raises(ModelError, match="does not belong to the base"):
+        merge_lora(tmp_path / "adapter", base, tmp_path / "no")
 
 
 def test_an_adapter_of_another_model_is_refused(source: Path, tmp_path: Path) -> None:

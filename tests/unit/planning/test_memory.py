@@ -268,15 +268,24 @@ def test_adapters_are_those_that_peft_makes() -> None:
     from peft import LoraConfig, inject_adapter_in_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = json.loads(CONFIGS["qwen2.5-7b"].read_text()) | {"num_hidden_layers": 2}
-    for targets in ("all-linear", ["q_proj", "down_proj"]):
+    experts = ["experts.down_proj", "experts.gate_up_proj"]
+    for name, targets in (
+        ("qwen2.5-7b", "all-linear"),
+        ("qwen2.5-7b", ["q_proj", "down_proj"]),
+        ("qwen3-30b-a3b", ["q_proj", *experts]),
+        ("qwen3-30b-a3b", ["q_proj", *experts[:1]]),
+    ):
+        config = json.loads(CONFIGS[name].read_text()) | {"num_hidden_layers": 2}
+        is_list = isinstance(targets, list)
+        weights = [each for each in targets if each in experts] if is_list else []
+        layers = [each for each in targets if each not in experts] if is_list else targets
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-            lora = LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM")
+            lora = LoraConfig(r=8, target_modules=layers, target_parameters=weights)
             inject_adapter_in_model(lora, model)
         made = sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
         training = DTensorTraining(lora=LoRAConfig(rank=8, target_modules=targets))
-        found = planned("qwen2.5-7b", training=training, num_hidden_layers=2).parts
+        found = planned(name, training=training, num_hidden_layers=2).parts
         assert found["moments"] == pytest.approx(8 * made / 2**30)
 
 

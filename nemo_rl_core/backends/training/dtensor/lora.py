@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,19 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD, finish_loading
-from nemo_rl_core.backends.training.dtensor.matching import BASE_LAYER, plain_name
+from nemo_rl_core.backends.training.dtensor.matching import plain_name
 from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder, standing_in
 from nemo_rl_core.checkpoints.tensors import save_tensors
 from nemo_rl_core.config.training import LoRAConfig
+from nemo_rl_core.data.pretrained import HUB_NAME, base_names
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ConfigError, StoreError
 from nemo_rl_core.store.files import hash_file
 
 _ADAPTER = "default"
+# Linear layers whose weight transformers reads without calling them, so that an adapter has no
+# effect: the step sizes of Mamba and Jamba, the router of LongCat.
+_NEVER_CALLED = ("dt_proj", "classifier")
 
 
 class Adapters:
@@ -35,8 +39,8 @@ class Adapters:
         base_folder: The folder of the base model.
 
     Raises:
-        ConfigError: If the model has no linear layer of a target's name, or it is one of fused
-            experts or a head that shares its weight with the embedding.
+        ConfigError: If the model has no linear layer or experts of a target's name, or it is a head
+            that shares its weight with the embedding.
     """
 
     def __init__(self, model: Any, config: LoRAConfig, *, base_folder: Path) -> None:
@@ -46,10 +50,12 @@ class Adapters:
         self._model, self._base_folder = model, base_folder
         self._scaling = config.alpha / config.rank
         head = getattr(model, SCALAR_HEAD, None)
+        layers, weights = _targets(model, config)
         self._config = LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it; any number is valid
-            target_modules=_targets(model, config),
+            target_modules=layers,
+            target_parameters=weights or None,
             task_type=TaskType.CAUSAL_LM if head is None else TaskType.SEQ_CLS,
         )
         try:
@@ -64,11 +70,17 @@ class Adapters:
             ) from error
         if head is not None:
             head.requires_grad_(True)
-        self._layers = [part for part in model.modules() if isinstance(part, BaseTunerLayer)]
+        named = {n: part for n, part in model.named_modules() if isinstance(part, BaseTunerLayer)}
+        self._layers = list(named.values())
+        self._adapted = {
+            name: plain_name(f"{name}.base_layer.{getattr(part, 'parameter_name', 'weight')}")
+            for name, part in named.items()
+        }
         self._transposed = {
-            f"{name}.weight"
-            for name, part in model.named_modules()
+            self._adapted[name]
+            for name, part in named.items()
             if getattr(part, "fan_in_fan_out", False)
+            or getattr(part.get_base_layer(), "is_transposed", False)
         }
 
     @property
@@ -96,7 +108,12 @@ class Adapters:
             named_tensors: Whole tensors in the order of the model's `state_dict`, with a layer's
                 own weight before its `lora_A [r, in]` and `lora_B [out, r]`.
         """
-        return merged(named_tensors, scaling=self._scaling, transposed=self._transposed)
+        return merged(
+            named_tensors,
+            adapted=self._adapted,
+            scaling=self._scaling,
+            transposed=self._transposed,
+        )
 
     def save(self, folder: Path) -> None:
         """Writes `adapter/` in peft's format; every rank calls this, and rank 0 writes."""
@@ -107,7 +124,7 @@ class Adapters:
         adapter.mkdir()
         save_tensors(adapter / "adapter_model.safetensors", tensors, metadata={"format": "pt"})
         adapter_config: dict[str, Any] = self._config.to_dict()  # type: ignore[no-untyped-call]
-        adapter_config["inference_mode"] = True
+        adapter_config |= {"inference_mode": True, **base_names(self._base_folder)}
         if hasattr(self._model, SCALAR_HEAD):
             adapter_config["modules_to_save"] = [SCALAR_HEAD]
         (adapter / "adapter_config.json").write_text(
@@ -126,6 +143,9 @@ class Adapters:
         base.mkdir()
         for name in _model_files(self._base_folder):
             _link(self._base_folder / name, base / name)
+        names = base_names(self._base_folder)
+        if names["revision"] and not (base / HUB_NAME).exists():
+            (base / HUB_NAME).write_text(json.dumps(names))
 
     def base_is(self, folder: Path) -> bool:
         """Returns whether a folder has the base weights of the adapters.
@@ -162,44 +182,85 @@ class Adapters:
         self._base_folder = folder
 
 
-def _targets(model: Any, config: LoRAConfig) -> list[str]:
-    """Names of the linear layers that get adapters, as peft takes them.
+def _targets(model: Any, config: LoRAConfig) -> tuple[list[str], list[str]]:
+    """Names of the linear layers, and of other weights, that get adapters, as peft takes them.
 
-    peft itself drops names that match nothing if another one matches, and `all-linear` adapts fused
-    experts, too, which are not linear layers.
+    peft itself drops names that match nothing if another one matches, and takes some names of
+    linear layers for the experts of older checkpoints; it does not where the weight is named.
     """
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
+    scalar = getattr(model, SCALAR_HEAD, None)  # all of it is trained
     linear = {
         name: part
         for name, part in model.named_modules()
         if isinstance(part, torch.nn.Linear | Conv1D)
+        and not (part is scalar or name.endswith(_NEVER_CALLED))
     }
+    old = {name for name in _last_names(linear) if _means_experts(model, name)}
+
+    def as_peft_takes(names: Iterable[str]) -> tuple[list[str], list[str]]:
+        plain = [name for name in names if name.rpartition(".")[2] not in old]
+        return plain, [f"{name}.weight" for name in names if name not in plain]
+
     if config.target_modules == "all-linear":
-        scalar = getattr(model, SCALAR_HEAD, None)
-        return [name for name, part in linear.items() if part is not head and part is not scalar]
-    layers_of_target = {
-        target: [part for name, part in linear.items() if f".{name}".endswith(f".{target}")]
+        return as_peft_takes([name for name, part in linear.items() if part is not head])
+    experts = {
+        f"{name}.{leaf}"
+        for name, part in model.named_modules()
+        if name.endswith(".experts")
+        for leaf, weight in part.named_parameters(recurse=False)
+        if weight.ndim == 3
+    }
+    # Plain `down_proj` would be ambiguous where some layers are dense, or have shared experts.
+    matched = {
+        target: [
+            name
+            for name in (*linear, *(experts if "experts." in target else ()))
+            if f".{name}".endswith(f".{target}")
+        ]
         for target in config.target_modules
     }
-    if unknown := [target for target, parts in layers_of_target.items() if not parts]:
+    if unknown := [target for target, names in matched.items() if not names]:
         raise ConfigError(
             "adapters are asked for layers that the model does not have",
-            expected=f"lora.target_modules among {', '.join(_last_names(linear))}",
+            expected="lora.target_modules among "
+            f"{', '.join(_last_names(linear) + [f'experts.{n}' for n in _last_names(experts)])}",
             got=", ".join(unknown),
-            fix="correct the names, or set lora.target_modules to all-linear; fused experts take "
-            "no adapters",
+            fix="correct the names, or set lora.target_modules to all-linear",
         )
-    tied = head is not None and head.weight is model.get_input_embeddings().weight
-    if tied and any(part is head for parts in layers_of_target.values() for part in parts):
+    names = {name for names in matched.values() for name in names}
+    if tied_head(model) in names:
         raise ConfigError(
             "an adapter of the head would change the embedding, which shares its weight",
             expected="lora.target_modules without the head",
             got=", ".join(config.target_modules),
             fix="take the head out, or take a model with tie_word_embeddings: false",
         )
-    return list(config.target_modules)
+    layers, weights = as_peft_takes(sorted(names - experts))
+    return layers, weights + sorted(names & experts)
+
+
+def _means_experts(model: Any, name: str) -> bool:
+    """Whether peft takes a layer's name for that of experts, as transformers 4 called them."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # one of the two that are one weight now
+        return True
+    return name not in (config.target_modules or ())
+
+
+def tied_head(model: Any) -> str | None:
+    """Name of the head, if it shares its weight with the embedding."""
+    head = model.get_output_embeddings()
+    if head is None or head.weight is not model.get_input_embeddings().weight:
+        return None
+    return next(str(name) for name, part in model.named_modules() if part is head)
 
 
 def _last_names(modules: Iterable[str]) -> list[str]:
@@ -209,32 +270,41 @@ def _last_names(modules: Iterable[str]) -> list[str]:
 def merged(
     named_tensors: Iterable[tuple[str, torch.Tensor]],
     *,
+    adapted: Mapping[str, str],
     scaling: float,
     transposed: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields `W + scaling * B A` for every `W` followed by its `A` and `B`, under its plain name.
+    """Yields `W + scaling * B A` for every adapted `W`, and all others, under plain names.
 
     Args:
-        named_tensors: A layer's `...base_layer.weight`, then `lora_A [r, in]`, `lora_B [out, r]`
-            with these strings in their names; other weights pass unchanged.
+        named_tensors: An adapted weight before its `lora_A [r, in]` and `lora_B [out, r]`, which
+            have these strings in their names; for experts `W [experts, out, in]`,
+            `lora_A [experts * r, in]` and `lora_B [out, r * experts]`.
+        adapted: Plain names of the adapted weights by layer, the part of a name before `.lora_A`.
         scaling: alpha / rank.
-        transposed: Plain names of weights `[in, out]`, as GPT-2 has them.
+        transposed: Plain names of weights with `in` before `out`, as GPT-2 and GPT-OSS have them.
     """
-    weight: tuple[str, torch.Tensor] | None = None
-    down: torch.Tensor | None = None
+    names = set(adapted.values())
+    weights: dict[str, torch.Tensor] = {}
+    down = torch.empty(0)
     for name, tensor in named_tensors:
-        if name.endswith(f"{BASE_LAYER}weight"):
-            weight = plain_name(name), tensor
-        elif ".lora_A." in name:
-            down = tensor
-        elif ".lora_B." in name:
-            assert weight is not None
-            assert down is not None
-            change = (tensor @ down) * scaling
-            yield weight[0], weight[1] + (change.T if weight[0] in transposed else change)
-            weight = down = None
-        else:
+        layer, _, half = name.rpartition(".lora_")
+        if not layer and plain_name(name) in names:
+            weights[plain_name(name)] = tensor
+        elif not layer:
             yield plain_name(name), tensor
+        elif half.startswith("A."):
+            down = tensor
+        else:
+            plain = adapted[layer]
+            weight = weights.pop(plain)
+            if weight.ndim == 3:
+                a = down.reshape(len(weight), -1, down.shape[1])
+                b = tensor.reshape(len(tensor), -1, len(weight))
+                change = torch.einsum("ore,eri->eoi", b, a) * scaling
+            else:
+                change = (tensor @ down) * scaling
+            yield plain, weight + (change.mT if plain in transposed else change)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,14 +18,12 @@ from nemo_rl_core.backends.training.dtensor.loading import as_published, called
 from nemo_rl_core.checkpoints.weight_files import open_weights, weight_files
 from nemo_rl_core.checkpoints.weights import Shape, refuse_wrong_weights
 
-BASE_LAYER = ".base_layer."
-"""Part of the names of weights with adapters."""
 _ADAPTER = ".lora_"
 
 
 def plain_name(name: str) -> str:
     """Name of a weight in the model without adapters."""
-    return name.replace(BASE_LAYER, ".")
+    return name.replace(".base_layer", "")
 
 
 def check_weights(model: Any, shapes: Mapping[str, Shape], source: str) -> None:
