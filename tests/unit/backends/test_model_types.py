@@ -11,7 +11,6 @@ from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.dtensor.context_parallel import apply_context_parallel
 from nemo_rl_core.checkpoints.weights import keeps_float32, rounded_weights
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
-from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ConfigError
 from tests.model_types import (
     BOUND,
@@ -57,40 +56,18 @@ def test_other_types_are_refused_by_name(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"), [("mistral", "sliding_attention"), ("gemma2", "attn_logit_softcapping")]
+    ("kind", "named"),
+    [
+        ("mistral", "sliding_attention"),
+        ("gemma2", "attn_logit_softcapping"),
+        ("gpt2", "position_embeddings"),
+        ("falcon", "AttentionInterface"),
+    ],
 )
 def test_context_parallelism_refuses_attention_that_it_would_change(kind: str, named: str) -> None:
     group: Any = None  # refused before the ranks are asked
     with pytest.raises(ConfigError, match=named):
         apply_context_parallel(tiny_model(kind), group)
-
-
-def _step(folder: Path) -> tuple[torch.Tensor, float]:
-    backend = make_backend(folder, training=DTensorTraining())
-    batch = make_batch()
-    rank = torch.distributed.get_rank()
-    shard = batch.select_indices([rank, rank + 2, rank + 4])
-    metrics = backend.train_step(shard, NLLLoss())
-    return backend.get_logprobs(batch), metrics["loss"]
-
-
-@pytest.mark.parametrize("kind", ["gemma2", "granite", "bamba", "gpt2"])
-def test_two_ranks_that_shard_a_model_follow_the_plain_loop(kind: str, tmp_path: Path) -> None:
-    model: Any = tiny_model(kind)
-    model.save_pretrained(tmp_path / "start")
-    save_tokenizer(tmp_path)
-    plain = loaded(tmp_path / "start")
-    batch = make_batch()
-    optimizer = torch.optim.AdamW(
-        plain.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
-    )
-    loss = -plain_logprobs(plain, batch).sum() / batch["token_mask"].sum()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    optimizer.step()
-    for logprobs, step_loss in run_ranks(_step, tmp_path / "start", world_size=2):
-        assert step_loss == pytest.approx(loss.item(), abs=BOUND)
-        torch.testing.assert_close(logprobs, plain_logprobs(plain, batch), rtol=0, atol=BOUND)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "dots1", "ernie4_5_moe"])
