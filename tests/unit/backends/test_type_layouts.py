@@ -75,15 +75,15 @@ def steps_of(folders: dict[str, Path], axes: dict[str, Any]) -> dict[str, Steps]
     num_shards = training.data_parallel_size(world_size())
     shards = shard_for_training(make_batch(), num_ranks=num_shards, max_tokens=MAX_TOKENS)
     shard = shards[rank() // training.ranks_per_replica]
-    found = {}
+    steps = {}
     for name, folder in folders.items():
         try:
             backend = make_backend(folder, LEARNING_RATE, training=training)
         except (ConfigError, ModelError):
             continue
-        found[name] = backend_steps(backend, make_batch(), shard)
+        steps[name] = backend_steps(backend, make_batch(), shard)
         backend.shutdown()
-    return found
+    return steps
 
 
 @pytest.mark.slow
