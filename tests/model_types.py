@@ -27,6 +27,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 
 BOUND = 1e-4
 _MOST_WEIGHTS = 3_000_000
+MAX_TOKENS = 24
 _LENGTHS = [11, 4, 7, 2, 9, 3]
 _VOCABULARY = 99
 _WIDTHS = dict.fromkeys(
@@ -132,7 +133,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(kind: str) -> Any:
+def tiny_config(kind: str, **changes: Any) -> Any:
     """A config of a few thousand weights, with each kind of layer that its default has."""
     cls = CONFIG_MAPPING[kind]
     default, aliases = cls().to_dict(), getattr(cls, "attribute_map", {})
@@ -144,7 +145,7 @@ def tiny_config(kind: str) -> Any:
     kinds = default.get("layer_types") or []
     if kinds:
         sizes["layer_types"] = (list(dict.fromkeys(kinds)) * 2)[:2]
-    return cls(**{**sizes, **_SPECIAL.get(kind, {})})
+    return cls(**{**sizes, **_SPECIAL.get(kind, {}), **changes})
 
 
 def tiny_model(kind: str, **changes: Any) -> Any:
@@ -157,8 +158,7 @@ def tiny_model(kind: str, **changes: Any) -> Any:
     Raises:
         Exception: If the type has no config of this form; any, from transformers.
     """
-    config = tiny_config(kind)
-    config.update(changes)
+    config = tiny_config(kind, **changes)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if (count := sum(weight.numel() for weight in empty.parameters())) > _MOST_WEIGHTS:
@@ -182,14 +182,16 @@ def make_batch() -> BatchedDataDict:
     return collate(rows, [[index > 1 for index in range(length)] for length in _LENGTHS])
 
 
-def make_backend(folder: Path, **settings: Any) -> DTensorBackend:
+def make_backend(folder: Path, learning_rate: float = 1e-4, **settings: Any) -> DTensorBackend:
     """The trainer of a folder, with micro-batches that hold several of the sequences."""
     backend = DTensorBackend()
     backend.setup(
         TrainingSetup(
             model_folder=folder,
-            optimizer=OptimizerConfig(learning_rate=1e-4, weight_decay=0.1, adam_epsilon=1e-3),
-            **{"max_tokens_per_microbatch": 24, **settings},
+            optimizer=OptimizerConfig(
+                learning_rate=learning_rate, weight_decay=0.1, adam_epsilon=1e-3
+            ),
+            **{"max_tokens_per_microbatch": MAX_TOKENS, **settings},
         )
     )
     return backend
@@ -203,6 +205,59 @@ def plain_logprobs(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tens
         every = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float(), dim=-1)
         logprobs[row, : length - 1] = every.gather(-1, ids[0, 1:, None])[:, 0]
     return logprobs * batch["token_mask"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Figures of two training steps.
+
+    Attributes:
+        logprobs: `[B, T-1]` before and after the steps.
+        losses: Loss of each step.
+        grad_norms: Gradient norm of each step, before clipping.
+    """
+
+    logprobs: list[torch.Tensor]
+    losses: list[float]
+    grad_norms: list[float]
+
+    def error(self, expected: "Steps") -> float:
+        """The largest difference of logprobs and losses, and of gradient norms, relatively."""
+        logprobs = torch.stack(self.logprobs) - torch.stack(expected.logprobs)
+        losses = torch.tensor(self.losses) - torch.tensor(expected.losses)
+        norms = torch.tensor(self.grad_norms) / torch.tensor(expected.grad_norms) - 1
+        return float(torch.cat([logprobs.flatten(), losses, norms]).abs().max())
+
+
+def plain_steps(model: Any, batch: BatchedDataDict, learning_rate: float = 1e-4) -> Steps:
+    """Trains a transformers model, each sequence by itself."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
+    )
+    steps = Steps([plain_logprobs(model, batch).detach()], [], [])
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = -plain_logprobs(model, batch).sum() / batch["token_mask"].sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        steps.losses.append(loss.item())
+        steps.grad_norms.append(norm.item())
+    steps.logprobs.append(plain_logprobs(model, batch).detach())
+    return steps
+
+
+def backend_steps(
+    backend: DTensorBackend, batch: BatchedDataDict, shard: BatchedDataDict | None = None
+) -> Steps:
+    """Trains on a rank's shard of a batch, or on all of it."""
+    steps = Steps([backend.get_logprobs(batch)], [], [])
+    for _ in range(2):
+        metrics = backend.train_step(batch if shard is None else shard, NLLLoss())
+        steps.losses.append(metrics["loss"])
+        steps.grad_norms.append(metrics["grad_norm"])
+    steps.logprobs.append(backend.get_logprobs(batch))
+    return steps
 
 
 @dataclass(frozen=True)
@@ -242,22 +297,14 @@ def save_tokenizer(folder: Path) -> None:
 
 def _trained(kind: str, folder: Path) -> Outcome:
     batch, backend = make_batch(), make_backend(folder / "start")
-    plain = loaded(folder / "start")
-    optimizer = torch.optim.AdamW(
-        plain.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
-    )
-    errors = [_difference(backend, plain, batch)]
-    for _ in range(2):
-        metrics = backend.train_step(batch, NLLLoss())
-        optimizer.zero_grad()
-        loss = -plain_logprobs(plain, batch).sum() / batch["token_mask"].sum()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        optimizer.step()
-        errors += [abs(metrics["loss"] - loss.item()), abs(metrics["grad_norm"] / norm.item() - 1)]
-    errors.append(_difference(backend, plain, batch))
+    steps = backend_steps(backend, batch)
     backend.save_checkpoint(folder / "saved")
-    errors.append(_difference(backend, loaded(folder / "saved" / "model"), batch))
+    with torch.no_grad():
+        saved = plain_logprobs(loaded(folder / "saved" / "model"), batch)
+    errors = [
+        steps.error(plain_steps(loaded(folder / "start"), batch)),
+        float((steps.logprobs[-1] - saved).abs().max()),
+    ]
     return Outcome(kind, max(errors), backend._policy.shares_rows)
 
 
@@ -265,12 +312,6 @@ def loaded(folder: Path) -> Any:
     """A model as transformers computes it with the plainest attention, in float32."""
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-
-
-def _difference(backend: DTensorBackend, model: Any, batch: BatchedDataDict) -> float:
-    with torch.no_grad():
-        plain = plain_logprobs(model, batch)
-    return float((backend.get_logprobs(batch) - plain).abs().max())
 
 
 def _outcomes(kinds: list[str]) -> Iterator[Outcome | str]:

@@ -45,7 +45,6 @@ _CPU_BLOCK = 32
 _FP8_CAPABILITY = (8, 9)
 SENT = "the trainer's weight transfer"
 _HEAD = "lm_head.weight"
-_EMBEDDING = "embed_tokens.weight"
 Tag = Literal["weights", "kv_cache"]
 _ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 """What vLLM wakes by itself; all else wakes with the first of them."""
@@ -273,7 +272,10 @@ class VllmBackend(ReceivesWeights):
             is_split=self._config.tensor_parallel_size > 1,
             source=source,
         )
-        weights = _with_tied_head(incoming.checked(arriving), self._setup.model_folder)
+        weights = incoming.checked(arriving)
+        if _has_head(self._model()):
+            embedding = _embedding_name(self._model())
+            weights = _with_tied_head(weights, self._setup.model_folder, embedding)
         try:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         except NemoRLError:
@@ -325,8 +327,29 @@ def _drop_expert_kernels(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
+def _has_head(model: torch.nn.Module) -> bool:
+    """Whether vLLM's class has a head; that of Gemma 2 multiplies by the embedding."""
+    modules = model.named_modules(remove_duplicate=False)
+    return any(name.rpartition(".")[2] == "lm_head" for name, _ in modules)
+
+
+def _embedding_name(model: torch.nn.Module) -> str:
+    """The end of the name of the token embedding's weight, such as `wte.weight`."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
+
+    names = (
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+    )
+    return f"{next(names, 'embed_tokens').rpartition('.')[2]}.weight"
+
+
 def _with_tied_head(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], model_folder: Path
+    named_tensors: Iterable[tuple[str, torch.Tensor]], model_folder: Path, embedding: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Adds the embedding under the head's name if the head is tied.
 
@@ -339,7 +362,7 @@ def _with_tied_head(
     embeddings = []
     for name, tensor in named_tensors:
         lacks_head &= name != _HEAD
-        if lacks_head and name.endswith(_EMBEDDING):
+        if lacks_head and name.endswith(embedding):
             embeddings.append(tensor)
         yield name, tensor
     if not lacks_head:
@@ -347,7 +370,7 @@ def _with_tied_head(
     if len(embeddings) != 1:
         raise ConsistencyError(
             "the head of the model shares its weights, but no embedding was sent with them",
-            expected=f"one tensor whose name ends with {_EMBEDDING!r}",
+            expected=f"one tensor whose name ends with {embedding!r}",
             got=f"{len(embeddings)}",
         )
     yield _HEAD, embeddings[0]

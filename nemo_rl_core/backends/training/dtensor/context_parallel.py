@@ -6,6 +6,8 @@ work, so the row is split into consecutive parts. Embeddings are computed for th
 rank, which is cheap and keeps transformers' positions and masks.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -14,10 +16,12 @@ from torch import Tensor
 from nemo_rl_core.backends.training.context_parallel import own_part, whole_rows
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.checkpoints.weights import caps_scores
+from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.planning.model_parts import rotary_length
+from nemo_rl_core.planning.model_parts import decoder_of, layers_of, rotary_length, takes
 
 _ATTENTION = "context_parallel_sdpa"
+_FULL_ROW_ATTENTION = "full_row_attention"
 
 
 def apply_context_parallel(model: Any, group: dist.ProcessGroup) -> None:
@@ -31,57 +35,87 @@ def apply_context_parallel(model: Any, group: dist.ProcessGroup) -> None:
         group: The ranks of the context axis.
 
     Raises:
-        ConfigError: If some layers use windowed attention, which the explicit mask lacks; if scores
-            are capped; or if the model has a scalar head, reads images or changes its rotary
-            embeddings with the length, which needs whole rows.
+        ConfigError: If some layers use windowed attention, which the explicit mask lacks, do
+            not call transformers' attention interface, or take no `position_embeddings`; or if the
+            model has a scalar head or reads images, since their forward passes need whole rows.
     """
     from transformers import AttentionInterface
 
-    decoder = model.get_decoder()
-    config = decoder.config
+    decoder: Any = decoder_of(model)
+    layers: list[Any] = layers_of(model)
+    if hasattr(model, SCALAR_HEAD) or not shares_rows(model.config.to_dict()):
+        kind = "a scalar head" if hasattr(model, SCALAR_HEAD) else "a model that reads images"
+        raise _cannot_split(model, "a causal model of text", kind)
+    if caps_scores(decoder.config):
+        cap = f"attn_logit_softcapping: {decoder.config.attn_logit_softcapping}"
+        raise _cannot_split(model, "attention without a cap on its scores", cap)
+    if rotary_length(decoder.config) is not None:
+        expected = "rotary embeddings that do not change with the length"
+        raise _cannot_split(model, expected, "rope_type dynamic or longrope")
     # Without `layer_types`, as in Mistral's config, a window is one of all layers.
-    window = getattr(config, "sliding_window", None)
+    window = getattr(decoder.config, "sliding_window", None)
     every = "full_attention" if window is None else "sliding_attention"
-    kinds = set(getattr(config, "layer_types", None) or [every])
-    cap = f"attn_logit_softcapping: {getattr(config, 'attn_logit_softcapping', None)}"
-    checks = [
-        (not hasattr(model, SCALAR_HEAD), "a causal model of text", "a scalar head"),
-        (decoder is model.base_model, "a causal model of text", "a model that reads images"),
-        (not caps_scores(config), "attention without a cap on its scores", cap),
-        (
-            rotary_length(config) is None,
-            "rotary embeddings that do not change with the length",
-            "rope_type dynamic or longrope",
-        ),
-        (
-            kinds == {"full_attention"},
-            "full attention in every layer",
-            f"layers of {', '.join(sorted(kinds))}",
-        ),
-    ]
-    for passes, expected, got in checks:
-        if not passes:
-            raise ConfigError(
-                f"context parallelism cannot split {type(model).__name__}",
-                expected=expected,
-                got=got,
-                fix="set context_parallel_size to 1",
-            )
+    kinds = set(getattr(decoder.config, "layer_types", None) or [every])
+    if kinds != {"full_attention"}:
+        raise _cannot_split(
+            model, "full attention in every layer", f"layers of {', '.join(sorted(kinds))}"
+        )
+    if not model._supports_attention_backend:
+        raise _cannot_split(
+            model, "a model that calls AttentionInterface", "another form of attention"
+        )
+    if not all(takes(layer, "position_embeddings") for layer in layers):
+        raise _cannot_split(
+            model, "layers that take position_embeddings", "positions in another form"
+        )
+    setattr(model, _FULL_ROW_ATTENTION, decoder.config._attn_implementation)
     AttentionInterface.register(_ATTENTION, _attend_to_whole_rows)
     decoder.config._attn_implementation = _ATTENTION
-    for number, layer in enumerate(decoder.layers):
-        layer.self_attn.context_group = group
-        layer.register_forward_pre_hook(_own_tokens(group, first=number == 0), with_kwargs=True)
+    for number, layer in enumerate(layers):
+        for module in layer.modules():
+            module.context_group = group
+        cut = _own_tokens(decoder.config, group, first=number == 0)
+        layer.register_forward_pre_hook(cut, with_kwargs=True)
 
 
-def _own_tokens(group: dist.ProcessGroup, *, first: bool) -> Any:
+@contextmanager
+def full_rows_on_each_rank(model: Any) -> Iterator[None]:
+    """Makes each rank compute full rows with the attention that transformers chose at load."""
+    attention = getattr(model, _FULL_ROW_ATTENTION, None)
+    if attention is None:  # not split
+        yield
+        return
+    config = decoder_of(model).config
+    config._attn_implementation = attention
+    try:
+        yield
+    finally:
+        config._attn_implementation = _ATTENTION
+
+
+def _cannot_split(model: Any, expected: str, got: str) -> ConfigError:
+    return ConfigError(
+        f"context parallelism cannot split {type(model).__name__}",
+        expected=expected,
+        got=got,
+        fix="set context_parallel_size to 1",
+    )
+
+
+def _own_tokens(config: Any, group: dist.ProcessGroup, *, first: bool) -> Any:
     """A pre-forward hook that selects this rank's angles and, in the first layer, tokens."""
 
     def cut(_: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
+        if config._attn_implementation != _ATTENTION:
+            return None
         hidden, *others = inputs
         if first:
             hidden = own_part(hidden, group, dim=1)
-        angles = tuple(own_part(part, group, dim=1) for part in options["position_embeddings"])
+        angles = options["position_embeddings"]
+        if isinstance(angles, Tensor):
+            angles = own_part(angles, group, dim=1)
+        else:
+            angles = tuple(own_part(part, group, dim=1) for part in angles)
         return (hidden, *others), {**options, "position_embeddings": angles}
 
     return cut

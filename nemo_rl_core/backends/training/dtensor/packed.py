@@ -12,12 +12,9 @@ from typing import Any
 import torch
 
 from nemo_rl_core.backends.training.agreed_plan import agreed_plan
-from nemo_rl_core.backends.training.context_parallel import (
-    gathered_parts,
-    packed_causal_mask,
-    sum_parts,
-)
+from nemo_rl_core.backends.training.context_parallel import packed_causal_mask, sum_parts
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
+from nemo_rl_core.backends.training.dtensor.context_parallel import full_rows_on_each_rank
 from nemo_rl_core.backends.training.dtensor.loading import save_model
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens, packed_tokens
@@ -242,8 +239,8 @@ class PackedModel(ABC):
     def _plain_outputs(self, sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs of the model's own forward pass on one sequence.
 
-        If ranks split rows, the sequence is padded to a divisible length, which does not change a
-        causal model's outputs before the padding.
+        Every rank computes the full sequence, padded to a length that ranks can split, which does
+        not change a causal model's outputs before the padding.
 
         Args:
             sequence: `[1, T]` token ids.
@@ -251,29 +248,20 @@ class PackedModel(ABC):
         Returns:
             `[1, T, D]` hidden states of the decoder, and `[1, T, V]` logits or `[1, 1]` scores.
         """
-        options: dict[str, Any] = {"use_cache": False}
-        group = None
-        if (mesh := self._mesh) is not None:
-            filler = -sequence.shape[1] % mesh.row_multiple
+        if self._mesh is not None:
+            filler = -sequence.shape[1] % self._mesh.row_multiple
             pad = self.model.config.get_text_config().pad_token_id or 0
             sequence = torch.nn.functional.pad(sequence, (0, filler), value=pad)
-            if mesh.context_size > 1:
-                group = mesh.context_group
-                last = torch.full_like(sequence, sequence.shape[1] - 1)
-                options["attention_mask"] = packed_causal_mask(last, group)
         outputs: list[Any] = []
         hook = self._decoder.register_forward_hook(lambda _, __, output: outputs.append(output))
+        options = accepted(self.model, {"use_cache": False})
         try:
-            with self._autocast():
-                options = accepted(self.model, options)
+            with self._autocast(), full_rows_on_each_rank(self.model):
                 logits: torch.Tensor = self.model(input_ids=sequence, **options).logits
         finally:
             hook.remove()
         self._output_type = type(outputs[0])
-        hidden = outputs[0].last_hidden_state
-        if group is None:
-            return hidden, logits
-        return gathered_parts(hidden, group, dim=1), gathered_parts(logits, group, dim=1)
+        return outputs[0].last_hidden_state, logits
 
     def _probe(self, vocab_size: int, without: int | None = None) -> BatchedDataDict:
         """Three sequences without the id `without`, with all tokens unmasked."""
@@ -316,13 +304,17 @@ class PackedModel(ABC):
                 name,
                 size,
             )
-        self._refuse_above(
-            self._bound(read, batch, _APART),
-            differences(read(batch, self.packed(batch, _APART))),
-            "outputs for sequences padded on the right",
-            fix="choose a model whose tokens attend to earlier ones only; for an encoder, set "
-            "is_decoder: true in its config.json",
-        )
+        outputs = read(batch, self.packed(batch, _APART))
+        bound, found = self._bound(read, batch, _APART), differences(outputs)
+        if self._mesh is not None and self._mesh.context_size > 1:
+            what, fix = "outputs for a part of the tokens", "set context_parallel_size to 1"
+        else:
+            what = "outputs for sequences padded on the right"
+            fix = (
+                "choose a model whose tokens attend to earlier ones only; for an encoder, set "
+                "is_decoder: true in its config.json"
+            )
+        self._refuse_above(bound, found, what, fix=fix)
 
     def _share_if_faithful(self, read: _Read, batch: BatchedDataDict) -> None:
         """Compares outputs of a tree of prefixes with those of sequences that share nothing.
