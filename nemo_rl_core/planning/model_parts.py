@@ -11,17 +11,11 @@ if TYPE_CHECKING:
 
 
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-_BERTS = (
-    "bert",
-    "bert-generation",
-    "big_bird",
-    "data2vec-text",
-    "electra",
-    "ernie",
-    "megatron-bert",
+_ENCODERS: Final = (
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+    *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+    *("xlm-roberta", "xlm-roberta-xl"),
 )
-_ROBERTAS = ("camembert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
-_ENCODERS: Final = (*_BERTS, *_ROBERTAS, "megatron-bert", "rembert", "roc_bert", "roformer")
 """Types that are decoders only with `is_decoder: true`."""
 _UNTRAINABLE: Final = {
     "hrm_text": "transformers cannot save it",

@@ -185,7 +185,7 @@ class LogprobModel(PackedModel):
             _LOG.warning(
                 "%s transforms its logits after the head: its forward pass computes them, which is "
                 "slower",
-                type(self.model).__name__,
+                self._name,
             )
         self._refuse_above(
             bound,

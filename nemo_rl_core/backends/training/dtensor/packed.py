@@ -86,6 +86,7 @@ class PackedModel(ABC):
         self._dtype = dtype
         self._mesh = mesh
         self._decoder = decoder_of(model)
+        self._name = type(model).__name__.removeprefix("FSDP")
         self._output_type: Any = None
 
     @abstractmethod
@@ -222,7 +223,7 @@ class PackedModel(ABC):
         """`[B, T, D]` of the whole model, which inserts images and positions; unpacked rows."""
         if not self._reads_images:  # a text decoder would pass them on as unknown options
             raise ModelError(
-                f"the batch has images, but {type(self.model).__name__} reads text alone",
+                f"the batch has images, but {self._name} reads text alone",
                 expected="a vision-language model",
                 got=f"inputs {', '.join(images)}",
                 fix="choose a vision-language model, or leave the images out",
@@ -290,7 +291,6 @@ class PackedModel(ABC):
         Raises:
             ModelError: If a row for each sequence gives other outputs, too.
         """
-        name = type(self.model).__name__
         if self.shares_rows:
             outputs = read(batch, self.packed(batch, _PACKED))
             size = size_of(differences(outputs), self._dtype)
@@ -301,7 +301,7 @@ class PackedModel(ABC):
             _LOG.warning(
                 "%s gives different values when sequences share a row (by %.3g): each gets a "
                 "separate row, padded to the longest of its micro-batch",
-                name,
+                self._name,
                 size,
             )
         outputs = read(batch, self.packed(batch, _APART))
@@ -334,7 +334,7 @@ class PackedModel(ABC):
             _LOG.warning(
                 "training.share_prefixes: %s computes other values for sequences that share a "
                 "prefix, by %.3g, so that each is packed whole",
-                type(self.model).__name__,
+                self._name,
                 difference,
             )
 
@@ -354,7 +354,7 @@ class PackedModel(ABC):
         if not size < bound:
             mean = "" if self._dtype == "float32" else "mean "
             raise ModelError(
-                f"{type(self.model).__name__} computes different {what}",
+                f"{self._name} computes different {what}",
                 expected=f"a {mean}difference below {bound:.3g}",
                 got=f"{size:.3g}",
                 fix=fix,

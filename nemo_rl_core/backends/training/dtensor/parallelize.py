@@ -24,6 +24,7 @@ from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.shards import allocate
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import apply_tensor_parallel
+from nemo_rl_core.checkpoints.weights import keeps_float32
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.process_group import local_device
@@ -92,6 +93,7 @@ def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) 
         exact = MixedPrecisionPolicy(reduce_dtype=options["mp_policy"].reduce_dtype)
         fully_shard(scalar, **{**options, "mp_policy": exact})
     fully_shard(model, **options)
+    _gather_exactly(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by counts of the whole step, so gradients are summed.
@@ -101,6 +103,31 @@ def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) 
     setattr(model, _WITHIN, MethodType(_within, model))
     register_fsdp_forward_method(model, _WITHIN)
     return model if training.cpu_offload else model.to(local_device())
+
+
+def _gather_exactly(model: Any) -> None:
+    """Has ranks gather in float32 the frozen weights that transformers keeps in it.
+
+    Trained ones cannot: FSDP2 reduces the gradients of a group in one dtype.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    for group in _groups(model):
+        for parameter in group.fsdp_params:
+            place = parameter._module_info
+            name = f"{names[place.module]}.{place.param_name}"
+            if keeps_float32(model, name) and not parameter.sharded_param.requires_grad:
+                parameter.init_dtype_attrs = partial(_set_up_exact, parameter)
+
+
+def _set_up_exact(parameter: Any, policy: MixedPrecisionPolicy) -> None:
+    exact = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype)
+    type(parameter).init_dtype_attrs(parameter, exact)
+
+
+def _groups(model: Any) -> list[Any]:
+    """FSDP2's groups of weights that are gathered together."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
 
 
 def _within(_: Any, function: Any) -> Any:
@@ -130,12 +157,7 @@ def gathered_in_float32(model: Any) -> Iterator[None]:
 
     FSDP2 fixes the dtype when it sets up a group of weights, so each group is set up again.
     """
-    groups = [
-        group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
-    ]
+    groups = _groups(model)
     policies = [group.mp_policy for group in groups]
     _set_up_groups(model, groups, [MixedPrecisionPolicy() for _ in groups])
     try:
@@ -174,14 +196,12 @@ def sync_gradients(model: Any, training: DTensorTraining, *, is_last: bool) -> N
 
 def drop_gradients(model: Any) -> None:
     """Forgets sums of gradients that ranks have not exchanged, of a step that was broken off."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                group._partial_reduce_output = None
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
-                        whole.grad = None
+    for group in _groups(model):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                whole.grad = None
 
 
 def whole_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
