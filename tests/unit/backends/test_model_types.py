@@ -221,6 +221,7 @@ def test_what_transformers_keeps_in_float32_is_sent_in_it(
         ("qwen3_moe", "all-linear"),
         ("deepseek_v3", "all-linear"),  # peft takes its `up_proj` for experts of older checkpoints
         ("glm4_moe", ["up_proj"]),
+        ("phimoe", "all-linear"),  # whose router is a linear layer that returns a tuple
         ("jamba", "all-linear"),  # reads the weight of `dt_proj` without calling it
         ("mixtral", EXPERTS),
         ("deepseek_v3", [*EXPERTS, "o_proj"]),

@@ -197,6 +197,7 @@ def _targets(model: Any, config: LoRAConfig) -> tuple[list[str], list[str]]:
         for name, part in model.named_modules()
         if isinstance(part, torch.nn.Linear | Conv1D)
         and not (part is scalar or name.endswith(_NEVER_CALLED))
+        and "Router" not in type(part).__name__  # subclasses that return a tuple: Llama 4, PhiMoE
     }
     old = {name for name in _last_names(linear) if _means_experts(model, name)}
 
