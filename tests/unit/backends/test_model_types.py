@@ -63,15 +63,18 @@ def test_a_type_is_trained_as_by_a_plain_loop(kind: str, shares_rows: bool, tmp_
 _IN_BFLOAT16 = {"bloom": False, "lfm2": False, "xglm": False, "gemma2": True, "nanochat": True}
 
 
-def _chosen(folder: Path) -> tuple[bool, torch.dtype]:
+def _chosen(folder: Path) -> tuple[bool, dict[str, torch.dtype]]:
+    """Whether rows are shared, and the dtypes of the first layers' weights in a forward pass."""
     backend = make_backend(folder, dtype="bfloat16", training=DTensorTraining())
-    layer = layers_of(backend._policy.model)[0]
-    dtypes: list[torch.dtype] = []
-    layer.register_forward_pre_hook(
-        lambda module, _: dtypes.append(next(module.parameters()).dtype)
-    )
+    dtypes: dict[str, torch.dtype] = {}
+
+    def note(module: torch.nn.Module, _: Any) -> None:
+        dtypes.update((name, each.dtype) for name, each in module.named_parameters())
+
+    for layer in layers_of(backend._policy.model):
+        layer.register_forward_pre_hook(note)
     backend.get_logprobs(make_batch())
-    return backend._policy.shares_rows, dtypes[-1]
+    return backend._policy.shares_rows, dtypes
 
 
 @pytest.mark.parametrize(("kind", "shares_rows"), _IN_BFLOAT16.items())
@@ -84,11 +87,20 @@ def test_bfloat16_hides_no_sequences_that_affect_each_other(
     assert _chosen(tmp_path / "start")[0] is shares_rows
 
 
-def test_ranks_compare_in_float32_and_train_in_bfloat16(tmp_path: Path) -> None:
-    tiny_model("bloom").save_pretrained(tmp_path / "start")
+@pytest.mark.parametrize(
+    ("kind", "exact"), [("bloom", ""), ("ernie4_5_moe", "e_score_correction_bias")]
+)
+def test_ranks_compare_in_float32_and_train_in_bfloat16(
+    kind: str, exact: str, tmp_path: Path
+) -> None:
+    tiny_model(kind).save_pretrained(tmp_path / "start")
     save_tokenizer(tmp_path)
-    chosen = run_ranks(partial(_chosen, tmp_path / "start"), world_size=2)
-    assert chosen == [(False, torch.bfloat16)] * 2
+    for shares_rows, dtypes in run_ranks(partial(_chosen, tmp_path / "start"), world_size=2):
+        assert shares_rows is (kind != "bloom")
+        for name, dtype in dtypes.items():
+            is_exact = exact and name.endswith(exact)
+            assert dtype == (torch.float32 if is_exact else torch.bfloat16), name
+        assert any(exact and name.endswith(exact) for name in dtypes) is bool(exact)
 
 
 def test_a_cap_is_seen_in_a_model_whose_logits_are_small(tmp_path: Path) -> None:
