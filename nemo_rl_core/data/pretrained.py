@@ -64,9 +64,7 @@ def base_names(folder: Path) -> dict[str, Any]:
     if (folder / HUB_NAME).is_file():
         return described(folder, HUB_NAME)
     name, revision = str(folder.resolve()), None
-    if (
-        folder.parent.name == "snapshots"
-    ):  # of the hub's cache: models--OWNER--NAME/snapshots/COMMIT
+    if folder.parent.name == "snapshots":  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
         name = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
         revision = folder.name
     return {"base_model_name_or_path": name, "revision": revision}
