@@ -56,14 +56,13 @@ def load_tokenizer(model_folder: Path, *, revision: str | None = None) -> Any:
 
 
 def base_names(folder: Path) -> dict[str, Any]:
-    """The fields by which peft loads a model again: hub name and commit if known, else a path.
+    """The fields by which peft loads a model again: name and commit on the hub; None if unknown.
 
-    The path is absolute: peft resolves another one from the working directory, where it could be
-    another model's.
+    A path of this machine would change the content hash with the place of the store.
     """
     if (folder / HUB_NAME).is_file():
         return described(folder, HUB_NAME)
-    name, revision = str(folder.resolve()), None
+    name = revision = None
     if folder.parent.name == "snapshots":  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
         name = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
         revision = folder.name
