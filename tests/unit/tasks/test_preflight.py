@@ -44,6 +44,15 @@ def test_float8_without_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         check(training={"float8": "tensorwise"})
 
 
+def test_heads_that_ranks_cannot_divide_are_refused(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot divide num_attention_heads"):
+        check(
+            model={"name": str(tiny_model)},
+            training={"tensor_parallel_size": 3},
+            cluster={"num_workers": 3},
+        )
+
+
 OF_ITS_OWN = {
     "kind": "weighted_sum",
     "parts": [

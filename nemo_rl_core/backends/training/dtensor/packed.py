@@ -223,7 +223,7 @@ class PackedModel(ABC):
         """`[B, T, D]` of the whole model, which inserts images and positions; unpacked rows."""
         if not self._reads_images:  # a text decoder would pass them on as unknown options
             raise ModelError(
-                f"the batch has images, but {self._name} reads text alone",
+                f"the batch has images, but {self._name} reads text only",
                 expected="a vision-language model",
                 got=f"inputs {', '.join(images)}",
                 fix="choose a vision-language model, or leave the images out",

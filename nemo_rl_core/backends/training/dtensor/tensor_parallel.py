@@ -84,7 +84,7 @@ def check_tensor_parallel(folder: Path, training: DTensorTraining) -> None:
     config = AutoConfig.from_pretrained(folder).get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         number = getattr(config, name, None) or size
-        if number % size:
+        if isinstance(number, int) and number % size:  # some types have a list, a number per layer
             raise ConfigError(
                 f"tensor parallelism cannot divide {name} of {folder.name!r}",
                 expected=f"a multiple of tensor_parallel_size = {size}",
