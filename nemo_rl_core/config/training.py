@@ -89,7 +89,7 @@ class LoRAConfig(FrozenConfig):
         rank: Rank of the adapters.
         alpha: The adapters' output is scaled by `alpha / rank`.
         target_modules: Linear layers that get adapters, by name; `all-linear` takes all of them but
-            the head. Weights of fused experts by theirs: `experts.gate_up_proj`.
+            the head. For fused experts, name the weights: `experts.gate_up_proj`.
     """
 
     rank: PositiveInt = 16

@@ -42,7 +42,7 @@ _WITHOUT_EFFECT = {
 }
 _READ = {"lora_alpha", "peft_type", "r", "use_rslora"}
 # Other initialisations change the base's weights before training.
-_PLAIN_STARTS = (True, "gaussian", "orthogonal")
+_PLAIN_STARTS = ("gaussian", "orthogonal")
 
 
 def merge_lora(

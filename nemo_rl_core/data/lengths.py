@@ -8,35 +8,32 @@ own text has, so a text with more characters than `max_tokens` of the longest to
 import json
 from collections.abc import Iterable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.data.control_tokens import render_turns
 from nemo_rl_core.data.frame_faults import numbers
-from nemo_rl_core.data.pretrained import context_length
 from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.errors import ConfigError, DataError
 
 
-def refuse_beyond_context(lengths: Iterable[int], model_folder: Path, *, name: str) -> None:
+def refuse_longer(lengths: Iterable[int], limit: int | None, *, name: str) -> None:
     """Refuses rows to train on that are longer than the model's context.
 
     Args:
         lengths: Tokens of each row; of a pair, those of its longer sequence.
-        model_folder: A transformers folder. One whose config names no context refuses nothing.
+        limit: The most tokens of a row; None for any.
         name: Name of the data set in the message, such as `train`.
 
     Raises:
         DataError: Gives the number of longer rows, and names the first ones.
     """
-    limit = context_length(model_folder)
     if limit is None:
         return
     longer = {row: length for row, length in enumerate(lengths) if length > limit}
     if longer:
         raise DataError(
             f"{len(longer)} rows of the {name} data set are longer than the model's context",
-            expected=f"at most {limit} tokens in a row (max_position_embeddings)",
+            expected=f"at most {limit} tokens in a row",
             got=f"rows {numbers(list(longer))}, counted from 0, with up to {max(longer.values())} "
             "tokens",
             fix="cut these rows or leave them out: data.overlong: truncate or drop in a recipe, "

@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from nemo_rl_core.data.lengths import refuse_beyond_context
+from nemo_rl_core.data.lengths import refuse_longer
 from nemo_rl_core.data.loader import load_records, save_frame
 from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.pairs import PreferencePair, tokenized_pairs
-from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.pretrained import load_tokenizer, pair_length
 from nemo_rl_core.errors import DataError
 
 
@@ -77,7 +77,7 @@ def load_pairs_for(
     tokenizer = load_tokenizer(model_folder)
     pairs = load_pairs(folder, tokenizer, reference_logprobs=reference_logprobs)
     lengths = (max(len(pair.chosen.token_ids), len(pair.rejected.token_ids)) for pair in pairs)
-    refuse_beyond_context(lengths, model_folder, name=name)
+    refuse_longer(lengths, pair_length(model_folder), name=name)
     return pairs
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.planning.model_parts import longest_sequence, rotary_length
+from nemo_rl_core.planning.model_parts import independent_length, longest_sequence, rotary_length
 
 HUB_NAME = "hub_name.json"
 """File of an unchanged copy of a hub's model, with its `base_names`."""
@@ -154,6 +154,12 @@ def context_length(model_folder: Path) -> int | None:
     return longest_sequence(_config(model_folder))
 
 
+def pair_length(model_folder: Path) -> int | None:
+    """The longest sequence of a pair, in tokens: pairs are never split over micro-batches."""
+    limits = [context_length(model_folder), independent_length(_config(model_folder))]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def sampling_length(model_folder: Path) -> int | None:
     """The longest prompt and completion together, in tokens; None if the config has no length.
 
@@ -168,7 +174,17 @@ def _config(model_folder: Path) -> Any:
     from transformers import AutoConfig
 
     described(model_folder)  # whose error names the file
-    return AutoConfig.from_pretrained(model_folder)
+    try:
+        return AutoConfig.from_pretrained(model_folder)
+    # Named fault boundary: transformers raises KeyError, ValueError, TypeError or its own.
+    except Exception as error:
+        raise ModelError(
+            f"{model_folder / 'config.json'} is not that of a model that transformers knows",
+            expected="model_type and the sizes of its architecture",
+            got=f"{type(error).__name__}: {error}".splitlines()[0][:200],
+            fix="copy the file from the model's source again, or install a transformers that knows "
+            "the model",
+        ) from error
 
 
 def stop_token_ids(model_folder: Path, tokenizer: Any) -> tuple[int, ...]:

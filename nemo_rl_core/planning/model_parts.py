@@ -1,4 +1,4 @@
-"""Parts of a transformers model by any name, and what it computes differently in long rows."""
+"""The parts of a transformers model by any name, and the lengths at which its values change."""
 
 import inspect
 from collections.abc import Mapping
@@ -17,6 +17,11 @@ _ENCODERS: Final = (
     *("xlm-roberta", "xlm-roberta-xl"),
 )
 """Types that are decoders only with `is_decoder: true`."""
+_POSITIONS_AFTER_PADDING: Final = (
+    *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl"),
+)
+"""Types whose first position is one more than the id of the padding token."""
 _UNTRAINABLE: Final = {
     "hrm_text": "transformers cannot save it",
     "prophetnet": "its forward pass takes more than token ids",
@@ -26,7 +31,7 @@ _UNTRAINABLE: Final = {
     "xlstm": "its backward pass fails in transformers",
     "xmod": "its forward pass takes more than token ids",
 }
-_LENGTHS_OF_ROWS = ("index_topk", "attention_chunk_size")
+_LENGTHS_OF_ROWS = ("attention_chunk_size", "index_topk", "keep_window_size")
 
 
 def refuse_untrainable(config: Mapping[str, Any], *, called: str) -> None:
@@ -111,6 +116,8 @@ def longest_sequence(config: Any) -> int | None:
     text = config.get_text_config()
     length: int | None = getattr(text, "max_position_embeddings", None)
     length = length or getattr(text, "max_seq_len", None)  # MPT's name
+    if length is not None and text.model_type in _POSITIONS_AFTER_PADDING:
+        return length - (text.pad_token_id or 0) - 1
     rope = getattr(text, "rope_parameters", None) or {}
     if length is None or rope.get("rope_type") not in ("linear", "dynamic", "yarn"):
         return length
@@ -119,19 +126,20 @@ def longest_sequence(config: Any) -> int | None:
 
 
 def rotary_length(config: Any) -> int | None:
-    """The longest sequence that `dynamic` and `longrope` rotary embeddings do not change with.
+    """The longest sequence that `dynamic` and `longrope` do not embed with other frequencies.
 
     Args:
         config: Config of a transformers model.
 
     Returns:
-        In tokens; None for a model with other embeddings.
+        In tokens; None if the frequencies do not depend on the length.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     limits = []
     for kind in [each for each in rope.values() if isinstance(each, dict)] or [rope]:
-        if kind.get("rope_type") == "longrope":
+        changes = any(kind.get(f"short_{x}") != kind.get(f"long_{x}") for x in ("factor", "mscale"))
+        if kind.get("rope_type") == "longrope" and changes:
             limits.append(kind["original_max_position_embeddings"])
         elif kind.get("rope_type") == "dynamic":
             limits.append(text.max_position_embeddings)
@@ -142,8 +150,8 @@ def independent_length(config: Any) -> int | None:
     """The longest row in which no sequence changes the values of another.
 
     Beyond it, rotary frequencies follow the longest sequence of a batch (`rotary_length`),
-    `index_topk` keys are chosen among those of the whole row, and chunks of `attention_chunk_size`
-    tokens are counted from the start of the row.
+    `index_topk` or `keep_window_size` keys are chosen among those of the full row, and chunks or
+    blocks of tokens are counted from its start.
 
     Args:
         config: Config of a transformers model.
@@ -153,6 +161,8 @@ def independent_length(config: Any) -> int | None:
     """
     text = config.get_text_config()
     limits = [rotary_length(config), *(getattr(text, name, None) for name in _LENGTHS_OF_ROWS)]
+    if num_blocks := getattr(text, "index_topk_blocks", None):
+        limits.append(num_blocks * text.index_block_size)
     return min((limit for limit in limits if limit is not None), default=None)
 
 

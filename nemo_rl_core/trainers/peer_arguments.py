@@ -110,6 +110,8 @@ def _peft(value: Any, section: str, names: Collection[str]) -> str:
     without = [name for name in _NOT_IN_LORA if read(name)]
     if isinstance(modules, str) and modules != "all-linear":
         without.append("a pattern as target_modules")
+    if read("target_parameters") and "target_modules" not in lora:
+        without.append("target_parameters with target_modules: all-linear")
     line = f"write training={{'lora': {_shown(lora)}}}"
     return f"{line}; there is no {' or '.join(without)}" if without else line
 

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from nemo_rl_core.algorithms.sft.config import SFTConfig, SFTSettings
 from nemo_rl_core.algorithms.sft.data import load_examples, sft_batch
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
-from nemo_rl_core.data.lengths import refuse_beyond_context
+from nemo_rl_core.data.lengths import refuse_longer
 from nemo_rl_core.data.loader import PromptLoader
 from nemo_rl_core.data.loss_masks import SupervisedExample
-from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.pretrained import context_length, load_tokenizer
 from nemo_rl_core.distributed.packing.plan import plan_microbatches
 from nemo_rl_core.trainers.base import BaseTrainer
 from nemo_rl_core.trainers.loop import RunSpec
@@ -32,12 +32,12 @@ class SFTTrainer(BaseTrainer[SFTSettings, SFTConfig]):
         self._held_out: Sequence[SupervisedExample] = []
         if spec.validation is not None:
             self._held_out = load_examples(spec.validation, load_tokenizer(spec.start))
-            refuse_beyond_context(_lengths(self._held_out), spec.start, name="validation")
+            refuse_longer(_lengths(self._held_out), context_length(spec.start), name="validation")
 
     def _load(self, spec: RunSpec) -> PromptLoader[SupervisedExample]:
         examples = load_examples(spec.train, load_tokenizer(spec.start))
         lengths = _lengths(examples)
-        refuse_beyond_context(lengths, spec.start, name="train")
+        refuse_longer(lengths, context_length(spec.start), name="train")
         # Raises for sequences that fit into no micro-batch before training starts.
         plan_microbatches([max(lengths)], max_tokens=self.config.max_tokens_per_microbatch)
         size, seed = self.config.global_batch_size, self.settings.seed

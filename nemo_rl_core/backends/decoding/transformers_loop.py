@@ -29,30 +29,29 @@ def complete(
 ) -> list[Completed]:
     """Completes prompts with the model's KV cache.
 
-    A row that may grow beyond `independent_length` gets a batch of its own, so that its tokens do
-    not depend on other rows.
+    If the batch may grow beyond `independent_length`, each row is completed separately, so that its
+    tokens do not depend on other rows.
 
     Args:
         model: A transformers causal model, whole on this rank.
         requests: The rows.
         decoding_of: Returns the sampler of some of them, at their start.
         stop_token_ids: Tokens that end a completion; may be empty.
-        pads: Whether rows of unequal length are completed together; see `pads_rows`.
+        pads: Whether rows of unequal length are completed together; see `check_padding`.
     """
+    if not requests:
+        return []
     limit = independent_length(model.config)
-    together: list[int] = []
-    single: list[int] = []
-    for row, request in enumerate(requests):
-        longest = len(request.prompt) + request.max_new_tokens
-        fits = pads and (limit is None or longest <= limit)
-        (together if fits else single).append(row)
-    completed: dict[int, Completed] = {}
-    for rows in filter(None, [together, *([row] for row in single)]):
-        batch = [requests[row] for row in rows]
+    # Rows that have ended grow as long as the others of their batch.
+    longest = max(len(each.prompt) for each in requests)
+    longest += max(each.max_new_tokens for each in requests)
+    is_batch = pads and (limit is None or longest <= limit)
+    completed: list[Completed] = []
+    for batch in [requests] if is_batch else [[request] for request in requests]:
         decoding = decoding_of(batch)
         _complete_together(model, batch, decoding, stop_token_ids)
-        completed.update(zip(rows, decoding.completed(), strict=True))
-    return [completed[row] for row in range(len(requests))]
+        completed += decoding.completed()
+    return completed
 
 
 @torch.no_grad()
@@ -102,8 +101,8 @@ def _generate(model: Any, prompts: list[list[int]], **options: Any) -> Any:
 
 
 @torch.no_grad()
-def pads_rows(model: Any) -> bool:
-    """Whether rows may be padded to a common length, by a comparison on two short prompts.
+def check_padding(model: Any) -> bool:
+    """Compares padded with separate prompts; returns whether rows may be padded.
 
     Args:
         model: A transformers causal model, whole on this rank.
@@ -138,7 +137,7 @@ def pads_rows(model: Any) -> bool:
 
 
 def _probed(model: Any, prompts: list[list[int]]) -> torch.Tensor:
-    """`[B, 2, V]` logprobs after the prompts, and after one token more, as the loop has them."""
+    """`[B, 2, V]` logprobs of the next two tokens by the generation loop."""
     from transformers import GenerationConfig, LogitsProcessorList
 
     def force(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -156,7 +155,7 @@ def _probed(model: Any, prompts: list[list[int]]) -> torch.Tensor:
 
 
 def _forward(model: Any, prompt: list[int]) -> torch.Tensor:
-    """`[2, V]` logprobs that `_probed` is to give."""
+    """`[2, V]` logprobs of the same tokens by one forward pass."""
     ids = torch.tensor([[*prompt, _NEXT]], device=model.device)
     logprobs: torch.Tensor = model(input_ids=ids).logits[0, -2:].float().log_softmax(-1)
     return logprobs

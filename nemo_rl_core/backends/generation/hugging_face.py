@@ -9,7 +9,7 @@ import torch
 
 from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import as_batch, read_requests
-from nemo_rl_core.backends.decoding.transformers_loop import complete, pads_rows
+from nemo_rl_core.backends.decoding.transformers_loop import check_padding, complete
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.checkpoints.weights import load_pretrained, require_finite
 from nemo_rl_core.data.pretrained import load_tokenizer
@@ -29,7 +29,7 @@ class HuggingFaceBackend(ReceivesWeights):
         self._setup = setup
         self._tokenizer = load_tokenizer(setup.model_folder)
         self.load_weights(setup.model_folder)
-        self._pads = pads_rows(self._model)
+        self._pads = check_padding(self._model)
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         """Completes each row of `input_ids [B, T]` up to `input_lengths [B]`, under `seeds [B]`."""

@@ -30,6 +30,6 @@ def agreed_plan(
     if most == _REFUSED:
         raise DataError(
             "the rows of another data rank do not fit into its micro-batches",
-            fix="see that rank's message; raise max_tokens_per_microbatch",
+            fix="see that rank's message",
         )
     return microbatches, most

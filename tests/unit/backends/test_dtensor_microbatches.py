@@ -62,3 +62,11 @@ def test_one_rank_alone_gets_no_fillers_and_its_own_error() -> None:
     assert list(Microbatches(8, None).of(batch_of([]), share_rows=True, device=CPU)) == []
     with pytest.raises(DataError, match="4 tokens does not fit"):
         list(Microbatches(3, None).of(batch_of([4]), share_rows=True, device=CPU))
+
+
+def test_only_long_sequences_get_separate_microbatches() -> None:
+    batch = batch_of([110, 40, 60, 50])
+    parts = Microbatches(120, None).of(batch, share_rows=True, device=CPU, independent_length=100)
+    assert [sorted(part.plan.indices) for part in parts] == [[0], [2, 3], [1]]
+    with pytest.raises(DataError, match="110 tokens does not fit"):
+        list(Microbatches(100, None).of(batch, share_rows=True, device=CPU, independent_length=64))

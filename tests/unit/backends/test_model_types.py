@@ -326,7 +326,13 @@ _DEPEND_ON_LENGTH = {
     "llama": {"rope_parameters": _DYNAMIC, "max_position_embeddings": 24},
     "phi3": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 24},
     "deepseek_v32": {"index_topk": 6},
+    "doge": {"keep_window_size": 10, "sliding_window": None},
     "llama4_text": {"attention_chunk_size": 8},
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse"] * 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
 }
 
 
@@ -400,6 +406,18 @@ def test_the_engine_completes_rows_as_without_neighbours(kind: str, tmp_path: Pa
         assert torch.equal(together["output_ids"][row, :length], alone["output_ids"][0])
         difference = together["logprobs"][row, :length] - alone["logprobs"][0]
         assert difference.abs().max() < BOUND
+
+
+def test_rows_that_end_early_do_not_change_longer_ones(tmp_path: Path) -> None:
+    _saved("llama", tmp_path)
+    engine = _engine(tmp_path)
+    limits = {"seeds": torch.arange(2), "max_new_tokens": torch.tensor([2, 20])}
+    together = engine.generate(BatchedDataDict({**_rows([20, 4]), **limits}), greedy=False)
+    row = BatchedDataDict({**_rows([20, 4]), **limits}).select_indices([1])
+    separate = engine.generate(row, greedy=False)
+    assert torch.equal(together["output_ids"][1, :24], separate["output_ids"][0])
+    difference = together["logprobs"][1, :24] - separate["logprobs"][0]
+    assert difference.abs().max() < BOUND
 
 
 def test_an_engine_that_computes_other_values_than_the_model_is_refused(tmp_path: Path) -> None:

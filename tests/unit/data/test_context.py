@@ -68,7 +68,7 @@ def test_a_trainer_counts_and_names_longer_rows(
     spec = RunSpec(train=tmp_path / "train", start=short_model, work=tmp_path / "work")
     with pytest.raises(DataError, match="2 rows of the train data set are longer") as caught:
         trainer(section)._load(spec)
-    assert caught.value.expected == "at most 8 tokens in a row (max_position_embeddings)"
+    assert caught.value.expected == "at most 8 tokens in a row"
     assert caught.value.got is not None
     assert caught.value.got.startswith("rows 1, 3, counted from 0, with up to 11 tokens")
 

@@ -91,6 +91,8 @@ _FACTORS = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64}
         ({"model_type": "gpt2", "n_positions": 48}, 48, 48),
         ({"model_type": "mpt", "max_seq_len": 40}, 40, 40),
         ({"model_type": "bloom"}, None, None),
+        # Positions begin after the padding token's id.
+        ({"model_type": "roberta", "max_position_embeddings": 66, "pad_token_id": 1}, 64, 64),
         (
             {"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 4.0}},
             256,
@@ -133,3 +135,23 @@ def test_lengths_follow_from_the_scaling_of_positions(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
     assert context_length(tmp_path) == context
     assert sampling_length(tmp_path) == sampled
+
+
+def test_longrope_with_one_set_of_factors_does_not_limit_rollouts(tmp_path: Path) -> None:
+    factors = {"short_factor": [4.0] * 64, "long_factor": [4.0] * 64}
+    config = {
+        "model_type": "phi3",
+        "hidden_size": 1024,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 256,
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {"type": "longrope", **factors},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert sampling_length(tmp_path) == 256
+
+
+def test_a_type_that_transformers_does_not_know_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "other", "max_position_embeddings": 8}')
+    with pytest.raises(ModelError, match="not that of a model that transformers knows"):
+        context_length(tmp_path)

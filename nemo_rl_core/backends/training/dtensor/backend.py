@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import as_batch, read_requests, row_seeds
-from nemo_rl_core.backends.decoding.transformers_loop import complete, pads_rows
+from nemo_rl_core.backends.decoding.transformers_loop import check_padding, complete
 from nemo_rl_core.backends.training.base import (
     TrainingSetup,
     allowed_sharing,
@@ -193,25 +193,29 @@ class DTensorBackend(DTensorSaving, SendsWeights):
             try:
                 model.choose_layout()
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                if training.tensor_parallel_size > 1:
-                    raise refused_forward(name, error) from error
-                fix = "choose another model"
-                if training.context_parallel_size > 1:
-                    fix = "set context_parallel_size to 1"
-                elif training.lora is not None:
-                    fix = "leave routers out of lora.target_modules, or choose another model"
-                raise ModelError(
-                    f"{name} does not compute on a batch of token ids",
-                    expected="a causal model of text, whose forward pass takes only input_ids",
-                    got=f"{type(error).__name__}: {error}",
-                    fix=fix,
-                ) from error
+                raise self._refused(name, error) from error
             except RuntimeError as error:
                 # Shapes that do not fit; subclasses are errors of memory and communication.
-                if training.tensor_parallel_size == 1 or type(error) is not RuntimeError:
+                is_split = training.tensor_parallel_size * training.context_parallel_size > 1
+                if not is_split or type(error) is not RuntimeError:
                     raise
-                raise refused_forward(name, error) from error
+                raise self._refused(name, error) from error
         release(model.model)
+
+    def _refused(self, name: str, error: Exception) -> Exception:
+        if self._training.tensor_parallel_size > 1:
+            return refused_forward(name, error)
+        fix = "choose another model"
+        if self._training.context_parallel_size > 1:
+            fix = "set context_parallel_size to 1"
+        elif self._training.lora is not None:
+            fix = "leave routers out of lora.target_modules, or choose another model"
+        return ModelError(
+            f"{name} does not compute on a batch of token ids",
+            expected="a causal model of text, whose forward pass takes only input_ids",
+            got=f"{type(error).__name__}: {error}",
+            fix=fix,
+        )
 
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
         """One optimizer step over the whole batch, split into micro-batches.
@@ -395,7 +399,7 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         tokenizer = load_tokenizer(folder)
         stops = {*model_stop_token_ids(folder, tokenizer), *stop_token_ids}
         if self._pads is None:
-            self._pads = pads_rows(model)
+            self._pads = check_padding(model)
         decoding_of = partial(
             Decoding, config=config, greedy=greedy, stop_token_ids=stops, tokenizer=tokenizer
         )

@@ -24,7 +24,10 @@ from nemo_rl_core.store.files import hash_file
 _ADAPTER = "default"
 # Linear layers whose weight transformers reads without calling them, so that an adapter has no
 # effect: the step sizes of Mamba and Jamba, the router of LongCat.
-_NEVER_CALLED = ("dt_proj", "classifier")
+_NEVER_CALLED = {
+    "dt_proj": ("falcon_mamba", "jamba", "mamba"),
+    "classifier": ("longcat_flash",),
+}
 
 
 class Adapters:
@@ -196,14 +199,16 @@ def _targets(model: Any, config: LoRAConfig) -> tuple[list[str], list[str]]:
         name: part
         for name, part in model.named_modules()
         if isinstance(part, torch.nn.Linear | Conv1D)
-        and not (part is scalar or name.endswith(_NEVER_CALLED))
+        and part is not scalar
+        and model.config.model_type not in _NEVER_CALLED.get(name.rpartition(".")[2], ())
         and "Router" not in type(part).__name__  # subclasses that return a tuple: Llama 4, PhiMoE
     }
-    old = {name for name in _last_names(linear) if _means_experts(model, name)}
+    legacy = {name for name in _last_names(linear) if _is_legacy_expert_name(model, name)}
 
-    def as_peft_takes(names: Iterable[str]) -> tuple[list[str], list[str]]:
-        plain = [name for name in names if name.rpartition(".")[2] not in old]
-        return plain, [f"{name}.weight" for name in names if name not in plain]
+    def as_peft_takes(names: list[str]) -> tuple[list[str], list[str]]:
+        weights = [name for name in names if name.rpartition(".")[2] in legacy]
+        layers = [name for name in names if name.rpartition(".")[2] not in legacy]
+        return layers, [f"{name}.weight" for name in weights]
 
     if config.target_modules == "all-linear":
         return as_peft_takes([name for name, part in linear.items() if part is not head])
@@ -243,7 +248,7 @@ def _targets(model: Any, config: LoRAConfig) -> tuple[list[str], list[str]]:
     return layers, weights + sorted(names & experts)
 
 
-def _means_experts(model: Any, name: str) -> bool:
+def _is_legacy_expert_name(model: Any, name: str) -> bool:
     """Whether peft takes a layer's name for that of experts, as transformers 4 called them."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers

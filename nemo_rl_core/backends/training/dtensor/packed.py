@@ -62,10 +62,10 @@ class PackedModel(ABC):
     Attributes:
         shares_rows: Whether several sequences may be packed into one row; known after
             `choose_layout`.
-        independent_length: The longest row of a micro-batch with several sequences; None for any.
+        independent_length: The longest sequence that shares a micro-batch; None for any.
         attention: As given.
-        sharing: As given, until `choose_layout` finds that the model does not compute shared
-            prefixes as it computes separate sequences.
+        sharing: As given; None with an `independent_length`, or once `choose_layout` finds that
+            shared prefixes change values.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PackedModel(ABC):
     ) -> None:
         self.model = model
         self.attention = attention
-        self.sharing = sharing
+        self.sharing = sharing if independent_length(model.config) is None else None
         self.shares_rows = shares_rows(model.config.to_dict())
         self.independent_length = independent_length(model.config)
         self._reads_images = not self.shares_rows
@@ -122,12 +122,19 @@ class PackedModel(ABC):
     def choose_layout(self) -> None:
         """Finds out what may share a row, by comparisons with the model's own forward pass.
 
-        They are made in float32, in which a small difference is not mistaken for rounding; in the
-        usual dtype where the attention kernel or quantized weights have no other.
+        They are made in float32, so that rounding hides nothing; with an attention kernel or
+        quantized weights, which may lack float32, in the training dtype.
 
         Raises:
             ModelError: If outputs differ even with a row for each sequence.
         """
+        if self.independent_length is not None:
+            _LOG.warning(
+                "%s computes each sequence of more than %d tokens in a separate micro-batch, since "
+                "its values depend on the length of a batch",
+                self._name,
+                self.independent_length,
+            )
         if self.attention is not None or getattr(self.model, "is_quantized", False):
             self._compare()
             return
@@ -435,7 +442,7 @@ class Microbatches:
             share_rows: Whether a row may hold several sequences.
             device: Device of the returned tensors.
             sharing: How prefixes may be packed once; None packs each sequence whole.
-            independent_length: The longest row of a micro-batch of several sequences; None for any.
+            independent_length: The longest sequence that shares a micro-batch; None for any.
             packed: As the method of a `PackedModel`; by default all tokens are wanted.
 
         Raises:
@@ -444,9 +451,9 @@ class Microbatches:
         """
 
         def own_plan() -> list[Microbatch]:
-            plan = self._of_rank(batch, share_rows, sharing)
-            limit = independent_length
-            return plan if limit is None else _alone_beyond(limit, plan, batch)
+            if independent_length is None:
+                return self._of_rank(batch, share_rows, sharing)
+            return self._with_single(batch, share_rows, independent_length)
 
         plan, most = agreed_plan(own_plan, self._largest)
         packed = packed or _all_tokens
@@ -475,6 +482,29 @@ class Microbatches:
             return self._plan(batch, share_rows, sharing)
         return plan
 
+    def _with_single(
+        self, batch: BatchedDataDict, share_rows: bool, longest: int
+    ) -> list[Microbatch]:
+        """A plan in which each sequence longer than `longest` has a separate micro-batch."""
+        lengths = batch["input_lengths"].tolist()
+        single = [row for row, length in enumerate(lengths) if length > longest]
+        if not single:
+            return self._of_rank(batch, share_rows, None)
+        if "pair_ids" in batch:
+            raise DataError(
+                "a pair has a sequence that needs a separate micro-batch with this model",
+                expected=f"at most {longest} tokens in each sequence of a pair",
+                got=f"{max(lengths)} tokens",
+                fix="cut these rows or leave them out: data.overlong: truncate or drop with "
+                f"data.max_sequence_tokens: {longest}",
+            )
+        rest = [row for row, length in enumerate(lengths) if length <= longest]
+        return [
+            part.renumbered(rows)
+            for rows in [*([row] for row in single), rest]
+            for part in self._plan(batch.select_indices(rows), share_rows, None)
+        ]
+
     def _largest(self, count: int) -> int:
         return count if self._mesh is None else self._mesh.data_max(count)
 
@@ -492,28 +522,6 @@ class Microbatches:
             )
             self._plans = {key: plan}
         return self._plans[key]
-
-
-def _alone_beyond(limit: int, plan: list[Microbatch], batch: BatchedDataDict) -> list[Microbatch]:
-    """The plan with micro-batches of one sequence for those in which a row exceeds the limit."""
-    lengths = batch["input_lengths"].tolist()
-    parts = []
-    for part in plan:
-        if part.row_length <= limit or len(part.indices) == 1:
-            parts.append(part)
-        elif "pair_ids" in batch:
-            raise DataError(
-                "this model computes pairs of long sequences one sequence at a time only",
-                expected=f"at most {limit} tokens in each sequence of a pair",
-                got=f"{part.row_length} tokens",
-                fix="cut these rows or leave them out: data.overlong: truncate or drop with "
-                f"data.max_sequence_tokens: {limit}",
-            )
-        else:
-            parts += [
-                Microbatch(rows=((each,),), row_length=lengths[each]) for each in part.indices
-            ]
-    return parts
 
 
 _FILLER = Microbatch(rows=((0,),), row_length=2)

@@ -96,7 +96,7 @@ def transformer_config(
         **_experts(family, hf_config),
     )
     # Softmax over the chosen experts equals renormalized softmax over all. The constructor refuses
-    # it for one expert per token, whose weight it makes 1.
+    # False with one expert per token, since softmax over one expert is 1.
     config.moe_router_pre_softmax = not getattr(hf_config, "norm_topk_prob", True)
     return config
 
