@@ -72,7 +72,7 @@ def refuse_long_rollouts(
         )
     raise ConfigError(
         problem,
-        expected=f"{settings} of at most {limit}",
+        expected=f"{settings} <= {limit}",
         got=f"{prompt} + {completion}",
         fix=fix,
     )

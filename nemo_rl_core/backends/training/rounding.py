@@ -9,6 +9,8 @@ from torch.utils._pytree import tree_map
 from nemo_rl_core.config.model import DType
 
 _EXACT = 1e-3
+_LEAST_SPREAD = 0.05
+"""Of outputs; a smaller one, such as of a new head of zeros, would leave no room for rounding."""
 
 
 def size_of(differences: torch.Tensor, dtype: DType) -> float:
@@ -30,22 +32,29 @@ def rounding_bound(
 ) -> float:
     """The bound on `size_of` between two correct passes of this model.
 
-    In bfloat16 it is measured: each layer's output is rounded to two bits less than bfloat16 has.
-    A pass in float32 would need weights that FSDP2 gathers in bfloat16 only. Over Llama, Qwen3 and
-    Mixtral of 2 to 30 layers, the coarser rounding changes logprobs by 0.5 to 3.6 times as much as
+    In float32 it is 1e-3, times the spread of the outputs where that is below 1, since a model that
+    divides its logits also divides its errors. In bfloat16, for kernels that lack float32, it is
+    measured: each layer's output is rounded to 6 significant bits, of which bfloat16 has 8. Over
+    Llama, Qwen3 and Mixtral of 2 to 30 layers, that changes logprobs by 0.5 to 3.6 times as much as
     bfloat16 does against float32, so twice its effect bounds the difference of two kernels.
 
     Args:
-        read: Returns outputs of a pass, in nats or scores; called twice in bfloat16, a collective
-            if the pass is one.
+        read: Returns outputs of a pass, in nats or scores; called once, in bfloat16 twice; a
+            collective if the pass is one.
         layers: The decoder's layers of this rank.
         dtype: Dtype of the matrix products.
     """
-    if dtype == "float32":
-        return _EXACT
     usual = read()
+    exact = exact_bound(float(usual.float().std()))
+    if dtype == "float32":
+        return exact
     with _coarser(layers):
-        return _EXACT + 2 * size_of(read() - usual, dtype)
+        return exact + 2 * size_of(read() - usual, dtype)
+
+
+def exact_bound(spread: float) -> float:
+    """The bound in float32, for outputs of a spread."""
+    return _EXACT * min(1.0, max(spread, _LEAST_SPREAD))
 
 
 @contextmanager

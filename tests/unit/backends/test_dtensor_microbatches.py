@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
-from nemo_rl_core.backends.training.dtensor.packed import Microbatches
+from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks

@@ -56,7 +56,11 @@ def test_the_bound_follows_what_bfloat16_changes(num_layers: int, scale: float) 
     changed = (logprobs(torch.bfloat16) - logprobs(torch.float32)).abs().mean()
     bound = rounding_bound(lambda: logprobs(torch.bfloat16), model.get_decoder().layers, "bfloat16")
     assert changed * 0.8 < bound < 10 * changed + 1e-3
-    assert rounding_bound(lambda: ids, model.get_decoder().layers, "float32") == 1e-3
+    layers = model.get_decoder().layers
+    assert rounding_bound(lambda: ids, layers, "float32") == 1e-3
+    half = rounding_bound(lambda: torch.tensor([-0.5, 0.5, -0.5, 0.5]), layers, "float32")
+    assert half == pytest.approx(1e-3 * (1 / 3) ** 0.5)  # the deviation of four halves
+    assert rounding_bound(lambda: torch.zeros(4), layers, "float32") == pytest.approx(5e-5)
     assert not any(layer._forward_hooks for layer in model.get_decoder().layers)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
 from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
-from nemo_rl_core.backends.training.dtensor.packed import Microbatches
+from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import DTensorTraining, MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import collate

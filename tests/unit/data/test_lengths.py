@@ -78,7 +78,7 @@ def test_rollouts_beyond_the_context_or_a_change_of_rotary_embeddings_are_refuse
     refuse_long_rollouts(40, 24, settings="prompt + new", limit=None, context=None)
     with pytest.raises(ConfigError, match="than the model's context") as refused:
         refuse_long_rollouts(40, 25, settings="prompt + new", limit=64, context=64)
-    assert refused.value.expected == "prompt + new of at most 64"
+    assert refused.value.expected == "prompt + new <= 64"
     with pytest.raises(ConfigError, match="rotary embeddings change") as refused:
         refuse_long_rollouts(40, 25, settings="prompt + new", limit=64, context=256)
     assert "short_factor" in refused.value.fix

@@ -2,15 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nemo_rl_core.backends.decoding.draws import Decoding
-from nemo_rl_core.backends.decoding.requests import as_batch, read_requests, row_seeds
-from nemo_rl_core.backends.decoding.transformers_loop import check_padding, complete
 from nemo_rl_core.backends.training.base import (
     TrainingSetup,
     allowed_sharing,
@@ -20,6 +16,7 @@ from nemo_rl_core.backends.training.determinism import compute_deterministically
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention, packed_attention
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
 from nemo_rl_core.backends.training.dtensor.float8 import in_high_precision, refresh_scales
+from nemo_rl_core.backends.training.dtensor.generation import DTensorGeneration, wrong_head
 from nemo_rl_core.backends.training.dtensor.loading import (
     Head,
     as_published,
@@ -31,12 +28,9 @@ from nemo_rl_core.backends.training.dtensor.loading import (
 )
 from nemo_rl_core.backends.training.dtensor.lora import Adapters
 from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
+from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches, MicrobatchPart
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel, ScoreModel
-from nemo_rl_core.backends.training.dtensor.packed import (
-    Microbatches,
-    MicrobatchPart,
-    PackedModel,
-)
+from nemo_rl_core.backends.training.dtensor.packed import PackedModel
 from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens
 from nemo_rl_core.backends.training.dtensor.parallelize import (
     drop_gradients,
@@ -61,14 +55,12 @@ from nemo_rl_core.backends.training.optimizers import (
     learning_rate_at,
 )
 from nemo_rl_core.checkpoints.weights import keeps_float32
-from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.training import DTensorTraining
-from nemo_rl_core.data.pretrained import described, load_tokenizer
-from nemo_rl_core.data.pretrained import stop_token_ids as model_stop_token_ids
+from nemo_rl_core.data.pretrained import described
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.host_copy import numbers_of, to_host
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
-from nemo_rl_core.distributed.process_group import local_device, world_size
+from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.step_times import step_time
 from nemo_rl_core.distributed.weight_sync import SendsWeights
 from nemo_rl_core.errors import ConfigError, ModelError
@@ -77,7 +69,7 @@ from nemo_rl_core.planning.model_parts import refuse_untrainable
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 
-class DTensorBackend(DTensorSaving, SendsWeights):
+class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
     """One rank, of one or more, that trains a transformers model (a `TrainingBackend`).
 
     The ranks come from environment variables, their axes from `TrainingSetup.training`.
@@ -347,66 +339,10 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         """`[B, T]` values under the weights being trained; reads only ids and lengths."""
         model = self._policy
         if not isinstance(model, ScoreModel):
-            raise _wrong_head("values", expected="scalar", got="lm")
+            raise wrong_head("values", expected="scalar", got="lm")
         values = torch.zeros(batch["input_ids"].shape)
         self._compute(model, batch, lambda *part: (model.values(*part),), into=(values,))
         return values
-
-    def generate(
-        self,
-        batch: BatchedDataDict,
-        *,
-        greedy: bool,
-        max_new_tokens: int,
-        temperature: float | None = None,
-        seed: int = 0,
-        stop_token_ids: Sequence[int] = (),
-        **sampling: Any,
-    ) -> BatchedDataDict:
-        """Completes prompts under the weights being trained, with transformers' loop.
-
-        Args:
-            batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`, optionally `seeds
-                [B]`.
-            greedy: Whether to take the most likely token each time.
-            max_new_tokens: Limit of a completion.
-            temperature: Sampling temperature; the setup's by default.
-            seed: Sampling seed, if rows have none.
-            stop_token_ids: End a completion besides the model's own.
-            **sampling: The other fields of `SamplingConfig`, such as `top_p`.
-
-        Raises:
-            ConfigError: If the weights are sharded over several ranks.
-        """
-        self._memory.restore("weights")
-        model = self._with_lm_head().model
-        if self._mesh is not None:
-            raise ConfigError(
-                "transformers' generation loop runs on one rank with whole weights",
-                expected="one rank without cpu_offload",
-                got=f"{world_size()} ranks",
-                fix="generate with vLLM (generation.backend: vllm), or train on one rank",
-            )
-        folder = self._setup.model_folder
-        config = SamplingConfig(
-            max_new_tokens=max_new_tokens,
-            temperature=self._setup.temperature if temperature is None else temperature,
-            **sampling,
-        )
-        seeded = BatchedDataDict({"seeds": row_seeds(seed, batch.size), **batch})
-        longest = batch["input_ids"].shape[1] + max_new_tokens
-        requests = read_requests(seeded, config, max_model_len=longest)
-        tokenizer = load_tokenizer(folder)
-        stops = {*model_stop_token_ids(folder, tokenizer), *stop_token_ids}
-        if self._pads is None:
-            self._pads = check_padding(model)
-        decoding_of = partial(
-            Decoding, config=config, greedy=greedy, stop_token_ids=stops, tokenizer=tokenizer
-        )
-        completed = complete(
-            model, requests, decoding_of, stop_token_ids=sorted(stops), pads=self._pads
-        )
-        return as_batch(requests, completed)
 
     def _all_logprobs(self, model: LogprobModel, batch: BatchedDataDict) -> torch.Tensor:
         logprobs = torch.zeros(batch["token_mask"].shape)
@@ -430,11 +366,6 @@ class DTensorBackend(DTensorSaving, SendsWeights):
                 for whole, values in zip(into, to_host(computed), strict=True):
                     whole[part.plan.indices, : values.shape[1]] = values
         release(model.model)
-
-    def _with_lm_head(self) -> LogprobModel:
-        if not isinstance(self._policy, LogprobModel):
-            raise _wrong_head("logprobs", expected="lm", got="scalar")
-        return self._policy
 
     @contextmanager
     def _reference_model(self) -> Iterator[LogprobModel]:
@@ -522,12 +453,3 @@ class DTensorBackend(DTensorSaving, SendsWeights):
         """Frees the models and the optimizer after pending saves are written."""
         self._finish_earlier()
         self.__dict__.clear()
-
-
-def _wrong_head(what: str, *, expected: str, got: str) -> ConfigError:
-    return ConfigError(
-        f"this model has no {what}",
-        expected=f"a backend set up with head={expected!r}",
-        got=f"head={got!r}",
-        fix=f"set TrainingSetup.head to {expected!r}, or use another model",
-    )

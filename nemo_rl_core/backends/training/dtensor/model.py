@@ -21,7 +21,7 @@ from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens
 from nemo_rl_core.backends.training.dtensor.parallelize import run_within
 from nemo_rl_core.backends.training.dtensor.shards import fill_parameter
 from nemo_rl_core.backends.training.padded import next_tokens, scatter, wanted_positions
-from nemo_rl_core.backends.training.rounding import size_of
+from nemo_rl_core.backends.training.rounding import exact_bound, size_of
 from nemo_rl_core.backends.training.vocab_parallel import (
     vocab_parallel_logprobs_from_hidden,
     vocab_parallel_topk_logprobs_from_hidden,
@@ -235,7 +235,7 @@ class LogprobModel(PackedModel):
     def _rounding(self, largest: float) -> float:
         """The bound of logprobs from the same hidden states: a step of bfloat16 at that logit."""
         if self._dtype == "float32":
-            return 1e-3
+            return exact_bound(largest)
         return torch.finfo(torch.bfloat16).eps * largest / self._temperature
 
 

@@ -2,16 +2,14 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nemo_rl_core.backends.training.agreed_plan import agreed_plan
 from nemo_rl_core.backends.training.context_parallel import packed_causal_mask, sum_parts
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
 from nemo_rl_core.backends.training.dtensor.context_parallel import full_rows_on_each_rank
@@ -19,15 +17,13 @@ from nemo_rl_core.backends.training.dtensor.loading import save_model
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens, packed_tokens
 from nemo_rl_core.backends.training.dtensor.parallelize import gathered_in_float32, run_within
-from nemo_rl_core.backends.training.padded import cropped
 from nemo_rl_core.backends.training.rounding import rounding_bound, size_of
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
-from nemo_rl_core.distributed.packing.ranks import plan_shard
-from nemo_rl_core.errors import DataError, ModelError
+from nemo_rl_core.errors import ModelError
 from nemo_rl_core.planning.model_parts import (
     accepted,
     decoder_of,
@@ -378,160 +374,3 @@ def valid_tokens(batch: BatchedDataDict) -> torch.Tensor:
 def _image_inputs(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
     """Model inputs besides tokens, such as `pixel_values`; empty for text."""
     return batch.get_multimodal_dict()
-
-
-def _all_tokens(batch: BatchedDataDict, microbatch: Microbatch) -> PackedTokens:
-    return packed_tokens(batch, microbatch, valid_tokens(batch))
-
-
-Packs = Callable[[BatchedDataDict, Microbatch], PackedTokens]
-"""Lays out the tokens of a micro-batch."""
-_PlanKey = tuple[bytes, tuple[int, ...] | None, bool, PrefixSharing | None]
-
-
-@dataclass(frozen=True)
-class MicrobatchPart:
-    """One micro-batch of a shard.
-
-    Attributes:
-        batch: Its rows, in the plan's order.
-        plan: Indices of the shard's rows, and their packing.
-        packed: Their tokens as the model reads them.
-        is_filler: Whether it only serves to join the collectives of other data ranks.
-        is_last: Whether no data rank has another.
-    """
-
-    batch: BatchedDataDict
-    plan: Microbatch
-    packed: PackedTokens
-    is_filler: bool = False
-    is_last: bool = False
-
-
-class Microbatches:
-    """Plans micro-batches and caches the last plan.
-
-    Args:
-        max_tokens: The budget of one micro-batch, filler included.
-        mesh: The ranks, or None for a single rank.
-    """
-
-    def __init__(self, max_tokens: int, mesh: RankMesh | None) -> None:
-        self._max_tokens, self._mesh = max_tokens, mesh
-        self._plans: dict[_PlanKey, list[Microbatch]] = {}
-
-    def of(
-        self,
-        batch: BatchedDataDict,
-        *,
-        share_rows: bool,
-        device: torch.device,
-        sharing: PrefixSharing | None = None,
-        independent_length: int | None = None,
-        packed: Packs | None = None,
-    ) -> Iterator[MicrobatchPart]:
-        """Yields the micro-batches of a shard, on a device.
-
-        After its own, a rank yields fillers until it has as many as the data rank with most: a
-        filler is one sequence of two masked tokens.
-
-        Args:
-            batch: `input_ids [B, T]`, `input_lengths [B]`, optionally `pair_ids [B]` that keep rows
-                together; B may be 0. Its own plan is used if it has one, unless that packs rows or
-                shares prefixes and this model must not.
-            share_rows: Whether a row may hold several sequences.
-            device: Device of the returned tensors.
-            sharing: How prefixes may be packed once; None packs each sequence whole.
-            independent_length: The longest sequence that shares a micro-batch; None for any.
-            packed: As the method of a `PackedModel`; by default all tokens are wanted.
-
-        Raises:
-            DataError: If a sequence of any data rank does not fit, or one of a pair needs a
-                separate micro-batch; raised on all ranks, since the others would wait.
-        """
-
-        def own_plan() -> list[Microbatch]:
-            if independent_length is None:
-                return self._of_rank(batch, share_rows, sharing)
-            return self._with_single(batch, share_rows, independent_length)
-
-        plan, most = agreed_plan(own_plan, self._largest)
-        packed = packed or _all_tokens
-        for index in range(most):
-            is_filler = index >= len(plan)
-            microbatch = _FILLER if is_filler else plan[index]
-            part = _filler() if is_filler else batch.select_indices(microbatch.indices)
-            # Before the move: the GPU would have to be asked for the width, and got the padding.
-            part = cropped(part, int(part["input_lengths"].max()))
-            moved = packed(part, microbatch).moved_with(part, device)
-            yield MicrobatchPart(
-                moved[0], microbatch, moved[1], is_filler=is_filler, is_last=index == most - 1
-            )
-
-    def _of_rank(
-        self, batch: BatchedDataDict, share_rows: bool, sharing: PrefixSharing | None
-    ) -> list[Microbatch]:
-        plan = batch.microbatches
-        rows_are_shared = any(len(row) > 1 for part in plan or () for row in part.rows)
-        prefixes_are_shared = any(part.shared for part in plan or ())
-        if (
-            plan is None
-            or (rows_are_shared and not share_rows)
-            or (prefixes_are_shared and sharing is None)
-        ):
-            return self._plan(batch, share_rows, sharing)
-        return plan
-
-    def _with_single(
-        self, batch: BatchedDataDict, share_rows: bool, longest: int
-    ) -> list[Microbatch]:
-        """A plan in which each sequence longer than `longest` has a separate micro-batch."""
-        lengths = batch["input_lengths"].tolist()
-        single = [row for row, length in enumerate(lengths) if length > longest]
-        if not single:
-            return self._of_rank(batch, share_rows, None)
-        if "pair_ids" in batch:
-            raise DataError(
-                "a pair has a sequence that needs a separate micro-batch with this model",
-                expected=f"at most {longest} tokens in each sequence of a pair",
-                got=f"{max(lengths)} tokens",
-                fix="cut these rows or leave them out: data.overlong: truncate or drop with "
-                f"data.max_sequence_tokens: {longest}",
-            )
-        rest = [row for row, length in enumerate(lengths) if length <= longest]
-        return [
-            part.renumbered(rows)
-            for rows in [*([row] for row in single), rest]
-            for part in self._plan(batch.select_indices(rows), share_rows, None)
-        ]
-
-    def _largest(self, count: int) -> int:
-        return count if self._mesh is None else self._mesh.data_max(count)
-
-    def _plan(
-        self, batch: BatchedDataDict, share_rows: bool, sharing: PrefixSharing | None
-    ) -> list[Microbatch]:
-        pairs = tuple(batch["pair_ids"].tolist()) if "pair_ids" in batch else None
-        read = ("input_lengths",) if sharing is None else ("input_lengths", "input_ids")
-        tokens = blake2b(b"".join(batch[name].numpy().tobytes() for name in read)).digest()
-        key = tokens, pairs, share_rows, sharing
-        if key not in self._plans:
-            # A step plans three times for the same rows: old logprobs, reference, training.
-            plan = plan_shard(
-                batch, max_tokens=self._max_tokens, share_rows=share_rows, sharing=sharing
-            )
-            self._plans = {key: plan}
-        return self._plans[key]
-
-
-_FILLER = Microbatch(rows=((0,),), row_length=2)
-
-
-def _filler() -> BatchedDataDict:
-    return BatchedDataDict(
-        {
-            "input_ids": torch.zeros(1, 2, dtype=torch.long),
-            "input_lengths": torch.tensor([2]),
-            "token_mask": torch.zeros(1, 1, dtype=torch.bool),
-        }
-    )

@@ -111,7 +111,7 @@ def test_what_training_saves_is_scored_as_training_scores_it(tiny_model, tmp_pat
     trained = ScoreModel(load_scalar_model(tiny_model), dtype="float32")
     torch.nn.init.normal_(trained.model.score.weight)
     weights = trained.model.state_dict().items()
-    trained.save(folder, AutoTokenizer.from_pretrained(tiny_model), weights)
+    trained.save(folder, tiny_model, AutoTokenizer.from_pretrained(tiny_model), weights)
     sequences = [prompt + completion for prompt, completion in SEQUENCES]
     batch = collate(sequences, [[True] * len(ids) for ids in sequences])
     plan = Microbatch(rows=((0, 1), (2, 3)), row_length=12)
