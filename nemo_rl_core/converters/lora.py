@@ -19,7 +19,7 @@ from nemo_rl_core.checkpoints.tensors import DEFAULT_SHARD_BYTES, save_weights
 from nemo_rl_core.checkpoints.weight_files import first_names
 from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.converters.folders import StoredWeights, new_folder, require_folder
-from nemo_rl_core.data.pretrained import copy_description
+from nemo_rl_core.data.pretrained import copy_description, described
 from nemo_rl_core.errors import ModelError
 
 _PEFT = "base_model.model."
@@ -66,7 +66,7 @@ def merge_lora(
     Raises:
         ModelError: If the adapter is not plain LoRA, adapts a head that shares its weight with the
             embedding, or does not fit the base, or if either has weights that are missing, surplus,
-            misshapen or not finite.
+            misshapen or not finite; if the base is quantized.
         StoreError: If the target exists, or writing fails.
     """
     from safetensors.torch import load_file
@@ -74,6 +74,13 @@ def merge_lora(
     require_folder(adapter, "adapter_config.json", "adapter_model.safetensors")
     config: dict[str, Any] = json.loads((adapter / "adapter_config.json").read_text())
     _refuse_other_arithmetic(adapter, config)
+    if method := described(base).get("quantization_config"):
+        raise ModelError(
+            f"the weights of {base} are quantized, and an adapter cannot be added to them",
+            expected="a base in float32, float16 or bfloat16",
+            got=f"quant_method: {method.get('quant_method')}",
+            fix="save the base without quantization, and merge into that",
+        )
     rank = int(config["r"])
     tensors = load_file(adapter / "adapter_model.safetensors")
     require_finite(f"the adapter {adapter}", tensors.items())

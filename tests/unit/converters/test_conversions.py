@@ -281,6 +281,14 @@ def test_an_adapter_of_another_model_is_refused(source: Path, tmp_path: Path) ->
     with pytest.raises(ModelError, match="does not belong to the base") as caught:
         merge_lora(tmp_path / "adapter", source, tmp_path / "no")
     assert "model.layers.9.self_attn.q_proj" in str(caught.value.got)
+    base = tmp_path / "base"
+    shutil.copytree(source, base)
+    config = json.loads((base / "config.json").read_text())
+    quantized = {**config, "quantization_config": {"quant_method": "fp8"}}
+    (base / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(ModelError, match="are quantized") as caught:
+        merge_lora(tmp_path / "adapter", base, tmp_path / "no")
+    assert caught.value.got == "quant_method: fp8"
 
 
 @pytest.mark.thorough
