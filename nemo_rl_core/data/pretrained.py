@@ -58,7 +58,7 @@ def load_tokenizer(model_folder: Path, *, revision: str | None = None) -> Any:
 def base_names(folder: Path) -> dict[str, Any]:
     """The fields by which peft loads a model again: name and commit on the hub; None if unknown.
 
-    A path of this machine would change the content hash with the place of the store.
+    A path of this machine would change the content hash with the location of the store.
     """
     if (folder / HUB_NAME).is_file():
         return described(folder, HUB_NAME)

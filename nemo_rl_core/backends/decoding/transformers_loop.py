@@ -33,7 +33,7 @@ def complete(
     tokens do not depend on other rows.
 
     Args:
-        model: A transformers causal model, whole on this rank.
+        model: A transformers causal model with all its weights on this rank.
         requests: The rows.
         decoding_of: Returns the sampler of some of them, at their start.
         stop_token_ids: Tokens that end a completion; may be empty.
@@ -89,9 +89,8 @@ def _generate(model: Any, prompts: list[list[int]], **options: Any) -> Any:
     reset_rotary(model)
     ids, mask = padded_on_the_left(prompts)
     published = model.generation_config
-    model.generation_config = (
-        GenerationConfig()
-    )  # would fill the fields that the options leave open
+    # The published one would fill the fields that the options leave open.
+    model.generation_config = GenerationConfig()
     try:
         return model.generate(
             input_ids=ids.to(model.device), attention_mask=mask.to(model.device), **options
@@ -105,7 +104,7 @@ def check_padding(model: Any) -> bool:
     """Compares padded with separate prompts; returns whether rows may be padded.
 
     Args:
-        model: A transformers causal model, whole on this rank.
+        model: A transformers causal model with all its weights on this rank.
 
     Raises:
         ModelError: If the loop gives other logprobs than the forward pass even for a single row.

@@ -273,11 +273,11 @@ def test_two_ranks_that_shard_adapted_experts_follow_one(kind: str, tmp_path: Pa
     tiny_model(kind).save_pretrained(tmp_path / "start")
     save_tokenizer(tmp_path)
     training = DTensorTraining(lora=LoRAConfig(rank=2, alpha=8, target_modules=EXPERTS))
-    alone = make_backend(tmp_path / "start", training=training, seed=3)
+    one_rank = make_backend(tmp_path / "start", training=training, seed=3)
     batch = make_batch()
-    before = alone.get_logprobs(batch)
-    loss = alone.train_step(batch, NLLLoss())["loss"]
-    expected = alone.get_logprobs(batch)
+    before = one_rank.get_logprobs(batch)
+    loss = one_rank.train_step(batch, NLLLoss())["loss"]
+    expected = one_rank.get_logprobs(batch)
     assert (expected - before).abs().max() > 10 * BOUND
     arguments = (tmp_path / "start", training, tmp_path / "saved")
     for logprobs, step_loss in run_ranks(_step, *arguments, world_size=2):

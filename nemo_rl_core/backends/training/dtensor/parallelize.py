@@ -113,8 +113,8 @@ def _gather_exactly(model: Any) -> None:
     names = {module: name for name, module in model.named_modules()}
     for group in _groups(model):
         for parameter in group.fsdp_params:
-            place = parameter._module_info
-            name = f"{names[place.module]}.{place.param_name}"
+            info = parameter._module_info
+            name = f"{names[info.module]}.{info.param_name}"
             if keeps_float32(model, name) and not parameter.sharded_param.requires_grad:
                 parameter.init_dtype_attrs = partial(_set_up_exact, parameter)
 
