@@ -207,6 +207,13 @@ def plain_logprobs(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tens
     return logprobs * batch["token_mask"]
 
 
+def plain_router_loss(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
+    """The mean over sequences of transformers' load-balancing loss."""
+    rows = zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True)
+    losses = [model(ids[None, :length], output_router_logits=True).aux_loss for ids, length in rows]
+    return torch.stack(losses).mean()
+
+
 @dataclass(frozen=True)
 class Steps:
     """Figures of two training steps.
@@ -229,7 +236,13 @@ class Steps:
         return float(torch.cat([logprobs.flatten(), losses, norms]).abs().max())
 
 
-def plain_steps(model: Any, batch: BatchedDataDict, learning_rate: float = 1e-4) -> Steps:
+def plain_steps(
+    model: Any,
+    batch: BatchedDataDict,
+    learning_rate: float = 1e-4,
+    *,
+    router_aux_loss_coef: float = 0.0,
+) -> Steps:
     """Trains a transformers model, each sequence by itself."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
@@ -238,7 +251,8 @@ def plain_steps(model: Any, batch: BatchedDataDict, learning_rate: float = 1e-4)
     for _ in range(2):
         optimizer.zero_grad()
         loss = -plain_logprobs(model, batch).sum() / batch["token_mask"].sum()
-        loss.backward()
+        balance = plain_router_loss(model, batch) if router_aux_loss_coef else torch.tensor(0.0)
+        (loss + router_aux_loss_coef * balance).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         steps.losses.append(loss.item())

@@ -101,6 +101,7 @@ PEER_NAMES: Final[Mapping[str, str]] = {
     "warmup_ratio": f"{_WARM_UP}, counted and no ratio",
     "lr_scheduler_type": "schedule, in the algorithm's section",
     "warmup_style": "schedule, in the algorithm's section",
+    "moe_aux_loss_coef": "training.router_aux_loss_coef",
     "grad_clip": "max_grad_norm, in the algorithm's section",
     "save_steps": _SAVES,
     "save_freq": _SAVES,

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     Field,
+    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     SerializeAsAny,
@@ -140,6 +141,8 @@ class DTensorTraining(Parallelism):
             takes the fastest kernels, a tenth faster on an H100.
         tensor_parallel_plan: Module name pattern to style, where the built-in plan of the model's
             type is not wanted.
+        router_aux_loss_coef: Weight of the load-balancing loss of experts, of which the mean over
+            sequences is added to the algorithm's loss; see `load_balancing_losses`.
         lora: Trains low-rank adapters; None trains all weights.
         weights: `full` trains what is loaded; `8bit` and `4bit` load frozen quantised weights
             under LoRA, with bitsandbytes.
@@ -165,6 +168,8 @@ class DTensorTraining(Parallelism):
     float32_matmul_precision: MatmulPrecision = "highest"
     deterministic: bool | Literal["auto"] = "auto"
     tensor_parallel_plan: dict[str, Literal["colwise", "rowwise"]] | None = None
+    # Left out by default, so that inputs of stages are what they were without it.
+    router_aux_loss_coef: NonNegativeFloat = Field(default=0.0, exclude_if=lambda said: said == 0)
     lora: LoRAConfig | None = None
     weights: Literal["full", "8bit", "4bit"] = "full"
     # Left out by default, so that inputs of stages are what they were without it.
@@ -192,6 +197,22 @@ class DTensorTraining(Parallelism):
         Scales of weights on the host would have to be agreed upon over the GPUs' network.
         """
         return self.float8 == "tensorwise" and not self.cpu_offload
+
+    @model_validator(mode="after")
+    def _router_loss_reads_whole_sequences(self) -> "DTensorTraining":
+        others = {
+            "tensor_parallel_size": self.tensor_parallel_size > 1,
+            "context_parallel_size": self.context_parallel_size > 1,
+            "share_prefixes": self.share_prefixes,
+            "compile": self.compile,
+        }
+        conflicts = [name for name, is_set in others.items() if is_set]
+        if self.router_aux_loss_coef and conflicts:
+            raise ValueError(
+                "router_aux_loss_coef reads what routers compute for a full sequence: leave "
+                f"{' and '.join(conflicts)} out, or router_aux_loss_coef"
+            )
+        return self
 
     @model_validator(mode="after")
     def _whole_gradients_are_exact(self) -> "DTensorTraining":

@@ -35,11 +35,12 @@ _COST_OF_MASKED_PAIRS = 2.0
 
 
 def warn_of_balancing_loss(hf_config: Any) -> None:
-    """Logs that no backend trains the load-balancing loss of experts, if the config asks for it."""
+    """Logs that the load-balancing loss of experts is not trained, if the config asks for it."""
     if getattr(hf_config.get_text_config(), "output_router_logits", False):
         _LOG.warning(
             "the load-balancing loss of experts, which output_router_logits asks for in "
-            "config.json, is not trained: the loss of a step is the algorithm's"
+            "config.json, is not trained: the loss of a step is the algorithm's, unless "
+            "training.router_aux_loss_coef is set (dtensor)"
         )
 
 

@@ -110,22 +110,6 @@ def test_a_cap_is_seen_in_a_model_whose_logits_are_small(tmp_path: Path) -> None
     assert not policy._has_plain_head
 
 
-@pytest.mark.parametrize("asks", [True, False])
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "jetmoe"])
-def test_a_balancing_loss_that_is_not_trained_is_logged(
-    kind: str, asks: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = tiny_model(kind)
-    model.config.output_router_logits = asks
-    model.save_pretrained(tmp_path / "start")
-    save_tokenizer(tmp_path)
-    backend, batch = make_backend(tmp_path / "start"), make_batch()
-    assert ("load-balancing loss of experts" in caplog.text) is asks
-    loss = -plain_logprobs(model, batch).sum() / batch["token_mask"].sum()
-    trained = backend.train_step(batch, NLLLoss())["loss"]
-    assert trained == pytest.approx(loss.item(), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("kind", "kernel"), [("mamba", None), ("gemma4_text", None), ("modernbert-decoder", "varlen")]
 )

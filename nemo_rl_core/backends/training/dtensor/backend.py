@@ -65,7 +65,7 @@ from nemo_rl_core.distributed.step_times import step_time
 from nemo_rl_core.distributed.weight_sync import SendsWeights
 from nemo_rl_core.errors import ConfigError, ModelError
 from nemo_rl_core.functional.protocols import LossFunction
-from nemo_rl_core.planning.model_parts import refuse_untrainable
+from nemo_rl_core.planning.model_parts import refuse_router_loss, refuse_untrainable
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 
@@ -90,7 +90,14 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
         self._num_updates = 0
         self._policy: PackedModel
         model = self._trainable()
-        warn_of_balancing_loss(model.config)
+        if self._training.router_aux_loss_coef:
+            refuse_router_loss(
+                model.config,
+                has_adapters=self._training.lora is not None,
+                called=called(setup.model_folder),
+            )
+        else:
+            warn_of_balancing_loss(model.config)
         self._policy = (
             ScoreModel(
                 model,
@@ -103,6 +110,7 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
             else self._language_model(model, setup.model_folder)
         )
         self._check(self._policy)
+        self._policy.keeps_router_logits = self._training.router_aux_loss_coef > 0
         self._reference: LogprobModel | None = None
         self._pads: bool | None = None  # known after the first generation
         self._microbatches = Microbatches(setup.max_tokens_per_microbatch, self._mesh)
@@ -263,6 +271,10 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
                 global_valid_seqs=global_valid_seqs,
                 global_valid_tokens=global_valid_tokens,
             )
+            if coefficient := self._training.router_aux_loss_coef:
+                router_loss = self._policy.router_loss(part.batch, part.packed) / global_valid_seqs
+                loss = loss + coefficient * router_loss
+                metrics = {**metrics, "router_aux_loss": router_loss.detach()}
             torch.autograd.backward(loss)
             if found is not None:
                 found[part.plan.indices, : outputs.shape[1]] = outputs.detach().cpu()

@@ -17,6 +17,7 @@ from nemo_rl_core.backends.training.dtensor.loading import save_model
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens, packed_tokens
 from nemo_rl_core.backends.training.dtensor.parallelize import gathered_in_float32, run_within
+from nemo_rl_core.backends.training.dtensor.router_loss import load_balancing_losses
 from nemo_rl_core.backends.training.rounding import rounding_bound, size_of
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import shares_rows
@@ -62,6 +63,7 @@ class PackedModel(ABC):
         attention: As given.
         sharing: As given; None with an `independent_length`, or once `choose_layout` finds that
             shared prefixes change values.
+        keeps_router_logits: Whether forward passes with gradients keep what `router_loss` reads.
     """
 
     def __init__(
@@ -84,12 +86,27 @@ class PackedModel(ABC):
         self._decoder = decoder_of(model)
         self._name = type(model).__name__.removeprefix("FSDP")
         self._output_type: Any = None
+        self.keeps_router_logits = False
+        self._router_logits: tuple[torch.Tensor, ...] = ()
 
     @abstractmethod
     def loss_inputs(
         self, batch: BatchedDataDict, packed: PackedTokens
     ) -> tuple[torch.Tensor, BatchedDataDict]:
         """Returns the first argument of the loss, with gradients, and the batch for the loss."""
+
+    def router_loss(self, batch: BatchedDataDict, packed: PackedTokens) -> torch.Tensor:
+        """The load-balancing loss of the last forward pass, summed over `sample_mask [B]`."""
+        assert packed.sequence_ids is not None
+        losses = load_balancing_losses(
+            self._router_logits,
+            packed.sequence_ids.flatten(),
+            num_sequences=batch.size,
+            top_k=self.model.config.get_text_config().num_experts_per_tok,
+        )
+        self._router_logits = ()
+        total: torch.Tensor = (losses * batch["sample_mask"]).sum()
+        return total
 
     @abstractmethod
     def _wanted(self, batch: BatchedDataDict) -> torch.Tensor:
@@ -113,6 +130,7 @@ class PackedModel(ABC):
             self._wanted(batch),
             group=group,
             with_boundaries=self.attention is not None,
+            with_sequence_ids=self.keeps_router_logits,
         )
 
     def choose_layout(self) -> None:
@@ -207,9 +225,12 @@ class PackedModel(ABC):
             reset_rotary(self._decoder)
         with self._autocast():
             options = {"use_cache": False, **boundaries}
+            if keeps := self.keeps_router_logits and torch.is_grad_enabled():
+                options["output_router_logits"] = True
             if self.shares_rows:
                 options["position_ids"] = packed.position_ids
             output = self._decoder(input_ids=packed.input_ids, **accepted(self._decoder, options))
+        self._router_logits = output.router_logits if keeps else ()
         hidden: torch.Tensor = output.last_hidden_state
         return hidden[packed.row, packed.column]
 

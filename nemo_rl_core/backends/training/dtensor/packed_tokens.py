@@ -11,7 +11,7 @@ from nemo_rl_core.backends.training.context_parallel import own_part
 from nemo_rl_core.backends.training.packed_attention import segments_of
 from nemo_rl_core.backends.training.padded import Places, places_of
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.plan import Microbatch, pack
+from nemo_rl_core.distributed.packing.plan import Microbatch, PackedRows, pack
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class PackedTokens:
         boundaries: `[S + 1]` int32 where sequences begin, for kernels that take it; else None.
         longest: Tokens of the longest sequence; 0 without boundaries.
         is_tree: Whether sequences share prefixes.
+        sequence_ids: `[R, L]` sequence of each token, B for filler; None if nothing reads it.
     """
 
     input_ids: Tensor
@@ -46,6 +47,7 @@ class PackedTokens:
     boundaries: Tensor | None = None
     longest: int = 0
     is_tree: bool = False
+    sequence_ids: Tensor | None = None
 
     @property
     def wanted(self) -> Places:
@@ -74,6 +76,7 @@ def packed_tokens(
     *,
     group: dist.ProcessGroup | None = None,
     with_boundaries: bool = False,
+    with_sequence_ids: bool = False,
 ) -> PackedTokens:
     """Packs the sequences of a micro-batch.
 
@@ -83,6 +86,7 @@ def packed_tokens(
         wanted: `[B, T]` or `[B, T-1]` bool, set for tokens whose outputs are wanted.
         group: Ranks that split each row; None where each has all of it.
         with_boundaries: Whether attention takes the boundaries of sequences.
+        with_sequence_ids: Whether the load-balancing loss reads the sequence of each token.
     """
     rows = pack(batch["input_ids"], batch["input_lengths"], microbatch)
     places = places_of(wanted)
@@ -105,4 +109,12 @@ def packed_tokens(
         boundaries=segments.boundaries if segments else None,
         longest=segments.longest if segments else 0,
         is_tree=bool(microbatch.shared),
+        sequence_ids=_sequence_ids(batch, rows) if with_sequence_ids else None,
     )
+
+
+def _sequence_ids(batch: BatchedDataDict, rows: PackedRows) -> Tensor:
+    lengths, ids = batch["input_lengths"], torch.full_like(rows.input_ids, batch.size)
+    sequence, position = places_of(torch.arange(rows.row.shape[1]) < lengths[:, None])
+    ids[rows.row[sequence, position], rows.column[sequence, position]] = sequence
+    return ids
