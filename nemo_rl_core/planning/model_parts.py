@@ -48,6 +48,8 @@ def refuse_untrainable(config: Mapping[str, Any], *, called: str) -> None:
     reason, fix = _UNTRAINABLE.get(kind), "choose another model"
     if kind in _ENCODERS and not config.get("is_decoder"):
         reason, fix = "its tokens attend to later ones", "set is_decoder: true in its config.json"
+    elif config.get("is_causal") is False:
+        reason, fix = "its tokens attend to later ones", "set is_causal: true in its config.json"
     elif kind == "big_bird" and config.get("attention_type", "block_sparse") == "block_sparse":
         reason = "it computes full attention once it has seen a short sequence"
         fix = "set attention_type: original_full in its config.json"

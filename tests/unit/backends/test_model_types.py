@@ -149,6 +149,7 @@ def test_a_fast_kernel_is_chosen_only_for_what_it_computes(
         ("prophetnet", {}, "more than token ids"),
         ("rwkv", {}, "its backward pass fails"),
         ("bert", {"is_decoder": False}, "set is_decoder: true"),
+        ("qwen2", {"is_causal": False}, "set is_causal: true"),
         ("big_bird", {"attention_type": "block_sparse"}, "set attention_type: original_full"),
     ],
 )
