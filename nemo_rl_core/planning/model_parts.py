@@ -118,6 +118,8 @@ def longest_sequence(config: Any) -> int | None:
     text = config.get_text_config()
     length: int | None = getattr(text, "max_position_embeddings", None)
     length = length or getattr(text, "max_seq_len", None)  # MPT's name
+    if length is not None and text.model_type == "moshi":
+        length = min(length, text.sliding_window)  # its cache keeps no more, but no mask hides them
     if length is not None and text.model_type in _POSITIONS_AFTER_PADDING:
         return length - (text.pad_token_id or 0) - 1
     rope = getattr(text, "rope_parameters", None) or {}
@@ -169,11 +171,16 @@ def independent_length(config: Any) -> int | None:
 
 
 def reset_rotary(model: Any) -> None:
-    """Resets `dynamic` rotary frequencies, which stay those of the longest sequence so far."""
+    """Resets rotary frequencies, which may stay those of the longest sequence so far.
+
+    `dynamic` ones do; those of `longrope` by type of layer fail at a second long pass.
+    """
     import torch
 
     for part in model.modules():
         types = getattr(part, "rope_type", None)
+        for each in types if isinstance(types, dict) else ():
+            vars(part).pop(f"{each}_long_inv_freq", None)
         if "dynamic" not in str(types):
             continue
         for options in (

@@ -368,6 +368,12 @@ _LONGROPE = {
 _DEPEND_ON_LENGTH = {
     "llama": {"rope_parameters": _DYNAMIC, "max_position_embeddings": 24},
     "phi3": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 24},
+    "gemma3_text": {
+        "rope_parameters": {
+            "full_attention": _LONGROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+    },
     "deepseek_v32": {"index_topk": 6},
     "doge": {"keep_window_size": 10, "sliding_window": None},
     "llama4_text": {"attention_chunk_size": 8},
