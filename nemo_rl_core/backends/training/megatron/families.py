@@ -132,6 +132,7 @@ def is_sparse(hf_config: Any, layer: int) -> bool:
     """Returns whether a layer of a mixture of experts has experts, not one dense block."""
     return layer not in (getattr(hf_config, "mlp_only_layers", None) or []) and (
         (layer + 1) % getattr(hf_config, "decoder_sparse_step", 1) == 0
+        and getattr(hf_config, "num_experts", None) != 0
     )
 
 
@@ -149,7 +150,7 @@ def refuse_indivisible(family: Family, hf_config: Any, training: MegatronTrainin
     ]
     num_experts = None
     if family.experts is not None:
-        num_experts = getattr(hf_config, family.experts.num_experts)
+        num_experts = getattr(hf_config, family.experts.num_experts) or None
         width = getattr(hf_config, family.experts.intermediate_size)
         divisions.append(("intermediate size of an expert", width, "tensor_parallel_size", tensor))
     refuse_remainders(divisions, hf_config.num_hidden_layers, num_experts, training)

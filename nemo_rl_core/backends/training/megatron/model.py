@@ -98,7 +98,7 @@ def transformer_config(
 
 
 def _experts(family: Family, hf_config: Any) -> dict[str, Any]:
-    if family.experts is None:
+    if family.experts is None or not getattr(hf_config, family.experts.num_experts):
         return {}
     return {
         "num_moe_experts": getattr(hf_config, family.experts.num_experts),

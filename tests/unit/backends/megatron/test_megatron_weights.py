@@ -98,6 +98,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     "qwen3_moe, no sparse layer": Qwen3MoeConfig(
         **ONE_HEAD, **EXPERTS, num_experts_per_tok=4, mlp_only_layers=[0, 1]
     ),
+    "qwen3_moe, no experts": Qwen3MoeConfig(**SMALL, **EXPERTS | {"num_experts": 0}),
     "qwen3_moe, all experts": Qwen3MoeConfig(
         **SMALL, **EXPERTS, num_experts_per_tok=4, rope_parameters=LINEAR_ROPE
     ),
