@@ -3,6 +3,8 @@
 import json
 import logging
 import tempfile
+from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -207,17 +209,34 @@ def _write_float32(
 
 
 def _snapshot(name: str, commit: str | None) -> Path | None:
-    """The folder of a model in the hub's cache, downloaded before; None if the hub has none."""
+    """The folder of a model in the hub's cache, downloaded before; None if the hub has none.
+
+    It has only the configs if the hub is a mirror that lists no files.
+    """
     from huggingface_hub import snapshot_download
 
     configs = ["config.json", "generation_config.json", *PROCESSORS]
     wanted = [*configs, f"{WEIGHTS}*", "model-*-of-*.safetensors"]
-    try:
-        return Path(snapshot_download(name, revision=commit or "main", allow_patterns=wanted))
-    # Named fault boundary: of names, tokens and networks transformers' own download tells more.
-    except Exception:  # noqa: BLE001
-        _LOG.debug("the hub has no snapshot of %s", name, exc_info=True)
-        return None
+    for fetch in (partial(snapshot_download, allow_patterns=wanted), _fetch_configs):
+        try:
+            return Path(fetch(name, revision=commit or "main"))
+        # Named fault boundary: of names, tokens and networks transformers' own download tells more.
+        except Exception:  # noqa: BLE001
+            _LOG.debug("the hub has no snapshot of %s", name, exc_info=True)
+    return None
+
+
+def _fetch_configs(name: str, *, revision: str) -> Path:
+    """Downloads config.json and the files of processors one by one; returns their folder."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    config = hf_hub_download(name, "config.json", revision=revision)
+    kinds = [each.replace("*", kind) for each in PROCESSORS for kind in ("", "pre", "video_pre")]
+    for file in dict.fromkeys(kinds):
+        with suppress(EntryNotFoundError):
+            hf_hub_download(name, file, revision=revision)
+    return Path(config).parent
 
 
 def _fetched(address: str) -> Path:

@@ -141,8 +141,11 @@ def _refuse_unfit(
     model_folder: Path, training: MegatronTraining, *, may_be_of_bridge: bool
 ) -> None:
     # Checked before the ranks start, where it would become a WorkerError.
-    from nemo_rl_core.backends.training.megatron.families import family_of, is_for_bridge
-    from nemo_rl_core.backends.training.megatron.model import refuse_indivisible
+    from nemo_rl_core.backends.training.megatron.families import (
+        family_of,
+        is_for_bridge,
+        refuse_indivisible,
+    )
 
     if is_for_bridge(model_folder):
         # Megatron-Bridge, imported on the ranks, has the numbers.

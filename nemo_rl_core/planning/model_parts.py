@@ -50,6 +50,8 @@ def refuse_untrainable(config: Mapping[str, Any], *, called: str) -> None:
     reason, fix = _UNTRAINABLE.get(kind), "choose another model"
     if kind in _ENCODERS and not config.get("is_decoder"):
         reason, fix = "its tokens attend to later ones", "set is_decoder: true in its config.json"
+    elif config.get("is_causal") is False:
+        reason, fix = "its tokens attend to later ones", "set is_causal: true in its config.json"
     elif kind == "big_bird" and config.get("attention_type", "block_sparse") == "block_sparse":
         reason = "it computes full attention once it has seen a short sequence"
         fix = "set attention_type: original_full in its config.json"
@@ -150,6 +152,8 @@ def longest_sequence(config: Any) -> int | None:
     text = config.get_text_config()
     length: int | None = getattr(text, "max_position_embeddings", None)
     length = length or getattr(text, "max_seq_len", None)  # MPT's name
+    if length is not None and text.model_type == "moshi":
+        length = min(length, text.sliding_window)  # its cache keeps no more, but no mask hides them
     if length is not None and text.model_type in _POSITIONS_AFTER_PADDING:
         return length - (text.pad_token_id or 0) - 1
     rope = getattr(text, "rope_parameters", None) or {}
@@ -201,11 +205,16 @@ def independent_length(config: Any) -> int | None:
 
 
 def reset_rotary(model: Any) -> None:
-    """Resets `dynamic` rotary frequencies, which stay those of the longest sequence so far."""
+    """Resets rotary frequencies, which may stay those of the longest sequence so far.
+
+    `dynamic` ones do; those of `longrope` by type of layer fail at a second long pass.
+    """
     import torch
 
     for part in model.modules():
         types = getattr(part, "rope_type", None)
+        for each in types if isinstance(types, dict) else ():
+            vars(part).pop(f"{each}_long_inv_freq", None)
         if "dynamic" not in str(types):
             continue
         for options in (

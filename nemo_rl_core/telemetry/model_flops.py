@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,30 +74,27 @@ def model_shape(folder: Path) -> ModelFlops:
     width = heads * (config.get("head_dim") or hidden // max(heads, 1))
     num_experts = config.get("num_experts") or config.get("num_local_experts") or 1
     share = config.get("num_experts_per_tok", num_experts) / num_experts
-    multiplied = 0.0
-    for file in folder.glob("*.safetensors"):
-        for name, count in _num_weights(file).items():
-            is_lookup = name.endswith("embed_tokens.weight") and not config.get(
-                "tie_word_embeddings", False
-            )
-            multiplied += 0 if is_lookup else count * (share if ".experts." in name else 1)
+    multiplied, tables = 0.0, []
+    for name, shape in _shapes(folder).items():
+        multiplied += prod(shape) * (share if ".experts." in name else 1)
+        if len(shape) == 2 and shape[0] == config.get("vocab_size"):
+            tables.append(prod(shape))
+    # By one of its tables of all tokens, the head, a model multiplies; it looks up in the others.
+    multiplied -= sum(sorted(tables)[1:])
     return ModelFlops(multiplied, config.get("num_hidden_layers", 0), width)
 
 
 def num_parameters(folder: Path) -> int:
     """How many weights the files of a model have."""
-    return sum(sum(_num_weights(file).values()) for file in folder.glob("*.safetensors"))
+    return sum(map(prod, _shapes(folder).values()))
 
 
-def _num_weights(file: Path) -> dict[str, int]:
-    """Number of weights by tensor, from the header of a safetensors file."""
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    sizes = {}
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            count = 1
-            for size in tensor["shape"]:
-                count *= size
-            sizes[name] = count
-    return sizes
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    """Shapes of all tensors, from the headers of the safetensors files."""
+    shapes: dict[str, list[int]] = {}
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        header.pop("__metadata__", None)
+        shapes |= {name: tensor["shape"] for name, tensor in header.items()}
+    return shapes

@@ -33,7 +33,7 @@ from nemo_rl_core.config.single_turn import (
     RewardModelScore,
     SingleEnvironmentConfig,
 )
-from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
+from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, TrainingConfig
 from nemo_rl_core.config.warm_up import warm_up_warnings
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
@@ -176,6 +176,15 @@ def _check_model(name: str, training: TrainingConfig) -> None:
         from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
 
         check_tensor_parallel(folder, training)
+    if isinstance(training, MegatronTraining):
+        from nemo_rl_core.backends.training.megatron.families import (
+            family_of,
+            is_for_bridge,
+            refuse_indivisible,
+        )
+
+        if not is_for_bridge(folder):
+            refuse_indivisible(*family_of(folder), training)
 
 
 def _check_promotion(promotion: PromotionConfig | None) -> None:

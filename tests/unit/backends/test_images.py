@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.data.pretrained import copy_description, copy_processors
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
+from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ModelError
 
 EPSILON = 1e-3  # as in test_dtensor.py: a gradient of rounding must not move a weight
@@ -48,9 +51,9 @@ def make_batch(seed: int = 1) -> BatchedDataDict:
     return batch
 
 
-def make_backend(folder: Path, max_tokens: int = 24) -> DTensorBackend:
+def make_backend(folder: Path, max_tokens: int = 24, **options: Any) -> DTensorBackend:
     backend = DTensorBackend()
-    optimizer = OptimizerConfig(learning_rate=1e-2, adam_epsilon=EPSILON)
+    optimizer = OptimizerConfig(learning_rate=1e-2, adam_epsilon=EPSILON, **options)
     backend.setup(
         TrainingSetup(
             model_folder=folder, optimizer=optimizer, max_tokens_per_microbatch=max_tokens
@@ -106,7 +109,7 @@ def plain_logprobs(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tens
     result = torch.zeros(batch["token_mask"].shape)
     for row, length in enumerate(batch["input_lengths"].tolist()):
         alone = batch.select_indices([row])
-        for column in ("input_ids", "mm_token_type_ids"):
+        for column in {"input_ids", "mm_token_type_ids"} & alone.keys():
             alone[column] = alone[column][:, :length]
         logits = model(input_ids=alone["input_ids"], **alone.get_multimodal_dict()).logits[0, :-1]
         logprobs = torch.log_softmax(logits, dim=-1)
@@ -179,8 +182,7 @@ def test_a_model_of_text_alone_is_given_no_images(tiny_model: Path) -> None:
 
 
 def test_text_alone_has_the_logprobs_of_each_text_alone(vision_model: Path) -> None:
-    batch = collate([[1, 5, 6, 7], [1, 8, 9]], [[True] * 4, [True] * 3])
-    backend = make_backend(vision_model)
+    batch, backend = text_batch(), make_backend(vision_model)
     model = AutoModelForImageTextToText.from_pretrained(vision_model).eval()
     for row, length in enumerate([4, 3]):
         ids = batch["input_ids"][row : row + 1, :length]
@@ -189,3 +191,39 @@ def test_text_alone_has_the_logprobs_of_each_text_alone(vision_model: Path) -> N
         torch.testing.assert_close(
             backend.get_logprobs(batch)[row, : length - 1], expected, rtol=1e-4, atol=1e-5
         )
+
+
+def text_batch() -> BatchedDataDict:
+    return collate([[1, 5, 6, 7], [1, 8, 9]], [[True] * 4, [True] * 3])
+
+
+def steps_with_images_on_rank_0(
+    folder: Path,
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Metrics of a step with images on rank 0 and of one without images, and the weights."""
+    backend = make_backend(folder, 11, weight_decay=0.5)
+    shards = [make_batch() if rank() == 0 else text_batch(), text_batch()]
+    metrics = [backend.train_step(shard, NLLLoss()) for shard in shards]
+    return metrics, {name: weight.clone() for name, weight in backend.named_weights()}
+
+
+@pytest.mark.slow
+def test_ranks_train_the_eyes_if_only_one_of_them_has_images(vision_model: Path) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(vision_model).eval()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.5
+    )
+    losses = []
+    for batches in ([make_batch(), text_batch()], [text_batch(), text_batch()]):
+        optimizer.zero_grad()
+        num_tokens = sum(int(batch["token_mask"].sum()) for batch in batches)
+        loss = -sum(plain_logprobs(model, batch).sum() for batch in batches) / num_tokens
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()  # leaves the eyes as they are if there were no images
+        losses.append(loss.item())
+    expected = revert_weight_conversion(model, dict(model.named_parameters()))
+    for metrics, weights in run_ranks(steps_with_images_on_rank_0, vision_model, world_size=2):
+        assert [each["loss"] for each in metrics] == pytest.approx(losses, rel=1e-4)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-3, atol=1e-4)

@@ -14,11 +14,13 @@ from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.hugging_face import HuggingFaceBackend
 from nemo_rl_core.backends.training.dtensor import attention
 from nemo_rl_core.backends.training.dtensor.context_parallel import apply_context_parallel
+from nemo_rl_core.backends.training.dtensor.matching import plain_name
 from nemo_rl_core.checkpoints.weights import keeps_float32, rounded_weights
 from nemo_rl_core.config.generation import HuggingFaceGenerationConfig
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.distributed.process_group import rank, world_size
 from nemo_rl_core.errors import ConfigError, DataError, ModelError
 from nemo_rl_core.planning.model_parts import independent_length, layers_of
 from tasks.platform.preflight import preflight
@@ -131,6 +133,7 @@ def test_a_fast_kernel_is_chosen_only_for_what_it_computes(
         ("prophetnet", {}, "more than token ids"),
         ("rwkv", {}, "its backward pass fails"),
         ("bert", {"is_decoder": False}, "set is_decoder: true"),
+        ("qwen2", {"is_causal": False}, "set is_causal: true"),
         ("big_bird", {"attention_type": "block_sparse"}, "set attention_type: original_full"),
     ],
 )
@@ -174,8 +177,7 @@ def _step(
 ) -> tuple[torch.Tensor, float]:
     backend = make_backend(folder, training=training, seed=3)
     batch = make_batch()
-    rank = torch.distributed.get_rank()
-    shard = batch.select_indices([rank, rank + 2, rank + 4])
+    shard = batch.select_indices([rank(), rank() + 2, rank() + 4])
     metrics = backend.train_step(shard, NLLLoss())
     if saved:
         backend.save_checkpoint(saved)
@@ -206,6 +208,47 @@ def test_what_transformers_keeps_in_float32_is_sent_in_it(
         assert {name for name, weight in weights.items() if weight.dtype != torch.bfloat16} == kept
         for name in kept:
             assert torch.equal(weights[name], saved[name])
+
+
+def in_bfloat16(
+    folders: dict[str, Path], lora: LoRAConfig | None
+) -> dict[str, tuple[float, set[str], set[str]]]:
+    """Gradient norm of a step, weights computed with in float32, and those to keep in it."""
+    batch, found = make_batch(), {}
+    shard = batch.select_indices(range(rank(), len(batch), world_size()))
+    for kind, folder in folders.items():
+        backend = make_backend(folder, dtype="bfloat16", training=DTensorTraining(lora=lora))
+        model, exact = backend._policy.model, set()
+
+        def note(module: Any, _: Any, name: str, exact: set[str] = exact) -> None:
+            weights = module.named_parameters(name, recurse=False)
+            exact |= {each for each, weight in weights if weight.dtype == torch.float32}
+
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(partial(note, name=name))
+        norm = backend.train_step(shard, NLLLoss())["grad_norm"]
+        names = {name for name, _ in model.named_parameters()}
+        kept = {name for name in names if keeps_float32(model, plain_name(name))}
+        found[kind] = norm, exact, kept
+        backend.shutdown()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, alpha=4, target_modules=["o_proj"])])
+def test_ranks_gather_in_float32_what_transformers_keeps_in_it(
+    lora: LoRAConfig | None, tmp_path: Path
+) -> None:
+    folders = {kind: tmp_path / kind / "start" for kind in ("hy_v4", "ernie4_5_moe")}
+    for kind, folder in folders.items():
+        tiny_model(kind).save_pretrained(folder)
+        save_tokenizer(folder.parent)
+    single = in_bfloat16(folders, lora)
+    for found in run_ranks(in_bfloat16, folders, lora, world_size=2):
+        for kind, (norm, exact, kept) in found.items():
+            assert exact
+            assert exact == kept - {"lm_head.weight"}  # a module that is not called
+            assert norm == pytest.approx(single[kind][0], rel=0.02), kind
 
 
 @pytest.mark.parametrize(
@@ -309,6 +352,12 @@ _LONGROPE = {
 _DEPEND_ON_LENGTH = {
     "llama": {"rope_parameters": _DYNAMIC, "max_position_embeddings": 24},
     "phi3": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 24},
+    "gemma3_text": {
+        "rope_parameters": {
+            "full_attention": _LONGROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+    },
     "deepseek_v32": {"index_topk": 6},
     "doge": {"keep_window_size": 10, "sliding_window": None},
     "llama4_text": {"attention_chunk_size": 8},

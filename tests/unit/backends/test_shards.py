@@ -26,6 +26,7 @@ from nemo_rl_core.backends.training.dtensor.loading import (
     load_model,
 )
 from nemo_rl_core.backends.training.dtensor.lora import Adapters
+from nemo_rl_core.backends.training.dtensor.matching import check_folder
 from nemo_rl_core.backends.training.dtensor.shards import allocate, fill_from_folder
 from nemo_rl_core.checkpoints.tensors import load_tensors, save_tensors
 from nemo_rl_core.config.optimizer import OptimizerConfig
@@ -146,8 +147,17 @@ def test_weights_quantized_otherwise_are_refused_by_name(
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["quant_method"] = "awq"
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"several ranks(.|\n)*quant_method: awq"):
+    with pytest.raises(ModelError, match=r"cannot be read here(.|\n)*quant_method: awq"):
         filled(folder, "lm")
+
+
+def test_backends_that_read_no_fp8_refuse_it_by_name(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Megatron and vLLM, which check a folder against the model before they read it."""
+    folder = in_fp8(folders["tied"], tmp_path / "fp8")
+    with pytest.raises(ModelError, match=r"'fp8' cannot be read here(.|\n)*quant_method: fp8"):
+        check_folder(empty_model(folder, "lm"), folder)
 
 
 def test_fp8_weights_are_dequantized_beside_a_gpu(

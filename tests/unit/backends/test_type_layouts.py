@@ -38,6 +38,7 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {}),
     "cohere2": ("cohere2", {}),
     "olmo2": ("olmo2", {}),
+    "longcat_flash": ("longcat_flash", {}),  # experts without weights: a rank may use no others
 }
 ALL = set(TYPES)
 TENSOR_PARALLEL = {"gemma2", "mistral", "cohere2", "olmo2"}
@@ -47,7 +48,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], set[str]]] = {
     "FSDP 2 recomputed": (2, {"activation_checkpointing": True}, ALL),
     "TP 2": (2, {"tensor_parallel_size": 2}, TENSOR_PARALLEL),
     "TP 2 + SP": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}, TENSOR_PARALLEL),
-    "CP 2": (2, {"context_parallel_size": 2}, {"qwen3_moe", "deepseek_v3", "olmo2"}),
+    "CP 2": (
+        2,
+        {"context_parallel_size": 2},
+        {"qwen3_moe", "deepseek_v3", "olmo2", "longcat_flash"},
+    ),
 }
 """Ranks and axes of each layout, and the types that it takes."""
 

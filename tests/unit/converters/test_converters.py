@@ -4,6 +4,7 @@ import json
 import shutil
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,29 @@ def test_a_name_that_no_hub_knows_is_refused(
     with pytest.raises(ModelError, match="cannot load the model 'no-such-model'") as caught:
         materialize(PretrainedModel(name="no-such-model"), tmp_path / "m", seed=None)
     assert len(str(caught.value).splitlines()) < 10
+
+
+def test_a_hub_that_lists_no_files_is_read_file_by_file(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lists_nothing(*_: Any, **__: Any) -> None:
+        raise OSError("404")
+
+    cache, commit = tmp_path / "cache" / "models--me--it", "a" * 40
+    snapshot = cache / "snapshots" / commit
+    shutil.copytree(tiny_model, snapshot)
+    (snapshot / "video_preprocessor_config.json").write_text("{}")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lists_nothing)
+    materialize(PretrainedModel(name="me/it"), tmp_path / "copy", seed=None)
+    assert (tmp_path / "copy" / "video_preprocessor_config.json").read_text() == "{}"
+    (snapshot / "config.json").write_text('{"model_type": "xlnet"}')
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="its tokens attend to later ones"):
+        materialize(PretrainedModel(name="me/it"), tmp_path / "other", seed=None)
 
 
 def test_weights_that_are_damaged_are_refused(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ _FACTORS = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64}
             128,
             128,
         ),
+        ({"model_type": "moshi", "max_position_embeddings": 64, "sliding_window": 48}, 48, 48),
         (
             {
                 "model_type": "phi3",

@@ -1,6 +1,7 @@
 """Environments that a recipe names are refused before anything starts."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,29 @@ def test_heads_that_ranks_cannot_divide_are_refused(tiny_model: Path) -> None:
             model={"name": str(tiny_model)},
             training={"tensor_parallel_size": 3},
             cluster={"num_workers": 3},
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "training", "message"),
+    [
+        ({}, {"pipeline_parallel_size": 3}, "layers cannot be divided by the pipeline"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {}, "rope_type=dynamic"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, {}, "sliding_attention"),
+        ({"is_causal": False}, {}, "set is_causal: true"),
+    ],
+)
+def test_models_that_megatron_cannot_hold_are_refused(
+    changes: dict, training: dict, message: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(NemoRLError, match=message):
+        check(
+            model={"name": str(folder)},
+            training={"backend": "megatron", **training},
+            cluster={"num_workers": training.get("pipeline_parallel_size", 1)},
         )
 
 

@@ -36,15 +36,15 @@ def test_a_model_that_is_almost_all_weights_takes_six_flops_a_weight_and_token()
 def _model(folder: Path, tied: bool, **config: int) -> Path:
     folder.mkdir()
     tensors = {
-        "model.embed_tokens.weight": torch.zeros(10, 4),
+        "gpt_neox.embed_in.weight": torch.zeros(10, 4),
         "model.layers.0.self_attn.q_proj.weight": torch.zeros(4, 4),
         "model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(6, 4),
         "model.layers.0.mlp.experts.1.up_proj.weight": torch.zeros(6, 4),
     }
     if not tied:
-        tensors["lm_head.weight"] = torch.zeros(10, 4)
+        tensors["embed_out.weight"] = torch.zeros(10, 4)
     save_file(tensors, folder / "model.safetensors")
-    words = {"hidden_size": 4, "num_attention_heads": 2, "num_hidden_layers": 1}
+    words = {"hidden_size": 4, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 10}
     (folder / "config.json").write_text(json.dumps(words | {"tie_word_embeddings": tied} | config))
     return folder
 

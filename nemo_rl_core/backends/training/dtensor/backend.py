@@ -34,6 +34,7 @@ from nemo_rl_core.backends.training.dtensor.packed import PackedModel
 from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens
 from nemo_rl_core.backends.training.dtensor.parallelize import (
     drop_gradients,
+    drop_unused_gradients,
     parallelize,
     release,
     sync_gradients,
@@ -280,6 +281,7 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
                 found[part.plan.indices, : outputs.shape[1]] = outputs.detach().cpu()
             for name, value in metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
+        drop_unused_gradients(self._policy.model)
         summed = numbers_of(totals)
         return {
             **(summed if self._mesh is None else self._mesh.sum_metrics(summed)),

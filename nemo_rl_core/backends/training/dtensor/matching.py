@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nemo_rl_core.backends.training.dtensor.loading import as_published, called
+from nemo_rl_core.backends.training.dtensor.quantized import refuse_quantized
 from nemo_rl_core.checkpoints.weight_files import open_weights, weight_files
 from nemo_rl_core.checkpoints.weights import Shape, refuse_wrong_weights
 
@@ -46,7 +47,12 @@ def check_weights(model: Any, shapes: Mapping[str, Shape], source: str) -> None:
 
 
 def check_folder(model: Any, folder: Path) -> None:
-    """As `check_weights`, of the tensors in a folder; only their files' headers are read."""
+    """Checks the tensors in a folder by `check_weights`; only their files' headers are read.
+
+    Raises:
+        ModelError: If the folder's weights are quantized, too.
+    """
+    refuse_quantized(folder)
     with ExitStack() as files:
         shapes = {name: tuple(s.get_shape()) for name, s in stored_slices(folder, files).items()}
     check_weights(model, shapes, called(folder))

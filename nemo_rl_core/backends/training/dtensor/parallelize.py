@@ -7,6 +7,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -15,12 +16,14 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from nemo_rl_core.backends.training.dtensor.context_parallel import apply_context_parallel
 from nemo_rl_core.backends.training.dtensor.float8 import convert_linear_layers, unwrapped
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
+from nemo_rl_core.backends.training.dtensor.matching import plain_name
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.shards import allocate
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import apply_tensor_parallel
@@ -86,42 +89,49 @@ def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) 
         if training.cpu_offload
         else OffloadPolicy(),
     }
-    for layer in layers_of(model):
-        fully_shard(layer, **options)
-    if (scalar := getattr(model, SCALAR_HEAD, None)) is not None:
-        # The scalar head is always float32.
-        exact = MixedPrecisionPolicy(reduce_dtype=options["mp_policy"].reduce_dtype)
-        fully_shard(scalar, **{**options, "mp_policy": exact})
-    fully_shard(model, **options)
-    _gather_exactly(model)
+    exact = {
+        weight
+        for name, weight in model.named_parameters()
+        if name.startswith(f"{SCALAR_HEAD}.") or keeps_float32(model, plain_name(name))
+    }
+    for module in (*layers_of(model), model):
+        _shard_module(module, exact, options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by counts of the whole step, so gradients are summed.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
+    for group in _groups(model):
+        group.reduce_scatter_unused_params = True
+        group.post_backward = partial(_after_backward, group)
     allocate(model, torch.device("cpu") if training.cpu_offload else local_device())
     setattr(model, _WITHIN, MethodType(_within, model))
     register_fsdp_forward_method(model, _WITHIN)
     return model if training.cpu_offload else model.to(local_device())
 
 
-def _gather_exactly(model: Any) -> None:
-    """Has ranks gather in float32 the frozen weights that transformers keeps in it.
+def _shard_module(module: Any, exact: set[torch.nn.Parameter], options: dict[str, Any]) -> None:
+    """Shards the weights of a module, those that stay in float32 in a second group.
 
-    Trained ones cannot: FSDP2 reduces the gradients of a group in one dtype.
+    FSDP2 gathers and reduces a group in one dtype.
     """
-    names = {module: name for name, module in model.named_modules()}
-    for group in _groups(model):
-        for parameter in group.fsdp_params:
-            info = parameter._module_info
-            name = f"{names[info.module]}.{info.param_name}"
-            if keeps_float32(model, name) and not parameter.sharded_param.requires_grad:
-                parameter.init_dtype_attrs = partial(_set_up_exact, parameter)
+    second = [weight for weight in module.parameters() if weight in exact]
+    fully_shard(module, ignored_params=exact, **options)
+    if second:
+        state, reduce_dtype = module._get_fsdp_state(), options["mp_policy"].reduce_dtype
+        (group,) = state._fsdp_param_groups
+        sizes = group.mesh_info, group.post_forward_mesh_info, group.device, None
+        policies = MixedPrecisionPolicy(reduce_dtype=reduce_dtype), group.offload_policy
+        state._fsdp_param_groups.append(FSDPParamGroup(second, group.modules, *sizes, *policies))
 
 
-def _set_up_exact(parameter: Any, policy: MixedPrecisionPolicy) -> None:
-    exact = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype)
-    type(parameter).init_dtype_attrs(parameter, exact)
+def _after_backward(group: Any) -> None:
+    """Notes which weights a pass has used on this rank, before FSDP2 gives the others zeros."""
+    for parameter in group.fsdp_params:
+        gathered = getattr(parameter, "_unsharded_param", None)
+        if gathered is not None and gathered.grad is not None:
+            parameter.is_used = True
+    type(group).post_backward(group)
 
 
 def _groups(model: Any) -> list[Any]:
@@ -199,9 +209,22 @@ def drop_gradients(model: Any) -> None:
     for group in _groups(model):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
+            parameter.is_used = False
             parameter.unsharded_accumulated_grad = None
             if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                 whole.grad = None
+
+
+def drop_unused_gradients(model: Any) -> None:
+    """Forgets gradients of weights that no rank has used, which AdamW would decay; a collective."""
+    parameters = [parameter for group in _groups(model) for parameter in group.fsdp_params]
+    if not parameters:
+        return
+    used = torch.tensor([each.is_used for each in parameters], device=local_device()).int()
+    dist.all_reduce(used, dist.ReduceOp.MAX)
+    for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+        if not is_used:
+            parameter.sharded_param.grad = None
 
 
 def whole_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

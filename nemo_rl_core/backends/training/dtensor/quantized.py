@@ -77,20 +77,34 @@ def dequantized_slices(folder: Path, stored: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ModelError: If the folder is quantized by another method.
     """
-    declared = described(folder).get("quantization_config")
-    if declared is None:
+    if not described(folder).get("quantization_config"):
         return stored
-    if (method := declared.get("quant_method")) != "fp8":
-        raise ModelError(
-            f"several ranks cannot read the quantized weights of {folder.name!r}",
-            expected="weights that are not quantized, or quant_method: fp8",
-            got=f"quant_method: {method}",
-            fix="train on one rank, or on a float32 copy: "
-            "nemo_rl_core.converters.materialize.materialize writes one",
-        )
+    refuse_quantized(folder, but="fp8")
     weights = {name: each for name, each in stored.items() if not name.endswith(_SCALES)}
     scaled = [name for name in weights if name + _SCALES in stored]
     return weights | {n: _DequantizedSlice(weights[n], stored[n + _SCALES]) for n in scaled}
+
+
+def refuse_quantized(folder: Path, *, but: str | None = None) -> None:
+    """Raises if the weights of a folder are quantized, as backends that read slices cannot be.
+
+    Args:
+        folder: A transformers folder.
+        but: A method that is taken.
+
+    Raises:
+        ModelError: Names the method.
+    """
+    declared = described(folder).get("quantization_config") or {}
+    method = declared.get("quant_method")
+    if method != but:
+        raise ModelError(
+            f"the quantized weights of {folder.name!r} cannot be read here",
+            expected="weights that are not quantized"
+            + (f", or quant_method: {but}" if but else ""),
+            got=f"quant_method: {method}",
+            fix="use a float32 copy: nemo_rl_core.converters.materialize.materialize writes one",
+        )
 
 
 class _DequantizedSlice:

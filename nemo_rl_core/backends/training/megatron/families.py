@@ -6,13 +6,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from nemo_rl_core.backends.training.dtensor.loading import called
+from nemo_rl_core.backends.training.megatron.settings import Division, refuse_remainders
 from nemo_rl_core.config.megatron_types import (
     BRIDGE,
     BRIDGE_VERSION,
     MEGATRON_TYPES,
     bridge_version,
 )
+from nemo_rl_core.config.training import MegatronTraining
+from nemo_rl_core.data.pretrained import described
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.planning.model_parts import refuse_untrainable
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3")
 """Kinds of rotary frequencies that depend on neither the row's length nor a scaled attention."""
@@ -104,11 +109,13 @@ def family_of(folder: Path) -> tuple[Family, Any]:
             fix="use the dtensor backend, which trains any causal model of transformers, or "
             f"install {BRIDGE}=={BRIDGE_VERSION}, which builds other types (docs/models.md)",
         )
-    rope = config.rope_parameters["rope_type"]
+    refuse_untrainable(described(folder), called=called(folder))
+    rope, kinds = config.rope_parameters["rope_type"], getattr(config, "layer_types", None) or ()
     settings: list[tuple[str, Any, tuple[Any, ...]]] = [
         ("hidden_act", config.hidden_act, ("silu",)),
         ("rope_type", rope, STATIC_ROPE_TYPES),
         *((name, getattr(config, name, None), (False, None)) for name in family.unset),
+        *(("layer_types", kind, ("full_attention",)) for kind in kinds),
     ]
     for name, value, held in settings:
         if value not in held:
@@ -125,4 +132,25 @@ def is_sparse(hf_config: Any, layer: int) -> bool:
     """Returns whether a layer of a mixture of experts has experts, not one dense block."""
     return layer not in (getattr(hf_config, "mlp_only_layers", None) or []) and (
         (layer + 1) % getattr(hf_config, "decoder_sparse_step", 1) == 0
+        and getattr(hf_config, "num_experts", None) != 0
     )
+
+
+def refuse_indivisible(family: Family, hf_config: Any, training: MegatronTraining) -> None:
+    """Raises before loading if the layout does not divide the architecture.
+
+    Raises:
+        ConfigError: Names the first indivisible number, or the missing package.
+    """
+    tensor = training.tensor_parallel_size
+    divisions: list[Division] = [
+        ("attention heads", hf_config.num_attention_heads, "tensor_parallel_size", tensor),
+        ("key/value heads", hf_config.num_key_value_heads, "tensor_parallel_size", tensor),
+        ("intermediate size", hf_config.intermediate_size, "tensor_parallel_size", tensor),
+    ]
+    num_experts = None
+    if family.experts is not None:
+        num_experts = getattr(hf_config, family.experts.num_experts) or None
+        width = getattr(hf_config, family.experts.intermediate_size)
+        divisions.append(("intermediate size of an expert", width, "tensor_parallel_size", tensor))
+    refuse_remainders(divisions, hf_config.num_hidden_layers, num_experts, training)

@@ -16,14 +16,10 @@ from nemo_rl_core.backends.training.megatron.families import (
     family_of,
     is_for_bridge,
     is_sparse,
+    refuse_indivisible,
 )
 from nemo_rl_core.backends.training.megatron.layers import layers
-from nemo_rl_core.backends.training.megatron.settings import (
-    Division,
-    backend_settings,
-    expert_settings,
-    refuse_remainders,
-)
+from nemo_rl_core.backends.training.megatron.settings import backend_settings, expert_settings
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import MegatronTraining
 
@@ -102,7 +98,7 @@ def transformer_config(
 
 
 def _experts(family: Family, hf_config: Any) -> dict[str, Any]:
-    if family.experts is None:
+    if family.experts is None or not getattr(hf_config, family.experts.num_experts):
         return {}
     return {
         "num_moe_experts": getattr(hf_config, family.experts.num_experts),
@@ -163,23 +159,3 @@ def _rotary_frequencies(hf_config: Any) -> torch.Tensor:
     frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     assert isinstance(frequencies, torch.Tensor)
     return frequencies
-
-
-def refuse_indivisible(family: Family, hf_config: Any, training: MegatronTraining) -> None:
-    """Raises before loading if the layout does not divide the architecture.
-
-    Raises:
-        ConfigError: Names the first indivisible number, or the missing package.
-    """
-    tensor = training.tensor_parallel_size
-    divisions: list[Division] = [
-        ("attention heads", hf_config.num_attention_heads, "tensor_parallel_size", tensor),
-        ("key/value heads", hf_config.num_key_value_heads, "tensor_parallel_size", tensor),
-        ("intermediate size", hf_config.intermediate_size, "tensor_parallel_size", tensor),
-    ]
-    num_experts = None
-    if family.experts is not None:
-        num_experts = getattr(hf_config, family.experts.num_experts)
-        width = getattr(hf_config, family.experts.intermediate_size)
-        divisions.append(("intermediate size of an expert", width, "tensor_parallel_size", tensor))
-    refuse_remainders(divisions, hf_config.num_hidden_layers, num_experts, training)

@@ -43,8 +43,8 @@ def load_hf_weights(chunks: list[Any], folder: Path) -> None:
         return
     tensors = _Safetensors(folder)
     expected = {name for entry in _entries(chunks) for name in entry.rule.hf}
-    refuse_wrong_weights(tensors.called, missing=expected - tensors.names)
     check_folder(empty_model(folder, "lm"), folder)
+    refuse_wrong_weights(tensors.called, missing=expected - tensors.names)
     held_here = [entry for entry in _entries(chunks) if _held_here(entry)]
     for entry in held_here:
         _fill(chunks, entry, tensors)

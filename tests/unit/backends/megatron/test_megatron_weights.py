@@ -1,13 +1,17 @@
 """Megatron's models against transformers': weights to the bit, logits within rounding."""
 
+import inspect
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -19,6 +23,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
+from nemo_rl_core.config.megatron_types import MEGATRON_TYPES
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.local_ranks import run_ranks
 
@@ -66,13 +71,50 @@ MODELS: dict[str, PreTrainedConfig] = {
         **SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
 }
-ONE_EXPERT = {**SHAPE, "num_hidden_layers": 2, "num_experts_per_tok": 1}
-ONE_EXPERT_MODELS: dict[str, PreTrainedConfig] = {
-    "mixtral": MixtralConfig(**ONE_EXPERT, num_local_experts=4, sliding_window=None),
-    "qwen3_moe": Qwen3MoeConfig(
-        **ONE_EXPERT, num_experts=4, moe_intermediate_size=16, norm_topk_prob=True
+SMALL = {**SHAPE, "num_hidden_layers": 2}
+ONE_HEAD = {**SMALL, "num_key_value_heads": 1}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+VARIANTS: dict[str, PreTrainedConfig] = {
+    "llama, one key head": LlamaConfig(**ONE_HEAD, tie_word_embeddings=True),
+    "llama, other widths": LlamaConfig(
+        **SMALL | {"num_key_value_heads": 4, "intermediate_size": 47},
+        head_dim=24,
+        rope_parameters=LINEAR_ROPE,
+        rms_norm_eps=1e-3,
     ),
-    "qwen3_moe-unnormed": Qwen3MoeConfig(**ONE_EXPERT, num_experts=4, moe_intermediate_size=16),
+    "qwen2, llama3 rope": Qwen2Config(**SMALL, rope_parameters=LLAMA3_ROPE),
+    "qwen2, one key head": Qwen2Config(**ONE_HEAD, head_dim=16, tie_word_embeddings=True),
+    "qwen3, llama3 rope": Qwen3Config(**SMALL, head_dim=24, rope_parameters=LLAMA3_ROPE),
+    "qwen3, one key head": Qwen3Config(**ONE_HEAD, head_dim=16, tie_word_embeddings=True),
+    "qwen3_moe, every second layer": Qwen3MoeConfig(
+        **SMALL,
+        **EXPERTS,
+        num_experts_per_tok=3,
+        decoder_sparse_step=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_moe, no sparse layer": Qwen3MoeConfig(
+        **ONE_HEAD, **EXPERTS, num_experts_per_tok=4, mlp_only_layers=[0, 1]
+    ),
+    "qwen3_moe, no experts": Qwen3MoeConfig(**SMALL, **EXPERTS | {"num_experts": 0}),
+    "qwen3_moe, all experts": Qwen3MoeConfig(
+        **SMALL, **EXPERTS, num_experts_per_tok=4, rope_parameters=LINEAR_ROPE
+    ),
+    "qwen3_moe, one expert": Qwen3MoeConfig(
+        **SMALL, **EXPERTS, num_experts_per_tok=1, norm_topk_prob=True
+    ),
+    "qwen3_moe, one expert, unnormed": Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts_per_tok=1),
+    "mixtral, one expert": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=1),
+    "mixtral, three experts": MixtralConfig(
+        **ONE_HEAD,
+        num_local_experts=5,
+        num_experts_per_tok=3,
+        head_dim=16,
+        rope_parameters=LLAMA3_ROPE,
+        tie_word_embeddings=True,
+    ),
 }
 DENSE_LAYOUTS = {
     "1x1": MegatronTraining(),
@@ -99,18 +141,24 @@ class Comparison:
     logits_error: float
 
 
+def saved(config: PreTrainedConfig, folder: Path, **options: Any) -> Any:
+    """A model with random weights, its norms and biases included."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                weight.add_(torch.rand_like(weight))
+    model.save_pretrained(folder, **options)
+    return model
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     for name, config in MODELS.items():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).eval()
-        with torch.no_grad():
-            for parameter_name, parameter in model.named_parameters():
-                if "norm" in parameter_name or parameter_name.endswith("bias"):
-                    parameter.add_(torch.rand_like(parameter))
         # Several files, so that the index is read, too.
-        model.save_pretrained(root / name, max_shard_size="40kB")
+        model = saved(config, root / name, max_shard_size="40kB")
         torch.save(model(input_ids=IDS).logits.detach(), root / name / "logits.pt")
     return {name: root / name for name in MODELS}
 
@@ -192,7 +240,11 @@ def test_every_architecture_and_layout_equals_transformers(folders: dict[str, Pa
         assert len(results) == len(plan())
 
 
-def logits_and_gradients(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+Tensors = dict[str, torch.Tensor]
+
+
+def exported_with_gradients(folder: Path) -> tuple[torch.Tensor, Tensors, Tensors]:
+    """Logits of the model, its weights under transformers' names, and their gradients."""
     from nemo_rl_core.backends.training.megatron.model import build_model
     from nemo_rl_core.backends.training.megatron.topology import (
         initialize_topology,
@@ -204,26 +256,28 @@ def logits_and_gradients(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Te
     chunks = build_model(folder, MegatronTraining())
     load_hf_weights(chunks, folder)
     mask = torch.ones(1, 1, IDS.shape[1], IDS.shape[1]).triu(1).bool()
+    weights = {name: weight.clone() for name, weight in iter_hf_weights(chunks)}
     logits = chunks[0](IDS, torch.arange(IDS.shape[1])[None], mask)
     logits.log_softmax(-1)[..., 3].sum().backward()
     for parameter in chunks[0].parameters():
         parameter.data = parameter.grad
     gradients = {name: grad.clone() for name, grad in iter_hf_weights(chunks)}
     tear_down_topology()
-    return logits.detach(), gradients
+    return logits.detach(), weights, gradients
 
 
-@pytest.mark.parametrize("name", ONE_EXPERT_MODELS)
-def test_one_expert_per_token_has_the_logits_and_gradients_of_transformers(
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_config_has_the_weights_logits_and_gradients_of_transformers(
     tmp_path: Path, name: str
 ) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(ONE_EXPERT_MODELS[name]).eval()
-    model.save_pretrained(tmp_path)
-    logits, gradients = logits_and_gradients(tmp_path)
+    model = saved(VARIANTS[name], tmp_path)
+    logits, weights, gradients = exported_with_gradients(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert weights.keys() == stored.keys()
+    assert [each for each, weight in weights.items() if not torch.equal(weight, stored[each])] == []
     expected = model(input_ids=IDS).logits
     expected.log_softmax(-1)[..., 3].sum().backward()
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
     named = {name: weight.grad for name, weight in model.named_parameters()}
     # Experts one by one, as they are published.
     published = revert_weight_conversion(model, named)
@@ -231,3 +285,29 @@ def test_one_expert_per_token_has_the_logits_and_gradients_of_transformers(
     scale = max(grad.abs().max() for grad in published.values())
     for weight, grad in published.items():
         torch.testing.assert_close(gradients[weight], grad, atol=1e-5 * scale, rtol=1e-5)
+
+
+IGNORED = {
+    *("attention_dropout", "router_jitter_noise"),  # dropout is off
+    *("initializer_range", "max_position_embeddings"),  # weights are loaded, ropes are static
+    *("output_router_logits", "router_aux_loss_coef"),  # `warn_of_balancing_loss`
+    "_attn_implementation",
+}
+TRANSLATED = {
+    *("attention_bias", "mlp_bias", "hidden_act", "layer_types", "sliding_window"),  # `family_of`
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters", "pad_token_id"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(MEGATRON_TYPES))
+def test_every_field_that_transformers_reads_of_a_type_is_known(kind: str) -> None:
+    """A field that a new version of transformers reads would be dropped in silence."""
+    module = import_module(f"transformers.models.{kind}.modeling_{kind}")
+    source = inspect.getsource(module)
+    read = set(re.findall(r"config\.([a-z_]+)\b(?!\()", source))
+    read |= set(re.findall(r"getattr\((?:self\.)?config, \"([a-z_]+)\"", source))
+    assert len(read) > 10
+    assert read - IGNORED - TRANSLATED == set()
