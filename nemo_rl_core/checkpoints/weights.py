@@ -132,6 +132,8 @@ def load_pretrained(
         else:
             options |= _dequantizing(folder, called)
     try:
+        if source is not None and (Path(source) / "config.json").is_file():
+            options.setdefault("config", load_config(source))
         model, report = kind.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
@@ -152,6 +154,28 @@ def load_pretrained(
     require_finite(called, distinct(model))
     choose_attention(model)
     return model, missing
+
+
+def load_config(folder: str | Path, **changes: Any) -> Any:
+    """Loads a config of transformers, with defaults for the form in which a model computes.
+
+    `return_dict: false`, for one, returns the same values as a tuple, which transformers' own
+    generation cannot read. `attn_implementation` names a kernel of the machine that saved the
+    model, and `chunk_size_feed_forward` must divide the length of every sequence.
+
+    Args:
+        folder: A transformers folder.
+        **changes: Values that the config gets.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, **changes)
+    config._attn_implementation = None
+    for each in (config, config.get_text_config()):
+        each.return_dict, each.is_encoder_decoder = True, False
+        each.output_hidden_states = each.output_attentions = False
+        each.chunk_size_feed_forward = 0
+    return config
 
 
 def keeps_float32(model: Any, name: str) -> bool:

@@ -22,12 +22,13 @@ _POSITIONS_AFTER_PADDING: Final = (
     *("xlm-roberta", "xlm-roberta-xl"),
 )
 """Types whose first position is one more than the id of the padding token."""
+_LATER: Final = "its tokens attend to later ones"
 _UNTRAINABLE: Final = {
     "hrm_text": "transformers cannot save it",
     "prophetnet": "its forward pass takes more than token ids",
     "rwkv": "its backward pass fails in transformers",
-    "xlm": "its tokens attend to later ones",
-    "xlnet": "its tokens attend to later ones",
+    "xlm": _LATER,
+    "xlnet": _LATER,
     "xlstm": "its backward pass fails in transformers",
     "xmod": "its forward pass takes more than token ids",
 }
@@ -46,12 +47,15 @@ def refuse_untrainable(config: Mapping[str, Any], *, called: str) -> None:
     Raises:
         ModelError: Gives the reason and the fix.
     """
-    kind = str(config.get("model_type"))
+    kind, text = str(config.get("model_type")), config.get("text_config") or config
     reason, fix = _UNTRAINABLE.get(kind), "choose another model"
     if kind in _ENCODERS and not config.get("is_decoder"):
-        reason, fix = "its tokens attend to later ones", "set is_decoder: true in its config.json"
-    elif config.get("is_causal") is False:
-        reason, fix = "its tokens attend to later ones", "set is_causal: true in its config.json"
+        reason, fix = _LATER, "set is_decoder: true in its config.json"
+    elif text.get("is_causal") is False or text.get("use_bidirectional_attention") in (True, "all"):
+        reason, fix = (
+            _LATER,
+            "take is_causal and use_bidirectional_attention out of its config.json",
+        )
     elif kind == "big_bird" and config.get("attention_type", "block_sparse") == "block_sparse":
         reason = "it computes full attention once it has seen a short sequence"
         fix = "set attention_type: original_full in its config.json"

@@ -88,15 +88,20 @@ def _generate(model: Any, prompts: list[list[int]], **options: Any) -> Any:
 
     reset_rotary(model)
     ids, mask = padded_on_the_left(prompts)
-    published = model.generation_config
+    published, text = model.generation_config, model.config.get_text_config()
+    returns_routers = getattr(text, "output_router_logits", None)
     # The published one would fill the fields that the options leave open.
     model.generation_config = GenerationConfig()
+    if returns_routers:  # for a loss, which fails with padded prompts and a cache
+        text.output_router_logits = False
     try:
         return model.generate(
             input_ids=ids.to(model.device), attention_mask=mask.to(model.device), **options
         )
     finally:
         model.generation_config = published
+        if returns_routers:
+            text.output_router_logits = True
 
 
 @torch.no_grad()

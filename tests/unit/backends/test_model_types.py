@@ -1,5 +1,6 @@
 """Types of models that differ in what the trainer asks of them, compared with a plain loop."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.hugging_face import HuggingFaceBackend
 from nemo_rl_core.backends.training.dtensor import attention
+from nemo_rl_core.backends.training.dtensor import backend as dtensor_backend
 from nemo_rl_core.backends.training.dtensor.context_parallel import apply_context_parallel
 from nemo_rl_core.backends.training.dtensor.matching import plain_name
 from nemo_rl_core.checkpoints.weights import keeps_float32, rounded_weights
@@ -22,6 +24,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank, world_size
 from nemo_rl_core.errors import ConfigError, DataError, ModelError
+from nemo_rl_core.models.columns import as_training_batch
 from nemo_rl_core.planning.model_parts import independent_length, layers_of
 from tasks.platform.preflight import preflight
 from tasks.recipes.common import PipelineRecipe
@@ -135,6 +138,8 @@ def test_a_fast_kernel_is_chosen_only_for_what_it_computes(
         ("bert", {"is_decoder": False}, "set is_decoder: true"),
         ("qwen2", {"is_causal": False}, "set is_causal: true"),
         ("big_bird", {"attention_type": "block_sparse"}, "set attention_type: original_full"),
+        ("llama", {"is_causal": False}, "take is_causal"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "take is_causal"),
     ],
 )
 def test_types_that_cannot_be_trained_are_refused_before_anything_is_loaded(
@@ -150,6 +155,55 @@ def test_types_that_cannot_be_trained_are_refused_before_anything_is_loaded(
     tiny_model(kind, **changes).save_pretrained(tmp_path / "start")
     with pytest.raises(ModelError, match=reason):
         preflight({"config": recipe})
+
+
+def test_a_model_whose_tokens_attend_to_later_ones_is_refused_by_its_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its packed rows agree with its own forward pass, which sees the same later tokens."""
+    monkeypatch.setattr(dtensor_backend, "refuse_untrainable", lambda *_, **__: None)
+    tiny_model("gemma3_text", use_bidirectional_attention=True).save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path)
+    with pytest.raises(ModelError, match="the beginning of a sequence"):
+        make_backend(tmp_path / "start")
+
+
+@pytest.mark.parametrize(
+    ("kind", "switches"),
+    [
+        ("llama", {"return_dict": False}),
+        ("bart", {"return_dict": None}),
+        ("llama", {"output_hidden_states": True, "output_attentions": True}),
+        ("llama", {"use_cache": False, "torchscript": True, "pad_token_id": None}),
+        ("llama", {"num_labels": 3, "problem_type": "regression", "is_decoder": False}),
+        ("llama", {"is_encoder_decoder": True}),
+        ("llama", {"attn_implementation": "flash_attention_2"}),
+        ("llama", {"_attn_implementation": "flash_attention_2", "dtype": "bfloat16"}),
+        ("mixtral", {"output_router_logits": True}),
+        ("bert", {"chunk_size_feed_forward": 2}),
+    ],
+)
+def test_switches_of_the_form_of_outputs_change_no_values(
+    kind: str, switches: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny_model(kind)
+    model.save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path)
+    path = tmp_path / "start" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | switches))
+    batch = BatchedDataDict({**_rows([5, 12, 3, 9]), "seeds": torch.arange(4)})
+    completions = as_training_batch(_engine(tmp_path).generate(batch, greedy=False))
+    for each in (make_batch(), completions):
+        with torch.no_grad():
+            expected = plain_logprobs(model, each)
+        torch.testing.assert_close(
+            make_backend(tmp_path / "start", max_tokens_per_microbatch=64).get_logprobs(each),
+            expected,
+            rtol=0,
+            atol=BOUND,
+        )
+    output = _engine(tmp_path).generate(batch, greedy=False)["logprobs"][:, 1:]
+    torch.testing.assert_close(output, expected, rtol=0, atol=BOUND)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,12 @@ import torch
 
 from nemo_rl_core.backends.training.dtensor.quantized import Precision, loading_options
 from nemo_rl_core.checkpoints.tensors import save_weights
-from nemo_rl_core.checkpoints.weights import choose_attention, load_pretrained, refuse_wrong_weights
+from nemo_rl_core.checkpoints.weights import (
+    choose_attention,
+    load_config,
+    load_pretrained,
+    refuse_wrong_weights,
+)
 from nemo_rl_core.data.pretrained import copy_processors, described, load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.gathered_writes import write_on_rank_0
 from nemo_rl_core.errors import ModelError
@@ -107,11 +112,11 @@ def empty_model(folder: Path, head: Head) -> Any:
         ModelError: If the architecture, or the folder's config, does not fit the head.
     """
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     is_scalar = head == "scalar"
-    config = _scalar_config(folder) if is_scalar else AutoConfig.from_pretrained(folder)
+    config = _scalar_config(folder) if is_scalar else load_config(folder)
     kind = _scalar_class(folder, config) if is_scalar else _causal_class(folder)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the folder; the model is in float32
@@ -153,10 +158,8 @@ def _causal_class(folder: Path) -> Any:
 
 
 def _scalar_config(folder: Path) -> Any:
-    from transformers import AutoConfig
-
     _refuse_several_labels(folder)
-    config = AutoConfig.from_pretrained(folder, num_labels=1)
+    config = load_config(folder, num_labels=1)
     config.get_text_config().pad_token_id = scoring_pad_token_id(folder)
     return config
 

@@ -21,7 +21,7 @@ from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens
 from nemo_rl_core.backends.training.dtensor.parallelize import run_within
 from nemo_rl_core.backends.training.dtensor.shards import fill_parameter
 from nemo_rl_core.backends.training.padded import next_tokens, scatter, wanted_positions
-from nemo_rl_core.backends.training.rounding import exact_bound, size_of
+from nemo_rl_core.backends.training.rounding import exact_bound, rounding_bound, size_of
 from nemo_rl_core.backends.training.vocab_parallel import (
     vocab_parallel_logprobs_from_hidden,
     vocab_parallel_topk_logprobs_from_hidden,
@@ -35,7 +35,7 @@ from nemo_rl_core.functional.logprobs import (
     token_logprobs_within_budget,
     topk_logprobs_from_hidden,
 )
-from nemo_rl_core.planning.model_parts import caps_logits
+from nemo_rl_core.planning.model_parts import caps_logits, layers_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -152,13 +152,20 @@ class LogprobModel(PackedModel):
         for row, length in enumerate(lengths):
             sequence = batch["input_ids"][row : row + 1, :length]
             states, logits = (each[:, : length - 1] for each in self._plain_outputs(sequence))
-            plain.append(
-                logprobs_from_logits(
-                    logits.float(), sequence[:, 1:], temperature=self._temperature
-                )[0]
-            )
+            plain.append(self._of_next(logits, sequence))
             hidden.append((states[0], sequence[0, 1:, None]))
             largest = max(largest, float(logits.abs().max()))
+        beginning = batch["input_ids"][:1, : lengths[-1]]
+
+        def of_beginning() -> torch.Tensor:
+            return self._of_next(self._plain_outputs(beginning)[1][:, : lengths[-1] - 1], beginning)
+
+        self._refuse_above(
+            rounding_bound(of_beginning, layers_of(self.model), self._dtype),
+            of_beginning() - plain[0][: lengths[-1] - 1],
+            "outputs for the beginning of a sequence",
+            fix="choose a model whose tokens attend to earlier ones only",
+        )
         self._choose_head(hidden, torch.cat(plain), self._rounding(largest))
         self._pack_if_faithful(
             self.logprobs,
@@ -167,6 +174,12 @@ class LogprobModel(PackedModel):
                 [found[row, : length - 1] - plain[row] for row, length in enumerate(lengths)]
             ),
         )
+
+    def _of_next(self, logits: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+        """`[T-1]` logprobs of a sequence `[1, T]` from `[1, T-1, V]` logits."""
+        return logprobs_from_logits(logits.float(), sequence[:, 1:], temperature=self._temperature)[
+            0
+        ]
 
     def _choose_head(
         self, hidden: list[tuple[torch.Tensor, torch.Tensor]], plain: torch.Tensor, bound: float
