@@ -34,6 +34,14 @@ _UNTRAINABLE: Final = {
 }
 _OTHER_ROUTERS: Final = ("doge", "llama4_text")
 """Types with a coefficient in the config, but without the loss of Switch Transformer."""
+_WITHOUT_GRADIENT: Final = {"crossattention", "encoder_attn", "indexer", "pooler"}
+"""Modules that token ids do not train: attention to an encoder's output, choices of keys."""
+_WITHOUT_ADAPTERS: Final = {
+    "classifier": ("longcat_flash",),
+    "dt_proj": ("falcon_mamba", "jamba", "mamba"),
+    "out_proj": ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"),
+}
+"""Linear layers, by types, whose weight is read without a call; peft refuses `out_proj`."""
 _LENGTHS_OF_ROWS = ("attention_chunk_size", "index_topk", "keep_window_size")
 
 
@@ -121,6 +129,30 @@ def layers_of(model: Any) -> "list[torch.nn.Module]":
     lists = [each for each in decoder_of(model).modules() if isinstance(each, torch.nn.ModuleList)]
     sizes = [sum(weight.numel() for weight in each.parameters()) for each in lists]
     return list(lists[sizes.index(max(sizes))]) if lists else []
+
+
+def adaptable_layers(model: Any) -> "dict[str, torch.nn.Module]":
+    """Linear layers by name that token ids train, and that an adapter can change.
+
+    Args:
+        model: A transformers model.
+    """
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    kind, config = model.config.model_type, model.config.get_text_config()
+    of_text = {*decoder_of(model).modules(), model.get_output_embeddings()}
+    of_images = [f".layers.{i}." for i in getattr(config, "cross_attention_layers", None) or ()]
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, torch.nn.Linear | Conv1D)
+        and (layer in of_text or config is model.config)
+        and not any(part in name for part in of_images)
+        and not _WITHOUT_GRADIENT & {*name.split(".")}
+        and kind not in _WITHOUT_ADAPTERS.get(name.rpartition(".")[2], ())
+        and "Router" not in type(layer).__name__  # returns a tuple: Llama 4, PhiMoE
+    }
 
 
 def caps_logits(config: Any) -> bool:

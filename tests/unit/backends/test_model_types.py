@@ -136,7 +136,6 @@ def test_a_fast_kernel_is_chosen_only_for_what_it_computes(
         ("prophetnet", {}, "more than token ids"),
         ("rwkv", {}, "its backward pass fails"),
         ("bert", {"is_decoder": False}, "set is_decoder: true"),
-        ("qwen2", {"is_causal": False}, "set is_causal: true"),
         ("big_bird", {"attention_type": "block_sparse"}, "set attention_type: original_full"),
         ("llama", {"is_causal": False}, "take is_causal"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "take is_causal"),
@@ -316,6 +315,12 @@ def test_ranks_gather_in_float32_what_transformers_keeps_in_it(
         ("glm4_moe", ["up_proj"]),
         ("phimoe", "all-linear"),  # whose router is a linear layer that returns a tuple
         ("jamba", "all-linear"),  # reads the weight of `dt_proj` without calling it
+        ("nemotron_h", "all-linear"),  # peft refuses `out_proj`
+        ("bart", "all-linear"),  # attention to an encoder that is not there
+        ("deepseek_v32", "all-linear"),  # whose indexer has no gradient
+        ("big_bird", "all-linear"),  # whose pooler is not computed
+        ("fuyu", "all-linear"),  # whose first layer takes patches of images
+        ("laguna", "all-linear"),  # peft would rename its shared experts twice
         ("mixtral", EXPERTS),
         ("deepseek_v3", [*EXPERTS, "o_proj"]),
         ("gpt_oss", EXPERTS[:1]),  # whose experts hold the transpose of their weight
@@ -380,6 +385,9 @@ def test_two_ranks_that_shard_adapted_experts_follow_one(kind: str, tmp_path: Pa
         ("mixtral", ["down_proj"], "experts.down_proj"),
         ("jamba", ["in_proj", "dt_proj"], "dt_proj"),
         ("mamba", ["in_proj", "conv1d"], "conv1d"),
+        ("mamba", ["in_proj", "out_proj"], "out_proj"),
+        ("bart", ["self_attn.q_proj", "encoder_attn.q_proj"], "encoder_attn.q_proj"),
+        ("deepseek_v32", ["q_b_proj", "wk"], "wk"),
         ("gemma2", ["q_proj", "lm_head"], "shares its weight"),
     ],
 )

@@ -60,7 +60,7 @@ def test_heads_that_ranks_cannot_divide_are_refused(tiny_model: Path) -> None:
         ({}, {"pipeline_parallel_size": 3}, "layers cannot be divided by the pipeline"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {}, "rope_type=dynamic"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, {}, "sliding_attention"),
-        ({"is_causal": False}, {}, "set is_causal: true"),
+        ({"is_causal": False}, {}, "take is_causal"),
     ],
 )
 def test_models_that_megatron_cannot_hold_are_refused(

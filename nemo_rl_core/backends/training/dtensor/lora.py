@@ -19,15 +19,12 @@ from nemo_rl_core.config.training import LoRAConfig
 from nemo_rl_core.data.pretrained import HUB_NAME, base_names
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ConfigError, StoreError
+from nemo_rl_core.planning.model_parts import adaptable_layers
 from nemo_rl_core.store.files import hash_file
 
 _ADAPTER = "default"
-# Linear layers whose weight transformers reads without calling them, so that an adapter has no
-# effect: the step sizes of Mamba and Jamba, the router of LongCat.
-_NEVER_CALLED = {
-    "dt_proj": ("falcon_mamba", "jamba", "mamba"),
-    "classifier": ("longcat_flash",),
-}
+_PUBLISHED_PARTS = {"laguna": (".shared_experts.", ".shared_expert.")}
+"""Parts of names that peft reads only as published; it would rename those of the model again."""
 
 
 class Adapters:
@@ -120,7 +117,11 @@ class Adapters:
 
     def save(self, folder: Path) -> None:
         """Writes `adapter/` in peft's format; every rank calls this, and rank 0 writes."""
-        tensors = {_peft_name(name): whole(p.detach()) for name, p in self.trained.items()}
+        old, new = _PUBLISHED_PARTS.get(self._model.config.model_type, ("", ""))
+        tensors = {
+            _peft_name(name).replace(old, new): whole(p.detach())
+            for name, p in self.trained.items()
+        }
         if rank() != 0:
             return
         adapter = folder / "adapter"
@@ -191,18 +192,8 @@ def _targets(model: Any, config: LoRAConfig) -> tuple[list[str], list[str]]:
     peft itself drops names that match nothing if another one matches, and takes some names of
     linear layers for the experts of older checkpoints; it does not where the weight is named.
     """
-    from transformers.pytorch_utils import Conv1D
-
-    head = model.get_output_embeddings()
-    scalar = getattr(model, SCALAR_HEAD, None)  # all of it is trained
-    linear = {
-        name: part
-        for name, part in model.named_modules()
-        if isinstance(part, torch.nn.Linear | Conv1D)
-        and part is not scalar
-        and model.config.model_type not in _NEVER_CALLED.get(name.rpartition(".")[2], ())
-        and "Router" not in type(part).__name__  # subclasses that return a tuple: Llama 4, PhiMoE
-    }
+    head, linear = model.get_output_embeddings(), adaptable_layers(model)
+    linear.pop(SCALAR_HEAD, None)  # all of it is trained
     legacy = {name for name in _last_names(linear) if _is_legacy_expert_name(model, name)}
 
     def as_peft_takes(names: list[str]) -> tuple[list[str], list[str]]:
@@ -211,7 +202,7 @@ def _targets(model: Any, config: LoRAConfig) -> tuple[list[str], list[str]]:
         return layers, [f"{name}.weight" for name in weights]
 
     if config.target_modules == "all-linear":
-        return as_peft_takes([name for name, part in linear.items() if part is not head])
+        return as_peft_takes([name for name, layer in linear.items() if layer is not head])
     experts = {
         f"{name}.{leaf}"
         for name, part in model.named_modules()
@@ -230,7 +221,7 @@ def _targets(model: Any, config: LoRAConfig) -> tuple[list[str], list[str]]:
     }
     if unknown := [target for target, names in matched.items() if not names]:
         raise ConfigError(
-            "adapters are asked for layers that the model does not have",
+            "adapters are asked for layers that the model does not have or cannot train",
             expected="lora.target_modules among "
             f"{', '.join(_last_names(linear) + [f'experts.{n}' for n in _last_names(experts)])}",
             got=", ".join(unknown),
