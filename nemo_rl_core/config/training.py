@@ -201,16 +201,16 @@ class DTensorTraining(Parallelism):
     @model_validator(mode="after")
     def _router_loss_reads_whole_sequences(self) -> "DTensorTraining":
         others = {
-            "tensor_parallel_size": self.tensor_parallel_size > 1,
-            "context_parallel_size": self.context_parallel_size > 1,
-            "share_prefixes": self.share_prefixes,
-            "compile": self.compile,
+            "tensor_parallel_size: 1": self.tensor_parallel_size > 1,
+            "context_parallel_size: 1": self.context_parallel_size > 1,
+            "share_prefixes: false": self.share_prefixes,
+            "compile: false": self.compile,
         }
         conflicts = [name for name, is_set in others.items() if is_set]
         if self.router_aux_loss_coef and conflicts:
             raise ValueError(
-                "router_aux_loss_coef reads what routers compute for a full sequence: leave "
-                f"{' and '.join(conflicts)} out, or router_aux_loss_coef"
+                "router_aux_loss_coef reads what routers compute for a full sequence: set "
+                f"{' and '.join(conflicts)}, or leave router_aux_loss_coef out"
             )
         return self
 

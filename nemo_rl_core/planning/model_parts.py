@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from nemo_rl_core.errors import ConfigError, ModelError
+from nemo_rl_core.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +32,6 @@ _UNTRAINABLE: Final = {
     "xlstm": "its backward pass fails in transformers",
     "xmod": "its forward pass takes more than token ids",
 }
-_OTHER_ROUTERS: Final = ("doge", "llama4_text")
-"""Types with a coefficient in the config, but without the loss of Switch Transformer."""
 _WITHOUT_GRADIENT: Final = {"crossattention", "encoder_attn", "indexer", "pooler"}
 """Modules that token ids do not train: attention to an encoder's output, choices of keys."""
 _WITHOUT_ADAPTERS: Final = {
@@ -73,38 +71,6 @@ def refuse_untrainable(config: Mapping[str, Any], *, called: str) -> None:
             expected="a causal language model that transformers can train",
             got=f"model_type {kind}: {reason}",
             fix=fix,
-        )
-
-
-def refuse_router_loss(config: Any, *, has_adapters: bool, called: str) -> None:
-    """Refuses `router_aux_loss_coef` for models without a load-balancing loss in transformers.
-
-    Args:
-        config: Config of a transformers model.
-        has_adapters: Whether adapters are trained.
-        called: Name of the model in the message.
-
-    Raises:
-        ConfigError: Gives the type and the fix.
-    """
-    text = config.get_text_config()
-    names = ("router_aux_loss_coef", "aux_loss_coef")
-    has_loss = any(hasattr(text, name) for name in names) and text.model_type not in _OTHER_ROUTERS
-    if text is not config or not has_loss:
-        raise ConfigError(
-            f"{called} has no load-balancing loss that can be trained",
-            expected="a text model with experts whose config in transformers has a "
-            "router_aux_loss_coef, such as mixtral, qwen3_moe or gpt_oss",
-            got=f"model_type {config.model_type}",
-            fix="leave training.router_aux_loss_coef out",
-        )
-    if has_adapters and text.model_type == "jamba":
-        raise ConfigError(
-            f"{called} cannot be trained with both lora and a load-balancing loss",
-            expected="one of the two: transformers takes the adapters of a router that is a linear "
-            "layer for routers",
-            got="model_type jamba",
-            fix="leave training.router_aux_loss_coef or training.lora out",
         )
 
 
@@ -258,3 +224,11 @@ def reset_rotary(model: Any) -> None:
         ):
             start = torch.zeros(1, 1, dtype=torch.long, device=next(part.buffers()).device)
             part(start.float(), start, **options)  # a sequence of one token is short enough
+
+
+def reset_recurrent_states(model: Any) -> None:
+    """Drops states that modules keep between prompts (RecurrentGemma)."""
+    for part in model.modules():
+        for name in ("conv1d_state", "recurrent_states"):
+            if name in vars(part):
+                setattr(part, name, None)

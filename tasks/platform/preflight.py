@@ -51,7 +51,7 @@ from nemo_rl_core.environments.needs import (
     refuse_incomplete_rows,
 )
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.planning.model_parts import refuse_router_loss, refuse_untrainable
+from nemo_rl_core.planning.model_parts import refuse_untrainable
 from nemo_rl_core.store import remote
 from nemo_rl_core.store.aliases import Aliases
 from nemo_rl_core.store.store import Store
@@ -164,14 +164,6 @@ def _check_model(name: str, training: TrainingConfig) -> None:
     if not folder.is_dir():
         return
     refuse_untrainable(described(folder), called=f"the model {name!r}")
-    if isinstance(training, DTensorTraining) and training.router_aux_loss_coef:
-        from transformers import AutoConfig
-
-        refuse_router_loss(
-            AutoConfig.from_pretrained(folder),
-            has_adapters=training.lora is not None,
-            called=f"the model {name!r}",
-        )
     if isinstance(training, DTensorTraining) and training.tensor_parallel_size > 1:
         from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
 

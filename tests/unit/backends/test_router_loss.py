@@ -134,15 +134,38 @@ def test_models_without_a_load_balancing_loss_are_refused_before_the_run(
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("kind", "changes"),
     [
-        {"context_parallel_size": 2},
-        {"tensor_parallel_size": 2},
-        {"share_prefixes": True},
-        {"compile": True},
+        ("granitemoehybrid", {"num_local_experts": 0}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
+        ("jamba", {"num_experts": 1}),
     ],
 )
-def test_the_load_balancing_loss_refuses_split_sequences(other: dict[str, Any]) -> None:
-    (name,) = other
-    with pytest.raises(ValueError, match=f"leave {name} out, or router_aux_loss_coef"):
+def test_a_type_with_experts_may_have_none(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    tiny_model(kind, **changes).save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match="has no load-balancing loss"):
+        make_backend(tmp_path / "start", training=DTensorTraining(router_aux_loss_coef=0.1))
+
+
+def test_a_step_without_a_sequence_that_counts_changes_nothing(tmp_path: Path) -> None:
+    start, batch = start_with_experts("mixtral", tmp_path), make_batch()
+    batch["sample_mask"] = torch.zeros(len(batch["input_lengths"]))
+    backend = make_backend(start, training=DTensorTraining(router_aux_loss_coef=0.1))
+    metrics = backend.train_step(batch, NLLLoss())
+    assert (metrics["router_aux_loss"], metrics["grad_norm"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("other", "fix"),
+    [
+        ({"context_parallel_size": 2}, "context_parallel_size: 1"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: 1"),
+        ({"share_prefixes": True, "compile": True}, "share_prefixes: false and compile: false"),
+    ],
+)
+def test_the_load_balancing_loss_refuses_split_sequences(other: dict[str, Any], fix: str) -> None:
+    with pytest.raises(ValueError, match=f"set {fix}, or leave router_aux_loss_coef out"):
         DTensorTraining(router_aux_loss_coef=0.1, **other)

@@ -41,6 +41,7 @@ from nemo_rl_core.backends.training.dtensor.parallelize import (
     whole_tensor,
 )
 from nemo_rl_core.backends.training.dtensor.quantized import Precision, dequantized_weights
+from nemo_rl_core.backends.training.dtensor.router_loss import refuse_router_loss
 from nemo_rl_core.backends.training.dtensor.saving import DTensorSaving
 from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import (
@@ -66,7 +67,7 @@ from nemo_rl_core.distributed.step_times import step_time
 from nemo_rl_core.distributed.weight_sync import SendsWeights
 from nemo_rl_core.errors import ConfigError, ModelError
 from nemo_rl_core.functional.protocols import LossFunction
-from nemo_rl_core.planning.model_parts import refuse_router_loss, refuse_untrainable
+from nemo_rl_core.planning.model_parts import refuse_untrainable
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 
@@ -92,11 +93,7 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
         self._policy: PackedModel
         model = self._trainable()
         if self._training.router_aux_loss_coef:
-            refuse_router_loss(
-                model.config,
-                has_adapters=self._training.lora is not None,
-                called=called(setup.model_folder),
-            )
+            refuse_router_loss(model, has_adapters=self._training.lora is not None)
         else:
             warn_of_balancing_loss(model.config)
         self._policy = (
@@ -273,7 +270,8 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
                 global_valid_tokens=global_valid_tokens,
             )
             if coefficient := self._training.router_aux_loss_coef:
-                router_loss = self._policy.router_loss(part.batch, part.packed) / global_valid_seqs
+                router_loss = self._policy.router_loss(part.batch, part.packed)
+                router_loss = router_loss / global_valid_seqs.clamp(min=1)
                 loss = loss + coefficient * router_loss
                 metrics = {**metrics, "router_aux_loss": router_loss.detach()}
             torch.autograd.backward(loss)

@@ -1,9 +1,67 @@
 """The load-balancing loss of a mixture of experts."""
 
 from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.planning.model_parts import decoder_of
+
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+_OTHER_LOSSES: Final = ("doge", "llama4_text")
+"""Types with a coefficient in the config, but without the loss of Switch Transformer."""
+
+
+def refuse_router_loss(model: Any, *, has_adapters: bool) -> None:
+    """Refuses `router_aux_loss_coef` for a model without a load-balancing loss in transformers.
+
+    Args:
+        model: A transformers model; its weights are not read.
+        has_adapters: Whether adapters are trained.
+
+    Raises:
+        ConfigError: Gives the reason and the fix.
+    """
+    text = model.config.get_text_config()
+    recorders = _recorders(model)
+    has_loss = any(hasattr(text, name) for name in _COEFFICIENTS)
+    if (
+        not has_loss
+        or text is not model.config
+        or text.model_type in _OTHER_LOSSES
+        or not any(_has_router(model, each) for each in recorders)
+    ):
+        raise ConfigError(
+            f"{type(model).__name__} has no load-balancing loss that can be trained",
+            expected="a text model with experts whose config in transformers has a "
+            "router_aux_loss_coef, such as mixtral, qwen3_moe or gpt_oss",
+            got=f"model_type {text.model_type}, {'with' if has_loss else 'without'} that field",
+            fix="leave training.router_aux_loss_coef out",
+        )
+    if has_adapters and any(each.target_class is torch.nn.Linear for each in recorders):
+        raise ConfigError(
+            f"{type(model).__name__} cannot be trained with both lora and a load-balancing loss",
+            expected="one of the two: transformers would record the outputs of the router's "
+            "adapters as router logits",
+            got=f"model_type {text.model_type}",
+            fix="leave training.router_aux_loss_coef or training.lora out",
+        )
+
+
+def _recorders(model: Any) -> list[Any]:
+    """Descriptions, by transformers, of the modules whose outputs are router logits."""
+    recorders = (decoder_of(model)._can_record_outputs or {}).get("router_logits", [])
+    return recorders if isinstance(recorders, list) else [recorders]
+
+
+def _has_router(model: Any, recorder: Any) -> bool:
+    return any(
+        isinstance(module, recorder.target_class)
+        and f".{recorder.layer_name or name}." in f".{name}."
+        for name, module in decoder_of(model).named_modules()
+    )
 
 
 def load_balancing_losses(

@@ -72,7 +72,7 @@ def expert_settings() -> dict[str, Any]:
     """As `backend_settings`, for models with experts."""
     return {
         "moe_router_dtype": "fp32",
-        # No load-balancing loss, on any backend: see `warn_of_balancing_loss`.
+        # The load-balancing loss is not trained: see `warn_of_balancing_loss`.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": has_transformer_engine(),
