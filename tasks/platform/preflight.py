@@ -33,7 +33,7 @@ from nemo_rl_core.config.single_turn import (
     RewardModelScore,
     SingleEnvironmentConfig,
 )
-from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
+from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.config.warm_up import warm_up_warnings
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
@@ -61,6 +61,7 @@ from nemo_rl_core.types import Prompt
 from tasks.platform.gpu_hours import hold_to_budget
 from tasks.platform.gpu_plan import refuse_what_does_not_fit
 from tasks.platform.heads_check import refuse_heads
+from tasks.platform.layers_check import refuse_layers
 from tasks.platform.missing_files import refuse_missing
 from tasks.platform.run_size import (
     MOST_BYTES_READ,
@@ -130,7 +131,8 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     experiment.training.data_parallel_size(experiment.cluster.num_workers)
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
-            _check_model(located_model(model).name, experiment.training)
+            _check_model(located_model(model).name)
+    refuse_layers(experiment)
     refuse_heads(experiment)
     if isinstance(experiment.training, DTensorTraining):
         require_torchao(experiment.training.float8)
@@ -158,16 +160,11 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     check_size(experiment)
 
 
-def _check_model(name: str, training: TrainingConfig) -> None:
+def _check_model(name: str) -> None:
     check_pretrained(name)
     folder = Path(name).expanduser()
-    if not folder.is_dir():
-        return
-    refuse_untrainable(described(folder), called=f"the model {name!r}")
-    if isinstance(training, DTensorTraining) and training.tensor_parallel_size > 1:
-        from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
-
-        check_tensor_parallel(folder, training)
+    if folder.is_dir():
+        refuse_untrainable(described(folder), called=f"the model {name!r}")
 
 
 def _check_promotion(promotion: PromotionConfig | None) -> None:
