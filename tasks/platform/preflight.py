@@ -61,6 +61,7 @@ from nemo_rl_core.types import Prompt
 from tasks.platform.gpu_hours import hold_to_budget
 from tasks.platform.gpu_plan import refuse_what_does_not_fit
 from tasks.platform.heads_check import refuse_heads
+from tasks.platform.layers_check import refuse_layers
 from tasks.platform.missing_files import refuse_missing
 from tasks.platform.run_size import (
     MOST_BYTES_READ,
@@ -131,6 +132,7 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
             _check_model(located_model(model).name, experiment.training)
+    refuse_layers(experiment)
     refuse_heads(experiment)
     if isinstance(experiment.training, DTensorTraining):
         require_torchao(experiment.training.float8)
@@ -164,10 +166,6 @@ def _check_model(name: str, training: TrainingConfig) -> None:
     if not folder.is_dir():
         return
     refuse_untrainable(described(folder), called=f"the model {name!r}")
-    if isinstance(training, DTensorTraining) and training.tensor_parallel_size > 1:
-        from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
-
-        check_tensor_parallel(folder, training)
     if isinstance(training, MegatronTraining):
         from nemo_rl_core.backends.training.megatron.families import (
             family_of,

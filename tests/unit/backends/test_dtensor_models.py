@@ -13,7 +13,6 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
-    StableLmConfig,
 )
 
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
@@ -139,7 +138,7 @@ def test_heads_that_the_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
         check_tensor_parallel(tmp_path, DTensorTraining(tensor_parallel_size=2))
 
 
-@pytest.mark.parametrize("kind", ["diffllama", "granite_swa", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize("kind", ["diffllama", "granite_swa", "gpt_oss", "gpt2", "stablelm"])
 def test_weights_without_a_style_are_refused(kind: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(kind))
@@ -148,20 +147,17 @@ def test_weights_without_a_style_are_refused(kind: str) -> None:
 
 
 def refusal_of_setup(folder: Path) -> str:
+    linear = {"*_proj": "colwise", "*.down_proj": "rowwise"}  # `o_proj` has a part of its inputs
+    axes = {"tensor_parallel_size": 2, "tensor_parallel_plan": linear}
     with pytest.raises(ConfigError) as caught:
-        two_steps(folder, {"tensor_parallel_size": 2}, "lm")
+        two_steps(folder, axes, "lm")
     return str(caught.value)
 
 
 @pytest.mark.slow
-def test_attention_that_cannot_compute_with_a_part_of_the_heads_is_refused(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    config = StableLmConfig(**{**SIZES, "head_dim": None})
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
-    for said in run_ranks(refusal_of_setup, tmp_path, world_size=2):
-        assert "no plan that fits StableLmForCausalLM" in said
+def test_a_plan_that_splits_attention_wrongly_is_refused(tiny_model: Path) -> None:
+    for said in run_ranks(refusal_of_setup, tiny_model, world_size=2):
+        assert "no plan that fits Qwen2ForCausalLM" in said
         assert "set tensor_parallel_size to 1" in said
 
 

@@ -399,6 +399,21 @@ def test_targets_that_would_not_be_trained_are_refused(
     training = DTensorTraining(lora=LoRAConfig(target_modules=targets))
     with pytest.raises(ConfigError, match=named):
         make_backend(tmp_path / "start", training=training)
+    recipe = {"model": {"name": str(tmp_path / "start")}, "training": training.model_dump()}
+    with pytest.raises(ConfigError, match=named):
+        preflight({"config": PipelineRecipe.model_validate(recipe)})
+
+
+@pytest.mark.parametrize("kind", ["stablelm", "diffllama", "gpt2"])
+def test_types_that_tensor_ranks_cannot_split_are_refused_before_the_run(
+    kind: str, tmp_path: Path
+) -> None:
+    tiny_model(kind).save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path)
+    axes = {"training": {"tensor_parallel_size": 2}, "cluster": {"num_workers": 2}}
+    recipe = {"model": {"name": str(tmp_path / "start")}, **axes}
+    with pytest.raises(ConfigError, match="has no plan to split"):
+        preflight({"config": PipelineRecipe.model_validate(recipe)})
 
 
 _LONG = [40, 7, 22, 30, 5]

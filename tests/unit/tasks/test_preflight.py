@@ -77,6 +77,14 @@ def test_models_that_megatron_cannot_hold_are_refused(
         )
 
 
+def test_targets_that_match_nothing_are_refused_for_a_model_that_is_not_made_yet() -> None:
+    lora = {"target_modules": ["q_proj", "v_proj"]}
+    check(training={"lora": lora})
+    with pytest.raises(ConfigError, match="does not have or cannot train") as refused:
+        check(training={"lora": {"target_modules": ["q_proj", "v_prj"]}})
+    assert refused.value.got == "v_prj"
+
+
 OF_ITS_OWN = {
     "kind": "weighted_sum",
     "parts": [

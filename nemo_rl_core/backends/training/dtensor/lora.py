@@ -50,7 +50,7 @@ class Adapters:
         self._model, self._base_folder = model, base_folder
         self._scaling = config.alpha / config.rank
         head = getattr(model, SCALAR_HEAD, None)
-        layers, weights = _targets(model, config)
+        layers, weights = adapter_targets(model, config)
         self._config = LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it; any number is valid
@@ -186,11 +186,15 @@ class Adapters:
         self._base_folder = folder
 
 
-def _targets(model: Any, config: LoRAConfig) -> tuple[list[str], list[str]]:
+def adapter_targets(model: Any, config: LoRAConfig) -> tuple[list[str], list[str]]:
     """Names of the linear layers, and of other weights, that get adapters, as peft takes them.
 
     peft itself drops names that match nothing if another one matches, and takes some names of
     linear layers for the experts of older checkpoints; it does not where the weight is named.
+
+    Raises:
+        ConfigError: If a target matches no such layer or experts, or a head that shares its weight
+            with the embedding.
     """
     head, linear = model.get_output_embeddings(), adaptable_layers(model)
     linear.pop(SCALAR_HEAD, None)  # all of it is trained

@@ -6,6 +6,7 @@ parameters over split activations (norms over split tokens or heads).
 """
 
 from fnmatch import fnmatch
+from inspect import getsource
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,7 +108,7 @@ def apply_tensor_parallel(model: Any, training: DTensorTraining, mesh: DeviceMes
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    plan = _plan(model, training)
+    plan = tensor_parallel_plan(model, training)
     # Every rank has read the same weights, so no broadcast is needed.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     if tied:
@@ -117,7 +118,12 @@ def apply_tensor_parallel(model: Any, training: DTensorTraining, mesh: DeviceMes
         first.register_forward_pre_hook(lambda _, inputs: (_split(inputs[0], mesh), *inputs[1:]))
 
 
-def _plan(model: Any, training: DTensorTraining) -> dict[str, ParallelStyle]:
+def tensor_parallel_plan(model: Any, training: DTensorTraining) -> dict[str, ParallelStyle]:
+    """The style of each module that has weights or splits its inputs, by name.
+
+    Raises:
+        ConfigError: If a layer has no known style.
+    """
     residual: Placement = _TOKENS if training.sequence_parallel else Replicate()
     linear = training.tensor_parallel_plan or _LINEAR_LAYERS
     special = _outside_layers(model, residual)
@@ -135,6 +141,8 @@ def _plan(model: Any, training: DTensorTraining) -> dict[str, ParallelStyle]:
             plan[name] = style
         if isinstance(plan.get(name), PrepareModuleInput | None):  # neither splits weights
             unknown += [f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False)]
+        if name.endswith(".self_attn") and "self.num_heads" in getsource(type(module).forward):
+            unknown.append(f"{name}, which computes with the heads of all ranks")  # StableLM
     if unknown:
         raise _unknown_layers(type(model).__name__, unknown)
     return plan
@@ -189,7 +197,7 @@ def _unknown_layers(model: str, names: list[str]) -> ConfigError:
     return ConfigError(
         f"tensor parallelism has no plan to split {model}",
         expected="attention and MLP of the Llama, Qwen2, Qwen3 or Gemma type",
-        got=f"{len(names)} other weights, such as {', '.join(names[:3])}",
+        got=f"{len(names)} others, such as {', '.join(names[:3])}",
         fix="name a style for each linear layer in tensor_parallel_plan, such as "
         '{"*.fc1": colwise, "*.fc2": rowwise}, or set tensor_parallel_size to 1',
     )
