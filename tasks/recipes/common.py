@@ -58,7 +58,7 @@ from nemo_rl_core.config.trainer import (
     refuse_judge_beside_others,
     refuse_scorers_in_actors,
 )
-from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
+from nemo_rl_core.config.training import DTensorTraining, Head, TrainingConfig
 from nemo_rl_core.environments.contents import (
     data_content,
     located_model,
@@ -289,6 +289,11 @@ class PipelineRecipe(Recipe):
     def sampled_models(self) -> list[ModelConfig]:
         """Those of them that an engine of the recipe samples from."""
         return self.models
+
+    @property
+    def trained_heads(self) -> list[Head]:
+        """The heads with which the recipe trains its model."""
+        return ["lm"]
 
     @property
     def rewards(self) -> list[EnvironmentConfig]:

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.data import with_rows_to_train_on
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
+from nemo_rl_core.config.training import Head
 from nemo_rl_core.errors import ConfigError
 from tasks.platform.failures import failure_handler, leave_record
 from tasks.platform.stage import plan_task
@@ -33,6 +34,11 @@ class EvaluateRecipe(PipelineRecipe):
     """
 
     baseline: ModelConfig | None = None
+
+    @property
+    def trained_heads(self) -> list[Head]:
+        """None."""
+        return []
 
     @property
     def models(self) -> list[ModelConfig]:

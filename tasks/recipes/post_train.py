@@ -12,6 +12,7 @@ from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.config.trainer import refuse_without_scalar_head
+from nemo_rl_core.config.training import Head
 from tasks.platform.failures import failure_handler, leave_record
 from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
@@ -46,6 +47,11 @@ class PostTrainRecipe(PairRecipe):
     dpo: DPOSchedule = DPOSchedule()
     grpo: GRPOSchedule = GRPOSchedule()
     grpo_reward: EnvironmentConfig = RewardModelScore()
+
+    @property
+    def trained_heads(self) -> list[Head]:
+        """The policy's, and the reward model's."""
+        return ["lm", "scalar"]
 
     def refuse_contradictions(self) -> None:
         """GRPO must fit what it samples and what scores; a reward model needs a scalar head."""

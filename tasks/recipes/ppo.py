@@ -8,6 +8,7 @@ from nemo_rl_core.algorithms.ppo.config import PPOSchedule, PPOSettings
 from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.trainer import refuse_without_scalar_head
+from nemo_rl_core.config.training import Head
 from tasks.platform.failures import failure_handler, leave_record
 from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
@@ -29,6 +30,11 @@ class PPORecipe(PipelineRecipe):
     """
 
     ppo: PPOSchedule = PPOSchedule()
+
+    @property
+    def trained_heads(self) -> list[Head]:
+        """The policy's, and the critic's."""
+        return ["lm", "scalar"]
 
     def refuse_contradictions(self) -> None:
         """A critic needs a backend with a scalar head, and rollouts are drawn."""

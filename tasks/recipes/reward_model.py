@@ -9,6 +9,7 @@ from nemo_rl_core.config.environment import EnvironmentConfig
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.config.trainer import TrainerSettings, refuse_without_scalar_head
+from nemo_rl_core.config.training import Head
 from tasks.platform.failures import failure_handler, leave_record
 from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
@@ -44,6 +45,11 @@ class RewardModelRecipe(PairRecipe):
     def samplings(self) -> list[tuple[SamplingConfig, EnvironmentConfig, str]]:
         """That of pairs: a reward model is measured on pairs, not on answers."""
         return [(self.generation, self.environment, "environment")] if self.samples_rows else []
+
+    @property
+    def trained_heads(self) -> list[Head]:
+        """That of SFT, and the reward model's."""
+        return ["lm", "scalar"]
 
     def refuse_contradictions(self) -> None:
         """A reward model needs a backend with a scalar head."""

@@ -18,7 +18,6 @@ from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
 from nemo_rl_core.backends.training.dtensor.float8 import in_high_precision, refresh_scales
 from nemo_rl_core.backends.training.dtensor.generation import DTensorGeneration, wrong_head
 from nemo_rl_core.backends.training.dtensor.loading import (
-    Head,
     as_published,
     called,
     empty_model,
@@ -57,7 +56,7 @@ from nemo_rl_core.backends.training.optimizers import (
     learning_rate_at,
 )
 from nemo_rl_core.checkpoints.weights import keeps_float32
-from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.config.training import DTensorTraining, Head
 from nemo_rl_core.data.pretrained import described
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.host_copy import numbers_of, to_host

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,11 +15,11 @@ from nemo_rl_core.checkpoints.weights import (
     load_pretrained,
     refuse_wrong_weights,
 )
+from nemo_rl_core.config.training import Head
 from nemo_rl_core.data.pretrained import copy_processors, described, load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.gathered_writes import write_on_rank_0
 from nemo_rl_core.errors import ModelError
 
-Head = Literal["lm", "scalar"]
 SCALAR_HEAD = "score"
 """Transformers' name for the head of a sequence classifier."""
 _LM_HEADS = ("lm_head", "embed_out")
@@ -88,6 +88,7 @@ def load_scalar_model(folder: Path, *, weights: Precision = "full") -> Any:
             classifier of several labels, lacks weights besides a new head, has surplus weights
             besides a language model's head, or has weights that are not finite.
     """
+    refuse_other_heads(folder)
     config = _scalar_config(folder)
     model, missing = load_pretrained(
         _scalar_class(folder, config),
@@ -99,7 +100,6 @@ def load_scalar_model(folder: Path, *, weights: Precision = "full") -> Any:
         dtype=torch.float32,
         **loading_options(weights),
     )
-    _refuse_other_heads(model, folder)
     return finish_loading(model, missing, folder)
 
 
@@ -125,7 +125,7 @@ def empty_model(folder: Path, head: Head) -> Any:
     model.tie_weights()  # accelerate creates a new parameter at each use
     choose_attention(model)
     if is_scalar:
-        _refuse_other_heads(model, folder)
+        _refuse_other_head(model, folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     # Created here, by class names, since FSDP2 changes them.
@@ -172,7 +172,21 @@ def _scalar_class(folder: Path, config: Any) -> Any:
     return AutoModelForSequenceClassification
 
 
-def _refuse_other_heads(model: Any, folder: Path) -> None:
+def refuse_other_heads(folder: Path) -> None:
+    """Refuses a type without a scalar head, from its `config.json` alone.
+
+    Raises:
+        ModelError: Names the class.
+    """
+    from accelerate import init_empty_weights
+
+    config = load_config(folder, num_labels=1)
+    with init_empty_weights():
+        model = _scalar_class(folder, config).from_config(config)
+    _refuse_other_head(model, folder)
+
+
+def _refuse_other_head(model: Any, folder: Path) -> None:
     names = {name for name, _ in model.named_parameters() if name.startswith(f"{SCALAR_HEAD}.")}
     if names != {f"{SCALAR_HEAD}.weight"}:
         raise _no_scalar_head(folder, type(model).__name__)
