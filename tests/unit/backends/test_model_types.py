@@ -354,11 +354,18 @@ def test_saved_weights_are_those_under_trained_adapters(
         torch.testing.assert_close(after, plain_logprobs(adapted, batch), rtol=0, atol=BOUND)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
-def test_two_ranks_that_shard_adapted_experts_follow_one(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("mixtral", EXPERTS),
+        ("gpt_oss", EXPERTS),
+        ("nemotron_h", "all-linear"),  # transformers draws random numbers while it loads it
+    ],
+)
+def test_two_ranks_that_shard_adapters_follow_one(kind: str, targets: Any, tmp_path: Path) -> None:
     tiny_model(kind).save_pretrained(tmp_path / "start")
     save_tokenizer(tmp_path)
-    training = DTensorTraining(lora=LoRAConfig(rank=2, alpha=8, target_modules=EXPERTS))
+    training = DTensorTraining(lora=LoRAConfig(rank=2, alpha=8, target_modules=targets))
     one_rank = make_backend(tmp_path / "start", training=training, seed=3)
     batch = make_batch()
     before = one_rank.get_logprobs(batch)

@@ -132,6 +132,7 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
         training, folder = self._training, self._setup.model_folder
         model = self._load_unsharded(folder, self._setup.head, weights=training.weights)
         lora = training.lora
+        torch.manual_seed(self._setup.seed)  # transformers draws numbers while it loads Nemotron-H
         self._adapters = Adapters(model, lora, base_folder=folder) if lora else None
         return self._shard(model, folder)
 
