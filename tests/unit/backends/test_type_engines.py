@@ -3,9 +3,10 @@
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.model_types import BOUND
 from tests.type_engines import Agreement, agreements
 
+BOUND = 1e-3
+"""In nats; BLOOM differs by 2e-4, the others by less than 1e-5."""
 AGREEING = [
     *("gpt2", "gemma2", "bloom", "cohere2"),  # tied heads by several names, caps, windows
     *("qwen3_moe", "granitemoehybrid"),  # experts, and a state beside keys and values
