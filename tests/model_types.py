@@ -131,13 +131,46 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 32, "num_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
+_WIDE: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    **dict.fromkeys(_WIDTHS, 128),
+    **dict.fromkeys(["head_dim", "v_head_dim", "rotary_dim", "kv_channels", "d_kv"], 32),
+    **dict.fromkeys(["mamba_d_head", "mamba_head_dim"], 64),
+}
+"""Widths that vLLM's kernels for CPUs compute."""
+_AS_PUBLISHED: dict[str, dict[str, Any]] = {
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "route_scale": 1.0},
+    "axk1": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "falcon": {"ffn_hidden_size": 512},
+    "falcon_h1": {"mamba_d_ssm": 256},
+    "gpt_bigcode": {"num_key_value_heads": 1},
+    "glm4_moe": {"head_dim": 32},
+    "glm4_moe_lite": {
+        "first_k_dense_replace": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+    "lfm2": {"conv_dim": 128, "block_dim": 128},
+    "mamba2": {"head_dim": 64, "num_heads": 4},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid"},
+}
+"""Fields of published configs that vLLM reads, and transformers does not have or does not need."""
 
 
-def tiny_config(kind: str, **changes: Any) -> Any:
-    """A config of a few thousand weights, with each kind of layer that its default has."""
+def tiny_config(kind: str, *, is_wide: bool = False, **changes: Any) -> Any:
+    """A config of a few thousand weights, with each kind of layer that its default has.
+
+    Args:
+        kind: The `model_type`.
+        is_wide: Whether heads have the widths that vLLM's kernels for CPUs need.
+        **changes: Values that the config gets.
+    """
     cls = CONFIG_MAPPING[kind]
     default, aliases = cls().to_dict(), getattr(cls, "attribute_map", {})
-    sizes = {name: value for name, value in _SIZES.items() if name in default or name in aliases}
+    every = _SIZES | (_WIDE if is_wide else {})
+    sizes = {name: value for name, value in every.items() if name in default or name in aliases}
     if "qk_rope_head_dim" in default:  # latent attention, whose head size follows from its parts
         sizes = {**sizes, "num_key_value_heads": 4}
         sizes.pop("head_dim", None)
@@ -145,20 +178,22 @@ def tiny_config(kind: str, **changes: Any) -> Any:
     kinds = default.get("layer_types") or []
     if kinds:
         sizes["layer_types"] = (list(dict.fromkeys(kinds)) * 2)[:2]
-    return cls(**{**sizes, **_SPECIAL.get(kind, {}), **changes})
+    special = _SPECIAL.get(kind, {}) | (_AS_PUBLISHED.get(kind, {}) if is_wide else {})
+    return cls(**{**sizes, **special, **changes})
 
 
-def tiny_model(kind: str, **changes: Any) -> Any:
+def tiny_model(kind: str, *, is_wide: bool = False, **changes: Any) -> Any:
     """A model of that type with random weights, its norms and biases included.
 
     Args:
         kind: The `model_type`.
+        is_wide: Whether heads have the widths that vLLM's kernels for CPUs need.
         **changes: Values that its config gets.
 
     Raises:
         Exception: If the type has no config of this form; any, from transformers.
     """
-    config = tiny_config(kind, **changes)
+    config = tiny_config(kind, is_wide=is_wide, **changes)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if (count := sum(weight.numel() for weight in empty.parameters())) > _MOST_WEIGHTS:

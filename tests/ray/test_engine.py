@@ -71,7 +71,7 @@ def test_trainer_and_engine_agree_after_every_update(
         policy.train(as_batch(rollouts), NLLLoss())
         after = weights_of(policy)
         # Also the embedding, of which the engine's head keeps a copy in another layout: on a CPU,
-        # vLLM leaves that copy alone unless an update names the head (see _with_tied_head).
+        # vLLM leaves that copy alone unless an update names the head (see _repack_heads).
         assert [name for name in before if torch.equal(before[name], after[name])] == []
         assert "model.embed_tokens.weight" in after
         assert "lm_head.weight" not in after

@@ -5,7 +5,7 @@ would need the memory of a second model.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.errors import ConsistencyError
 
 _SAMPLED_ROWS = 256
+_INTERLEAVED = "query_key_value"
+"""Fused projections of BLOOM, whose heads vLLM puts in another order."""
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -27,18 +29,27 @@ class IncomingWeights:
         is_split: Whether this rank may hold a shard of a parameter, padded to a round number of
             rows.
         source: Name of the tensors' source in error messages.
+        rename: Returns the engine's name of a tensor that is sent; None if it drops the tensor.
     """
 
     def __init__(
-        self, expected: Any, held: Mapping[str, torch.Tensor], *, is_split: bool, source: str
+        self,
+        expected: Any,
+        held: Mapping[str, torch.Tensor],
+        *,
+        is_split: bool,
+        source: str,
+        rename: Callable[[str], str | None] = lambda name: name,
     ) -> None:
         self._expected, self._source, self._is_split = expected, source, is_split
+        self._rename = rename
         # What is rounded to 8 bits, and perhaps transposed, equals nothing that is sent.
         self._held = {
             name: tuple(tensor.shape) for name, tensor in held.items() if tensor.dtype.itemsize > 1
         }
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._samples: dict[str, torch.Tensor] = {}
+        self._lengths: dict[str, int] = {}
         self._is_broken_off = False
 
     def checked(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,8 +63,9 @@ class IncomingWeights:
             for name, tensor in named_tensors:
                 self._shapes[name] = tuple(tensor.shape)
                 require_finite(self._source, [(name, tensor)])
-                if self._is_comparable(name, tensor):
-                    self._samples[name] = _sample(tensor).clone()
+                if (own := self._comparable(name, tensor)) is not None:
+                    self._samples[own] = _sample(tensor).clone()
+                    self._lengths[own] = len(tensor)
                 yield name, tensor
             check_weights(self._expected, self._shapes, self._source)
         except Exception:
@@ -85,8 +97,9 @@ class IncomingWeights:
             ConsistencyError: If one is not what was sent, or none can be compared.
         """
         for name, sent in self._samples.items():
-            own = _sample(held[name][: self._shapes[name][0]])
-            if not torch.equal(own, sent.to(own.device)):
+            own = _sample(held[name][: self._lengths[name]])
+            # vLLM holds some vectors in a dtype of its own, such as the xIELU's of Apertus.
+            if not torch.equal(own, sent.to(own)):
                 raise ConsistencyError(
                     f"vLLM still holds old weights in {name!r} after an update",
                     fix="run the same command again: it resumes from the last save",
@@ -94,11 +107,19 @@ class IncomingWeights:
         if not self._samples:
             raise ConsistencyError("no weight that was sent could be found in vLLM's model")
 
-    def _is_comparable(self, name: str, sent: torch.Tensor) -> bool:
-        held, shape = self._held.get(name), tuple(sent.shape)
+    def _comparable(self, name: str, sent: torch.Tensor) -> str | None:
+        """Name of the engine's parameter that holds a sent tensor unchanged; None without any."""
+        shape = tuple(sent.shape)
+        if _INTERLEAVED in name:
+            return None
+        if name not in self._held:  # perhaps under another name, or as a part of a fused matrix
+            own = self._rename(name)
+            return own if own and self._held.get(own) == shape else None
+        held = self._held[name]
         if not held or held[1:] != shape[1:] or not sent.numel():
-            return False
-        return held == shape or (not self._is_split and held[0] >= shape[0])
+            return None
+        fits = held == shape or (not self._is_split and held[0] >= shape[0])
+        return name if fits else None
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

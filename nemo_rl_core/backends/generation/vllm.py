@@ -1,8 +1,7 @@
 """Generation backend with vLLM's offline engine in the worker's process."""
 
-import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +35,7 @@ from nemo_rl_core.data.pretrained import described
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import ReceivesWeights
 from nemo_rl_core.documented_names import documented
-from nemo_rl_core.errors import ConfigError, ConsistencyError, NemoRLError
+from nemo_rl_core.errors import ConfigError, ConsistencyError, ModelError, NemoRLError
 from nemo_rl_core.planning.vllm_heads import refuse_heads_on_cpu
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
@@ -44,7 +43,6 @@ _MAX_BATCHED_TOKENS = 8192
 _CPU_BLOCK = 32
 _FP8_CAPABILITY = (8, 9)
 SENT = "the trainer's weight transfer"
-_HEAD = "lm_head.weight"
 Tag = Literal["weights", "kv_cache"]
 _ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 """What vLLM wakes by itself; all else wakes with the first of them."""
@@ -92,7 +90,17 @@ class VllmBackend(ReceivesWeights):
             # vLLM compiles a sampler function even in eager mode, which needs a C++ compiler on a
             # CPU.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        from vllm import LLM  # after the folder was checked, since the import is slow
+        try:
+            self._start_engine(has_gpu=has_gpu)
+        except (NemoRLError, MemoryError):
+            raise
+        # Named fault boundary: vLLM raises errors of many types for models that it cannot compute.
+        except Exception as error:
+            raise _failed("does not start with", setup, error) from error
+
+    def _start_engine(self, *, has_gpu: bool) -> None:
+        setup, config = self._setup, self._config
+        from vllm import LLM, SamplingParams  # after the folder was checked: the import is slow
 
         ranks = config.ranks_per_engine
         load_format = load_format_of(config, has_gpu=has_gpu)
@@ -120,16 +128,28 @@ class VllmBackend(ReceivesWeights):
             enable_chunked_prefill=has_gpu,
             # The rollouts of a group share the keys and values of their prompt, in whole blocks;
             # the next turn shares those of earlier turns.
-            enable_prefix_caching=True,
+            enable_prefix_caching=has_gpu or not _has_state(setup),
             block_size=config.block_size,
             max_num_batched_tokens=max(setup.max_model_len, _MAX_BATCHED_TOKENS),
             # Logprobs of the sampled distribution, under the temperature; if that is truncated, of
             # the policy's full distribution at temperature 1.
             logprobs_mode=_logprobs_mode(config),
             disable_log_stats=True,
+            hf_overrides=_overrides(described(setup.model_folder)),
         )
         if ranks > 1:
             unlink_shared_memory()
+        if not has_gpu:  # whose kernels refuse some models only when they compute
+            self._llm.generate(
+                [{"prompt_token_ids": [0]}],
+                SamplingParams(
+                    temperature=0.0,
+                    max_tokens=min(2, setup.max_model_len - 1),
+                    ignore_eos=True,
+                    detokenize=False,
+                ),
+                use_tqdm=False,
+            )
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         """Completes each row of `input_ids [B, T]` up to `input_lengths [B]`, under `seeds [B]`."""
@@ -271,18 +291,18 @@ class VllmBackend(ReceivesWeights):
             dict(self._model().named_parameters()),
             is_split=self._config.tensor_parallel_size > 1,
             source=source,
+            **_renaming(self._model()),
         )
         weights = incoming.checked(arriving)
-        if _has_head(self._model()):
-            embedding = _embedding_name(self._model())
-            weights = _with_tied_head(weights, self._setup.model_folder, embedding)
         try:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         except NemoRLError:
             raise
-        except Exception:
+        except Exception as error:
             incoming.refuse_wrong(arriving)  # which says it better than vLLM
-            raise
+            raise _failed("does not take new weights of", self._setup, error) from error
+        if not torch.cuda.is_available():
+            _finish_on_cpu(self._model(), called(self._setup.model_folder))
         self._has_weights, self._is_empty = True, False
         # Otherwise keys and values of the old weights would be reused.
         if not self._llm.reset_prefix_cache():
@@ -327,53 +347,33 @@ def _drop_expert_kernels(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
-def _has_head(model: torch.nn.Module) -> bool:
-    """Whether vLLM's class has a head; that of Gemma 2 multiplies by the embedding."""
-    modules = model.named_modules(remove_duplicate=False)
-    return any(name.rpartition(".")[2] == "lm_head" for name, _ in modules)
+def _finish_on_cpu(model: torch.nn.Module, called: str) -> None:
+    """Packs heads again that share the embedding's weight, which is sent once, under its name.
 
+    On a CPU, vLLM computes with a packed copy, which a reload refreshes only if the head is named.
 
-def _embedding_name(model: torch.nn.Module) -> str:
-    """The end of the name of the token embedding's weight, such as `wte.weight`."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import (
-        ParallelLMHead,
-        VocabParallelEmbedding,
-    )
-
-    names = (
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
-    )
-    return f"{next(names, 'embed_tokens').rpartition('.')[2]}.weight"
-
-
-def _with_tied_head(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], model_folder: Path, embedding: str
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Adds the embedding under the head's name if the head is tied.
-
-    Checkpoints hold a tied matrix once. vLLM loads it correctly the first time, but on a CPU it
-    re-packs the head into a copy, which a later reload refreshes only if the head is named.
-    Otherwise the engine would keep the head of its first weights.
+    Raises:
+        ModelError: If the reload has passed over experts, as that of GPT-OSS does.
     """
-    config = json.loads((model_folder / "config.json").read_text())
-    lacks_head = config.get("tie_word_embeddings", True)
-    embeddings = []
-    for name, tensor in named_tensors:
-        lacks_head &= name != _HEAD
-        if lacks_head and name.endswith(embedding):
-            embeddings.append(tensor)
-        yield name, tensor
-    if not lacks_head:
-        return
-    if len(embeddings) != 1:
-        raise ConsistencyError(
-            "the head of the model shares its weights, but no embedding was sent with them",
-            expected=f"one tensor whose name ends with {embedding!r}",
-            got=f"{len(embeddings)}",
-        )
-    yield _HEAD, embeddings[0]
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for name, module in model.named_modules():
+        method: Any = getattr(module, "quant_method", None)
+        if isinstance(module, ParallelLMHead):
+            method.process_weights_after_loading(module)
+        elif hasattr(method, "moe_kernel") and method.moe_kernel is None:
+            raise ModelError(
+                f"vLLM cannot load new weights into {called}",
+                expected="a model whose experts vLLM reloads",
+                got=f"old weights in {name}",
+                fix="set generation.backend: hf",
+            )
+
+
+def _renaming(model: torch.nn.Module) -> dict[str, Any]:
+    """How vLLM names published weights, if it has other names for them."""
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    return {"rename": mapper.map_name} if mapper else {}
 
 
 def completed(completion: Any) -> Completed:
@@ -381,6 +381,37 @@ def completed(completion: Any) -> Completed:
     found, tokens = completion.logprobs, list(completion.token_ids)
     assert found.token_ids == tokens, "vLLM returned logprobs of other tokens than it sampled"
     return Completed(tokens, found.logprobs, truncated=completion.finish_reason == "length")
+
+
+def _overrides(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a config that vLLM reads in another sense than transformers.
+
+    In the sliding windows of Cohere, vLLM's tokens see one token more.
+    """
+    if str(config.get("model_type")) in ("cohere2", "cohere2_moe") and config.get("sliding_window"):
+        return {"sliding_window": config["sliding_window"] - 1}
+    return {}
+
+
+def _failed(problem: str, setup: GenerationSetup, error: Exception) -> ModelError:
+    return ModelError(
+        f"vLLM {problem} {called(setup.model_folder)}",
+        expected="a model and settings that vLLM computes on this machine",
+        got=f"{type(error).__name__}: {error}".partition("\n")[0],
+        fix="if that is memory, make the engine smaller (generation.max_num_seqs, kv_cache_gib, "
+        "gpu_memory_utilization); otherwise set generation.backend: hf",
+    )
+
+
+def _has_state(setup: GenerationSetup) -> bool:
+    """Whether a model has the state of a recurrent layer, such as Mamba's, besides keys and values.
+
+    vLLM caches such states of prompts only with chunked prefill.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = EngineArgs(str(setup.model_folder), dtype=setup.dtype, skip_tokenizer_init=True)
+    return bool(options.create_model_config().has_inner_state)
 
 
 def _refuse_block_size(config: VllmGenerationConfig, *, has_gpu: bool) -> None:

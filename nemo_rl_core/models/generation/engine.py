@@ -91,6 +91,7 @@ class Generation(GenerationInterface):
             gate or GateConfig(),
             dtype=setup.dtype,
             is_quantized=getattr(setup.config, "quantization", "none") != "none",
+            has_gpu=session.cluster.use_gpus,
         )
         if not setup.config.num_own_bundles:
             refuse_more_than(session.cluster.world_size, setup.config)

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from nemo_rl_core.backends.generation.vllm import (
-    _has_head,
     _logprobs_mode,
     _refuse_block_size,
-    _with_tied_head,
 )
 from nemo_rl_core.backends.generation.vllm_ranks import EngineRank, join_engine, places_on_machine
 from nemo_rl_core.config.generation import VllmGenerationConfig
@@ -162,21 +160,3 @@ def test_blocks_that_a_cpu_cannot_take_are_refused_before_the_engine_starts() ->
     with pytest.raises(ConfigError, match="does not take blocks of this size") as refused:
         _refuse_block_size(odd, has_gpu=False)
     assert refused.value.fix == "set it to 64"
-
-
-@pytest.mark.parametrize("embedding", ["model.embed_tokens.weight", "transformer.wte.weight"])
-def test_a_tied_head_is_sent_as_the_embedding(embedding: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    weights = {"model.positions.weight": torch.zeros(2, 2), embedding: torch.ones(3, 2)}
-    name = embedding.partition(".")[2]
-    loaded = dict(_with_tied_head(weights.items(), tmp_path, name))
-    assert loaded.keys() == {*weights, "lm_head.weight"}
-    assert loaded["lm_head.weight"] is weights[embedding]
-
-
-def test_a_head_is_named_wherever_it_is_the_embedding() -> None:
-    model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(3, 2)})
-    assert not _has_head(model)
-    model["lm_head"] = model["embed_tokens"]
-    assert _has_head(model)
-    assert _has_head(torch.nn.ModuleDict({"language_model": model}))

@@ -329,6 +329,25 @@ def test_rounded_weights_are_no_stale_ones() -> None:
         weights.refuse_stale({**held, "norm": torch.zeros(4)})
 
 
+def test_stale_weights_are_found_under_the_engines_names_and_in_its_dtypes() -> None:
+    """GPT-NeoX in vLLM's generic class, the xIELU of Apertus, and fused biases of BLOOM."""
+    fused = "h.0.query_key_value.bias"
+    sent = [("gpt_neox.norm.weight", torch.rand(4)), (fused, torch.arange(6))]
+    held = {"model.norm.weight": sent[0][1].bfloat16(), fused: torch.arange(6).flip(0)}
+    with mock.patch.object(incoming, "check_weights"):
+        weights = incoming.IncomingWeights(
+            SimpleNamespace(),
+            held,
+            is_split=False,
+            source="test",
+            rename=lambda name: name.replace("gpt_neox.", "model."),
+        )
+        list(weights.checked(iter(sent)))
+    weights.refuse_stale(held)
+    with pytest.raises(ConsistencyError, match=r"old weights in 'model\.norm\.weight'"):
+        weights.refuse_stale({**held, "model.norm.weight": torch.zeros(4)})
+
+
 def test_vllm_takes_every_call(tiny_model: Path, backend: VllmBackend) -> None:
     fake: Any = backend._llm
     backend.sleep(level=2)

@@ -11,6 +11,7 @@ from nemo_rl_core.backends.training.dtensor.loading import load_scalar_model
 from nemo_rl_core.config import float8
 from nemo_rl_core.distributed import resources
 from nemo_rl_core.errors import ConfigError, DataError, ModelError, NemoRLError, ResourceError
+from tasks.platform.heads_check import refuse_heads
 from tasks.platform.preflight import preflight
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.convert import ConvertRecipe
@@ -385,6 +386,30 @@ def test_heads_of_a_folder_and_of_a_judge_are_looked_at(tiny_model: Path) -> Non
     with pytest.raises(ModelError, match="cannot sample from the judge") as refused:
         check(environment=judge, evaluation={"environment": {"kind": "exact"}})
     assert "backend" not in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "reason"),
+    [
+        ("gpt_oss", "cluster", "new weights"),
+        ("mamba", "laptop", "state-space"),
+        ("mamba", "cluster", None),
+    ],
+)
+def test_types_that_vllm_does_not_compute_are_refused_before_training(
+    kind: str, shape: str, reason: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    given = {"model": {"name": str(tmp_path)}, "cluster": {"shape": shape}}
+    recipe = GRPORecipe.model_validate(given)
+    if reason is None:
+        refuse_heads(recipe)
+        return
+    with pytest.raises(ModelError) as refused:
+        refuse_heads(recipe)
+    assert refused.value.got.startswith(f"model_type {kind}: vLLM ")
+    assert reason in refused.value.got
+    assert refused.value.fix == "set generation.backend to hf"
 
 
 def test_heads_that_only_a_teacher_has_are_no_mistake() -> None:

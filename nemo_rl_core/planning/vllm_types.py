@@ -1,0 +1,46 @@
+"""Types of models that the installed vLLM cannot sample from, or not as a trainer's engine.
+
+`python -m tests.type_engines` measures them. What depends on sizes is refused when an engine
+starts.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from nemo_rl_core.errors import ModelError
+
+_STATE: Final = "vLLM has the kernel of its state-space layers for GPUs only"
+_SPARSE: Final = "vLLM has sparse attention for GPUs only"
+_ON_CPU: Final = {
+    "deepseek_v32": _SPARSE,
+    "falcon_mamba": _STATE,
+    "glm_moe_dsa": _SPARSE,
+    "jamba": _STATE,
+    "mamba": _STATE,
+}
+_ANYWHERE: Final = {
+    "gpt_oss": "vLLM does not load new weights into its experts",
+}
+
+
+def refuse_type(config: Mapping[str, Any], *, called: str, fix: str, has_gpu: bool) -> None:
+    """Refuses a model of a type that vLLM cannot sample from while it is trained.
+
+    Args:
+        config: Contents of `config.json`.
+        called: Name of the model in the message.
+        fix: What to do instead.
+        has_gpu: Whether the engine computes on a GPU.
+
+    Raises:
+        ModelError: Gives the reason.
+    """
+    kind = str(config.get("model_type"))
+    reason = _ANYWHERE.get(kind) or (None if has_gpu else _ON_CPU.get(kind))
+    if reason is not None:
+        raise ModelError(
+            f"vLLM cannot sample from {called}",
+            expected="a model_type that vLLM computes on this machine and takes new weights for",
+            got=f"model_type {kind}: {reason}",
+            fix=fix,
+        )
