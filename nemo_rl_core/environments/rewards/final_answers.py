@@ -20,7 +20,10 @@ _ANSWER = re.compile(
     re.IGNORECASE,
 )
 _CONTINUES = re.compile(r"[\w^]|\s*(?:,|and|or|,\s*and)\s*[$\\]")
-_END_OF_SENTENCE = re.compile(r"[.!?](?=[\s*_\"'`)]|$)(?!\s*\d)|\n|,\s(?=[a-z]{2,}\s)")
+_END_OF_SENTENCE = re.compile(
+    r"[.!?](?=[\s*_\"'`)]|$)(?!\s*\d)|\n|,\s(?!(?:and|or)\s)(?=[a-z]{2,}\s)"
+    r"|\s(?=(?:since|because|which|where)\b)"
+)
 
 _CHARACTERS: Final = {
     **dict.fromkeys("−–—‐‑‒﹣－", "-"),
@@ -48,6 +51,7 @@ _REPLACED: Final = tuple(
         (r"(?<=\d),\\!(?=\d{3})", ","),
         (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)", r"\1\\times 10^{\2}"),
         (r"\\left\s*\.|\\right\s*\.", ""),
+        (r"\\varnothing\b", r"\\emptyset"),
         # Markup: code, bold, italic.
         (r"```\w*|`", ""),
         (r"(?<![\w*\\])(\*{1,3}|__)(?=\S)([^*\n]{1,200}?)(?<=\S)\1(?![\w*])", r"\2"),

@@ -220,6 +220,27 @@ def test_bare_references_are_read_as_latex() -> None:
         equal("?", "1")
 
 
+@pytest.mark.parametrize(
+    ("answer", "completion", "score"),
+    [
+        (r"20 \text{ cm}", r"\boxed{20\text{ m}}", 0.0),
+        (r"5\text{ cm}^2", r"\boxed{5\text{ cm}^3}", 0.0),
+        ("60 km/h", "The average speed was 60 km per hour.", 1.0),
+        ("3", "Answer: There are 3 boxes of 7 each so the total is 21.", 0.0),
+        ("1,2", "The answers are 1, 2, and 3.", 0.0),
+        ("1,2,3", "The answers are 1, 2, and 3.", 1.0),
+        ("10", "The train arrives at 10:13.", 0.0),
+        ("3", "The ratio is **3:5**.", 0.0),
+        ("p - q", r"\boxed{-q+p}", 1.0),
+        (r"\emptyset", r"\boxed{\varnothing}", 1.0),
+    ],
+)
+def test_answers_that_look_like_others(
+    scorer: MathScorer, rollout: Make, answer: str, completion: str, score: float
+) -> None:
+    assert scorer.score([rollout(completion, answer=answer)]) == [score]
+
+
 def test_verdicts_of_the_table() -> None:
     wrong = {row for row, score in verdicts() if score != row.score}
     assert wrong == KNOWN_FAULTS
