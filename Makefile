@@ -21,7 +21,7 @@ $(error make takes no settings of a recipe, such as $(firstword $(given)); give 
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test bench test-changed test-slow test-gpu test-verifiers test-flyte2 test-float8 test-megatron-bridge test-kubernetes test-bare parity mutants docs docs-serve lint format lock check-gpu clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test bench test-changed test-slow test-gpu test-verifiers test-flyte2 test-float8 test-megatron-bridge test-kubernetes test-bare parity graders mutants docs docs-serve lint format lock check-gpu clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -66,6 +66,9 @@ bench: setup ## Measure the project beside TRL and its limits (ROWS="dpo_step sf
 
 parity: setup ## Show how both training backends agree with transformers, layout by layout
 	$(bin)/pytest --no-cov -m slow -s tests/unit/backends/test_parity.py
+
+graders: setup ## Print how many verdicts of the graders are right, by kind
+	$(bin)/python -m tests.graders
 
 mutants: setup ## Put faults into a copy of the code and count those that the fast tests notice (ONLY=text of a path)
 	$(bin)/python -m tests.mutants $(ONLY)

@@ -52,7 +52,7 @@ class RowFormat(FrozenConfig):
         columns: The column that is understood (`prompt`, `answer` and so on), by the column's name
             in the data. A path with dots reaches into nested columns: `reward_model.ground_truth`.
         answer_pattern: Takes the answer out of a longer text: `hashes` is what follows the last
-            `####`, `boxed` the content of the last LaTeX box, anything else a regular expression
+            `####`, `boxed` the contents of the last LaTeX boxes, anything else a regular expression
             with one group, of which the last match counts. None takes the text as it is.
         format: The published format that the columns have; None recognises it.
         system_prompt: A system turn before every prompt or conversation; None adds none.

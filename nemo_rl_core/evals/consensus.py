@@ -1,64 +1,79 @@
-"""Majority voting: extraction of answers from completions, and consensus at k."""
+"""Majority voting: the answers that completions vote for, and consensus at k."""
 
-import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
-from nemo_rl_core.config.environment import EnvironmentConfig
+from nemo_rl_core.config.environment import ByTask, EnvironmentConfig, WeightedSum
+from nemo_rl_core.config.single_turn import (
+    MathVerify,
+    MultipleChoice,
+    ReasoningGymScore,
+    SingleEnvironmentConfig,
+)
+from nemo_rl_core.environments.rewards.final_answers import final_answer, normalized
+from nemo_rl_core.environments.rewards.math import MathScorer
+from nemo_rl_core.environments.rewards.multiple_choice import chosen_letter
 from nemo_rl_core.environments.rewards.reasoning_gym import candidate_answers
+from nemo_rl_core.types import Rollout
 
-ExtractAnswer = Callable[[str], str]
-"""Extracts the answer of a completion as text that can be compared."""
-
-_BOXED = "\\boxed{"
-_FINAL = re.compile(r"(?:####|answer(?: is)?\s*:?)\s*([^\n]+)", re.IGNORECASE)
-_NUMBER = re.compile(r"(?<![\w.])-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?![0-9])")
+GetVotes = Callable[[Sequence[Rollout]], list[str]]
+"""Returns the answer that each completion of a prompt votes for; equal answers are equal texts."""
 
 
-def extractor(environment: EnvironmentConfig) -> ExtractAnswer:
-    """Returns the function that extracts answers from completions for this environment.
+@contextmanager
+def voting(environment: EnvironmentConfig) -> Iterator[GetVotes]:
+    """Yields the function that returns the votes in this environment.
 
-    Environments that score the whole text (`exact`, your own function) vote with the whole text.
+    Environments that score the complete text (`exact`, your own function) vote with it. Several
+    environments vote as that of a row's task, or as the first part of a sum that reads an answer.
     """
-    match environment.kind:
-        case "math":
-            return math_answer
-        case "reasoning_gym":
-            return tagged_answer
+    match environment:
+        case MathVerify():
+            scorer = MathScorer(environment)
+            try:
+                yield lambda rollouts: math_votes(scorer, [each.text for each in rollouts])
+            finally:
+                scorer.close()
+        case MultipleChoice(num_choices=count):
+            yield lambda rollouts: [chosen_letter(r.text, count) or "" for r in rollouts]
+        case ReasoningGymScore():
+            yield lambda rollouts: [candidate_answers(r.text, "")[0] for r in rollouts]
+        case WeightedSum(parts=parts):
+            kinds = (MathVerify, MultipleChoice, ReasoningGymScore)
+            environments = [part.environment for part in parts]
+            readers: list[SingleEnvironmentConfig] = [
+                each for each in environments if isinstance(each, kinds)
+            ]
+            with voting((readers or environments)[0]) as get_votes:
+                yield get_votes
+        case ByTask(tasks=tasks):
+            with ExitStack() as stack:
+                by_task = {
+                    each.task: stack.enter_context(voting(each.environment)) for each in tasks
+                }
+                yield lambda rollouts: by_task.get(rollouts[0].prompt.task, _texts)(rollouts)
         case _:
-            return str.strip
+            yield _texts
 
 
-def math_answer(completion: str) -> str:
-    r"""The final answer of a solution: the last box, else the text after "answer is" or `####`.
+def _texts(rollouts: Sequence[Rollout]) -> list[str]:
+    return [rollout.text.strip() for rollout in rollouts]
 
-    Without either, the last number, else the whole text. Only the spelling is normalised (spaces,
-    dollars, the commas of thousands): `1/2` and `0.5` are different answers, though they are equal
-    in math-verify, so a vote can only be too strict.
 
-    Example:
-        >>> math_answer(r"so 3 + 4 = 7 and we get \boxed{\frac{1}{2}}")
-        '\\frac{1}{2}'
-        >>> math_answer("It costs 1,200 dollars.")
-        '1200'
+def math_votes(scorer: MathScorer, completions: Sequence[str]) -> list[str]:
+    r"""The final answer of each completion; of equal ones (`1/2`, `\frac{1}{2}`) the first.
+
+    Args:
+        scorer: Compares answers as it compares them with the reference.
+        completions: Those of one prompt.
     """
-    found = _last_box(completion)
-    if found is None:
-        finals = _FINAL.findall(completion)
-        numbers = _NUMBER.findall(finals[-1] if finals else completion)
-        found = numbers[-1] if numbers else (finals[-1] if finals else completion)
-    plain = "".join(found.replace("$", "").split()).rstrip(".")
-    return plain.replace(",", "") if _NUMBER.fullmatch(plain) else plain
-
-
-def tagged_answer(completion: str) -> str:
-    """Returns the text between the last `<answer>` and `</answer>`, else the whole text.
-
-    Example:
-        >>> tagged_answer("I think <answer> 12 </answer>")
-        '12'
-    """
-    return candidate_answers(completion, "")[0]
+    answers = [final_answer(normalized(each)) for each in completions]
+    first: dict[str, str] = {}
+    for answer in dict.fromkeys(answers):
+        same = (each for each in first.values() if scorer.are_equal(each, answer))
+        first[answer] = next(same, answer)
+    return [first[answer] for answer in answers]
 
 
 def majority(answers: Sequence[str]) -> int:
@@ -92,15 +107,3 @@ def consensus_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> b
         k: Number of samples that vote; all if there are fewer.
     """
     return bool(correct[majority(answers[:k])])
-
-
-def _last_box(text: str) -> str | None:
-    start = text.rfind(_BOXED)
-    if start < 0:
-        return None
-    depth, first = 1, start + len(_BOXED)
-    for index in range(first, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
-        if depth == 0:
-            return text[first:index]
-    return None

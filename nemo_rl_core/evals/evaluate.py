@@ -11,7 +11,7 @@ from nemo_rl_core.data.loader import load_prompts
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.needs import refuse_incomplete_rows
-from nemo_rl_core.evals.consensus import ExtractAnswer, extractor
+from nemo_rl_core.evals.consensus import GetVotes, voting
 from nemo_rl_core.evals.metrics import (
     category_metrics,
     category_of,
@@ -68,17 +68,17 @@ def evaluate(
                 drawn = engine.run(prompts, num_generations_per_prompt=each, step=0)
                 sampled = sampler.score(drawn)
         peak_memory_gib = sampler.generation.peak_memory_gib()
-    extract = extractor(settings.environment)
-    return EvaluationResult(
-        metrics=evaluation_metrics(greedy, sampled, config=config, extract=extract),
-        categories=category_metrics(greedy, sampled, config=config, extract=extract),
-        rows=[
-            *eval_rows(greedy, "greedy", category=config.category, extract=extract),
-            *eval_rows(sampled, "sampled", category=config.category, extract=extract),
-        ],
-        num_tokens=sum(len(r.completion.token_ids) for r in [*greedy, *sampled]),
-        peak_memory_gib=peak_memory_gib,
-    )
+    with voting(settings.environment) as get_votes:
+        return EvaluationResult(
+            metrics=evaluation_metrics(greedy, sampled, config=config, get_votes=get_votes),
+            categories=category_metrics(greedy, sampled, config=config, get_votes=get_votes),
+            rows=[
+                *eval_rows(greedy, "greedy", category=config.category, get_votes=get_votes),
+                *eval_rows(sampled, "sampled", category=config.category, get_votes=get_votes),
+            ],
+            num_tokens=sum(len(r.completion.token_ids) for r in [*greedy, *sampled]),
+            peak_memory_gib=peak_memory_gib,
+        )
 
 
 def greedy_rollouts(sampler: Sampler, prompts: Sequence[Prompt]) -> Sequence[Rollout]:
@@ -87,7 +87,7 @@ def greedy_rollouts(sampler: Sampler, prompts: Sequence[Prompt]) -> Sequence[Rol
 
 
 def eval_rows(
-    rollouts: Sequence[Rollout], mode: str, *, category: str, extract: ExtractAnswer
+    rollouts: Sequence[Rollout], mode: str, *, category: str, get_votes: GetVotes
 ) -> list[dict[str, Any]]:
     """One row a rollout.
 
@@ -95,12 +95,15 @@ def eval_rows(
         rollouts: Scored completions; those of one prompt in the order they were drawn.
         mode: `greedy` or `sampled`.
         category: As of `EvaluationConfig`.
-        extract: Reads the answer that a completion votes for.
+        get_votes: Returns the answers that the completions of a prompt vote for.
     """
-    seen: dict[str, int] = {}
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.prompt.id, []).append(rollout)
+    votes = {prompt: iter(enumerate(get_votes(group))) for prompt, group in groups.items()}
     rows = []
     for rollout in rollouts:
-        sample = seen[rollout.prompt.id] = seen.get(rollout.prompt.id, -1) + 1
+        sample, vote = next(votes[rollout.prompt.id])
         rows.append(
             {
                 "prompt_id": rollout.prompt.id,
@@ -110,7 +113,7 @@ def eval_rows(
                 "prompt": rollout.prompt.text,
                 "completion": rollout.text,
                 "answer": rollout.prompt.answer,
-                "extracted": extract(rollout.text),
+                "extracted": vote,
                 "reward": rollout.reward,
                 "correct": is_correct(rollout),
                 "truncated": rollout.completion.truncated,

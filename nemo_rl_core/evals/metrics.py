@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from nemo_rl_core.config.evaluation import EvaluationConfig
 from nemo_rl_core.errors import RewardError
-from nemo_rl_core.evals.consensus import ExtractAnswer, consensus_at_k
+from nemo_rl_core.evals.consensus import GetVotes, consensus_at_k
 from nemo_rl_core.evals.pass_at_k import mean_pass_at_k, pass_at_k_interval
 from nemo_rl_core.evals.statistics import Interval, wilson_interval
 from nemo_rl_core.types import Rollout
@@ -51,7 +51,7 @@ def evaluation_metrics(
     sampled: Sequence[Rollout],
     *,
     config: EvaluationConfig,
-    extract: ExtractAnswer,
+    get_votes: GetVotes,
 ) -> dict[str, float]:
     """Greedy accuracy, pass@k and cons@k, each with its interval over prompts.
 
@@ -65,7 +65,7 @@ def evaluation_metrics(
         greedy: One rollout per prompt.
         sampled: Several per prompt, samples of one prompt in the order of sampling.
         config: The values of k, and the confidence.
-        extract: Reads the answer that a completion votes for.
+        get_votes: Returns the answers that the completions of a prompt vote for.
 
     Returns:
         `num_prompts`, `num_unscored`, `greedy_accuracy`, `mean_reward` and `truncated_fraction` of
@@ -86,7 +86,7 @@ def evaluation_metrics(
         **_with_interval("greedy_accuracy", figures["accuracy"], interval),
         "mean_reward": figures["mean_reward"],
         "truncated_fraction": figures["truncated_fraction"],
-        **_sampled_metrics(sampled, config, extract),
+        **_sampled_metrics(sampled, config, get_votes),
     }
 
 
@@ -95,7 +95,7 @@ def category_metrics(
     sampled: Sequence[Rollout],
     *,
     config: EvaluationConfig,
-    extract: ExtractAnswer,
+    get_votes: GetVotes,
 ) -> dict[str, dict[str, float]]:
     """`evaluation_metrics` of each category, by name; of one in which nothing was scored, none."""
 
@@ -105,20 +105,20 @@ def category_metrics(
     names = sorted({category_of(each, config.category) for each in greedy if _is_scored(each)})
     return {
         name: evaluation_metrics(
-            of(greedy, name), of(sampled, name), config=config, extract=extract
+            of(greedy, name), of(sampled, name), config=config, get_votes=get_votes
         )
         for name in names
     }
 
 
 def _sampled_metrics(
-    sampled: Sequence[Rollout], config: EvaluationConfig, extract: ExtractAnswer
+    sampled: Sequence[Rollout], config: EvaluationConfig, get_votes: GetVotes
 ) -> dict[str, float]:
     groups: dict[str, list[Rollout]] = {}
     for rollout in filter(_is_scored, sampled):
         groups.setdefault(rollout.prompt.id, []).append(rollout)
     outcomes = [[bool(is_correct(each)) for each in group] for group in groups.values()]
-    answers = [[extract(each.text) for each in group] for group in groups.values()]
+    answers = [get_votes(group) for group in groups.values()]
     metrics: dict[str, float] = {}
     for k in config.all_ks:
         enough = [index for index, group in enumerate(outcomes) if len(group) >= k]

@@ -12,6 +12,11 @@ import signal
 import sys
 from typing import Any
 
+from nemo_rl_core.environments.rewards.math_answers import (
+    compare_small_numbers_relatively,
+    equal,
+    equals_itself,
+)
 from nemo_rl_core.environments.rewards.math_limits import (
     TooLargeError,
     count_calls,
@@ -27,51 +32,6 @@ _SAMPLES = (
     ("46", "46"),
 )
 """Forms of answers; the parser is quicker with those that it has seen."""
-
-
-def equal(answer: str, completion: str) -> bool:
-    """Whether the completion's final answer equals the reference.
-
-    Raises:
-        ValueError: When the reference itself is no mathematics.
-    """
-    from math_verify import parse, verify
-
-    # A completion in which nothing can be read is wrong; only the reference must be readable.
-    found = parse(completion, parsing_timeout=None)
-    reference = read_reference(answer)
-    return bool(found) and bool(verify(reference, found, timeout_seconds=None, raise_on_error=True))
-
-
-def equals_itself(answer: str) -> bool:
-    """Whether any completion can be equal to the reference.
-
-    Raises:
-        ValueError: When the reference is no mathematics.
-    """
-    from math_verify import verify
-
-    read = read_reference(answer)
-    return bool(verify(read, read, timeout_seconds=None, raise_on_error=True))
-
-
-def read_reference(answer: str) -> list[Any]:
-    """What math-verify makes of a reference answer.
-
-    Raises:
-        ValueError: When it finds no mathematics.
-    """
-    from math_verify import parse
-
-    # A bare answer is read as LaTeX: between dollars "x^2+1" and "(1, 2)" mean what they say.
-    marked = "$" in answer or "\\boxed" in answer
-    reference: list[Any] = parse(answer if marked else f"${answer}$", parsing_timeout=None)
-    # What could not be turned into an expression is kept as text.
-    if all(isinstance(each, str) for each in reference):
-        raise ValueError(
-            f"math-verify finds no mathematics in the reference answer {answer[:80]!r}"
-        )
-    return reference
 
 
 def reply(request: dict[str, Any]) -> dict[str, Any]:
@@ -136,6 +96,7 @@ def main() -> None:
         from sympy.core.random import seed
 
         refuse_large_numbers()
+        compare_small_numbers_relatively()
         # sympy compares some expressions at random numbers: the same ones each time.
         seed(0)
         random.seed(0)

@@ -1,35 +1,70 @@
-"""Which answer a completion gives, and what several agree on."""
+"""Which answer a completion votes for, and what several agree on."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_core.config.single_turn import ExactMatch, MathVerify, ReasoningGymScore
-from nemo_rl_core.evals.consensus import consensus_at_k, extractor, majority, math_answer
+from nemo_rl_core.config.environment import (
+    ByTask,
+    EnvironmentConfig,
+    TaskEnvironment,
+    WeightedPart,
+    WeightedSum,
+)
+from nemo_rl_core.config.single_turn import (
+    ExactMatch,
+    MathVerify,
+    MultipleChoice,
+    ReasoningGymScore,
+)
+from nemo_rl_core.evals.consensus import consensus_at_k, majority, voting
+from nemo_rl_core.types import Completion, Prompt, Rollout
+
+
+def _votes(environment: EnvironmentConfig, *texts: str, task: str = "") -> list[str]:
+    prompt = Prompt("1", "?", (1,), "4", task)
+    completion = Completion((1,), (0.0,), truncated=False)
+    with voting(environment) as get_votes:
+        return get_votes([Rollout(prompt, completion, text) for text in texts])
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer"),
+    ("texts", "votes"),
     [
-        (r"\boxed{1} no, \boxed{ \frac{1}{2} }", r"\frac{1}{2}"),
-        (r"never closed: \boxed{3", "3"),
-        ("3 apples and 4 pears\n#### 1,234", "1234"),
-        ("The answer is $x^2+1$.", "1"),  # the last number of the line; a box is exact
-        ("The answer is: blue.", "blue"),
-        ("first 3, then -4.50", "-4.50"),
-        ("no idea", "noidea"),
-        ("", ""),
+        (
+            ["The answer is 3/2.", "The answer is 1/2.", r"\boxed{\frac{1}{2}}"],
+            ["3/2", "1/2", "1/2"],
+        ),
+        (
+            ["The answer is (1, 2)", "It is 5", "The answer is (3, 2)"],
+            ["(1, 2)", "It is 5", "(3, 2)"],
+        ),
+        (["0.5", "<think>7</think>1/2", "1,200", r"$1200$"], ["0.5", "0.5", "1,200", "1,200"]),
+        (["12:30", "11:30", "The answer is 12:30."], ["12:30", "11:30", "12:30"]),
+        (["", "no idea", "no idea", "<think>4"], ["", "no idea", "no idea", ""]),
     ],
 )
-def test_math_answers(completion: str, answer: str) -> None:
-    assert math_answer(completion) == answer
+def test_equal_mathematics_votes_for_one_answer(texts: list[str], votes: list[str]) -> None:
+    assert _votes(MathVerify(), *texts) == votes
 
 
 def test_each_environment_reads_its_own_kind_of_answer() -> None:
-    text = "so <answer> 7 </answer>, or 8 "
-    assert extractor(ExactMatch())(text) == text.strip()
-    assert extractor(ReasoningGymScore())(text) == "7"
-    assert extractor(MathVerify())(text) == "8"
+    text = "so <answer> 7 </answer>, or (B) "
+    choice, gym = MultipleChoice(), ReasoningGymScore()
+    assert _votes(ExactMatch(), text) == [text.strip()]
+    assert _votes(gym, text) == ["7"]
+    assert _votes(choice, text) == ["B"]
+    parts = [WeightedPart(environment=each) for each in (ExactMatch(), choice)]
+    assert _votes(WeightedSum(parts=parts), text) == ["B"]
+    assert _votes(WeightedSum(parts=parts[:1]), text) == [text.strip()]
+    tasks = ByTask(
+        tasks=[
+            TaskEnvironment(task="gym", environment=gym),
+            TaskEnvironment(task="choice", environment=choice),
+        ]
+    )
+    by_task = {task: _votes(tasks, text, task=task) for task in ("gym", "choice", "other")}
+    assert by_task == {"gym": ["7"], "choice": ["B"], "other": [text.strip()]}
 
 
 def test_ties_go_to_the_answer_that_came_first() -> None:

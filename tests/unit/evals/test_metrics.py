@@ -1,5 +1,7 @@
 """Figures out of rollouts, some of which nobody could score."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from nemo_rl_core.config.evaluation import EvaluationConfig
@@ -15,6 +17,10 @@ from nemo_rl_core.evals.statistics import wilson_interval
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 COMPLETION = Completion((1,), (0.0,), truncated=False)
+
+
+def texts(rollouts: Sequence[Rollout]) -> list[str]:
+    return [rollout.text.strip() for rollout in rollouts]
 
 
 def rollout(place: int, text: str, reward: float | None, task: str = "sums") -> Rollout:
@@ -44,7 +50,7 @@ SAMPLED = [
 
 def test_figures_by_hand() -> None:
     config = EvaluationConfig(num_samples_per_prompt=3, ks=[1, 2, 3])
-    metrics = evaluation_metrics(GREEDY, SAMPLED, config=config, extract=str)
+    metrics = evaluation_metrics(GREEDY, SAMPLED, config=config, get_votes=texts)
     low, high = metrics.pop("greedy_accuracy_low"), metrics.pop("greedy_accuracy_high")
     assert 0 < low < 2 / 3 < high < 1
     bounds = {name: metrics.pop(name) for name in list(metrics) if name.endswith(("low", "high"))}
@@ -84,25 +90,25 @@ def test_nothing_scored_is_no_accuracy_of_zero() -> None:
 def test_a_k_without_samples_has_no_figure() -> None:
     config = EvaluationConfig(num_samples_per_prompt=3)
     few = [rollout(0, "4", 1.0), rollout(0, "4", None), rollout(0, "5", None)]
-    metrics = evaluation_metrics(GREEDY, few, config=config, extract=str)
+    metrics = evaluation_metrics(GREEDY, few, config=config, get_votes=texts)
     assert metrics["pass_at_1"] == 1
     assert not {"pass_at_3", "pass_at_3_low", "cons_at_3", "cons_at_3_high"} & metrics.keys()
 
 
 def test_categories_by_task_and_by_metadata() -> None:
     tasks = [rollout(0, "4", 1.0, "a"), rollout(1, "5", 0.0, "b"), rollout(2, "4", 1.0, "b")]
-    figures = category_metrics(tasks, tasks, config=EvaluationConfig(ks=[1]), extract=str)
+    figures = category_metrics(tasks, tasks, config=EvaluationConfig(ks=[1]), get_votes=texts)
     assert {name: each["greedy_accuracy"] for name, each in figures.items()} == {"a": 1, "b": 0.5}
     assert {name: each["pass_at_1"] for name, each in figures.items()} == {"a": 1, "b": 0.5}
     config = EvaluationConfig(ks=[1], category="level")
-    levels = category_metrics(tasks, tasks, config=config, extract=str)
+    levels = category_metrics(tasks, tasks, config=config, get_votes=texts)
     assert {name: each["num_prompts"] for name, each in levels.items()} == {"0": 2, "1": 1}
     assert category_of(tasks[0], "author") == "none"
 
 
 def test_of_a_category_that_nobody_could_score_there_are_no_figures() -> None:
     mixed = [rollout(0, "4", 1.0, "a"), rollout(1, "4", None, "b")]
-    assert list(category_metrics(mixed, [], config=EvaluationConfig(), extract=str)) == ["a"]
+    assert list(category_metrics(mixed, [], config=EvaluationConfig(), get_votes=texts)) == ["a"]
 
 
 def test_more_samples_than_are_drawn_are_refused() -> None:
@@ -116,7 +122,7 @@ def test_more_samples_than_are_drawn_are_refused() -> None:
 def test_without_samples_there_is_greedy_accuracy_alone() -> None:
     greedy = [rollout(0, "4", 1.0), rollout(1, "5", 0.0)]
     config = EvaluationConfig(num_samples_per_prompt=0)
-    figures = evaluation_metrics(greedy, [], config=config, extract=str)
+    figures = evaluation_metrics(greedy, [], config=config, get_votes=texts)
     assert figures["greedy_accuracy"] == 0.5
     assert not [name for name in figures if name.startswith(("pass", "cons"))]
     with pytest.raises(ValueError, match="ks asks for 1 samples"):

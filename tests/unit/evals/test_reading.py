@@ -1,5 +1,6 @@
 """Evaluations saved, read back, and printed by `nemo-rl eval`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -11,6 +12,10 @@ from nemo_rl_core.evals.evaluate import eval_rows
 from nemo_rl_core.evals.rows import greedy_outcomes, load_eval_rows, load_outcomes, save_eval_rows
 from nemo_rl_core.types import Completion, Prompt, Rollout
 from tasks.cli import group
+
+
+def texts(rollouts: Sequence[Rollout]) -> list[str]:
+    return [rollout.text.strip() for rollout in rollouts]
 
 
 def read(*arguments: object) -> Result:
@@ -26,8 +31,8 @@ def rollout(place: int, text: str, reward: float | None) -> Rollout:
 def saved(folder: Path, rollouts: list[Rollout]) -> Path:
     folder.mkdir()
     rows = [
-        *eval_rows(rollouts, "greedy", category="task", extract=str.strip),
-        *eval_rows([rollouts[0], rollouts[0]], "sampled", category="task", extract=str.strip),
+        *eval_rows(rollouts, "greedy", category="task", get_votes=texts),
+        *eval_rows([rollouts[0], rollouts[0]], "sampled", category="task", get_votes=texts),
     ]
     save_eval_rows(rows, folder / "rows.parquet")
     assert load_eval_rows(folder / "rows.parquet") == rows

@@ -10,9 +10,10 @@ from nemo_rl_core.config.single_turn import MathVerify
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.interfaces import raise_first
 from nemo_rl_core.environments.rewards.math import MathScorer, _Worker
-from nemo_rl_core.environments.rewards.math_worker import equal
+from nemo_rl_core.environments.rewards.math_answers import equal
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
+from tests.graders.tables import KNOWN_FAULTS, verdicts
 
 Make = Callable[..., Rollout]
 
@@ -169,7 +170,7 @@ def _request(completion: str, **changed: Any) -> dict[str, Any]:
     return {"answer": "46", "completion": completion, **limits, **changed}
 
 
-@pytest.mark.parametrize("answer", ["", "?", "\u65e5\u672c"])
+@pytest.mark.parametrize("answer", ["", "?", "..."])
 def test_a_reference_without_mathematics_is_an_error(
     scorer: MathScorer, rollout: Make, answer: str
 ) -> None:
@@ -217,3 +218,53 @@ def test_bare_references_are_read_as_latex() -> None:
     assert not equal("(1, 2)", "$(1, 3)$")
     with pytest.raises(ValueError, match="no mathematics"):
         equal("?", "1")
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "score"),
+    [
+        (r"20 \text{ cm}", r"\boxed{20\text{ m}}", 0.0),
+        (r"5\text{ cm}^2", r"\boxed{5\text{ cm}^3}", 0.0),
+        ("60 km/h", "The average speed was 60 km per hour.", 1.0),
+        ("3", "Answer: There are 3 boxes of 7 each so the total is 21.", 0.0),
+        ("1,2", "The answers are 1, 2, and 3.", 0.0),
+        ("1,2,3", "The answers are 1, 2, and 3.", 1.0),
+        ("10", "The train arrives at 10:13.", 0.0),
+        ("3", "The ratio is **3:5**.", 0.0),
+        ("p - q", r"\boxed{-q+p}", 1.0),
+        (r"\emptyset", r"\boxed{\varnothing}", 1.0),
+    ],
+)
+def test_answers_that_look_like_others(
+    scorer: MathScorer, rollout: Make, answer: str, completion: str, score: float
+) -> None:
+    assert scorer.score([rollout(completion, answer=answer)]) == [score]
+
+
+def test_verdicts_of_the_table() -> None:
+    wrong = {row for row, score in verdicts() if score != row.score}
+    assert wrong == KNOWN_FAULTS
+    assert all(row.score == 1 for row in wrong)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("7", "-5", "1/2", r"\frac{1}{2}", r"\$18.90", r"\$32,\!348", "$36", "1,234,567", r"50\%"),
+        *("2 2/3", r"2\frac{2}{3}", "½", "√2", "x²+1", "∞", "€5", "12:00", "3:45 p.m.", "3:4"),
+        *("1.6e-19", "18 dollars", "20 km/h", r"5\text{ cm}^2", r"90^\circ", "CAB", "no", "(A)"),
+        *(r"\text{Tuesday}", "New York", "日本", r"x^2+1", "y=2x+3", r"\{1,2\}", "(1,2)", "[0,1)"),
+        *(
+            r"\left.\frac12\right.",
+            "P(A|B)",
+            r"\neg p",
+            r"A \cap B",
+            r"\begin{pmatrix}1&2\end{pmatrix}",
+        ),
+    ],
+)
+def test_an_answer_that_is_repeated_earns_one(
+    scorer: MathScorer, rollout: Make, answer: str
+) -> None:
+    texts = [f"\\boxed{{{answer}}}", f"<think>9</think><answer>{answer}</answer>"]
+    assert scorer.score([rollout(text, answer=answer) for text in texts]) == [1.0, 1.0]

@@ -1,0 +1,52 @@
+"""The table of answers, completions and right verdicts of the grader `math`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from nemo_rl_core.environments.rewards.math import MathScorer
+from nemo_rl_core.errors import RewardError
+from nemo_rl_core.types import Completion, Prompt, Rollout
+
+
+class Verdict(NamedTuple):
+    """A completion and its right score.
+
+    Attributes:
+        kind: What it is an example of.
+        answer: The reference answer.
+        completion: A completion.
+        score: 1 if it is right, else 0.
+    """
+
+    kind: str
+    answer: str
+    completion: str
+    score: float
+
+
+ROWS = [
+    Verdict(*json.loads(line))
+    for line in (Path(__file__).parent / "math.jsonl").read_text("utf-8").splitlines()
+]
+KNOWN_FAULTS = {
+    row
+    for row in ROWS
+    if row.answer in (r"e^{i\pi}", r"\{x : x>3\}")
+    or row.completion == "The answer is twelve, that is 12."
+}
+"""Right completions that get 0."""
+
+
+def verdicts() -> Iterator[tuple[Verdict, float | RewardError]]:
+    """Yields each row with the score that it gets."""
+    completion = Completion((1,), (0.0,), truncated=False)
+    rollouts = [
+        Rollout(Prompt("1", "?", (1,), row.answer, ""), completion, row.completion) for row in ROWS
+    ]
+    scorer = MathScorer()
+    try:
+        yield from zip(ROWS, scorer.score(rollouts), strict=True)
+    finally:
+        scorer.close()
