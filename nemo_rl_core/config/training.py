@@ -22,7 +22,7 @@ from nemo_rl_core.errors import ConfigError
 
 T = TypeVar("T", bound="Parallelism")
 Head = Literal["lm", "scalar"]
-"""Of a model: logits of tokens, or one value per token (reward models, critics)."""
+"""A model's outputs: logits of tokens, or one value per token (reward models, critics)."""
 FlashAttention = Literal["auto", 2, 3, 4]
 GradientSync = Literal["every_microbatch", "last_microbatch"]
 

@@ -9,7 +9,7 @@ _BETWEEN = re.compile(
     r"(?=.*?(?:[,;]|and|or))[\s$,;&]*(?:\\?(?:and|or|text\{\s*(?:and|or)\s*\})[\s$]*)?"
     r"(?:[a-zA-Z](?:_\{?\w\}?)?\s*=\s*)?[\s$]*"
 )
-"""What separates the boxes of one answer: `\boxed{1}$ and $x=\boxed{2}`."""
+"""Text between boxes of one answer: `\boxed{1}$ and $x=\boxed{2}`."""
 _LONGEST_BETWEEN = 60
 
 

@@ -29,7 +29,7 @@ def refuse_type(config: Mapping[str, Any], *, called: str, fix: str, has_gpu: bo
     Args:
         config: Contents of `config.json`.
         called: Name of the model in the message.
-        fix: What to do instead.
+        fix: Advice in the message.
         has_gpu: Whether the engine computes on a GPU.
 
     Raises:

@@ -14,7 +14,7 @@ class Verdict(NamedTuple):
     """A completion and its right score.
 
     Attributes:
-        kind: What it is an example of.
+        kind: Name of the group of examples.
         answer: The reference answer.
         completion: A completion.
         score: 1 if it is right, else 0.

@@ -61,7 +61,7 @@ _MIXED = re.compile(r"(?<![\w.,/^])(?<!\^\{)(\d{1,6})[ -](\d{1,4})/(\d{1,4})(?![
 
 
 def final_answer(text: str) -> str:
-    r"""What a completion gives as its answer; all that follows its thinking if nothing marks it.
+    r"""Returns the answer of a completion; all that follows its thinking if nothing marks it.
 
     Args:
         text: A completion of `normalized`.
@@ -95,7 +95,7 @@ def is_marked(text: str) -> bool:
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last thinking block; empty if thinking did not end."""
+    """Returns the text after the last thinking block; empty if thinking did not end."""
     ends = list(_THOUGHT.finditer(text))
     rest = text[ends[-1].end() :] if ends else text
     return "" if _THINKING.search(rest) else rest

@@ -16,7 +16,7 @@ class Reading(NamedTuple):
 
     Attributes:
         value: Text or a time of day; a ratio; or what math-verify parses.
-        unit: Of a measurement, such as `km/h` or `cm2`; empty for other words and for none.
+        unit: Unit of measurement, such as `km/h` or `cm2`; empty for other words and for none.
     """
 
     value: str | tuple[Fraction, ...] | list[Any]

@@ -1,4 +1,4 @@
-"""Check of a model's layers before a run, from its config.json alone."""
+"""Checks a model's layers before a run; reads only its config.json."""
 
 from pathlib import Path
 

@@ -173,7 +173,7 @@ def _scalar_class(folder: Path, config: Any) -> Any:
 
 
 def refuse_other_heads(folder: Path) -> None:
-    """Refuses a type without a scalar head, from its `config.json` alone.
+    """Refuses a type without a scalar head; reads only its `config.json`.
 
     Raises:
         ModelError: Names the class.

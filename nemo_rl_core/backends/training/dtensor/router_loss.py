@@ -67,7 +67,7 @@ def _has_router(model: Any, recorder: Any) -> bool:
 def load_balancing_losses(
     router_logits: Sequence[Tensor], sequence_ids: Tensor, *, num_sequences: int, top_k: int
 ) -> Tensor:
-    """The load-balancing loss of each sequence, as transformers computes it for one sequence alone.
+    """The load-balancing loss of each sequence, as transformers computes it for one sequence.
 
     `E * sum_e f_e * p_e`, where `f_e` counts how often a token of the sequence has expert e among
     its `top_k` most likely ones and `p_e` is the mean probability of expert e, both per token and
