@@ -113,8 +113,10 @@ class IncomingWeights:
         if _INTERLEAVED in name:
             return None
         if name not in self._held:  # perhaps under another name, or as a part of a fused matrix
-            own = self._rename(name)
-            return own if own and self._held.get(own) == shape else None
+            renamed = self._rename(name) or ""
+            # Another last part holds other values: `A` of Mamba 2 is `-exp(A_log)`.
+            is_same = renamed.rpartition(".")[2] == name.rpartition(".")[2]
+            return renamed if is_same and self._held.get(renamed) == shape else None
         held = self._held[name]
         if not held or held[1:] != shape[1:] or not sent.numel():
             return None
