@@ -42,7 +42,8 @@ def refuse_heads(experiment: PipelineRecipe) -> None:
         for model in experiment.sampled_models:
             config, called = _known_config(model), f"the model {model.name!r}"
             if config is not None:
-                refuse_type(config, called=called, fix=fix, has_gpu=has_gpu)
+                is_trained = bool(experiment.trained_heads)
+                refuse_type(config, called=called, fix=fix, has_gpu=has_gpu, is_trained=is_trained)
                 if not has_gpu:
                     refuse_heads_on_cpu(config, called=called, fix=f"{fix}, {_OTHER_HEADS}")
     if has_gpu:

@@ -15,6 +15,7 @@ from tasks.platform.preflight import preflight
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.convert import ConvertRecipe
 from tasks.recipes.distillation import DistillationRecipe
+from tasks.recipes.evaluate import EvaluateRecipe
 from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.post_train import PostTrainRecipe
 from tasks.recipes.reward_model import RewardModelRecipe
@@ -391,6 +392,8 @@ def test_heads_of_a_folder_and_of_a_judge_are_looked_at(tiny_model: Path) -> Non
         ("gpt_oss", "cluster", "new weights"),
         ("mamba", "laptop", "state-space"),
         ("mamba", "cluster", None),
+        ("bart", "cluster", "no class"),
+        ("minimax", "laptop", "no class"),
     ],
 )
 def test_types_that_vllm_does_not_compute_are_refused_before_training(
@@ -399,6 +402,8 @@ def test_types_that_vllm_does_not_compute_are_refused_before_training(
     (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
     given = {"model": {"name": str(tmp_path)}, "cluster": {"shape": shape}}
     recipe = GRPORecipe.model_validate(given)
+    if kind == "gpt_oss":
+        refuse_heads(EvaluateRecipe.model_validate(given))  # no new weights
     if reason is None:
         refuse_heads(recipe)
         return
