@@ -11,7 +11,7 @@ from nemo_rl_core.config.single_turn import (
     ReasoningGymScore,
     SingleEnvironmentConfig,
 )
-from nemo_rl_core.environments.rewards.final_answers import final_answer, normalized
+from nemo_rl_core.environments.rewards.final_answers import answering_text, final_answer
 from nemo_rl_core.environments.rewards.math import MathScorer
 from nemo_rl_core.environments.rewards.multiple_choice import chosen_letter
 from nemo_rl_core.environments.rewards.reasoning_gym import candidate_answers
@@ -68,7 +68,7 @@ def math_votes(scorer: MathScorer, completions: Sequence[str]) -> list[str]:
         scorer: Compares answers as it compares them with the reference.
         completions: Those of one prompt.
     """
-    answers = [final_answer(normalized(each)) for each in completions]
+    answers = [final_answer(answering_text(each)) for each in completions]
     first: dict[str, str] = {}
     for answer in dict.fromkeys(answers):
         same = (each for each in first.values() if scorer.are_equal(each, answer))

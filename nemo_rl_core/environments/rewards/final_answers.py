@@ -10,6 +10,8 @@ from typing import Final
 
 from nemo_rl_core.functional.boxes import last_boxes
 
+_LONGEST = 10_000
+"""Characters in which an answer is searched."""
 _TAGS = r"(?:think|thinking|thought|thoughts|reasoning|reason|scratchpad)"
 _THINKING = re.compile(rf"<{_TAGS}>|\[THINK\]|◁think▷", re.IGNORECASE)
 _THOUGHT = re.compile(rf"</{_TAGS}>|\[/THINK\]|◁/think▷", re.IGNORECASE)
@@ -40,7 +42,7 @@ _RAISED = {
     raised: plain for plain, raised in zip("0123456789+-()n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿ", strict=True)
 }
 _RAISED_RUN = re.compile(f"[{''.join(_RAISED)}]+")
-_FRACTION = re.compile(r"(\d+\s?)?([¼-¾⅐-⅞])")
+_FRACTION = re.compile(r"(\d{1,9}\s?)?([¼-¾⅐-⅞])")
 _REPLACED: Final = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -60,11 +62,16 @@ _REPLACED: Final = tuple(
 _MIXED = re.compile(r"(?<![\w.,/^])(?<!\^\{)(\d{1,6})[ -](\d{1,4})/(\d{1,4})(?![\d/.]\d|\w)")
 
 
+def answering_text(completion: str) -> str:
+    """Returns the end of a completion, without its thinking, for the other functions."""
+    return normalized(after_thinking(completion)[-_LONGEST:])
+
+
 def final_answer(text: str) -> str:
     r"""Returns the answer of a completion; all that follows its thinking if nothing marks it.
 
     Args:
-        text: A completion of `normalized`.
+        text: A text of `answering_text`.
 
     Returns:
         Several boxes of one sentence are separated by commas. Empty if thinking did not end.

@@ -10,7 +10,8 @@ from nemo_rl_core.environments.interfaces import Scorer, failure, shorten
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
-_MARK = re.compile(r"Mark: (\d{1,9}(?:\.\d{1,6})?)")
+_MARK = re.compile(r"Mark:\s{0,3}(\d{1,9}(?:\.\d{1,6})?)\.?")
+_EMPHASIS = str.maketrans("", "", "*_`")
 _TAGS = ("prompt", "reference", "response")
 _OPENING = re.compile(r"[<\u2039\u27e8\u3008\u300a\ufe64\uff1c]|&lt;?|&#(?:0*60|x0*3c);?", re.I)
 _UP_TO_A_WORD = re.compile(r"(?:[\W\d_]|(?<=&)lt(?=\W)|(?<=&#)x0*3c)+", re.I)
@@ -108,11 +109,13 @@ def read_mark(reply: str, *, highest: int) -> float | None:
     Example:
         >>> read_mark("Nearly right.\\nMark: 7.5", highest=10)
         7.5
-        >>> [read_mark(text, highest=10) for text in ("7", "Mark: 11", "Mark: 7/10", "Mark: 7.")]
+        >>> [read_mark(text, highest=10) for text in ("**Mark: 7**", "**Mark:** 7.", "Mark:7")]
+        [7.0, 7.0, 7.0]
+        >>> [read_mark(text, highest=10) for text in ("7", "Mark: 11", "Mark: 7/10", "Mark: 7 8")]
         [None, None, None, None]
     """
     lines = reply.rstrip().splitlines()
-    found = _MARK.fullmatch(lines[-1].strip()) if lines else None
+    found = _MARK.fullmatch(lines[-1].translate(_EMPHASIS).strip()) if lines else None
     mark = float(found[1]) if found else None
     return mark if mark is not None and mark <= highest else None
 

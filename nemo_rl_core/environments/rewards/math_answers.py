@@ -5,6 +5,7 @@ from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
 from nemo_rl_core.environments.rewards.final_answers import (
+    answering_text,
     final_answer,
     is_marked,
     normalized,
@@ -25,7 +26,7 @@ class Reading(NamedTuple):
 
 _NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
 _CLOCK = re.compile(r"(\d{1,2}:[0-5]\d(?::[0-5]\d)?)(?:\s*([ap])\.?m\.?)?", re.IGNORECASE)
-_RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
+_RATIO = re.compile(r"\d{1,30}(?:\.\d{1,30})?(?:\s?:\s?\d{1,30}(?:\.\d{1,30})?)+")
 _UNIT = (
     r"(?!\s*(?:and|or)\b)(?P<unit>(?:square|cubic|sq\.?|cu\.?)?\s*"
     r"(?:[A-Za-zµ]{2,}|[ACJKLNVW]|[a-z](?=\s?/\s?[a-z]))(?:\s?/\s?[A-Za-z]+|\s+(?:per|of)\s+[a-z]+)?"
@@ -51,7 +52,8 @@ _MEASURES: Final = {
 }
 """Units by their names: two different ones are never the same answer."""
 _IN_PROSE = re.compile(
-    rf"{_CLOCK.pattern}|{_RATIO.pattern}|\d+(?:\.\d+)?\\times 10\^\{{[-+]?\d+\}}"
+    rf"(?<!\d)(?:{_CLOCK.pattern}|{_RATIO.pattern}"
+    r"|\d{1,30}(?:\.\d{1,30})?\\times 10\^\{[-+]?\d{1,9}\})"
 )
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|textrm)\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '\-][^\W\d_]+){0,7}")
@@ -105,7 +107,7 @@ def read_reference(answer: str) -> Reading:
 
 def read_completion(completion: str) -> Reading | None:
     """Reads the final answer of a completion; None if there is none."""
-    text = normalized(completion)
+    text = answering_text(completion)
     answer = final_answer(text)
     reading = _read(answer) if is_marked(text) or "\n" not in answer else None
     return reading or _searched(answer)

@@ -5,6 +5,7 @@ import string
 from collections.abc import Iterator, Sequence
 
 from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.environments.rewards.final_answers import after_thinking
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Prompt, Rollout
 
@@ -28,6 +29,11 @@ _STATEMENTS = [
         + r"(?:correct|right|best|answer)\b",
     )
 ]
+_NEGATED = re.compile(
+    r"\b(?i:not|isn't|neither|nor)\s{1,3}(?i:option|choice|answer)?\s{0,3}[(\[]?[A-Z]\b[)\]]?"
+    r"(?:\s{0,3}(?:,|\bor\b|\bnor\b|\band\b)\s{0,3}[(\[]?[A-Z]\b[)\]]?){0,9}"
+    r"|[(\[]?\b[A-Z]\b[)\]]?\s{1,3}(?:is|are)\s{1,3}(?:not\b|incorrect\b|wrong\b|false\b)"
+)
 _AFTER_SMALL = re.compile(r"\s{0,6}\Z|[ \t]{0,6}\n|[)\]}\"'<.,;:!?\\]")
 _PARENTHESISED = re.compile(r"[(\[]\s{0,3}([A-Z])\s{0,3}[)\]]|^[ \t]{0,8}([A-Z])\)", re.MULTILINE)
 _LEADING = re.compile(r"\s*\(?([A-Za-z])\)?(?:[.):,\n]|\s*$)")
@@ -36,7 +42,9 @@ _BARE = re.compile(r"(?<![\w'])(?!A\s(?!or\b|and\b)[a-z]|I\s[a-z])([A-Z])(?![\w'
 
 
 def chosen_letter(completion: str, num_choices: int) -> str | None:
-    """The capital letter that a completion settles on, or None.
+    """The capital letter that a completion settles on after its thinking, or None.
+
+    Letters that it rules out ("not A", "A is wrong") do not count.
 
     1. Where it says so ("the answer is B", "Answer: (b)", "\\boxed{B}", "I choose B", "B is
        correct"), the last time that it does counts; a last statement with several letters
@@ -45,11 +53,11 @@ def chosen_letter(completion: str, num_choices: int) -> str | None:
        letters that stand alone: of the first kind that occurs, all must be the same letter.
 
     Example:
-        >>> chosen_letter("Not A. The answer is (B).", 4), chosen_letter("A or B", 4)
+        >>> chosen_letter("The answer is not A. It is B.", 4), chosen_letter("A or B", 4)
         ('B', None)
     """
     allowed = string.ascii_uppercase[:num_choices]
-    text = _DECORATION.sub("", completion)
+    text = _NEGATED.sub("", _DECORATION.sub("", after_thinking(completion)))
     statements = list(_statements(text, allowed))
     if statements:
         _, letters = max(statements, key=lambda each: each[0])
