@@ -9,6 +9,7 @@ from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.config.training import DTensorTraining, Head
 from nemo_rl_core.environments.contents import located_model
 from nemo_rl_core.errors import ConfigError, ModelError
+from nemo_rl_core.store.paths import resolve_below
 from tasks.platform.gpu_plan import config_of
 from tasks.recipes.common import PipelineRecipe
 
@@ -38,7 +39,9 @@ def _refuse(model: ModelConfig, training: DTensorTraining, trained_heads: list[H
     from nemo_rl_core.backends.training.dtensor.layer_check import check_layers
 
     with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / Path(model.name).name
+        folder = resolve_below(
+            Path(parent), Path(model.name).name, source="the model of the recipe"
+        )
         folder.mkdir()
         try:
             config = config_of(located_model(model))

@@ -165,10 +165,12 @@ class _Worker:
     def _read_line(self, seconds: float) -> bytes:
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
+        poll = select.poll()  # unlike select, with descriptors above 1,023 too
+        poll.register(descriptor, select.POLLIN)
         line, deadline = b"", time.monotonic() + seconds
         while not line.endswith(b"\n"):
             left = max(deadline - time.monotonic(), 0)
-            if not select.select([descriptor], [], [], left)[0]:
+            if not poll.poll(1000 * left):
                 raise TimeoutError(f"the checking process gave no reply within {seconds:g} s")
             read = os.read(descriptor, 65536)
             if not read:

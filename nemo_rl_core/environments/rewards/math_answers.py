@@ -57,7 +57,10 @@ _IN_PROSE = re.compile(
 )
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|textrm)\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '\-][^\W\d_]+){0,7}")
-_PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{4,}")
+_PROSE = re.compile(
+    r"(?<![\\A-Za-z{])[A-Za-z]{4,}"
+    r"|(?:^|\s)(?!(?:and|or|sin|cos|tan|log|ln|exp|max|min|mod|pi|inf)\b)[A-Za-z]{2,}(?=\s|[,;:!?])"
+)
 _FORMULA = re.compile(r"\$[^$]*\$")
 _WORD = re.compile(r"(?<!\\)\b(?!and\b|or\b)[A-Za-z]{2,}")
 _PRODUCT = re.compile(r"[abckmnp-tv-z]{2}|abc|pqr|xyz")

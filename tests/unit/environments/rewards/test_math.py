@@ -232,6 +232,9 @@ def test_bare_references_are_read_as_latex() -> None:
         ("10", "The train arrives at 10:13.", 0.0),
         ("3", "The ratio is **3:5**.", 0.0),
         ("p - q", r"\boxed{-q+p}", 1.0),
+        ("4", "It is 4", 1.0),
+        ("4", "so 4", 1.0),
+        ("4", "The sum is 4, I say", 1.0),
         (r"\emptyset", r"\boxed{\varnothing}", 1.0),
     ],
 )
