@@ -63,9 +63,9 @@ class IncomingWeights:
             for name, tensor in named_tensors:
                 self._shapes[name] = tuple(tensor.shape)
                 require_finite(self._source, [(name, tensor)])
-                if (own := self._comparable(name, tensor)) is not None:
-                    self._samples[own] = _sample(tensor).clone()
-                    self._lengths[own] = len(tensor)
+                if (parameter := self._comparable(name, tensor)) is not None:
+                    self._samples[parameter] = _sample(tensor).clone()
+                    self._lengths[parameter] = len(tensor)
                 yield name, tensor
             check_weights(self._expected, self._shapes, self._source)
         except Exception:
@@ -97,9 +97,9 @@ class IncomingWeights:
             ConsistencyError: If one is not what was sent, or none can be compared.
         """
         for name, sent in self._samples.items():
-            own = _sample(held[name][: self._lengths[name]])
-            # vLLM holds some vectors in a dtype of its own, such as the xIELU's of Apertus.
-            if not torch.equal(own, sent.to(own)):
+            loaded = _sample(held[name][: self._lengths[name]])
+            # vLLM keeps some vectors in another dtype, such as the xIELU's of Apertus.
+            if not torch.equal(loaded, sent.to(loaded)):
                 raise ConsistencyError(
                     f"vLLM still holds old weights in {name!r} after an update",
                     fix="run the same command again: it resumes from the last save",
@@ -108,7 +108,7 @@ class IncomingWeights:
             raise ConsistencyError("no weight that was sent could be found in vLLM's model")
 
     def _comparable(self, name: str, sent: torch.Tensor) -> str | None:
-        """Name of the engine's parameter that holds a sent tensor unchanged; None without any."""
+        """Name of the engine's parameter that keeps a sent tensor unchanged; None without any."""
         shape = tuple(sent.shape)
         if _INTERLEAVED in name:
             return None
@@ -117,10 +117,10 @@ class IncomingWeights:
             # Another last part holds other values: `A` of Mamba 2 is `-exp(A_log)`.
             is_same = renamed.rpartition(".")[2] == name.rpartition(".")[2]
             return renamed if is_same and self._held.get(renamed) == shape else None
-        held = self._held[name]
-        if not held or held[1:] != shape[1:] or not sent.numel():
+        loaded = self._held[name]
+        if not loaded or loaded[1:] != shape[1:] or not sent.numel():
             return None
-        fits = held == shape or (not self._is_split and held[0] >= shape[0])
+        fits = loaded == shape or (not self._is_split and loaded[0] >= shape[0])
         return name if fits else None
 
 

@@ -118,9 +118,9 @@ def read_completion(completion: str) -> Reading | None:
 
 def _searched(text: str) -> Reading | None:
     """Finds an answer in prose; the last time, ratio or power of ten is not cut to a number."""
-    found = list(_IN_PROSE.finditer(text))
-    if found and not re.search(r"\d", text[found[-1].end() :]):
-        return _read(found[-1][0])
+    matches = list(_IN_PROSE.finditer(text))
+    if matches and not re.search(r"\d", text[matches[-1].end() :]):
+        return _read(matches[-1][0])
     parsed = _parsed(text)
     return None if parsed is None else Reading(parsed)
 
@@ -146,7 +146,7 @@ def _read(answer: str) -> Reading | None:
 
 
 def _measure(unit: str) -> str:
-    """The unit by its first name, with its power; empty if a part of it is no measurement."""
+    """The unit by its first name, with its power; empty if a part of it does not measure."""
     power = "2" if unit.startswith("sq") else "3" if unit.startswith("cu") else ""
     power += "".join(re.findall(r"\d", unit))
     names = re.findall(r"[A-Za-zµ]+", re.sub(r"^(?:square|cubic|sq|cu)\b|\bper\b", " ", unit))
@@ -192,7 +192,7 @@ def _latex(plain: str) -> str:
 
 
 def _as_written(plain: str) -> str | None:
-    """An expression that math-verify cannot read, which equals itself alone."""
+    """An expression that math-verify cannot read, which equals only itself."""
     squeezed = "".join(plain.split())
     has_name = any(character.isalnum() for character in squeezed)
     return squeezed if has_name and len(squeezed) <= _MOST_CHARACTERS else None

@@ -9,7 +9,7 @@ BOUND = 1e-3
 """In nats; BLOOM differs by 2e-4, the others by less than 1e-5."""
 AGREEING = [
     *("gpt2", "gemma2", "bloom", "cohere2"),  # tied heads by several names, caps, windows
-    *("qwen3_moe", "granitemoehybrid"),  # experts, and a state beside keys and values
+    *("qwen3_moe", "granitemoehybrid"),  # experts, and a state next to keys and values
     *("gpt_neox", "phi3"),  # vLLM's generic class, and fused matrices
 ]
 REFUSED = {
