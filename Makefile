@@ -3,7 +3,6 @@
 # stays what it is, and a new one is for GPUs where nvidia-smi lists one.
 EXTRA ?=
 CONFIG ?=
-COVERAGE ?=
 ARGUMENTS ?=
 ROWS ?=
 N ?= 10
@@ -21,7 +20,7 @@ $(error make takes no settings of a recipe, such as $(firstword $(given)); give 
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test bench test-changed test-slow test-gpu test-verifiers test-flyte2 test-float8 test-megatron-bridge test-kubernetes test-bare parity graders mutants docs docs-serve lint format lock check-gpu clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test coverage bench test-changed test-slow test-experimental test-gpu test-verifiers test-flyte2 test-float8 test-megatron-bridge test-kubernetes test-bare parity graders mutants docs docs-serve lint format lock check-gpu clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -51,10 +50,13 @@ cluster-check: setup ## Check a Flyte cluster before the first run (CONFIG=flyte
 smollm2: setup ## Run GRPO on SmolLM2-135M-Instruct
 	$(bin)/pyflyte run workflows/grpo.py grpo --config workflows/recipes/grpo_smollm2.yaml
 
-test: setup ## Run the fast tests (COVERAGE=1: under coverage, of which there must be 85 %)
+test: setup ## Run the fast tests, and bound their CPU time
+	$(bin)/python tests/benchmarks/machine.py 2000 \
+	  $(bin)/pytest -n 2 --no-loadscope-reorder -m 'not slow and not gpu'
+
+coverage: setup ## Run the fast tests under coverage, of which there must be 85 %
 	$(bin)/pytest -n 2 --no-loadscope-reorder -m 'not slow and not gpu' \
-	  $(if $(COVERAGE),--cov --cov-report=term:skip-covered --cov-fail-under=85)
-	@$(bin)/python tests/benchmarks/machine.py
+	  --cov --cov-report=term:skip-covered --cov-fail-under=85
 
 test-changed: setup ## Run the fast tests that a change can reach (BASE=commit to compare with, HEAD; SLOW=1: slow ones too)
 	@files=$$($(bin)/python -m tests.changed $(BASE)) && if [ -n "$$files" ]; then \
@@ -62,7 +64,7 @@ test-changed: setup ## Run the fast tests that a change can reach (BASE=commit t
 	else echo 'no test reaches what has changed'; fi
 
 bench: setup ## Measure the project beside TRL and its limits (ROWS="dpo_step sft", N=10; see docs/results.md)
-	$(bin)/python -m tests.benchmarks.beside $(ROWS) --n $(N)
+	$(bin)/python -m tests.benchmarks.comparison $(ROWS) --n $(N)
 
 parity: setup ## Show how both training backends agree with transformers, layout by layout
 	$(bin)/pytest --no-cov -m slow -s tests/unit/backends/test_parity.py
@@ -76,6 +78,9 @@ mutants: setup ## Put faults into a copy of the code and count those that the fa
 test-slow: setup ## Run the tests that take minutes, those that CI leaves out too
 	$(bin)/pytest -n 2 --no-loadscope-reorder --durations 40 -m 'slow and not gpu'
 	@$(bin)/python tests/benchmarks/machine.py
+
+test-experimental: setup ## Run the tests of code that has only run against fakes of libraries
+	$(bin)/pytest -n 2 -m 'experimental and not gpu'
 
 test-gpu: setup ## Run what one GPU must show, in order (needs EXTRA=gpu)
 	$(bin)/pytest -n 0 -v -m gpu tests/gpu
@@ -111,7 +116,7 @@ package: setup ## Write what a Flyte cluster would be given to build/flow.tgz
 	@mkdir -p build
 	bash deployment/register.sh --package build/flow.tgz
 
-register: setup ## Register everything on a Flyte cluster (CONFIG=flyte.yaml; see docs/clusters.md)
+register: setup ## Register everything on a Flyte cluster (CONFIG=flyte.yaml; see docs/cluster-setup.md)
 	bash deployment/register.sh --config '$(CONFIG)' $(ARGUMENTS)
 
 images: setup ## Build the images that stages run in, and push them to NEMO_RL_REGISTRY

@@ -1,7 +1,7 @@
-"""Asserts what a run of `grpo_ci.yaml` must have reached: `check_short_run.py STORE FIRST AGAIN`.
+"""Asserts the results of a run of `grpo_ci.yaml`: `check_short_run.py STORE FIRST AGAIN`.
 
-STORE is its store; FIRST and AGAIN are what the run and its rerun wrote. The bounds leave room
-for other processors.
+STORE is the store of the run; FIRST and AGAIN are the outputs of the run and of its rerun. The
+bounds leave room for other processors.
 """
 
 import json
@@ -16,7 +16,7 @@ NUM_STAGES = 10  # model, data, SFT, 2 evaluations, 2 iterations, promotion, exp
 
 
 class UnsoundError(Exception):
-    """Something that a sound run has is missing."""
+    """A property of a correct run is missing."""
 
 
 def require(truth: bool, problem: str) -> None:
@@ -27,12 +27,12 @@ def require(truth: bool, problem: str) -> None:
 
 def artifacts(store: Path, stage: str) -> list[Path]:
     """Artifacts of a stage, by training step."""
-    found = []
+    folders = []
     for manifest in (store / "artifacts").glob("*/manifest.json"):
         record = json.loads(manifest.read_text())
         if record["stage"].split()[0] == stage:
-            found.append((record["step"] or 0, manifest.parent))
-    return [folder for _, folder in sorted(found)]
+            folders.append((record["step"] or 0, manifest.parent))
+    return [folder for _, folder in sorted(folders)]
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def check_grpo(store: Path) -> str:
 
 
 def check_accuracy(store: Path) -> str:
-    """SFT has taught something, and GRPO more."""
+    """SFT improves the accuracy, and GRPO improves it further."""
     reports = [json.loads((f / "metrics.json").read_text()) for f in artifacts(store, "evaluate")]
     before, after = (report["greedy_accuracy"] for report in reports)
     (decision,) = artifacts(store, "promote")
@@ -76,7 +76,7 @@ def check_accuracy(store: Path) -> str:
 
 
 def check_logs(first: Path, again: Path) -> str:
-    """The first run ran every stage, the second none."""
+    """The first run ran every stage, the second ran none."""
     ran, cached = first.read_text().count("  ran  "), again.read_text().count("  CACHED  ")
     require(ran == NUM_STAGES, f"the first run ran {ran} stages, not {NUM_STAGES}")
     require(cached == NUM_STAGES, f"the rerun took {cached} stages from the cache")
@@ -85,14 +85,14 @@ def check_logs(first: Path, again: Path) -> str:
 
 
 def main(store: Path, first: Path, again: Path) -> int:
-    """Prints one line a check; returns the exit code."""
+    """Prints one line per check; returns the exit code."""
     try:
-        said = [check_logs(first, again), check_sft(store), check_grpo(store)]
-        said.append(check_accuracy(store))
+        results = [check_logs(first, again), check_sft(store), check_grpo(store)]
+        results.append(check_accuracy(store))
     except UnsoundError as problem:
         sys.stderr.write(f"the short main job is not sound: {problem}\n")
         return 1
-    sys.stdout.write("\n".join(said) + "\n")
+    sys.stdout.write("\n".join(results) + "\n")
     return 0
 
 

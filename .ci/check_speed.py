@@ -1,8 +1,8 @@
-"""Asserts what must not get slower or larger: `check_speed.py`, from the root of the repository.
+"""Checks for regressions of speed and memory: `check_speed.py`, from the root of the repository.
 
-Figures of `make bench` that a short run can hold, in one process without Ray, on one thread: ratios
-of CPU-seconds of work that takes turns, of seconds where nothing computes, and bytes. The bounds
-are generous; `make bench` has the figures themselves.
+Figures of `make bench` that a short run can reproduce in one process without Ray, on one thread:
+ratios of CPU-seconds of alternating work, wall-clock seconds of work that only waits, and bytes.
+The bounds are generous; `make bench` prints the figures themselves.
 """
 
 import random
@@ -26,17 +26,17 @@ from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig
 from nemo_rl_core.distributed.batched_data_dict import collate
 from tests.benchmarks import asynchronous_loop, controller
-from tests.benchmarks.beside import bare, machine_sides, rows_machine, rows_step
-from tests.benchmarks.beside.inputs import LEARNING_RATE, SUMS, model_folder
+from tests.benchmarks.comparison import bare, machine_sides, rows_machine, rows_step
+from tests.benchmarks.comparison.inputs import LEARNING_RATE, SUMS, model_folder
 
 MIN_AGAINST_BARE = 0.75  # 0.9 to 1.0 on a quiet machine
-MAX_LOGIT_TENSORS = 1 / 16  # of the memory that full logits and their gradient take; 1/25
-MAX_GROWTH = 1.6  # of CPU time a token, from 65,536 to 262,144 tokens; 0.9
+MAX_LOGIT_TENSORS = 1 / 16  # as a share of full logits and their gradient; 1/25
+MAX_GROWTH = 1.6  # of CPU time per token, from 65,536 to 262,144 tokens; 0.9
 MAX_CONTROLLER_GROWTH = (
-    1.5  # of its time a sequence, from 1,024 to 8,192 on as many times the ranks
+    1.5  # of its time per sequence, from 1,024 to 8,192 on as many times the ranks
 )
-MAX_CALLS_OF_A_RANK = 3.1  # a step: an engine's one, a rank's two, and one of the records' task
-MAX_MIB_OF_TOKENS = 8  # more for 8,192 sequences of up to 4,096 tokens than for as many of 1,536
+MAX_CALLS_OF_A_RANK = 3.1  # per step: one of the engine, two of the rank, one of the records' task
+MAX_MIB_OF_TOKENS = 8  # extra, for 8,192 sequences of up to 4,096 tokens than for as many of 1,536
 MIN_AHEAD = 1.8  # of 2: the asynchronous loop where engine, rewards and trainer wait; 1.99
 AHEAD_SECONDS, AHEAD_STEPS, AHEAD_ATTEMPTS = 0.5, 9, 3
 ROUNDS, SMALLEST, LARGEST = 9, (256, 256), (1024, 256)
@@ -44,10 +44,10 @@ TOKENS = 2048
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What the work gives, and the CPU-seconds that this process spends on it."""
+    """Returns the result of the work, and the CPU-seconds that this process spent on it."""
     before = time.process_time()
-    given = work()
-    return given, time.process_time() - before
+    result = work()
+    return result, time.process_time() - before
 
 
 def against_bare(scratch: Path) -> float:
@@ -70,7 +70,7 @@ def against_bare(scratch: Path) -> float:
 
 
 def backend_of(model: Path, *, share: bool = False) -> DTensorBackend:
-    """In this process."""
+    """Makes a backend in this process."""
     backend = DTensorBackend()
     optimizer = OptimizerConfig(learning_rate=LEARNING_RATE)
     training = DTensorTraining(share_prefixes=share)
@@ -84,22 +84,22 @@ def memory_of_loss(scratch: Path) -> float:
     backend = backend_of(model)
     torch.set_num_threads(2)
     drawn = torch.randint(3, 250, (TOKENS // 256, 256)).tolist()
-    small, whole = (
+    small, large = (
         collate([row[:length] for row in drawn], [[True] * length] * len(drawn))
         for length in (8, 256)
     )
     backend.train_step(small, NLLLoss())
     Path("/proc/self/clear_refs").write_text("5")
     before = machine_sides.peak_memory_gib()
-    backend.train_step(whole, NLLLoss())
+    backend.train_step(large, NLLLoss())
     full = 3 * TOKENS * rows_machine.VOCAB_SIZE * 4 / 2**30
     return (machine_sides.peak_memory_gib() - before) / full
 
 
 def growth(scratch: Path) -> float:
-    """CPU time of the controller a token, of the largest steps over the smallest.
+    """CPU time of the controller per token, of the largest steps over the smallest.
 
-    Whole processes are slower than others by half: the better of two counts.
+    Some processes are slower than others by half: the better of two counts.
     """
     largest, smallest = (
         min(rows_machine.controller_microseconds(scratch, size) for _ in range(2))
@@ -109,7 +109,7 @@ def growth(scratch: Path) -> float:
 
 
 def many_ranks(scratch: Path) -> tuple[float, float, float]:
-    """Of the controller of many ranks: growth of its time a sequence, more tokens' MiB, calls."""
+    """Returns the controller's growth of time per sequence, MiB for more tokens, and calls."""
     few, many = (
         controller.steps(scratch, ranks, 16 * ranks, controller.SHORT) for ranks in (64, 512)
     )
@@ -122,7 +122,7 @@ def many_ranks(scratch: Path) -> tuple[float, float, float]:
 def ahead() -> float:
     """How many times as fast the asynchronous loop is as the synchronous one.
 
-    A busy machine wakes those that wait too late: the best of some attempts counts.
+    A busy machine resumes waiting processes too late: the best of some attempts counts.
     """
     best = 0.0
     for _ in range(AHEAD_ATTEMPTS):
@@ -134,11 +134,11 @@ def ahead() -> float:
 
 
 def main() -> None:
-    """Prints each figure; exits with 1 where one is out of its bound."""
+    """Prints each figure; exits with 1 if one is out of its bound."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         growth_of_many, mib_of_tokens, num_calls = many_ranks(scratch)
-        found = {
+        figures = {
             "optimizer step against the bare loop": (against_bare(scratch), MIN_AGAINST_BARE, True),
             "memory of the loss, of full logits": (
                 memory_of_loss(scratch),
@@ -156,7 +156,7 @@ def main() -> None:
             "asynchronous loop against synchronous": (ahead(), MIN_AHEAD, True),
         }
     problems = []
-    for name, (value, bound, is_least) in found.items():
+    for name, (value, bound, is_least) in figures.items():
         word = "at least" if is_least else "at most"
         print(f"{name}: {value:.3f}, {word} {bound:.3f}")  # noqa: T201
         if value < bound if is_least else value > bound:

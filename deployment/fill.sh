@@ -21,7 +21,7 @@ for name in "${names[@]}"; do
 done
 if ((${#missing[@]})); then
   echo "$1 is not filled in" >&2
-  echo "  expected: ${names[*]} in the environment (docs/clusters.md has what each is)" >&2
+  echo "  expected: ${names[*]} in the environment (docs/cluster-setup.md has what each is)" >&2
   echo "  got: nothing for ${missing[*]}" >&2
   echo "  fix: export ${missing[0]}=…, and the same for each" >&2
   exit 1

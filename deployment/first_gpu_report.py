@@ -1,7 +1,6 @@
 """Writes the report of `first_gpu_run.sh`: first_gpu_report.py FOLDER_OF_LOGS REPORT.
 
-Needs Python 3 alone. What names a machine, a person or a secret is replaced before anything is
-written.
+Needs only Python 3. Names of machines, people and secrets are replaced before anything is written.
 """
 
 import os
@@ -23,9 +22,9 @@ EXPECTED = {
     "backends": "1.5 B, bfloat16: 22,700 tokens/s and 49 GiB; recomputed 18,900 and 24",
     "transfers": "3.2 GB by CUDA IPC in 0.2 s, by shared memory in 1.3 s",
     "turns": "128 prompts; asleep 17 GiB and less, no growth; the second run is cached",
-    "run": "3 steps; the plan's figures stand above them",
+    "run": "3 steps; the plan's figures are above them",
 }
-"""By step: what one H100 has shown (docs/results.md)."""
+"""Results of one H100 (docs/h100.md), by step."""
 _FIGURES = re.compile(r'^\{"|^[\w ,]+: (\{"|MiB|\[)|, seconds: |^(varlen|flex|sdpa)\b|tokens/s')
 _RESULTS = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED)|^=+ .*(passed|failed|error).* =+$")
 _SECRET_NAMES = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
@@ -44,7 +43,7 @@ _SHORTEST_NAME = 3
 
 
 def cleaned(text: str, environment: Mapping[str, str], *, checkout: Path, host: str) -> str:
-    """The text without names of machines and people, secrets, and paths outside the checkout."""
+    """Removes names of machines and people, secrets, and paths outside the checkout from a text."""
     secrets = [
         value
         for name, value in environment.items()
@@ -64,7 +63,7 @@ def cleaned(text: str, environment: Mapping[str, str], *, checkout: Path, host: 
 
 
 def report(logs: Path, *, commit: str) -> str:
-    """The report on the steps of a folder, as Markdown; not yet cleaned."""
+    """Returns the report on the steps of a folder, as Markdown; not cleaned yet."""
     steps = [line.split() for line in (logs / "steps").read_text().splitlines()]
     lines = [
         "# The first hour on a GPU",
@@ -84,23 +83,23 @@ def report(logs: Path, *, commit: str) -> str:
 
 
 def _shown(log: Path, *, failed: bool) -> list[str]:
-    """Figures and results of a step; also its end, where it failed or has neither."""
+    """Returns figures and results of a step; also its end, if it failed or has neither."""
     lines = [line.rstrip()[:400] for line in log.read_text(errors="replace").splitlines()]
     lines = [line.replace("```", "'''") for line in lines if line.strip()]
-    found = [line for line in lines if _FIGURES.search(line) or _RESULTS.search(line)]
-    if failed or not found:
-        return [*found[-_NUM_FIGURES:], *(["[...]"] if found else []), *lines[-_NUM_LINES:]]
-    return found[-_NUM_FIGURES:]
+    shown = [line for line in lines if _FIGURES.search(line) or _RESULTS.search(line)]
+    if failed or not shown:
+        return [*shown[-_NUM_FIGURES:], *(["[...]"] if shown else []), *lines[-_NUM_LINES:]]
+    return shown[-_NUM_FIGURES:]
 
 
 def main(logs: str, target: str) -> None:
     """Writes the report on a folder of logs."""
     checkout = Path(__file__).resolve().parents[1]
-    found = subprocess.run(
+    git = subprocess.run(
         ["git", "-C", str(checkout), "describe", "--always", "--dirty"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    text = report(Path(logs), commit=found.stdout.strip() or "unknown")
+    text = report(Path(logs), commit=git.stdout.strip() or "unknown")
     text = cleaned(text, os.environ, checkout=checkout, host=socket.gethostname())
     Path(target).write_text(text)
 

@@ -70,7 +70,7 @@ attention() {
 }
 # Not the program of that name, which is missing where this project is not installed.
 nemo_rl() {
-  "$run_python" -c 'from tasks.cli import main; main()' "$@"
+  "$run_python" -c 'from workflows.cli import main; main()' "$@"
 }
 three_steps() {
   local short=(grpo.num_iterations=1 grpo.num_steps_per_iteration=3)

@@ -2,8 +2,8 @@
 
     python deployment/gpu_lease.py [--tiny] [--seconds 420] [--case-seconds 75] [CASE ...]
 
-CASE is the first word of a name in `CASES`; by default all run, the most informative first. Each
-runs in its own process with a time limit, so that one that fails or hangs costs only itself.
+CASE is the first word of a name in `CASES`; by default all cases run, the most informative first.
+Each runs in its own process with a time limit, so that a failing or hanging case affects no other.
 Needs torch, transformers, pydantic and dill; torchao for float8. `--tiny` tries it on a CPU.
 """
 
@@ -120,7 +120,7 @@ def measure(case: Case, *, tiny: bool) -> dict[str, Any]:
         float8=case.float8,
     )
     if device.type == "cpu":
-        # Inductor would compile C++ for a minute, which is not what is tried there.
+        # Inductor would compile C++ for a minute, which is not what the tiny case tests.
         torch.compile = partial(torch.compile, backend="aot_eager")
     torch.manual_seed(0)
     with device:
@@ -161,7 +161,7 @@ def measure(case: Case, *, tiny: bool) -> dict[str, Any]:
 
 
 def _mesh_of_one_rank() -> Any:
-    """The mesh that `join_mesh` makes of several ranks, with one."""
+    """Makes the mesh that `join_mesh` makes for several ranks, with one rank."""
     import torch.distributed as dist
 
     from nemo_rl_core.backends.training.dtensor import mesh
@@ -182,7 +182,6 @@ def _mesh_of_one_rank() -> Any:
 
 
 def _batch(trained: Any, rows: list[list[int]], *, vocab_size: int, device: Any) -> tuple[Any, Any]:
-    """A batch of random sequences and their packed tokens, on the device."""
     import torch
 
     from nemo_rl_core.distributed.batched_data_dict import collate

@@ -51,7 +51,7 @@ images=(--image "unused=${NEMO_RL_REGISTRY:+$NEMO_RL_REGISTRY/}nemo-rl-unused:0"
 folder=/home/nemo
 
 # All that git does not ignore is uploaded, and every stage reads it.
-"$bin/python" -m tasks.platform.code_secrets .
+"$bin/python" -m tasks.flyte.code_secrets .
 
 if [ -n "$package" ]; then
   [ -n "${NEMO_RL_REGISTRY:-}" ] ||
@@ -62,7 +62,7 @@ if [ -n "$package" ]; then
 fi
 [ -f "$config" ] || fail "there is no configuration ${config:-(none given)}" \
   "  expected: --config deployment/sandbox/flyte.yaml or one of your own"
-"$bin/python" -m tasks.platform.registry "$config"
+"$bin/python" -m tasks.pods.registry "$config"
 "$bin/pyflyte" --config "$config" register --project "$project" --domain "$domain" \
   --version "$version" --copy all --destination-dir "$folder" "${images[@]}" workflows
 echo "register: version $version in $project/$domain"

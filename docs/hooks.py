@@ -1,4 +1,4 @@
-"""What mkdocs calls during a build.
+"""Hooks that mkdocs calls during a build.
 
 It adds the generated pages, turns formulas into MathML, and warns of a page or style that would ask
 another host for something; a strict build fails with a warning.

@@ -1,7 +1,7 @@
 """Post-training of language models: algorithms, backends, data, and what they share.
 
-The names below are imported when first asked for (PEP 562), so that importing the package, which
-every stage of a pipeline does, loads neither torch nor Ray.
+The names below are imported on first use (PEP 562), so that importing the package, which every
+stage of a pipeline does, loads neither torch nor Ray.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ _PUBLIC = {
     "BaseTrainer": ".trainers.base",
     "Callback": ".trainers.callbacks",
     "EarlyStopping": ".trainers.callbacks",
-    "TrainResult": ".trainers.fitting",
+    "TrainResult": ".trainers.fit.fitting",
     "DataModule": ".data.module",
     "DPOTrainer": ".algorithms.dpo.trainer",
     "DistillationTrainer": ".algorithms.distillation.trainer",
@@ -49,7 +49,7 @@ _PEERS = {
     "LoraConfig": "training={'lora': {'rank': 16, 'alpha': 32.0}}",
     "TrainerCallback": "Callback",
 }
-"""Classes of TRL and what they are here."""
+"""Classes of TRL and their equivalents here."""
 __all__ = list(_PUBLIC)
 
 install()
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(importlib.import_module(_PUBLIC[name], __name__), name)
     if name in _PEERS:
-        # No AttributeError, whose text Python drops from `from nemo_rl_core import NAME`.
+        # Not AttributeError, whose text Python drops for `from nemo_rl_core import NAME`.
         raise ImportError(f"{__name__} has no {name}; here it is {_PEERS[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,8 +1,4 @@
-"""Modules under the names that the documents of NeMo RL give them: one table, and its importer.
-
-`import nemo_rl_core.utils.logger` gives a module whose names lie elsewhere in this project. Nothing
-is imported before a name is asked for. Within the project the modules of the table are not used.
-"""
+"""Aliases for the module names of NeMo RL's documents, which the project itself does not use."""
 
 import importlib
 import sys
@@ -67,7 +63,7 @@ MODULES: Final[dict[str, dict[str, str]]] = {
         "load_tensors": "checkpoints.tensors:load_tensors",
     },
 }
-"""Modules below `nemo_rl_core`, each with its names and where they lie."""
+"""Aliased modules below `nemo_rl_core`, with the target of each name."""
 
 NAMES: Final[dict[str, dict[str, str]]] = {
     "backends": {"BackendFactory": "backends.factory:BackendFactory"},
@@ -101,29 +97,25 @@ NAMES: Final[dict[str, dict[str, str]]] = {
         "MegatronPolicy": "models.policy.pretrained:MegatronPolicy",
     },
 }
-"""Names that the documents give to modules of this project where they do not lie."""
+"""Additional names of existing modules, with the target of each name."""
 
 
 def documented(module: str, name: str) -> Any:
-    """What a documented name stands for, for the `__getattr__` of a module (PEP 562).
-
-    Args:
-        module: `__name__` of the module that is asked.
-        name: Of the attribute.
+    """Resolves a documented name, for the `__getattr__` of a module (PEP 562).
 
     Raises:
-        AttributeError: If the documents know no such name there.
+        AttributeError: If the documents have no such name in the module.
     """
     key = module.removeprefix(_PREFIX)
     target = {**MODULES.get(key, {}), **NAMES.get(key, {})}.get(name)
     if target is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    where, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(_PREFIX + where), attribute)
+    target_module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(_PREFIX + target_module), attribute)
 
 
 class _Importer(MetaPathFinder, Loader):
-    """Makes the modules of the table."""
+    """Creates the aliased modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -138,12 +130,12 @@ class _Importer(MetaPathFinder, Loader):
         def get(name: str) -> Any:
             return documented(module.__name__, name)
 
-        module.__doc__ = f"A name of NeMo RL's documents: see {__name__}."
+        module.__doc__ = f"Alias for NeMo RL's documents: see {__name__}."
         module.__getattr__ = get  # type: ignore[method-assign]
         vars(module)["__all__"] = list(MODULES[module.__name__.removeprefix(_PREFIX)])
 
 
 def install() -> None:
-    """Makes the modules of the table importable; again, that changes nothing."""
+    """Makes the aliased modules importable; a second call does nothing."""
     if not any(isinstance(finder, _Importer) for finder in sys.meta_path):
         sys.meta_path.append(_Importer())

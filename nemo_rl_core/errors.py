@@ -1,14 +1,14 @@
-"""Errors a user can cause: each says what was expected, what came, and the fix."""
+"""Errors that a user can cause, each with what was expected, what was found, and a fix."""
 
 
 class NemoRLError(Exception):
-    """Base of every error that is the user's to mend.
+    """Base class of errors that the user can fix.
 
     Args:
-        problem: One sentence: what is wrong, and where.
-        expected: What would have been accepted.
-        got: What came instead.
-        fix: What to do now.
+        problem: One sentence on what is wrong, and where.
+        expected: Accepted values.
+        got: Actual value.
+        fix: Action that fixes the problem.
 
     Example:
         >>> str(ConfigError("unknown shape", got="laptp", fix="use 'laptop'"))
@@ -28,7 +28,7 @@ class NemoRLError(Exception):
 
     @property
     def in_one_line(self) -> str:
-        """Problem and what came instead: what a table or a list of errors has room for."""
+        """Problem and actual value, short enough for a table or a list of errors."""
         return self.problem + (f"; got: {self.got}" if self.got else "")
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class NemoRLError(Exception):
 
 
 class ConfigError(NemoRLError):
-    """A recipe holds an unknown key or a contradiction."""
+    """A recipe has an unknown key or a contradiction."""
 
 
 class DataError(NemoRLError):
@@ -45,7 +45,7 @@ class DataError(NemoRLError):
 
 
 class MissingColumnError(DataError, KeyError):
-    """A batch lacks a column that is read; also a `KeyError`, as of any mapping."""
+    """A batch lacks a required column; also a `KeyError`, like that of any mapping."""
 
 
 class ModelError(NemoRLError):
@@ -61,15 +61,15 @@ class RewardError(NemoRLError):
 
 
 class NotApplicableError(RewardError):
-    """A reward function returned None: it says nothing of this completion."""
+    """A reward function returned None: it does not apply to this completion."""
 
 
 class ConsistencyError(NemoRLError):
-    """Trainer and rollout engine disagree, or weights did not arrive as they were sent."""
+    """Trainer and rollout engine disagree, or received weights differ from the sent ones."""
 
 
 class StoreError(NemoRLError):
-    """The store cannot be written, is full, or holds something damaged."""
+    """The store cannot be written, is full, or has damaged content."""
 
 
 class DamagedRecordError(StoreError):
@@ -77,7 +77,7 @@ class DamagedRecordError(StoreError):
 
 
 class UnsafePathError(StoreError, ValueError):
-    """A name from outside leads out of its folder; a `ValueError`, as for other damaged files."""
+    """An external name points out of its folder; also a `ValueError`, as for damaged files."""
 
 
 class NotRecordedError(StoreError):
@@ -89,12 +89,12 @@ class WorkerError(NemoRLError):
 
 
 class MachineError(WorkerError):
-    """A machine, or the network between machines, did not do its part; others may."""
+    """A machine or the network between machines failed; another machine may succeed."""
 
 
 class TransferError(MachineError):
-    """A transfer of weights or of a save broke off: the other end died, is stuck, or has failed."""
+    """A transfer of weights or of a save was interrupted: the other end died, hangs or failed."""
 
 
 class WorkerLostError(MachineError):
-    """A Ray worker died, or did not answer in time; what it was asked, a new one may be asked."""
+    """A Ray worker died or did not answer in time; its request may be sent to a new one."""

@@ -1,4 +1,4 @@
-"""Materialization of artifacts: one folder, one lock, one manifest each."""
+"""Materialization of artifacts, each with a folder, a lock and a manifest."""
 
 import functools
 import logging
@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.environment import EnvironmentConfig, own_bundles_of_scorers
-from nemo_rl_core.config.placement import OwnBundles
+from nemo_rl_core.config.environment import EnvironmentConfig, dedicated_bundles_of_scorers
+from nemo_rl_core.config.placement import DedicatedBundles
 from nemo_rl_core.store.ancestry import write_ancestors
 from nemo_rl_core.store.files import discard, hash_file
 from nemo_rl_core.store.git import git_state
@@ -49,15 +49,9 @@ class StageResult:
     """The result of a stage's work, whose files are in its folder.
 
     Attributes:
-        kind: Such as "dataset" or "checkpoint".
-        format: Format of the files.
-        summary: One line for the table at the end of a run.
-        num_tokens: Tokens generated and trained on.
-        peak_memory_gib: Peak memory of all workers, summed.
-        step: Training step of the artifact; 0 before any.
+        step: Training step of the artifact; 0 before training.
         deck: HTML for Flyte's deck, and for `deck.html` in the artifact.
-        figures: Measured values by name, for the manifest.
-        choices: What settings that may be `auto` were on this machine, for the manifest.
+        choices: Values that `auto` settings had on this machine, for the manifest.
     """
 
     kind: str
@@ -76,14 +70,11 @@ class StageInputs:
     """The inputs of a stage, which determine its artifact and its key.
 
     Attributes:
-        stage: Name of the stage.
         settings: The fields that the stage reads, as JSON.
-        parents: Folders of the artifacts that it reads, by role.
-        source: Digest of the source that it runs.
         part: Name of one of several artifacts of the stage, or the iteration.
-        numerics_version: That the stage declares; the source has it too, and with it the key.
-        code: Modules and files of user code that the stage runs, besides those that the settings
-            name. Their source is in the key; what they read is recorded.
+        numerics_version: Version that the stage declares. The key depends on it through the source.
+        code: Modules and files of user code that the stage runs in addition to those named in the
+            settings. The key covers their source, and their reads are recorded.
     """
 
     stage: str
@@ -96,12 +87,12 @@ class StageInputs:
 
     @property
     def user_code(self) -> set[str]:
-        """Modules and files of user code that the stage is known to run."""
+        """Modules and files of user code that the stage runs, as far as known."""
         return {*self.code, *_modules_named(self.settings)}
 
     @property
     def key(self) -> str:
-        """32 hex digits; equal inputs have equal keys."""
+        """Key of the inputs, 32 hex digits."""
         hashes = {role: Manifest.read(path).content_hash for role, path in self.parents.items()}
         fields = {"config": self.settings, "parents": hashes, "part": self.part}
         return config_hash({**fields, "source": self.source})[:32]
@@ -110,10 +101,7 @@ class StageInputs:
 class NotMade(BaseException):
     """A dry run has reached a stage whose artifact does not exist.
 
-    No error, and so no `Exception`: what handles a failed stage must let it pass.
-
-    Attributes:
-        inputs: Of the stage.
+    Not an `Exception`, since handlers of failed stages must not catch it.
     """
 
     def __init__(self, inputs: StageInputs) -> None:
@@ -122,14 +110,14 @@ class NotMade(BaseException):
 
 
 _SHOWN_SECONDS = 0.05
-"""Shorter times are left out of a deck: they would be shown as 0.0."""
+"""Shorter times are left out of a deck, where they would appear as 0.0."""
 
 _is_dry_run: ContextVar[bool] = ContextVar("is_dry_run", default=False)
 
 
 @contextmanager
 def dry_run() -> Iterator[None]:
-    """Within it, `produce` returns artifacts that exist and raises `NotMade` for all others."""
+    """Makes `produce` return existing artifacts and raise `NotMade` for all others."""
     token = _is_dry_run.set(True)
     try:
         yield
@@ -138,7 +126,7 @@ def dry_run() -> Iterator[None]:
 
 
 def is_dry_run() -> bool:
-    """Whether stages are only looked up."""
+    """Whether a `dry_run` is active."""
     return _is_dry_run.get()
 
 
@@ -151,18 +139,12 @@ def produce(
 ) -> Path:
     """Runs the work in a folder of the store and publishes the folder as an artifact.
 
-    A killed attempt is resumed; of two processes that make the same artifact, the second returns
-    the first one's. A damaged artifact is set aside and made again.
+    Resumes a killed attempt. If two processes make the same artifact, the second returns the result
+    of the first. A damaged artifact is set aside and made again.
 
     Args:
-        inputs: The inputs of the stage.
-        work: Fills the folder, which may contain files of an interrupted attempt.
-        run: On a cluster, the run of the stage. An artifact of another execution, unless a process
-            uses it, is made again: Flyte alone decides what is reused.
-        hash_of: Returns the sha256 of a file that the work has made.
-
-    Returns:
-        The artifact's folder.
+        run: On a cluster, the run of the stage. An artifact of another execution is made again
+            unless a process uses it: only Flyte decides what is reused.
 
     Raises:
         StoreError: If a parent is damaged, or the disk refuses.
@@ -170,7 +152,7 @@ def produce(
     """
     store, stage = Store.default(), inputs.stage
     for parent in inputs.parents.values():
-        store.hold(parent)  # it may be of an earlier run, whose artifacts no process holds
+        store.hold(parent)  # it may be of an earlier run, whose artifacts no process locks
         with waiting_for_hashes(f"checking {parent.name}"):
             refuse_damaged(store, parent)
     key = inputs.key
@@ -181,9 +163,11 @@ def produce(
         return artifact
     with store.work_folder(stage, key) as folder:
         if run is not None:
-            # Flyte's catalogue decides what is reused. What an earlier execution has left on the
-            # volume before it was uploaded would be an answer to --overwrite-cache.
-            store.discard_published(stage, key, is_unwanted=functools.partial(_is_of_another, run))
+            # Flyte's catalogue decides what is reused. With --overwrite-cache, an artifact that an
+            # earlier execution left on the volume must not be returned.
+            store.discard_published(
+                stage, key, is_unwanted=functools.partial(_is_from_another_run, run)
+            )
         artifact = store.published(stage, key)
         if artifact is not None and not set_aside_damaged(store, artifact):
             return artifact
@@ -194,7 +178,7 @@ def produce(
         with _recorded_reads(store, folder, inputs) as reads, limited, usage.measured() as spent:
             made = work(folder)
         cost = _cost(inputs, made, spent, wall_seconds=time.monotonic() - start)
-        hash_of = functools.cache(hash_of)  # weights are a part of the content
+        hash_of = functools.cache(hash_of)  # the content includes the weights
         manifest = _manifest(inputs, made, folder, cost, run, hash_of)
         manifest = manifest.model_copy(update={"machine": _machine(inputs, spent)})
         # The key is part of the name: equal content from other inputs has other parents.
@@ -215,9 +199,9 @@ def produce(
 
 @contextmanager
 def _recorded_reads(store: Store, folder: Path, inputs: StageInputs) -> Iterator[Reads]:
-    """Yields what user code reads inside; filled on a clean exit.
+    """Yields the reads of user code in the block, which are filled in on a clean exit.
 
-    The reads of every save are recorded as well: work that has read something else is discarded.
+    Also records the reads at every save: work that is based on other inputs is discarded.
     """
     record = store.reads / f"{folder.name}.json"
     if not is_current(record):
@@ -228,8 +212,8 @@ def _recorded_reads(store: Store, folder: Path, inputs: StageInputs) -> Iterator
     with watching(inputs.user_code) as watch:
 
         def record_save(event: Event) -> None:
-            if isinstance(event, StageSaved) and (found := watch.reads()):
-                write_record(record, [found])
+            if isinstance(event, StageSaved) and (current := watch.reads()):
+                write_record(record, [current])
 
         unsubscribe = subscribe(record_save)
         try:
@@ -241,7 +225,6 @@ def _recorded_reads(store: Store, folder: Path, inputs: StageInputs) -> Iterator
 
 
 def _modules_named(settings: Any) -> Iterator[str]:
-    """Modules of user code in a stage's settings: of a `target`, or of a backend's `module`."""
     if isinstance(settings, Mapping):
         for name, value in settings.items():
             if name in ("target", "module") and isinstance(value, str):
@@ -252,7 +235,7 @@ def _modules_named(settings: Any) -> Iterator[str]:
             yield from _modules_named(each)
 
 
-def _is_of_another(run: StageRun, manifest: Manifest) -> bool:
+def _is_from_another_run(run: StageRun, manifest: Manifest) -> bool:
     return manifest.run is not None and manifest.run.execution != run.execution
 
 
@@ -260,7 +243,7 @@ def _cost(
     inputs: StageInputs, made: StageResult, spent: usage.Spent, *, wall_seconds: float
 ) -> Cost:
     num_gpus = _num_gpus(inputs)
-    # Of the workers: where they are, this process often has no GPU.
+    # The workers report their GPU, because this process often has none.
     device = (spent.device or gpu_name()) if num_gpus else ""
     seconds: dict[str, Any] = {
         "cpu_seconds": round(spent.cpu_seconds, 3),
@@ -295,17 +278,16 @@ def _cluster(inputs: StageInputs) -> ClusterConfig | None:
 
 
 def _num_gpus(inputs: StageInputs) -> int:
-    """GPUs that the stage holds: of its workers, and those of engines and scorers' own."""
     cluster = _cluster(inputs)
     if cluster is None or not cluster.num_gpus:
         return 0
     placement = (inputs.settings.get("generation") or {}).get("placement")
-    of_engines = int(placement["own"]) if isinstance(placement, dict) else 0
-    scorers: Sequence[OwnBundles] = ()
+    engine_gpus = int(placement["own"]) if isinstance(placement, dict) else 0
+    scorers: Sequence[DedicatedBundles] = ()
     if section := inputs.settings.get("environment"):
         environment: EnvironmentConfig = TypeAdapter(EnvironmentConfig).validate_python(section)
-        scorers = own_bundles_of_scorers(environment)
-    return cluster.num_gpus_with(scorers) + of_engines
+        scorers = dedicated_bundles_of_scorers(environment)
+    return cluster.num_gpus_with(scorers) + engine_gpus
 
 
 def cost_html(cost: Cost) -> str:
@@ -365,7 +347,6 @@ def _manifest(
 
 
 def _machine(inputs: StageInputs, spent: usage.Spent) -> Machine:
-    """This machine, and how the processes of the stage computed."""
-    cluster, own = _cluster(inputs), process_numerics()
+    cluster, numerics = _cluster(inputs), process_numerics()
     here = Machine.current(cluster.num_threads if cluster else None)
-    return here.with_processes(spent.processes or ({"stage": own} if own else {}))
+    return here.with_processes(spent.processes or ({"stage": numerics} if numerics else {}))

@@ -1,4 +1,4 @@
-"""Names for classes: built-in ones are imported only when asked for."""
+"""Registries of classes by name; built-in ones are imported on first use."""
 
 import importlib
 from collections.abc import Callable
@@ -11,13 +11,12 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A table from names to classes.
+    """A mapping from names to classes.
 
     Args:
-        kind: What the classes are, such as "training backend", for messages.
-        builtin: Name to `module:class`; the module is imported on first use, so that a registry
-            costs nothing to import.
-        group: Of entry points: installed packages add names by theirs.
+        kind: Kind of the classes for messages, such as "training backend".
+        builtin: `module:class` by name; the module is imported on first use.
+        group: Group of entry points with which installed packages add names.
     """
 
     def __init__(self, kind: str, builtin: dict[str, str], *, group: str | None = None) -> None:
@@ -27,7 +26,7 @@ class Registry(Generic[T]):
         self._registered: dict[str, type[T]] = {}
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
-        """A class decorator that adds a class under `name`."""
+        """Returns a class decorator that adds a class under `name`."""
 
         def add(cls: type[T]) -> type[T]:
             self[name] = cls
@@ -39,7 +38,7 @@ class Registry(Generic[T]):
         self._registered[name] = cls
 
     def get(self, name: str) -> type[T]:
-        """The class called `name`.
+        """Returns the class with this name.
 
         Raises:
             ConfigError: If there is none, or its package cannot be imported; lists the choices.
@@ -48,20 +47,23 @@ class Registry(Generic[T]):
             return self._registered[name]
         if name in self._builtin:
             module, _, attribute = self._builtin[name].partition(":")
-            found: type[T] = getattr(importlib.import_module(module), attribute)
-            return found
+            cls: type[T] = getattr(importlib.import_module(module), attribute)
+            return cls
         installed = self._installed()
         if name in installed:
             return self._loaded(installed[name])
         choices = ", ".join(sorted({*self._builtin, *self._registered, *installed}))
+        group = f", or an entry point of the group {self._group!r}" if self._group else ""
         raise ConfigError(
-            f"there is no {self._kind} {name!r}", expected=choices or self._where(), got=name
+            f"there is no {self._kind} {name!r}",
+            expected=choices or f"a registered {self._kind}{group}",
+            got=name,
         )
 
     def reference(self, name: str) -> str | None:
-        """`module:name` of what is called `name`, without importing it; None where there is none.
+        """Returns `module:class` of a name without importing it; None if there is none.
 
-        A registered class counts before an entry point, as in `get`.
+        A registered class takes precedence over an entry point, as in `get`.
         """
         if name in self._registered:
             cls = self._registered[name]
@@ -77,16 +79,12 @@ class Registry(Generic[T]):
     def _loaded(self, entry: metadata.EntryPoint) -> type[T]:
         try:
             loaded: type[T] = entry.load()
-        # Named fault boundary: an installed package may raise anything while it is imported.
+        # Broad on purpose: an installed package may raise anything while it is imported.
         except Exception as error:
             raise ConfigError(
                 f"the {self._kind} {entry.name!r} cannot be loaded",
-                expected=f"{entry.value}, as its package says",
+                expected=f"{entry.value}, as its package declares",
                 got=f"{type(error).__name__}: {str(error)[:160]}",
-                fix="install the package again, or mend it",
+                fix="install the package again, or fix it",
             ) from error
         return loaded
-
-    def _where(self) -> str:
-        group = f", or an entry point of the group {self._group!r}" if self._group else ""
-        return f"a registered {self._kind}{group}"

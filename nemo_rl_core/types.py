@@ -1,4 +1,4 @@
-"""The records that flow between layers; imports no torch."""
+"""Records that are passed between layers; this module does not import torch."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 Row = dict[str, Any]
 """One row of a data set: `id`, `prompt`, `answer`, `completion`, `task`, `metadata` (JSON)."""
 VALIDATION_PREFIX = "validation_"
-"""First part of the names of figures on rows that are never trained on."""
+"""Prefix of the names of metrics on validation rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A row of a data set, ready to be sampled from.
+    """A row of a data set that the policy can sample completions for.
 
     Example:
         >>> Prompt(id="7", text="12+34=", token_ids=(1, 2), answer="46", task="arithmetic").answer
@@ -28,20 +28,21 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What followed a prompt: token ids, and where the policy wrote them, the engine's logprobs.
+    """Tokens that follow a prompt, with the engine's logprobs of the policy's tokens.
 
-    With an environment that answers, its turns lie between the policy's; nothing is ever tokenized
-    again. `token_ids` end with the stop token where the engine stopped by itself.
+    In a multi-turn episode, the environment's turns are between the policy's; tokens are never
+    tokenized again. `token_ids` end with the stop token if the engine stopped by itself.
 
     Attributes:
-        token_ids: `L` of them.
-        logprobs: `[L]`, in nats, under the sampling temperature; 0 where the environment wrote.
-        truncated: It ran into a bound on tokens or turns instead of ending.
-        generated: `[L]`: whether the policy wrote the token. Empty: it wrote all of them.
-        weight_versions: `[L]`: which weights the token was drawn with, as the number of updates
-            before. Empty: the caller knows, because all are of one version.
-        num_unread_tokens: How long the environment's last message was, where it left no room for
-            another turn and is not part of the completion.
+        token_ids: `[L]` token ids.
+        logprobs: `[L]` logprobs in nats under the sampling temperature; 0 for tokens of the
+            environment.
+        truncated: Whether a limit on tokens or turns ended the completion.
+        generated: `[L]`, whether the policy wrote the token; empty if it wrote all of them.
+        weight_versions: `[L]` versions of the weights that sampled the tokens, counted in updates;
+            empty if the caller knows the single version of all tokens.
+        num_unread_tokens: Length of the environment's last message if it is not part of the
+            completion because it left no room for another turn.
     """
 
     token_ids: tuple[int, ...]
@@ -53,7 +54,7 @@ class Completion:
 
     @property
     def token_mask(self) -> tuple[bool, ...]:
-        """`[L]`: the tokens that are trained on."""
+        """`[L]`, whether a token is trained on."""
         return self.generated or (True,) * len(self.token_ids)
 
 
@@ -62,18 +63,18 @@ class Rollout:
     """A completion of a prompt with its score.
 
     Attributes:
-        prompt: What was asked.
-        completion: What the engine answered, and, with several turns, the environment.
-        text: What the policy wrote, decoded, special tokens left out.
-        reward: The environment's score; None until scored, or when scoring failed.
-        advantage: The reward against its group's; None until computed.
-        components: The rewards that `reward` is made of, where an environment gives several.
-        group: Place of the prompt in its step. Rollouts of one group are compared with each other.
-        sample: Place of the rollout in its group.
-        turn_rewards: Of each turn of the policy, where an environment answers; they sum to
-            `reward`, unless the environment has adapted it to the whole batch.
-        messages: The conversation as text, `(role, content)`, where an environment answers.
-        error: Why there is no reward; such a rollout is counted, and not trained on.
+        prompt: The prompt.
+        completion: Tokens of the policy and, in a multi-turn episode, of the environment.
+        text: Decoded text of the policy without special tokens.
+        reward: Score from the environment; None until scored, or if scoring failed.
+        advantage: Advantage of the reward within its group; None until computed.
+        components: Rewards that add up to `reward`, if the environment returns several.
+        group: Index of the prompt in its step. Rollouts of one group are compared with each other.
+        sample: Index of the rollout in its group.
+        turn_rewards: Rewards of the policy's turns in a multi-turn episode; they sum to `reward`
+            unless the environment has adapted it to the batch.
+        messages: The conversation of a multi-turn episode as `(role, content)` texts.
+        error: Reason why there is no reward; such a rollout is counted but not trained on.
     """
 
     prompt: Prompt
@@ -89,29 +90,29 @@ class Rollout:
     error: str | None = None
 
     def scored(self, reward: float | None) -> "Rollout":
-        """The same rollout with a reward."""
+        """Returns this rollout with a reward."""
         return replace(self, reward=reward)
 
     def failed(self, error: str) -> "Rollout":
-        """The same rollout, set aside because it could not be scored."""
+        """Returns this rollout marked as failed to score."""
         return replace(self, reward=None, error=error)
 
 
 def unscored(prompt: Prompt, text: str = "") -> Rollout:
-    """A rollout of texts alone, as where nothing has been sampled."""
+    """Returns a rollout that has only texts, without sampled tokens."""
     return Rollout(prompt, Completion((), (), truncated=False), text)
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a trainer says after each step.
+    """Report of a trainer after each step.
 
     Attributes:
-        stage: The stage that runs, such as `train_sft`.
-        step: 1-based step within the whole stage or run.
-        num_steps: How many steps the stage has.
+        stage: Name of the running stage, such as `train_sft`.
+        step: 1-based step within the stage or run.
+        num_steps: Number of steps of the stage.
         metrics: Values that are equal in every rerun.
-        timings: Seconds and rates, which are not.
+        timings: Seconds and rates, which differ between reruns.
     """
 
     stage: str

@@ -1,7 +1,15 @@
-"""Typed, cached Flyte tasks: each connects, calls the core, and returns an artifact.
+"""Typed, cached Flyte tasks: each one connects, calls the core, and returns an artifact.
 
-The modules here are the stages and what they exchange (`artifacts`); `recipes` has what users
-write, `platform` how a stage is cached, recorded and placed, `cli` the command `nemo-rl`.
-Importing this package alone costs nothing, so that `nemo-rl` is quick; `tasks.platform.stage`,
-which every task needs, moves flytekit's files into the store.
+The modules here are the stages, and `artifacts`, which they exchange. Packages, from the bottom up:
+
+- `recipes`: what users write, as plain pydantic models, and the fields that each stage reads
+- `flyte`, `pods`: extensions of flytekit; images, shapes and resources of pods
+- `ray_cluster`: Ray clusters of stages
+- `stage`, `planning`: the common code of all stages; plans of GPU memory and hours
+- `plan_tasks`: the tasks that split a recipe into the configs of stages, and record failures
+- `local_run`, `reproduce`: runs on this machine; running an earlier artifact's stages again
+- `cli`: the command `nemo-rl`
+
+Importing this package costs nothing, so that `nemo-rl` starts quickly. `tasks.stage.stage`, which
+every task needs, moves flytekit's files into the store.
 """

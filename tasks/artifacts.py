@@ -1,7 +1,7 @@
-"""What stages hand on: a folder with a manifest, known by its content.
+"""Artifacts that stages exchange: folders with a manifest, identified by their content.
 
 Use the annotated names (`Dataset`, `Checkpoint`, ...) in signatures: they make Flyte's cache
-compare content hashes, not paths.
+compare content hashes instead of paths.
 """
 
 from pathlib import Path
@@ -13,17 +13,17 @@ from pydantic import BaseModel, ConfigDict
 
 from nemo_rl_core.checkpoints.state_file import STATE_FILE, saved_by
 from nemo_rl_core.store.manifest import Manifest
-from tasks.platform.downloads import fetch, fetch_whole
+from tasks.flyte.downloads import fetch, fetch_whole
 
 
 class Artifact(BaseModel):
-    """A folder and what it is.
+    """A folder with a description of its content.
 
     Attributes:
-        directory: The files, `manifest.json` among them.
-        stage: What made it, with the iteration where the stage has such.
-        content_hash: Of the files that say something; times and versions do not count.
-        step: The training step it belongs to; 0 before any.
+        directory: The files, including `manifest.json`.
+        stage: Stage that made it, with the iteration if the stage has one.
+        content_hash: Hash of the files that matter; times and versions are ignored.
+        step: Training step of the artifact; 0 before the first.
         summary: One line for the table at the end of a run.
     """
 
@@ -37,12 +37,12 @@ class Artifact(BaseModel):
 
     @property
     def folder(self) -> Path:
-        """The files on this machine, all of them downloaded where they lie elsewhere."""
+        """Folder on this machine; remote files are downloaded in full."""
         return fetch_whole(self.directory)
 
     @property
     def records(self) -> Path:
-        """The same folder, where only the files at its top need be: manifest, metrics, rows."""
+        """The same folder, with at least its top-level files: manifest, metrics, rows."""
         return fetch(self.directory)
 
     @property
@@ -64,7 +64,7 @@ class DatasetArtifact(Artifact):
     """Checked rows as `rows.parquet`.
 
     Attributes:
-        row_kind: The kind of rows that `prepare_data` has read, by `data/row_kinds.py`.
+        row_kind: Kind of the rows that `prepare_data` has read; see `data/row_kinds.py`.
     """
 
     row_kind: str = ""
@@ -75,26 +75,26 @@ class LogprobArtifact(Artifact):
 
 
 class CheckpointArtifact(Artifact):
-    """`model/` in the transformers layout; `trainer/` where training can go on from it."""
+    """`model/` in the transformers layout; `trainer/` if training can resume from it."""
 
     @property
     def model_folder(self) -> Path:
-        """Weights, config and tokenizer; nothing else of the checkpoint is downloaded."""
+        """Folder with weights, config and tokenizer; nothing else is downloaded."""
         return fetch(self.directory, "model") / "model"
 
     @property
     def backend(self) -> str | None:
-        """What wrote `trainer/`; None where there is nothing to go on from."""
+        """Backend that wrote `trainer/`; None without a state to resume from."""
         return saved_by(fetch(self.directory, STATE_FILE))
 
 
 class EvalReport(Artifact):
-    """`rows.parquet` with every completion, and the figures.
+    """`rows.parquet` with every completion, and the metrics.
 
     Attributes:
         metrics: `mean_reward`, and `greedy_accuracy`, `pass_at_k` and `cons_at_k`, each with its
             interval.
-        measured: The stage whose checkpoint this is about, or the name of a given model.
+        measured: The stage whose checkpoint was evaluated, or the name of a given model.
     """
 
     metrics: dict[str, float]
@@ -102,10 +102,10 @@ class EvalReport(Artifact):
 
 
 class PromotionDecision(Artifact):
-    """Whether the candidate takes the incumbent's place, and the figures behind it.
+    """Whether the candidate replaces the incumbent, and the numbers behind the decision.
 
     Attributes:
-        promoted: The candidate is better at the stated confidence.
+        promoted: Whether the candidate is better at the stated confidence.
         difference: Greedy accuracy of the candidate less the incumbent's, on the same prompts.
         low: Lower bound of the paired interval of the difference.
         high: Upper bound.
@@ -121,19 +121,19 @@ class CompareReport(Artifact):
     """`comparison.json`: two evaluations on the same prompts.
 
     Attributes:
-        metrics: The figures of `nemo_rl_core.evals.comparison.Comparison`.
+        metrics: The metrics of `nemo_rl_core.evals.comparison.Comparison`.
     """
 
     metrics: dict[str, float]
 
 
 class PointReport(Artifact):
-    """`point.json`: a point of a sweep, run and measured.
+    """`point.json`: the results of one point of a sweep.
 
     Attributes:
-        metrics: As of its `EvalReport`.
-        steps: The numbers of its steps.
-        rewards: The mean reward of each.
+        metrics: Metrics of the point's `EvalReport`.
+        steps: Step numbers of the curve of rewards.
+        rewards: Mean reward of each of these steps.
     """
 
     metrics: dict[str, float]
@@ -146,11 +146,11 @@ class SweepReport(Artifact):
 
 
 class LineageReport(Artifact):
-    """`lineage.json`, and `deck.html` to look at: a checkpoint and all it came from."""
+    """`lineage.json`, and `deck.html` for reading: a checkpoint and its ancestry."""
 
 
 def content_hash(artifact: Artifact) -> str:
-    """What Flyte's cache compares."""
+    """Returns the hash that Flyte's cache compares."""
     return artifact.content_hash
 
 

@@ -1,7 +1,7 @@
-"""Stage: what the reference policy thinks of every pair, computed once.
+"""Stage: logprobs of every pair under the reference policy, computed once.
 
-It depends on the reference's weights and on the pairs' tokens, and on nothing of the training that
-follows: another learning rate, beta or batch size finds it in the cache.
+It depends only on the reference's weights and the pairs' tokens, and not on the training that
+follows: a run with another learning rate, beta or batch size finds it in the cache.
 """
 
 from pathlib import Path
@@ -9,9 +9,9 @@ from pathlib import Path
 from nemo_rl_core.distributed.session import connect
 from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Checkpoint, Dataset, LogprobArtifact, Logprobs
-from tasks.platform.resources import SCORE
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import SCORE
 from tasks.recipes.pairs import ReferenceTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 
@@ -20,7 +20,7 @@ NUMERICS_VERSION = 1
 def cache_reference_logprobs(
     config: ReferenceTaskConfig, reference: Checkpoint, pairs: Dataset
 ) -> Logprobs:
-    """One forward pass over all pairs."""
+    """Makes one forward pass over all pairs."""
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.dpo.reference import reference_logprobs

@@ -1,4 +1,4 @@
-"""`nemo-rl gc` on the volume of a cluster, where nobody has a shell."""
+"""`nemo-rl gc` for the volume of a cluster, on which nobody has a shell."""
 
 import logging
 from dataclasses import replace
@@ -10,8 +10,10 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.maintenance.collect import make_plan, remove
 from nemo_rl_core.maintenance.retention import RetentionPolicy
 from nemo_rl_core.store.store import Store
-from tasks.platform import literal_types, local, pods
-from tasks.platform.resources import PLAIN, TRAIN
+from tasks.flyte import local
+from tasks.pods import pods
+from tasks.pods.resources import PLAIN, TRAIN
+from tasks.stage import literal_types
 
 literal_types.register()
 local.use_store()
@@ -19,28 +21,23 @@ local.use_store()
 logger = logging.getLogger(__name__)
 
 _DAY = timedelta(days=1)
-# A volume of terabytes on NFS takes long to walk through. A lost attempt costs nothing: what
-# it has renamed is deleted by the next one.
+# Walking through a volume of terabytes on NFS takes long. A lost attempt costs nothing: the next
+# one deletes what it has renamed.
 _KIND = replace(PLAIN, timeout=timedelta(hours=4))
 
 
 @task(**_KIND.options, pod_template=pods.pod_with_store())
 def collect_garbage(keep_days: float) -> str:
-    """Removes from the volume what no stage will use again, beside stages that run.
+    """Removes files from the volume that no stage will use again, while stages run.
 
-    That is work of stages that have failed for good or were aborted, inputs of killed attempts, and
-    artifacts that were not removed after their upload. What a process has locked stays at any age.
+    These are work folders of stages that have failed for good or were aborted, inputs of killed
+    attempts, and artifacts that were not removed after their upload. Locked files are kept at any
+    age.
 
     Args:
-        keep_days: Everything younger stays, counted from its last change. It must be longer than an
-            attempt of a stage may take, so that nothing in use goes even where the volume shares
-            no locks between machines.
-
-    Returns:
-        What was removed, and how much is left.
-
-    Raises:
-        ConfigError: If the days are too few, or if this is no cluster.
+        keep_days: Minimum age in days, counted from the last change. It must be longer than an
+            attempt of a stage may take, so that nothing in use is removed even if the volume
+            does not share locks between machines.
     """
     attempt = TRAIN.timeout / _DAY
     if keep_days <= attempt:
@@ -48,7 +45,7 @@ def collect_garbage(keep_days: float) -> str:
             "keep_days is shorter than a stage may run",
             expected=f"more than the {attempt:g} days of an attempt of a training stage",
             got=f"{keep_days:g}",
-            fix="take 7, the default",
+            fix="use 7, the default",
         )
     if not local.on_cluster():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Stage: a Megatron checkpoint in the transformers layout, proven to be the same model."""
+"""Stage: converts a Megatron checkpoint to the transformers layout, with proof of equality."""
 
 import json
 import shutil
@@ -9,19 +9,19 @@ from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.waiting import waiting, waiting_for_files
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
-from tasks.platform.resources import WEIGHTS
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import WEIGHTS
 from tasks.recipes.convert import ProofTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 
 
 @cached_task(WEIGHTS)
 def convert(config: ProofTaskConfig, checkpoint: Checkpoint, rows: Dataset) -> Checkpoint:
-    """Writes what Megatron holds as transformers names it, and fails unless the two agree.
+    """Writes Megatron's weights under their transformers names, and fails unless both models agree.
 
-    Every tensor goes to Megatron and back to the same bits, and both models give the rows the same
-    logprobs. The checkpoint stays as it was, whatever happens here.
+    Every tensor is bitwise identical after conversion to Megatron and back, and both models have
+    the same logprobs for the rows. The original checkpoint is never changed.
     """
 
     def work(folder: Path) -> StageResult:

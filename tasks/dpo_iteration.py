@@ -5,9 +5,9 @@ from pathlib import Path
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.telemetry.decks import curves
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, Logprobs
-from tasks.platform.resources import TRAIN
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import TRAIN
 from tasks.recipes.dpo import DPOTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 

@@ -9,9 +9,9 @@ from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.telemetry.intervals import sampled_figures, with_interval
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, EvalReport, Evaluation
-from tasks.platform.resources import GENERATE
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import GENERATE
 from tasks.recipes.common import EvaluationTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 _ROWS_SHOWN = 40
@@ -21,7 +21,7 @@ _ROWS_SHOWN = 40
 def evaluate(
     config: EvaluationTaskConfig, checkpoint: Checkpoint, validation: Dataset
 ) -> Evaluation:
-    """Greedy accuracy with its interval, pass@k and cons@k, of all and of each category."""
+    """Computes greedy accuracy with its interval, pass@k and cons@k, in total and per category."""
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.evals.evaluate import evaluate as evaluate_model
@@ -40,7 +40,7 @@ def evaluate(
         return StageResult(
             "evaluation",
             "parquet",
-            f"{checkpoint_label(checkpoint)}: {_said(result.metrics)}",
+            f"{checkpoint_label(checkpoint)}: {_summary(result.metrics)}",
             num_tokens=result.num_tokens,
             peak_memory_gib=result.peak_memory_gib,
             step=checkpoint.step,
@@ -56,9 +56,9 @@ def evaluate(
 
 
 def checkpoint_label(checkpoint: CheckpointArtifact) -> str:
-    """What to call a checkpoint: the stage that made it, or the name of a model that was given.
+    """Returns a label: the stage that made the checkpoint, or the name of a model that was given.
 
-    A folder has its own name, and one that is called `model`, as in every artifact, its parent's.
+    A folder has its own name; one with the name `model`, as in every artifact, has its parent's.
     """
     if checkpoint.stage != "prepare_model":
         return checkpoint.stage
@@ -69,17 +69,16 @@ def checkpoint_label(checkpoint: CheckpointArtifact) -> str:
     return folder.parent.name if folder.name == "model" else folder.name
 
 
-def _said(metrics: dict[str, float]) -> str:
-    said = [f"greedy accuracy {with_interval(metrics, 'greedy_accuracy')}"]
-    said += [f"{name} {figure}" for name, figure in sampled_figures(metrics).items()]
+def _summary(metrics: dict[str, float]) -> str:
+    parts = [f"greedy accuracy {with_interval(metrics, 'greedy_accuracy')}"]
+    parts += [f"{name} {figure}" for name, figure in sampled_figures(metrics).items()]
     if unscored := metrics["num_unscored"]:
-        said.append(f"{unscored:.0f} completions not scored")
-    return ", ".join(said)
+        parts.append(f"{unscored:.0f} completions not scored")
+    return ", ".join(parts)
 
 
 def _deck(metrics: dict[str, float], categories: dict[str, dict[str, float]]) -> str:
-    """All of them in the first line, and a line for each category where there are several."""
-    apart = categories if len(categories) > 1 else {}
+    shown = categories if len(categories) > 1 else {}
     return completions_html(
-        [{"category": name, **figures} for name, figures in {"all": metrics, **apart}.items()]
+        [{"category": name, **figures} for name, figures in {"all": metrics, **shown}.items()]
     )

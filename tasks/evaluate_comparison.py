@@ -10,10 +10,10 @@ from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html
 from tasks.artifacts import CompareReport, Comparison, Evaluation
-from tasks.platform.resources import PLAIN
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import PLAIN
 from tasks.promote import compare_reports
 from tasks.recipes.evaluate import ComparisonTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 _CHANGES_SHOWN = 40
@@ -21,7 +21,7 @@ _CHANGES_SHOWN = 40
 
 @cached_task(PLAIN)
 def compare(config: ComparisonTaskConfig, before: Evaluation, after: Evaluation) -> Comparison:
-    """The paired difference, McNemar's test, and the smallest difference that could be detected."""
+    """Computes the paired difference, McNemar's test, and the smallest detectable difference."""
 
     def work(folder: Path) -> StageResult:
         compared = compare_reports(before, after, confidence=config.confidence)

@@ -1,4 +1,4 @@
-"""Stage: what training on preferences changed on pairs that it has not seen."""
+"""Stage: the effect of preference training on pairs that it has not seen."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,9 @@ from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.telemetry.intervals import with_interval
 from tasks.artifacts import Checkpoint, Dataset, EvalReport, Evaluation, Logprobs
-from tasks.platform.resources import DATA
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import DATA
 from tasks.recipes.verdict import PairEvaluationTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 _ROWS_SHOWN = 40
@@ -24,7 +24,7 @@ def evaluate_pairs(
     start: Logprobs,
     trained: Logprobs,
 ) -> Evaluation:
-    """The share of held-out pairs whose chosen completion gained on the rejected one."""
+    """Computes the share of held-out pairs whose chosen completion gained on the rejected one."""
 
     def work(folder: Path) -> StageResult:
         import pandas as pd

@@ -1,4 +1,4 @@
-"""Stage: the rows that models are measured on, where none are trained on."""
+"""Stage: the rows that models are evaluated on, if the data has none."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +11,9 @@ from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.telemetry.decks import records
 from nemo_rl_core.types import Row
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
-from tasks.platform.resources import DATA
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import DATA
 from tasks.recipes.verdict import QuestionsTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 
@@ -22,22 +22,22 @@ NUMERICS_VERSION = 1
 def evaluate_questions(config: QuestionsTaskConfig, tokenizer: Tokenizer) -> Dataset:
     """Reads or generates the rows, and refuses bad ones by number.
 
-    `prepare_data` would also read rows to train on, and refuse those that are asked here too.
+    `prepare_data` would also read rows to train on, and refuse those that are also questions.
     """
 
-    from nemo_rl_core.data.datasets import recognised_validation
+    from nemo_rl_core.data.datasets import recognized_validation
     from nemo_rl_core.data.loader import save_rows
     from nemo_rl_core.data.pretrained import load_tokenizer
     from nemo_rl_core.data.schemas import checked_rows
 
     data = config.questions.data
-    found = recognised_validation(data, seed=config.questions.seed or 0)
-    _refuse_unanswerable(found.rows)
+    recognized = recognized_validation(data, seed=config.questions.seed or 0)
+    _refuse_unanswerable(recognized.rows)
     refuse_changed(data, config.questions.content)
 
     def write(folder: Path) -> StageResult:
         rows = checked_rows(
-            found.rows,
+            recognized.rows,
             tokenizer=load_tokenizer(tokenizer.folder),
             max_prompt_tokens=data.max_prompt_tokens,
             name="validation",
@@ -51,7 +51,7 @@ def evaluate_questions(config: QuestionsTaskConfig, tokenizer: Tokenizer) -> Dat
     fields = make(
         __name__,
         "evaluate_questions",
-        config=config.replace(questions=config.questions.replace(read_as=found.read_as)),
+        config=config.replace(questions=config.questions.replace(read_as=recognized.read_as)),
         parents={"tokenizer": tokenizer},
         work=write,
     )

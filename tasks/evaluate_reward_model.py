@@ -8,9 +8,9 @@ from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html
 from tasks.artifacts import Checkpoint, Dataset, EvalReport, Evaluation
-from tasks.platform.resources import SCORE
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import SCORE
 from tasks.recipes.reward_model import RewardModelEvaluationTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 
@@ -19,7 +19,7 @@ NUMERICS_VERSION = 1
 def evaluate_reward_model(
     config: RewardModelEvaluationTaskConfig, checkpoint: Checkpoint, pairs: Dataset
 ) -> Evaluation:
-    """The share of pairs that it gets right, with its interval."""
+    """Computes the share of pairs that the reward model ranks correctly, with its interval."""
 
     def work(folder: Path) -> StageResult:
         import pandas as pd

@@ -16,8 +16,8 @@ from tasks.artifacts import (
     Promotion,
     PromotionDecision,
 )
-from tasks.platform.resources import WEIGHTS
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import WEIGHTS
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 
@@ -39,18 +39,18 @@ def export(
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.converters.export import export_model
         from nemo_rl_core.history.card import model_card
-        from nemo_rl_core.history.card_evaluations import evaluations_behind
+        from nemo_rl_core.history.card_evaluations import recorded_evaluations
 
         shutil.rmtree(folder / "model", ignore_errors=True)
         with waiting_for_files("writing the model", folder / "model"):
             count = export_model(checkpoint.model_folder, folder / "model")
         card = model_card(
             checkpoint.model_folder.parent,
-            evaluations=evaluations_behind(decision.folder) if decision else [],
+            evaluations=recorded_evaluations(decision.folder) if decision else [],
             exported=f"{exported}; {verdict}",
         )
         write_atomic(folder / "model" / CARD, card)
-        # Equal weights may come from other decisions; the content then says which.
+        # Equal weights may come from different decisions; the content then contains the decision.
         origin = {
             "checkpoint": checkpoint.content_hash,
             "decision": decision.content_hash if decision else None,
@@ -58,7 +58,7 @@ def export(
             "verdict": verdict,
         }
         write_atomic(folder / "origin.json", json.dumps(origin, indent=1))
-        # Steps are counted from the end of the supervised start: 0 is no step to name.
+        # Steps are counted from the end of the supervised start, so step 0 is not named.
         step = checkpoint.step
         of_step = f" of step {step}" if step else ""
         summary = f"{exported}: {count / 1e6:.2f} M parameters{of_step}"

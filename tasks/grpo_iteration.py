@@ -5,9 +5,9 @@ from pathlib import Path
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.telemetry.decks import curves, last_rollouts
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
-from tasks.platform.resources import TRAIN
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import TRAIN
 from tasks.recipes.grpo import GRPOTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 _CURVES = (
@@ -32,9 +32,9 @@ def grpo_iteration(
     reward_model: Checkpoint | None = None,
     validation: Dataset | None = None,
 ) -> Checkpoint:
-    """Rolls out, scores, trains and syncs for the steps of one iteration, 1-based.
+    """Samples, scores, trains and syncs for the steps of one iteration, 1-based.
 
-    `reward_model` is what scores where the environment is a reward model without a name.
+    `reward_model` scores if the environment is a reward model without a name.
     """
 
     def work(folder: Path) -> StageResult:

@@ -1,4 +1,4 @@
-"""Stage: a page and a record of all that a model came from."""
+"""Stage: a page and a record of a model's ancestry."""
 
 import json
 from pathlib import Path
@@ -10,31 +10,31 @@ from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.telemetry.lineage_page import lineage_html
 from tasks.artifacts import Checkpoint, Lineage, LineageReport
-from tasks.platform.resources import PLAIN
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import PLAIN
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 
 
 class LineageTaskConfig(FrozenConfig):
-    """What `lineage_report` reads: nothing but its model."""
+    """Config of `lineage_report`, which reads nothing but its model."""
 
 
 @cached_task(PLAIN)
 def lineage_report(model: Checkpoint) -> Lineage:
-    """Walks from the model through its parents back to data, code and config."""
+    """Follows the model's parents back to data, code and config."""
 
     def work(folder: Path) -> StageResult:
-        found = ancestry_of(model.records)
+        ancestors = ancestry_of(model.records)
         rows = [_row(0, model.manifest)]
         rows += [
             _row(a.depth, a.manifest)
             if a.manifest
             else {"generation": a.depth, "stage": a.ref.stage, "content": a.state}
-            for a in found
+            for a in ancestors
         ]
         write_atomic(folder / "lineage.json", json.dumps(rows, indent=1, sort_keys=True))
-        summary = f"{model.manifest.stage} and the {len(found)} artifacts that it came from"
+        summary = f"{model.manifest.stage} and the {len(ancestors)} artifacts that it came from"
         return StageResult("lineage", "json", summary, deck=lineage_html(rows))
 
     fields = make(
@@ -49,7 +49,7 @@ def _row(depth: int, manifest: Manifest) -> dict[str, object]:
         "stage": manifest.stage,
         "kind": manifest.kind,
         "content": manifest.content_hash[:16],
-        "step": manifest.step or None,  # data and what is measured have none
+        "step": manifest.step or None,  # data and evaluations have none
         "seed": manifest.seed,
         "config": manifest.config_hash[:12],
         "source": manifest.source_digest,

@@ -11,9 +11,9 @@ from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.telemetry.decks import records
 from nemo_rl_core.types import Row
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
-from tasks.platform.resources import DATA
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import DATA
 from tasks.recipes.common import DataTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 
@@ -48,7 +48,7 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
 
     def artifact(name: str, rows: Sequence[Row]) -> DatasetArtifact:
         limit = config.data.max_prompt_tokens
-        found = checked_rows(
+        checked = checked_rows(
             rows,
             tokenizer=loaded_tokenizer,
             max_prompt_tokens=limit,
@@ -59,9 +59,12 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
         )
 
         def write(folder: Path) -> StageResult:
-            save_rows(found, folder)
-            deck = completions_html(records(found.head(20)))
-            return StageResult("dataset", "parquet", f"{name} {len(found)} rows", deck=deck)
+            save_rows(checked, folder)
+            deck = completions_html(records(checked.head(20)))
+            dropped = f", {len(rows) - len(checked)} dropped" if len(checked) < len(rows) else ""
+            return StageResult(
+                "dataset", "parquet", f"{name} {len(checked)} rows{dropped}", deck=deck
+            )
 
         fields = make(
             __name__,

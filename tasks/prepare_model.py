@@ -8,15 +8,15 @@ from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.environments.contents import commit_in
 from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Tokenizer, TokenizerArtifact
-from tasks.platform.resources import WEIGHTS
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import WEIGHTS
 from tasks.recipes.common import ModelTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 
 
 class PreparedModel(NamedTuple):
-    """The first checkpoint and the tokenizer alone, which data depend on."""
+    """The first checkpoint and the tokenizer; data depend on the tokenizer only."""
 
     base: Checkpoint
     tokenizer: Tokenizer

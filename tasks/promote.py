@@ -1,19 +1,19 @@
-"""Stage: whether a candidate takes the incumbent's place."""
+"""Stage: decides whether a candidate replaces the incumbent."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
 
 from nemo_rl_core.config.evaluation import PromotionConfig
-from nemo_rl_core.evals.comparison import Comparison, compare
+from nemo_rl_core.evals.comparison import Comparison
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.aliases import Aliases
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.store import Store
 from tasks.artifacts import Checkpoint, EvalReport, Evaluation, Promotion, PromotionDecision
-from tasks.platform.resources import PLAIN
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import PLAIN
 from tasks.recipes.common import PromotionTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 
@@ -28,7 +28,7 @@ def promote(
 ) -> Promotion:
     """Promotes the candidate if it is better on the same prompts at the stated confidence.
 
-    An alias that the recipe names then means the candidate. Without an evaluation of the incumbent,
+    An alias in the recipe then refers to the candidate. Without an evaluation of the incumbent,
     `after` compares both models on held-out pairs.
     """
 
@@ -57,21 +57,15 @@ def promote(
 
 
 def compare_reports(before: EvalReport, after: EvalReport, *, confidence: float) -> Comparison:
-    """The greedy answers of two evaluations, prompt by prompt.
+    """Compares the greedy answers of two evaluations, prompt by prompt."""
+    from nemo_rl_core.evals.rows import compare_files
 
-    Raises:
-        DataError: If they asked different prompts.
-    """
-    from nemo_rl_core.evals.rows import greedy_outcomes, load_eval_rows
-
-    outcomes = [
-        greedy_outcomes(load_eval_rows(each.folder / "rows.parquet")) for each in (before, after)
-    ]
-    return compare(*outcomes, confidence=confidence)
+    files = (each.folder / "rows.parquet" for each in (before, after))
+    return compare_files(*files, confidence=confidence)
 
 
 def compare_pair_report(report: EvalReport, *, confidence: float) -> Comparison:
-    """The verdict on the held-out pairs of `evaluate_pairs`."""
+    """Returns the verdict on the held-out pairs of `evaluate_pairs`."""
     import pyarrow.parquet as pq
 
     from nemo_rl_core.evals.pairs import compare_pairs
@@ -89,7 +83,7 @@ def promotes(compared: Comparison, config: PromotionConfig) -> bool:
 
 
 def explain(compared: Comparison, config: PromotionConfig, *, measured_on: str = "prompts") -> str:
-    """Why a candidate is promoted, or is not, as text."""
+    """Explains why a candidate is promoted, or is not."""
     margin = config.min_improvement
     measured = compared.measured
     if measured_on == "pairs":

@@ -1,22 +1,18 @@
-"""Stage: fails where a model is worse than the one that it was compared with."""
+"""Stage: fails if a model is worse than the one that it was compared with."""
 
 from nemo_rl_core.errors import DataError
 from tasks.artifacts import CompareReport, Comparison
-from tasks.platform.stage import uncached_task
+from tasks.stage.stage import uncached_task
 
 
 @uncached_task
 def refuse_regression(comparisons: list[Comparison]) -> Comparison:
-    """Hands a comparison on, unless the whole interval of the difference is below zero."""
+    """Passes a comparison on, unless the complete interval of the difference is below zero."""
     return refuse_worse(comparisons)
 
 
 def refuse_worse(comparisons: list[CompareReport]) -> CompareReport:
-    """The comparison of a regression check.
-
-    Raises:
-        DataError: If the model is worse at the comparison's confidence.
-    """
+    """Returns the comparison of a regression check."""
     (comparison,) = comparisons
     figures = comparison.metrics
     if figures["high"] < 0:

@@ -1,17 +1,17 @@
-"""Task: gives back the Ray cluster that the stages of a run have shared, before the run's end.
+"""Task: releases the Ray cluster that the stages of a run share, before the end of the run.
 
-It is not cached. A run that fails gives its cluster back in the failure handler of its workflow.
+It is not cached. A failed run releases its cluster in the failure handler of its workflow.
 """
 
 from tasks.artifacts import Checkpoint, Evaluation
-from tasks.platform.kubernetes_api import KubernetesApi
-from tasks.platform.run_cluster import give_back
-from tasks.platform.stage import uncached_task
+from tasks.ray_cluster.experimental.ray_job_api import RayJobApi
+from tasks.ray_cluster.experimental.run_cluster import give_back
+from tasks.stage.stage import uncached_task
 
 
 @uncached_task
 def release_cluster(
     trained: Checkpoint, before: Evaluation | None = None, after: Evaluation | None = None
 ) -> None:
-    """Removes it once training and evaluations have ended: no stage after them has workers."""
-    give_back(KubernetesApi())
+    """Removes it after training and evaluations: later stages have no workers."""
+    give_back(RayJobApi())

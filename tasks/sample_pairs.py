@@ -1,13 +1,13 @@
-"""Stage: preference pairs out of the policy's own scored completions."""
+"""Stage: preference pairs from the policy's own scored completions."""
 
 from pathlib import Path
 
 from nemo_rl_core.distributed.session import connect
 from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Checkpoint, Dataset, DatasetArtifact
-from tasks.platform.resources import GENERATE
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import GENERATE
 from tasks.recipes.pairs import PairTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 
@@ -16,13 +16,13 @@ NUMERICS_VERSION = 1
 def sample_pairs(
     config: PairTaskConfig, checkpoint: Checkpoint, prompts: Dataset, iteration: int
 ) -> Dataset:
-    """Samples, scores, and keeps the best against the worst of each prompt."""
+    """Samples, scores, and keeps the best and the worst completion of each prompt."""
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.data.pair_files import save_pairs
         from nemo_rl_core.rollouts.pairs import sample_pairs as sample
 
-        found = sample(
+        sampled = sample(
             checkpoint.model_folder,
             prompts.folder,
             connect(config.cluster),
@@ -31,16 +31,16 @@ def sample_pairs(
             margin=config.pairs.margin,
             iteration=iteration,
         )
-        save_pairs(found.pairs, folder)
-        summary = f"{len(found.pairs)} pairs of {found.num_prompts} prompts"
-        if found.num_failed_rollouts:
-            summary += f", {found.num_failed_rollouts} completions could not be scored"
+        save_pairs(sampled.pairs, folder)
+        summary = f"{len(sampled.pairs)} pairs of {sampled.num_prompts} prompts"
+        if sampled.num_failed_rollouts:
+            summary += f", {sampled.num_failed_rollouts} completions could not be scored"
         return StageResult(
             "pairs",
             "parquet",
             summary,
-            num_tokens=found.num_tokens,
-            peak_memory_gib=found.peak_memory_gib,
+            num_tokens=sampled.num_tokens,
+            peak_memory_gib=sampled.peak_memory_gib,
         )
 
     parents = {"checkpoint": checkpoint, "prompts": prompts}

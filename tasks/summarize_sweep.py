@@ -12,8 +12,8 @@ from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html, curves_svg
 from tasks.artifacts import Report, Summary, SweepReport
-from tasks.platform.stage import cached_task, make
 from tasks.recipes.sweep import SEED, SummaryTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 2
 _METRIC = "greedy_accuracy"
@@ -23,7 +23,7 @@ _METRIC = "greedy_accuracy"
 def summarize_sweep(config: SummaryTaskConfig, reports: list[Report | None]) -> Summary:
     """Groups the points by setting, and tests the settings against each other.
 
-    A point that failed is None, where the recipe allows it.
+    A point that failed is None, if the recipe allows it.
     """
     points = list(zip(config.points, reports, strict=True))
     succeeded = [report for report in reports if report is not None]
@@ -44,7 +44,6 @@ def summarize_sweep(config: SummaryTaskConfig, reports: list[Report | None]) -> 
 
 
 def _deck(sweep: SweepResult, reports: Sequence[Report | None]) -> str:
-    """Tables of the points and settings, the verdict, and the rewards of all points."""
     points = [
         {
             **each["point"],

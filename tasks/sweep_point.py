@@ -1,8 +1,8 @@
 """Stage: one point of a sweep, a GRPO run and its evaluation.
 
-It is one task, since that is what `map_task` takes. The stages inside it are those of the workflow
-`grpo`: each is kept in the store under its own inputs, so that an interrupted point resumes from
-its last save, and a point that was run before as a workflow is found there.
+It is a single task, as `map_task` requires. The stages inside it are those of the workflow `grpo`:
+each is kept in the store under its own inputs, so that an interrupted point resumes from its last
+save, and a point that was run before as a workflow is found there.
 """
 
 import json
@@ -11,14 +11,14 @@ from pathlib import Path
 from nemo_rl_core.history.records import point_label
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
-from nemo_rl_core.telemetry.events import labelled
+from nemo_rl_core.telemetry.events import labeled
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from tasks.artifacts import Artifact, Checkpoint, CheckpointArtifact, Dataset, PointReport, Report
 from tasks.evaluate import evaluate
 from tasks.grpo_iteration import grpo_iteration
-from tasks.platform.resources import TRAIN
-from tasks.platform.stage import cached_task, make, run_inside
+from tasks.pods.resources import TRAIN
 from tasks.recipes.sweep import PointTaskConfig
+from tasks.stage.stage import cached_task, make, run_inside
 
 NUMERICS_VERSION = 2
 _CURVE = "reward"
@@ -36,7 +36,7 @@ def sweep_point(
     assert questions is not None, "GRPO trains on prompts only, and held-out ones are questions"
 
     def work(folder: Path) -> StageResult:
-        with labelled(point_label(config.point)):
+        with labeled(point_label(config.point)):
             checkpoints = _train(config, start, train, validation)
             report = run_inside(
                 evaluate,
@@ -46,8 +46,8 @@ def sweep_point(
             )
         curve = [point for each in checkpoints for point in _curve(each)]
         steps, rewards = [step for step, _ in curve], [reward for _, reward in curve]
-        found = {"metrics": report.metrics, "steps": steps, "rewards": rewards}
-        write_atomic(folder / "point.json", json.dumps(found, indent=1))
+        result = {"metrics": report.metrics, "steps": steps, "rewards": rewards}
+        write_atomic(folder / "point.json", json.dumps(result, indent=1))
         made = [*checkpoints, report]
         return StageResult(
             "sweep_point",
@@ -56,21 +56,20 @@ def sweep_point(
             num_tokens=sum(each.manifest.cost.tokens for each in made),
             peak_memory_gib=max(each.manifest.cost.peak_memory_gib for each in made),
             step=checkpoints[-1].step,
-            # The cost of this stage lacks stages that it found in the store.
+            # The cost of this stage does not include stages that it found in the store.
             figures={"wall_seconds": sum(each.manifest.cost.wall_seconds for each in made)},
         )
 
     parents: dict[str, Artifact] = {"start": start, "train": train}
     parents |= {"validation": validation, "questions": questions}
     fields = make(__name__, "sweep_point", config=config, parents=parents, work=work)
-    found = json.loads((Path(fields["directory"].path) / "point.json").read_text())
-    return PointReport(**fields, **found)
+    result = json.loads((Path(fields["directory"].path) / "point.json").read_text())
+    return PointReport(**fields, **result)
 
 
 def _train(
     config: PointTaskConfig, start: CheckpointArtifact, train: Dataset, validation: Dataset
 ) -> list[CheckpointArtifact]:
-    """The checkpoints of all iterations, as the workflow `grpo` makes them."""
     checkpoints = [start]
     seen = {"validation": validation} if config.grpo.grpo.validate_every_num_steps else {}
     for iteration in range(1, config.num_iterations + 1):

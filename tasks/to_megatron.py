@@ -6,21 +6,21 @@ from pathlib import Path
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.telemetry.waiting import waiting_for_files
 from tasks.artifacts import Checkpoint, CheckpointArtifact
-from tasks.platform.resources import WEIGHTS
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import WEIGHTS
 from tasks.recipes.convert import MegatronTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 
 
 @cached_task(WEIGHTS)
 def to_megatron(config: MegatronTaskConfig, checkpoint: Checkpoint) -> Checkpoint:
-    """Writes the weights in Megatron's sharded format, from which training of any layout begins."""
+    """Writes the weights in Megatron's sharded format, from which any layout can be trained."""
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.converters.megatron import hf_to_megatron
 
-        # Written beside: the converter makes its own folder, and the work folder is there already.
+        # Written to a separate folder: the converter creates its own, and the work folder exists.
         aside = folder / "megatron"
         shutil.rmtree(aside, ignore_errors=True)
         with waiting_for_files("converting the model to Megatron", aside):

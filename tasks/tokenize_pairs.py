@@ -5,19 +5,19 @@ from pathlib import Path
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
-from tasks.platform.resources import DATA
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import DATA
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 
 
 class TokenizeTaskConfig(FrozenConfig):
-    """What `tokenize_pairs` reads: nothing but its rows and the tokenizer."""
+    """Config of `tokenize_pairs`, which reads nothing but its rows and the tokenizer."""
 
 
 @cached_task(DATA)
 def tokenize_pairs(tokenizer: Tokenizer, rows: Dataset) -> Dataset:
-    """Renders every pair with the model's chat template, and masks what is not answered."""
+    """Renders every pair with the model's chat template, and masks everything but the answers."""
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.data.pair_files import save_pairs

@@ -1,13 +1,13 @@
-"""Stage: a student learns from a teacher, on completions of its own."""
+"""Stage: a student learns from a teacher, on the student's own completions."""
 
 from pathlib import Path
 
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.telemetry.decks import curves, last_rollouts
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
-from tasks.platform.resources import TRAIN
-from tasks.platform.stage import cached_task, make
+from tasks.pods.resources import TRAIN
 from tasks.recipes.distillation import DistillationTaskConfig
+from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 _CURVES = ("loss", "forward_kl", "reverse_kl", "student_topk_mass", "reward", "grad_norm")

@@ -1,12 +1,12 @@
 """Prints the test files that a change can reach, for `make test-changed`.
 
-A test file is reached when it, a helper or a fixture that it uses, or any module that these import
-at any depth has changed. Imports are read, not run: those of functions, of registries
+A test file is reached when it, a helper or fixture that it uses, or any module that these import at
+any depth has changed. Imports are read, not run: those of functions, of registries
 ("module:Class") and of lazily importing packages count too. A test that starts a command reaches
-what all workflows and commands reach. A changed file that is no module reaches the tests that name
-it; one that every test depends on (requirements, pyproject.toml) reaches all.
+everything that workflows and commands reach. A changed file that is not a module reaches the tests
+that name it; a file that every test depends on (requirements, pyproject.toml) reaches all.
 
-    python tests/changed.py [BASE]     # what differs from BASE; HEAD unless given
+    python tests/changed.py [BASE]     # tests reached by the changes since BASE (default: HEAD)
 """
 
 import ast
@@ -29,20 +29,20 @@ _COMMAND = re.compile(r"pyflyte|nemo-rl|\bmake\b.*\bgrpo\b|-m\", \"(?:tasks|nemo
 
 
 def changed_files(base: str) -> list[str]:
-    """Paths, from the root, of files that differ from a commit, untracked files among them."""
+    """Returns the paths of files that differ from a commit, including untracked files."""
     commands = (
         ["git", "diff", "--name-only", "--no-renames", base, "--"],
         ["git", "ls-files", "--others", "--exclude-standard"],
     )
-    found: set[str] = set()
+    files: set[str] = set()
     for command in commands:
         done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-        found |= set(done.stdout.splitlines())
-    return sorted(found)
+        files |= set(done.stdout.splitlines())
+    return sorted(files)
 
 
 def reached_tests(changed: list[str]) -> list[str]:
-    """Test files, from the root, that a change of these files can reach."""
+    """Returns the test files that a change of these files can reach."""
     tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
     if any(file.startswith(OF_ALL_TESTS) for file in changed):
         return tests
@@ -60,7 +60,7 @@ def _module(file: str) -> str:
 
 
 def _modules_at(file: str) -> set[str]:
-    """The module that a file is, or the modules of the nearest package that a data file lies in."""
+    """Returns the module of a file, or those of the nearest package that contains a data file."""
     if _is_module(file):
         return {_module(file)}
     folders = [folder for folder in Path(file).parents if (ROOT / folder / "__init__.py").is_file()]
@@ -83,37 +83,44 @@ def _graph() -> grimp.ImportGraph:
     return graph
 
 
-def _given_out(name: str) -> Iterator[str]:
-    """The module behind a name that a package imports when it is asked for: `a.b.Name`."""
+@cache
+def _given_out(name: str) -> frozenset[str]:
+    """Returns the module of a name that a package imports lazily: `a.b.Name`."""
     package, _, name = name.rpartition(".")
     file = ROOT.joinpath(*package.split("."), "__init__.py")
     if package and file.is_file():
         module = read_source(file, f"{package}.__init__").lazy.get(name)
         if module is not None:
-            yield f"{package}{module}" if module.startswith(".") else module
+            return frozenset({f"{package}{module}" if module.startswith(".") else module})
+    return frozenset()
 
 
 def _with_dependents(modules: set[str]) -> set[str]:
-    """These modules and all that import them; a module that is gone has the dependents it names."""
-    found = set(modules)
+    """Returns the modules and all that import them; deleted modules keep their dependents."""
+    dependents = set(modules)
     for module in modules & _graph().modules:
-        found |= _graph().find_downstream_modules(module)
+        dependents |= _graph().find_downstream_modules(module)
         inner = _graph().find_descendants(module)  # importing a.b runs a/__init__.py
-        found |= inner
+        dependents |= inner
         for each in inner:
-            found |= _graph().find_downstream_modules(each)
-    return found
+            dependents |= _graph().find_downstream_modules(each)
+    return dependents
 
 
 def _reaches(test: str, modules: set[str], others: list[str]) -> bool:
     files, text = _texts(test)
     if any(_is_named(other, files, text) for other in others):
         return True
-    if "rglob" in text and modules:  # it reads the sources themselves
+    if "rglob" in text and modules:  # the test reads the sources themselves
         return True
-    if _COMMAND.search(text) and any(each.startswith(("workflows.", "tasks.")) for each in modules):
+    if _runs_commands(test) and any(each.startswith(("workflows.", "tasks.")) for each in modules):
         return True
-    return not modules.isdisjoint(_mentioned(text))
+    return not modules.isdisjoint(_mentioned(test))
+
+
+@cache
+def _runs_commands(test: str) -> bool:
+    return _COMMAND.search(_texts(test)[1]) is not None
 
 
 def _is_named(file: str, files: frozenset[str], text: str) -> bool:
@@ -124,16 +131,18 @@ def _is_named(file: str, files: frozenset[str], text: str) -> bool:
     return name in text or ("/" in file and f'"{folder}"' in text)
 
 
-def _mentioned(text: str) -> set[str]:
-    """The modules behind the dotted names of the project in a text."""
-    found: set[str] = set()
-    for name in _NAMED.findall(_joined_imports(text)):
-        found |= {name, name.rpartition(".")[0], *_given_out(name)}
-    return found
+@cache
+def _mentioned(test: str) -> set[str]:
+    """Returns the modules of the project that a test file and its helpers name."""
+    _, text = _texts(test)
+    mentioned: set[str] = set()
+    for name in set(_NAMED.findall(_joined_imports(text))):
+        mentioned |= {name, name.rpartition(".")[0], *_given_out(name)}
+    return mentioned
 
 
 def _joined_imports(text: str) -> str:
-    """The text, and `from a.b import c, d` as `a.b.c a.b.d` too."""
+    """Returns the text with `from a.b import c, d` also written as `a.b.c a.b.d`."""
     joined = [text]
     for package, names in re.findall(r"from ([\w.]+) import (\([^)]*\)|[^\n(]+)", text):
         joined += [f"{package}.{name}" for name in re.findall(r"\w+", names)]
@@ -142,7 +151,7 @@ def _joined_imports(text: str) -> str:
 
 @cache
 def _texts(test: str) -> tuple[frozenset[str], str]:
-    """The files that a test file uses within `tests/`, and the parts of them that it uses."""
+    """Returns the files in `tests/` that a test file uses, and the parts of them that it uses."""
     files, texts = {test}, [(ROOT / test).read_text()]
     for conftest in _conftests(test):
         used = "\n".join(texts)
@@ -159,7 +168,7 @@ def _texts(test: str) -> tuple[frozenset[str], str]:
 
 
 def _conftests(test: str) -> Iterator[Path]:
-    """Nearest first: a fixture may use those of the folders above."""
+    """Yields conftests, nearest first: a fixture may use those of the folders above."""
     for folder in (ROOT / test).parents:
         if (folder / "conftest.py").is_file():
             yield folder / "conftest.py"
@@ -168,10 +177,10 @@ def _conftests(test: str) -> Iterator[Path]:
 
 
 def _used_fixtures(conftest: Path, text: str) -> list[str]:
-    """The definitions of a conftest that a text names, and those that these name in turn."""
+    """Returns the conftest definitions that a text names, and those that they name in turn."""
     source = conftest.read_text()
     tree = ast.parse(source)
-    found: dict[str, str] = {}
+    used: dict[str, str] = {}
     imports = {
         alias.asname or alias.name: ast.unparse(node)
         for node in tree.body
@@ -184,14 +193,14 @@ def _used_fixtures(conftest: Path, text: str) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
     always = [part for part in definitions.values() if part.startswith("def pytest_")]
-    known = imports | definitions | _constants(tree, source)
+    defined = imports | definitions | _constants(tree, source)
     waiting = [text, *always, *(part for part in definitions.values() if "autouse" in part)]
     while waiting:
         words = set(re.findall(r"\w+", waiting.pop()))
-        for name in words & known.keys() - found.keys():
-            found[name] = known[name]
-            waiting.append(known[name])
-    return list(found.values())
+        for name in words & defined.keys() - used.keys():
+            used[name] = defined[name]
+            waiting.append(defined[name])
+    return list(used.values())
 
 
 def _constants(tree: ast.Module, source: str) -> dict[str, str]:
@@ -205,13 +214,13 @@ def _constants(tree: ast.Module, source: str) -> dict[str, str]:
 
 
 def _helpers(text: str) -> list[str]:
-    """Files of `tests/` that a text imports."""
-    found = [f"{name.replace('.', '/')}.py" for name in re.findall(r"\btests(?:\.\w+)+", text)]
-    return [file for file in found if (ROOT / file).is_file()]
+    """Returns the files of `tests/` that a text imports."""
+    files = [f"{name.replace('.', '/')}.py" for name in re.findall(r"\btests(?:\.\w+)+", text)]
+    return [file for file in files if (ROOT / file).is_file()]
 
 
 def main() -> None:
-    """Prints one test file a line."""
+    """Prints one test file per line."""
     base = sys.argv[1] if len(sys.argv) > 1 else "HEAD"
     for test in reached_tests(changed_files(base)):
         sys.stdout.write(f"{test}\n")

@@ -1,4 +1,4 @@
-"""The command of a user on a recipe of a few small steps: how it is run, and what it leaves."""
+"""Runs the user's command on a recipe of a few small steps, and reads its results."""
 
 import json
 import os
@@ -38,7 +38,7 @@ RECIPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left on the terminal and in its store."""
+    """Terminal output and store of a run."""
 
     store: Path
     exit_code: int
@@ -50,26 +50,26 @@ class Run:
         return self.output.splitlines()
 
     def stages(self, state: str) -> list[str]:
-        """Names of the stages that ended so, in order: `ran` or `CACHED`."""
+        """Returns the names of the stages with this outcome, in order: `ran` or `CACHED`."""
         marker = f"  {state}"
         return [line.partition(marker)[0] for line in self.lines if marker in line[:40]]
 
     def value(self, word: str) -> str:
-        """What stands behind the word that one line begins with."""
+        """Returns the rest of the only line that starts with the word."""
         (line,) = [line for line in self.lines if line.startswith(word)]
         return line.removeprefix(word).strip()
 
     def artifact(self, stage: str) -> Path:
-        """The only artifact of that stage."""
-        (found,) = [
+        """Returns the only artifact of that stage."""
+        (folder,) = [
             manifest.parent
             for manifest in (self.store / "artifacts").glob("*/manifest.json")
             if json.loads(manifest.read_text())["stage"] == stage
         ]
-        return found
+        return folder
 
     def metrics(self, stage: str) -> list[dict[str, float]]:
-        """What every step of that stage reported, times left out."""
+        """Returns the metrics of every step of that stage, without times."""
         return step_metrics(self.artifact(stage))
 
 
@@ -80,7 +80,7 @@ GRPO = ("grpo", "grpo")
 def start(
     recipe: dict[str, Any] | None, store: Path, workflow: tuple[str, str] = GRPO
 ) -> "subprocess.Popen[str]":
-    """The command of a user, in a process group of its own; no recipe is the default one."""
+    """Starts the user's command in a separate process group."""
     pyflyte = Path(sys.executable).with_name("pyflyte")
     module, name = workflow
     config = [] if recipe is None else ["--config", json.dumps(recipe)]
@@ -111,13 +111,13 @@ def run(
 
 
 def end_group(process: "subprocess.Popen[str]") -> None:
-    """Ends what a killed run has left in its process group."""
+    """Ends the processes that a killed run has left in its process group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 
 
 def step_metrics(folder: Path) -> list[dict[str, float]]:
-    """What is equal in every rerun; times are left out."""
+    """Returns the metrics that are equal in every rerun, without times."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["metrics"] for line in lines]

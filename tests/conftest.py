@@ -1,4 +1,4 @@
-"""Fixtures that several suites share."""
+"""Fixtures shared by several suites."""
 
 import json
 import os
@@ -17,24 +17,26 @@ _TOGETHER = {
     "tests/ui/": "runs",
     "tests/workflows/": "runs",
 }
-"""Folders whose tests one process runs: they share a Ray runtime with its engine, or whole runs."""
+"""Folders whose tests share one process: they use one Ray runtime and engine, or are full runs."""
 
-# Two processes of `pytest -n 2` share the cores; alone, one has them all.
+# Two processes of `pytest -n 2` share the cores; a single one uses them all.
 _SHARED = "PYTEST_XDIST_WORKER" in os.environ
 os.environ.setdefault("OMP_NUM_THREADS", "1" if _SHARED else "2")
-# Before `tasks` is imported, which points flytekit at the store: no test touches the user's own.
+# Before `tasks` is imported, which points flytekit at the store: tests never touch the real store.
 _STORE = tempfile.TemporaryDirectory(prefix="nemo-rl-test-store-")
 os.environ["NEMO_RL_HOME"] = _STORE.name
-os.environ["XDG_CONFIG_HOME"] = f"{_STORE.name}-config"  # of the key that signs runs
+os.environ["XDG_CONFIG_HOME"] = f"{_STORE.name}-config"  # for the key that signs runs
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts tests that start Ray first: they take longest, and one process runs them all.
 
-    What is `thorough` is slow, too.
+    `experimental` tests are also `thorough`, and `thorough` tests are also slow.
     """
     for item in items:
+        if item.get_closest_marker("experimental") is not None:
+            item.add_marker("thorough")
         if item.get_closest_marker("thorough") is not None:
             item.add_marker("slow")
     items.sort(key=lambda item: _group(item.nodeid) not in _TOGETHER.values())
@@ -42,10 +44,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Says which tests stay together when two processes share them (`pytest -n 2`).
+    """Chooses the tests that stay together when two processes share them (`pytest -n 2`).
 
-    Of the slow tests each process then has a Ray runtime with an engine: together they take 8 GiB.
-    Of the fast ones, those of one process have. Others stay together by file.
+    Each process of the slow tests has a Ray runtime with an engine: together they take 8 GiB. Only
+    one process of the fast tests has them. Other tests stay together by file.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -63,8 +65,8 @@ def _group(nodeid: str) -> str:
 
 @pytest.fixture
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty store, for runs in this process."""
-    from tasks.platform import local
+    """An empty store for runs in this process."""
+    from tasks.flyte import local
 
     with monkeypatch.context() as patch:
         patch.setenv("NEMO_RL_HOME", str(tmp_path / "store"))
@@ -75,21 +77,21 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 @dataclass(frozen=True)
 class Finished:
-    """How a command ended, and what it showed."""
+    """Exit code and output of a command."""
 
     exit_code: int
     output: str
 
     @property
     def message(self) -> list[str]:
-        """The lines of the error, without the frame around them."""
+        """Returns the lines of the error without the frame around them."""
         lines = self.output.splitlines()
         framed = [line.strip(" │") for line in lines if line.startswith("│")]
         return framed or [line for line in lines if line.strip()]
 
     @property
     def text(self) -> str:
-        """The error as one line, however the frame has broken it."""
+        """Returns the error as one line, without the line breaks of the frame."""
         return " ".join(self.message)
 
 
@@ -97,7 +99,7 @@ class Finished:
 def run_grpo(
     own_store: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[[dict[str, Any] | str], Finished]:
-    """`pyflyte run workflows/grpo.py grpo --config ...` in this process, with its own store."""
+    """Runs `pyflyte run workflows/grpo.py grpo --config ...` in this process with a new store."""
     from flytekit.clis.sdk_in_container.pyflyte import main
 
     monkeypatch.chdir(REPOSITORY)

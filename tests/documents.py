@@ -1,10 +1,12 @@
-"""Blocks and links of README.md and docs/**/*.md, and what is wrong with them.
+"""Checks the blocks and links of README.md and docs/**/*.md.
 
-A block's language says how it is checked: `yaml` is a recipe, `python` runs, the commands of `sh`
-exist, `json` is a value a line, `text` is anything. The line above its fence may hold a mark:
-`<!-- compile only -->` (python: compiled, and its imports made), `<!-- slow -->` (python: run by
-the slow tests, in a process of its own), `<!-- not run -->` (sh: takes long or needs a cluster;
-yaml: is no recipe).
+A block's language decides how it is checked: `yaml` is a recipe, `python` runs, the commands of
+`sh` must exist, `json` has one value per line, `text` is not checked. The line above the fence may
+have a
+mark: `<!-- compile only -->` (python: compiled, and its imports are run), `<!-- slow -->` (python:
+    run by the slow tests, in a separate process), `<!-- not run -->` (sh: takes long or needs a
+    cluster;
+yaml: is not a recipe).
 """
 
 import ast
@@ -30,7 +32,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 LANGUAGES = ("json", "python", "sh", "text", "yaml")
 MARKS = ("", "compile only", "not run", "slow")
 OUR_PACKAGES = ("nemo_rl_core", "tasks", "workflows")
-# What a reader has besides this project.
+# Programs that a reader has besides this project.
 PROGRAMS = frozenset(
     {"bash", "cat", "cd", "cp", "curl", "docker", "echo", "envsubst", "export", "flytectl", "git"}
     | {"head", "helm", "kubectl", "ls", "mkdir", "mlflow", "python3", "ray", "rm", "tensorboard"}
@@ -47,14 +49,14 @@ _PLACEHOLDER = re.compile(r"(^|/)[A-Z][A-Z_0-9]*([/.]|$)|…")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block.
+    """A fenced block.
 
     Attributes:
-        page: The file, below the repository.
-        line: Of its fence.
-        language: Behind the fence.
-        mark: What the comment above the fence says, or nothing.
-        text: What stands in it.
+        page: Path of the page in the repository.
+        line: Line of the fence.
+        language: Language after the fence.
+        mark: Text of the comment above the fence, or empty.
+        text: Content of the block.
     """
 
     page: str
@@ -68,26 +70,26 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """README.md and all pages that are written by hand."""
+    """Returns README.md and all hand-written pages."""
     return [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
 def blocks_of(text: str, page: str = "page.md") -> list[Block]:
-    """The blocks of a page, in order."""
+    """Returns the blocks of a page, in order."""
     return [
         Block(
             page=page,
-            line=text[: found.start("indent")].count("\n") + 1,
-            language=found["language"].strip(),
-            mark=(found["mark"] or "").strip(),
-            text=textwrap.dedent(found["text"]),
+            line=text[: match.start("indent")].count("\n") + 1,
+            language=match["language"].strip(),
+            mark=(match["mark"] or "").strip(),
+            text=textwrap.dedent(match["text"]),
         )
-        for found in _FENCE.finditer(text)
+        for match in _FENCE.finditer(text)
     ]
 
 
 def all_blocks(*languages: str) -> list[Block]:
-    """The blocks of all pages, of these languages or of all."""
+    """Returns the blocks of all pages, in these languages or in all."""
     return [
         block
         for page in pages()
@@ -97,16 +99,16 @@ def all_blocks(*languages: str) -> list[Block]:
 
 
 def prose(text: str) -> str:
-    """A page without its blocks."""
+    """Returns a page without its blocks."""
     return _FENCE.sub("", text)
 
 
 def form_problems(block: Block) -> Iterator[str]:
-    """A language or a mark that no check knows; JSON that is none."""
+    """Yields unknown languages and marks, and invalid JSON."""
     if block.language not in LANGUAGES:
-        yield f"the language {block.language!r} is none of {', '.join(LANGUAGES)}"
+        yield f"the language {block.language!r} is not one of {', '.join(LANGUAGES)}"
     if block.mark not in MARKS:
-        yield f"the mark {block.mark!r} is none of {', '.join(filter(None, MARKS))}"
+        yield f"the mark {block.mark!r} is not one of {', '.join(filter(None, MARKS))}"
     if block.language == "json":
         try:
             [json.loads(line) for line in block.text.splitlines() if line.strip()]
@@ -115,10 +117,10 @@ def form_problems(block: Block) -> Iterator[str]:
 
 
 def recipe_problem(text: str) -> str | None:
-    """Why no pipeline takes this recipe; None where one does.
+    """Returns why no pipeline accepts this recipe; None if one does.
 
-    A recipe need not say for which pipeline it is: it is held against each whose recipe has all of
-    its sections.
+    A recipe need not name its pipeline: it is checked against each pipeline that has all its
+    sections.
     """
     import click
     from generate.pipelines import pipelines
@@ -148,7 +150,7 @@ def recipe_problem(text: str) -> str | None:
 
 
 def shell_problems(text: str) -> Iterator[str]:
-    """What bash cannot parse, and commands, options and files that do not exist."""
+    """Yields syntax errors, and commands, options and files that do not exist."""
     parsed = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
     if parsed.returncode:
         yield parsed.stderr.strip()
@@ -159,7 +161,7 @@ def shell_problems(text: str) -> Iterator[str]:
 
 
 def _commands(line: str) -> Iterator[list[str]]:
-    """The simple commands of a line, assignments before them left out."""
+    """Yields the simple commands of a line, without leading assignments."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
     words: list[str] = []
@@ -173,11 +175,11 @@ def _commands(line: str) -> Iterator[list[str]]:
 
 
 def command_problems(words: Sequence[str]) -> Iterator[str]:
-    """What is wrong with one command."""
+    """Yields the problems of one command."""
     program, *arguments = words
     name = program.removeprefix(".venv/bin/")
     if name != program and not (Path(sys.executable).parent / name).exists():
-        yield f"{program} is not there"
+        yield f"{program} does not exist"
     elif name == "make":
         yield from _make_problems(arguments)
     elif name == "nemo-rl":
@@ -187,7 +189,7 @@ def command_problems(words: Sequence[str]) -> Iterator[str]:
     elif name == "python":
         yield from _python_problems(arguments)
     elif name == program and "/" not in program and name not in PROGRAMS:
-        yield f"{program} is no program that a reader is known to have"
+        yield f"{program} is not a program that readers have"
     elif program.removeprefix("./") in ("deployment/register.sh", "deployment/images/build.sh"):
         yield from _script_problems(program, arguments)
     for word in words:
@@ -205,31 +207,31 @@ def _make_problems(arguments: Sequence[str]) -> Iterator[str]:
     for argument in arguments:
         variable, equals, _ = argument.partition("=")
         if variable not in (variables if equals else targets):
-            yield f"make knows no {'variable' if equals else 'target'} {variable!r}"
+            yield f"make has no {'variable' if equals else 'target'} {variable!r}"
 
 
 def _nemo_rl_problems(arguments: Sequence[str]) -> Iterator[str]:
     import click
 
-    from tasks.cli import group
+    from workflows.cli import group
 
     command: click.Command = group
     name, words = "nemo-rl", list(arguments)
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
-        found = command.get_command(click.Context(command), words[0])
-        if found is None:
+        subcommand = command.get_command(click.Context(command), words[0])
+        if subcommand is None:
             yield f"{name} has no command {words[0]!r}"
             return
-        command, name = found, f"{name} {words.pop(0)}"
-    known = {name for each in command.params for name in [*each.opts, *each.secondary_opts]}
+        command, name = subcommand, f"{name} {words.pop(0)}"
+    options = {name for each in command.params for name in [*each.opts, *each.secondary_opts]}
     for word in words:
         option = word.partition("=")[0]
-        if option.startswith("-") and option not in {*known, "--help"}:
+        if option.startswith("-") and option not in {*options, "--help"}:
             yield f"{name} has no option {option}"
 
 
 def _pyflyte_problems(arguments: Sequence[str]) -> Iterator[str]:
-    """Options before the sub-command, those of it, and after the workflow its inputs."""
+    """Checks the options before and after the sub-command, and the inputs after the workflow."""
     import click
     from flytekit.clis.sdk_in_container.pyflyte import main
 
@@ -244,11 +246,11 @@ def _pyflyte_problems(arguments: Sequence[str]) -> Iterator[str]:
             elif not equals and not options[option]:
                 next(words, None)
         elif command is main:
-            found = main.get_command(click.Context(main), word)
-            if found is None:
+            subcommand = main.get_command(click.Context(main), word)
+            if subcommand is None:
                 yield f"pyflyte has no command {word!r}"
                 return
-            command, name, options = found, f"pyflyte {word}", _options(found)
+            command, name, options = subcommand, f"pyflyte {word}", _options(subcommand)
         elif word.startswith("workflows/") and inside.is_file():
             workflow = next(words, "")
             inputs = _inputs(inside, workflow)
@@ -260,17 +262,17 @@ def _pyflyte_problems(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _options(command: "click.Command") -> dict[str, bool]:
-    """The options of a command, and whether each is a flag."""
-    found = {"--help": True}
+    """Returns the options of a command, and whether each is a flag."""
+    flags = {"--help": True}
     for each in command.params:
         if each.param_type_name == "option":
             is_flag = getattr(each, "is_flag", False) or getattr(each, "count", False)
-            found |= dict.fromkeys([*each.opts, *each.secondary_opts], is_flag)
-    return found
+            flags |= dict.fromkeys([*each.opts, *each.secondary_opts], is_flag)
+    return flags
 
 
 def _inputs(file: Path, workflow: str) -> list[str] | None:
-    """The names of a workflow's inputs; None if the file has no such workflow."""
+    """Returns the names of a workflow's inputs; None if the file has no such workflow."""
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name == workflow:
             return [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
@@ -278,11 +280,11 @@ def _inputs(file: Path, workflow: str) -> list[str] | None:
 
 
 def _script_problems(program: str, arguments: Sequence[str]) -> Iterator[str]:
-    """Options of a script of ours, which its first comment has."""
+    """Yields unknown options of one of our scripts, whose first comment lists them."""
     comment = re.match(r"(#.*\n)+", (REPOSITORY / program).read_text())
-    known = set(re.findall(r"--[a-z][a-z-]*", comment[0])) if comment else set()
+    options = set(re.findall(r"--[a-z][a-z-]*", comment[0])) if comment else set()
     for word in itertools.takewhile("--".__ne__, arguments):
-        if word.startswith("-") and word not in known:
+        if word.startswith("-") and word not in options:
             yield f"{program} has no option {word}"
 
 
@@ -292,18 +294,18 @@ def _python_problems(arguments: Sequence[str]) -> Iterator[str]:
     path = REPOSITORY / arguments[1].replace(".", "/")
     files = [path.with_suffix(".py"), path / "__main__.py"]
     if not any(file.exists() for file in files):
-        yield f"there is no program {arguments[1]}"
+        yield f"program {arguments[1]} does not exist"
 
 
 def _path_problems(word: str) -> Iterator[str]:
-    """A file of the repository that is not there; patterns and placeholders may stand in it."""
+    """Yields missing files of the repository; patterns and placeholders are allowed."""
     inside = re.match(r"(\./)?(deployment|docs|nemo_rl_core|tasks|tests|workflows|\.ci)/", word)
     if inside and not _PLACEHOLDER.search(word) and not any(REPOSITORY.glob(word)):
-        yield f"there is no {word}"
+        yield f"{word} does not exist"
 
 
 def link_problems(page: Path) -> Iterator[str]:
-    """Relative links of a page to what is not there; those to generated pages, mkdocs checks."""
+    """Yields broken relative links of a page; mkdocs checks those to generated pages."""
     for target in _LINK.findall(prose(page.read_text())):
         path, _, anchor = target.partition("#")
         if re.match(r"[a-z]+:", target) or "reference/" in path:
@@ -312,40 +314,40 @@ def link_problems(page: Path) -> Iterator[str]:
         if file.name == "changelog.md":
             file = REPOSITORY / "CHANGELOG.md"
         if not file.exists():
-            yield f"there is no {target}"
+            yield f"{target} does not exist"
         elif anchor and file.suffix == ".md" and anchor not in anchors(file.read_text()):
             yield f"{file.name} has no heading #{anchor}"
 
 
 def anchors(text: str) -> set[str]:
-    """The ids that mkdocs and a forge give to the headings of a page."""
-    found = set()
+    """Returns the ids that mkdocs and code hosts give to the headings of a page."""
+    ids = set()
     for heading in re.findall(r"(?m)^#+ +(.*?)\s*$", prose(text)):
         plain = re.sub(r"[^\w\s-]", "", re.sub(r"[`*]", "", heading)).strip().lower()
-        found |= {re.sub(r"[-\s]+", "-", plain), re.sub(r"\s", "-", plain)}
-    return found
+        ids |= {re.sub(r"[-\s]+", "-", plain), re.sub(r"\s", "-", plain)}
+    return ids
 
 
 def python_failures(blocks: Sequence[Block]) -> dict[str, str]:
     """Runs blocks in one interpreter, and returns the traceback of each that fails.
 
     Args:
-        blocks: Of Python; those of one page share their names, in order.
+        blocks: Python blocks; those of one page share their names, in order.
     """
     failures: dict[str, str] = {}
     names: dict[str, dict[str, Any]] = {}
     for block in blocks:
-        known = names.setdefault(block.page, {"__name__": "__main__"})
+        page_names = names.setdefault(block.page, {"__name__": "__main__"})
         try:
             code = compile(_run_of(block), str(block), "exec")
-            exec(code, known)
+            exec(code, page_names)
         except Exception:  # noqa: BLE001 - whatever a block raises is its failure
             failures[str(block)] = traceback.format_exc(limit=-1)
     return failures
 
 
 def _run_of(block: Block) -> ast.Module:
-    """The whole block, or what of it is run where it is only compiled: imports of this project."""
+    """Returns the complete block, or only its imports of this project if it is only compiled."""
     tree = ast.parse(block.text)
     compile(tree, str(block), "exec")
     if block.mark == "compile only":

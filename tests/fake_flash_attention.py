@@ -1,12 +1,12 @@
-"""FlashAttention 3 and 4 without their packages: signatures of the wheels, numbers of the CPU.
+"""FlashAttention 3 and 4 without their packages: the wheels' signatures, computed on the CPU.
 
     with installed(3, at=(9, 0)) as calls:      # or 4, or both
         choose_version("auto", heads)
 
-Torch's own registry, its bridge to each package and its `varlen_attn` run; what they call computes
-under a dense mask. The calls are those of flash-attn-3 3.0.0 (positional, in the order of torch's
-bridge) and flash-attn-4 4.0.0b36, which returns five tensors. The bridges register for the CPU what
-they mean for CUDA.
+Torch's own registry, its bridge to each package and its `varlen_attn` run; the functions they call
+compute with a dense mask. The calls are those of flash-attn-3 3.0.0 (positional, in the order of
+torch's bridge) and flash-attn-4 4.0.0b36, which returns five tensors. The bridges register for the
+CPU what they would register for CUDA.
 """
 
 import sys
@@ -23,22 +23,22 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn.attention import _fa3, _fa4, _registry
 
-from nemo_rl_core.backends.training import flash_attention
+from nemo_rl_core.backends.experimental import flash_attention
 
 BRIDGES = {3: _fa3, 4: _fa4}
 
 
 @dataclass
 class Calls:
-    """What the packages were asked for.
+    """Calls that the packages received.
 
     Attributes:
         made: Name and options of each call.
-        spoil: Changes what a call returns, as a defect of a kernel would.
+        spoil: Function that changes the result of a call, like a kernel defect.
     """
 
     made: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    spoil: Callable[[str, Tensor], Tensor] = lambda _, found: found
+    spoil: Callable[[str, Tensor], Tensor] = lambda _, result: result
 
     def names(self) -> list[str]:
         return [name for name, _ in self.made]
@@ -47,10 +47,10 @@ class Calls:
 def masked_scores(
     query: Tensor, key: Tensor, borders: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, float]:
-    """`[H, N, N]` under a mask of all pairs, in float32; and the factor of the scores."""
-    places = torch.arange(len(query))
-    owner = torch.bucketize(places, borders[1:], right=True)
-    distance = places[:, None] - places
+    """Returns scores `[H, N, N]` under a mask of all pairs, in float32, and their scale."""
+    positions = torch.arange(len(query))
+    owner = torch.bucketize(positions, borders[1:], right=True)
+    distance = positions[:, None] - positions
     allowed = owner[:, None] == owner
     left, right = options["left"], options["right"]
     if options["causal"] or right is not None:
@@ -76,7 +76,7 @@ def _forward(calls: Calls, name: str, parts: Any, borders: Tensor, **options: An
 
 
 def _backward(calls: Calls, name: str, dout: Any, parts: Any, borders: Any, **options: Any) -> Any:
-    """Gradients of queries, keys and values: autograd cannot be called inside an operator."""
+    """Returns gradients of queries, keys and values: operators cannot call autograd."""
     calls.made.append((f"{name} backward", options))
     query, dout = parts[0].float(), dout.float()
     key, value = _repeated(query, *parts[1:])
@@ -84,13 +84,13 @@ def _backward(calls: Calls, name: str, dout: Any, parts: Any, borders: Any, **op
     weights = scores.softmax(-1)
     d_weights = torch.einsum("qhe,khe->hqk", dout, value)
     d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True)) * scale
-    found = [
+    gradients = [
         torch.einsum("hqk,khe->qhe", d_scores, key),
         torch.einsum("hqk,qhe->khe", d_scores, query),
         torch.einsum("hqk,qhe->khe", weights, dout),
     ]
-    found[1:] = [each.unflatten(1, (parts[1].shape[1], -1)).sum(2) for each in found[1:]]
-    return [calls.spoil("backward", each.to(parts[0].dtype)) for each in found]
+    gradients[1:] = [each.unflatten(1, (parts[1].shape[1], -1)).sum(2) for each in gradients[1:]]
+    return [calls.spoil("backward", each.to(parts[0].dtype)) for each in gradients]
 
 
 def _unless_negative(side: int | None) -> int | None:
@@ -105,8 +105,8 @@ def _version_3(calls: Calls) -> SimpleNamespace:
         borders, scale, causal = arguments[7], *arguments[23:25]
         sides = {"left": arguments[25], "right": arguments[26]}
         sides = {name: _unless_negative(side) for name, side in sides.items()}
-        found = _forward(calls, "3", arguments[:3], borders, scale=scale, causal=causal, **sides)
-        return *found, None, None
+        results = _forward(calls, "3", arguments[:3], borders, scale=scale, causal=causal, **sides)
+        return *results, None, None
 
     def bwd(*arguments: Any) -> None:
         assert len(arguments) == 22
@@ -115,9 +115,9 @@ def _version_3(calls: Calls) -> SimpleNamespace:
         sides = {"left": arguments[17], "right": arguments[18]}
         options = {name: _unless_negative(side) for name, side in sides.items()}
         options |= {"scale": scale, "causal": causal, "deterministic": arguments[20]}
-        found = _backward(calls, "3", dout, parts, borders, **options)
-        for place, gradient in zip(arguments[6:9], found, strict=True):
-            place.copy_(gradient)
+        gradients = _backward(calls, "3", dout, parts, borders, **options)
+        for output, gradient in zip(arguments[6:9], gradients, strict=True):
+            output.copy_(gradient)
 
     return SimpleNamespace(fwd=fwd, bwd=bwd)
 
@@ -150,10 +150,10 @@ def _version_4(calls: Calls) -> ModuleType:
     ) -> tuple[Tensor, Tensor, None, None, None]:
         assert cu_seqlens_q is not None and return_lse and softcap is None and out is None
         sides = {"left": window_size_left, "right": window_size_right}
-        found = _forward(
+        results = _forward(
             calls, "4", (q, k, v), cu_seqlens_q, scale=softmax_scale, causal=causal, **sides
         )
-        return *found, None, None, None
+        return *results, None, None, None
 
     def _flash_attn_bwd(
         q: Tensor,
@@ -182,7 +182,7 @@ def _version_4(calls: Calls) -> ModuleType:
 
 
 class _OnTheCpu:
-    """Torch's `Library`, which registers for the CPU what is meant for CUDA."""
+    """Torch's `Library`, but registers for the CPU what is meant for CUDA."""
 
     def __init__(self, *names: str) -> None:
         self.library = Library(*names[:2], "CPU")
@@ -193,15 +193,15 @@ class _OnTheCpu:
 
 @contextmanager
 def installed(*versions: int, at: tuple[int, int]) -> Iterator[Calls]:
-    """Packages of FlashAttention, on a GPU of a compute capability that the CPU plays."""
-    calls, found = Calls(), metadata.version
+    """Installs FlashAttention packages and simulates a GPU of a compute capability."""
+    calls, real_version = Calls(), metadata.version
     with ExitStack() as stack:
         enter = stack.enter_context
 
         def version_of(name: str) -> str:
             number = name.removeprefix("flash-attn-")
             if number not in "34":
-                return found(name)
+                return real_version(name)
             if int(number) not in versions:
                 raise metadata.PackageNotFoundError(name)
             return {"3": "3.0.0", "4": "4.0.0b36"}[number]
@@ -230,7 +230,7 @@ def installed(*versions: int, at: tuple[int, int]) -> Iterator[Calls]:
             modules |= {"flash_attn": ModuleType("flash_attn"), "flash_attn.cute": cute}
             modules["flash_attn.cute.interface"] = interface
         enter(mock.patch.dict(sys.modules, modules))
-        sys.modules.pop("nemo_rl_core.backends.training.flash_attention_4", None)
+        sys.modules.pop("nemo_rl_core.backends.experimental.flash_attention_4", None)
         stack.callback(_fa4._fa4_import_module.cache_clear)
         stack.callback(flash_attention._restore)
         yield calls

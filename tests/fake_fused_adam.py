@@ -1,4 +1,4 @@
-"""What Transformer Engine has of optimizers, computed by torch; see fake_transformer_engine.py."""
+"""Optimizers of Transformer Engine, computed by torch; see fake_transformer_engine.py."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 CALLS: list[tuple[str, tuple[int, ...]]] = []
-"""What computed, and the shape of its input, in order."""
+"""Name of each computation and the shape of its input, in order."""
 
 
 def refuse(**unsupported: Any) -> None:
@@ -15,7 +15,7 @@ def refuse(**unsupported: Any) -> None:
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """With the library's state: moments of each parameter, and one count of steps a group."""
+    """With the library's state: moments per parameter, and one step count per group."""
 
     def __init__(
         self,

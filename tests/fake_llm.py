@@ -1,6 +1,6 @@
 """A fake of `vllm.LLM` with the memory of the real one.
 
-What sleeps cannot be read or written, and what is discarded is gone. Calls are recorded.
+Sleeping memory cannot be read or written, and discarded memory is gone. Calls are recorded.
 """
 
 import math
@@ -16,7 +16,7 @@ ALL = {"weights", "kv_cache"}
 
 
 class FakeLLM:
-    """`vllm.LLM`, of which each call is recorded."""
+    """`vllm.LLM` that records each call."""
 
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
     events: list[str]
@@ -55,7 +55,7 @@ class FakeLLM:
         self.calls.append(("collective_rpc", args, kwargs))
         assert args == ("reload_weights",)
         assert "weights" not in self.asleep, "there is no memory to write to"
-        own = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         self.arrived: list[str] = []
         self.most_alive, alive = 0, weakref.WeakSet[torch.UntypedStorage]()
         with torch.no_grad():
@@ -63,8 +63,8 @@ class FakeLLM:
                 self.arrived.append(name)
                 alive.add(tensor.untyped_storage())
                 self.most_alive = max(self.most_alive, len(alive))
-                if name in own:  # a tied head is no parameter of its own
-                    own[name].copy_(tensor)
+                if name in parameters:  # a tied head is not a separate parameter
+                    parameters[name].copy_(tensor)
         self.events.append("reload_weights")
 
     def reset_prefix_cache(self) -> bool:
@@ -74,7 +74,7 @@ class FakeLLM:
     def generate(self, *args: Any, **kwargs: Any) -> list[Any]:
         self.calls.append(("generate", args, kwargs))
         self.events.append("generate")
-        assert not self.asleep, "vLLM would read memory that is not there"
+        assert not self.asleep, "vLLM would read memory that is not allocated"
         assert all(parameter.isfinite().all() for parameter in self.model.parameters())
         logprobs = SimpleNamespace(token_ids=[5])
         completion = SimpleNamespace(token_ids=[5], logprobs=logprobs, finish_reason="length")
@@ -83,40 +83,40 @@ class FakeLLM:
 
 
 class Gpu:
-    """The memory of one GPU, and who holds how much of it.
+    """The memory of one GPU and its users.
 
     Attributes:
-        held: GiB by name.
-        events: Who took or gave memory, or computed, in order.
+        used_gib: GiB by user.
+        events: Allocations, releases and computations, in order.
     """
 
     def __init__(self, gib: float) -> None:
-        self.gib, self.held = gib, dict[str, float]()
+        self.gib, self.used_gib = gib, dict[str, float]()
         self.events: list[str] = []
 
     @property
     def free(self) -> float:
-        """GiB that nobody holds."""
-        return self.gib - sum(self.held.values())
+        """Returns free GiB."""
+        return self.gib - sum(self.used_gib.values())
 
     def hold(self, name: str, gib: float, event: str) -> None:
-        """From now on this name holds so much.
+        """Sets the memory of a user.
 
         Raises:
-            RuntimeError: If there is no room for it, as CUDA does.
+            RuntimeError: If it does not fit, like CUDA.
         """
-        if gib - self.held.get(name, 0.0) > self.free:
-            raise RuntimeError(f"CUDA out of memory: {name} wants {gib}, others {self.held}")
-        self.held[name] = gib
+        if gib - self.used_gib.get(name, 0.0) > self.free:
+            raise RuntimeError(f"CUDA out of memory: {name} wants {gib}, others {self.used_gib}")
+        self.used_gib[name] = gib
         self.events.append(f"{name} {event}")
 
 
 class LLMOnGpu(FakeLLM):
-    """Also holds memory of a GPU, and completes with scripted tokens and their true logprobs.
+    """Also uses memory of a GPU, and completes with scripted tokens and their true logprobs.
 
     Attributes:
-        gpu: Where all of them lie.
-        scripts: Tokens of every completion, by the model's folder.
+        gpu: GPU of all instances.
+        scripts: Tokens of every completion, by name of the model folder.
     """
 
     gpu: ClassVar[Gpu]
@@ -128,14 +128,14 @@ class LLMOnGpu(FakeLLM):
         self.model.eval()
         self.name = Path(args[0]).name
         share = kwargs["gpu_memory_utilization"]
-        # As `request_memory` of `vllm/v1/worker/utils.py`.
-        self.asked = math.ceil(share * self.gpu.gib)
-        if self.gpu.free < self.asked:
+        # The same as `request_memory` in `vllm/v1/worker/utils.py`.
+        self.requested_gib = math.ceil(share * self.gpu.gib)
+        if self.gpu.free < self.requested_gib:
             raise ValueError(
                 f"Free memory on device cuda:0 ({self.gpu.free}/{self.gpu.gib} GiB) on startup is "
-                f"less than desired GPU memory utilization ({share}, {self.asked} GiB)"
+                f"less than desired GPU memory utilization ({share}, {self.requested_gib} GiB)"
             )
-        self.gpu.hold(self.name, self.asked, "starts")
+        self.gpu.hold(self.name, self.requested_gib, "starts")
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
         super().sleep(*args, **kwargs)
@@ -143,11 +143,11 @@ class LLMOnGpu(FakeLLM):
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
         super().wake_up(*args, **kwargs)
-        self.gpu.hold(self.name, self.asked, "wakes")
+        self.gpu.hold(self.name, self.requested_gib, "wakes")
 
     def generate(self, *args: Any, **kwargs: Any) -> list[Any]:
         prompts, parameters = args
-        assert not self.asleep, "vLLM would read memory that is not there"
+        assert not self.asleep, "vLLM would read memory that is not allocated"
         self.gpu.events.append(f"{self.name} generates")
         return [
             SimpleNamespace(outputs=[self._completion(prompt["prompt_token_ids"], asked)] * asked.n)
@@ -159,7 +159,8 @@ class LLMOnGpu(FakeLLM):
         ids = torch.tensor([[*prompt, *tokens]])
         with torch.no_grad():
             logprobs = self.model(input_ids=ids).logits[0].float().log_softmax(-1)
-        places = range(len(prompt) - 1, len(prompt) + len(tokens) - 1)
-        found = [float(logprobs[place, token]) for place, token in zip(places, tokens, strict=True)]
-        flat = SimpleNamespace(token_ids=tokens, logprobs=found)
+        positions = range(len(prompt) - 1, len(prompt) + len(tokens) - 1)
+        pairs = zip(positions, tokens, strict=True)
+        values = [float(logprobs[position, token]) for position, token in pairs]
+        flat = SimpleNamespace(token_ids=tokens, logprobs=values)
         return SimpleNamespace(token_ids=tokens, logprobs=flat, finish_reason="stop")

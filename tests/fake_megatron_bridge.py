@@ -1,10 +1,10 @@
-"""A Megatron-Bridge that knows Mistral alone, by the backend's own layers and rules of weights.
+"""A Megatron-Bridge that supports only Mistral, using the backend's own layers and weight rules.
 
-    install()              # what is imported from megatron.bridge is this, in version 0.3.1
-    install(fault="head")  # ... with something wrong
+    install()              # imports of megatron.bridge find this module, version 0.3.1
+    install(fault="head")  # ... with a defect
 
-It has the calls that the backend makes, whose signatures `test_megatron_bridge_package.py` holds to
-those of the package: `megatron_bridge_0.3.1.json`. What the package computes is tested there.
+It has the calls that the backend makes. `test_megatron_bridge_package.py` compares their signatures
+with the package's: `megatron_bridge_0.3.1.json`. The package's computation is tested there.
 """
 
 import sys
@@ -37,12 +37,12 @@ _fault: str | None = None
 
 
 def default_layer_spec(config: Any) -> Any:
-    raise AssertionError("Transformer Engine's, which there is no fake of here")
+    raise AssertionError("Transformer Engine's specification has no fake here")
 
 
 @dataclass
 class GPTModelProvider(TransformerConfig):
-    """A config that also builds; its derived fields are those of `finalize`."""
+    """A config that also builds the model; `finalize` sets its derived fields."""
 
     vocab_size: int | None = None
     share_embeddings_and_output_weights: bool = True
@@ -166,7 +166,7 @@ class AutoBridge:
 
 
 class _own_rules:  # noqa: N801
-    """In which chunks are those of Llama, whose weights Mistral's are; none is left in between."""
+    """Chunks with the weight rules of Llama, which Mistral shares."""
 
     def __init__(self, chunks: list[Any]) -> None:
         self._chunks = chunks
@@ -181,12 +181,12 @@ class _own_rules:  # noqa: N801
 
 
 def install(fault: str | None = None) -> None:
-    """Makes `import megatron.bridge` find this, in this process for good."""
+    """Makes `import megatron.bridge` find this module, permanently in this process."""
     global _fault  # noqa: PLW0603
     _fault = fault
-    found = "0.2.0" if fault == "version" else VERSION
+    reported = "0.2.0" if fault == "version" else VERSION
     version = metadata.version
-    metadata.version = lambda name: found if name == "megatron-bridge" else version(name)
+    metadata.version = lambda name: reported if name == "megatron-bridge" else version(name)
     contents = {
         "megatron.bridge": {} if fault == "import" else {"AutoBridge": AutoBridge},
         "megatron.bridge.models": {},

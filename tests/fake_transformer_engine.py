@@ -1,12 +1,12 @@
-"""A Transformer Engine whose kernels are torch's, for Megatron-core's own specification of layers.
+"""A Transformer Engine with torch's kernels, for Megatron-core's own layer specification.
 
     with simulated_cuda():
         install()  # before anything imports megatron.core
 
-Megatron-core 0.16.1 builds its layers of the classes here, whose signatures are those of
-Transformer Engine 2.11.0: `test_megatron_transformer_engine.py` holds them to a record of the
-library's own, `transformer_engine_2.11.json`. So a call that this accepts, the library accepts.
-What the library computes on a GPU, in which precision and how fast, has never been tried.
+Megatron-core 0.16.1 builds its layers from the classes here. Their signatures are those of
+Transformer Engine 2.11.0: `test_megatron_transformer_engine.py` compares them with a record of the
+library, `transformer_engine_2.11.json`. So a call that this accepts, the library accepts. The
+library's results, precision and speed on a GPU have never been tested.
 """
 
 import itertools
@@ -33,7 +33,7 @@ VERSION = "2.11.0"
 
 
 class _Module(torch.nn.Module):
-    """What all modules of the library have, as far as Megatron-core asks for it."""
+    """Attributes of all modules of the library that Megatron-core uses."""
 
     fp8 = fp8_calibration = False
 
@@ -42,17 +42,17 @@ class _Module(torch.nn.Module):
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Nothing without FP8."""
+        """Does nothing without FP8."""
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         self.tp_group = tp_group
 
     def get_extra_state(self) -> torch.Tensor:
-        """That of FP8, which is empty without it."""
+        """Returns the FP8 state, which is empty without FP8."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        assert state.numel() == 0, "a checkpoint holds no pickled state"
+        assert state.numel() == 0, "a checkpoint has no pickled state"
 
     def _weight(self, name: str, rows: int, columns: int, dtype: Any, device: Any) -> None:
         shape = (rows, columns)
@@ -302,7 +302,7 @@ class DotProductAttention(_Module):
         fp8_output: bool | None = False,
         num_splits: int | None = 1,
     ) -> torch.Tensor:
-        # The rules that the library states for sequences in one line.
+        # The library's rules for sequences in one row.
         assert qkv_format == "thd"
         assert attn_mask_type == "padding_causal"
         assert attention_mask is None
@@ -342,7 +342,7 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> torch.Tensor:
-    """Rotates halves, from the first position of each sequence on."""
+    """Rotates halves, starting at the first position of each sequence."""
     assert (tensor_format, fused, interleaved, cp_size) == ("thd", True, False, 1)
     assert cu_seqlens is not None
     assert freqs.dtype == torch.float32  # which the library asserts
@@ -357,7 +357,7 @@ def apply_rotary_pos_emb(
 
 
 class activation_recompute_forward(AbstractContextManager[Any], ContextDecorator):  # noqa: N801
-    """Around both computations of a layer that is computed again; matters to FP8 alone."""
+    """Wraps both computations of a layer that is recomputed; only matters for FP8."""
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ class activation_recompute_forward(AbstractContextManager[Any], ContextDecorator
 
 
 class CudaRNGStatesTracker:
-    """Megatron subclasses it, and uses its own."""
+    """Megatron subclasses it and uses its own."""
 
     def __init__(self) -> None:
         self.states_: dict[str, Any] = {}
@@ -419,7 +419,7 @@ _NAMES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Makes `import transformer_engine` find this, in this process for good."""
+    """Makes `import transformer_engine` find this module, permanently in this process."""
     assert "megatron.core" not in sys.modules, "it looks for the library when it is imported"
     for below, contents in _NAMES.items():
         name = f"transformer_engine{below}"

@@ -1,4 +1,4 @@
-"""100 names that an object, an archive or a record may have, to lead a reader out of its folder."""
+"""100 names in objects, archives or records that try to lead a reader out of its folder."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,10 +7,10 @@ DEPTHS = (1, 2, 3, 5, 8)
 
 
 def hostile_names(outside: Path) -> list[str]:
-    """Names of which no file may be written outside of the reader's folder.
+    """Returns names for which no file may be written outside of the reader's folder.
 
     Args:
-        outside: A folder that is not the reader's, whose path is in some of the names.
+        outside: A folder outside of the reader's folder; some of the names contain its path.
     """
     names = [*dict.fromkeys(_names(str(outside)))]
     assert len(names) == 100, len(names)

@@ -1,4 +1,4 @@
-"""A copy of what names and builds images, so that tests change neither a checkout nor its site/."""
+"""Copies the files that name and build images, so that tests do not change a checkout or site/."""
 
 import shutil
 import sys
@@ -8,13 +8,13 @@ from tests.commands import REPOSITORY
 
 
 def copy_checkout(folder: Path) -> Path:
-    """Makes one, without what the site of this checkout adds to its images.
+    """Copies them, without the site additions of this checkout.
 
     Args:
-        folder: Where, an empty one.
+        folder: Empty target folder.
 
     Returns:
-        The folder, in which `deployment/images/build.sh` runs.
+        Path of the folder, in which `deployment/images/build.sh` runs.
     """
     ignored = shutil.ignore_patterns(
         "__pycache__", "*.crt", "*.whl", "*.sources", "*.list", "pip.conf"

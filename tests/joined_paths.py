@@ -1,7 +1,7 @@
-"""Joins of paths in the sources whose right side is not a constant, found in their syntax trees.
+"""Finds path joins in the sources whose right side is not a constant.
 
-A name on the right may have been chosen by someone else. `resolve_below` refuses one that leads out
-of the folder; a plain join follows it.
+Someone else may have chosen a name on the right. `resolve_below` refuses one that leads out of the
+folder; a plain join follows it.
 """
 
 import ast
@@ -29,12 +29,12 @@ _FORBIDDEN = {"extractall", "unpack_archive"}
 
 
 class Join(NamedTuple):
-    """A join.
+    """A join of paths.
 
     Attributes:
-        file: Relative path of the source.
-        line: Its line.
-        text: The expression.
+        file: Relative path of the source file.
+        line: Line number.
+        text: Source of the expression.
     """
 
     file: str
@@ -43,15 +43,15 @@ class Join(NamedTuple):
 
 
 def paths_of_sources() -> list[Path]:
-    """The files that are searched."""
+    """Returns the source files to search."""
     return sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py"))
 
 
 def joins(paths: Iterable[Path]) -> Iterator[Join]:
-    """The joins in some files.
+    """Yields the joins in some files.
 
     Args:
-        paths: The files; names that they annotate as paths are paths in all of them.
+        paths: Files to search; names that one annotates as paths are paths in all.
     """
     trees = {path: ast.parse(path.read_text()) for path in paths}
     annotated = _Known(list(trees.values()))
@@ -87,7 +87,7 @@ class _Known:
                 self._from_init(node)
 
     def _from_init(self, init: ast.FunctionDef) -> None:
-        """Attributes that are assigned from parameters or joins."""
+        """Collects attributes that are assigned from parameters or joins."""
         names = {each.arg for each in _arguments(init) if _is_path(each.annotation)}
         for node in ast.walk(init):
             if not isinstance(node, ast.Assign):
@@ -97,7 +97,7 @@ class _Known:
                     self.attributes.add(target.attr)
 
     def is_path(self, node: ast.expr, names: set[str]) -> bool:  # noqa: PLR0911 (one line a kind)
-        """Whether an expression is a path, given the local names that are."""
+        """Whether an expression is a path, given the local names that are paths."""
         match node:
             case ast.Name(id=name):
                 return name in names
@@ -135,13 +135,13 @@ def _is_text(node: ast.expr) -> bool:
 
 
 class _Search:
-    """Walks a module with the names that are paths, and those that are safe to join."""
+    """Walks a module with the names that are paths and those that are safe to join."""
 
     def __init__(self, file: str, annotated: _Known) -> None:
         self._file, self._annotated = file, annotated
 
     def of(self, tree: ast.Module) -> Iterator[Join]:
-        """The joins of a module, innermost functions first."""
+        """Yields the joins of a module, innermost functions first."""
         yield from self._in(tree, set(), set())
 
     def _in(self, scope: ast.AST, paths: set[str], safe: set[str]) -> Iterator[Join]:
@@ -214,7 +214,7 @@ class _Search:
             case ast.Name(id=name):
                 return name.isupper() or name in safe
             case ast.Attribute(attr="name", value=ast.Name() | ast.Attribute() as value):
-                # The last part of a path of this machine; that of a new `Path(...)` may be `..`.
+                # The last part of a local path; that of a new `Path(...)` may be `..`.
                 return self._annotated.is_path(value, paths)
             case ast.Attribute(attr=name):
                 return name.isupper()
@@ -265,7 +265,7 @@ def _is_number(value: ast.FormattedValue) -> bool:
 
 
 def _scope_of(scope: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function or module, without what is in functions inside of it."""
+    """Yields the nodes of a function or module, without those of inner functions."""
     for node in ast.iter_child_nodes(scope):
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):

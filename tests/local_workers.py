@@ -1,18 +1,18 @@
-"""Workers in this process, in place of Ray's: real backends behind the real policy and engine."""
+"""Workers in this process instead of Ray's: real backends used by the real policy and engine."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_core.config.placement import OwnBundles
-from nemo_rl_core.distributed.held_rows import InProcess
+from nemo_rl_core.config.placement import DedicatedBundles
 from nemo_rl_core.distributed.named_sharding import NamedSharding
+from nemo_rl_core.distributed.remote_columns import InProcess
 
 
 @dataclass(frozen=True)
 class LocalCluster:
-    """So many bundles, without a GPU."""
+    """Some bundles without a GPU."""
 
     world_size: int
     use_gpus: bool = False
@@ -26,19 +26,19 @@ class LocalSession:
     """A session whose worker groups run here, one rank after the other.
 
     Attributes:
-        groups: The groups that were asked for, by name.
-        reserved: What was reserved beside the cluster, in this order.
+        groups: Requested groups by name.
+        reserved: Bundles reserved in addition to the cluster, in order.
     """
 
     def __init__(self, world_size: int = 1) -> None:
         self.cluster = LocalCluster(world_size)
         self.groups: dict[str, LocalWorkers] = {}
-        self.reserved: tuple[OwnBundles, ...] = ()
+        self.reserved: tuple[DedicatedBundles, ...] = ()
 
-    def reserve_beside(self, own: Sequence[OwnBundles]) -> None:
+    def reserve_dedicated(self, own: Sequence[DedicatedBundles]) -> None:
         self.reserved = tuple(own)
 
-    def beside(self, own: OwnBundles) -> LocalCluster:
+    def dedicated_cluster(self, own: DedicatedBundles) -> LocalCluster:
         assert own in self.reserved
         return LocalCluster(own.number, self.cluster.use_gpus)
 
@@ -85,22 +85,22 @@ class LocalWorkers:
     def run_all_workers_on_parts(
         self,
         function: Callable[..., Any],
-        wholes: Sequence[Sequence[Any]],
+        shared_parts: Sequence[Sequence[Any]],
         *,
         axis: str,
         common_kwargs: Mapping[str, Any],
-        num_held: int = 0,
+        num_remote: int = 0,
         **_: Any,
     ) -> list[Any]:
-        sent = [copy.deepcopy(whole) for whole in wholes]
-        parts = [part for whole in sent for part in whole]
-        found = []
+        sent = [copy.deepcopy(blocks) for blocks in shared_parts]
+        parts = [part for blocks in sent for part in blocks]
+        answers = []
         for part, ranks in zip(parts, self.sharding.along(axis), strict=True):
-            given, *_ = [function(self.backends[rank], part, **common_kwargs) for rank in ranks]
-            held = [InProcess(each) for each in given[1:]] if num_held else []
-            assert len(held) == num_held
-            found.append([given[0], *held] if num_held else given)
-        return found
+            answer, *_ = [function(self.backends[rank], part, **common_kwargs) for rank in ranks]
+            remote = [InProcess(each) for each in answer[1:]] if num_remote else []
+            assert len(remote) == num_remote
+            answers.append([answer[0], *remote] if num_remote else answer)
+        return answers
 
     def _call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         backend = self.backends[rank]

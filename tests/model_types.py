@@ -1,6 +1,7 @@
-"""Tiny models of the causal types of transformers, compared with a plain loop in training.
+"""Trains tiny models of the causal types of transformers and compares them with a plain loop.
 
-`python -m tests.model_types [TYPE ...]` prints the lists of docs/models.md; without types, of all.
+`python -m tests.model_types [TYPE ...]` prints the lists of docs/model-types.md, by default
+of all types.
 """
 
 import sys
@@ -138,7 +139,7 @@ _WIDE: dict[str, Any] = {
     **dict.fromkeys(["head_dim", "v_head_dim", "rotary_dim", "kv_channels", "d_kv"], 32),
     **dict.fromkeys(["mamba_d_head", "mamba_head_dim"], 64),
 }
-"""Widths that vLLM's kernels for CPUs compute."""
+"""Widths that vLLM's CPU kernels support."""
 _AS_PUBLISHED: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "route_scale": 1.0},
     "axk1": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
@@ -156,22 +157,22 @@ _AS_PUBLISHED: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 64, "num_heads": 4},
     "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid"},
 }
-"""Fields of published configs that vLLM reads, and transformers does not have or does not need."""
+"""Fields of published configs that vLLM reads and transformers does not have or need."""
 
 
 def tiny_config(kind: str, *, is_wide: bool = False, **changes: Any) -> Any:
-    """A config of a few thousand weights, with each kind of layer that its default has.
+    """Returns a config of a few thousand weights, with each kind of layer that its default has.
 
     Args:
         kind: The `model_type`.
-        is_wide: Whether heads have the widths that vLLM's kernels for CPUs need.
-        **changes: Values that the config gets.
+        is_wide: Whether heads have the widths that vLLM's CPU kernels need.
+        **changes: Config values to override.
     """
     cls = CONFIG_MAPPING[kind]
     default, aliases = cls().to_dict(), getattr(cls, "attribute_map", {})
     every = _SIZES | (_WIDE if is_wide else {})
     sizes = {name: value for name, value in every.items() if name in default or name in aliases}
-    if "qk_rope_head_dim" in default:  # latent attention, whose head size follows from its parts
+    if "qk_rope_head_dim" in default:  # latent attention: the head size follows from its parts
         sizes = {**sizes, "num_key_value_heads": 4}
         sizes.pop("head_dim", None)
     sizes = {name: value for name, value in sizes.items() if aliases.get(name) not in sizes}
@@ -183,15 +184,15 @@ def tiny_config(kind: str, *, is_wide: bool = False, **changes: Any) -> Any:
 
 
 def tiny_model(kind: str, *, is_wide: bool = False, **changes: Any) -> Any:
-    """A model of that type with random weights, its norms and biases included.
+    """Returns a model of that type with random weights, including norms and biases.
 
     Args:
         kind: The `model_type`.
-        is_wide: Whether heads have the widths that vLLM's kernels for CPUs need.
-        **changes: Values that its config gets.
+        is_wide: Whether heads have the widths that vLLM's CPU kernels need.
+        **changes: Config values to override.
 
     Raises:
-        Exception: If the type has no config of this form; any, from transformers.
+        Exception: Any error of transformers, if the type has no config of this form.
     """
     config = tiny_config(kind, is_wide=is_wide, **changes)
     with torch.device("meta"):
@@ -211,14 +212,14 @@ def tiny_model(kind: str, *, is_wide: bool = False, **changes: Any) -> Any:
 
 
 def make_batch() -> BatchedDataDict:
-    """Six sequences of unequal lengths, of which the first tokens are masked."""
+    """Returns six sequences of unequal lengths whose first tokens are masked."""
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(3, 19, (length,), generator=generator).tolist() for length in _LENGTHS]
     return collate(rows, [[index > 1 for index in range(length)] for length in _LENGTHS])
 
 
 def make_backend(folder: Path, learning_rate: float = 1e-4, **settings: Any) -> DTensorBackend:
-    """The trainer of a folder, with micro-batches that hold several of the sequences."""
+    """Returns the trainer of a folder, with micro-batches of several sequences."""
     backend = DTensorBackend()
     backend.setup(
         TrainingSetup(
@@ -233,7 +234,7 @@ def make_backend(folder: Path, learning_rate: float = 1e-4, **settings: Any) -> 
 
 
 def plain_logprobs(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
-    """`[B, T-1]` of a transformers model, each sequence by itself; 0 where masked."""
+    """Returns `[B, T-1]` of a transformers model, sequence by sequence; 0 where masked."""
     logprobs = torch.zeros(batch["token_mask"].shape)
     for row, length in enumerate(batch["input_lengths"].tolist()):
         ids = batch["input_ids"][row : row + 1, :length]
@@ -243,7 +244,7 @@ def plain_logprobs(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tens
 
 
 def plain_router_loss(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
-    """The mean over sequences of transformers' load-balancing loss."""
+    """Returns the mean over sequences of transformers' load-balancing loss."""
     rows = zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True)
     losses = [model(ids[None, :length], output_router_logits=True).aux_loss for ids, length in rows]
     return torch.stack(losses).mean()
@@ -251,7 +252,7 @@ def plain_router_loss(model: torch.nn.Module, batch: BatchedDataDict) -> torch.T
 
 @dataclass(frozen=True)
 class Steps:
-    """Figures of two training steps.
+    """Results of two training steps.
 
     Attributes:
         logprobs: `[B, T-1]` before and after the steps.
@@ -264,7 +265,7 @@ class Steps:
     grad_norms: list[float]
 
     def error(self, expected: "Steps") -> float:
-        """The largest difference of logprobs and losses, and of gradient norms, relatively."""
+        """Returns the largest difference of logprobs, losses and (relative) gradient norms."""
         logprobs = torch.stack(self.logprobs) - torch.stack(expected.logprobs)
         losses = torch.tensor(self.losses) - torch.tensor(expected.losses)
         norms = torch.tensor(self.grad_norms) / torch.tensor(expected.grad_norms) - 1
@@ -278,7 +279,7 @@ def plain_steps(
     *,
     router_aux_loss_coef: float = 0.0,
 ) -> Steps:
-    """Trains a transformers model, each sequence by itself."""
+    """Trains a transformers model, sequence by sequence."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
     )
@@ -299,7 +300,7 @@ def plain_steps(
 def backend_steps(
     backend: DTensorBackend, batch: BatchedDataDict, shard: BatchedDataDict | None = None
 ) -> Steps:
-    """Trains on a rank's shard of a batch, or on all of it."""
+    """Trains on a rank's shard of a batch, or on the full batch."""
     steps = Steps([backend.get_logprobs(batch)], [], [])
     for _ in range(2):
         metrics = backend.train_step(batch if shard is None else shard, NLLLoss())
@@ -311,12 +312,13 @@ def backend_steps(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a type is trained.
+    """Result of training a type.
 
     Attributes:
         kind: The `model_type`.
-        error: The largest difference to the plain loop: of logprobs before and after two steps, of
-            the loss and the gradient norm, and of the saved model; infinity if it is refused.
+        error: The largest difference from the plain loop: of logprobs before and after two steps,
+            of the loss and the gradient norm, and of the saved model; infinity if the type is
+            refused.
         shares_rows: Whether several sequences are packed into a row.
         refused: The error if the model is refused.
     """
@@ -328,7 +330,7 @@ class Outcome:
 
 
 def outcome(kind: str, folder: Path) -> Outcome:
-    """Trains a tiny model of a type in an empty folder, and compares it with a plain loop."""
+    """Trains a tiny model of a type in an empty folder and compares it with a plain loop."""
     tiny_model(kind).save_pretrained(folder / "start")
     save_tokenizer(folder)
     try:
@@ -338,7 +340,7 @@ def outcome(kind: str, folder: Path) -> Outcome:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Writes the tokenizer of the arithmetic tasks into `start` of a folder."""
+    """Writes the tokenizer of the arithmetic tasks into the folder `start`."""
     small = ModelFromConfig(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
     materialize(small, folder / "small", seed=0)
     load_tokenizer(folder / "small").save_pretrained(folder / "start")
@@ -358,13 +360,13 @@ def _trained(kind: str, folder: Path) -> Outcome:
 
 
 def loaded(folder: Path) -> Any:
-    """A model as transformers computes it with the plainest attention, in float32."""
+    """Loads a model in transformers with eager attention, in float32."""
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def _outcomes(kinds: list[str]) -> Iterator[Outcome | str]:
-    """Yields the outcome of each type, or its name if no tiny model can be made."""
+    """Yields the outcome of each type, or its name if no tiny model can be created."""
     for kind in kinds:
         try:
             tiny_model(kind)

@@ -1,4 +1,4 @@
-"""What notices are sent to: an HTTP server and a mail server, over real sockets."""
+"""Servers that receive notices: HTTP and mail, over real sockets."""
 
 import json
 import socketserver
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def hook(status: int = 200, host: str = "127.0.0.1") -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The address of a webhook with a secret path, and what was posted there."""
+    """Yields the address of a webhook with a secret path, and the list of posts to it."""
     posted: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -36,12 +36,12 @@ def hook(status: int = 200, host: str = "127.0.0.1") -> Iterator[tuple[str, list
 
 @dataclass
 class Mailbox:
-    """A mail server, and what it has got.
+    """A mail server and the messages it received.
 
     Attributes:
         address: Host and port.
         kept: Sender, recipients and text of each message.
-        logins: What AUTH PLAIN was given.
+        logins: Credentials sent by AUTH PLAIN.
     """
 
     address: str = ""
@@ -51,11 +51,12 @@ class Mailbox:
 
 @contextmanager
 def mail_server(host: str = "127.0.0.1", *, refuses: bool = False) -> Iterator[Mailbox]:
-    """As much of RFC 5321 as a client needs that sends one message, with AUTH PLAIN.
+    """Implements as much of RFC 5321 as a client needs to send one message, with AUTH PLAIN.
 
     Args:
-        host: Where it listens.
-        refuses: Whether every sender is refused, as by a server that relays for others alone.
+        host: Address to listen on.
+        refuses: Whether every sender is refused, like by a server that does not relay for
+            strangers.
     """
     box = Mailbox()
 
@@ -78,7 +79,7 @@ def mail_server(host: str = "127.0.0.1", *, refuses: bool = False) -> Iterator[M
                     to.append(line[8:].strip("<>"))
                     self._say("250 ok")
                 elif verb == "DATA":
-                    self._say("354 go on")
+                    self._say("354 continue")
                     box.kept.append((sender, to, self._data()))
                     self._say("250 kept")
                 elif verb in ("QUIT", "RSET"):

@@ -1,18 +1,18 @@
-"""A server of OTLP on loopback, for what a run pushes."""
+"""An OTLP server on loopback that receives a run's metrics."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 
 class OtlpReceiver:
-    """A server of OTLP over HTTP that keeps what it is given, as the protocol's own messages.
+    """An OTLP server over HTTP that stores its requests as the protocol's messages.
 
     Args:
-        run: Whose figures come.
+        run: Id of the run whose metrics are expected.
 
     Attributes:
-        address: For the tracker's `endpoint`.
-        requests: Path, headers and body of each.
+        address: Value for the tracker's `endpoint`.
+        requests: Path, headers and body of each request.
     """
 
     def __init__(self, run: str = "run-1") -> None:
@@ -36,17 +36,17 @@ class OtlpReceiver:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
-        """Ends the server."""
+        """Stops the server."""
         self._server.shutdown()
         self._server.server_close()
 
     def points(self, request: int = -1) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """The gauges of a request: name and labels, and their value."""
+        """Returns the gauges of a request: values by name and labels."""
         from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2
 
         body = self.requests[request][2]
         message = metrics_service_pb2.ExportMetricsServiceRequest.FromString(body)
-        found = {}
+        values = {}
         for of_resource in message.resource_metrics:
             named = {each.key: each.value.string_value for each in of_resource.resource.attributes}
             assert named["service.name"] == "nemo-rl"
@@ -55,5 +55,5 @@ class OtlpReceiver:
                 for point in metric.gauge.data_points:
                     labels = frozenset((e.key, e.value.string_value) for e in point.attributes)
                     value = point.as_int if point.HasField("as_int") else point.as_double
-                    found[metric.name, labels] = value
-        return found
+                    values[metric.name, labels] = value
+        return values

@@ -1,4 +1,4 @@
-"""A fake `pynvml`, of which each call is one that the real module takes.
+"""A fake `pynvml` that accepts only calls that the real module accepts.
 
 `SIGNATURES` are those of nvidia-ml-py 13.615.71, which deployment/requirements/gpu.txt pins.
 """
@@ -24,15 +24,15 @@ SIGNATURES = {
 
 
 class NVMLError(Exception):
-    """Base of the library's errors, of no class of Python's that says more."""
+    """Base class of the library's errors; a direct subclass of `Exception`."""
 
 
 class FakeNvml:
     """The library on a machine with some GPUs.
 
     Args:
-        gpus: By UUID, bytes held by process id.
-        is_installed: Whether a driver is found.
+        gpus: Bytes used by each process id, by GPU UUID.
+        is_installed: Whether a driver is installed.
     """
 
     NVMLError = NVMLError
@@ -80,12 +80,12 @@ class FakeNvml:
         return uuid
 
     def _nvml_device_get_memory_info(self, handle: str) -> Any:
-        used = sum(held or 0 for held in self._gpus[handle].values())
+        used = sum(used or 0 for used in self._gpus[handle].values())
         return SimpleNamespace(used=used, total=80 * 2**30)
 
     def _nvml_device_get_compute_running_processes(self, handle: str) -> list[Any]:
-        held = self._gpus[handle].items()
-        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in held]
+        processes = self._gpus[handle].items()
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in processes]
 
     def _nvml_device_get_utilization_rates(self, handle: str) -> Any:
         return SimpleNamespace(gpu=97, memory=40)

@@ -1,22 +1,22 @@
-"""A simulated CUDA device: tensors that report `cuda:0`, whose numbers lie on the CPU.
+"""A simulated CUDA device: tensors that report `cuda:0` and store their numbers on the CPU.
 
     with simulated_cuda() as transfers:
         backend.setup(...)          # local_device() is cuda:0
     assert count(transfers, "sync") == ...
 
-What runs inside computes the numbers of the CPU, so that they can be compared with a run outside.
-Every operator is held to the rules of CUDA before it runs:
+Code inside computes the same numbers as on the CPU, so that they can be compared with a run
+outside. Every operator is checked against the rules of CUDA before it runs:
 
-- A tensor on the GPU meets none on the CPU, but for one without dimensions, an index of it, and
-  the other side of `copy_`.
-- It is not converted to numpy, and a generator of the CPU draws nothing on the GPU.
-- Under `torch.use_deterministic_algorithms(True)`, operators without such a kernel raise.
-- Operands of products in float8 have the layouts and sizes that its kernels take.
+- A tensor on the GPU cannot be combined with one on the CPU, except one without dimensions, an
+index of it, and the other side of `copy_`. - It cannot be converted to numpy, and a CPU generator
+cannot sample on the GPU. - Under `torch.use_deterministic_algorithms(True)`, operators without a
+deterministic kernel raise. - Operands of float8 products have the layouts and sizes that CUDA's
+kernels accept.
 
-Host syncs and copies to the GPU are recorded, each with the function of the project that causes it.
+Host syncs and copies to the GPU are recorded, each with the function of the project that caused it.
 
 Not simulated: kernels (so neither FlexAttention nor varlen), their rounding, memory, streams,
-several ranks, speed. A program that runs here has not run on a GPU.
+several ranks, speed. Success here does not mean that a program has run on a GPU.
 """
 
 import sys
@@ -51,52 +51,52 @@ _NONDETERMINISTIC: dict[str, Callable[[Sequence[Any]], bool]] = {
     "nll_loss2d_forward": lambda arguments: True,
     "bincount": lambda arguments: len(arguments) > 1 and arguments[1] is not None,
 }
-"""As `torch.use_deterministic_algorithms` lists them (torch 2.13): for which arguments."""
+"""Listed by `torch.use_deterministic_algorithms` (torch 2.13): conditions on the arguments."""
 
 
 class CudaRuleError(RuntimeError):
-    """What CUDA would have refused."""
+    """CUDA would have refused the operation."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One time that the host waits for the GPU, or that memory is copied to it.
+    """A wait of the host for the GPU, or a copy to its memory.
 
     Attributes:
         kind: `sync`, where the host waits for a result or a copy of it; `upload`; or `pinned`, a
             copy from pinned memory, for which the host does not wait.
-        operator: What caused it.
-        place: File and function of the project, such as `packed.py:_read`.
+        operator: Operator that caused it.
+        location: File and function of the project, such as `packed.py:_read`.
     """
 
     kind: Kind
     operator: str
-    place: str
+    location: str
 
 
 def count(transfers: Iterable[Transfer], kind: Kind, *, outside: str | None = None) -> int:
-    """How many there are of a kind, but for those that a place `outside` causes."""
-    return sum(each.kind == kind and each.place != outside for each in transfers)
+    """Returns the number of transfers of a kind, except those at the location `outside`."""
+    return sum(each.kind == kind and each.location != outside for each in transfers)
 
 
 _TRANSFERS: list[Transfer] = []
 _CREATED_ON: list[torch.device] = []
-"""The device that a call of Python under way was told to create tensors on; innermost last."""
+"""Devices on which the current Python calls create tensors; innermost last."""
 
 
 def _record(kind: Kind, operator: str) -> None:
-    frame, place = sys._getframe(1), "?"
+    frame, location = sys._getframe(1), "?"
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if _PROJECT in path.parts:
-            place = f"{path.name}:{frame.f_code.co_name}"
+            location = f"{path.name}:{frame.f_code.co_name}"
             break
         frame = frame.f_back  # type: ignore[assignment]
-    _TRANSFERS.append(Transfer(kind, operator, place))
+    _TRANSFERS.append(Transfer(kind, operator, location))
 
 
 class SimulatedTensor(torch.Tensor):
-    """A tensor that Python finds on `cuda:0`, and torch's C++ on the CPU."""
+    """A tensor that is on `cuda:0` for Python and on the CPU for torch's C++."""
 
     values: torch.Tensor
 
@@ -167,8 +167,8 @@ class SimulatedTensor(torch.Tensor):
         return _compute(func, args, kwargs or {})
 
 
-def _values(found: Any) -> Any:
-    return found.values if isinstance(found, SimulatedTensor) else found
+def _values(value: Any) -> Any:
+    return value.values if isinstance(value, SimulatedTensor) else value
 
 
 class _Move(torch.autograd.Function):
@@ -193,14 +193,14 @@ def _moved(tensor: torch.Tensor, *, to_cuda: bool, is_pinned: bool = False) -> t
 
 
 def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Runs an operator on the CPU's numbers, after CUDA's rules have been applied."""
+    """Applies CUDA's rules, then runs an operator on the CPU's numbers."""
     name = func._schema.name.removeprefix("aten::")
     leaves = tree_leaves((args, kwargs))
     on_gpu = [each for each in leaves if isinstance(each, SimulatedTensor)]
     if on_gpu:
         _apply_rules(name, args, leaves)
         _record_waits(name, args, kwargs)
-    # C++ says the CPU where it means the device of a tensor that is given.
+    # C++ reports the CPU as the device of existing tensors.
     if name == "_to_copy" and _is_cuda(kwargs.get("device")):
         raise CudaRuleError("a move to the GPU within backward is not simulated")
     to_cuda = bool(on_gpu) or _is_cuda(kwargs.get("device"))
@@ -210,14 +210,14 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         to_cuda = isinstance(args[0], SimulatedTensor)
     options = {key: _values_of_option(key, value) for key, value in kwargs.items()}
     results = func(*tree_map(_values, args), **options)
-    given = {id(each.values): each for each in on_gpu}  # what is changed in place stays itself
+    arguments = {id(each.values): each for each in on_gpu}  # in-place operators return these
 
-    def wrapped(found: Any) -> Any:
-        if not isinstance(found, torch.Tensor) or isinstance(found, SimulatedTensor):
-            return found
-        if id(found) in given:
-            return given[id(found)]
-        return SimulatedTensor(found) if to_cuda and not found.is_meta else found
+    def wrapped(result: Any) -> Any:
+        if not isinstance(result, torch.Tensor) or isinstance(result, SimulatedTensor):
+            return result
+        if id(result) in arguments:
+            return arguments[id(result)]
+        return SimulatedTensor(result) if to_cuda and not result.is_meta else result
 
     return tree_map(wrapped, results)
 
@@ -234,12 +234,12 @@ def _is_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
-def _is_on_cpu(found: Any) -> bool:
+def _is_on_cpu(value: Any) -> bool:
     return (
-        isinstance(found, torch.Tensor)
-        and not isinstance(found, SimulatedTensor)
-        and found.device.type == "cpu"
-        and found.dim() > 0
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, SimulatedTensor)
+        and value.device.type == "cpu"
+        and value.dim() > 0
     )
 
 
@@ -266,7 +266,7 @@ def _apply_rules(name: str, args: Sequence[Any], leaves: Sequence[Any]) -> None:
 
 
 def _refuse_operands(first: torch.Tensor, second: torch.Tensor) -> None:
-    """What CUDA's products in float8 demand, and those of the CPU do not."""
+    """Raises where CUDA's float8 products have requirements that the CPU's do not."""
     if first.stride(1) != 1 or second.stride(0) != 1:
         raise CudaRuleError("_scaled_mm: mat1 must be row major, and mat2 column major")
     if any(size % 16 for size in (first.shape[1], *second.shape)):
@@ -289,14 +289,14 @@ def _record_waits(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
         _record("upload" if isinstance(args[0], SimulatedTensor) else "sync", name)
     elif name in _INDEXED:
         for index in (each for each in args[1] if each is not None):
-            if index.dtype in (torch.bool, torch.uint8):  # CUDA looks for the places that are set
+            if index.dtype in (torch.bool, torch.uint8):  # CUDA looks for the set positions
                 _record("sync", f"{name} by a mask")
             elif _is_on_cpu(index):
                 _record("upload", f"{name} by an index of the CPU")
 
 
 class _Operators(TorchDispatchMode):
-    """Sees every operator, those that have no tensor as an argument too."""
+    """Intercepts every operator, including those without a tensor argument."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -308,10 +308,10 @@ class _Operators(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Sees calls where Python names a device, before C++ looks for it.
+    """Intercepts Python calls that name a device before C++ looks for it.
 
-    Torch takes it away during `backward`: layers that are computed again there may create tensors
-    on the GPU, but what they move to it raises.
+    Torch disables it during `backward`: layers that are recomputed there may create tensors on the
+    GPU, but moving tensors to it raises.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -324,12 +324,12 @@ class _Calls(TorchFunctionMode):
             return pinned
         from_host = func in (torch.tensor, torch.as_tensor)
         if from_host and isinstance(args[0], list | tuple):
-            # Of tensors on the GPU, torch asks for one value at a time.
+            # For tensors on the GPU, torch asks for one value at a time.
             args = (tree_map(_as_number, args[0]), *args[1:])
         if kwargs.get("device") is None or func is torch.load:
             return func(*args, **kwargs)
-        given = kwargs["device"]
-        device = _CUDA if isinstance(given, int) else torch.device(given)
+        device = kwargs["device"]
+        device = _CUDA if isinstance(device, int) else torch.device(device)
         if device.type == "meta":
             return func(*args, **kwargs)
         generator = kwargs.get("generator")
@@ -346,8 +346,8 @@ class _Calls(TorchFunctionMode):
             _CREATED_ON.pop()
 
 
-def _as_number(found: Any) -> Any:
-    return found.item() if isinstance(found, SimulatedTensor) else found
+def _as_number(value: Any) -> Any:
+    return value.item() if isinstance(value, SimulatedTensor) else value
 
 
 def _to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -356,7 +356,7 @@ def _to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     device = {torch.Tensor.cuda: "cuda", torch.Tensor.cpu: "cpu"}.get(func)
     if device is not None:
         return _moved(tensor, to_cuda=device == "cuda")
-    # Of pageable memory it changes nothing.
+    # Does nothing for pageable memory.
     is_pinned = kwargs.pop("non_blocking", False) and getattr(tensor, "is_page_locked", False)
     others: list[Any] = []
     for each in [*rest, kwargs.pop("device", None), kwargs.pop("other", None)]:
@@ -379,7 +379,7 @@ def _to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _replacements(uuid: str) -> Iterator[tuple[Any, str, Any]]:
-    """What torch tells of its devices: an owner, an attribute and its value for the while."""
+    """Yields torch's device queries to replace: an owner, an attribute and its temporary value."""
     cuda = torch.cuda
     properties = SimpleNamespace(
         name="simulated", uuid=uuid, total_memory=80 * 2**30, major=9, minor=0
@@ -396,7 +396,7 @@ def _replacements(uuid: str) -> Iterator[tuple[Any, str, Any]]:
     quiet = ("empty_cache", "ipc_collect", "manual_seed", "manual_seed_all")
     for name in (*quiet, "reset_peak_memory_stats"):
         yield cuda, name, lambda *_: None
-    # For C++ all lies on the CPU, and so does autocast.
+    # For C++ everything is on the CPU, including autocast.
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     start = torch.autocast.__init__
     yield torch, "is_autocast_enabled", lambda kind="cuda": enabled("cpu")
@@ -412,7 +412,7 @@ def _replacements(uuid: str) -> Iterator[tuple[Any, str, Any]]:
 
 
 class _Queue:
-    """A stream or an event of one: all work is done when the call returns."""
+    """A stream or an event: all work is done when the call returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -440,7 +440,7 @@ def _order_of_work() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _groups_over_gloo() -> Iterator[tuple[Any, str, Any]]:
-    """NCCL cannot join without a GPU; the ranks meet on the CPU."""
+    """Replaces NCCL, which needs a GPU, with gloo on the CPU."""
     from torch.distributed import distributed_c10d
 
     join, new = distributed_c10d.init_process_group, distributed_c10d.new_group
@@ -459,18 +459,18 @@ def _groups_over_gloo() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _forget_answers() -> None:
-    """Transformers keeps what it was told of devices."""
-    for name, asked in vars(import_module("transformers.utils.import_utils")).items():
-        if name.startswith("is_torch_") and hasattr(asked, "cache_clear"):
-            asked.cache_clear()
+    """Clears transformers' cached answers about devices."""
+    for name, query in vars(import_module("transformers.utils.import_utils")).items():
+        if name.startswith("is_torch_") and hasattr(query, "cache_clear"):
+            query.cache_clear()
 
 
 @contextmanager
 def simulated_cuda(uuid: str = "simulated") -> Iterator[list[Transfer]]:
-    """Gives this thread a CUDA device within the block; yields its transfers, in their order.
+    """Simulates a CUDA device for this thread within the block; yields its transfers in order.
 
     Args:
-        uuid: By which processes know whether they share the device.
+        uuid: Id of the device; processes with the same id share it.
     """
     for name in _ASK_WHEN_IMPORTED:
         import_module(name)

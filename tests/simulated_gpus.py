@@ -1,8 +1,8 @@
-"""Transports between simulated GPUs of real processes: memory that two of them map, and NCCL.
+"""Transports between simulated GPUs of real processes: shared memory, and NCCL.
 
-The buffers of CUDA IPC lie in anonymous files of the host; NCCL is gloo over the numbers behind the
-tensors. All else is the code that runs on GPUs. Within `simulated_cuda`, tensors report `cuda:0`;
-outside it they are those of the CPU.
+The buffers of CUDA IPC are in anonymous files of the host; NCCL is gloo on the numbers of the
+tensors. Everything else is the code that runs on GPUs. Within `simulated_cuda`, tensors report
+`cuda:0`; outside it they are CPU tensors.
 """
 
 import mmap
@@ -30,11 +30,11 @@ def _on_gpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SimulatedIpc(CudaIpcTransport):
-    """`CudaIpcTransport` over memory of the host.
+    """`CudaIpcTransport` over host memory.
 
     Attributes:
-        most_bytes: Of all buffers that were there at one time.
-        mapped_from: Processes whose memory this one has mapped.
+        most_bytes: Peak size of all buffers that exist at the same time.
+        mapped_from: Ids of processes whose memory this one has mapped.
     """
 
     most_bytes = 0
@@ -48,9 +48,9 @@ class SimulatedIpc(CudaIpcTransport):
         in_use = {buffer.data_ptr() for buffer in getattr(self, "_buffers", [])}
         in_use.add(segment.flat.data_ptr())
         self._segments = {key: each for key, each in self._segments.items() if key in in_use}
-        # The least size of a file is a byte.
-        held = sum(each().flat.nbytes & ~1 for each in self._live if each() is not None)
-        self.most_bytes = max(self.most_bytes, held)
+        # The smallest size of a file is one byte.
+        num_live = sum(each().flat.nbytes & ~1 for each in self._live if each() is not None)
+        self.most_bytes = max(self.most_bytes, num_live)
         return _on_gpu(segment.flat)[:num_bytes]
 
     def own_memory(self, num_bytes: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ class SimulatedIpc(CudaIpcTransport):
 
 
 class _GlooBetweenGpus:
-    """What `NcclTransport` asks of its group."""
+    """Methods of the group that `NcclTransport` uses."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -84,10 +84,10 @@ class _GlooBetweenGpus:
 
 
 class SimulatedNccl(NcclTransport):
-    """`NcclTransport` whose group is gloo's.
+    """`NcclTransport` over a gloo group.
 
     Attributes:
-        most_bytes: Of both buffers.
+        most_bytes: Peak size of both buffers.
     """
 
     most_bytes = 0
@@ -103,7 +103,7 @@ class SimulatedNccl(NcclTransport):
 
 
 def simulate_transports(patch: pytest.MonkeyPatch) -> None:
-    """Has endpoints of this process take the simulated transports, and need no GPU."""
+    """Lets endpoints of this process use the simulated transports without a GPU."""
     patch.setattr(transport_module, "_need_gpu", lambda name: None)
     patch.setitem(transport_module.TRANSPORTS, "cuda_ipc", SimulatedIpc)
     patch.setitem(transport_module.TRANSPORTS, "nccl", SimulatedNccl)

@@ -1,4 +1,4 @@
-"""What tests of whole trainings share: models held against each other, and replays."""
+"""Helpers of tests of complete trainings: comparison of models, and replays."""
 
 import json
 from contextlib import ExitStack
@@ -13,15 +13,15 @@ from nemo_rl_core.data.loader import PromptLoader
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.trainers.base import BaseTrainer
 from nemo_rl_core.trainers.callbacks import Callback
-from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.trainers.fit.fitting import TrainResult
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 
 class CountingPolicy:
-    """A policy of one number, which each training step adds one to.
+    """A policy of one number, to which each training step adds one.
 
-    Stands in for `Policy`, whose workers need Ray; `tests/workflows` kills and resumes real ones.
+    Replaces `Policy`, whose workers need Ray; `tests/workflows` kills and resumes real ones.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class CountingPolicy:
 
 
 class Watch(Callback):
-    """Keeps the number and the figures of every step that is run."""
+    """Records the number and the metrics of every step."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -49,10 +49,10 @@ class Watch(Callback):
 
 
 def replay(trainer: Any, result: TrainResult, records: Path, work: Path) -> list[dict[str, float]]:
-    """Trains again where a run began, on rollouts: no engine runs, and no reward.
+    """Trains again on recorded rollouts from the start of a run, without an engine or a reward.
 
     Returns:
-        The figures of the steps; the model lies in `work`.
+        Metrics of the steps; the model is in `work`.
     """
     read = Manifest.read(result.folder).parents
     parents = {parent.stage: Path(parent.path) for parent in read}
@@ -72,7 +72,7 @@ def replay(trainer: Any, result: TrainResult, records: Path, work: Path) -> list
 
 
 def assert_equal_weights(one: Path, other: Path) -> None:
-    """To the bit, of the models in two folders of trainings."""
+    """Asserts that the models in two training folders are bitwise identical."""
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (one, other))
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
@@ -87,7 +87,7 @@ class AddConfig(LoopConfig):
 
 
 class AddSettings(RolloutSettings):
-    """What a trainer of rewards reads."""
+    """Settings of a trainer of rewards."""
 
     add: AddConfig = AddConfig()
 
@@ -107,7 +107,7 @@ class Total:
 
 
 class AddTrainer(BaseTrainer[AddSettings, AddConfig]):
-    """Adds up the rewards of the rows' own answers: no workers, but a loop, saves and a scorer."""
+    """Adds up the rewards of the rows' answers: no workers, but a loop, saves and a scorer."""
 
     algorithm = "add"
     settings_class = AddSettings

@@ -1,7 +1,8 @@
-"""Tiny models of the causal types of transformers in vLLM, compared with their trainer.
+"""Compares tiny models of the causal types of transformers in vLLM with their trainer.
 
-`python -m tests.type_engines [TYPE ...]` prints the lists of docs/models.md; without types, of all.
-Each type has two processes, as in a run: the trainer sends its weights over a link to the engine.
+`python -m tests.type_engines [TYPE ...]` prints the lists of docs/model-types.md, by default
+of all types.
+Each type has two processes, like a run: the trainer sends its weights to the engine over a link.
 """
 
 import multiprocessing
@@ -26,7 +27,7 @@ from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.local_ranks import run_ranks
-from nemo_rl_core.distributed.weight_sync import LinkSpec
+from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.models.columns import as_training_batch
 from nemo_rl_core.models.generation.engine_environment import engine_environment
@@ -44,15 +45,15 @@ _MOST_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Agreement:
-    """How vLLM computes a type.
+    """Result of comparing vLLM with the trainer for a type.
 
     Attributes:
         kind: The `model_type`.
         errors: The largest difference of logprobs, in nats, with the folder's weights and after
             each update.
         engine: Name of vLLM's class.
-        refused: The error, if either side ends with one.
-        is_named: Whether the error is one of the project's types.
+        refused: Error of either side, or empty.
+        is_named: Whether the error has one of the project's types.
     """
 
     kind: str
@@ -63,19 +64,19 @@ class Agreement:
 
     @property
     def error(self) -> float:
-        """The largest of all differences; infinity for a type that is refused."""
+        """Returns the largest of all differences; infinity for a refused type."""
         return max(self.errors) if not self.refused else float("inf")
 
 
 def agreements(kinds: list[str]) -> list[Agreement | str]:
-    """Returns how vLLM computes each type, or the type if no tiny model of it can be made."""
+    """Compares vLLM and the trainer for each type; returns types without a tiny model as names."""
     results: list[Agreement | str]
     (results,) = run_ranks(lambda: list(_agreements(kinds)), world_size=1)
     return results
 
 
 def _agreements(kinds: list[str]) -> Iterator[Agreement | str]:
-    """In a process of its own, since it imports vLLM once for all."""
+    """Runs in a separate process, since it imports vLLM once for all."""
     warnings.filterwarnings("ignore")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name)
@@ -90,11 +91,11 @@ def _agreements(kinds: list[str]) -> Iterator[Agreement | str]:
             try:
                 tiny_model(kind, is_wide=True).save_pretrained(Path(folder) / "start")
             except Exception:  # noqa: BLE001  (whatever its config refuses)
-                found: Agreement | str = kind
+                result: Agreement | str = kind
             else:
                 save_tokenizer(Path(folder))
-                found = _agreement(kind, Path(folder) / "start")
-        yield found
+                result = _agreement(kind, Path(folder) / "start")
+        yield result
 
 
 def _agreement(kind: str, folder: Path) -> Agreement:
@@ -103,8 +104,8 @@ def _agreement(kind: str, folder: Path) -> Agreement:
     context = multiprocessing.get_context("fork")
     ends, results = context.Pipe(), context.Pipe(duplex=False)
     processes = [
-        context.Process(target=_report, args=(partial(side, folder, link, own), results[1], other))
-        for side, own, other in zip((_train, _generate), ends, reversed(ends), strict=True)
+        context.Process(target=_report, args=(partial(side, folder, link, pipe), results[1], other))
+        for side, pipe, other in zip((_train, _generate), ends, reversed(ends), strict=True)
     ]
     for process in processes:
         process.start()
@@ -117,29 +118,29 @@ def _agreement(kind: str, folder: Path) -> Agreement:
     for process in processes:
         process.kill()
         process.join()
-    # A side that fails breaks off the other one's transfer.
+    # A side that fails interrupts the other one's transfer.
     answers.sort(key=lambda each: not each.get("refused", "Transfer").startswith("Transfer"))
-    found = {name: value for each in answers for name, value in each.items()}
-    if not found:
-        found = {"refused": f"a process died, or took more than {_MOST_SECONDS} s"}
-    return Agreement(kind, **found)
+    fields = {name: value for each in answers for name, value in each.items()}
+    if not fields:
+        fields = {"refused": f"a process died, or took more than {_MOST_SECONDS} s"}
+    return Agreement(kind, **fields)
 
 
 def _report(side: Callable[[], dict[str, Any]], results: Connection, other: Connection) -> None:
     other.close()
     try:
-        found = side()
-    except EOFError:  # the other side has ended, and says why
+        fields = side()
+    except EOFError:  # the other side has ended and reports why
         return
     except BaseException as error:  # noqa: BLE001  (of any type: whatever ends it)
         text = (
             error.in_one_line if isinstance(error, NemoRLError) else f"{error}".partition("\n")[0]
         )
-        found = {
+        fields = {
             "refused": f"{type(error).__name__}: {text}",
             "is_named": isinstance(error, NemoRLError),
         }
-    results.send(found)
+    results.send(fields)
 
 
 def _train(folder: Path, link: LinkSpec, engine: Connection) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def _train(folder: Path, link: LinkSpec, engine: Connection) -> dict[str, Any]:
         if update:
             backend.train_step(make_batch(), NLLLoss())
             backend.send_weights(link, [link])
-        engine.send(backend.get_logprobs(engine.recv()).numpy())  # not its memory, which ends
+        engine.send(backend.get_logprobs(engine.recv()).numpy())  # not its memory, which is freed
     return {}
 
 
@@ -175,15 +176,15 @@ def _generate(folder: Path, link: LinkSpec, trainer: Connection) -> dict[str, An
 
 def main() -> None:
     """Prints the lists."""
-    found = agreements(sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    tried = [each for each in found if isinstance(each, Agreement)]
+    results = agreements(sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    tried = [each for each in results if isinstance(each, Agreement)]
     agreeing = [each for each in tried if not each.refused]
     generic = [each.kind for each in agreeing if each.engine == _GENERIC]
-    own = [each.kind for each in agreeing if each.engine != _GENERIC]
-    unbuilt = [each for each in found if isinstance(each, str)]
+    dedicated = [each.kind for each in agreeing if each.engine != _GENERIC]
+    unbuilt = [each for each in results if isinstance(each, str)]
     write, worst = sys.stdout.write, max(agreeing, key=lambda each: each.error, default=None)
     write(f"{len(agreeing)} of {len(tried)} types agree by the proof; the worst is {worst}\n")
-    write(f"\nClasses of vLLM's own ({len(own)}): {', '.join(own)}.\n")
+    write(f"\nDedicated classes of vLLM ({len(dedicated)}): {', '.join(dedicated)}.\n")
     write(f"\nIts generic class ({len(generic)}): {', '.join(generic)}.\n")
     write(f"\nRefused ({len(tried) - len(agreeing)}):\n")
     for each in tried:

@@ -1,26 +1,31 @@
-"""GRPO whose engine and policy wait in place of computing: loops alone, synchronous and ahead.
+"""GRPO with an engine and a policy that wait instead of computing, synchronous and asynchronous.
 
-The trainers, the stream of rollouts, the draws, scoring and records are the real ones. Nothing
-needs a core, Ray or weights.
+The trainers, rollout streams, draws, scoring and records are the real ones. No cores, Ray or
+weights are needed.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nemo_rl_core.algorithms import AsyncGRPOTrainer, GRPOTrainer
+from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.data.pretrained import decoded, load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.environments.adapt import as_scorer
+from nemo_rl_core.models.generation.remote_completions import RemoteCompletions
+from nemo_rl_core.models.generation.streaming import KeptCompletion
+from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.rollouts.streaming_sampler import StreamingSampler
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.types import Completion
-from tests.benchmarks.beside.inputs import model_folder, prompts, saved
-from tests.benchmarks.beside.rows_step import TEXT_OF_128
+from tests.benchmarks.comparison.inputs import model_folder, prompts, saved
+from tests.benchmarks.comparison.rows_step import TEXT_OF_128
 from tests.training import CountingPolicy
 
 TOKENS = (5, 6, 7, 8)
@@ -28,17 +33,20 @@ LOGPROB = -0.5
 
 
 class WaitingEngine:
-    """Completes what it is asked, step after step, as late as it is told.
+    """Completes requests step by step, each with a fixed delay.
 
     Attributes:
-        seconds: For the completions of one step.
+        seconds: Seconds for the completions of one step.
     """
 
     seconds = 0.5
     num_restarts, agreement, keeps_completions = 0, 1.0, False
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, _: Any, setup: GenerationSetup, **__: Any) -> None:
+        self._text = decoded(load_tokenizer(setup.model_folder), TOKENS)
         self._done_at: dict[int, float] = {}
+        self._prompts: dict[int, list[int]] = {}
+        self._versions: dict[int, int] = {}
         self._busy_until, self._version = 0.0, 0
 
     def update_weights(self, policy: Any, *, weight_version: int = 0, **_: Any) -> None:
@@ -80,38 +88,55 @@ class WaitingEngine:
     ) -> None:
         self._busy_until = max(time.monotonic(), self._busy_until) + self.seconds
         self._done_at |= dict.fromkeys(names, self._busy_until)
+        for row, (name, length) in enumerate(
+            zip(names, requests["input_lengths"].tolist(), strict=True)
+        ):
+            self._prompts[name] = requests["input_ids"][row, :length].tolist()
 
-    def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion]]:
+    def poll(self, *, wait_seconds: float) -> list[tuple[int, KeptCompletion]]:
         next_at = min(self._done_at.values(), default=float("inf"))
         time.sleep(max(0.0, min(next_at - time.monotonic(), wait_seconds)))
         done = [name for name, at in self._done_at.items() if at <= time.monotonic()]
         for name in done:
             del self._done_at[name]
-        logprobs, versions = (LOGPROB,) * len(TOKENS), (self._version,) * len(TOKENS)
-        made = Completion(TOKENS, logprobs, truncated=False, weight_versions=versions)
-        return [(name, made) for name in done]
+            self._versions[name] = self._version
+        size = len(TOKENS)
+        return [
+            (name, KeptCompletion(0, len(self._prompts[name]) + size, size, truncated=False))
+            for name in done
+        ]
+
+    def take_remotely(self, kept: Mapping[int, KeptCompletion]) -> RemoteCompletions:
+        logprobs = (LOGPROB,) * len(TOKENS)
+        completions = [
+            Completion(TOKENS, logprobs, False, (), (self._versions[name],) * len(TOKENS))
+            for name in kept
+        ]
+        prompts = [self._prompts[name] for name in kept]
+        return RemoteCompletions.of(prompts, completions, [self._text] * len(kept), streams=True)
 
 
 class WaitingSampler(Sampler):
-    """Of the synchronous loop."""
+    """Sampler of the synchronous loop."""
 
     _engine_class: Any = WaitingEngine
 
 
 class WaitingStreamingSampler(StreamingSampler):
-    """Of the asynchronous one."""
+    """Sampler of the asynchronous loop."""
 
     _engine_class: Any = WaitingEngine
 
 
 class WaitingPolicy(CountingPolicy):
-    """Takes as long for its optimizer step as it is told.
+    """Waits for a fixed time in each optimizer step.
 
     Attributes:
-        seconds: For one step.
+        seconds: Seconds for one step.
     """
 
     seconds = 0.5
+    compute, splits_steps = CustomPolicyAdapter.compute, False
 
     def get_logprobs(self, batch: BatchedDataDict) -> BatchedDataDict:
         return BatchedDataDict({"logprobs": batch["generation_logprobs"]})
@@ -151,15 +176,15 @@ def run(
     num_steps: int,
     callbacks: Sequence[Callback] = (),
 ) -> None:
-    """A run of one of the loops, with 8 completions a prompt.
+    """Runs one of the loops, with 8 completions per prompt.
 
     Args:
-        kind: Of the loop; `Ahead` and its subclasses have a staleness of 1.
-        folder: Is made.
-        reward: Of the prompts and completions of a step.
-        num_prompts: Of a step.
-        num_steps: Of the run.
-        callbacks: Of the trainer.
+        kind: Class of the loop; `Ahead` and its subclasses have a staleness of 1.
+        folder: Work folder to create.
+        reward: Reward function of the prompts and completions of a step.
+        num_prompts: Prompts per step.
+        num_steps: Steps of the run.
+        callbacks: Callbacks of the trainer.
     """
     model = model_folder(folder, TEXT_OF_128)
     trainer = kind.from_pretrained(

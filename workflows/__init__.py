@@ -1,10 +1,13 @@
-"""The DAGs: one a file, one screen each."""
+"""The pipelines: one workflow per file, each on one screen."""
 
-from tasks.platform import starting
+import sys
+
+from tasks.local_run import starting
 
 starting.begin_for_pyflyte()  # before anything else, which takes seconds to import
 
-from tasks.platform import command_help, run  # noqa: E402
+if "flytekit" in sys.modules:  # not for `nemo-rl`, which imports this package to start quickly
+    from tasks.local_run import command_help, run
 
-command_help.explain_recipes()
-run.install_recording()
+    command_help.patch_recipe_options()
+    run.install_recording()

@@ -1,4 +1,4 @@
-"""What the stages need of a cluster, tried before the first run; `nemo-rl cluster-check` reads it.
+"""Tests what the stages need of a cluster; used by `nemo-rl cluster-check` before the first run.
 
 Checks do not depend on one another, and one that fails ends none of the others.
 """
@@ -14,15 +14,15 @@ from tasks import cluster_check as checks
 def check_cluster(
     cluster: ClusterConfig, key: str, wait_seconds: float = 300.0, autoscaled: bool = False
 ) -> None:
-    """Tries pods, bucket, volume, Ray and notices, all at once.
+    """Tests pods, bucket, volume, Ray and notices, all at once.
 
-    The nodes are called after the names in `tasks/cli/cluster_check.py`.
+    The nodes are named after the names in `tasks/cli/machine/cluster_check.py`.
 
     Args:
-        cluster: Whose shape the RayJobs have.
-        key: Another one each time, for files that two pods know.
-        wait_seconds: How long the pods of the volume wait for each other.
-        autoscaled: Whether machines are added for pods that wait.
+        cluster: Section with the shape of the RayJobs.
+        key: A new value each time, for files that two pods expect.
+        wait_seconds: Time limit for the pods of the volume to see each other.
+        autoscaled: Whether machines are added for waiting pods.
     """
     checks.start_pod().with_overrides(node_name="pods")
     written = checks.write_to_bucket(key=key).with_overrides(node_name="bucket-written")

@@ -1,4 +1,4 @@
-"""How pipelines begin and end."""
+"""Start and end of pipelines."""
 
 from typing import NamedTuple
 
@@ -15,9 +15,8 @@ from tasks.evaluate import evaluate
 from tasks.evaluate_pairs import evaluate_pairs
 from tasks.evaluate_questions import evaluate_questions
 from tasks.export import export as export_model
+from tasks.flyte.local import on_cluster
 from tasks.lineage_report import lineage_report
-from tasks.platform.local import on_cluster
-from tasks.platform.stage import choice
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.promote import promote
@@ -37,20 +36,19 @@ from tasks.recipes.verdict import (
 )
 from tasks.release_cluster import release_cluster
 from tasks.sample_pairs import sample_pairs
+from tasks.stage.stage import dynamic_stage
 from tasks.tokenize_pairs import tokenize_pairs
 from tasks.train_sft import train_sft
 
 
 class Start(NamedTuple):
-    """What the algorithm of a pipeline begins with.
+    """Input of a pipeline's algorithm.
 
     Attributes:
         base: The model before its supervised start.
-        tokenizer: Of all models of the run.
-        train: Rows to train on.
         validation: Rows of the same data set that are never trained on.
-        questions: Rows that models are measured on; None where they are not measured on answers.
-        checkpoint: The model, after its supervised start where the recipe has one.
+        questions: Rows that models are evaluated on; None if they are not evaluated on answers.
+        checkpoint: The model, after its supervised start if the recipe has one.
     """
 
     base: Checkpoint
@@ -62,7 +60,7 @@ class Start(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Outputs of a pipeline that trains; those of an evaluation that is off are None."""
+    """Outputs of a pipeline that trains; those of a disabled evaluation are None."""
 
     model: Checkpoint
     decision: Promotion | None
@@ -78,7 +76,7 @@ class Questions(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """An evaluation, where there is one."""
+    """An evaluation, if there is one."""
 
     report: Evaluation | None
 
@@ -90,34 +88,30 @@ class Judged(NamedTuple):
     after: Evaluation | None
 
 
-def held_out(config: LoopConfig, validation: Dataset) -> dict[str, Dataset]:
-    """The held-out rows as an input of a training stage, which has them only where it validates.
+def validation_input(config: LoopConfig, validation: Dataset) -> dict[str, Dataset]:
+    """Returns the held-out rows as an input of a training stage, only if it validates.
 
-    What a stage does not read must not make it run again.
+    A stage must not run again because of something that it does not read.
     """
     return {"validation": validation} if config.validate_every_num_steps else {}
 
 
-@choice
+@dynamic_stage
 def warm_start(
     config: SFTTaskConfig, base: Checkpoint, train: Dataset, validation: Dataset
 ) -> Checkpoint:
-    """Supervised fine-tuning, where the recipe has it."""
+    """Runs supervised fine-tuning, if the recipe has it."""
     if config.sft is None:
         return base
-    seen = held_out(config.sft, validation)
-    return train_sft.on(config.cluster)(config=config, base=base, train=train, **seen)
+    validation_inputs = validation_input(config.sft, validation)
+    return train_sft.on(config.cluster)(config=config, base=base, train=train, **validation_inputs)
 
 
-@choice
+@dynamic_stage
 def choose_questions(
     config: ChooseQuestionsTaskConfig, tokenizer: Tokenizer, train: Dataset, validation: Dataset
 ) -> Questions:
-    """The rows that a model is measured on: held-out ones, those of another data set, or none.
-
-    Raises:
-        DataError: If the recipe cannot train on the rows.
-    """
+    """Returns the rows that a model is evaluated on: held-out, from another data set, or none."""
     refuse_other_kinds(train.row_kind, config.trains_on)
     if config.reads_validation:
         refuse_other_kinds(validation.row_kind, config.trains_on, part="validation")
@@ -133,18 +127,18 @@ def choose_questions(
     return Questions(None)
 
 
-@choice
+@dynamic_stage
 def measure(
     config: EvaluationTaskConfig | None, checkpoint: Checkpoint, validation: Dataset | None
 ) -> Measured:
-    """An evaluation, on the cluster that the recipe asks for, where there are questions."""
+    """Evaluates on the recipe's cluster, if there are questions."""
     if config is None or validation is None:
         return Measured(None)
-    stage = evaluate.on(config.cluster, config.own_bundles)
+    stage = evaluate.on(config.cluster, config.dedicated_bundles)
     return Measured(stage(config=config, checkpoint=checkpoint, validation=validation))
 
 
-@choice
+@dynamic_stage
 def judge(
     config: VerdictConfig,
     start: Checkpoint,
@@ -153,13 +147,13 @@ def judge(
     questions: Dataset | None,
     rows: Dataset,
 ) -> Judged:
-    """Measures the trained model, and decides on its promotion.
+    """Evaluates the trained model, and decides on its promotion.
 
-    The last stage with workers gives back the cluster that the run's stages have shared.
+    The last stage with workers releases the cluster that the run's stages share.
     """
     decision, after = None, None
     if questions is not None and config.evaluation is not None:
-        after = evaluate.on(config.evaluation.cluster, config.evaluation.own_bundles)(
+        after = evaluate.on(config.evaluation.cluster, config.evaluation.dedicated_bundles)(
             config=config.evaluation, checkpoint=trained, validation=questions
         )
     elif config.pairs is not None:
@@ -186,14 +180,14 @@ def _measure_pairs(
     )
 
 
-@choice
+@dynamic_stage
 def make_pairs(
     config: PairPlan, checkpoint: Checkpoint, tokenizer: Tokenizer, rows: Dataset, iteration: int
 ) -> Dataset:
-    """Preference pairs: those of the data, or out of the checkpoint's own completions."""
+    """Returns preference pairs: those of the data, or from the checkpoint's own completions."""
     if config.rollouts is None:
         return tokenize_pairs(tokenizer=tokenizer, rows=rows)
-    return sample_pairs.on(config.rollouts.cluster, config.rollouts.own_bundles)(
+    return sample_pairs.on(config.rollouts.cluster, config.rollouts.dedicated_bundles)(
         config=config.rollouts, checkpoint=checkpoint, prompts=rows, iteration=iteration
     )
 
@@ -208,7 +202,7 @@ def begin(
     """prepare → SFT."""
     prepared = prepare_model(config=model)
     rows = prepare_data(config=data, tokenizer=prepared.tokenizer)
-    asked = choose_questions(
+    questions_task = choose_questions(
         config=questions,
         tokenizer=prepared.tokenizer,
         train=rows.train,
@@ -217,12 +211,14 @@ def begin(
     checkpoint = warm_start(
         config=sft, base=prepared.base, train=rows.train, validation=rows.validation
     )
-    return Start(prepared.base, prepared.tokenizer, rows.train, rows.validation, asked, checkpoint)
+    return Start(
+        prepared.base, prepared.tokenizer, rows.train, rows.validation, questions_task, checkpoint
+    )
 
 
-@choice
+@dynamic_stage
 def as_transformers(checkpoint: Checkpoint, rows: Dataset) -> Checkpoint:
-    """A checkpoint that Megatron trained, converted with proof; any other as it is."""
+    """Converts a Megatron checkpoint and verifies the result; returns others unchanged."""
     if checkpoint.backend != "megatron":
         return checkpoint
     return convert(config=ProofTaskConfig(), checkpoint=checkpoint, rows=rows)

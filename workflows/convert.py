@@ -1,4 +1,4 @@
-"""A transformers model as a Megatron checkpoint, proven by the way back.
+"""A transformers model as a Megatron checkpoint, verified by converting it back.
 
 `pyflyte run workflows/convert.py convert_model [--config RECIPE]`
 """
@@ -9,11 +9,11 @@ from flytekit import workflow
 
 from tasks.artifacts import Checkpoint
 from tasks.convert import convert
+from tasks.plan_tasks.convert import plan_convert, record_failure
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
-from tasks.recipes import convert as recipes
 from tasks.recipes.common import default_recipe
-from tasks.recipes.convert import ConvertRecipe, plan_convert
+from tasks.recipes.convert import ConvertRecipe
 from tasks.to_megatron import to_megatron
 
 DEFAULT = default_recipe(ConvertRecipe, "convert_arithmetic")
@@ -26,7 +26,7 @@ class Converted(NamedTuple):
     transformers: Checkpoint
 
 
-@workflow(on_failure=recipes.record_failure)
+@workflow(on_failure=record_failure)
 def convert_model(config: ConvertRecipe = DEFAULT) -> Converted:
     """prepare → to Megatron → back, with proof."""
     stages = plan_convert(config=config)

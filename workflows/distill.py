@@ -1,4 +1,4 @@
-"""On-policy distillation: a student learns from a teacher, and is measured against itself.
+"""On-policy distillation: a student learns from a teacher, and is compared with its starting point.
 
 `pyflyte run workflows/distill.py distill [--config workflows/recipes/NAME.yaml]`
 """
@@ -6,22 +6,18 @@
 from flytekit import workflow
 
 from tasks.artifacts import Checkpoint, Dataset
-from tasks.platform.stage import choice
+from tasks.plan_tasks.distillation import plan_distillation, record_failure
 from tasks.prepare_model import prepare_model
-from tasks.recipes import distillation as recipes
 from tasks.recipes.common import default_recipe
-from tasks.recipes.distillation import (
-    DistillationRecipe,
-    DistillationTaskConfig,
-    plan_distillation,
-)
+from tasks.recipes.distillation import DistillationRecipe, DistillationTaskConfig
+from tasks.stage.stage import dynamic_stage
 from tasks.train_student import train_student
-from workflows.common import Outcome, begin, conclude, held_out, measure, warm_start
+from workflows.common import Outcome, begin, conclude, measure, validation_input, warm_start
 
 DEFAULT = default_recipe(DistillationRecipe, "distill_arithmetic")
 
 
-@choice
+@dynamic_stage
 def learn(
     config: DistillationTaskConfig,
     student: Checkpoint,
@@ -29,17 +25,17 @@ def learn(
     train: Dataset,
     validation: Dataset,
 ) -> Checkpoint:
-    """Distillation, with held-out prompts where the recipe validates on the way."""
-    return train_student.on(config.cluster, config.own_bundles)(
+    """Distills, with held-out prompts if the recipe validates during training."""
+    return train_student.on(config.cluster, config.dedicated_bundles)(
         config=config,
         student=student,
         teacher=teacher,
         train=train,
-        **held_out(config.distillation, validation),
+        **validation_input(config.distillation, validation),
     )
 
 
-@workflow(on_failure=recipes.record_failure)
+@workflow(on_failure=record_failure)
 def distill(config: DistillationRecipe = DEFAULT) -> Outcome:
     """prepare → SFT of both → distill → evaluate → promote → export → lineage."""
     stages = plan_distillation(config=config)

@@ -1,4 +1,4 @@
-"""DPO on given pairs or on the policy's own, measured, promoted and exported.
+"""DPO on given pairs or on the policy's own, evaluated, promoted and exported.
 
 `pyflyte run workflows/dpo.py dpo [--config workflows/recipes/NAME.yaml]`
 """
@@ -10,16 +10,16 @@ from flytekit import workflow
 from tasks.artifacts import Checkpoint, Dataset, Tokenizer
 from tasks.cache_reference_logprobs import cache_reference_logprobs
 from tasks.dpo_iteration import dpo_iteration
-from tasks.platform.stage import choice
-from tasks.recipes import dpo as recipes
+from tasks.plan_tasks.dpo import plan_dpo, record_failure
 from tasks.recipes.common import default_recipe
-from tasks.recipes.dpo import DPOIterations, DPORecipe, plan_dpo
+from tasks.recipes.dpo import DPOIterations, DPORecipe
+from tasks.stage.stage import dynamic_stage
 from workflows.common import Outcome, begin, conclude, make_pairs, measure
 
 DEFAULT = default_recipe(DPORecipe, "dpo_arithmetic")
 
 
-@choice
+@dynamic_stage
 def iterate(
     config: DPOIterations,
     start: Checkpoint,
@@ -27,9 +27,9 @@ def iterate(
     train: Dataset,
     validation: Dataset,
 ) -> Checkpoint:
-    """Pairs, the reference's logprobs of them, and training on both, iteration after iteration.
+    """Makes pairs, computes the reference's logprobs, and trains, iteration after iteration.
 
-    The reference is the model that the first iteration begins with, in all of them.
+    The reference is the start of the first iteration, in every iteration.
     """
     checkpoint = start
     for iteration in range(1, config.num_iterations + 1):
@@ -40,9 +40,9 @@ def iterate(
             rows=train,
             iteration=iteration,
         )
-        known: dict[str, Any] = {}
+        optional_inputs: dict[str, Any] = {}
         if config.dpo.dpo.validate_every_num_steps:
-            known["validation"] = make_pairs(
+            optional_inputs["validation"] = make_pairs(
                 config=config.pairs,
                 checkpoint=checkpoint,
                 tokenizer=tokenizer,
@@ -50,7 +50,7 @@ def iterate(
                 iteration=iteration,
             )
         if config.dpo.dpo.needs_reference:
-            known["logprobs"] = cache_reference_logprobs.on(config.reference.cluster)(
+            optional_inputs["logprobs"] = cache_reference_logprobs.on(config.reference.cluster)(
                 config=config.reference, reference=start, pairs=pairs
             )
         checkpoint = dpo_iteration.on(config.dpo.cluster)(
@@ -59,12 +59,12 @@ def iterate(
             reference=start,
             pairs=pairs,
             iteration=iteration,
-            **known,
+            **optional_inputs,
         )
     return checkpoint
 
 
-@workflow(on_failure=recipes.record_failure)
+@workflow(on_failure=record_failure)
 def dpo(config: DPORecipe = DEFAULT) -> Outcome:
     """prepare → SFT → n times (pairs → reference logprobs → DPO) → evaluate → promote → export."""
     stages = plan_dpo(config=config)

@@ -1,4 +1,4 @@
-"""GRPO from nothing to a model that is measured, promoted and exported.
+"""GRPO, from a base model to an evaluated, promoted and exported one.
 
 `pyflyte run workflows/grpo.py grpo [--config workflows/recipes/NAME.yaml]`
 """
@@ -9,16 +9,16 @@ from nemo_rl_core.config.environment import reads_reward_model
 from tasks.artifacts import Checkpoint, Dataset
 from tasks.evaluate import evaluate
 from tasks.grpo_iteration import grpo_iteration
-from tasks.platform.stage import choice
-from tasks.recipes import grpo as recipes
+from tasks.plan_tasks.grpo import plan_grpo, record_failure
 from tasks.recipes.common import EvaluationTaskConfig, default_recipe
-from tasks.recipes.grpo import GRPORecipe, GRPOTaskConfig, plan_grpo
-from workflows.common import Outcome, begin, conclude, held_out, measure
+from tasks.recipes.grpo import GRPORecipe, GRPOTaskConfig
+from tasks.stage.stage import dynamic_stage
+from workflows.common import Outcome, begin, conclude, measure, validation_input
 
 DEFAULT = default_recipe(GRPORecipe, "grpo_arithmetic")
 
 
-@choice
+@dynamic_stage
 def iterate(
     config: GRPOTaskConfig,
     start: Checkpoint,
@@ -27,34 +27,34 @@ def iterate(
     num_iterations: int,
     reward_model: Checkpoint | None = None,
 ) -> Checkpoint:
-    """Iteration after iteration, each cached, each from the checkpoint of the one before."""
-    given = {"reward_model": reward_model} if reads_reward_model(config.environment) else {}
+    """Runs iteration after iteration, each cached, each from the previous checkpoint."""
+    inputs = {"reward_model": reward_model} if reads_reward_model(config.environment) else {}
     checkpoint = start
     for iteration in range(1, num_iterations + 1):
-        checkpoint = grpo_iteration.on(config.cluster, config.own_bundles)(
+        checkpoint = grpo_iteration.on(config.cluster, config.dedicated_bundles)(
             config=config,
             start=checkpoint,
             reference=start,
             train=train,
             iteration=iteration,
-            **given,
-            **held_out(config.grpo, validation),
+            **inputs,
+            **validation_input(config.grpo, validation),
         )
     return checkpoint
 
 
-@choice
+@dynamic_stage
 def measure_base(
     config: EvaluationTaskConfig | None, base: Checkpoint, validation: Dataset | None
 ) -> None:
-    """The model before its supervised start, where the recipe asks for it."""
+    """Evaluates the model before its supervised start, if the recipe says so."""
     if config is not None and validation is not None:
-        evaluate.on(config.cluster, config.own_bundles)(
+        evaluate.on(config.cluster, config.dedicated_bundles)(
             config=config, checkpoint=base, validation=validation
         )
 
 
-@workflow(on_failure=recipes.record_failure)
+@workflow(on_failure=record_failure)
 def grpo(config: GRPORecipe = DEFAULT) -> Outcome:
     """prepare → SFT → GRPO iterations → evaluate → promote → export → lineage."""
     stages = plan_grpo(config=config)

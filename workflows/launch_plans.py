@@ -1,8 +1,8 @@
-"""Examples of what runs by itself on a cluster, and what a service starts by name.
+"""Examples of launch plans that start on a schedule, or that a service starts by name.
 
 `deployment/register.sh` registers them; none is active before `--activate` names it.
-`nemo-rl schedule` registers a launch plan with a recipe of yours. Flyte sends mail to the addresses
-in `NEMO_RL_NOTIFY` at the time of registration.
+`nemo-rl schedule` registers a launch plan for your recipe. Flyte sends mail to the addresses
+that were in `NEMO_RL_NOTIFY` when a plan was registered.
 """
 
 import os
@@ -11,7 +11,7 @@ from flytekit import LaunchPlan
 from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
 
 from nemo_rl_core.telemetry.notices import mail_addresses
-from tasks.platform.schedules import BAD_ENDS, described, mail, on_schedule
+from tasks.flyte.schedules import BAD_ENDS, described, mail, on_schedule
 from workflows.collect_garbage import collect_garbage
 from workflows.convert import DEFAULT as CONVERT
 from workflows.convert import convert_model
@@ -37,7 +37,7 @@ weekly_evaluation = LaunchPlan.create(
     evaluate_model,
     default_inputs={"config": EVALUATE},
     **on_schedule("0 6 * * 1", _TO, *BAD_ENDS),
-    **described("evaluation", "The figures of a model, every Monday at 06:00"),
+    **described("evaluation", "The metrics of a model, every Monday at 06:00"),
 )
 
 weekly_regression_check = LaunchPlan.create(

@@ -1,4 +1,4 @@
-"""A whole post-training in one command: SFT, reward model, DPO, GRPO, evaluation, export.
+"""Complete post-training in one command: SFT, reward model, DPO, GRPO, evaluation, export.
 
 `pyflyte run workflows/post_train.py post_train [--config workflows/recipes/NAME.yaml]`
 """
@@ -8,9 +8,9 @@ from typing import NamedTuple
 from flytekit import workflow
 
 from tasks.artifacts import Checkpoint, Evaluation, Lineage, Promotion
-from tasks.recipes import post_train as recipes
+from tasks.plan_tasks.post_train import plan_post_train, record_failure
 from tasks.recipes.common import default_recipe
-from tasks.recipes.post_train import PostTrainRecipe, plan_post_train
+from tasks.recipes.post_train import PostTrainRecipe
 from workflows import dpo, grpo, reward_model
 from workflows.common import begin, conclude, make_pairs, measure
 
@@ -18,7 +18,7 @@ DEFAULT = default_recipe(PostTrainRecipe, "post_train_arithmetic")
 
 
 class PostTrainOutcome(NamedTuple):
-    """What the pipeline hands on; `before` is measured after SFT, `between` after DPO."""
+    """Outputs of the pipeline; `before` is measured after SFT, `between` after DPO."""
 
     model: Checkpoint
     reward_model: Checkpoint
@@ -30,7 +30,7 @@ class PostTrainOutcome(NamedTuple):
     lineage: Lineage
 
 
-@workflow(on_failure=recipes.record_failure)
+@workflow(on_failure=record_failure)
 def post_train(config: PostTrainRecipe = DEFAULT) -> PostTrainOutcome:
     """prepare → SFT → pairs → reward model → DPO → GRPO → evaluate → promote → export."""
     stages = plan_post_train(config=config)

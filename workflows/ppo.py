@@ -1,4 +1,4 @@
-"""PPO with a critic, from nothing to a model that is measured, promoted and exported.
+"""PPO with a critic, from a base model to an evaluated, promoted and exported one.
 
 `pyflyte run workflows/ppo.py ppo [--config workflows/recipes/NAME.yaml]`
 """
@@ -6,17 +6,17 @@
 from flytekit import workflow
 
 from tasks.artifacts import Checkpoint, Dataset
-from tasks.platform.stage import choice
+from tasks.plan_tasks.ppo import plan_ppo, record_failure
 from tasks.ppo_iteration import ppo_iteration
-from tasks.recipes import ppo as recipes
 from tasks.recipes.common import default_recipe
-from tasks.recipes.ppo import PPORecipe, PPOTaskConfig, plan_ppo
-from workflows.common import Outcome, begin, conclude, held_out, measure
+from tasks.recipes.ppo import PPORecipe, PPOTaskConfig
+from tasks.stage.stage import dynamic_stage
+from workflows.common import Outcome, begin, conclude, measure, validation_input
 
 DEFAULT = default_recipe(PPORecipe, "ppo_arithmetic")
 
 
-@choice
+@dynamic_stage
 def iterate(
     config: PPOTaskConfig,
     start: Checkpoint,
@@ -24,21 +24,21 @@ def iterate(
     validation: Dataset,
     num_iterations: int,
 ) -> Checkpoint:
-    """Iteration after iteration, each cached, policy and critic going on from the one before."""
+    """Runs iteration after iteration, each cached, each from the previous policy and critic."""
     checkpoint = start
     for iteration in range(1, num_iterations + 1):
-        checkpoint = ppo_iteration.on(config.cluster, config.own_bundles)(
+        checkpoint = ppo_iteration.on(config.cluster, config.dedicated_bundles)(
             config=config,
             start=checkpoint,
             reference=start,
             train=train,
             iteration=iteration,
-            **held_out(config.ppo, validation),
+            **validation_input(config.ppo, validation),
         )
     return checkpoint
 
 
-@workflow(on_failure=recipes.record_failure)
+@workflow(on_failure=record_failure)
 def ppo(config: PPORecipe = DEFAULT) -> Outcome:
     """prepare → SFT → PPO iterations → evaluate → promote → export → lineage."""
     stages = plan_ppo(config=config)

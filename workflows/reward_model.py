@@ -1,4 +1,4 @@
-"""A reward model, from preference pairs to its accuracy on pairs that it has not seen.
+"""A reward model, trained on preference pairs and evaluated on held-out ones.
 
 `pyflyte run workflows/reward_model.py reward_model [--config workflows/recipes/NAME.yaml]`
 """
@@ -10,50 +10,51 @@ from flytekit import workflow
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage
 from tasks.evaluate_reward_model import evaluate_reward_model
 from tasks.lineage_report import lineage_report
-from tasks.platform.stage import choice
-from tasks.recipes import reward_model as recipes
+from tasks.plan_tasks.reward_model import plan_reward_model, record_failure
 from tasks.recipes.common import default_recipe
 from tasks.recipes.reward_model import (
     RewardModelEvaluationTaskConfig,
     RewardModelRecipe,
     RewardModelTaskConfig,
-    plan_reward_model,
 )
+from tasks.stage.stage import dynamic_stage
 from tasks.train_reward_model import train_reward_model
-from workflows.common import Measured, begin, held_out, make_pairs
+from workflows.common import Measured, begin, make_pairs, validation_input
 
 DEFAULT = default_recipe(RewardModelRecipe, "reward_model_arithmetic")
 
 
 class RewardModelOutcome(NamedTuple):
-    """What the pipeline hands on."""
+    """Outputs of the pipeline."""
 
     model: Checkpoint
     report: Evaluation | None
     lineage: Lineage
 
 
-@choice
+@dynamic_stage
 def learn(
     config: RewardModelTaskConfig, base: Checkpoint, pairs: Dataset, validation: Dataset
 ) -> Checkpoint:
-    """The reward model, with held-out pairs where the recipe validates on the way."""
-    seen = held_out(config.reward_model, validation)
-    return train_reward_model.on(config.cluster)(config=config, base=base, pairs=pairs, **seen)
+    """Trains the reward model, with held-out pairs if the recipe validates during training."""
+    validation_inputs = validation_input(config.reward_model, validation)
+    return train_reward_model.on(config.cluster)(
+        config=config, base=base, pairs=pairs, **validation_inputs
+    )
 
 
-@choice
+@dynamic_stage
 def measure_reward_model(
     config: RewardModelEvaluationTaskConfig | None, checkpoint: Checkpoint, pairs: Dataset
 ) -> Measured:
-    """An evaluation on pairs, on the cluster that the recipe asks for, where it is not off."""
+    """Evaluates on pairs, on the recipe's cluster, unless evaluation is off."""
     if config is None:
         return Measured(None)
     stage = evaluate_reward_model.on(config.cluster)
     return Measured(stage(config=config, checkpoint=checkpoint, pairs=pairs))
 
 
-@workflow(on_failure=recipes.record_failure)
+@workflow(on_failure=record_failure)
 def reward_model(config: RewardModelRecipe = DEFAULT) -> RewardModelOutcome:
     """prepare → SFT → pairs → reward model → accuracy on held-out pairs → lineage."""
     stages = plan_reward_model(config=config)

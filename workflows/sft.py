@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, measured on prompts with answers, promoted and exported.
+"""Supervised fine-tuning, evaluated on prompts with answers, promoted and exported.
 
 `pyflyte run workflows/sft.py sft [--config workflows/recipes/NAME.yaml]`
 """
@@ -6,37 +6,37 @@
 from flytekit import workflow
 
 from tasks.artifacts import Checkpoint, Dataset
-from tasks.platform.stage import choice
+from tasks.plan_tasks.sft import plan_sft, record_failure
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
-from tasks.recipes import sft as recipes
 from tasks.recipes.common import SFTTaskConfig, default_recipe
-from tasks.recipes.sft import SFTRecipe, plan_sft
+from tasks.recipes.sft import SFTRecipe
+from tasks.stage.stage import dynamic_stage
 from tasks.train_sft import train_sft
-from workflows.common import Outcome, choose_questions, conclude, held_out, measure
+from workflows.common import Outcome, choose_questions, conclude, measure, validation_input
 
 DEFAULT = default_recipe(SFTRecipe, "sft_arithmetic")
 
 
-@choice
+@dynamic_stage
 def tune(
     config: SFTTaskConfig, base: Checkpoint, train: Dataset, validation: Dataset
 ) -> Checkpoint:
-    """Supervised fine-tuning, which validates at least after the last step if rows ask nothing.
+    """Fine-tunes, and validates at least after the last step if the rows have no questions.
 
-    It does so whether `evaluation.data` is given or not, so that adding it does not train again.
+    Validation does not depend on `evaluation.data`, so adding that section does not train again.
     """
     assert config.sft is not None, "the recipe always has the section"
     sft = config.sft
     if sft.validate_every_num_steps is None and "prompts" not in validation.row_kind:
         sft = sft.replace(validate_every_num_steps=sft.num_steps)
-    seen = held_out(sft, validation)
+    validation_inputs = validation_input(sft, validation)
     return train_sft.on(config.cluster)(
-        config=config.replace(sft=sft), base=base, train=train, **seen
+        config=config.replace(sft=sft), base=base, train=train, **validation_inputs
     )
 
 
-@workflow(on_failure=recipes.record_failure)
+@workflow(on_failure=record_failure)
 def sft(config: SFTRecipe = DEFAULT) -> Outcome:
     """prepare → SFT → evaluate → promote → export → lineage."""
     stages = plan_sft(config=config)

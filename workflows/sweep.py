@@ -9,31 +9,31 @@ from flytekit import map_task, workflow
 
 from nemo_rl_core.store.manifest import config_hash
 from tasks.artifacts import Report, Summary
-from tasks.platform.stage import choice
-from tasks.recipes import sweep as recipes
+from tasks.plan_tasks.sweep import plan_sweep, record_failure
 from tasks.recipes.common import default_recipe
-from tasks.recipes.sweep import SweepPlan, SweepRecipe, plan_sweep
+from tasks.recipes.sweep import SweepPlan, SweepRecipe
+from tasks.stage.stage import dynamic_stage
 from tasks.summarize_sweep import summarize_sweep
 from tasks.sweep_point import sweep_point
 from workflows.common import begin
 
 DEFAULT = default_recipe(SweepRecipe, "sweep_arithmetic")
 
-# One task is flytekit's "all must succeed", which gives another type than a share of them: a list
-# without None. A share is rounded up, so that this one is all of them, too.
+# With a ratio of 1, flytekit returns a list without None, unlike with a lower one. The number of
+# tasks that must succeed is rounded up, so this ratio means all of them, too.
 _ALMOST_ALL = 0.999999
 
 
 class Swept(NamedTuple):
-    """What a sweep hands on; a point that failed is None."""
+    """Outputs of a sweep; a point that failed is None."""
 
     summary: Summary
     points: list[Report | None]
 
 
-@choice
+@dynamic_stage
 def run_points(plan: SweepPlan) -> list[Report | None]:
-    """Every point's beginning, equal ones once, and then all points side by side."""
+    """Prepares each distinct start once, and then runs all points in parallel."""
     begun = {}
     starts = []
     for point in plan.points:
@@ -57,7 +57,7 @@ def run_points(plan: SweepPlan) -> list[Report | None]:
     )
 
 
-@workflow(on_failure=recipes.record_failure)
+@workflow(on_failure=record_failure)
 def sweep(config: SweepRecipe = DEFAULT) -> Swept:
     """plan → begin, once for equal ones → points, mapped → summary."""
     plan = plan_sweep(config=config)

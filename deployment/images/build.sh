@@ -3,7 +3,7 @@
 #   deployment/images/build.sh [--missing] [light|laptop|generation|training]... [-- OPTION...]
 # --missing leaves out what the registry has, and pushes what this machine has: a name stands for one content.
 # arguments.txt names the image that they begin with, and what else is another than in their Dockerfiles.
-# DEBIAN_MIRROR, PIP_INDEX_URL and the folder site/ say where packages come from (docs/clusters.md).
+# DEBIAN_MIRROR, PIP_INDEX_URL and the folder site/ say where packages come from (docs/cluster-setup.md).
 # Options after `--` are those of the program that builds: NEMO_RL_BUILDER, else docker, else podman.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -25,7 +25,7 @@ builder=$(command -v ${NEMO_RL_BUILDER:-docker podman} | head -n 1 || true)
 [ -n "$builder" ] ||
   fail "no ${NEMO_RL_BUILDER:-docker and no podman} was found" "install docker or podman"
 [ -x .venv/bin/python ] || fail "there is no .venv, whose Python names the images" "make setup"
-images=$(.venv/bin/python -m tasks.platform.images) # KIND DOCKERFILE NAME [ARGUMENT=VALUE]..., a line each
+images=$(.venv/bin/python -m tasks.pods.images) # KIND DOCKERFILE NAME [ARGUMENT=VALUE]..., a line each
 for kind in "${wanted[@]}"; do
   grep -q "^nemo-rl-$kind " <<< "$images" ||
     fail "there is no image $kind" "take some of $(cut -d ' ' -f 1 <<< "$images" | cut -d - -f 3 | xargs)"

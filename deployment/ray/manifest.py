@@ -1,7 +1,7 @@
-"""A RayCluster for KubeRay of the shapes that stages ask for, to work on without Flyte.
+"""A RayCluster for KubeRay with the shapes of stages, for work without Flyte.
 
-`python deployment/ray/manifest.py node_8gpu > deployment/ray/node_8gpu.yaml` writes the files that
-lie beside this one; `cluster:16` is 16 machines. The image is for `deployment/fill.sh` to fill in.
+`python deployment/ray/manifest.py node_8gpu > deployment/ray/node_8gpu.yaml` writes the files in
+this folder; `cluster:16` has 16 machines. `deployment/fill.sh` fills in the image.
 """
 
 import sys
@@ -10,14 +10,14 @@ from typing import Any
 import yaml
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from tasks.platform.ray_manifest import cluster_spec
-from tasks.platform.ray_stage import RayStage
-from tasks.platform.resources import TRAIN
-from tasks.platform.shapes import shape_of
+from tasks.pods.ray_manifest import cluster_spec
+from tasks.pods.resources import TRAIN
+from tasks.pods.shapes import shape_of
+from tasks.ray_cluster.ray_stage import RayStage
 
 
 def manifest(config: ClusterConfig) -> dict[str, Any]:
-    """The same pods that a stage gets, with an image and the labels that Flyte would add."""
+    """Returns the pods that a stage gets, with an image and the labels that Flyte would add."""
     stage = RayStage(shape_of(config), TRAIN)
     image = "${TRAINING_IMAGE}" if stage.shape.num_gpus else "${LAPTOP_IMAGE}"
     return {
@@ -31,14 +31,14 @@ def manifest(config: ClusterConfig) -> dict[str, Any]:
 
 
 def read_shape(words: str) -> ClusterConfig:
-    """`node_8gpu`, or `cluster:16` for 16 machines of eight GPUs."""
+    """Parses `node_8gpu`, or `cluster:16` for 16 machines with eight GPUs."""
     name, _, num_nodes = words.partition(":")
     sized = {"num_workers": 8 * int(num_nodes)} if num_nodes else {}
     return ClusterConfig.model_validate({"shape": name, **sized})
 
 
 def text(words: str) -> str:
-    """The manifest as a file."""
+    """Returns the manifest as the text of a file."""
     return (
         f"# Written by deployment/ray/manifest.py {words}\n"
         "#   deployment/fill.sh FILE | kubectl apply --namespace NAMESPACE --filename -\n"

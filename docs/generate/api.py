@@ -72,7 +72,7 @@ def pages() -> dict[str, str]:
 
 
 def _described(name: str, seen: set[str]) -> Iterator[str]:
-    """What stands on a page for a package's exports, or for a whole module."""
+    """Yields the lines of a page about a package's exports, or about a full module."""
     module = importlib.import_module(name)
     places = [place for place in _places(module) if place not in seen]
     seen.update(places)
@@ -84,14 +84,14 @@ def _described(name: str, seen: set[str]) -> Iterator[str]:
 
 
 def _places(module: types.ModuleType) -> Iterator[str]:
-    """Where the public names of a module are defined, in its own order."""
+    """Returns where the public names of a module are defined, in the module's order."""
     exported = getattr(module, "__all__", None)
-    own = [
+    defined = [
         name
         for name, value in vars(module).items()
         if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
     ]
-    for name in exported or own:
+    for name in exported or defined:
         yield _place(module, name)
 
 

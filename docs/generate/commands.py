@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import click
 
 from generate.pipelines import Pipeline, pipelines
-from tasks.cli import group
+from workflows.cli import group
 
 FOLDER = "reference/commands"
 

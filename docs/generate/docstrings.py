@@ -1,4 +1,4 @@
-"""What griffe, which reads docstrings for mkdocstrings, is told of this project's style."""
+"""Teaches griffe, which reads docstrings for mkdocstrings, this project's style."""
 
 import re
 from typing import Any

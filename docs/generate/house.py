@@ -4,12 +4,11 @@
     cd docs && ../.venv/bin/python -m generate.house --measures ../
 
 A room is a folder or a single module; its area is its lines, its cells are its files, and a row is
-a layer of import-linter's contract: a room imports only from rows below its own.
+a layer of import-linter's contract: a room imports only from rows below it.
 """
 
 import ast
 import html
-import re
 import statistics
 import subprocess
 import sys
@@ -20,11 +19,7 @@ from pathlib import Path
 
 CORE = "nemo_rl_core"
 WIDTH, HEIGHT, GAP, MARGIN = 1280, 74, 10, 16
-_FOLDERS_OF_A_STEP = (
-    "nemo_rl_core/backends/training/dtensor/",
-    "nemo_rl_core/distributed/weight_sync/",
-)
-COLOURS = ("#dbe7f6", "#e3f0dc", "#fbeacb", "#f3dfe6", "#e5e0f2")
+COLORS = ("#dbe7f6", "#e3f0dc", "#fbeacb", "#f3dfe6", "#e5e0f2")
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,7 @@ class Room:
 
     Attributes:
         name: From the repository, as `tasks/cli` or `store`.
-        lines: Of each file, the longest first.
+        lines: Number of lines of each file, the longest first.
     """
 
     name: str
@@ -50,17 +45,17 @@ def rows(root: Path) -> list[tuple[str, list[Room]]]:
     project = tomllib.loads((root / "pyproject.toml").read_text())
     contracts = project["tool"]["importlinter"]["contracts"]
     (layers,) = (each["layers"] for each in contracts if each["name"] == "Layers of the core")
-    found = [("workflows", [_room(root, "workflows")]), ("tasks", _rooms_of_tasks(root))]
+    rows = [("workflows", [_room(root, "workflows")]), ("tasks", _rooms_of_tasks(root))]
     for layer in layers:
         names = [name.strip() for name in layer.split("|")]
-        found.append((layer, [_room(root / CORE, name) for name in names]))
-    return found
+        rows.append((layer, [_room(root / CORE, name) for name in names]))
+    return rows
 
 
 def _rooms_of_tasks(root: Path) -> list[Room]:
     inner = sorted(path.parent.name for path in (root / "tasks").glob("*/__init__.py"))
-    own = [_num_lines(path) for path in (root / "tasks").glob("*.py")]
-    stages = Room("tasks", tuple(sorted(own, reverse=True)))
+    sizes = [_num_lines(path) for path in (root / "tasks").glob("*.py")]
+    stages = Room("tasks", tuple(sorted(sizes, reverse=True)))
     return [stages, *(_room(root / "tasks", name, prefix="tasks/") for name in inner)]
 
 
@@ -92,7 +87,7 @@ def picture(root: Path) -> str:
         x, y = float(MARGIN), MARGIN + number * (HEIGHT + GAP)
         for room in rooms:
             width = max(room.total * scale, 4.0)
-            parts += _drawn(room, x, y, width, COLOURS[number % len(COLOURS)])
+            parts += _drawn(room, x, y, width, COLORS[number % len(COLORS)])
             x += max(width, 7.5 * len(_label(room))) + GAP
     return "\n".join([*parts, "</svg>\n"])
 
@@ -101,13 +96,13 @@ def _label(room: Room) -> str:
     return f"{room.name} {room.total:,}"
 
 
-def _drawn(room: Room, x: float, y: float, width: float, colour: str) -> Iterable[str]:
-    """A room with a cell a file: columns are as wide as the files in them are long."""
+def _drawn(room: Room, x: float, y: float, width: float, color: str) -> Iterable[str]:
+    """Draws a package with one cell per file; longer files have wider columns."""
     top, height = y + 20, HEIGHT - 20
     yield f'<text x="{x:.1f}" y="{y + 14}">{html.escape(_label(room))}</text>'
     yield (
         f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{height}" '
-        f'fill="{colour}" stroke="#444444"/>'
+        f'fill="{color}" stroke="#444444"/>'
     )
     for cell in _cells(room.lines, x, top, width, height):
         left, upper, wide, high = cell
@@ -163,32 +158,7 @@ def measures(root: Path) -> dict[str, str]:
         "public names, of which in two places": (
             f"{len(set(public)):,}, {sum(public.count(name) > 1 for name in set(public))}"
         ),
-        "files that a GRPO step enters from the command on, as listed below": (
-            str(len(files_of_a_step(root)))
-        ),
     }
-
-
-def files_of_a_step(root: Path) -> set[str]:
-    """Files that `docs/architecture.md` names on the way of one GRPO step.
-
-    A name without a folder is that of a file in the folder of the worker or of `weight_sync`; a
-    folder is none of its files.
-
-    Raises:
-        ValueError: If a named file does not exist.
-    """
-    page = root / "docs" / "architecture.md"
-    text = page.read_text() if page.is_file() else ""  # an older commit has none
-    section = text.partition("## One GRPO step")[2].partition("\n## ")[0]
-    found = set()
-    for name in re.findall(r"`([\w/]+\.py)`", section):
-        folders = ("", *_FOLDERS_OF_A_STEP) if "/" not in name else ("",)
-        at = [folder + name for folder in folders if (root / folder / name).is_file()]
-        if len(at) != 1:
-            raise ValueError(f"docs/architecture.md names {name}, which is {at or 'nowhere'}")
-        found.add(at[0])
-    return found
 
 
 def _spread(values: Sequence[int], percents: Iterable[int]) -> str:

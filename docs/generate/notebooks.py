@@ -41,13 +41,13 @@ def execute(store: Path) -> dict[str, Any]:
     from nbclient import NotebookClient
 
     environment = {**os.environ, "NEMO_RL_HOME": str(store), "PYTHONPATH": str(REPOSITORY)}
-    found = {}
+    notebooks = {}
     for name in NAMES:
         notebook = nbformat.read(_file(name), 4)  # type: ignore[no-untyped-call]
         client = NotebookClient(notebook, timeout=_SECONDS, kernel_name="python3")
         client.execute(env=environment, cwd=str(store))
-        found[name] = notebook
-    return found
+        notebooks[name] = notebook
+    return notebooks
 
 
 def store_outputs(notebooks: dict[str, Any], store: Path) -> None:

@@ -21,7 +21,7 @@ class Pipeline:
         function: The workflow's function.
         file: The file that holds it, below the repository.
         recipe: The class of its argument `config`.
-        default: The recipe of `workflows/recipes` that runs where none is given.
+        default: The recipe of `workflows/recipes` that runs where none is config.
         stages: The first line of its docstring.
     """
 
@@ -40,21 +40,21 @@ class Pipeline:
 
 def pipelines() -> list[Pipeline]:
     """Every pipeline that has a default recipe, by file."""
-    found = []
+    pipelines = []
     for path in sorted((REPOSITORY / "workflows").glob("*.py")):
         module = importlib.import_module(f"workflows.{path.stem}")
         default = getattr(module, "DEFAULT", None)
         if isinstance(default, Recipe):
-            found.append(_pipeline(f"workflows/{path.name}", vars(module), default))
-    return found
+            pipelines.append(_pipeline(f"workflows/{path.name}", vars(module), default))
+    return pipelines
 
 
 def _pipeline(file: str, names: dict[str, Any], default: Recipe) -> Pipeline:
     for value in names.values():
         if not isinstance(value, PythonFunctionWorkflow):
             continue
-        given = value.python_interface.inputs_with_defaults.get("config")
-        if given is not None and given[1] is default:
+        config = value.python_interface.inputs_with_defaults.get("config")
+        if config is not None and config[1] is default:
             return Pipeline(
                 name=Path(file).stem,
                 function=value.short_name,

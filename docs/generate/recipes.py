@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from generate.pipelines import Pipeline, pipelines
 from generate.schema import Key, Table, keys_of, tables
+from nemo_rl_core.algorithms.declarations import ALGORITHMS
 from nemo_rl_core.config.defaults import (
-    LEARNING_RATES,
     DefaultsContext,
     defaults_of_pretrained,
 )
@@ -110,13 +110,15 @@ def _index(reference: Reference) -> str:
     rows = []
     for pipeline in reference.pipelines:
         keys = reference.top[pipeline.name].values()
-        own = ", ".join(_link(reference, key) for key in keys if key.path not in common)
-        rows.append(f"| `{pipeline.name}` | {pipeline.stages} | `{pipeline.default}` | {own} |")
+        separate_keys = ", ".join(_link(reference, key) for key in keys if key.path not in common)
+        rows.append(
+            f"| `{pipeline.name}` | {pipeline.stages} | `{pipeline.default}` | {separate_keys} |"
+        )
     heads = ["| pipeline | stages | default recipe | keys of its own |", "|---|---|---|---|"]
     parts = [
         "# Recipes",
         "A recipe is a YAML file with only what differs from the defaults below. The key `recipe` "
-        "names another recipe to begin with: one of `workflows/recipes` by its name, or a file. An "
+        "names a base recipe: one of `workflows/recipes` by its name, or a file. An "
         "unknown key is refused. These pages are generated from the classes that read a recipe.",
         "A default of `{}` is a section with its own defaults; `{kind: NAME}` names the variant "
         "of the section that is the default. Where a "
@@ -201,9 +203,9 @@ def _table(reference: Reference, keys: Sequence[Key], here: str) -> str:
 def _defaults_of_pretrained() -> dict[str, object]:
     """Defaults by key that a pretrained model has, where they differ from those of the classes."""
     filled: dict[str, object] = {}
-    for section in LEARNING_RATES:
+    for algorithm in ALGORITHMS.values():
         filled |= defaults_of_pretrained(
-            {}, section=section, samples=True, context=DefaultsContext()
+            {}, algorithm=algorithm, samples=True, context=DefaultsContext()
         )
     # Of a machine without GPUs; a recipe of any machine records `auto`.
     del filled["dtype"]

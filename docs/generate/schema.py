@@ -23,10 +23,10 @@ class Key:
     """One key of a recipe.
 
     Attributes:
-        path: Where it stands, as `grpo.loss.clip_low`; `[]` stands for each item of a list.
+        path: Path of the key, such as `grpo.loss.clip_low`; `[]` means each item of a list.
         type_name: The type as text.
-        default: As YAML.
-        unit: What a number counts, or nothing.
+        default: The default as YAML.
+        unit: Unit of a number; empty if there is none.
         meaning: From the docstring; empty where there is none.
         variants: The classes of a section, none for a plain value.
     """
@@ -44,7 +44,7 @@ class Table:
     """The keys of one variant of a section, or those that all variants have.
 
     Attributes:
-        path: Of the section.
+        path: Path of the section.
         tag: The key and the value that choose the variant, if there are several.
         about: The class's docstring without its sections.
         keys: In the order of the class.
@@ -65,7 +65,7 @@ def about(kind: type[BaseModel]) -> str:
 
 
 def meaning(kind: type[BaseModel], name: str) -> str:
-    """What a key of a class means, on one line; empty where nothing says it."""
+    """Returns the meaning of a key on one line; empty if no docstring has it."""
     for each in kind.__mro__:
         if issubclass(each, BaseModel) and name in _attributes(each):
             return _attributes(each)[name]
@@ -93,7 +93,7 @@ def tables(path: str, kinds: tuple[type[BaseModel], ...]) -> list[Table]:
     """The tables of one section: of one class, or what its variants share and then each variant.
 
     Args:
-        path: Of the section.
+        path: Path of the section.
         kinds: Its variants.
     """
     if len(kinds) == 1:
@@ -102,10 +102,10 @@ def tables(path: str, kinds: tuple[type[BaseModel], ...]) -> list[Table]:
     each = [Table(path, tag(kind), about(kind), _keys(path, kind)) for kind in kinds]
     shared = [key for key in each[0].keys if all(key in table.keys for table in each)]
     common = Table(path, None, "", tuple(shared))
-    own = [
+    variants = [
         Table(path, t.tag, t.about, tuple(key for key in t.keys if key not in shared)) for t in each
     ]
-    return [common, *own]
+    return [common, *variants]
 
 
 def _line(kind: type[BaseModel]) -> Sequence[type[BaseModel]]:

@@ -55,11 +55,10 @@ def tag(kind: type[BaseModel]) -> tuple[str, str] | None:
 
 
 def unit(name: str) -> str:
-    """What a field counts, from its name; empty where it is a plain number or no number."""
+    """Returns the unit of a field from its name; empty for plain numbers and other types."""
     for pattern, words in _UNITS:
-        found = re.search(pattern, name)
-        if found:
-            return found.expand(words)
+        if match := re.search(pattern, name):
+            return match.expand(words)
     counted = re.match(r"num_(?:\w*_)??([a-z]+(?:_per_\w+)?)$", name)
     return counted[1].replace("_", " ") if counted else ""
 
@@ -89,8 +88,8 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """A type as text, in code font: ``integer ≥ 1, or `null` ``.
 
     Args:
-        annotation: As pydantic keeps it.
-        metadata: The constraints that stand beside it.
+        annotation: Annotation of a pydantic field.
+        metadata: Constraints of the field.
     """
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)

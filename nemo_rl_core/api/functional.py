@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from nemo_rl_core.algorithms.declarations import ALGORITHMS
 from nemo_rl_core.algorithms.grpo.presets import PRESETS
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.registry import Registry
@@ -11,19 +12,17 @@ from nemo_rl_core.trainers.base import BaseTrainer
 _ALGORITHM_REGISTRY: Registry[BaseTrainer[Any, Any]] = Registry(
     "algorithm",
     {
-        "sft": "nemo_rl_core.algorithms.sft.trainer:SFTTrainer",
-        "dpo": "nemo_rl_core.algorithms.dpo.trainer:DPOTrainer",
-        "reward_model": "nemo_rl_core.algorithms.reward_model.trainer:RewardModelTrainer",
-        "grpo": "nemo_rl_core.algorithms.grpo.trainer:GRPOTrainer",
+        **{
+            name: f"nemo_rl_core.algorithms.{name}.trainer:{algorithm.trainer}"
+            for name, algorithm in ALGORITHMS.items()
+        },
         "async_grpo": "nemo_rl_core.algorithms.grpo.asynchronous:AsyncGRPOTrainer",
-        "ppo": "nemo_rl_core.algorithms.ppo.trainer:PPOTrainer",
-        "distillation": "nemo_rl_core.algorithms.distillation.trainer:DistillationTrainer",
     },
 )
 register_algorithm = _ALGORITHM_REGISTRY.register
-"""Registers a trainer class under a name: a decorator."""
+"""Decorator that registers a trainer class under a name."""
 get_algorithm = _ALGORITHM_REGISTRY.get
-"""The trainer class of a name; an unknown name raises `ConfigError` with the choices."""
+"""Returns the trainer class of a name; raises `ConfigError` with the choices if unknown."""
 
 _LINES = {
     **{
@@ -35,25 +34,20 @@ _LINES = {
     "gkd": 'algorithm="distillation"',
     "reinforce++": 'algorithm="reinforce_plus_plus"',
 }
-"""What to write for an algorithm that is a variant of another, or has another name."""
+"""Replacements for names of variants and for other names of algorithms."""
 
 
 class NamedAlgorithm(NamedTuple):
-    """A trainer, and the settings by name that its name stands for with those that were given."""
+    """A trainer, and settings by name including those of the preset."""
 
     trainer: type[BaseTrainer[Any, Any]]
     overrides: dict[str, Any]
 
 
 def algorithm_named(name: str, overrides: Mapping[str, Any]) -> NamedAlgorithm:
-    """The algorithm that a user names: any case, and presets of GRPO by their own names.
+    """Looks up an algorithm or a preset of GRPO by name, in any case.
 
-    Args:
-        name: Such as `sft`, `GRPO` or `rloo`.
-        overrides: Settings by name.
-
-    Raises:
-        ConfigError: If there is none, with the line to write where another name is clearly meant.
+    An error for an unknown name has the line to write if the intent is clear.
     """
     plain = name.lower().replace("-", "_")
     if _ALGORITHM_REGISTRY.reference(name) is None and plain != name:
@@ -61,7 +55,7 @@ def algorithm_named(name: str, overrides: Mapping[str, Any]) -> NamedAlgorithm:
     if _ALGORITHM_REGISTRY.reference(name) is None and name in PRESETS:
         if "preset" in overrides:
             raise ConfigError(
-                f"the algorithm {name!r} is a preset of GRPO, and preset is given too",
+                f"the algorithm {name!r} is a preset of GRPO, but preset is also given",
                 got=f"algorithm={name!r}, preset={overrides['preset']!r}",
                 fix=f"leave preset out, or write algorithm='grpo', preset={overrides['preset']!r}",
             )

@@ -1,4 +1,4 @@
-"""`train`: a model, data, and a reward, if the algorithm takes one."""
+"""`train`: trains a model on data, with a reward if the algorithm uses one."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,11 +9,11 @@ from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.trainers.callbacks import Callback
-from nemo_rl_core.trainers.fitting import TrainResult
-from nemo_rl_core.trainers.peer_calls import FIT_ARGUMENTS
+from nemo_rl_core.trainers.fit.fitting import TrainResult
+from nemo_rl_core.trainers.fit.peer_calls import FIT_ARGUMENTS
 
 
-def train(  # noqa: PLR0913 (all that a run is made of)
+def train(  # noqa: PLR0913 (all parts of a run)
     model: str | Path | ModelConfig,
     dataset: Any = None,
     *,
@@ -32,27 +32,27 @@ def train(  # noqa: PLR0913 (all that a run is made of)
     Args:
         model: A hub name, a folder in the transformers layout, or the config of a model.
         dataset: A hub name, a file or folder, a list of dicts, a `datasets.Dataset`.
-        reward_fn: A function of `completion` and what it names of the row (`prompt`, `answer`,
-            `metadata`, any column), one of lists of these, a list of such functions, or an
+        reward_fn: A function of `completion` and of columns of the row by name (`prompt`, `answer`,
+            `metadata`, any other), a function of lists of these, a list of such functions, or an
             environment.
-        reward_weights: Of the functions of a list; None weighs each by 1.
-        algorithm: Its name, or that of a preset of GRPO, such as `rloo`; an unknown one lists the
-            choices.
-        validation: Rows that are never trained on; None holds some of `dataset` out.
-        reference: The reference or teacher; None takes the model itself.
+        reward_weights: Weights of a list of functions; None weighs each by 1.
+        algorithm: Name of an algorithm or of a preset of GRPO, such as `rloo`; the error for an
+            unknown name lists the choices.
+        validation: Rows that are never trained on; None splits some off `dataset`.
+        reference: The reference or teacher model; None uses the model itself.
         callbacks: Called in order at each hook.
-        name: Of the run: an interrupted one of the same name and inputs is continued.
-        tracking: Trackers besides the run's record; see `BaseTrainer.fit`.
-        **overrides: `train_dataset`, `eval_dataset` and `reward_funcs` as TRL calls them; how the
-            data's columns are read (`columns`, `answer_pattern`, `format`, `system_prompt`,
+        name: Name of the run; an interrupted run of the same name and inputs is continued.
+        tracking: Trackers in addition to the run's record; see `BaseTrainer.fit`.
+        **overrides: `train_dataset`, `eval_dataset` and `reward_funcs`, the same as in TRL; options
+            for reading the data's columns (`columns`, `answer_pattern`, `format`, `system_prompt`,
             `prompt_template`, `drop_columns`, `task`: see `DataModule.of`); and settings by name:
             see `BaseTrainer.from_pretrained`.
 
     Returns:
-        The history of metrics, the checkpoint, and where it came from.
+        The metrics, the checkpoint and its lineage.
 
     Raises:
-        NemoRLError: For what cannot be used, before any worker starts.
+        NemoRLError: For unusable inputs, before any worker starts.
 
     Example:
         >>> result = train(                                                  # doctest: +SKIP
@@ -62,9 +62,9 @@ def train(  # noqa: PLR0913 (all that a run is made of)
         ... )
     """
     of_fit = RowFormat.accepted_keys() | set(FIT_ARGUMENTS)
-    given = {key: overrides.pop(key) for key in of_fit & overrides.keys()}
-    found = algorithm_named(algorithm, overrides)
-    trainer = found.trainer.from_pretrained(model, **found.overrides)
+    options = {key: overrides.pop(key) for key in of_fit & overrides.keys()}
+    chosen = algorithm_named(algorithm, overrides)
+    trainer = chosen.trainer.from_pretrained(model, **chosen.overrides)
     return trainer.fit(
         dataset,
         reward_fn=reward_fn,
@@ -74,5 +74,5 @@ def train(  # noqa: PLR0913 (all that a run is made of)
         callbacks=callbacks,
         name=name,
         tracking=tracking,
-        **given,
+        **options,
     )

@@ -1,4 +1,4 @@
-"""Backends by name, ready to be set up."""
+"""Creation of backends by name."""
 
 from typing import Any
 
@@ -15,24 +15,24 @@ from nemo_rl_core.backends.training.base import (
 
 
 class BackendFactory:
-    """Makes a backend in this process; workers make theirs themselves."""
+    """Creates backends in this process; workers create their own."""
 
     @staticmethod
     def training(name: str, setup: TrainingSetup | None = None) -> TrainingBackend:
-        """A training backend.
+        """Returns a training backend.
 
         Args:
-            name: As it is registered.
-            setup: With which it is set up; None leaves that to the caller.
+            name: The name it is registered under.
+            setup: Arguments of its `setup`; None if the caller sets it up.
 
         Raises:
-            ConfigError: If there is none of that name; lists the choices.
+            ConfigError: If no backend has that name; lists the choices.
         """
         return _made(get_training_backend(name), setup)  # type: ignore[no-any-return]
 
     @staticmethod
     def generation(name: str, setup: GenerationSetup | None = None) -> GenerationBackend:
-        """A generation backend; arguments and errors as those of `training`."""
+        """Returns a generation backend; arguments and errors are those of `training`."""
         return _made(get_generation_backend(name), setup)  # type: ignore[no-any-return]
 
 

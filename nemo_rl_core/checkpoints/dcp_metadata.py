@@ -1,8 +1,4 @@
-"""Safe reading of the metadata of a `torch.distributed.checkpoint` folder, which is a pickle.
-
-Torch unpickles `.metadata` without restriction. It is unpickled here first, with an allowlist of
-classes.
-"""
+"""Reads a `torch.distributed.checkpoint` folder's metadata; unpickles only allowed classes."""
 
 import pickle
 from enum import Enum
@@ -59,16 +55,14 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
-        is_type_of_tensor = module == "torch" and isinstance(
-            getattr(torch, name, None), torch.dtype
-        )
-        if not is_type_of_tensor and (module, name) not in self._ALLOWED:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in self._ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
 
 
 def _member(owner: Any, name: str) -> Enum:
-    """A member of an enum by its name, as Python 3.11 pickles it before 3.11.4."""
+    """Returns an enum member by name, which Python before 3.11.4 pickles as a `getattr` call."""
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
-    raise pickle.UnpicklingError(f"it reads an attribute {name!r} that is no member of an enum")
+    raise pickle.UnpicklingError(f"it reads an attribute {name!r} that is not a member of an enum")

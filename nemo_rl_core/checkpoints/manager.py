@@ -1,8 +1,4 @@
-"""Checkpoints that survive a kill at any moment.
-
-One process at a time saves to, or recovers from, a checkpoint folder: the store's lock on the
-stage's work folder sees to that.
-"""
+"""Checkpoints that survive a kill at any moment; the store's lock admits one process at a time."""
 
 import json
 import logging
@@ -24,27 +20,21 @@ from nemo_rl_core.store.paths import resolve_below
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-# Not one of the leftovers that `files` may sweep: until recovered it can be the only whole copy.
+# `files` must not sweep it as a leftover: until recovered it can be the only complete copy.
 _OLD = ".old~"
 
 
 def save_atomic(folder: Path, write: Callable[[Path], None]) -> None:
-    """Makes `folder` hold what `write` writes; killed at any moment, it holds old or new in whole.
+    """Creates or replaces a folder; after a kill it has either its old or its new content.
 
-    Replacing takes two renames, old out of the way and new in its place. After a kill between the
-    two the old one lies beside; `recover` (which every save calls first) puts it back.
-
-    Args:
-        folder: The folder to make or to replace.
-        write: Gets an empty folder to fill.
-
-    Raises:
-        StoreError: If the disk refuses. Whatever `write` raises passes. The old folder then stays.
+    The new content is written into a staging folder. Replacing takes two renames: the old folder
+    gets a different name, then the staging folder takes its name. After a kill in between,
+    `recover` (which every save calls first) renames the old one back.
     """
-    aside = _begin(folder)
+    staging = _begin(folder)
     try:
         with files.storage_errors(folder):
-            write(aside)
+            write(staging)
             _replace(folder)
     except BaseException:
         _abandon(folder)
@@ -52,45 +42,45 @@ def save_atomic(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def _begin(folder: Path) -> Path:
-    aside = _aside(folder)
+    staging = _staging(folder)
     with files.storage_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         recover(folder)
-        aside.mkdir()
-    return aside
+        staging.mkdir()
+    return staging
 
 
 def _replace(folder: Path, *, synced: Collection[str] = ()) -> None:
-    aside, old = _aside(folder), _old(folder)
-    files.fsync_tree(aside, synced=synced)
+    staging, old = _staging(folder), _old(folder)
+    files.fsync_tree(staging, synced=synced)
     if folder.exists():
         folder.rename(old)
-    aside.rename(folder)
+    staging.rename(folder)
     files.fsync(folder.parent)
     if old.exists():
         files.discard(old)
 
 
 def _abandon(folder: Path) -> None:
-    shutil.rmtree(_aside(folder), ignore_errors=True)
+    shutil.rmtree(_staging(folder), ignore_errors=True)
     recover(folder)
 
 
 def recover(folder: Path) -> None:
-    """Tidies up after a killed `save_atomic`: puts an old folder back unless the new one is there.
+    """Cleans up after a killed `save_atomic`; restores the old folder if the new one is missing.
 
-    Call it before reading a folder that `save_atomic` wrote. Does nothing after a clean save.
+    Call it before reading a folder that `save_atomic` wrote. Does nothing after a complete save.
     """
-    aside, old = _aside(folder), _old(folder)
+    staging, old = _staging(folder), _old(folder)
     if old.exists():
         if folder.exists():
             files.discard(old)
         else:
             old.rename(folder)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(staging, ignore_errors=True)
 
 
-def _aside(folder: Path) -> Path:
+def _staging(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.new{files.ASIDE}")
 
 
@@ -100,64 +90,50 @@ def _old(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class PublishedSave:
-    """A checkpoint that is one of the run's from now on.
-
-    Attributes:
-        folder: Where it lies.
-        written: What its writers have said of files that they wrote, by relative path.
-    """
+    """A published checkpoint, and the digests of files that its writers reported."""
 
     folder: Path
     written: Mapping[str, WrittenFile]
 
 
-_told: list[Callable[[PublishedSave], None]] = []
+_callbacks: list[Callable[[PublishedSave], None]] = []
 _checked: set[Path] = set()
 
 
 @contextmanager
-def after_each_save(tell: Callable[[PublishedSave], None]) -> Iterator[None]:
-    """Calls `tell` after every checkpoint that a manager of this process publishes meanwhile.
+def after_each_save(callback: Callable[[PublishedSave], None]) -> Iterator[None]:
+    """Calls `callback` after every checkpoint that a manager of this process publishes.
 
-    In the thread that publishes: the next checkpoint is begun when `tell` has returned, and an
-    error of it is one of the save.
+    The callback runs in the publishing thread: the next checkpoint starts when it has returned, and
+    its errors are errors of the save.
     """
-    _told.append(tell)
+    _callbacks.append(callback)
     try:
         yield
     finally:
-        _told.remove(tell)
+        _callbacks.remove(callback)
 
 
 def trust(checkpoint: Path) -> None:
-    """Spares this process the digests of a checkpoint's files, which were compared just now."""
+    """Skips comparing a checkpoint's digests in this process, because they were just compared."""
     _checked.add(checkpoint.resolve())
 
 
 class BackgroundWriter(Protocol):
-    """Writes a checkpoint while training goes on."""
+    """Writes a checkpoint while training continues."""
 
     def start_checkpoint(self, path: Path) -> None:
-        """Begins to write a copy of the state into an existing empty folder."""
-        ...
+        """Starts writing a copy of the state into an existing empty folder."""
 
     def checkpoint_is_written(self) -> bool:
         """Whether `finish_checkpoint` would not have to wait."""
-        ...
 
     def finish_checkpoint(self) -> Mapping[str, WrittenFile] | None:
-        """Waits until the folder is whole; raises what writing it has raised.
-
-        Returns:
-            Files whose digests are known, by relative path; the manager hashes the others.
-        """
-        ...
+        """Waits until the folder is complete; returns the digests that are known."""
 
 
 @dataclass(frozen=True)
-class _WrittenAtOnce:
-    """A writer that is done when it has started."""
-
+class _SynchronousWriter:
     write: Callable[[Path], None]
 
     def start_checkpoint(self, path: Path) -> None:
@@ -171,21 +147,10 @@ class _WrittenAtOnce:
 
 
 class PendingSave:
-    """A checkpoint that is being saved: written, then published, both in the background.
+    """A checkpoint that is written, then published, both in the background.
 
-    To publish is to hash and sync its files and to give it its name. Before that older checkpoints
-    stay as they are; if anything fails they stay, and what was written is removed.
-
-    Args:
-        step: The checkpoint's.
-        folder: Its name when it is published.
-        writer: Writes its files.
-        publish: Publishes it, given what the writer has said of its files; called in a thread.
-
-    Attributes:
-        step: As given.
-        folder: As given.
-        has_ended: Whether it was published or has failed.
+    Publishing hashes and syncs the files and gives the checkpoint its name. Until then older
+    checkpoints are not touched. If anything fails, the new files are removed.
     """
 
     def __init__(
@@ -200,24 +165,16 @@ class PendingSave:
         self._published: Future[None] | None = None
 
     def start(self) -> None:
-        """Starts the writer.
-
-        Raises:
-            StoreError: If the disk refuses. What the writer raises passes.
-        """
-        aside = _begin(self.folder)
+        """Starts the writer."""
+        staging = _begin(self.folder)
         with self._removed_on_failure():
-            with files.storage_errors(aside):
-                self._writer.start_checkpoint(aside)
-            if (aside / MANIFEST).exists():
-                raise ValueError(f"{MANIFEST} is the checkpoint manager's own file")
+            with files.storage_errors(staging):
+                self._writer.start_checkpoint(staging)
+            if (staging / MANIFEST).exists():
+                raise ValueError(f"{MANIFEST} is reserved for the checkpoint manager")
 
     def poll(self) -> bool:
-        """Whether the checkpoint is published; never waits, and publishes what is written.
-
-        Raises:
-            StoreError: If the disk refuses. What the writer raises passes.
-        """
+        """Whether the checkpoint is published; starts publishing it once written. Never waits."""
         with self._removed_on_failure():
             if self._published is None and self._writer.checkpoint_is_written():
                 self._published = self._publishing()
@@ -227,11 +184,7 @@ class PendingSave:
         return True
 
     def wait(self) -> None:
-        """Waits until the checkpoint is published.
-
-        Raises:
-            StoreError: If the disk refuses. What the writer raises passes.
-        """
+        """Waits until the checkpoint is published."""
         if self.has_ended:
             return
         with self._removed_on_failure():
@@ -260,9 +213,10 @@ class CheckpointManager:
     """The numbered checkpoints of one run, each with the sha256 of its files.
 
     Args:
-        root: Holds one folder a checkpoint.
-        keep_latest: How many to keep. With one, a disk that damages it leaves no other.
-        keep_best: Which to keep besides, by one of the metrics they were saved with.
+        root: Parent folder of the checkpoint folders.
+        keep_latest: Number of newest checkpoints to keep. If it is 1 and the disk damages that
+            checkpoint, there is no other.
+        keep_best: Additional checkpoints to keep, by one of the metrics they were saved with.
 
     Example:
         >>> manager = CheckpointManager(folder / "checkpoints")                # doctest: +SKIP
@@ -286,36 +240,26 @@ class CheckpointManager:
     ) -> Path:
         """Saves a checkpoint, then drops those that need not be kept.
 
-        Later steps go too: a run that saves 15 after 20 went back because 20 was refused.
+        Drops later steps too: a run that saves 15 after 20 resumed from before 20, because
+        checkpoint 20 was damaged.
 
         Args:
-            step: Replaces an older checkpoint of the same step.
-            write: Gets an empty folder to fill; the name `manifest.json` is taken.
-            metrics: What `keep_best` and `best` compare.
-
-        Returns:
-            The checkpoint's folder.
+            step: Step of the checkpoint; an older checkpoint of the same step is replaced.
+            write: Writes into an empty folder; the name `manifest.json` is reserved.
+            metrics: Metrics for `keep_best` and `best`.
 
         Raises:
-            StoreError: If the disk refuses; older checkpoints then stay.
+            StoreError: If writing fails; older checkpoints are then kept.
         """
-        self.start(step, _WrittenAtOnce(write), metrics=metrics).wait()
+        self.start(step, _SynchronousWriter(write), metrics=metrics).wait()
         return self.path(step)
 
     def start(
         self, step: int, writer: BackgroundWriter, *, metrics: Mapping[str, float] | None = None
     ) -> PendingSave:
-        """As `save`, in the background: a checkpoint is one of the run's when it is published.
+        """Saves in the background. The checkpoint becomes visible once it is published.
 
-        One at a time: an earlier one is waited for.
-
-        Args:
-            step: As for `save`.
-            writer: Fills an empty folder; the name `manifest.json` is taken.
-            metrics: As for `save`.
-
-        Raises:
-            StoreError: If the disk refuses; older checkpoints then stay.
+        Waits for an earlier save first.
         """
         if self._pending is not None:
             self._pending.wait()
@@ -329,9 +273,9 @@ class CheckpointManager:
         self, step: int, metrics: Mapping[str, float], written: Mapping[str, WrittenFile]
     ) -> None:
         path = self.path(step)
-        aside = _aside(path)
+        staging = _staging(path)
         with files.storage_errors(path):
-            files.write_atomic(aside / MANIFEST, _manifest(step, aside, metrics, written))
+            files.write_atomic(staging / MANIFEST, _manifest(step, staging, metrics, written))
             _checked.discard(path.resolve())
             _replace(path, synced=written.keys())
         kept = self._kept(step)
@@ -339,16 +283,16 @@ class CheckpointManager:
             if saved not in kept:
                 files.discard(self.path(saved))
         files.sweep_discarded(self.root)
-        for tell in list(_told):
-            tell(PublishedSave(path, written))
+        for callback in list(_callbacks):
+            callback(PublishedSave(path, written))
 
     def would_be_best(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether `keep_best` would keep a checkpoint with these metrics, saved now."""
-        own = self._rank(step, metrics) if self.keep_best else None
-        if own is None or self.keep_best is None:
+        new_rank = self._rank(step, metrics) if self.keep_best else None
+        if new_rank is None or self.keep_best is None:
             return False
         earlier = (self._rank(each, self._metrics(each)) for each in self.steps() if each < step)
-        return sum(rank > own for rank in earlier if rank) < self.keep_best.count
+        return sum(rank > new_rank for rank in earlier if rank) < self.keep_best.count
 
     def _kept(self, step: int) -> set[int]:
         saved = [earlier for earlier in self.steps() if earlier <= step]
@@ -356,17 +300,17 @@ class CheckpointManager:
         return {*saved[-self.keep_latest :], *best}
 
     def _ranked(self, steps: Iterable[int]) -> list[int]:
-        """Steps that have the metric, best first; of equals, the newer."""
+        """Returns the steps that have the metric, best first and newer first among equals."""
         ranks = (self._rank(step, self._metrics(step)) for step in steps)
         return [rank[1] for rank in sorted(filter(None, ranks), reverse=True)]
 
     def _rank(self, step: int, metrics: Mapping[str, Any]) -> tuple[float, int] | None:
-        """The better, the larger; of equals, the newer. None without the metric."""
+        """Returns a key that is larger for better and newer steps; None without the metric."""
         assert self.keep_best is not None
         try:
             value = float(metrics[self.keep_best.metric])
         except (ValueError, KeyError, TypeError):
-            return None  # of a step that was not validated
+            return None  # the step was not validated
         sign = 1.0 if self.keep_best.mode == "max" else -1.0
         return None if math.isnan(value) else (sign * value, step)
 
@@ -374,32 +318,28 @@ class CheckpointManager:
         try:
             metrics = json.loads((self.path(step) / MANIFEST).read_text())["metrics"]
         except (OSError, ValueError, KeyError, TypeError):
-            return {}  # a damaged one
+            return {}  # a damaged manifest
         return metrics if isinstance(metrics, dict) else {}
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, damaged or not, in ascending order."""
+        """Returns the steps that have a checkpoint, damaged or not, in ascending order."""
         names = (path.name.removeprefix("step-") for path in self.root.glob("step-*"))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def latest(self, *, verify: bool = True) -> tuple[int, Path] | None:
-        """The newest checkpoint that is whole; refused ones are named in the log.
-
-        Args:
-            verify: Compare the content of every file with its sha256, not its size alone.
-        """
+        """Returns the newest complete checkpoint; `verify` compares digests, not only sizes."""
         self._recover()
-        return self._first_whole(reversed(self.steps()), verify=verify)
+        return self._first_complete(reversed(self.steps()), verify=verify)
 
     def best(self, *, verify: bool = True) -> tuple[int, Path] | None:
-        """The whole checkpoint with the best metric of `keep_best`; refused ones are logged.
+        """Returns the complete checkpoint with the best metric of `keep_best`; logs refused ones.
 
-        None where no checkpoint was saved with that metric.
+        None if no checkpoint was saved with that metric.
         """
         self._recover()
-        return self._first_whole(self._ranked(self.steps()), verify=verify)
+        return self._first_complete(self._ranked(self.steps()), verify=verify)
 
-    def _first_whole(self, steps: Iterable[int], *, verify: bool) -> tuple[int, Path] | None:
+    def _first_complete(self, steps: Iterable[int], *, verify: bool) -> tuple[int, Path] | None:
         for step in steps:
             path = self.path(step)
             try:
@@ -413,16 +353,16 @@ class CheckpointManager:
         return None
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies, or would."""
+        """Returns the folder of a step's checkpoint, whether it exists or not."""
         return self.root / f"step-{step:08d}"
 
     def _recover(self) -> None:
         for old in self.root.glob(f".step-*{_OLD}"):
             recover(self.root / old.name.removeprefix(".").removesuffix(_OLD))
         if self._pending is None or self._pending.has_ended:
-            # A killed process was writing these; nobody may ever save their steps again.
-            for aside in self.root.glob(f".step-*.new{files.ASIDE}"):
-                shutil.rmtree(aside, ignore_errors=True)
+            # A killed process was writing these, and their steps may never be saved again.
+            for staging in self.root.glob(f".step-*.new{files.ASIDE}"):
+                shutil.rmtree(staging, ignore_errors=True)
 
 
 def _manifest(
@@ -436,10 +376,10 @@ def _manifest(
 
 
 def _check(step: int, folder: Path, *, verify: bool) -> None:
-    """Raises an OSError, ValueError, KeyError or TypeError unless the checkpoint is whole."""
+    """Raises an OSError, ValueError, KeyError or TypeError unless the checkpoint is complete."""
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
     if manifest["step"] != step:
-        raise ValueError(f"its manifest is that of step {manifest['step']}")
+        raise ValueError(f"its manifest is for step {manifest['step']}")
     for name, entry in manifest["files"].items():
         path = resolve_below(folder, name, source=MANIFEST)
         size = path.stat().st_size

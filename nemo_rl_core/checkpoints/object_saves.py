@@ -1,18 +1,16 @@
-"""A stage's saved work in an object store: a file an object, and a manifest of the save.
+"""A stage's saved work in an object store: one object per file, and a manifest of the save.
 
-    PREFIX/save.json           each file's path, sha256, size and object, and who wrote it;
-                               earlier attempts of which something may be left
-    PREFIX/files/SHA256        its content
+    PREFIX/save.json           each file's path, sha256, size, object and writer;
+                               earlier attempts that may have left objects
+    PREFIX/files/SHA256        content of a file
 
-The manifest is written last and replaced in one request, so that a save that was cut off is never
-taken for one. Objects are named by their content: what has not changed since the save before, such
-as the frozen weights under adapters, is not sent again.
+The manifest is written last and replaced in one request, so an interrupted save never counts as
+complete. Objects are named by their content: files that have not changed since the previous save,
+such as the frozen weights under adapters, are not sent again.
 
-An attempt takes over the save of the one before by a manifest of its own that names the other's
-objects. They are removed as all others are: when no file of the newest save needs them. An attempt
-that is killed before it removed them leaves that to the next, which reads where something is left.
-
-At a stage's end the object store copies from these objects what its artifact has of the last save.
+An attempt takes over the save of the previous attempt by writing a manifest that names the other's
+objects. Objects are removed when no file of the newest save needs them; if an attempt is killed
+before that, the next one removes them.
 """
 
 import errno
@@ -41,38 +39,31 @@ logger = logging.getLogger(__name__)
 SAVE = "save.json"
 _OBJECTS, _CHECKPOINTS = "files", "checkpoints"
 _RESTORING = ".restoring"
-"""Where files arrive; while it is there, what lies beside it may be incomplete."""
+"""Folder in which files arrive; while it exists, the folder around it may be incomplete."""
 
 _NUM_STREAMS = 4
 """Files that one process sends or receives at once."""
 
 _NUM_COPIES = 8
-"""Objects that an object store copies at once for one process, which only waits; a client of S3 has
-10 connections."""
+"""Concurrent copies within the object store per process, which only waits for them; an S3 client
+has 10 connections."""
 
 LARGE_BYTES = 8 * 2**20
-"""Files of this size and more are worth another machine, and are not hashed twice."""
+"""Files of at least this size may be sent by any machine that has them, and are hashed once."""
 
 _COPYING = {"s3", "s3a", "gs", "gcs", "file", "local", "memory"}
-"""Protocols whose `cp_file` ends when the copy is whole, of any size. That of Azure (adlfs) only
-starts one, and so its files are sent again."""
+"""Protocols whose `cp_file` returns when the copy is complete, for any size. Azure's (adlfs) only
+starts the copy, so its files are sent again."""
 
 _PAUSES_SECONDS = (1.0, 5.0)
-"""Between the attempts to transfer an object."""
+"""Pauses between the attempts to transfer an object."""
 
-_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a save.
-
-    Attributes:
-        sha256: Of its content.
-        num_bytes: Its size.
-        address: The object that has its content.
-        machine: Of the process that wrote it, as `WrittenFile.machine`.
-    """
+    """A file of a save."""
 
     sha256: str
     num_bytes: int
@@ -82,14 +73,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A file to send or to receive.
-
-    Attributes:
-        path: On this machine's disk, or on the volume.
-        file: Its object, size and digest.
-        copied_from: An object of the same content, which `deliver` has copied in place of sending
-            the file.
-    """
+    """A file to send or to receive."""
 
     path: Path
     file: StoredFile
@@ -97,7 +81,7 @@ class Transfer:
 
 
 _Identity = tuple[str, int, int, int]
-"""Name, inode, size in bytes and time of change in ns: what a rename of a file's folder leaves."""
+"""Name, inode, size in bytes and mtime in ns: unchanged when a file's folder is renamed."""
 
 
 def _identity(path: Path) -> _Identity:
@@ -106,73 +90,55 @@ def _identity(path: Path) -> _Identity:
 
 
 Mover = Callable[[Callable[[Any, Sequence[Transfer]], None], Any, Sequence[Transfer]], None]
-"""Calls a function with a file system and transfers, part by part, each where its file lies."""
+"""Calls a function with a file system and parts of the transfers, on the machines of the files."""
 
 
 class ObjectSaves:
     """The saves of one attempt at a prefix of an object store.
 
     Args:
-        system: An `fsspec` file system, which other processes can be given.
-        prefix: Of this attempt.
-        move: Who transfers files; by default this process.
+        system: An `fsspec` file system that can be sent to other processes.
     """
 
     def __init__(self, system: Any, prefix: str, *, move: "Mover | None" = None) -> None:
-        self._system, self._prefix, self._move = system, prefix.rstrip("/"), move or here
+        self._system, self._prefix = system, prefix.rstrip("/")
+        self._move = move or transfer_in_this_process
         self._files: dict[str, StoredFile] = {}
         self._seen: dict[str, tuple[int, int]] = {}
         self._hashed: dict[_Identity, str] = {}
         self._earlier: list[str] = []
 
-    def known_to(self, system: Any) -> dict[str, StoredFile]:
-        """The files of the last save by their sha256, which another file system can copy.
-
-        Args:
-            system: Where to; empty where it is another, or cannot copy.
-        """
-        if system.protocol != self._system.protocol or not _copies(system):
+    def copyable_to(self, system: Any) -> dict[str, StoredFile]:
+        """Returns the files of the last save that `system` can copy, by sha256."""
+        protocol = system.protocol
+        protocols = {protocol} if isinstance(protocol, str) else set(protocol)
+        if protocol != self._system.protocol or not protocols & _COPYING:
             return {}
         return {each.sha256: each for each in self._files.values()}
 
     def hash_of(self, path: Path) -> str:
-        """The sha256 of a file; one that the last save has sent is not read, if it is unchanged."""
+        """Returns the sha256 of a file, reusing that of the last save if unchanged."""
         return self._hashed.get(_identity(path)) or files.hash_file(path)
 
     def take_over(self, previous: str) -> bool:
-        """Makes the save of an earlier attempt the one of this attempt; nothing is copied.
-
-        Returns:
-            False if the earlier attempt has saved nothing.
-
-        Raises:
-            StoreError: If its manifest is damaged.
-            TransferError: If the object store fails.
-        """
-        found = _read(self._system, previous.rstrip("/"))
-        if found is None:
+        """Takes over the save of an earlier attempt without copying; False if it saved nothing."""
+        manifest = _read(self._system, previous.rstrip("/"))
+        if manifest is None:
             return False
-        self._files, earlier = found
+        self._files, earlier = manifest
         self._earlier = [*earlier, previous.rstrip("/")]
         self._write_manifest()
         return True
 
     def restore(self, folder: Path) -> None:
-        """Downloads the save into a folder, each file's digest checked; killed, it can be repeated.
-
-        Args:
-            folder: The stage's work folder, without work of its own.
-
-        Raises:
-            StoreError: If an object is damaged, or the disk refuses.
-            TransferError: If the object store fails.
-        """
+        """Downloads the save into an empty work folder and checks digests; can be repeated."""
         arriving = folder / _RESTORING
         shutil.rmtree(arriving, ignore_errors=True)
         arriving.mkdir()
         source = f"{self._prefix}/{SAVE}"
-        self._transfer(
+        self._move(
             receive,
+            self._system,
             [
                 Transfer(resolve_below(arriving, name, source=source), file)
                 for name, file in self._files.items()
@@ -188,31 +154,26 @@ class ObjectSaves:
             manager.trust(checkpoint)  # its files have just been compared
 
     def save(self, folder: Path, published: manager.PublishedSave) -> None:
-        """Sends what a work folder holds that the object store lacks, and removes the rest there.
+        """Sends new files of a stage's work folder to the object store; removes unneeded objects.
 
-        Args:
-            folder: The stage's work folder.
-            published: The checkpoint in it that is new.
-
-        Raises:
-            TransferError: If the object store fails; the save before then stays whole.
+        If the object store fails, the previous save stays complete.
         """
         address_of = {each.sha256: each.address for each in self._files.values()}
         with tempfile.TemporaryDirectory(dir=folder.parent) as copies:
-            found = dict(self._describe(folder, published, Path(copies)))
+            current = dict(self._describe(folder, published, Path(copies)))
             new: dict[str, Transfer] = {}
-            for path, file in found.values():
+            for path, file in current.values():
                 if file.sha256 not in address_of and file.sha256 not in new:
                     new[file.sha256] = Transfer(path, file)
-            self._transfer(send, list(new.values()))
+            self._move(send, self._system, list(new.values()))
         self._files = {
             name: replace(file, address=address_of.get(file.sha256, file.address))
-            for name, (_, file) in found.items()
+            for name, (_, file) in current.items()
         }
         self._write_manifest()
         self._hashed = {
             _identity(path): file.sha256
-            for path, file in found.values()
+            for path, file in current.values()
             if file.num_bytes >= LARGE_BYTES and path.is_relative_to(folder / _CHECKPOINTS)
         }
         self._remove_unneeded()
@@ -220,24 +181,24 @@ class ObjectSaves:
     def _describe(
         self, folder: Path, published: manager.PublishedSave, copies: Path
     ) -> Iterator[tuple[str, tuple[Path, StoredFile]]]:
-        """Each file of the folder by its name: where its content is now, and what it is."""
+        """Yields each file of the folder: its name, the path of its content, its description."""
         names = files.list_files(folder)
         checkpoints = [name for name in names if name.startswith(f"{_CHECKPOINTS}/")]
         digests = _digests_of(folder, checkpoints)
         for name in checkpoints:
             path = folder / name
             digest = digests.get(name) or files.hash_file(path)
-            machine = _machine_of(path, published) or self._known_machine(name)
+            earlier = self._files[name].machine if name in self._files else ""
+            machine = _machine_of(path, published) or earlier
             yield name, (path, self._stored(digest, path.stat().st_size, machine))
-        # Checkpoints first: what is added to other files meanwhile belongs to later steps.
+        # Checkpoints first: text that is appended to other files meanwhile belongs to later steps.
         for name in sorted(set(names) - set(checkpoints)):
             try:
                 yield name, self._copied(folder, name, copies)
             except FileNotFoundError:
-                continue  # replaced by the step that runs meanwhile
+                continue  # replaced by the step that is running
 
     def _copied(self, folder: Path, name: str, copies: Path) -> tuple[Path, StoredFile]:
-        """A file that may grow meanwhile, as it is now."""
         path = folder / name
         state = path.stat()
         seen = (state.st_size, state.st_mtime_ns)
@@ -249,40 +210,36 @@ class ObjectSaves:
         self._seen[name] = seen
         return copy, self._stored(files.hash_file(copy), copy.stat().st_size, "")
 
-    def _known_machine(self, name: str) -> str:
-        return self._files[name].machine if name in self._files else ""
-
     def _stored(self, digest: str, num_bytes: int, machine: str) -> StoredFile:
         return StoredFile(digest, num_bytes, f"{self._prefix}/{_OBJECTS}/{digest}", machine)
-
-    def _transfer(
-        self, how: Callable[[Any, Sequence[Transfer]], None], transfers: Sequence[Transfer]
-    ) -> None:
-        self._move(how, self._system, transfers)
 
     def _write_manifest(self) -> None:
         entries = {name: asdict(file) for name, file in sorted(self._files.items())}
         content = json.dumps({"files": entries, "earlier": self._earlier}).encode()
-        with _failures(f"{self._prefix}/{SAVE}"):
-            _put(self._system, f"{self._prefix}/{SAVE}", content)
+        address = f"{self._prefix}/{SAVE}"
+        with _failures(address):
+            if "file" in self._system.protocol:  # others could see a half-written file
+                files.write_atomic(Path(address), content)
+            else:
+                self._system.pipe_file(address, content)
 
     def _remove_unneeded(self) -> None:
-        """Removes objects of earlier saves; one that the store keeps costs space, not the run."""
+        """Removes objects of earlier saves; only logs a failure, since it only costs space."""
         needed = {each.address for each in self._files.values()}
         try:
             for earlier in self._earlier:
-                # First: with fewer objects it is no save that an attempt could begin with.
+                # The manifest first: otherwise an attempt could find one whose objects are gone.
                 with suppress(FileNotFoundError):
                     self._system.rm(f"{earlier}/{SAVE}")
-            there = {prefix: self._listed(prefix) for prefix in (*self._earlier, self._prefix)}
-            if unneeded := sorted(set().union(*there.values()) - needed):
+            objects = {prefix: self._listed(prefix) for prefix in (*self._earlier, self._prefix)}
+            if unneeded := sorted(set().union(*objects.values()) - needed):
                 self._system.rm(unneeded)
-            self._earlier = [prefix for prefix in self._earlier if there[prefix] & needed]
+            self._earlier = [prefix for prefix in self._earlier if objects[prefix] & needed]
         except OSError as error:
             logger.warning("earlier saves at %s could not be removed: %s", self._prefix, error)
 
     def _listed(self, prefix: str) -> set[str]:
-        """The objects of an attempt, also those of a save that was cut off."""
+        """Returns the objects of an attempt, including those of an interrupted save."""
         root = f"{prefix}/{_OBJECTS}"
         self._system.invalidate_cache()
         try:
@@ -293,84 +250,68 @@ class ObjectSaves:
 
 
 def is_to_be_restored(folder: Path) -> bool:
-    """Whether a work folder has no work of its own, or a part of what was being restored."""
+    """Whether a work folder is empty or was only partly restored."""
     return (folder / _RESTORING).exists() or not files.list_files(folder)
 
 
-def here(
-    how: Callable[[Any, Sequence[Transfer]], None], system: Any, transfers: Sequence[Transfer]
+def transfer_in_this_process(
+    function: Callable[[Any, Sequence[Transfer]], None], system: Any, transfers: Sequence[Transfer]
 ) -> None:
-    """Transfers files in this process, some at once."""
+    """Transfers files in this process, a few at once."""
     with ThreadPoolExecutor(_NUM_STREAMS, thread_name_prefix="save") as executor:
-        for done in [executor.submit(how, system, [each]) for each in transfers]:
+        for done in [executor.submit(function, system, [each]) for each in transfers]:
             done.result()
 
 
 def send(system: Any, transfers: Sequence[Transfer]) -> None:
-    """Sends files to their objects.
-
-    Raises:
-        TransferError: If the object store fails.
-    """
+    """Sends files to their objects."""
     for each in transfers:
-        _repeated(each.file.address, partial(system.put_file, str(each.path), each.file.address))
+        _with_retries(
+            each.file.address, partial(system.put_file, str(each.path), each.file.address)
+        )
 
 
 def deliver(system: Any, transfers: Sequence[Transfer]) -> None:
-    """Sends files to their objects, and has the object store copy those whose content it has.
-
-    Raises:
-        TransferError: If the object store fails.
-    """
+    """Sends files to their objects; the object store copies files whose content it already has."""
     copies = [each for each in transfers if each.copied_from]
     with ThreadPoolExecutor(_NUM_COPIES, thread_name_prefix="copy") as executor:
-        pending = [executor.submit(_copy, system, each) for each in copies]
+        pending = [
+            executor.submit(
+                _with_retries,
+                each.file.address,
+                partial(system.cp_file, each.copied_from, each.file.address),
+            )
+            for each in copies
+        ]
         send(system, [each for each in transfers if not each.copied_from])
         for done in pending:
             done.result()
 
 
-def _copy(system: Any, transfer: Transfer) -> None:
-    source, target = transfer.copied_from, transfer.file.address
-    _repeated(target, partial(system.cp_file, source, target))
-
-
-def _copies(system: Any) -> bool:
-    protocols = {system.protocol} if isinstance(system.protocol, str) else set(system.protocol)
-    return bool(protocols & _COPYING)
-
-
 def receive(system: Any, transfers: Sequence[Transfer]) -> None:
-    """Receives files from their objects, each compared with its digest.
-
-    Raises:
-        StoreError: If an object is damaged, or the disk refuses.
-        TransferError: If the object store fails.
-    """
+    """Receives files from their objects, each compared with its digest."""
     for each in transfers:
         with files.written_aside(each.path) as aside:
-            _repeated(each.file.address, partial(system.get_file, each.file.address, str(aside)))
-            if (found := files.hash_file(aside)) != each.file.sha256:
+            _with_retries(
+                each.file.address, partial(system.get_file, each.file.address, str(aside))
+            )
+            if (digest := files.hash_file(aside)) != each.file.sha256:
                 raise StoreError(
                     f"the saved file {each.file.address} is damaged",
                     expected=f"{each.file.num_bytes} bytes with sha256 {each.file.sha256[:12]}",
-                    got=f"{aside.stat().st_size} bytes with {found[:12]}",
-                    fix="run the same command again: the stage begins anew",
+                    got=f"{aside.stat().st_size} bytes with {digest[:12]}",
+                    fix="run the same command again; the stage restarts from the beginning",
                 )
 
 
-def _repeated(address: str, transfer: Callable[[], object]) -> None:
-    """Transfers an object, again after a pause where it broke off: a client repeats requests only.
-
-    Raises:
-        TransferError: If the last attempt fails.
-    """
+def _with_retries(address: str, transfer: Callable[[], object]) -> None:
+    """Transfers an object; retries after a pause, since a client only retries single requests."""
     for pause_seconds in _PAUSES_SECONDS:
         try:
             with _failures(address):
                 transfer()
         except TransferError as error:
-            logger.warning("%s; it is tried again", error.in_one_line)
+            logger.warning("%s; trying again", error.in_one_line)
             time.sleep(pause_seconds)
         else:
             return
@@ -380,41 +321,34 @@ def _repeated(address: str, transfer: Callable[[], object]) -> None:
 
 @contextmanager
 def _failures(address: str) -> Iterator[None]:
-    """Turns what an object store's client raises into an error that another attempt may not meet.
+    """Turns errors of an object store's client into a `TransferError`, which may be transient.
 
-    A full disk is none of its errors.
+    Errors of the disk pass through unchanged.
     """
     try:
         yield
     except NemoRLError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             raise
         raise TransferError(
-            f"the transfer of {address} broke off",
+            f"the transfer of {address} was interrupted",
             got=f"{type(error).__name__}: {error}"[:500],
-            fix="look at the object store and its credentials; the next attempt goes on from the "
-            "save before",
+            fix="check the object store and its credentials; the next attempt resumes from the "
+            "previous save",
         ) from error
 
 
-def _put(system: Any, address: str, content: bytes) -> None:
-    if "file" in system.protocol:  # which would be seen half written
-        files.write_atomic(Path(address), content)
-    else:
-        system.pipe_file(address, content)
-
-
 def _digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """From the manifests of the checkpoints, so that nothing is read again."""
-    found: dict[str, str] = {}
+    """Reads digests from the manifests of the checkpoints, so that no file is read again."""
+    digests: dict[str, str] = {}
     for name in names:
-        place = PurePosixPath(name)
-        if place.name == manager.MANIFEST and len(place.parts) == 3:
+        path = PurePosixPath(name)
+        if path.name == manager.MANIFEST and len(path.parts) == 3:
             entries = json.loads((folder / name).read_text())["files"]
-            found |= {f"{place.parent}/{each}": entries[each]["sha256"] for each in entries}
-    return found
+            digests |= {f"{path.parent}/{each}": entries[each]["sha256"] for each in entries}
+    return digests
 
 
 def _machine_of(path: Path, published: manager.PublishedSave) -> str:
@@ -425,7 +359,7 @@ def _machine_of(path: Path, published: manager.PublishedSave) -> str:
 
 
 def _read(system: Any, prefix: str) -> tuple[dict[str, StoredFile], list[str]] | None:
-    """The files of a save, and the earlier attempts of which something may be left."""
+    """Returns the files of a save, and the earlier attempts that may have left objects."""
     with _failures(f"{prefix}/{SAVE}"):
         try:
             content = system.cat_file(f"{prefix}/{SAVE}")
@@ -448,5 +382,5 @@ def _read(system: Any, prefix: str) -> tuple[dict[str, StoredFile], list[str]] |
             f"the manifest of the save {prefix}/{SAVE} is damaged",
             expected="a JSON object with files, each with sha256, num_bytes, address and machine",
             got=f"{type(error).__name__}: {error}"[:300],
-            fix="remove it, and run the same command again: the stage begins anew",
+            fix="remove it, and run the same command again; the stage restarts from the beginning",
         ) from error

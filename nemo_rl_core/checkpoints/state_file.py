@@ -1,4 +1,4 @@
-"""The state file in a checkpoint's `trainer/`, the same for every backend."""
+"""The state file in a checkpoint's `trainer/`, in the same format for every backend."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,10 @@ from typing import Any
 from nemo_rl_core.errors import StoreError
 
 STATE_NAME = "state.json"
-"""Its name in a checkpoint's `trainer/`."""
+"""Name of the file in a checkpoint's `trainer/`."""
 
 STATE_FILE = f"trainer/{STATE_NAME}"
-"""Its path in a checkpoint."""
+"""Path of the file in a checkpoint."""
 
 
 def write_state(trainer: Path, *, backend: str, num_updates: int, **more: Any) -> None:
@@ -20,29 +20,19 @@ def write_state(trainer: Path, *, backend: str, num_updates: int, **more: Any) -
 
 
 def read_state(trainer: Path, *, backend: str) -> dict[str, Any]:
-    """Reads the fields that `write_state` wrote.
-
-    Raises:
-        StoreError: If another backend wrote it.
-        OSError: If the file is missing.
-        ValueError: If the file is damaged.
-    """
+    """Reads the fields that `write_state` wrote."""
     state: dict[str, Any] = json.loads((trainer / STATE_NAME).read_text())
     if state["backend"] != backend:
         raise StoreError(
             f"cannot resume from {trainer} with the backend {backend!r}",
             expected=f"a checkpoint that {backend!r} wrote",
             got=f"one that {state['backend']!r} wrote",
-            fix=f"set training.backend to {state['backend']!r}, or start anew from its `model/`",
+            fix=f"set training.backend to {state['backend']!r}, or start a run from its `model/`",
         )
     return state
 
 
 def saved_by(checkpoint: Path) -> str | None:
-    """Returns the backend that wrote a checkpoint's `trainer/`; None if there is none.
-
-    Args:
-        checkpoint: Folder with `model/` and, optionally, `trainer/`.
-    """
+    """Returns the backend that wrote a checkpoint's `trainer/`; None if there is none."""
     path = checkpoint / STATE_FILE
     return str(json.loads(path.read_text())["backend"]) if path.exists() else None

@@ -4,35 +4,32 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_asked = threading.Event()
+_requested = threading.Event()
 _listening: list[object] = []
 
 
 def ask() -> bool:
-    """Asks the loop of steps that runs in this process to save after its step, and to stop.
+    """Asks this process's training loop to save after the step and stop; False without a loop.
 
-    May be called in a signal handler. The loop raises `KeyboardInterrupt` when the save is whole.
-
-    Returns:
-        False if no loop runs; nothing is asked then.
+    May be called in a signal handler. The loop raises `KeyboardInterrupt` after the save.
     """
     if _listening:
-        _asked.set()
+        _requested.set()
     return bool(_listening)
 
 
 def is_asked() -> bool:
-    """Returns whether the loop is to stop after its step."""
-    return _asked.is_set()
+    """Whether the loop should stop after the current step."""
+    return _requested.is_set()
 
 
 @contextmanager
 def listened_to() -> Iterator[None]:
-    """Within it a loop looks at `is_asked` after each step; a request ends with it."""
-    me = object()
-    _listening.append(me)
+    """Marks a loop that checks `is_asked` after each step; clears the request at its end."""
+    loop = object()
+    _listening.append(loop)
     try:
         yield
     finally:
-        _listening.remove(me)
-        _asked.clear()
+        _listening.remove(loop)
+        _requested.clear()

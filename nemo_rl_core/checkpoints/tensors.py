@@ -1,4 +1,4 @@
-"""Tensors on disk without pickle: one safetensors file, or the weights of a transformers folder."""
+"""Tensors on disk without pickle: a safetensors file, or the weights in a transformers folder."""
 
 import json
 import math
@@ -19,7 +19,7 @@ _WEIGHTS = "model.safetensors"
 def order_metadata(path: Path) -> None:
     """Sorts the metadata of a safetensors file, so that equal content gives equal bytes.
 
-    The library writes them in the random order of a hash table.
+    The library writes its entries in the random order of a hash table.
     """
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -36,7 +36,7 @@ def save_tensors(
 ) -> None:
     """Writes tensors of any shape and device to a safetensors file, atomically.
 
-    Tensors that share memory (tied embeddings) are written, and read back, as separate ones.
+    Tensors that share memory (tied embeddings) are written, and read back, as separate tensors.
 
     Args:
         path: The file; it is replaced.
@@ -44,7 +44,7 @@ def save_tensors(
         metadata: Strings for the file's header.
 
     Raises:
-        StoreError: If the disk refuses; an older file then stays.
+        StoreError: If writing fails; an older file is then kept.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -70,17 +70,9 @@ def save_tensors(
 def write_float32(
     path: Path, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], "Tensor"]
 ) -> None:
-    """Writes a safetensors file of float32 tensors, of which one is in memory at a time.
+    """Writes a safetensors file of float32 tensors, with one tensor in memory at a time.
 
-    The bytes are those of `safetensors.torch.save_file`, which takes all tensors at once.
-
-    Args:
-        path: The file; it is replaced.
-        shapes: Of all tensors, by name.
-        read: Returns a tensor of that shape on the CPU.
-
-    Raises:
-        StoreError: If the disk refuses; an older file then stays.
+    Writes the same bytes as `safetensors.torch.save_file`, which takes all tensors at once.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -103,11 +95,7 @@ def write_float32(
 
 
 def load_tensors(path: Path) -> dict[str, "Tensor"]:
-    """Reads a safetensors file to the CPU.
-
-    Raises:
-        StoreError: If the file is missing or is not a valid safetensors file.
-    """
+    """Reads a safetensors file to the CPU."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -128,23 +116,11 @@ def save_weights(
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> int:
-    """Writes a model's weights in the transformers layout, from a stream.
+    """Writes a model's weights in the transformers layout, from a stream; returns their bytes.
 
     Writes one file `model.safetensors`, or several with an index if they exceed `max_shard_bytes`.
-    At most one file's tensors (or one larger tensor) are in memory at a time, besides those that
-    the stream holds.
-
-    Args:
-        folder: Created if missing.
-        named_tensors: Full tensors under the names of the checkpoint, tied ones once.
-        max_shard_bytes: Largest size of a file; a larger tensor gets its own file.
-
-    Returns:
-        The summed size of the tensors, in bytes.
-
-    Raises:
-        ValueError: If two tensors have one name.
-        StoreError: If the disk refuses.
+    At most one file's tensors (or one larger tensor) are in memory at a time, in addition to those
+    of the stream.
     """
     parts: list[list[str]] = []
     pending: dict[str, Tensor] = {}
@@ -166,7 +142,7 @@ def save_weights(
         if pending and pending_bytes + num_bytes > max_shard_bytes:
             flush()
             pending_bytes = 0
-        # Copied at once, as it would otherwise stay on the device until its file is full.
+        # Copied now, as it would otherwise stay on the device until its file is full.
         pending[name] = tensor.detach().cpu()
         pending_bytes += num_bytes
         total_bytes += num_bytes

@@ -1,4 +1,4 @@
-"""Files with a model's weights: which they are, and the tensors in them."""
+"""The weight files of a model and their tensors."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.errors import ModelError, UnsafePathError
-from nemo_rl_core.store.node_cache import near
+from nemo_rl_core.store.node_cache import on_node_disk
 from nemo_rl_core.store.paths import checked_name, resolve_below
 
 if TYPE_CHECKING:
@@ -19,25 +19,25 @@ _SHOWN = 5
 
 
 def first_names(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+    """Joins the first names and adds how many more there are."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def unreadable(called: str, error: Exception) -> ModelError:
-    """Returns an error of transformers or safetensors as one that names the model and the fix."""
+def unreadable(source_name: str, error: Exception) -> ModelError:
+    """Turns an error of transformers or safetensors into one that names the model and the fix."""
     message = (str(error).strip().splitlines() or ["no message"])[0]
     return ModelError(
-        f"transformers cannot load {called}",
+        f"transformers cannot load {source_name}",
         expected="a hub name, or a folder with config.json, *.safetensors and tokenizer.json",
         got=f"{type(error).__name__}: {message}"[:300],
-        fix="correct the model's name; copy or save the model again if a file is damaged; "
+        fix="correct the model's name; if a file is damaged, copy or save the model again; "
         "without a network, name a folder on this machine",
     )
 
 
 def distinct(model: Any) -> Iterator[tuple[str, "Tensor"]]:
-    """Yields parameters and saved buffers of a model by name, shared ones once."""
+    """Yields the parameters and saved buffers of a model by name, shared ones once."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if hasattr(tensor, "is_floating_point") and id(tensor) not in seen:
@@ -46,14 +46,10 @@ def distinct(model: Any) -> Iterator[tuple[str, "Tensor"]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a model, by its index if it has one.
-
-    Raises:
-        ModelError: If one is missing, or the index is damaged or names files outside of the folder.
-    """
+    """Returns the safetensors files of a model, from its index if it has one."""
     index = folder / INDICES[0]
     names = sorted(set(files_of_index(index).values())) if index.is_file() else [WEIGHTS]
-    # Links lead into the cache of the hub, or of the node.
+    # Links point into the cache of the hub or of the node.
     paths = [resolve_below(folder, name, source=str(index), may_link=True) for name in names]
     if missing := [path.name for path in paths if not path.is_file()]:
         raise ModelError(
@@ -66,16 +62,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def files_of_index(index: Path) -> dict[str, str]:
-    """Reads the file name of each weight from an index; empty without an index.
-
-    Raises:
-        ModelError: If the index is damaged, or names a file outside of its folder.
-    """
+    """Reads the file name of each weight from an index; empty without an index."""
     if not index.is_file():
         return {}
     try:
         files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-        outside = sorted({name for name in files.values() if not _is_beside(name)})
+        outside = sorted({name for name in files.values() if not _is_in_folder(name)})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(
             f"the index {index} cannot be read",
@@ -86,27 +78,24 @@ def files_of_index(index: Path) -> dict[str, str]:
     if outside:
         raise ModelError(
             f"the index {index} names files outside of its folder",
-            expected="names of files beside it",
+            expected="names of files in the same folder",
             got=first_names(outside),
             fix="copy the files into the folder and correct the index, or save the model again",
         )
     return files
 
 
-def _is_beside(name: str) -> bool:
+def _is_in_folder(name: str) -> bool:
     with suppress(UnsafePathError):
         return "/" not in checked_name(name, source="an index")
     return False
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, "Tensor"]]:
-    """Yields the tensors of a folder's safetensors files on the CPU, in the order of their names.
+    """Yields the tensors of a folder's safetensors files on the CPU, ordered by name.
 
-    The order does not depend on how the tensors are divided into files. A tensor is read when it is
-    asked for, and nothing is held of those before it: all files are mapped, none is in memory.
-
-    Raises:
-        ModelError: If a file is missing or damaged.
+    The order does not depend on how the tensors are divided into files. Files are memory-mapped: a
+    tensor is read on demand, and earlier tensors are not kept.
     """
     with ExitStack() as opened:
         files = [opened.enter_context(open_weights(path)) for path in weight_files(folder)]
@@ -118,34 +107,27 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, "Tensor"]]:
 def open_weights(path: Path) -> Any:
     """Opens a safetensors file and validates its header; a context manager.
 
-    On a node with a cache, what is opened is the file in there, with the same content.
-
-    Raises:
-        ModelError: If it is damaged.
+    On a node with a cache, opens the cached copy.
     """
-    return _opened(near(path), path)
+    return _opened(on_node_disk(path), path)
 
 
 def refuse_damaged(path: Path) -> None:
-    """Validates the header of a safetensors file, where it lies.
-
-    Raises:
-        ModelError: If it is damaged.
-    """
+    """Validates the header of a safetensors file, without the node's cache."""
     with _opened(path, path):
         pass
 
 
-def _opened(there: Path, path: Path) -> Any:
+def _opened(copy: Path, path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
-        return safe_open(there, framework="pt")
+        return safe_open(copy, framework="pt")
     except (SafetensorError, OSError) as error:
-        found = unreadable(f"the weights in {path}", error)
+        explained = unreadable(f"the weights in {path}", error)
         raise ModelError(
-            found.problem,
-            expected="a whole file of safetensors, whose header fits its size",
-            got=f"{found.got}; {path.stat().st_size:,} bytes",
+            explained.problem,
+            expected="a complete safetensors file, whose header matches its size",
+            got=f"{explained.got}; {path.stat().st_size:,} bytes",
             fix="copy or download this file again, or save the model again",
         ) from error

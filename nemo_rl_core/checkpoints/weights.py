@@ -1,10 +1,4 @@
-"""Validation of loaded weights against their model.
-
-All loading uses it: models loaded by transformers, slices read by ranks, tensors sent by a trainer.
-Missing, surplus and misshapen tensors are refused by name, and so are NaN and infinity, checked
-once when a tensor is read. The names that a model expects are in
-`backends.training.dtensor.shards.check_weights`, since they need the model.
-"""
+"""Validation of loaded weights against their model, for every way of loading."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -38,46 +32,32 @@ def refuse_wrong_weights(
     misshapen: Mapping[str, tuple[Shape, Shape]] | None = None,
     surplus: Collection[str] = (),
 ) -> None:
-    """Raises unless all three are empty.
-
-    Args:
-        source: Name of the weights' source for error messages.
-        missing: Names that the model has and the source lacks.
-        misshapen: Shape in the source and shape in the model, by name.
-        surplus: Names that the source has and the model lacks.
-
-    Raises:
-        ModelError: With the names of all three kinds.
-    """
+    """Raises `ModelError` if the weights of a source do not match a model."""
     shapes = [
         f"{name} {actual} for {expected}" for name, (actual, expected) in (misshapen or {}).items()
     ]
-    kinds = {"missing": missing, "of another shape": shapes, "surplus": surplus}
-    wrong = {kind: sorted(names) for kind, names in kinds.items() if names}
+    wrong = [
+        (problem, f"{len(names)} {kind}: {first_names(sorted(names))}")
+        for problem, kind, names in (
+            ("lacks weights", "missing", missing),
+            ("has weights whose shapes differ from the model's", "of another shape", shapes),
+            ("has weights that the model does not have", "surplus", surplus),
+        )
+        if names
+    ]
     if not wrong:
         return
-    problems = {
-        "missing": "lacks weights",
-        "of another shape": "has weights of another shape than the model's",
-        "surplus": "has weights that the model does not have",
-    }
     raise ModelError(
-        f"{source} {problems[next(iter(wrong))]}",
+        f"{source} {wrong[0][0]}",
         expected="every weight of the model in its shape, and no other",
-        got="; ".join(
-            f"{len(names)} {kind}: {first_names(names)}" for kind, names in wrong.items()
-        ),
+        got="; ".join(listed for _, listed in wrong),
         fix="name a complete checkpoint of the architecture in its config.json; one with a "
-        "scalar head has no language model's head",
+        "scalar head has no language-model head",
     )
 
 
 def require_finite(source: str, named_tensors: Iterable[tuple[str, "Tensor"]]) -> None:
-    """Checks every tensor for NaN and infinity, in one pass, without copies but of one-byte floats.
-
-    Raises:
-        ModelError: Naming the first tensor with NaN or infinity.
-    """
+    """Checks every tensor for NaN and infinity in one pass; copies only one-byte floats."""
     import torch
 
     for name, tensor in named_tensors:
@@ -86,7 +66,7 @@ def require_finite(source: str, named_tensors: Iterable[tuple[str, "Tensor"]]) -
             continue
         if values.element_size() == 1:
             values = values.float()
-        # Both are NaN if any value is: one pass, whereas `isfinite` writes a mask.
+        # If any value is NaN, both are. This takes one pass; `isfinite` would write a mask.
         low, high = torch.aminmax(values)
         if not (torch.isfinite(low) & torch.isfinite(high)):
             num_nan = int(torch.isnan(values).sum())
@@ -103,34 +83,32 @@ def load_pretrained(
     kind: Any,
     source: str | Path | None,
     *,
-    called: str,
+    source_name: str,
     may_lack: Collection[str] = (),
     may_have: Callable[[str], bool] = lambda _: False,
     **options: Any,
 ) -> tuple[Any, set[str]]:
-    """Loads a model by `kind.from_pretrained`, and checks that no weight was initialized randomly.
+    """Loads a model by `kind.from_pretrained` and checks that no weight was initialized randomly.
 
     Args:
-        kind: A class of transformers, or one of its auto classes.
-        source: A folder or a hub name; None if `options` have a `state_dict`.
-        called: Name of the source for error messages.
-        may_lack: Weights of a new head, to be filled by the caller.
-        may_have: Returns whether a surplus weight, such as of an unused head, is expected.
-        **options: Options of `from_pretrained`.
+        source_name: Name of the source in errors.
+        may_lack: Names of weights that the source may lack, such as those of a new head.
+        may_have: Returns whether a surplus weight, such as one of an unused head, is expected.
 
     Returns:
         The model, and those of `may_lack` that the source lacks.
-
-    Raises:
-        ModelError: If transformers cannot load it, or weights are missing, surplus, misshapen or
-            not finite.
     """
     if source is not None and (folder := Path(source)).is_dir():
-        _refuse_damaged_files(folder)
-        if "quantization_config" in options:  # 4 or 8 bits do not show NaN or infinity
-            require_finite(called, stored_tensors(folder))
-        else:
-            options |= _dequantizing(folder, called)
+        for index in INDICES:
+            files_of_index(folder / index)
+        if any((folder / name).is_file() for name in (WEIGHTS, INDICES[0])):
+            for path in weight_files(folder):
+                refuse_damaged(path)  # transformers' error would not name the file
+        if "quantization_config" in options:
+            # Before quantization to 4 or 8 bits, which hides NaN and infinity.
+            require_finite(source_name, stored_tensors(folder))
+        elif "gguf_file" not in options:  # a GGUF file has its config in it
+            options |= _dequantizing(folder, source_name)
     try:
         if source is not None and (Path(source) / "config.json").is_file():
             options.setdefault("config", load_config(source))
@@ -139,33 +117,28 @@ def load_pretrained(
         )
     except (NemoRLError, MemoryError):
         raise
-    # Named fault boundary: a damaged folder raises errors of transformers, safetensors, torch or
-    # json.
+    # Broad on purpose: a damaged folder raises errors of transformers, safetensors, torch or json.
     except Exception as error:
-        raise unreadable(called, error) from error
+        raise unreadable(source_name, error) from error
     missing = set(report["missing_keys"]) - {name for name, *_ in report["mismatched_keys"]}
     misshapen = {name: (tuple(a), tuple(b)) for name, a, b in report["mismatched_keys"]}
     refuse_wrong_weights(
-        called,
+        source_name,
         missing=missing - {*may_lack},
         misshapen=misshapen,
         surplus=[name for name in report["unexpected_keys"] if not may_have(name)],
     )
-    require_finite(called, distinct(model))
+    require_finite(source_name, distinct(model))
     choose_attention(model)
     return model, missing
 
 
 def load_config(folder: str | Path, **changes: Any) -> Any:
-    """Loads a config of transformers, with defaults for the form in which a model computes.
+    """Loads a transformers config, and resets options that change how a model computes.
 
-    `return_dict: false`, for one, returns the same values as a tuple, which transformers' own
+    For example, with `return_dict: false` a model returns a tuple, which transformers' own
     generation cannot read. `attn_implementation` names a kernel of the machine that saved the
     model, and `chunk_size_feed_forward` must divide the length of every sequence.
-
-    Args:
-        folder: A transformers folder.
-        **changes: Values that the config gets.
     """
     from transformers import AutoConfig
 
@@ -181,17 +154,13 @@ def load_config(folder: str | Path, **changes: Any) -> Any:
 def keeps_float32(model: Any, name: str) -> bool:
     """Whether transformers keeps a tensor in float32 in a model of any dtype.
 
-    Such is the correction bias of DeepSeek-V3's router: rounded, it would choose other experts.
-
-    Args:
-        model: A transformers model, or its class.
-        name: Name of a parameter or buffer.
+    For example, the correction bias of DeepSeek-V3's router would choose other experts if rounded.
     """
     return any(part in name for part in model._keep_in_fp32_modules_strict or ())
 
 
 def rounded_weights(folder: Path, dtype: "torch.dtype") -> "Iterator[tuple[str, Tensor]]":
-    """The stored tensors of a model in a dtype, without those that stay in float32."""
+    """Yields the stored tensors of a model in a dtype, except those that stay in float32."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -207,22 +176,22 @@ def rounded_weights(folder: Path, dtype: "torch.dtype") -> "Iterator[tuple[str, 
 
 
 def choose_attention(model: Any) -> None:
-    """Has transformers compute a model's attention eagerly if `sdpa` would drop a cap on scores."""
+    """Selects eager attention if `sdpa` would ignore the model's cap on attention scores."""
     if caps_scores(model.config.get_text_config()):
         model.set_attn_implementation("eager")
 
 
 def caps_scores(config: Any) -> bool:
-    """Whether a config caps attention scores, as that of Gemma 2 does."""
+    """Whether a config caps attention scores, such as Gemma 2's."""
     return getattr(config, "attn_logit_softcapping", None) is not None
 
 
-def _dequantizing(folder: Path, called: str) -> dict[str, Any]:
-    """Options of `from_pretrained` that dequantize FP8 and FP4, also where there is a GPU."""
+def _dequantizing(folder: Path, source_name: str) -> dict[str, Any]:
+    """Returns options of `from_pretrained` that dequantize FP8 and FP4, even with a GPU."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise unreadable(called, error) from error
+        raise unreadable(source_name, error) from error
     declared = config.get("quantization_config") or {}
     if declared.get("quant_method") not in ("fp8", "mxfp4"):
         return {}
@@ -230,11 +199,3 @@ def _dequantizing(folder: Path, called: str) -> dict[str, Any]:
 
     options = AutoQuantizationConfig.from_dict({**declared, "dequantize": True})
     return {"quantization_config": options}
-
-
-def _refuse_damaged_files(folder: Path) -> None:
-    for index in INDICES:
-        files_of_index(folder / index)
-    if any((folder / name).is_file() for name in (WEIGHTS, INDICES[0])):
-        for path in weight_files(folder):
-            refuse_damaged(path)  # the error of transformers would not name the file

@@ -1,4 +1,4 @@
-"""Annotations of a config's fields: the classes that read a value, and which of them is meant."""
+"""Finds the config classes that can read a field's value, by the field's annotation."""
 
 from collections.abc import Iterator, Mapping
 from types import UnionType
@@ -13,7 +13,7 @@ TAGS: Final = ("kind", "backend", "place")
 
 
 def tag_of(kind: type[BaseModel]) -> tuple[str, str] | None:
-    """The field that names a variant, and its only value."""
+    """Returns the name of the field that identifies a variant, and its only value."""
     for name in TAGS:
         values = get_args(kind.model_fields[name].annotation) if name in kind.model_fields else ()
         if len(values) == 1:
@@ -22,12 +22,12 @@ def tag_of(kind: type[BaseModel]) -> tuple[str, str] | None:
 
 
 def annotated(field: FieldInfo) -> Any:
-    """The annotation with what says how its union is discriminated."""
+    """Returns a field's annotation with the discriminator of its union."""
     return Annotated[field.annotation, field, *field.metadata]
 
 
 def classes_of(annotation: Any) -> list[type[BaseModel]]:
-    """The config classes that a value may be an instance of, those of a list's items left out."""
+    """Returns the config classes of an annotation, without those of list items."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) is Annotated:
@@ -38,18 +38,13 @@ def classes_of(annotation: Any) -> list[type[BaseModel]]:
 
 
 def has_default_tag(field: FieldInfo) -> bool:
-    """Returns whether the default of a field says which variant of its union is meant."""
+    """Whether the default of a field determines the variant of its union."""
     is_union = isinstance(_discriminator([field, *field.metadata]), str)
     return is_union and isinstance(field.default, BaseModel)
 
 
 def with_default_tag(field: FieldInfo, value: Any) -> Any:
-    """Returns a mapping without a tag with the one of the field's default.
-
-    Args:
-        field: A field for which `has_default_tag` is true; others change nothing.
-        value: The input of the field; anything but a mapping without a tag is returned as it is.
-    """
+    """Adds the tag of the field's default to a mapping without a tag; keeps other values."""
     if not isinstance(value, Mapping) or not has_default_tag(field):
         return value
     tag = tag_of(type(field.default))
@@ -59,15 +54,15 @@ def with_default_tag(field: FieldInfo, value: Any) -> Any:
 def class_that_reads(
     annotation: Any, value: Mapping[str, Any], by: str | Discriminator | None = None
 ) -> type[BaseModel] | None:
-    """The class that reads a mapping; None where no class does, or the tag is wrong."""
+    """Returns the class that reads a mapping; None if there is none, or the tag is wrong."""
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
         return class_that_reads(inner, value, _discriminator(metadata) or by)
     if get_origin(annotation) not in (Union, UnionType):
-        found = next(iter(classes_of(annotation)), None)
-        # A class may stand for others, which are registered under names.
-        class_for = getattr(found, "class_for", None)
-        return class_for(value) if class_for else found
+        kind = next(iter(classes_of(annotation)), None)
+        # A class may represent others, which are registered under names.
+        class_for = getattr(kind, "class_for", None)
+        return class_for(value) if class_for else kind
     members = [member for member in get_args(annotation) if classes_of(member)]
     if by is not None and len(members) > 1:
         members = [member for member in members if _has_tag(member, by, value)]
@@ -93,7 +88,7 @@ def _has_tag(member: Any, by: str | Discriminator, value: Mapping[str, Any]) -> 
 
 
 def item_annotations(annotation: Any, container: type) -> Iterator[Any]:
-    """What the items of a list or the values of a mapping are, as often as a union says it."""
+    """Yields the annotations of list items or mapping values, one per matching union member."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from item_annotations(get_args(annotation)[0], container)

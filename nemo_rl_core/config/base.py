@@ -1,4 +1,4 @@
-"""The base of every config: frozen, and closed to unknown keys."""
+"""Base class of all configs, which are frozen and refuse unknown keys."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,10 +16,9 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     model_validator,
 )
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 
 from nemo_rl_core.config.annotations import has_default_tag, with_default_tag
-from nemo_rl_core.config.kept_types import fields_of, refuse_conversions
 from nemo_rl_core.config.mistakes import (
     CONTRADICTION,
     FIX,
@@ -39,19 +38,62 @@ from nemo_rl_core.config.url_secrets import secret_fields
 from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError
 
-_MAX_BESIDE_HINT = 16
+
+def fields_of(schema: Any) -> dict[str, Any]:
+    """Returns the schemas of a config's fields by name, from the core schema of its class."""
+    while schema["type"] not in {"model-fields", "definition-ref"}:
+        schema = schema["schema"]
+    return dict(schema.get("fields", {}))
+
+
+def refuse_conversions(fields: Mapping[str, Any]) -> None:
+    """Changes schemas of fields so that numbers and booleans refuse values of other types.
+
+    pydantic reads `true` as 1 and the text "3" as 3, which hides mistakes: `max_grad_norm: yes`
+    would be 1.0. An integer for a real number, and 2.0 for an integer, are allowed.
+    """
+    for field in fields.values():
+        _refuse_below(field["schema"])
+
+
+def _refuse_below(schema: Any) -> None:
+    kind = schema["type"]
+    if kind in {"float", "bool"}:
+        schema["strict"] = True
+    elif kind == "int":
+        # Strict integers would refuse 2.0, which a few formats write for 2.
+        checked = core_schema.no_info_before_validator_function(_integer, {**schema})
+        schema.clear()
+        schema.update(checked)
+    elif kind == "union":
+        for choice in schema["choices"]:
+            _refuse_below(choice[0] if isinstance(choice, tuple) else choice)
+    elif kind == "tuple":
+        for item in schema["items_schema"]:
+            _refuse_below(item)
+    # The schema of another config was already changed.
+    elif kind != "model" and schema.get("function", {}).get("function") is not _integer:
+        for key in ("schema", "items_schema", "keys_schema", "values_schema"):
+            if key in schema:
+                _refuse_below(schema[key])
+
+
+def _integer(value: Any) -> Any:
+    if isinstance(value, bool | str | bytes):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+_MAX_LISTED_WITH_HINT = 16
 Bound = Annotated[float, Field(gt=0, allow_inf_nan=True)]
-"""A positive number, or infinity for no bound: `.inf` in YAML."""
+"""A positive number, or infinity (`.inf` in YAML) for no bound."""
 
 _collects: ContextVar[bool] = ContextVar("_collects", default=False)
 
 
 @contextmanager
 def collecting_contradictions() -> Iterator[None]:
-    """Within it, a `ConfigError` of a section is one mistake among others of a `ValidationError`.
-
-    Outside of it, the first one ends the validation.
-    """
+    """Collects `ConfigError`s of sections as mistakes of one error; else the first is raised."""
     token = _collects.set(True)
     try:
         yield
@@ -80,41 +122,41 @@ def _sets_default_tag(schema: Any) -> bool:
 
 
 class FrozenConfig(BaseModel):
-    """A config that cannot be changed after loading and refuses keys it does not know.
+    """A config that cannot be changed after loading and refuses unknown keys.
 
     Raises:
-        ConfigError: On unknown keys, of which it names all, and other mistakes beside them.
+        ConfigError: If there are unknown keys; names all of them, and other mistakes.
     """
 
     shorthands: ClassVar[frozenset[str]] = frozenset()
-    """Keys that input may have besides the fields, and that a validator turns into fields."""
+    """Accepted keys that are not fields; a validator turns them into fields."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Fields by the names that they had; the error of an old name says the new one."""
+    """New names of fields by their old names, for the error of an old name."""
     secrets_from: ClassVar[str] = (
         "set it in the environment: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for an object "
         "store, or a variable that your code reads"
     )
-    """How a secret is given that is not in an address, as the end of a fix."""
+    """How to provide a secret outside of an address, as the end of a fix."""
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         protected_namespaces=(),
-        # A field for which infinity has a meaning allows it by itself.
+        # Fields for which infinity has a meaning allow it themselves.
         allow_inf_nan=False,
         ser_json_inf_nan="constants",
     )
 
     @classmethod
     def accepted_keys(cls) -> set[str]:
-        """The keys that input may have: fields and shorthands."""
+        """Returns the accepted keys: fields and shorthands."""
         return accepted_keys(cls)
 
     @model_validator(mode="wrap")
     @classmethod
     def _refuse_unknown_keys(cls, values: Any, handler: ValidatorFunctionWrapHandler) -> Self:
-        # The class that finds an unknown key raises; each class around it then looks through all
-        # of its own input, so that the outermost names every mistake with its whole path.
+        # The class that finds an unknown key raises; each outer class then checks all of its
+        # input, so that the outermost class reports every mistake with its full path.
         try:
             if isinstance(values, dict) and not values.keys() <= cls.accepted_keys():
                 refuse_unknown_keys(cls, values, handler)
@@ -151,8 +193,8 @@ class FrozenConfig(BaseModel):
         fields = fields_of(schema)
         refuse_conversions(fields)
         for name, field in fields.items():
-            # After validators of the class, which may merge the input into a preset. A class within
-            # another one comes here again, with the schema of the first time.
+            # After validators of the class, which may merge the input into a preset. For a nested
+            # class this runs again, with the schema of the first time.
             info, with_default = cls.model_fields[name], field["schema"]
             if has_default_tag(info) and not _sets_default_tag(with_default["schema"]):
                 with_default["schema"] = core_schema.no_info_before_validator_function(
@@ -162,25 +204,25 @@ class FrozenConfig(BaseModel):
         return core_schema.no_info_wrap_validator_function(_collected, schema)
 
     def replace(self, **changes: Any) -> Self:
-        """A validated copy with some fields changed."""
+        """Returns a validated copy with some fields changed."""
         return type(self).model_validate({**self.model_dump(), **changes})
 
 
 def kind_or(
-    unsaid: str, key: str = "kind", *, known: Collection[str] = (), otherwise: str = ""
+    default: str, key: str = "kind", *, known: Collection[str] = (), otherwise: str = ""
 ) -> Discriminator:
-    """Discriminates a union's variants by `key`; a map without that key is the variant `unsaid`.
+    """Discriminates a union's variants by `key`.
 
     Args:
-        unsaid: The variant of a map without the key.
-        key: Whose value names the variant.
-        known: The variants by name, in a union that has one for all other names.
-        otherwise: The tag of that one; empty in a union without it.
+        default: The variant of a map without the key.
+        key: The key whose value names the variant.
+        known: Names of the variants, in a union that has a variant for all other names.
+        otherwise: The tag of that variant; empty in a union without it.
     """
 
     def kind_of(value: Any) -> str:
-        said = value.get(key, unsaid) if isinstance(value, dict) else getattr(value, key, unsaid)
-        return otherwise if otherwise and said not in known else str(said)
+        kind = value.get(key, default) if isinstance(value, dict) else getattr(value, key, default)
+        return otherwise if otherwise and kind not in known else str(kind)
 
     return Discriminator(kind_of)
 
@@ -188,16 +230,7 @@ def kind_or(
 def refuse_unknown_keys(
     kind: type[FrozenConfig], values: Mapping[str, Any], validate: Callable[[Any], Any]
 ) -> None:
-    """Refuses keys that no class reads, at any depth, and names other mistakes with them.
-
-    Args:
-        kind: The class that reads `values`.
-        values: Nested mappings and lists, as from a YAML file.
-        validate: Validates a mapping, here the values without the unknown keys.
-
-    Raises:
-        UnknownKeyError: If there is any such key.
-    """
+    """Refuses keys that no class reads, at any depth; reports other mistakes with them."""
     unknown = unknown_keys(kind, values)
     if not unknown:
         return
@@ -205,7 +238,7 @@ def refuse_unknown_keys(
     try:
         validate(without(values, unknown))
     except ValidationError as error:
-        # A contradiction may be with the default of a key that is misspelt.
+        # A contradiction may be caused by the default of a misspelled key.
         others = [
             each
             for each in mistakes_of(error, values)
@@ -221,7 +254,7 @@ def refuse_unknown_keys(
         raise UnknownKeyError(listed_mistakes([*lines, *(each.line for each in others)]), fix=FIX)
     (key,) = unknown
     # Dozens of keys would hide the hint.
-    listed = key.hint is None or len(key.choices) <= _MAX_BESIDE_HINT
+    listed = key.hint is None or len(key.choices) <= _MAX_LISTED_WITH_HINT
     raise UnknownKeyError(
         f"{placed(values, key.path)}unknown key {key.dotted!r}",
         expected=f"one of {', '.join(key.choices)}" if listed else None,

@@ -1,4 +1,4 @@
-"""The named sizes of cluster that a recipe may ask for."""
+"""Named cluster sizes that a recipe can request."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, Self
@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.placement import OwnBundles, with_own_bundles
+from nemo_rl_core.config.placement import DedicatedBundles, with_dedicated_bundles
 from nemo_rl_core.errors import ConfigError
 
 ShapeName = Literal["laptop", "one_gpu", "node_8gpu", "cluster"]
@@ -23,31 +23,31 @@ AcceleratorName = Literal[
 Lifetime = Literal["stage", "run"]
 _GPUS_OF_A_NODE = 8
 _ROOM = {"one_gpu": 1, "node_8gpu": _GPUS_OF_A_NODE}
-"""GPUs of the shapes that are one machine; the others grow."""
+"""Number of GPUs of single-machine shapes; the others have no fixed number."""
 
 
 class ClusterConfig(FrozenConfig):
-    """A named shape, and how many ranks train on it.
+    """A named shape, and the number of ranks that train on it.
 
-    All of it but `lifetime` is part of the result: floating-point sums are taken in another order
-    with another number of threads or ranks, or on another device, so it is stated here, not read
-    off the machine. What is not (memory, disks, node pools) stands in `tasks/platform/shapes.py`.
+    Everything except `lifetime` affects results: the order of floating-point sums depends on the
+    number of threads and ranks and on the device. So it is configured here, not detected. Settings
+    that do not affect results (memory, disks, node pools) are in `tasks/pods/shapes.py`.
 
     Attributes:
-        shape: `laptop` has no GPU, and its workers share the cores; `one_gpu` has one; `node_8gpu`
-            is one machine with eight; `cluster` has one GPU for each worker, on as many machines
-            of `num_gpus_per_node` as that takes.
-        num_threads: Cores that each worker computes with.
-        num_workers: Ranks that train together: whole copies of the model, each over the ranks that
-            `training` says. Eight by default in the shape `node_8gpu`, else one. Engines, judges
-            and reward models with a placement of their own (`generation.placement: {own: 4}`) come
-            on top.
-        num_gpus_per_node: How many of the workers one machine holds, in the shape `cluster`.
-        accelerator: The kind of GPU; None takes any that the cluster has.
-        collective_timeout_seconds: After which ranks that wait for another one give up, on every
-            axis of a layout. Those that wait for a save to be written wait for 30 minutes at least.
-        lifetime: How long a Ray cluster lives on Flyte: `stage` makes one for each stage, `run` one
-            that all stages of the run share. It is in no cache key.
+        shape: `laptop` has no GPU, and its workers share the cores; `one_gpu` has one GPU;
+            `node_8gpu` is one machine with eight GPUs; `cluster` has one GPU per worker, on as many
+            machines of `num_gpus_per_node` as needed.
+        num_threads: Number of threads per worker.
+        num_workers: Number of ranks that train together, a multiple of the ranks over which
+            `training` spreads one copy of the model. Eight by default in the shape `node_8gpu`,
+            else one. Dedicated GPUs of engines, judges and reward models
+            (`generation.placement: {own: 4}`) are additional.
+        num_gpus_per_node: Number of workers per machine in the shape `cluster`.
+        accelerator: Kind of GPU; None takes any that the cluster has.
+        collective_timeout_seconds: Time after which ranks stop waiting for another rank, on every
+            axis of a layout. Ranks wait at least 30 minutes for a save to be written.
+        lifetime: Lifetime of a Ray cluster on Flyte: `stage` creates one for each stage, `run` one
+            that all stages of the run share. It is not part of any cache key.
     """
 
     shape: ShapeName = "laptop"
@@ -56,62 +56,55 @@ class ClusterConfig(FrozenConfig):
     num_gpus_per_node: PositiveInt = _GPUS_OF_A_NODE
     accelerator: AcceleratorName | None = None
     collective_timeout_seconds: PositiveFloat = 600.0
-    # Left out by default, so that inputs of stages are what they were without it.
-    lifetime: Lifetime = Field(default="stage", exclude_if=lambda said: said == "stage")
+    # Excluded by default, so that inputs of stages do not change.
+    lifetime: Lifetime = Field(default="stage", exclude_if=lambda value: value == "stage")
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the workers, on all machines together; `num_gpus_with` has others' besides."""
+        """Number of GPUs of the workers on all machines, without dedicated ones."""
         return 0 if self.shape == "laptop" else self.num_workers
 
     @property
     def bundles_per_node(self) -> list[int]:
-        """Workers on each machine, full machines first: 12 of at most 8 are `[8, 4]`."""
+        """Workers on each machine, full machines first: 12 with at most 8 each are `[8, 4]`."""
         if self.shape == "laptop":
             return [self.num_workers]
         full, rest = divmod(self.num_workers, self.num_gpus_per_node)
         return [self.num_gpus_per_node] * full + [rest] * bool(rest)
 
-    def num_gpus_with(self, own: Sequence[OwnBundles]) -> int:
-        """GPUs of the workers, and of what has some of its own; 0 for a cluster without GPUs."""
-        return self.num_gpus and self.num_gpus + sum(each.number for each in own)
+    def num_gpus_with(self, bundles: Sequence[DedicatedBundles]) -> int:
+        """Returns the GPUs of the workers plus dedicated ones; 0 for a cluster without GPUs."""
+        return self.num_gpus and self.num_gpus + sum(each.number for each in bundles)
 
-    def bundles_with(self, own: Sequence[OwnBundles]) -> list[int]:
-        """Bundles on each machine: those of the workers, and those beside them.
+    def bundles_with(self, bundles: Sequence[DedicatedBundles]) -> list[int]:
+        """Returns the bundles of the workers plus dedicated ones on each machine.
 
         Example:
-            >>> engines = OwnBundles("generation", 12)
+            >>> engines = DedicatedBundles("generation", 12)
             >>> ClusterConfig(shape="cluster", num_workers=12).bundles_with([engines])
             [8, 8, 8]
         """
         limit = self.num_gpus_per_node if self.num_gpus else None
-        return with_own_bundles(self.bundles_per_node, own, num_gpus_per_node=limit)
+        return with_dedicated_bundles(self.bundles_per_node, bundles, num_gpus_per_node=limit)
 
-    def refuse_unplaced(self, own: Sequence[OwnBundles]) -> None:
-        """Refuses own bundles for which the shape has no GPU.
-
-        Args:
-            own: Bundles besides those of the workers.
-
-        Raises:
-            ConfigError: Says how many workers leave room for them, where any do.
-        """
-        room, wanted = _ROOM.get(self.shape), sum(each.number for each in own)
-        if not own or room is None or self.num_workers + wanted <= room:
+    def refuse_unplaced(self, bundles: Sequence[DedicatedBundles]) -> None:
+        """Refuses dedicated bundles for which the shape has no GPU."""
+        room, num_dedicated = _ROOM.get(self.shape), sum(each.number for each in bundles)
+        if not bundles or room is None or self.num_workers + num_dedicated <= room:
             return
-        fits = room - wanted
-        paths = ["cluster.num_workers", *(each.path for each in own)]
+        fits = room - num_dedicated
+        paths = ["cluster.num_workers", *(each.path for each in bundles)]
         raise ConfigError(
-            f"the shape {self.shape!r} has no GPU left for {_named(own)} of their own",
+            f"the shape {self.shape!r} has no GPU left for dedicated {_users(bundles)}",
             expected=f"{_listed(paths)} of at most {room} together",
-            got=_listed([str(self.num_workers), *(str(each.number) for each in own)]),
+            got=_listed([str(self.num_workers), *(str(each.number) for each in bundles)]),
             fix=(f"set cluster.num_workers to {fits}, or " if fits > 0 else "")
-            + "set cluster.shape to cluster, which has as many GPUs as are asked for",
+            + "set cluster.shape to cluster, which has as many GPUs as requested",
         )
 
     @model_validator(mode="before")
     @classmethod
-    def _a_whole_node_by_default(cls, values: Any) -> Any:
+    def _full_node_by_default(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("shape") == "node_8gpu":
             return {"num_workers": _GPUS_OF_A_NODE, **values}
         return values
@@ -120,20 +113,21 @@ class ClusterConfig(FrozenConfig):
     def _workers_fit_the_shape(self) -> Self:
         room = _ROOM.get(self.shape)
         if room is not None and self.num_workers > room:
+            workers = "one worker" if room == 1 else f"{room} workers"
             raise ConfigError(
-                f"the shape {self.shape!r} has room for {_counted(room)}",
+                f"the shape {self.shape!r} has room for {workers}",
                 expected=f"cluster.num_workers: {room}" + (" or fewer" if room > 1 else ""),
                 got=str(self.num_workers),
-                fix="set cluster.shape to cluster, which has one GPU a worker",
+                fix="set cluster.shape to cluster, which has one GPU per worker",
             )
         return self
 
     @model_validator(mode="after")
-    def _whole_nodes_have_eight_gpus(self) -> Self:
+    def _full_nodes_have_eight_gpus(self) -> Self:
         if self.shape == "node_8gpu" and self.num_gpus_per_node != _GPUS_OF_A_NODE:
             raise ConfigError(
                 "the shape 'node_8gpu' is a machine with eight GPUs",
-                expected=f"cluster.num_gpus_per_node: {_GPUS_OF_A_NODE}, or not said",
+                expected=f"cluster.num_gpus_per_node: {_GPUS_OF_A_NODE}, or not set",
                 got=str(self.num_gpus_per_node),
                 fix="set cluster.shape to cluster for machines of another size",
             )
@@ -146,20 +140,15 @@ class ClusterConfig(FrozenConfig):
                 "the shape 'laptop' has no GPU",
                 expected="no cluster.accelerator",
                 got=self.accelerator,
-                fix="set cluster.shape to one_gpu, node_8gpu or cluster, or leave it out",
+                fix="set cluster.shape to one_gpu, node_8gpu or cluster, or remove it",
             )
         return self
 
 
-def _named(own: Sequence[OwnBundles]) -> str:
-    """Who wants bundles, for a message."""
-    kinds = ["engines" if each.name == "generation" else "models that score" for each in own]
+def _users(bundles: Sequence[DedicatedBundles]) -> str:
+    kinds = ["engines" if each.name == "generation" else "scoring models" for each in bundles]
     return _listed(list(dict.fromkeys(kinds)))
 
 
 def _listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _counted(room: int) -> str:
-    return "one worker" if room == 1 else f"{room} workers"

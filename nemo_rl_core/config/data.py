@@ -1,4 +1,4 @@
-"""Where rows come from, how long they may be, and what happens to those that are too long."""
+"""Sources of rows, their maximum length, and the handling of rows that are too long."""
 
 from typing import Annotated, Any, Literal
 
@@ -16,18 +16,17 @@ from nemo_rl_core.config.row_policy import RowPolicy
 
 
 class FileData(RowFormat, RowPolicy):
-    """Rows of your own: jsonl, csv, parquet or arrow, a folder of one of these, or a folder that
-    `datasets` saved; `s3://` and `gs://` name objects, folders of them and patterns.
+    """Rows from your files: jsonl, csv, parquet or arrow, a folder of these, or a folder that
+    `datasets` saved; `s3://` and `gs://` name objects, folders and patterns.
 
-    The columns say what the rows are; docs/data.md lists what is understood.
+    The columns determine the kind of rows; docs/data.md lists the supported ones.
 
     Attributes:
         train: The file, folder or address with rows to train on.
         validation: The file, folder or address with rows to validate on; None holds out
             `validation_fraction` of the training rows, drawn with the recipe's seed.
-        validation_fraction: The share of the training rows that is held out where `validation` is
-            None.
-        max_prompt_tokens: The longest prompt, chat template included.
+        validation_fraction: Fraction of the training rows that is held out if `validation` is None.
+        max_prompt_tokens: Maximum length of a prompt, including the chat template.
     """
 
     kind: Literal["file"] = "file"
@@ -41,16 +40,16 @@ class HubData(RowFormat, RowPolicy):
     """Rows from the Hugging Face hub.
 
     Attributes:
-        name: As `organization/name`.
-        subset: The configuration, where the data set has several.
-        revision: A commit, tag or branch; None is the main branch. A run reads the commit that it
-            is when the run begins.
+        name: Name of the data set, `organization/name`.
+        subset: The configuration, if the data set has several.
+        revision: A commit, tag or branch; None is the main branch. A run reads the commit that is
+            current when the run begins.
         train: The split to train on.
         validation: The split to validate on; None holds out `validation_fraction` of the training
             split, drawn with the recipe's seed.
-        validation_fraction: The share of the training split that is held out where `validation` is
+        validation_fraction: Fraction of the training split that is held out if `validation` is
             None.
-        max_prompt_tokens: The longest prompt, chat template included.
+        max_prompt_tokens: Maximum length of a prompt, including the chat template.
     """
 
     kind: Literal["hub"] = "hub"
@@ -67,9 +66,9 @@ class MixtureSource(FrozenConfig):
     """One source of a mixture.
 
     Attributes:
-        data: Where its rows come from; limits of rows belong to the mixture.
-        weight: Its share of the rows to train on, relative to the other sources. None in all
-            sources takes every row once.
+        data: Source of its rows; limits of rows belong to the mixture.
+        weight: Weight of its training rows relative to the other sources. None in all sources takes
+            every row once.
     """
 
     data: Annotated[
@@ -93,23 +92,24 @@ class MixtureSource(FrozenConfig):
         )
         if inside:
             raise ValueError(
-                f"{', '.join(inside)} holds for all rows of a mixture: move it from the source to "
+                f"{', '.join(inside)} applies to all rows of a mixture: move it from the source to "
                 "the mixture"
             )
         return self
 
 
 class MixtureData(RowPolicy):
-    """Rows of several sources, all of one kind.
+    """Rows from several sources, all of the same kind.
 
-    Every source gives its training rows by its weight and all its validation rows. Which rows are
-    taken depends on the recipe's seed alone.
+    Every source contributes training rows by its weight, and all its validation rows. The choice of
+    rows depends only on the recipe's seed.
 
     Attributes:
         sources: The sources, each with its weight.
-        num_train: Rows to train on, of all sources together; None takes as many as the weights
-            allow without a row twice. More than that repeats rows, which needs `duplicates: keep`.
-        max_prompt_tokens: The longest prompt, chat template included.
+        num_train: Number of training rows from all sources together; None takes as many as the
+            weights allow without repeating a row. More repeats rows, which needs
+            `duplicates: keep`.
+        max_prompt_tokens: Maximum length of a prompt, including the chat template.
     """
 
     kind: Literal["mixture"] = "mixture"
@@ -119,15 +119,15 @@ class MixtureData(RowPolicy):
 
     @model_validator(mode="after")
     def _all_weights_or_none(self) -> "MixtureData":
-        given = [each.weight is not None for each in self.sources]
-        if any(given) and not all(given):
-            missing = [str(index) for index, each in enumerate(given) if not each]
+        has_weight = [each.weight is not None for each in self.sources]
+        if any(has_weight) and not all(has_weight):
+            missing = [str(index) for index, each in enumerate(has_weight) if not each]
             raise ValueError(
-                f"sources {', '.join(missing)} have no weight and others have: give one to all, "
-                "or to none to take every row once"
+                f"sources {', '.join(missing)} have no weight, but others have one: set it for "
+                "all, or for none to take every row once"
             )
-        if self.num_train is not None and not any(given):
-            raise ValueError("num_train draws rows by weights: give one to every source")
+        if self.num_train is not None and not any(has_weight):
+            raise ValueError("num_train draws rows by weights: set one for every source")
         return self
 
 
@@ -144,15 +144,7 @@ DataConfig = Annotated[
 
 
 def with_rows_to_train_on(data: Any) -> Any:
-    """Completes a data section that names only rows to ask questions from, and never trains.
-
-    Args:
-        data: The section as written; anything but a map is returned as it is.
-
-    Returns:
-        A copy whose `train`, where it is not named, is the same as `validation`, also in the
-        sources of a mixture.
-    """
+    """Sets a missing `train` to `validation`, for data of which only validation rows are read."""
     if not isinstance(data, dict):
         return data
     if isinstance(sources := data.get("sources"), list):
@@ -169,7 +161,7 @@ def with_rows_to_train_on(data: Any) -> Any:
 
 
 def source_of(data: DataConfig, part: str) -> str:
-    """The file that the rows of a part are counted in; empty for rows that are from no file."""
+    """Returns the source of a split, for errors; "" if its rows are not from a file."""
     if not isinstance(data, FileData):
         return ""
     if data.validation is None:

@@ -1,4 +1,4 @@
-"""How a completion is scored."""
+"""Settings of environments, which score completions."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from nemo_rl_core.config.multi_turn import (
     SlidingPuzzleGame,
     ToolUse,
 )
-from nemo_rl_core.config.placement import OwnBundles
+from nemo_rl_core.config.placement import DedicatedBundles
 from nemo_rl_core.config.single_turn import (
     AnySingle,
     RewardFunction,
@@ -33,8 +33,8 @@ class WeightedPart(FrozenConfig):
     """One of several rewards.
 
     Attributes:
-        weight: The factor of this reward in the sum.
-        environment: How this reward is computed.
+        weight: Factor of this reward in the sum.
+        environment: Environment that computes this reward.
     """
 
     weight: FiniteFloat = 1.0
@@ -42,13 +42,13 @@ class WeightedPart(FrozenConfig):
 
 
 class WeightedSum(FrozenConfig):
-    """Several rewards, weighted and summed; the advantage `gdpo` reads them apart.
+    """Weighted sum of several rewards; the advantage `gdpo` reads them separately.
 
-    Its parts are no sums themselves: a sum of sums is one longer sum, and Flyte, which describes a
-    config's fields by following them, has no end of a type that contains itself.
+    A part cannot be a sum itself: a sum of sums is one longer sum, and Flyte, which follows a
+    config's fields to describe it, cannot describe a type that contains itself.
 
     Attributes:
-        parts: The rewards that are summed.
+        parts: The rewards in the sum.
     """
 
     kind: Literal["weighted_sum"] = "weighted_sum"
@@ -57,7 +57,7 @@ class WeightedSum(FrozenConfig):
 
 _MultiTurn = SlidingPuzzleGame | GuessNumberGame | ToolUse | PythonEnvironment
 MultiTurnConfig = Annotated[_MultiTurn, Field(discriminator="kind")]
-"""Environments that answer, so that the policy has several turns."""
+"""Environments that reply, so that the policy has several turns."""
 
 
 class TaskEnvironment(FrozenConfig):
@@ -73,7 +73,7 @@ class TaskEnvironment(FrozenConfig):
 
 
 class ByTask(FrozenConfig):
-    """Several environments in one run: each row goes to that of its `task`.
+    """Several environments in one run, chosen by the `task` of each row.
 
     Attributes:
         tasks: One environment for each task of the data.
@@ -86,12 +86,12 @@ class ByTask(FrozenConfig):
     def _tasks_differ(self) -> "ByTask":
         names = [each.task for each in self.tasks]
         if len(set(names)) < len(names):
-            raise ValueError(f"a task has one environment, but {names} names one twice")
+            raise ValueError(f"each task needs one environment, but {names} repeats a task")
         reads_ids = any(isinstance(e, RewardModelScore) for e in single_environments(self))
-        if reads_ids and answers_back(self):
+        if reads_ids and is_multi_turn(self):
             raise ValueError(
                 "a reward model reads token ids, which an environment with several turns does not "
-                "see: have them in different runs"
+                "get: use them in different runs"
             )
         return self
 
@@ -102,16 +102,16 @@ EnvironmentConfig = Annotated[
 
 
 class EnvironmentWorkers(FrozenConfig):
-    """Actors that an environment runs in, so that one that hangs or dies takes no run with it.
+    """Actors that run an environment, so that a hang or crash does not end the run.
 
     Attributes:
-        num_workers: How many run side by side.
-        rows_per_call: The most rows that one gets at a time. Not derived from `num_workers`, so
-            that scores do not depend on that.
-        call_timeout_seconds: For one call. Past it the actor is killed and replaced, and each of
-            its rows is tried once more, alone.
-        use_gpus: Whether each gets a share of one of the trainer's GPUs, for rewards that compute
-            with a model; without it they see no GPU. Reward models of a recipe get one in any case.
+        num_workers: Number of actors.
+        rows_per_call: Maximum number of rows per call. It does not depend on `num_workers`, so that
+            scores do not either.
+        call_timeout_seconds: Time limit of one call. After it the actor is killed and replaced, and
+            each of its rows is retried separately.
+        use_gpus: Whether each actor gets a fraction of one of the trainer's GPUs, for rewards that
+            use a model; otherwise actors see no GPU. Reward models of a recipe always get one.
     """
 
     renamed: ClassVar[Mapping[str, str]] = {"timeout_seconds": "call_timeout_seconds"}
@@ -123,10 +123,7 @@ class EnvironmentWorkers(FrozenConfig):
 
 
 def single_environments(config: EnvironmentConfig) -> list[SingleEnvironmentConfig]:
-    """The environments that score on their own: of all parts and tasks, or the one that there is.
-
-    What answers, such as games and tools, is not among them.
-    """
+    """Returns the single-turn environments of all parts and tasks, without games and tools."""
     match config:
         case WeightedSum(parts=parts):
             return [part.environment for part in parts]
@@ -138,20 +135,37 @@ def single_environments(config: EnvironmentConfig) -> list[SingleEnvironmentConf
             return [config]
 
 
+def environments_of_task(config: EnvironmentConfig, task: str) -> list[SingleEnvironmentConfig]:
+    """Returns the environments that score a task's rows; for tools, that of the last turn."""
+    match config:
+        case ToolUse(answer=answer):
+            return environments_of_task(answer, task)
+        case ByTask(tasks=tasks):
+            matching = [each.environment for each in tasks if each.task == task]
+            return [one for each in matching for one in environments_of_task(each, task)]
+    return single_environments(config)
+
+
+def grader_version(config: EnvironmentConfig, task: str) -> int:
+    """Returns the version of the grader of a task's rows; 1 if it has none."""
+    scored_by = environments_of_task(config, task)
+    return max((getattr(each, "version", 1) for each in scored_by), default=1)
+
+
 def multi_turn_environments(config: EnvironmentConfig) -> list[MultiTurnConfig]:
-    """The environments that answer: of all tasks, or the one that there is."""
+    """Returns the multi-turn environments of all tasks."""
     if isinstance(config, ByTask):
         return [one for each in config.tasks for one in multi_turn_environments(each.environment)]
     return [config] if isinstance(config, _MultiTurn) else []
 
 
-def answers_back(config: EnvironmentConfig) -> bool:
+def is_multi_turn(config: EnvironmentConfig) -> bool:
     """Whether the policy may have several turns."""
     return bool(multi_turn_environments(config))
 
 
 def reward_names(config: EnvironmentConfig) -> list[str]:
-    """What the parts of a weighted sum are called in metrics; nothing for other environments."""
+    """Returns the metric names of a weighted sum's parts; empty for other environments."""
     if not isinstance(config, WeightedSum):
         return []
     environments = [part.environment for part in config.parts]
@@ -166,10 +180,8 @@ class ModelScorer:
     """A model that scores in workers of the run.
 
     Attributes:
-        name: Of its workers, which all scorers of the same settings share.
-        config: Its section.
-        path: Of that section in the recipe.
-        max_new_tokens: Of a judge's reply; None of a reward model.
+        name: Name of its workers, which all scorers with the same settings share.
+        max_new_tokens: Maximum length of a judge's reply; None for a reward model.
     """
 
     name: str
@@ -178,17 +190,13 @@ class ModelScorer:
     max_new_tokens: int | None = None
 
     @property
-    def own_bundles(self) -> tuple[OwnBundles, ...]:
-        """Its bundles besides the trainer's; none for one that shares those."""
-        return self.config.own_bundles(self.name, self.path)
+    def dedicated_bundles(self) -> tuple[DedicatedBundles, ...]:
+        """Its dedicated bundles; empty if it shares the trainer's."""
+        return self.config.dedicated_bundles(self.name, self.path)
 
 
 def model_scorers(config: EnvironmentConfig, path: str = "environment") -> list[ModelScorer]:
-    """The judges and reward models that score in workers of the run, one for each section.
-
-    Args:
-        config: The section.
-        path: Of the section in the recipe.
+    """Returns the judges and reward models that score in workers of the run, one per section.
 
     Example:
         >>> both = [RewardModelScore(model="a"), RewardModelScore(model="b")]
@@ -197,34 +205,26 @@ def model_scorers(config: EnvironmentConfig, path: str = "environment") -> list[
         ('reward-model-2', 'environment.parts.1.environment')
     """
     names: dict[tuple[JudgeModel | RewardModelScore, int | None], str] = {}
-    found = []
-    for place, each in _placed(config, path):
+    scorers = []
+    for inner_path, each in _with_paths(config, path):
+        model: JudgeModel | RewardModelScore
+        limit: int | None
         match each:
-            case LLMJudge(judge=JudgeModel() as model):
-                found.append(_named(names, "judge", model, f"{place}.judge", each.max_new_tokens))
+            case LLMJudge(judge=JudgeModel() as model, max_new_tokens=limit):
+                kind, model_path = "judge", f"{inner_path}.judge"
             case RewardModelScore():
-                found.append(_named(names, "reward-model", each, place, None))
-    return found
+                kind, model, model_path, limit = "reward-model", each, inner_path, None
+            case _:
+                continue
+        number = 1 + sum(name.startswith(kind) for name in names.values())
+        name = names.setdefault((model, limit), kind if number == 1 else f"{kind}-{number}")
+        scorers.append(ModelScorer(name, model, model_path, limit))
+    return scorers
 
 
-def _named(
-    names: dict[tuple[JudgeModel | RewardModelScore, int | None], str],
-    kind: str,
-    config: JudgeModel | RewardModelScore,
-    path: str,
-    max_new_tokens: int | None,
-) -> ModelScorer:
-    number = 1 + sum(name.startswith(kind) for name in names.values())
-    name = kind if number == 1 else f"{kind}-{number}"
-    return ModelScorer(
-        names.setdefault((config, max_new_tokens), name), config, path, max_new_tokens
-    )
-
-
-def _placed(
+def _with_paths(
     config: EnvironmentConfig, path: str
 ) -> Iterator[tuple[str, SingleEnvironmentConfig | MultiTurnConfig]]:
-    """The environments without parts, each with its path."""
     inner: list[tuple[str, EnvironmentConfig]]
     match config:
         case WeightedSum(parts=parts):
@@ -234,35 +234,30 @@ def _placed(
         case _:
             yield path, config
             return
-    for place, each in inner:
-        yield from _placed(each, f"{place}.environment")
+    for inner_path, each in inner:
+        yield from _with_paths(each, f"{inner_path}.environment")
 
 
-def own_bundles_of_scorers(
+def dedicated_bundles_of_scorers(
     config: EnvironmentConfig, path: str = "environment"
-) -> tuple[OwnBundles, ...]:
-    """What models that score have besides the trainer's bundles, once for each group of workers.
-
-    Args:
-        config: The section.
-        path: Of the section in the recipe.
-    """
-    found = [own for each in model_scorers(config, path) for own in each.own_bundles]
-    return tuple(dict.fromkeys(found))
+) -> tuple[DedicatedBundles, ...]:
+    """Returns the dedicated bundles of scorers, once for each group of workers."""
+    scorers = model_scorers(config, path)
+    return tuple(dict.fromkeys(bundles for each in scorers for bundles in each.dedicated_bundles))
 
 
 def judges_of_the_run(config: EnvironmentConfig) -> list[JudgeModel]:
-    """The judges that run in workers of the run, not behind an endpoint."""
+    """Returns the judges in workers of the run, without those at an endpoint."""
     return [each.config for each in model_scorers(config) if isinstance(each.config, JudgeModel)]
 
 
 def has_reward_model(config: EnvironmentConfig) -> bool:
-    """Whether a reward model scores, alone or as a part."""
+    """Whether a reward model scores, by itself or as a part."""
     return any(isinstance(each, RewardModelScore) for each in single_environments(config))
 
 
 def reads_reward_model(config: EnvironmentConfig) -> bool:
-    """Whether it scores with a reward model that it does not name itself."""
+    """Whether it uses the reward model of the pipeline, which has no name in the section."""
     return any(
         isinstance(each, RewardModelScore) and each.model is None
         for each in single_environments(config)

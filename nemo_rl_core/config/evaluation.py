@@ -1,4 +1,4 @@
-"""How a checkpoint is measured, and what it takes to be promoted."""
+"""Settings of evaluation and promotion."""
 
 from typing import Any
 
@@ -14,20 +14,21 @@ from nemo_rl_core.config.patterns import ALIAS_NAME
 class EvaluationConfig(FrozenConfig):
     """Greedy accuracy on every validation prompt; pass@k and cons@k from sampled completions.
 
-    `data` is where the prompts come from (its validation rows; it needs no rows to train on),
-    `environment` says what is right (a reward of 1 or more), and `generation` how completions are
-    sampled; left out, they are those of training. Each replaces the complete section, so that what
-    it leaves out has the default and not the value of training.
+    `data` provides the prompts (its validation rows; it needs no training rows), `environment`
+    decides whether a completion is correct (a reward of 1 or more), and `generation` has the
+    sampling settings. By default they are those of training. Each replaces the complete section:
+    a missing key has its default, not the value of training.
 
     Attributes:
-        num_samples_per_prompt: Completions to sample of each prompt, besides the greedy one; 0
-            measures greedy accuracy alone.
-        ks: For which k to measure pass@k and cons@k; none named: 1 and all samples.
-        category: What figures are also given apart for: `task`, or a key of the rows' metadata.
-        confidence: Of every interval.
-        data: Where the prompts come from.
-        environment: What says whether a completion is right.
-        generation: How completions are sampled.
+        num_samples_per_prompt: Number of completions to sample per prompt in addition to the greedy
+            one; 0 measures only greedy accuracy.
+        ks: Values of k for pass@k and cons@k; by default 1 and the number of samples.
+        category: Key by which figures are also reported separately: `task`, or a key of the rows'
+            metadata.
+        confidence: Confidence level of every interval.
+        data: Source of the prompts.
+        environment: Environment that decides whether a completion is correct.
+        generation: Sampling settings.
     """
 
     num_samples_per_prompt: NonNegativeInt = 4
@@ -40,7 +41,7 @@ class EvaluationConfig(FrozenConfig):
 
     @field_validator("data", mode="before")
     @classmethod
-    def _trains_on_no_rows(cls, data: Any) -> Any:
+    def _default_train(cls, data: Any) -> Any:
         return with_rows_to_train_on(data)
 
     @model_validator(mode="after")
@@ -54,20 +55,20 @@ class EvaluationConfig(FrozenConfig):
 
     @property
     def all_ks(self) -> list[int]:
-        """Every k to measure, in order."""
+        """All values of k to measure, in ascending order."""
         if not self.num_samples_per_prompt:
             return []
         return sorted(set(self.ks) or {1, self.num_samples_per_prompt})
 
 
 class PromotionConfig(FrozenConfig):
-    """The paired improvement whose lower confidence bound must exceed `min_improvement`.
+    """Promotes if the lower confidence bound of the paired improvement is large enough.
 
     Attributes:
-        min_improvement: The difference of accuracies that the lower confidence bound must exceed;
-            0.01 is one point.
-        name: Alias that means the trained model once it is promoted, such as `production`. A
-            verdict from the cache moves no alias.
+        min_improvement: Difference of accuracies that the lower confidence bound must exceed; 0.01
+            is one point.
+        name: Alias for the trained model once it is promoted, such as `production`. A verdict from
+            the cache does not move the alias.
     """
 
     min_improvement: float = Field(default=0.0, ge=-1, le=1)

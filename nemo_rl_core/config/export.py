@@ -1,4 +1,4 @@
-"""Which model a training pipeline exports."""
+"""Settings of the export of a training pipeline."""
 
 from typing import Literal
 
@@ -6,11 +6,11 @@ from nemo_rl_core.config.base import FrozenConfig
 
 
 class ExportConfig(FrozenConfig):
-    """Which model a training pipeline exports.
+    """Model that a training pipeline exports.
 
     Attributes:
-        model: `trained` exports the model at the end of training, whatever the verdict; `promoted`
-            exports it only if it was promoted, and otherwise the model that training started from.
+        model: `trained` exports the model at the end of training, regardless of the verdict;
+            `promoted` exports it only if it was promoted, otherwise the initial model.
     """
 
     model: Literal["trained", "promoted"] = "trained"

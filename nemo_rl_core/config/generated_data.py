@@ -11,9 +11,9 @@ class ArithmeticData(RowPolicy):
     """Generated sums of two numbers; train and validation never share a problem.
 
     Attributes:
-        num_train: Sums to train on.
-        num_validation: Sums to validate on.
-        max_prompt_tokens: The longest prompt, chat template included.
+        num_train: Number of training sums.
+        num_validation: Number of validation sums.
+        max_prompt_tokens: Maximum length of a prompt, including the chat template.
         max_operand: Operands are drawn from 0 to this number.
     """
 
@@ -38,14 +38,14 @@ class ReasoningGymData(RowPolicy):
     """Procedurally generated tasks from reasoning-gym, mixed in equal parts.
 
     Attributes:
-        tasks: Names of reasoning-gym's tasks; each gives an equal share of the rows.
-        task_options: Options of each task, by its name, as reasoning-gym defines them.
-        instruction: Text that is added to every prompt, on a line of its own; empty adds none.
-        completion: What SFT learns to write, with fields in braces: `{answer}`, `{question}` and
-            what a task tells of each question, as `{expression} = {answer}` for chain_sum.
-        num_train: Questions to train on, of all tasks together.
-        num_validation: Questions to validate on, of all tasks together.
-        max_prompt_tokens: The longest prompt, chat template included.
+        tasks: Names of reasoning-gym's tasks; each contributes the same number of rows.
+        task_options: reasoning-gym's options of each task, by its name.
+        instruction: Text that is added to every prompt on a separate line; empty adds none.
+        completion: Target of SFT, with fields in braces: `{answer}`, `{question}` and metadata of
+            the task, such as `{expression} = {answer}` for chain_sum.
+        num_train: Number of training questions of all tasks together.
+        num_validation: Number of validation questions of all tasks together.
+        max_prompt_tokens: Maximum length of a prompt, including the chat template.
     """
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
@@ -65,11 +65,11 @@ class SlidingPuzzleData(RowPolicy):
 
     Attributes:
         size: Rows by columns. There are 11 unsolved positions of 2x2, 359 of 2x3 and 181439 of 3x3.
-        max_moves: The most moves that a start is away from the solved position.
-        spare_turns: Turns that a row allows beyond the fewest that solve it.
-        num_train: Puzzles to train on.
-        num_validation: Puzzles to validate on.
-        max_prompt_tokens: The longest prompt, chat template included.
+        max_moves: Maximum number of moves from a start to the solved position.
+        spare_turns: Number of turns that a row allows beyond the minimum that solves it.
+        num_train: Number of training puzzles.
+        num_validation: Number of validation puzzles.
+        max_prompt_tokens: Maximum length of a prompt, including the chat template.
     """
 
     kind: Literal["sliding_puzzle"] = "sliding_puzzle"
@@ -82,31 +82,30 @@ class SlidingPuzzleData(RowPolicy):
 
     @property
     def num_rows(self) -> int:
-        """Of the puzzle."""
+        """Number of rows of the puzzle."""
         return int(self.size[0])
 
     @property
     def num_columns(self) -> int:
-        """Of the puzzle."""
+        """Number of columns of the puzzle."""
         return int(self.size[2])
 
 
 class GuessNumberData(RowPolicy):
     """Numbers to guess between two bounds, for the environment `guess_number`.
 
-    Every row has its own bounds, and a secret drawn between them. Completions are optimal first
+    Every row has its own bounds and a secret number between them. Completions are optimal first
     guesses, for a warm start.
 
     Attributes:
-        max_number: The highest upper bound.
-        min_range: The fewest numbers between the bounds, both included.
-        spare_turns: Turns that a row allows beyond what binary search needs in the worst case.
-        max_opening: Rows to train on begin behind so many wrong guesses at most, drawn anywhere
-            within the bounds, so that a warm start sees later turns, too. A row to validate on is
-            a whole game.
-        num_train: Games to train on.
-        num_validation: Games to validate on.
-        max_prompt_tokens: The longest prompt, chat template included.
+        max_number: Largest upper bound.
+        min_range: Minimum size of the range, including both bounds.
+        spare_turns: Number of turns that a row allows beyond the worst case of binary search.
+        max_opening: Maximum number of wrong guesses at the start of a training row, drawn within
+            the bounds, so that a warm start includes later turns. A validation row is a full game.
+        num_train: Number of training games.
+        num_validation: Number of validation games.
+        max_prompt_tokens: Maximum length of a prompt, including the chat template.
     """
 
     kind: Literal["guess_number"] = "guess_number"

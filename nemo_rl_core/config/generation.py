@@ -1,4 +1,4 @@
-"""How completions are sampled, and which engine makes them."""
+"""Settings of rollout engines and sampling."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,37 +16,42 @@ from pydantic import (
 from nemo_rl_core.config.base import FrozenConfig, kind_or
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.model import MatmulPrecision
-from nemo_rl_core.config.placement import OwnBundles, OwnPlacement, Placement, own_bundles
+from nemo_rl_core.config.placement import (
+    DedicatedBundles,
+    OwnPlacement,
+    Placement,
+    dedicated_bundles,
+)
 from nemo_rl_core.config.registered import REGISTERED, RegisteredBackend, SectionTable
 from nemo_rl_core.errors import ConfigError
 
 _SMALLEST_TEMPERATURE = 0.01
 _RESHAPING = ("top_p", "top_k", "repetition_penalty")
-"""Settings that sample from another distribution than the policy's."""
+"""Settings that change the distribution from which tokens are sampled."""
 
 
 class SamplingConfig(FrozenConfig):
-    """What every engine reads: how tokens are drawn, and how many engines draw them.
+    """Settings of all engines: sampling, number of engines, placement.
 
-    `temperature` is that of training rollouts; the trainer computes its logprobs under the same
-    temperature. Evaluation is greedy, and samples at this temperature for pass@k.
+    Rollouts for training are sampled at `temperature`, under which the trainer also computes
+    logprobs. Evaluation is greedy, and samples at this temperature for pass@k.
 
     Attributes:
-        max_new_tokens: The longest completion of one turn.
-        temperature: What logits are divided by; 0 takes the likeliest token always.
-        top_p: Draws from the likeliest tokens that together have this probability.
-        top_k: Draws from so many likeliest tokens; None draws from all.
-        repetition_penalty: Divides (or, where negative, multiplies) the logits of tokens that came
-            before: Keskar et al. (2019), "CTRL".
-        stop_strings: End a completion where its text contains one; its tokens stay. Special tokens,
-            such as `<|im_end|>`, are part of this text.
-        num_engines: Copies of the model that share the rows of a batch. A recipe that does not say
-            how many has as many as the GPUs of its cluster hold, and one without GPUs.
-        placement: Where the engines run. `colocated`: on the trainer's GPUs, asleep while it
-            trains. `{own: 4}`: on four GPUs of their own besides those of `cluster.num_workers`,
-            always awake; without GPUs, in processes with cores of their own.
-        generate_timeout_seconds: After which a call of `generate` counts as stuck: its workers are
-            ended and started again. None waits for ever.
+        max_new_tokens: Maximum length of a completion in one turn.
+        temperature: Divisor of logits; 0 is greedy.
+        top_p: Samples from the most likely tokens that together have this probability.
+        top_k: Samples from this many most likely tokens; None samples from all.
+        repetition_penalty: Divides (or, if negative, multiplies) the logits of earlier tokens:
+            Keskar et al. (2019), "CTRL".
+        stop_strings: Strings that end a completion once its text contains one; its tokens are kept.
+            The text includes special tokens, such as `<|im_end|>`.
+        num_engines: Number of copies of the model that share the rows of a batch. By default a
+            recipe has as many as fit the GPUs of its cluster, or one without GPUs.
+        placement: Location of the engines. `colocated`: on the trainer's GPUs, asleep while it
+            trains. `{own: 4}`: on four dedicated GPUs in addition to those of
+            `cluster.num_workers`, always awake; without GPUs, in processes with separate cores.
+        generate_timeout_seconds: Time limit of a call of `generate`, after which its workers are
+            killed and restarted. None waits forever.
     """
 
     renamed: ClassVar[Mapping[str, str]] = {"timeout_seconds": "generate_timeout_seconds"}
@@ -63,31 +68,31 @@ class SamplingConfig(FrozenConfig):
 
     @property
     def draws_from_all(self) -> bool:
-        """Whether tokens are drawn from the policy's own distribution under the temperature."""
+        """Whether tokens are sampled from the policy's distribution under the temperature."""
         return not self.reshaping
 
     @property
     def reshaping(self) -> dict[str, float | int | None]:
-        """Settings by which tokens are sampled from another distribution than the policy's."""
+        """Settings that change the distribution from which tokens are sampled."""
         values = {name: getattr(self, name) for name in _RESHAPING}
         defaults = {name: type(self).model_fields[name].default for name in _RESHAPING}
         return {name: value for name, value in values.items() if value != defaults[name]}
 
     @property
     def ranks_per_engine(self) -> int:
-        """Workers that together hold one copy of the model."""
+        """Number of workers of one copy of the model."""
         return 1
 
     @property
-    def num_own_bundles(self) -> int:
-        """Bundles besides the trainer's; 0 for engines that share those."""
-        return sum(each.number for each in self.own_bundles)
+    def num_dedicated_bundles(self) -> int:
+        """Number of dedicated bundles; 0 for engines that share the trainer's."""
+        return sum(each.number for each in self.dedicated_bundles)
 
     @property
-    def own_bundles(self) -> tuple[OwnBundles, ...]:
-        """The engines' bundles besides the trainer's; none for engines that share those."""
+    def dedicated_bundles(self) -> tuple[DedicatedBundles, ...]:
+        """The engines' dedicated bundles; empty for engines that share the trainer's."""
         ranks = self.ranks_per_engine
-        return own_bundles(self.placement, "generation", "generation", ranks_per_engine=ranks)
+        return dedicated_bundles(self.placement, "generation", "generation", ranks_per_engine=ranks)
 
     @model_validator(mode="before")
     @classmethod
@@ -95,43 +100,43 @@ class SamplingConfig(FrozenConfig):
         if not isinstance(values, dict) or "num_engines" in values:
             return values
         placement = values.get("placement")
-        own = placement.get("own") if isinstance(placement, dict) else placement
-        own = own.own if isinstance(own, OwnPlacement) else own
+        number = placement.get("own") if isinstance(placement, dict) else placement
+        number = number.own if isinstance(number, OwnPlacement) else number
         sizes = [values.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline")]
-        if not all(isinstance(each, int) and each > 0 for each in (own, *sizes)):
+        if not all(isinstance(each, int) and each > 0 for each in (number, *sizes)):
             return values  # refused below, or colocated
-        return {**values, "num_engines": max(own // (sizes[0] * sizes[1]), 1)}
+        return {**values, "num_engines": max(number // (sizes[0] * sizes[1]), 1)}
 
     @model_validator(mode="after")
-    def _own_bundles_are_all_used(self) -> "SamplingConfig":
+    def _dedicated_bundles_are_all_used(self) -> "SamplingConfig":
         needed = self.num_engines * self.ranks_per_engine
-        if self.num_own_bundles in (0, needed):
+        if self.num_dedicated_bundles in (0, needed):
             return self
         raise ConfigError(
-            "the engines do not fill the bundles of their own",
+            "the engines do not fill their dedicated bundles",
             expected=f"placement: {{own: {needed}}} for {self.num_engines} engines of "
             f"{self.ranks_per_engine} workers",
-            got=f"placement: {{own: {self.num_own_bundles}}}",
+            got=f"placement: {{own: {self.num_dedicated_bundles}}}",
             fix=f"set placement.own to {needed}, or change num_engines or the parallel sizes",
         )
 
     @model_validator(mode="after")
-    def _temperature_is_one_that_engines_keep(self) -> "SamplingConfig":
-        # vLLM raises a temperature between to 0.01, and the trainer would compute with another.
+    def _engines_support_temperature(self) -> "SamplingConfig":
+        # vLLM raises a temperature in this range to 0.01, and the trainer would use another.
         if 0 < self.temperature < _SMALLEST_TEMPERATURE:
             raise ValueError(
-                f"temperature is {self.temperature}: take 0, the likeliest token always, or at "
-                f"least {_SMALLEST_TEMPERATURE}"
+                f"temperature is {self.temperature}: set it to 0 (greedy), or at least "
+                f"{_SMALLEST_TEMPERATURE}"
             )
         return self
 
 
 class SplitEngine(SamplingConfig):
-    """An engine whose copy of the model may be spread over several workers.
+    """An engine that may split the model over several workers.
 
     Attributes:
-        tensor_parallel_size: Workers of one engine that share each weight matrix.
-        pipeline_parallel_size: Workers of one engine that share the layers.
+        tensor_parallel_size: Number of workers of one engine that share each weight matrix.
+        pipeline_parallel_size: Number of workers of one engine that share the layers.
     """
 
     tensor_parallel_size: PositiveInt = 1
@@ -139,7 +144,7 @@ class SplitEngine(SamplingConfig):
 
     @property
     def ranks_per_engine(self) -> int:
-        """Workers that together hold one copy of the model."""
+        """Number of workers of one copy of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
@@ -147,24 +152,23 @@ class VllmGenerationConfig(SplitEngine):
     """vLLM's engine.
 
     Attributes:
-        kv_cache_gib: Memory for keys and values, on a CPU.
-        max_num_seqs: The most sequences that are computed at once.
-        block_size: Tokens of a block of the cache of keys and values. Sequences share the whole
-            blocks that they begin with, such as those of a system prompt, so that short prompts
-            share more of smaller blocks. None takes vLLM's own (128 on a CPU, 16 on a GPU); a CPU
-            takes multiples of 32.
-        gpu_memory_utilization: The share of a GPU's memory for weights, keys and values. A recipe
-            that does not say it has 0.9 for engines on GPUs of their own.
-        enforce_eager: Does without CUDA graphs. A CPU always does.
-        load_format: With what vLLM starts; the model's own weights follow in any case. `auto` reads
-            them first on a CPU and with `quantization`, and starts with zeros on a GPU, so that
-            they are read once. `dummy` starts with random numbers.
-        float32_matmul_precision: Of matrix products where `dtype` is `float32`; `high` is TF32 on
-            GPUs. A recipe that does not say it has the trainer's default.
-        quantization: Rounds weights and activations of projections to FP8 while they are loaded, on
-            GPUs that compute in it (Ada, Hopper and later): with one scale a matrix, an output
-            channel, or a block of 128. Embedding, head and norms stay in 16 bits. The trainer
-            computes in 16 bits, and the gate compares the two.
+        kv_cache_gib: Size of the KV cache on a CPU.
+        max_num_seqs: Maximum number of sequences that are computed at once.
+        block_size: Number of tokens per block of the KV cache. Sequences share full blocks of
+            common prefixes, such as a system prompt, so smaller blocks share more of short prompts.
+            None takes vLLM's default (128 on CPUs, 16 on GPUs); CPUs need multiples of 32.
+        gpu_memory_utilization: Fraction of a GPU's memory for weights and KV cache. By default a
+            recipe has 0.9 for engines on dedicated GPUs.
+        enforce_eager: Disables CUDA graphs, which a CPU never uses.
+        load_format: Initial weights of vLLM, before it receives the model's. `auto` loads the
+            model's on a CPU and with `quantization`, and zeros on a GPU, so that weights are read
+            once. `dummy` uses random numbers.
+        float32_matmul_precision: Precision of matrix products if `dtype` is `float32`; `high` is
+            TF32 on GPUs. By default a recipe has the same as the trainer.
+        quantization: Rounds weights and activations of projections to FP8 while loading, on GPUs
+            with FP8 support (Ada, Hopper and later), with one scale per matrix, per output channel,
+            or per block of 128. Embedding, head and norms stay in 16 bits. The trainer computes in
+            16 bits, and the gate compares the two.
         skip_tokenizer_init: Starts without a tokenizer, and so without stop strings.
     """
 
@@ -183,33 +187,33 @@ class VllmGenerationConfig(SplitEngine):
     def _stop_strings_need_text(self) -> "VllmGenerationConfig":
         if self.skip_tokenizer_init and self.stop_strings:
             raise ValueError(
-                "stop_strings are looked for in text, which skip_tokenizer_init does without: "
-                "leave one of them out"
+                "stop_strings need text, which is not available with skip_tokenizer_init: "
+                "remove one of them"
             )
         return self
 
 
 class HuggingFaceGenerationConfig(SamplingConfig):
-    """Transformers' own loop: for models that no engine knows, and for comparison."""
+    """Transformers' generation loop, for models that no engine supports and for comparison."""
 
     backend: Literal["hf"] = "hf"
 
 
 class MegatronGenerationConfig(SplitEngine):
-    """Megatron-core's model with a KV cache: the very layers that Megatron trains."""
+    """Megatron-core's model with a KV cache, with the same layers as in training."""
 
     backend: Literal["megatron"] = "megatron"
 
 
 class RegisteredGeneration(RegisteredBackend, SamplingConfig):
-    """An engine of your own, under the name that it is registered with.
+    """A custom engine under its registered name.
 
-    A subclass that is named at registration adds settings.
+    A subclass given at registration adds settings.
     """
 
     @classmethod
     def sections(cls) -> "SectionTable[RegisteredGeneration]":
-        """The registered engines."""
+        """Returns the registered engines."""
         return GENERATION_SECTIONS
 
 
@@ -228,37 +232,24 @@ GenerationConfig = Annotated[
 
 
 def refuse_misplaced(
-    cluster: ClusterConfig, generation: SamplingConfig, scorers: Sequence[OwnBundles] = ()
+    cluster: ClusterConfig, generation: SamplingConfig, scorers: Sequence[DedicatedBundles] = ()
 ) -> None:
-    """Refuses engines, and models that score, that the cluster of a recipe has no place for.
-
-    Args:
-        cluster: The section.
-        generation: The section of the engines.
-        scorers: What models that score have for themselves.
-
-    Raises:
-        ConfigError: Says how many there are, and how many it takes.
-    """
-    cluster.refuse_unplaced((*generation.own_bundles, *scorers))
-    if not generation.own_bundles:
+    """Refuses engines and scorers that do not fit the cluster of a recipe."""
+    cluster.refuse_unplaced((*generation.dedicated_bundles, *scorers))
+    if not generation.dedicated_bundles:
         refuse_more_than(cluster.num_workers, generation)
 
 
 def refuse_more_than(num_workers: int, generation: SamplingConfig) -> None:
-    """Refuses engines that need more workers than there are.
-
-    Raises:
-        ConfigError: Says how many there are, and how many it takes.
-    """
+    """Refuses engines that need more workers than there are."""
     engines, ranks = generation.num_engines, generation.ranks_per_engine
     if engines * ranks > num_workers:
         raise ConfigError(
             f"{engines} engines of {ranks} workers do not fit the cluster",
             expected=f"at most {num_workers} workers (cluster.num_workers)",
             got=f"{engines * ranks}",
-            fix="raise cluster.num_workers, lower generation.num_engines or the sizes over which "
-            "an engine is spread, or give the engines bundles of their own: "
+            fix="raise cluster.num_workers, lower generation.num_engines or the parallel sizes of "
+            "an engine, or give the engines dedicated bundles: "
             f"generation.placement: {{own: {engines * ranks}}}",
         )
 
@@ -267,25 +258,22 @@ def refuse_for_training(generation: SamplingConfig) -> None:
     """Refuses rollouts that are not drawn from the policy's full distribution.
 
     The trainer computes logprobs over the full vocabulary at the sampling temperature. `top_p`,
-    `top_k` and `repetition_penalty` sample from another distribution, which biases the gradient,
-    and neither the gate nor an importance weight shows it: at temperature 1 engines report the
-    logprobs of the full distribution, too.
-
-    Raises:
-        ConfigError: For greedy rollouts, and for `top_p`, `top_k` or `repetition_penalty`.
+    `top_k` and `repetition_penalty` sample from another distribution, which biases the gradient.
+    Neither the gate nor an importance weight detects it, since at temperature 1 engines also report
+    logprobs of the full distribution.
     """
     if generation.temperature == 0:
         raise ConfigError(
-            "rollouts that are trained on must be drawn, not taken greedily",
+            "rollouts for training must be sampled, not greedy",
             expected="a generation.temperature greater than 0",
             got="0",
-            fix="set it to 1; evaluation is greedy whatever it is",
+            fix="set it to 1; evaluation is always greedy",
         )
     if changed := generation.reshaping:
         raise ConfigError(
-            "rollouts that are trained on must be sampled from all tokens, as their logprobs are "
+            "rollouts for training must be sampled from all tokens, over which their logprobs are "
             "computed",
             expected="no top_p, top_k or repetition_penalty in the section generation",
             got=", ".join(f"{name}: {value}" for name, value in changed.items()),
-            fix=f"remove {', '.join(changed)}; a recipe may have it in evaluation.generation",
+            fix=f"remove {', '.join(changed)}; evaluation.generation may have it",
         )

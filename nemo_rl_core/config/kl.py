@@ -13,15 +13,15 @@ class KLInReward(FrozenConfig):
 
     The estimate is computed once per step, between the policy that the step starts with and the
     reference, with `d = ref - cur` clipped to +-20 and the estimate to +-10. The policy gradient
-    weights it as any reward. So only k1, `-d` (InstructGPT, arXiv:2203.02155, section 3.5), has the
-    gradient of `KL(policy || reference)`. k2, `d^2 / 2`, and k3, `e^d - 1 - d`, lower the
-    reward of tokens that are rarer than in the reference as well, and may push away from it.
+    treats it like any reward. So only k1, `-d` (InstructGPT, arXiv:2203.02155, section 3.5), has
+    the gradient of `KL(policy || reference)`. k2, `d^2 / 2`, and k3, `e^d - 1 - d`, also
+    lower the reward of tokens that are rarer than in the reference, and may push away from it.
 
     Attributes:
-        place: The reward, from which the penalty is subtracted.
+        place: Where the penalty is applied: it is subtracted from the reward.
         kind: The estimator.
-        beta: The weight of the penalty.
-        allow_biased_gradient: Whether k2 and k3 are accepted, whose gradient is not that of the KL.
+        beta: Weight of the penalty.
+        allow_biased_gradient: Whether to accept k2 and k3, whose gradient is not that of the KL.
     """
 
     place: Literal["in_reward"] = "in_reward"

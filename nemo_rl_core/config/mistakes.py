@@ -1,4 +1,4 @@
-"""Mistakes in a config, each with its path, its place in the file and the fix."""
+"""Mistakes in a config, each with its path, its file and line, and the fix."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,16 +26,13 @@ class Mistake(NamedTuple):
     """One problem that pydantic found, at a path of the input.
 
     Attributes:
-        path: From the top of the input.
-        place: The file and line of it, and a colon; empty where it is not known.
+        location: File and line, and a colon; empty if unknown.
         type: Pydantic's name of the problem.
-        text: What is wrong.
-        value: The input at the path.
-        error: A contradiction that a section refused.
+        error: ConfigError raised by a section's validator, if any.
     """
 
     path: Path
-    place: str
+    location: str
     type: str
     text: str
     value: Any
@@ -43,25 +40,26 @@ class Mistake(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The mistake as one of several."""
+        """The mistake as one line of a list."""
         if self.error is not None:
-            return f"{self._where}{_in_one_line(self.error)}"
+            return f"{self._prefix}{_in_one_line(self.error)}"
         plain = not isinstance(self.value, Mapping | list | BaseModel)
         got = f" (got {self.value!r:.60})" if plain and self.type != "missing" else ""
-        return f"{self.place}{dotted(self.path) or 'config'}: {self.text}{got}"
+        return f"{self.location}{dotted(self.path) or 'config'}: {self.text}{got}"
 
     @property
-    def alone(self) -> ConfigError:
-        """The error of the only mistake."""
+    def as_error(self) -> ConfigError:
+        """The error if this is the only mistake."""
         if self.error is not None:
             _, *hints = self.error.args
-            return type(self.error)(f"{self._where}{self.error.problem}", *hints)
-        text = f"{self.place}{dotted(self.path) or 'config'}: {self.text}"
+            return type(self.error)(f"{self._prefix}{self.error.problem}", *hints)
+        text = f"{self.location}{dotted(self.path) or 'config'}: {self.text}"
         return ConfigError(listed_mistakes([text]), got=repr(self.value)[:120], fix=FIX)
 
     @property
-    def _where(self) -> str:
-        return f"{self.place}{dotted(self.path)}: " if self.place and self.path else self.place
+    def _prefix(self) -> str:
+        has_both = self.location and self.path
+        return f"{self.location}{dotted(self.path)}: " if has_both else self.location
 
 
 def _in_one_line(error: ConfigError) -> str:
@@ -70,16 +68,15 @@ def _in_one_line(error: ConfigError) -> str:
 
 
 def placed(values: Any, path: Path) -> str:
-    """The file and line of a value, and a colon; empty where they are not known."""
-    place = place_of(values, path)
-    return f"{place}: " if place else ""
+    """Returns the file and line of a value, and a colon; "" if unknown."""
+    location = place_of(values, path)
+    return f"{location}: " if location else ""
 
 
 def follows(mistake: Mistake, unknown: Sequence[UnknownKey]) -> bool:
-    """Whether a mistake is there only because an unknown key was left out.
+    """Whether a mistake exists only because an unknown key was left out.
 
-    Either a key is missing because it is misspelt, or a section is not what it would be with the
-    key: it has a default in its place.
+    Either a key is missing because it is misspelled, or a section has a default instead of the key.
     """
     if mistake.type == "missing":
         return any(mistake.path == (*each.path[:-1], each.meant) for each in unknown)
@@ -87,48 +84,43 @@ def follows(mistake: Mistake, unknown: Sequence[UnknownKey]) -> bool:
 
 
 def describe(error: ValidationError, values: Any) -> ConfigError:
-    """Turns pydantic's report into this project's form.
-
-    Args:
-        error: Of the validation of `values`.
-        values: The input, from which the paths of the problems are read.
-    """
+    """Turns pydantic's report into this project's form."""
     mistakes = mistakes_of(error, values)
     if len(mistakes) > 1:
         return ConfigError(listed_mistakes([each.line for each in mistakes]), fix=FIX)
-    return mistakes[0].alone
+    return mistakes[0].as_error
 
 
 def listed_mistakes(lines: Sequence[str]) -> str:
-    """The problem of an error for several mistakes, one a line."""
+    """Joins several mistakes, one per line, into the problem of an error."""
     return "\n  ".join(["the configuration is not valid:", *lines])
 
 
 def mistakes_of(error: ValidationError, values: Any) -> list[Mistake]:
-    """The mistakes that pydantic found, without those of members of a union that were not meant."""
-    found = []
+    """Returns pydantic's mistakes, without those of union members that were not meant."""
+    mistakes = []
     for item in error.errors(include_url=False):
         path = _path(item["loc"], values, item["type"])
         contradiction = item["ctx"]["error"] if item["type"] == CONTRADICTION else None
-        place = placed(values, path)
-        found.append(
-            Mistake(path, place, item["type"], _text(item), item.get("input"), contradiction)
+        location = placed(values, path)
+        mistakes.append(
+            Mistake(path, location, item["type"], _text(item), item.get("input"), contradiction)
         )
-    # The other members of a union did not fit either, but were not meant.
-    refused = {each.path for each in found if each.error is not None and each.path}
-    return [each for each in found if each.error is not None or each.path not in refused]
+    # The other members of the union did not match either, but were not meant.
+    refused = {each.path for each in mistakes if each.error is not None and each.path}
+    return [each for each in mistakes if each.error is not None or each.path not in refused]
 
 
 def _path(location: Path, values: Any, problem: str) -> Path:
-    """A location without what pydantic adds to it: the tags and types of unions' members."""
+    """Removes the tags and types of union members that pydantic adds to a location."""
     path: list[str | int] = []
     is_section_new = True
     for part in location:
-        is_place = isinstance(part, int) and isinstance(values, list | tuple)
+        is_index = isinstance(part, int) and isinstance(values, list | tuple)
         is_key = isinstance(values, Mapping) and part in values
         # The tag of a judge with kind: model is also the name of one of its keys.
         is_tag = is_key and is_section_new and values.get("kind") == part
-        if is_place or (is_key and not is_tag):
+        if is_index or (is_key and not is_tag):
             path.append(part)
             values = values[part]
         is_section_new = not is_tag
@@ -137,7 +129,7 @@ def _path(location: Path, values: Any, problem: str) -> Path:
 
 def _text(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "union_tag_not_found":
-        return "must say of which kind it is, as in {kind: ...}"
+        return "needs a kind, such as {kind: ...}"
     if problem["type"] == "union_tag_invalid":
         return _unknown_tag(**problem["ctx"])
     if problem["type"] == "string_pattern_mismatch":

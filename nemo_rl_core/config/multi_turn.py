@@ -1,4 +1,4 @@
-"""Settings of the environments that answer: games, tools, a user's own."""
+"""Settings of multi-turn environments: games, tools, custom ones."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -24,7 +24,7 @@ class SlidingPuzzleGame(FrozenConfig):
     """A sliding puzzle over several turns: 1.0 when it is solved in time.
 
     Attributes:
-        illegal_penalty: Taken off for a turn that is no legal move; such a turn is lost.
+        illegal_penalty: Penalty for a turn without a legal move; the turn is lost.
     """
 
     kind: Literal["sliding_puzzle"] = "sliding_puzzle"
@@ -35,7 +35,7 @@ class GuessNumberGame(FrozenConfig):
     """A hidden number over several turns: 1.0 when it is guessed in time.
 
     Attributes:
-        illegal_penalty: Taken off for a turn that is no guess within the bounds; it is lost.
+        illegal_penalty: Penalty for a turn without a guess within the bounds; the turn is lost.
     """
 
     kind: Literal["guess_number"] = "guess_number"
@@ -49,12 +49,12 @@ class CalculatorTool(FrozenConfig):
 
 
 class PythonTool(FrozenConfig):
-    """`<tool>python print(6 * 7)</tool>`: a program in a sandbox; what it prints is the result.
+    """`<tool>python print(6 * 7)</tool>`: a program in a sandbox; its output is the result.
 
     Attributes:
-        cpu_seconds: Processor time of one program.
-        wall_seconds: Wall-clock time of one program.
-        memory_mib: Memory of each process of a program.
+        cpu_seconds: CPU time limit of one program.
+        wall_seconds: Wall time limit of one program.
+        memory_mib: Memory limit of each process of a program.
     """
 
     kind: Literal["python"] = "python"
@@ -64,11 +64,11 @@ class PythonTool(FrozenConfig):
 
 
 class RetrieverTool(FrozenConfig):
-    """`<tool>retriever capital of France</tool>`: the passages of a file that fit best, by BM25.
+    """`<tool>retriever capital of France</tool>`: the best passages of a file by BM25.
 
     Attributes:
-        path: A jsonl file whose rows have `text`, or a text file with a passage a line.
-        num_passages: How many are given.
+        path: A jsonl file whose rows have `text`, or a text file with one passage per line.
+        num_passages: Number of returned passages.
     """
 
     kind: Literal["retriever"] = "retriever"
@@ -83,10 +83,10 @@ class ToolUse(FrozenConfig):
     """A conversation in which the policy may call tools; its last turn is scored.
 
     Attributes:
-        tools: What it may call, each by its kind.
-        answer: How the turn without a call is scored.
-        max_calls: A turn with a call beyond these is the last, and scored as it is.
-        max_result_characters: A longer result is cut.
+        tools: Tools that it may call, each by its kind.
+        answer: Environment that scores the turn without a call.
+        max_calls: Maximum number of calls; a turn with a further call is the last and is scored.
+        max_result_characters: Length to which longer results are cut.
     """
 
     kind: Literal["tools"] = "tools"
@@ -101,19 +101,19 @@ class ToolUse(FrozenConfig):
     def _tools_differ(self) -> "ToolUse":
         kinds = [tool.kind for tool in self.tools]
         if len(set(kinds)) < len(kinds):
-            raise ValueError(f"a tool is called by its kind, but {kinds} names one twice")
+            raise ValueError(f"each tool needs a different kind, but {kinds} repeats one")
         return self
 
 
 class PythonEnvironment(FrozenConfig):
-    """Your own environment: any class or object with a method `step`.
+    """A custom environment: any class or object with a method `step`.
 
     Attributes:
         target: `module:name` of a class, an object or a function that returns one; the module is
-            imported from the working folder or from an installed package. Or a name: of a class
+            imported from the working folder or from an installed package. Or the name of a class
             registered with `register_environment`, or of an entry point of an installed package in
             the group `nemo_rl_core.environments`.
-        arguments: Keyword arguments that the class or function is called with.
+        arguments: Keyword arguments of the class or function.
     """
 
     kind: Literal["python"] = "python"
@@ -130,6 +130,7 @@ class PythonEnvironment(FrozenConfig):
             if not same:
                 raise ValueError(
                     f"the argument {name!r} is {value!r:.60}, which JSON cannot record: pass "
-                    "numbers, text, true or false, lists and maps, and make the rest of them"
+                    "numbers, text, true or false, lists and maps, and build other objects from "
+                    "them"
                 )
         return self

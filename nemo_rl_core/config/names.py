@@ -1,8 +1,7 @@
-"""Unknown names: which right one is clearly meant, if any, and the error that says so.
+"""Errors for unknown names, with a suggestion if one is clearly meant.
 
-A suggestion that is wrong costs more than none. So a name is suggested only where it differs by a
-slip of the keyboard, word by word: `lerning_rate`, but neither `min_tokens` for `max_tokens` nor
-`top_p` for `top_k`.
+A wrong suggestion is worse than none. So a name is suggested only if it differs by typing slips,
+word by word: `lerning_rate`, but neither `min_tokens` for `max_tokens` nor `top_p` for `top_k`.
 """
 
 import re
@@ -12,13 +11,13 @@ from typing import Final
 from nemo_rl_core.errors import ConfigError, NemoRLError
 
 _MAX_SLIPS: Final = 2
-_MAX_BESIDE_HINTS: Final = 30
+_MAX_LISTED_WITH_HINTS: Final = 30
 _SHORT: Final = 3
 _LONG: Final = 8
 
 
 def closest_name(name: str, choices: Iterable[str]) -> str | None:
-    """The one choice that `name` is a misspelling of; None where there is none, or are several.
+    """Returns the choice that `name` is a misspelling of; None if there is none, or several.
 
     Example:
         >>> closest_name("lerning_rate", ["learning_rate", "num_steps"])
@@ -28,8 +27,8 @@ def closest_name(name: str, choices: Iterable[str]) -> str | None:
     """
     slips = {choice: _num_slips(name, choice) for choice in choices if choice != name}
     fewest = min(slips.values(), default=_MAX_SLIPS + 1)
-    found = [choice for choice, number in slips.items() if number == fewest]
-    return found[0] if len(found) == 1 and fewest <= _MAX_SLIPS else None
+    closest = [choice for choice, number in slips.items() if number == fewest]
+    return closest[0] if len(closest) == 1 and fewest <= _MAX_SLIPS else None
 
 
 def unknown_names(
@@ -43,16 +42,16 @@ def unknown_names(
     expected: str | None = None,
     error: type[NemoRLError] = ConfigError,
 ) -> NemoRLError:
-    """The error for names that do not exist, all of them together.
+    """Returns one error for all unknown names.
 
     Args:
-        problem: Its first words, such as "there is no preset"; the names follow.
+        problem: Start of the message, such as "there is no preset"; the names follow.
         names: The unknown names.
         choices: The names that exist.
-        otherwise: The fix where no choice is clearly meant.
+        otherwise: The fix if no choice is clearly meant.
         renamed: New names by old ones.
-        elsewhere: What a name of another framework is here, as a sentence; taken before a guess.
-        expected: Stands for the list of choices where that is too long.
+        elsewhere: Returns a sentence on a name of another framework; used before a suggestion.
+        expected: Text instead of the list of choices, if that is too long.
         error: The class of the error.
 
     Example:
@@ -62,24 +61,25 @@ def unknown_names(
           got: dapoo
           fix: did you mean 'dapo'?
     """
-    known = elsewhere or (lambda _: None)
+    peer_hint = elsewhere or (lambda _: None)
     hints = {
-        name: known(name) or name_hint(name, choices, renamed or {}) or otherwise for name in names
+        name: peer_hint(name) or name_hint(name, choices, renamed or {}) or otherwise
+        for name in names
     }
     # Dozens of choices would hide the hints.
-    listed = len(choices) <= _MAX_BESIDE_HINTS or otherwise in hints.values()
-    choices_said = f"one of {', '.join(choices)}" if listed else None
+    listed = len(choices) <= _MAX_LISTED_WITH_HINTS or otherwise in hints.values()
+    choices_text = f"one of {', '.join(choices)}" if listed else None
     fixes = [f"{name!r}: {hint}" if len(names) > 1 else hint for name, hint in hints.items()]
     return error(
         f"{problem} {', '.join(map(repr, names))}",
-        expected=expected or choices_said,
+        expected=expected or choices_text,
         got=", ".join(names),
         fix="; ".join(fixes),
     )
 
 
 def name_hint(name: str, choices: Iterable[str], renamed: Mapping[str, str]) -> str | None:
-    """The name that is clearly meant, as a sentence; None where there is none."""
+    """Returns a sentence with the name that is clearly meant, or None."""
     if name in renamed:
         return f"it is now called {renamed[name]!r}"
     meant = closest_name(name, choices)
@@ -87,10 +87,7 @@ def name_hint(name: str, choices: Iterable[str], renamed: Mapping[str, str]) -> 
 
 
 def _num_slips(name: str, choice: str) -> int:
-    """Slips by which `name` differs from `choice`; more than are allowed where it is another name.
-
-    A difference of case and of word separators is none.
-    """
+    """Counts slips apart from case and separators; more than `_MAX_SLIPS` for different names."""
     ours, theirs = _words(name), _words(choice)
     if len(ours) != len(theirs):
         return 0 if "".join(ours) == "".join(theirs) else _MAX_SLIPS + 1
@@ -102,7 +99,7 @@ def _words(name: str) -> list[str]:
 
 
 def _word_slips(one: str, other: str) -> int:
-    """Slips between two words; in short words and among digits each letter counts."""
+    """Counts the slips between two words; stricter for short words and for digits."""
     if one == other:
         return 0
     longest = max(len(one), len(other))
@@ -116,17 +113,14 @@ def _word_slips(one: str, other: str) -> int:
 
 
 def _edit_distance(one: str, other: str) -> int:
-    """Insertions, deletions, substitutions and swaps of neighbours from one word to the other.
-
-    The optimal string alignment distance: Damerau (1964), with each place edited once.
-    """
-    before: list[int] = []
+    """Returns the optimal string alignment distance (Damerau, 1964) of two words."""
+    previous: list[int] = []
     last = list(range(len(other) + 1))
     for row, a in enumerate(one, 1):
         now = [row]
         for column, b in enumerate(other, 1):
             cost = min(last[column] + 1, now[-1] + 1, last[column - 1] + (a != b))
             swapped = row > 1 and column > 1 and a == other[column - 2] and b == one[row - 2]
-            now.append(min(cost, before[column - 2] + 1) if swapped else cost)
-        before, last = last, now
+            now.append(min(cost, previous[column - 2] + 1) if swapped else cost)
+        previous, last = last, now
     return last[-1]

@@ -1,4 +1,4 @@
-"""Settings of the optimizer and of its learning rate's schedule."""
+"""Settings of the optimizer and its learning-rate schedule."""
 
 from typing import Annotated, Literal
 
@@ -15,17 +15,17 @@ from nemo_rl_core.config.base import Bound, FrozenConfig, kind_or
 
 
 class ConstantSchedule(FrozenConfig):
-    """The whole rate after the warm-up."""
+    """The full learning rate after the warm-up."""
 
     kind: Literal["constant"] = "constant"
 
 
 class _Decay(FrozenConfig):
-    """From the whole learning rate to a fraction of it.
+    """Decay from the full learning rate to a fraction of it.
 
     Attributes:
         num_decay_steps: Optimizer steps from the end of the warm-up to the lowest learning rate.
-        final_fraction: The lowest learning rate, as a share of `learning_rate`.
+        final_fraction: The lowest learning rate as a fraction of `learning_rate`.
     """
 
     num_decay_steps: PositiveInt
@@ -33,13 +33,13 @@ class _Decay(FrozenConfig):
 
 
 class LinearSchedule(_Decay):
-    """A straight line from the whole rate to `final_fraction` of it, and that from then on."""
+    """Linear decay from the full rate to `final_fraction` of it, then constant."""
 
     kind: Literal["linear"] = "linear"
 
 
 class CosineSchedule(_Decay):
-    """Half a cosine from the whole rate to `final_fraction` of it: Loshchilov and Hutter (2017)."""
+    """Cosine decay from the full rate to `final_fraction` of it: Loshchilov and Hutter (2017)."""
 
     kind: Literal["cosine"] = "cosine"
 
@@ -65,9 +65,9 @@ class OptimizerConfig(FrozenConfig):
         adam_beta1: Decay rate of the first moment.
         adam_beta2: Decay rate of the second moment.
         adam_epsilon: Added to the denominator of an update.
-        max_grad_norm: The global norm to which gradients are clipped.
-        schedule: How the learning rate changes after the warm-up.
-        moments: Type in which the optimizer keeps its two moments.
+        max_grad_norm: Global norm to which gradients are clipped.
+        schedule: Schedule of the learning rate after the warm-up.
+        moments: Dtype of the optimizer's two moments.
     """
 
     learning_rate: PositiveFloat = 1e-3

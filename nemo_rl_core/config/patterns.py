@@ -1,4 +1,4 @@
-"""Patterns that texts of a recipe must match, and what error messages say of each."""
+"""Patterns that texts of a recipe must match, and the error message of each."""
 
 from typing import Final
 
@@ -14,4 +14,4 @@ MESSAGES: Final[dict[str, str]] = {
     HTTP_URL: "must be an address, as in http://localhost:8000/v1",
     VARIABLE: "must be the name of an environment variable, as in JUDGE_API_KEY",
 }
-"""What a text must be, by pattern."""
+"""Error messages by pattern."""

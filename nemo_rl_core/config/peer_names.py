@@ -1,8 +1,4 @@
-"""Settings of TRL, NeMo RL, verl and OpenRLHF by the names that they have there.
-
-Errors for unknown keys look here first, since a name that is right elsewhere is no misspelling. The
-pages of `docs/coming-from` say the same at length.
-"""
+"""Settings of TRL, NeMo RL, verl and OpenRLHF, by their names there, for unknown keys."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -98,7 +94,7 @@ PEER_NAMES: Final[Mapping[str, str]] = {
     "actor_learning_rate": _RATE,
     "warmup_steps": _WARM_UP,
     "lr_warmup_steps": _WARM_UP,
-    "warmup_ratio": f"{_WARM_UP}, counted and no ratio",
+    "warmup_ratio": f"{_WARM_UP}, a number instead of a ratio",
     "lr_scheduler_type": "schedule, in the algorithm's section",
     "warmup_style": "schedule, in the algorithm's section",
     "moe_aux_loss_coef": "training.router_aux_loss_coef",
@@ -159,7 +155,7 @@ PEER_NAMES: Final[Mapping[str, str]] = {
     "megatron_cfg": _TRAINING,
     "fsdp_config": _TRAINING,
     "strategy": _TRAINING,
-    "vllm_cfg": "generation, whose keys stand in it directly",
+    "vllm_cfg": "generation, whose keys are directly in it",
     "rollout": "generation",
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), _FULL),
     "use_vllm": "generation.backend",
@@ -176,7 +172,7 @@ PEER_NAMES: Final[Mapping[str, str]] = {
     "nnodes": "cluster.shape",
     "num_nodes": "cluster.shape",
 }
-"""What each is here: a place in a recipe, and what to know of it."""
+"""Equivalent of each setting here: its path in a recipe, and notes."""
 
 
 _INSTEAD: Final = {
@@ -206,12 +202,12 @@ _INSTEAD: Final = {
         dataloader_persistent_workers dataloader_prefetch_factor remove_unused_columns
         dataloader_multiprocessing_context ds3_gather_for_generation""",
 }
-"""Fields that change no result, separated by spaces, by the text that says what to use instead."""
+"""Fields without an effect on results, separated by spaces, by the text of their alternative."""
 NO_EFFECT: Final = {name: text for text, names in _INSTEAD.items() for name in names.split()}
 
 
 def peer_hint(name: str) -> str | None:
-    """Returns what a setting of another framework is here, as a sentence; None if it is unknown."""
+    """Returns a sentence on the equivalent of another framework's setting; None if unknown."""
     if name in PEER_NAMES:
         return f"here it is {PEER_NAMES[name]}"
     return f"leave it out: {NO_EFFECT[name]}" if name in NO_EFFECT else None

@@ -1,4 +1,4 @@
-"""Where engines and models that score run: on the trainer's bundles, or on bundles of their own."""
+"""Placement of engines and scorers: on the trainer's bundles, or on dedicated bundles."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from nemo_rl_core.config.base import FrozenConfig
 
 
 class OwnPlacement(FrozenConfig):
-    """Workers beside the trainer, on GPUs or processes that it does not use.
+    """Dedicated GPUs or processes, which the trainer does not use.
 
     Attributes:
-        own: Bundles that nothing else uses, a GPU each, or without GPUs a process each. Of engines:
-            their number times the workers of one; where `num_engines` is left out, there are as
-            many engines as they hold. Of a judge or a reward model: the copies that share what is
-            to be scored.
+        own: Number of dedicated bundles, each with one GPU, or without GPUs one process. For
+            engines it is the number of engines times the workers of one; without `num_engines`,
+            there are as many engines as fit. For a judge or a reward model it is the number of
+            copies, which share the work.
     """
 
     own: PositiveInt
@@ -29,7 +29,7 @@ def _kind_of_placement(value: Any) -> str:
 
 def _refuse_other_words(value: Any) -> Any:
     if value != "colocated":
-        raise ValueError("expected colocated, or {own: 4} for four GPUs of their own")
+        raise ValueError("expected colocated, or {own: 4} for four dedicated GPUs")
     return value
 
 
@@ -41,14 +41,11 @@ Placement = Annotated[
 
 
 @dataclass(frozen=True)
-class OwnBundles:
-    """Bundles that one group of workers has for itself.
+class DedicatedBundles:
+    """Bundles that are dedicated to one group of workers.
 
     Attributes:
-        name: Of the workers.
-        number: How many.
-        ranks_per_engine: Bundles that stay on one machine, where one holds as many.
-        path: Of the setting in a recipe.
+        ranks_per_engine: Number of bundles that stay on one machine if it has as many.
     """
 
     name: str
@@ -57,76 +54,63 @@ class OwnBundles:
     path: str = field(default="", compare=False)
 
 
-def own_bundles(
+def dedicated_bundles(
     placement: Placement, name: str, path: str, *, ranks_per_engine: int = 1
-) -> tuple[OwnBundles, ...]:
-    """The bundles of a placement; none where it is colocated.
-
-    Args:
-        placement: The setting.
-        name: Of the workers.
-        path: Of the section in a recipe.
-        ranks_per_engine: Bundles that stay on one machine.
+) -> tuple[DedicatedBundles, ...]:
+    """Returns the dedicated bundles of a placement; empty if it is colocated.
 
     Example:
-        >>> [each.path for each in own_bundles(OwnPlacement(own=2), "judge", "environment.judge")]
-        ['environment.judge.placement.own']
+        >>> [each.path for each in dedicated_bundles(OwnPlacement(own=2), "judge", "judge")]
+        ['judge.placement.own']
     """
     if not isinstance(placement, OwnPlacement):
         return ()
-    return (OwnBundles(name, placement.own, ranks_per_engine, f"{path}.placement.own"),)
+    return (DedicatedBundles(name, placement.own, ranks_per_engine, f"{path}.placement.own"),)
 
 
-def own_bundles_per_node(
-    taken: Sequence[int], own: OwnBundles, *, num_gpus_per_node: int | None
+def dedicated_bundles_per_node(
+    taken: Sequence[int], bundles: DedicatedBundles, *, num_gpus_per_node: int | None
 ) -> list[int]:
-    """Own bundles on each machine, in the order of the machines that others use.
+    """Returns the number of dedicated bundles on each machine.
 
-    They fill what the others leave of their machines, and further machines then. The ranks of an
-    engine stay on one machine where a machine holds as many.
+    They fill the free bundles of used machines first, then further machines. The ranks of an engine
+    stay on one machine if it has as many bundles.
 
     Args:
-        taken: The others' bundles on each machine: the trainer's, and those placed before.
-        own: What to place.
-        num_gpus_per_node: Bundles of a machine; None for one machine that holds any number.
-
-    Returns:
-        One number a machine, 0 where the others have it for themselves.
+        num_gpus_per_node: Bundles per machine; None for one machine with any number.
 
     Example:
-        >>> own_bundles_per_node([8, 4], OwnBundles("generation", 12), num_gpus_per_node=8)
+        >>> engine = DedicatedBundles("generation", 12)
+        >>> dedicated_bundles_per_node([8, 4], engine, num_gpus_per_node=8)
         [0, 4, 8]
-        >>> own_bundles_per_node([8, 5], OwnBundles("generation", 4, 4), num_gpus_per_node=8)
+        >>> engine = DedicatedBundles("generation", 4, ranks_per_engine=4)
+        >>> dedicated_bundles_per_node([8, 5], engine, num_gpus_per_node=8)
         [0, 0, 4]
     """
     if num_gpus_per_node is None:
-        return [own.number]
-    ranks = own.ranks_per_engine
+        return [bundles.number]
+    ranks = bundles.ranks_per_engine
     together = ranks if ranks <= num_gpus_per_node else 1
     rooms = chain((max(num_gpus_per_node - each, 0) for each in taken), repeat(num_gpus_per_node))
-    found: list[int] = []
-    while sum(found) < own.number or len(found) < len(taken):
-        found.append(min(own.number - sum(found), next(rooms) // together * together))
-    return found
+    counts: list[int] = []
+    while sum(counts) < bundles.number or len(counts) < len(taken):
+        counts.append(min(bundles.number - sum(counts), next(rooms) // together * together))
+    return counts
 
 
-def with_own_bundles(
-    taken: Sequence[int], own: Iterable[OwnBundles], *, num_gpus_per_node: int | None
+def with_dedicated_bundles(
+    taken: Sequence[int], bundles: Iterable[DedicatedBundles], *, num_gpus_per_node: int | None
 ) -> list[int]:
-    """Bundles on each machine, the trainer's and all that are placed after them, in this order.
-
-    Args:
-        taken: The trainer's bundles on each machine.
-        own: What to place.
-        num_gpus_per_node: Bundles of a machine; None for one machine that holds any number.
+    """Returns the number of bundles on each machine: the trainer's plus all dedicated ones.
 
     Example:
-        >>> engine, judge = OwnBundles("generation", 4, ranks_per_engine=4), OwnBundles("judge", 4)
-        >>> with_own_bundles([8, 5], [engine, judge], num_gpus_per_node=8)
+        >>> engine = DedicatedBundles("generation", 4, ranks_per_engine=4)
+        >>> judge = DedicatedBundles("judge", 4)
+        >>> with_dedicated_bundles([8, 5], [engine, judge], num_gpus_per_node=8)
         [8, 8, 5]
     """
-    found = list(taken)
-    for each in own:
-        placed = own_bundles_per_node(found, each, num_gpus_per_node=num_gpus_per_node)
-        found = [mine + theirs for mine, theirs in zip_longest(found, placed, fillvalue=0)]
-    return found
+    counts = list(taken)
+    for each in bundles:
+        added = dedicated_bundles_per_node(counts, each, num_gpus_per_node=num_gpus_per_node)
+        counts = [used + new for used, new in zip_longest(counts, added, fillvalue=0)]
+    return counts

@@ -1,18 +1,14 @@
-"""Where each value of a recipe was written: the file and line, or the word of a command line.
-
-The places travel with the values. So a mistake that is found after recipes were laid over one
-another is still named with the file that holds it.
-"""
+"""Source locations of recipe values: a file and line, or a command-line argument."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 
 class PlacedDict(dict[Any, Any]):
-    """A mapping that knows where each of its keys was written.
+    """A mapping with the source locations of its keys.
 
     Attributes:
-        places: By key: `mine.yaml:12`, or `the argument seed=x`. Keys without one have none.
+        places: Locations by key, `mine.yaml:12` or `the argument seed=x`, as far as known.
     """
 
     places: dict[Any, str]
@@ -22,15 +18,15 @@ class PlacedDict(dict[Any, Any]):
         self.places = dict(places)
 
     def copy(self) -> Self:
-        """A copy with the same places."""
+        """Returns a copy with the same locations."""
         return type(self)(self, self.places)
 
 
 class PlacedList(list[Any]):
-    """A list that knows where each of its items was written.
+    """A list with the source locations of its items.
 
     Attributes:
-        places: In the order of the items.
+        places: Locations in the order of the items.
     """
 
     places: Sequence[str]
@@ -41,39 +37,39 @@ class PlacedList(list[Any]):
 
 
 def place_of(values: Any, path: Sequence[str | int]) -> str | None:
-    """Where the value at `path` was written, or the innermost section around it that is known.
+    """Returns the location of the value at `path`, or of the innermost section with one.
 
     Example:
         >>> values = PlacedDict({"grpo": {"seed": 1}}, {"grpo": "mine.yaml:3"})
         >>> place_of(values, ("grpo", "seed"))
         'mine.yaml:3'
     """
-    found = None
+    location = None
     for part in path:
-        places = getattr(values, "places", None)
+        locations = getattr(values, "places", None)
         if isinstance(values, Mapping) and part in values:
-            found = (places or {}).get(part, found)
+            location = (locations or {}).get(part, location)
         elif isinstance(values, list) and isinstance(part, int) and part < len(values):
-            found = places[part] if places else found
+            location = locations[part] if locations else location
         else:
             break
         values = values[part]
-    return found
+    return location
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A dict with the values of a mapping, and their places if it knows any."""
+    """Copies a mapping to a dict, with locations if it has any."""
     return PlacedDict(values, getattr(values, "places", {}))
 
 
 def overlaid(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `base` with those of `changes` in their stead, each with its place."""
-    places = {key: at for key, at in getattr(base, "places", {}).items() if key not in changes}
-    places |= getattr(changes, "places", {})
-    return PlacedDict({**base, **changes}, places)
+    """Returns the values of `base` updated by `changes`, each with its location."""
+    locations = {key: at for key, at in getattr(base, "places", {}).items() if key not in changes}
+    locations |= getattr(changes, "places", {})
+    return PlacedDict({**base, **changes}, locations)
 
 
 def without_keys(values: Mapping[str, Any], keys: set[str]) -> dict[str, Any]:
-    """A copy of a mapping that lacks some keys."""
+    """Returns a copy of a mapping without some keys."""
     kept = {key: value for key, value in values.items() if key not in keys}
     return PlacedDict(kept, getattr(values, "places", {}))

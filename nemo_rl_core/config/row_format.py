@@ -1,4 +1,4 @@
-"""How the columns of a user's data become prompts, conversations or pairs."""
+"""Mapping of the columns of data to prompts, conversations or pairs."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -26,43 +26,108 @@ KNOWN_COLUMNS: Final = (
     "mask",
     "max_tokens",
     "margin",
+    "system",
+    "history",
+    "context",
+    "input",
+    "choices",
+    "tests",
+    "setup",
+    "entry_point",
 )
-"""The columns that are understood; `columns` maps others to them."""
+"""The supported columns; `columns` maps others to them."""
 
 FormatName = Literal[
     "gsm8k",
     "math",
     "open_math_instruct",
     "verl",
+    "rlvr",
     "problem_answer",
     "aime_2024",
     "question_answer",
-    "helpsteer3",
+    "question_solution",
+    "final_answer",
+    "input_output",
+    "nemo_rl_preferences",
+    "rejected_response",
+    "rejected_messages",
     "squad",
     "alpaca",
     "sharegpt",
+    "question_pairs",
+    "dolly",
+    "open_orca",
+    "meta_math",
+    "prompt_response",
+    "arc",
+    "open_book_qa",
+    "aqua_rat",
+    "labelled_options",
+    "agieval",
+    "hellaswag",
+    "piqa",
+    "social_iqa",
+    "winogrande",
+    "copa",
+    "medmcqa",
+    "logiqa",
+    "reclor",
+    "sciq",
+    "gpqa",
+    "truthful_qa_choices",
+    "truthful_qa",
+    "boolq",
+    "drop",
+    "answer_spellings",
+    "web_questions",
+    "pubmed_qa",
+    "mgsm",
+    "svamp",
+    "input_target",
+    "chosen_response",
+    "stack_exchange_paired",
+    "shp",
+    "safe_rlhf",
+    "helpsteer2",
+    "helpsteer3",
+    "arena",
+    "arena_55k",
+    "ultrafeedback",
+    "nectar",
+    "webgpt",
+    "summaries",
+    "preferred_output",
+    "mbpp",
+    "human_eval",
+    "apps",
+    "code_contests",
+    "kod_code",
+    "prime_code",
+    "live_code_bench",
+    "deep_coder",
+    "big_code_bench",
+    "odex",
 ]
-"""The published formats that are recognised, by name."""
+"""Names of the published formats that are recognized."""
 
 
 class RowFormat(FrozenConfig):
     """How the columns of rows are read.
 
     Attributes:
-        columns: The column that is understood (`prompt`, `answer` and so on), by the column's name
-            in the data. A path with dots reaches into nested columns: `reward_model.ground_truth`.
-        answer_pattern: Takes the answer out of a longer text: `hashes` is what follows the last
-            `####`, `boxed` the contents of the last LaTeX boxes, anything else a regular expression
-            with one group, of which the last match counts. None takes the text as it is.
-        format: The published format that the columns have; None recognises it.
-        system_prompt: A system turn before every prompt or conversation; None adds none.
-        prompt_template: The text of a prompt, with columns in braces, such as `{prompt}` or
-            `{extra_info.level}`. Two braces on each side write one: `{{x}}` is `{x}`.
-        drop_columns: Columns that are left out, such as `images` or `tools`, which are refused
-            otherwise.
-        task: The task of rows without a column `task`; None takes the name of the source.
-        max_rows: The first so many rows of each file, folder or split; what follows them is not
-            read. None reads all.
+        columns: Supported column (`prompt`, `answer` and so on) by the column's name in the data. A
+            path with dots names a nested column: `reward_model.ground_truth`.
+        answer_pattern: Pattern that extracts the answer from a longer text: `hashes` takes the text
+            after the last `####`, `boxed` the contents of the last LaTeX boxes, and a regular
+            expression with one group its last match. None takes the full text.
+        format: Published format of the columns; None detects it.
+        system_prompt: System turn before every prompt or conversation; None adds none.
+        prompt_template: Text of a prompt with columns in braces, such as `{prompt}` or
+            `{extra_info.level}`. Double braces escape single ones: `{{x}}` is `{x}`.
+        drop_columns: Columns to ignore, such as `images` or `tools`, which are otherwise refused.
+        task: Task of rows without a column `task`; None takes the name of the source.
+        max_rows: Maximum number of rows to read from each file, folder or split; None reads all.
         rename: The earlier name of `columns`.
     """
 
@@ -84,7 +149,7 @@ class RowFormat(FrozenConfig):
         if not isinstance(values, Mapping) or "rename" not in values:
             return values
         if "columns" in values:
-            raise ValueError("rename is the earlier name of columns: give columns alone")
+            raise ValueError("rename is the earlier name of columns: set only columns")
         return {("columns" if key == "rename" else key): value for key, value in values.items()}
 
     @field_validator("columns")
@@ -96,10 +161,10 @@ class RowFormat(FrozenConfig):
             raise ValueError(
                 str(
                     unknown_names(
-                        "data.columns maps to a column that is not understood:",
+                        "data.columns maps to a column that is not supported:",
                         unknown,
                         KNOWN_COLUMNS,
-                        otherwise="write {YOUR_COLUMN: prompt}: the data's column stands first"
+                        otherwise="write {YOUR_COLUMN: prompt}: the data's column comes first"
                         if reversed_
                         else "choose one of them",
                     )
@@ -118,12 +183,12 @@ class RowFormat(FrozenConfig):
         try:
             groups = re.compile(pattern).groups
         except re.error as error:
-            raise ValueError(f"answer_pattern is no regular expression: {error}") from None
+            raise ValueError(f"answer_pattern is not a regular expression: {error}") from None
         if groups != 1:
             raise ValueError(
-                f"answer_pattern has {groups} groups where one marks the answer; write 'hashes' "
-                r"for what follows ####, 'boxed' for \boxed{...}, or a pattern such as "
-                r"'Answer: (\S+)', with (?:...) around parts that are no answer"
+                f"answer_pattern has {groups} groups, but exactly one must match the answer; write "
+                r"'hashes' for the text after ####, 'boxed' for \boxed{...}, or a pattern such as "
+                r"'Answer: (\S+)', with (?:...) around other groups"
             )
         return pattern
 
@@ -131,27 +196,19 @@ class RowFormat(FrozenConfig):
     def _one_way(self) -> "RowFormat":
         if self.format is not None and self.columns:
             raise ValueError(
-                f"format {self.format!r} and columns both say what the columns mean: give one"
+                f"format {self.format!r} and columns both define the columns: set only one"
             )
         return self
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], *, beside: Sequence[str] = ()) -> "RowFormat":
-        """The options that a caller gave by name.
-
-        Args:
-            values: The options.
-            beside: Other names that the caller takes, one of which may have been meant.
-
-        Raises:
-            ConfigError: For unknown or contradictory ones.
-        """
+    def of(cls, values: Mapping[str, Any], *, other_names: Sequence[str] = ()) -> "RowFormat":
+        """Returns the format for options by name; `other_names` are only suggested."""
         unknown = sorted(set(values) - cls.accepted_keys())
         if unknown:
             raise unknown_names(
                 "there is no option",
                 unknown,
-                sorted({*cls.model_fields, *beside}),
+                sorted({*cls.model_fields, *other_names}),
                 otherwise="choose one of them",
             )
         try:
@@ -160,5 +217,5 @@ class RowFormat(FrozenConfig):
             raise describe(error, values) from None
 
     def reading(self) -> "RowFormat":
-        """This part of a data config alone."""
+        """Returns only these fields of a data config."""
         return RowFormat(**{name: getattr(self, name) for name in RowFormat.model_fields})

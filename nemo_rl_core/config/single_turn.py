@@ -8,16 +8,16 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.judge import LLMJudge
 from nemo_rl_core.config.patterns import FUNCTION
-from nemo_rl_core.config.placement import OwnBundles, Placement, own_bundles
+from nemo_rl_core.config.placement import DedicatedBundles, Placement, dedicated_bundles
 
 
 class ExactMatch(FrozenConfig):
     """1.0 when the completion equals the answer.
 
     Attributes:
-        white_space: What of it counts: none around the text (`strip`); nor how much there is
-            between words (`collapse`); all of it (`keep`).
-        ignore_case: Whether capital and small letters are the same.
+        white_space: Handling of white space: ignored around the text (`strip`), its amount also
+            ignored between words (`collapse`), or compared (`keep`).
+        ignore_case: Whether upper and lower case are equal.
     """
 
     kind: Literal["exact"] = "exact"
@@ -26,12 +26,13 @@ class ExactMatch(FrozenConfig):
 
 
 class RegexMatch(FrozenConfig):
-    """1.0 when the completion has the form of a regular expression (of the `regex` library).
+    """1.0 when the completion matches a regular expression (of the `regex` library).
 
     Attributes:
-        pattern: What to find; `(?i)` at its start ignores case, `(?s)` lets a dot match line ends.
-        match: Whether the whole completion, without white space around it, must match, or a part.
-        match_timeout_seconds: For one completion; one that takes longer has no score.
+        pattern: Regular expression; `(?i)` at its start ignores case, `(?s)` lets a dot match line
+            ends.
+        match: Whether the full completion, without surrounding white space, must match, or a part.
+        match_timeout_seconds: Time limit per completion; one that takes longer has no score.
     """
 
     renamed: ClassVar[Mapping[str, str]] = {"timeout_seconds": "match_timeout_seconds"}
@@ -47,7 +48,7 @@ class JsonSchemaMatch(FrozenConfig):
 
     Attributes:
         json_schema: The schema, as JSON text.
-        where: Whether the whole completion must be JSON, or its last fenced code block.
+        where: Whether the full completion must be JSON, or its last fenced code block.
     """
 
     kind: Literal["json_schema"] = "json_schema"
@@ -59,17 +60,20 @@ class MathVerify(FrozenConfig):
     """1.0 when math-verify finds the completion's final answer equal to the reference.
 
     Attributes:
-        max_calls: The most Python calls of one comparison; a million take about a second, and
-            usual answers need at most half of that. A completion that needs more is wrong, on a
-            fast machine as on a slow one.
-        cpu_seconds: The same for a comparison that takes its time in few calls.
-        num_parallel: How many completions are compared at once.
+        max_calls: Maximum number of Python calls per comparison. A million take about a second, and
+            usual answers need at most half of that. A completion that needs more is wrong,
+            regardless of the speed of the machine.
+        cpu_seconds: CPU time limit, for comparisons that take long with few calls.
+        num_parallel: Number of completions that are compared at once.
+        version: Version of the grader. It is part of cache keys and manifests; evaluations by
+            different versions are not compared.
     """
 
     kind: Literal["math"] = "math"
     max_calls: PositiveInt = 2_000_000
     cpu_seconds: PositiveInt = 10
     num_parallel: PositiveInt = 2
+    version: Literal[2] = 2
 
 
 class ReasoningGymScore(FrozenConfig):
@@ -79,9 +83,9 @@ class ReasoningGymScore(FrozenConfig):
 
 
 class RewardFunction(FrozenConfig):
-    """Your own function of a completion and of what it names of the row, as `module:function`.
+    """A custom reward function of a completion and any columns of its row.
 
-    `def reward(prompt, completion, answer, metadata) -> float`, in any part and order, and any
+    `def reward(prompt, completion, answer, metadata) -> float` with any of these parameters and any
     column of the row; `def reward(prompts, completions, answer)` takes and returns lists.
 
     Attributes:
@@ -94,46 +98,40 @@ class RewardFunction(FrozenConfig):
 
 
 class RewardModelScore(FrozenConfig):
-    """The score that a reward model gives to the last token of prompt and completion.
-
-    `model` is a hub name or a folder; it is left out where a pipeline hands over the reward model
-    that it has trained. `max_tokens_per_batch` bounds the memory of one forward pass; it changes
-    scores only by rounding.
+    """The score of a reward model at the last token of prompt and completion.
 
     Attributes:
         model: A hub name or a folder; None takes the reward model that the pipeline has trained.
-        max_tokens_per_batch: Bounds the memory of one forward pass; it changes scores only by
-            rounding.
-        placement: Where it runs. `colocated`: on a share of a trainer's GPU, or without GPUs in the
-            trainer's process. `{own: 2}`: two copies in actors on two GPUs besides those of
-            `cluster.num_workers`, where their weights stay; without GPUs, in two processes.
+        max_tokens_per_batch: Token budget of one forward pass, which bounds its memory; it affects
+            scores only by rounding.
+        placement: Location of the model. `colocated`: on a fraction of a trainer's GPU, or without
+            GPUs in the trainer's process. `{own: 2}`: two copies in actors on two dedicated GPUs in
+            addition to those of `cluster.num_workers`, where their weights stay; without GPUs, in
+            two processes.
     """
 
     kind: Literal["reward_model"] = "reward_model"
     model: str | None = Field(default=None, min_length=1)
     max_tokens_per_batch: PositiveInt = 8192
-    # Left out by default, so that keys of stages are what they were without it.
-    placement: Placement = Field(default="colocated", exclude_if=lambda said: said == "colocated")
+    # Excluded by default, so that keys of stages do not change.
+    placement: Placement = Field(default="colocated", exclude_if=lambda value: value == "colocated")
 
-    def own_bundles(self, name: str, path: str) -> tuple[OwnBundles, ...]:
-        """Its bundles besides the trainer's; none for one that shares those.
-
-        Args:
-            name: Of its workers.
-            path: Of this section in a recipe.
-        """
-        return own_bundles(self.placement, name, path)
+    def dedicated_bundles(self, name: str, path: str) -> tuple[DedicatedBundles, ...]:
+        """Returns its dedicated bundles; empty if it shares the trainer's."""
+        return dedicated_bundles(self.placement, name, path)
 
 
 class MultipleChoice(FrozenConfig):
     """1.0 when the letter that the completion chooses is the answer.
 
     Attributes:
-        num_choices: How many letters there are to choose from, beginning with A.
+        num_choices: Number of letters to choose from, starting with A.
+        version: Version of the grader; see `MathVerify`.
     """
 
     kind: Literal["multiple_choice"] = "multiple_choice"
     num_choices: int = Field(default=4, ge=2, le=26)
+    version: Literal[2] = 2
 
 
 class CodeTests(FrozenConfig):
@@ -144,12 +142,15 @@ class CodeTests(FrozenConfig):
 
     Attributes:
         reward: The fraction of tests that pass, or 1.0 for all and 0.0 for fewer.
-        cpu_seconds: For the tests of one completion that call its functions, or for each test that
-            gives it an input.
-        wall_seconds: The same by the clock, for programs that wait.
-        memory_mib: Of each of at most four processes.
+        cpu_seconds: CPU time limit for all tests of a completion that call its functions, or for
+            each test that passes an input.
+        wall_seconds: Wall time limit of the same, for programs that wait.
+        memory_mib: Memory limit of each of at most four processes.
         num_parallel: Maximum number of completions whose programs compute at once. Programs that
             sleep do not count.
+        output_kib: Maximum size of a program's output for a test in KiB. None takes twice the size
+            of the expected output, and at least 64.
+        version: Version of the grader; see `MathVerify`.
     """
 
     kind: Literal["code"] = "code"
@@ -158,6 +159,8 @@ class CodeTests(FrozenConfig):
     wall_seconds: PositiveFloat = 20.0
     memory_mib: int = Field(default=512, ge=64)
     num_parallel: PositiveInt = 2
+    output_kib: PositiveInt | None = None
+    version: Literal[2] = 2
 
 
 AnySingle = (

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go besides its own record."""
+"""Trackers that receive the metrics of a run in addition to the history."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -8,10 +8,10 @@ from nemo_rl_core.config.base import FrozenConfig
 
 
 class JsonLinesTracker(FrozenConfig):
-    """Appends `{"stage": ..., "step": ..., "loss": ...}` to a file, a line a step.
+    """Appends `{"stage": ..., "step": ..., "loss": ...}` to a file, one line per step.
 
     Attributes:
-        path: The file; lines are appended.
+        path: Path of the file.
     """
 
     kind: Literal["jsonl"] = "jsonl"
@@ -19,10 +19,10 @@ class JsonLinesTracker(FrozenConfig):
 
 
 class TensorBoardTracker(FrozenConfig):
-    """Event files for TensorBoard, in a folder a run below `folder`.
+    """Event files for TensorBoard, in one folder per run.
 
     Attributes:
-        folder: The folder that holds a folder a run.
+        folder: Parent folder of the folders of runs.
     """
 
     kind: Literal["tensorboard"] = "tensorboard"
@@ -34,7 +34,7 @@ class MlflowTracker(FrozenConfig):
 
     Attributes:
         tracking_uri: The server's address; None takes `MLFLOW_TRACKING_URI`.
-        experiment: The experiment; it is created where it does not exist.
+        experiment: The experiment; it is created if it does not exist.
     """
 
     secrets_from: ClassVar[str] = (
@@ -54,8 +54,8 @@ class WandbTracker(FrozenConfig):
     Attributes:
         project: The project.
         entity: The user or team; None takes the account's default.
-        mode: Whether metrics are sent while the run goes on, or kept in a folder.
-        folder: Where local files are written; None takes wandb's default.
+        mode: Whether metrics are sent during the run, or kept in a folder.
+        folder: Folder for local files; None takes wandb's default.
     """
 
     kind: Literal["wandb"] = "wandb"
@@ -69,14 +69,14 @@ class OtlpTracker(FrozenConfig):
     """Pushes metrics by OTLP over HTTP: to an OpenTelemetry collector, or to Prometheus itself.
 
     A pod of a stage does not live long enough to be scraped, so it pushes. Headers, certificates
-    and whatever else the exporter needs come from the variables of OpenTelemetry, such as
+    and other options of the exporter come from OpenTelemetry's variables, such as
     `OTEL_EXPORTER_OTLP_HEADERS`; a key is never part of a recipe.
 
     Attributes:
-        endpoint: The whole address, such as `http://collector:4318/v1/metrics`, or of Prometheus
+        endpoint: Full address, such as `http://collector:4318/v1/metrics`, or for Prometheus
             `http://prometheus:9090/api/v1/otlp/v1/metrics`; None takes
             `OTEL_EXPORTER_OTLP_METRICS_ENDPOINT` or `OTEL_EXPORTER_OTLP_ENDPOINT`.
-        every_seconds: How often the latest figures are pushed.
+        every_seconds: Interval at which the latest values are pushed.
     """
 
     secrets_from: ClassVar[str] = "set it in OTEL_EXPORTER_OTLP_HEADERS"
@@ -93,13 +93,27 @@ TrackerConfig = Annotated[
 
 
 class TrackingConfig(FrozenConfig):
-    """What is told of a run to whom; it changes no result, and so no stage reads it.
+    """Trackers of a run. They do not affect results, so no stage reads them.
 
     Attributes:
-        trackers: Several may be told at once.
-        sample_machine_every_seconds: How often this machine's load is read; None for never.
+        trackers: Trackers that receive the metrics.
+        sample_machine_every_seconds: Interval at which this machine's load is read; None for never.
     """
 
-    # A list, since flytekit knows no tuples in records, and says so at every import.
+    # A list, since flytekit does not support tuples in dataclasses and warns at every import.
     trackers: list[TrackerConfig] = Field(default_factory=list)
     sample_machine_every_seconds: PositiveFloat | None = 10.0
+
+
+class BudgetConfig(FrozenConfig):
+    """Budget of a run. It does not affect results, so no stage reads it.
+
+    Attributes:
+        max_gpu_hours: GPU-hours after which the running stage saves and the run ends; None for no
+            limit. The variable `NEMO_RL_MAX_GPU_HOURS` overrides it.
+        mean_completion_tokens: Expected mean length of a completion, for estimating hours; None
+            assumes the maximum length.
+    """
+
+    max_gpu_hours: PositiveFloat | None = None
+    mean_completion_tokens: PositiveFloat | None = None

@@ -1,7 +1,4 @@
-"""Secrets in addresses, such as `https://user:password@host` and `?api_key=...`.
-
-A recipe is recorded in manifests, cards and the history, so it must not hold a secret.
-"""
+"""Secrets in addresses, such as `https://user:password@host` and `?api_key=...`."""
 
 import re
 from collections.abc import Iterator
@@ -34,10 +31,6 @@ def redacted(text: str) -> str:
 
 def secret_fields(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yields the path and the redacted text of each value with a secret in an address.
-
-    Args:
-        values: A text, or texts nested in mappings and sequences; other values have no address.
-        path: Path of `values`, for the paths of what is in it.
 
     Example:
         >>> list(secret_fields({"url": "https://me@host/v1", "model": "m"}))

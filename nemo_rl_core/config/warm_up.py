@@ -1,19 +1,15 @@
-"""Warm-ups: the default, which follows the number of steps, and those that outlast a run."""
+"""Default warm-up by number of steps, and warnings for warm-ups longer than the run."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 _MAX_STEPS: Final = 10
 _SHARE: Final = 4
-"""The default takes at most one step in so many."""
+"""The default warm-up is at most this fraction (1 / _SHARE) of the steps."""
 
 
 def default_warm_up(section: Mapping[str, Any]) -> int:
     """Returns the warm-up steps of a pretrained model: 10, or a quarter of the run if that is less.
-
-    Args:
-        section: The given settings of the algorithm. Without a number of steps they have the
-            default, which is larger than 40.
 
     Example:
         >>> default_warm_up({"num_steps": 12}), default_warm_up({"num_steps": 3})
@@ -27,12 +23,7 @@ def default_warm_up(section: Mapping[str, Any]) -> int:
 
 
 def warm_up_warnings(section: str, config: Any) -> Iterator[str]:
-    """Yields a sentence for each warm-up that is longer than the run.
-
-    Args:
-        section: Path of the algorithm's section.
-        config: The validated section.
-    """
+    """Yields a sentence for each warm-up that is longer than the run."""
     steps = getattr(config, "num_steps", None) or getattr(config, "num_steps_per_iteration", None)
     if steps is None:
         return  # a section of a custom trainer

@@ -3,35 +3,24 @@
 import shutil
 from pathlib import Path
 
-from nemo_rl_core.backends.training.dtensor.loading import as_published
 from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.converters.folders import StoredWeights
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.model_files.loading import as_published
 from nemo_rl_core.store.files import hash_file
 
 
 def export_model(source: Path, target: Path) -> int:
-    """Copies a transformers folder and loads the copy.
-
-    Args:
-        source: `model/` of a checkpoint.
-        target: A folder that does not exist yet.
-
-    Returns:
-        The number of parameters.
-
-    Raises:
-        ModelError: If the copy does not load in transformers to exactly the weights of its files.
-    """
+    """Copies `model/` of a checkpoint and loads the copy; returns the number of parameters."""
     from transformers import AutoModelForCausalLM
 
     shutil.copytree(source, target)
     for file in sorted(source.glob("*.safetensors")):
         if hash_file(file) != hash_file(target / file.name):
             raise ModelError(f"the copy of {file.name} differs from its source", fix="try again")
-    model, _ = load_pretrained(AutoModelForCausalLM, target, called="the exported model")
+    model, _ = load_pretrained(AutoModelForCausalLM, target, source_name="the exported model")
     stored = StoredWeights(target)
     for name, tensor in as_published(model, model.state_dict().items()):
         if name in stored.names and not tensor.equal(stored.read(name).to(tensor.dtype)):
-            raise ModelError(f"tensor {name!r} changed on the way through transformers")
+            raise ModelError(f"transformers loads tensor {name!r} with different values")
     return int(sum(parameter.numel() for parameter in model.parameters()))

@@ -1,8 +1,8 @@
-"""A published model as a transformers folder in float32, one tensor in memory at a time.
+"""Writes a published model as a float32 transformers folder, one tensor in memory at a time.
 
-The files are, to the byte, those that transformers writes when it loads the model in float32 and
-saves it, which takes the memory of all weights at once: 263 GiB for 70 B. Only where there are
-experts and more than one file of 50 GB are the same tensors divided otherwise.
+The files are byte-identical to those that transformers writes after loading the model in float32,
+which needs memory for all weights at once: 263 GiB for 70 B. The only exceptions are models with
+experts and more than one file of 50 GB, whose tensors are divided into files differently.
 """
 
 import json
@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nemo_rl_core.backends.training.dtensor.loading import as_published, empty_model
-from nemo_rl_core.backends.training.dtensor.matching import missing_weights, own_weights, plan
 from nemo_rl_core.checkpoints.tensors import write_float32
 from nemo_rl_core.checkpoints.weight_files import (
     INDICES,
@@ -22,43 +20,32 @@ from nemo_rl_core.checkpoints.weight_files import (
     weight_files,
 )
 from nemo_rl_core.checkpoints.weights import Shape, refuse_wrong_weights, require_finite
-from nemo_rl_core.data.pretrained import described
+from nemo_rl_core.data.pretrained import read_model_json
 from nemo_rl_core.errors import NemoRLError
+from nemo_rl_core.model_files.loading import as_published, empty_model
+from nemo_rl_core.model_files.weights import match_stored, missing_weights, plain_weights
 from nemo_rl_core.store import files
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MOST_IN_A_FILE = "50GB"
-"""As `save_pretrained` has it."""
+_MAX_FILE_SIZE = "50GB"
+"""The default of `save_pretrained`."""
 _WIDENED = {"F32", "F16", "BF16"}
-"""Types of safetensors whose values are all float32's, too."""
+"""Dtypes of safetensors that float32 represents exactly."""
 
 
 class _Written(NamedTuple):
-    """A tensor of the new folder: its name in the old one, and its shape."""
-
     stored: str
     shape: Shape
 
 
-def copy_in_float32(source: Path, target: Path, *, called: str) -> int | None:
+def copy_in_float32(source: Path, target: Path, *, source_name: str) -> int | None:
     """Writes config, generation config and weights of a causal model; no tokenizer.
 
-    Args:
-        source: A transformers folder.
-        target: Created if missing.
-        called: Name of the model in error messages.
-
-    Returns:
-        The number of parameters; None, and nothing is written, if transformers has to load the
-        model whole: for pickled or quantized weights, classes that are not causal models, and tied
-        weights that are stored twice.
-
-    Raises:
-        ModelError: If the model cannot be read, or weights are missing, surplus, misshapen or not
-            finite.
-        StoreError: If writing fails.
+    Returns the number of parameters. None, with nothing written, if transformers has to load the
+    full model: for pickled or quantized weights, classes that are not causal models, and tied
+    weights that are stored twice.
     """
     if not _is_plain(source):
         return None
@@ -72,15 +59,17 @@ def copy_in_float32(source: Path, target: Path, *, called: str) -> int | None:
         slices = {name: file.get_slice(name) for name, file in file_of.items()}
         if any(each.get_dtype() not in _WIDENED for each in slices.values()):
             return None
-        model = _without_weights(source, called)
-        written = _written(model, {n: tuple(s.get_shape()) for n, s in slices.items()}, called)
+        model = _without_weights(source, source_name)
+        written = _plan_tensors(
+            model, {n: tuple(s.get_shape()) for n, s in slices.items()}, source_name
+        )
         if written is None:
             return None
 
         def read(name: str) -> "Tensor":
             stored = written[name].stored
             tensor: Tensor = file_of[stored].get_tensor(stored)
-            require_finite(called, [(name, tensor)])
+            require_finite(source_name, [(name, tensor)])
             return tensor.float()
 
         with files.storage_errors(target):
@@ -91,59 +80,61 @@ def copy_in_float32(source: Path, target: Path, *, called: str) -> int | None:
 
 
 def _is_plain(folder: Path) -> bool:
-    """Whether the class that the config names loads safetensors as they are."""
+    """Whether the class in the config can load the safetensors files directly."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not any((folder / name).is_file() for name in (WEIGHTS, INDICES[0])):
         return False
-    declared = described(folder)
+    declared = read_model_json(folder)
     if {"quantization_config", "auto_map"} & declared.keys():
         return False
     try:
         config = AutoConfig.from_pretrained(folder)
-    # Named fault boundary: what transformers cannot read, it explains when it loads the model.
+    # Broad on purpose: transformers explains the problem when it loads the model.
     except Exception:  # noqa: BLE001
         return False
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     return getattr(kind, "__name__", None) in (declared.get("architectures") or [])
 
 
-def _without_weights(folder: Path, called: str) -> Any:
+def _without_weights(folder: Path, source_name: str) -> Any:
     try:
         return empty_model(folder, "lm")
     except (NemoRLError, MemoryError):
         raise
-    # Named fault boundary: a damaged config raises errors of transformers, torch or json.
+    # Broad on purpose: a damaged config raises errors of transformers, torch or json.
     except Exception as error:
-        raise unreadable(called, error) from error
+        raise unreadable(source_name, error) from error
 
 
-def _written(model: Any, stored: Mapping[str, Shape], called: str) -> dict[str, _Written] | None:
-    """What the new folder has, by name, in the order in which transformers divides it into files.
+def _plan_tensors(
+    model: Any, stored: Mapping[str, Shape], source_name: str
+) -> dict[str, _Written] | None:
+    """Returns the new folder's tensors by name, in transformers' order for division into files.
 
-    Returns:
-        None if a weight comes from several stored tensors of equal rank, such as a tied head that
-        is stored beside its embedding and may differ from it.
+    None if a weight comes from several stored tensors of equal rank, such as a tied head that is
+    stored in addition to its embedding and may differ from it.
     """
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
-    refuse_wrong_weights(called, missing=missing_weights(model, stored, called))
-    own = own_weights(model)
-    names, _, _ = plan(model, own, {n: torch.empty(0, device="meta") for n in stored})
-    stored_as = {id(own[name]): key for name, key in names.items()}
-    if len(stored_as) < len(names) or not all(each.is_floating_point() for each in own.values()):
+    refuse_wrong_weights(source_name, missing=missing_weights(model, stored, source_name))
+    weights = plain_weights(model)
+    names, _, _ = match_stored(model, weights, {n: torch.empty(0, device="meta") for n in stored})
+    stored_as = {id(weights[name]): key for name, key in names.items()}
+    if len(stored_as) < len(names) or not all(w.is_floating_point() for w in weights.values()):
         return None
-    first_names: dict[int, str] = {}  # of tied weights
-    for name, tensor in own.items():
+    first_names: dict[int, str] = {}  # tied weights have several names
+    for name, tensor in weights.items():
         first_names.setdefault(id(tensor), name)
-    empty = {name: torch.empty(own[name].shape, device="meta") for name in first_names.values()}
-    found: dict[str, _Written] = {}
+    empty = {name: torch.empty(weights[name].shape, device="meta") for name in first_names.values()}
+    planned: dict[str, _Written] = {}
     for name, tensor in empty.items():
         for published, piece in as_published(model, [(name, tensor)]):
-            stored_name = stored_as.get(id(own[name]), published)
-            found[published] = _Written(stored_name, tuple(piece.shape))
-    return {name: found[name] for name in revert_weight_conversion(model, empty) if name in found}
+            stored_name = stored_as.get(id(weights[name]), published)
+            planned[published] = _Written(stored_name, tuple(piece.shape))
+    order = revert_weight_conversion(model, empty)
+    return {name: planned[name] for name in order if name in planned}
 
 
 def _write_configs(model: Any, folder: Path) -> None:
@@ -151,14 +142,13 @@ def _write_configs(model: Any, folder: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     if model.can_generate():
-        # Unlike save_pretrained, this takes configs as they are published, such as Vicuna's.
+        # Unlike save_pretrained, this accepts published configs such as Vicuna's.
         model.generation_config.to_json_file(folder / "generation_config.json")
 
 
 def _write_weights(
     model: Any, shapes: Mapping[str, Shape], folder: Path, read: Callable[[str], "Tensor"]
 ) -> None:
-    """Divides the tensors into files, and writes these and their index, as transformers does."""
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -166,7 +156,7 @@ def _write_weights(
     divided = split_torch_state_dict_into_shards(
         empty,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=_MOST_IN_A_FILE,
+        max_shard_size=_MAX_FILE_SIZE,
     )
     for file, names in divided.filename_to_tensors.items():
         write_float32(folder / file, {name: shapes[name] for name in names}, read)

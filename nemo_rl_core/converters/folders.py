@@ -15,16 +15,12 @@ from nemo_rl_core.store import files
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yields an empty folder that is renamed to `target` on success and removed on an error.
-
-    Raises:
-        StoreError: If the target exists, or writing fails.
-    """
+    """Yields an empty folder that is renamed to `target` on success and removed on an error."""
     if target.exists():
         raise StoreError(
             f"the target {target} exists",
             expected="a folder that does not exist yet",
-            fix="remove it, or name another",
+            fix="remove it, or name another folder",
         )
     aside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{files.ASIDE}")
     try:
@@ -39,11 +35,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def require_folder(folder: Path, *names: str) -> None:
-    """Raises if a folder lacks one of the files.
-
-    Raises:
-        ModelError: Naming the first that is missing.
-    """
+    """Refuses a folder without one of the files."""
     for name in names:
         if not (folder / name).is_file():
             entries = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else None
@@ -56,14 +48,7 @@ def require_folder(folder: Path, *names: str) -> None:
 
 
 class StoredWeights:
-    """The tensors of a transformers folder's safetensors files, read one at a time.
-
-    Args:
-        folder: A folder with `model.safetensors`, or several files and their index.
-
-    Raises:
-        ModelError: If there are none, or a file is damaged.
-    """
+    """The tensors of a transformers folder's safetensors files, read one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -78,21 +63,17 @@ class StoredWeights:
         return list(self._path_of)
 
     def read(self, name: str) -> Any:
-        """One tensor, on the CPU.
-
-        Raises:
-            ModelError: If it holds NaN or infinity.
-        """
+        """Reads one tensor to the CPU; refuses NaN and infinity."""
         with open_weights(self._path_of[name]) as file:
             tensor = file.get_tensor(name)
         require_finite(f"the folder {self._folder}", [(name, tensor)])
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, without its values."""
+        """Returns a tensor's shape without reading its values."""
         with open_weights(self._path_of[name]) as file:
             return tuple(file.get_slice(name).get_shape())
 
     def dtype(self, name: str) -> Any:
-        """A tensor's `torch.dtype`."""
+        """Returns a tensor's `torch.dtype`."""
         return self.read(name).dtype

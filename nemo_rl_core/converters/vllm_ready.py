@@ -1,4 +1,4 @@
-"""Conversion of a transformers folder into one that vLLM can load."""
+"""Converts a transformers folder into one that vLLM can load."""
 
 import importlib.util
 import json
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl_core.backends.training.dtensor.loading import called, empty_model
-from nemo_rl_core.backends.training.dtensor.matching import check_weights
 from nemo_rl_core.checkpoints.tensors import DEFAULT_SHARD_BYTES, save_weights
 from nemo_rl_core.checkpoints.weights import Shape, require_finite
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.converters.folders import StoredWeights, new_folder, require_folder
 from nemo_rl_core.data.pretrained import copy_description, load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.model_files.loading import empty_model, name_in_errors
+from nemo_rl_core.model_files.weights import check_weights
 
 _PICKLES = "pytorch_model*.bin"
 
@@ -26,23 +26,10 @@ def vllm_ready(
     dtype: DType = "bfloat16",
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> int:
-    """Writes config, generation config, tokenizer with its template, and safetensors of one type.
+    """Writes config, generation config, tokenizer with template, and safetensors of one dtype.
 
-    Args:
-        model_folder: Weights in safetensors, or in the older `pytorch_model*.bin`, which are read
-            with torch's restricted unpickler.
-        target: A folder that does not exist yet.
-        dtype: Dtype of every floating-point tensor.
-        max_shard_bytes: Bound on the size of one safetensors file.
-
-    Returns:
-        The number of tensors.
-
-    Raises:
-        ModelError: If vLLM cannot load it: no causal model, an architecture that the installed vLLM
-            does not know, a tokenizer with more tokens than the model has rows, no token that ends
-            a completion, an adapter, or weights that are missing, surplus, misshapen or not finite.
-        StoreError: If the target exists, or writing fails.
+    Returns the number of tensors. Older `pytorch_model*.bin` are read with torch's restricted
+    unpickler; tensors that are not floating-point keep their dtype.
     """
     require_folder(model_folder, "config.json")
     _refuse_architecture(model_folder)
@@ -50,10 +37,10 @@ def vllm_ready(
     stop_token_ids(model_folder, tokenizer)
     shapes, tensors = _tensors(model_folder)
     _refuse_short_vocabulary(model_folder, len(tokenizer))
-    check_weights(empty_model(model_folder, "lm"), shapes, called(model_folder))
-    wanted = getattr(torch, dtype)
+    check_weights(empty_model(model_folder, "lm"), shapes, name_in_errors(model_folder))
+    torch_dtype = getattr(torch, dtype)
     typed = (
-        (name, tensor.to(wanted) if tensor.is_floating_point() else tensor)
+        (name, tensor.to(torch_dtype) if tensor.is_floating_point() else tensor)
         for name, tensor in tensors
     )
     with new_folder(target) as folder:
@@ -66,31 +53,30 @@ def _refuse_architecture(folder: Path) -> None:
     declared = json.loads((folder / "config.json").read_text()).get("architectures") or []
     if not declared or not str(declared[0]).endswith(("ForCausalLM", "ForConditionalGeneration")):
         raise ModelError(
-            f"vLLM could not generate with the model {folder.name!r}",
-            expected="architectures in config.json that name a model ...ForCausalLM",
+            f"vLLM cannot generate with the model {folder.name!r}",
+            expected="a class ...ForCausalLM in architectures of config.json",
             got=", ".join(declared) or "none",
-            fix="name a policy; a reward model or critic has no language model's head",
+            fix="name a policy; a reward model or critic has no language-model head",
         )
     if importlib.util.find_spec("vllm") is None:
         return
     from vllm import ModelRegistry
 
-    known = ModelRegistry.get_supported_archs()
-    if declared[0] not in known:
+    supported = ModelRegistry.get_supported_archs()
+    if declared[0] not in supported:
         raise ModelError(
-            f"the installed vLLM does not know the architecture of {folder.name!r}",
-            expected=f"one of its {len(known)} architectures",
+            f"the installed vLLM does not support the architecture of {folder.name!r}",
+            expected=f"one of its {len(supported)} architectures",
             got=declared[0],
-            fix="install a vLLM that has it, or train another type of model",
+            fix="install a vLLM version that supports it, or train another type of model",
         )
 
 
 def _tensors(folder: Path) -> tuple[dict[str, Shape], Iterator[tuple[str, torch.Tensor]]]:
-    """The shapes of all tensors by name, and an iterator over the tensors."""
     if (folder / "adapter_config.json").exists():
         raise ModelError(
-            f"{folder} holds an adapter",
-            expected="a whole model",
+            f"{folder} contains an adapter",
+            expected="a complete model",
             fix="merge it first: nemo-rl convert lora ADAPTER NEW --model BASE",
         )
     pickles = sorted(folder.glob(_PICKLES))
@@ -98,11 +84,13 @@ def _tensors(folder: Path) -> tuple[dict[str, Shape], Iterator[tuple[str, torch.
         opened = [
             torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in pickles
         ]
-        whole = {name: tensor for part in opened for name, tensor in part.items()}
+        weights = {name: tensor for part in opened for name, tensor in part.items()}
         if json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"):
-            whole.pop("lm_head.weight", None)
-        require_finite(called(folder), whole.items())
-        return {name: tuple(tensor.shape) for name, tensor in whole.items()}, iter(whole.items())
+            weights.pop("lm_head.weight", None)
+        require_finite(name_in_errors(folder), weights.items())
+        return {name: tuple(tensor.shape) for name, tensor in weights.items()}, iter(
+            weights.items()
+        )
     stored = StoredWeights(folder)
     shapes = {name: stored.shape(name) for name in stored.names}
     return shapes, ((name, stored.read(name)) for name in stored.names)

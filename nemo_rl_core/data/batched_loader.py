@@ -1,4 +1,4 @@
-"""Batches of prompts from rows, for a loop of one's own."""
+"""Batches of prompts from rows, for custom training loops."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,13 +12,13 @@ from nemo_rl_core.errors import DataError
 
 
 class BatchedDataLoader:
-    """Deals rows out as batches of prompts, in order; the last one may be smaller.
+    """Yields rows as batches of prompts, in order; the last one may be smaller.
 
     Args:
-        dataset: Rows with `input_ids`, or with `prompt` where a tokenizer is given. Their other
-            columns stand in the batch as lists.
-        batch_size: Rows a batch.
-        tokenizer: Writes prompts with its chat template, if it has one.
+        dataset: Rows with `input_ids`, or with `prompt` if a tokenizer is given. The batch has
+            their other columns as lists.
+        batch_size: Rows per batch.
+        tokenizer: Tokenizer of the prompts, which applies its chat template if it has one.
 
     Example:
         >>> rows = [{"input_ids": [1, 5], "answer": "4"}, {"input_ids": [1], "answer": "5"}]
@@ -33,7 +33,6 @@ class BatchedDataLoader:
         self._rows, self._size, self._tokenizer = dataset, batch_size, tokenizer
 
     def __len__(self) -> int:
-        """How many batches there are."""
         return math.ceil(len(self._rows) / self._size)
 
     def __iter__(self) -> Iterator[BatchedDataDict]:
@@ -61,5 +60,5 @@ class BatchedDataLoader:
             "a row has no tokens",
             expected="input_ids; or prompt, with BatchedDataLoader(rows, tokenizer=...)",
             got=f"the columns {', '.join(row)}",
-            fix="tokenize the rows, or name a tokenizer",
+            fix="tokenize the rows, or pass a tokenizer",
         )

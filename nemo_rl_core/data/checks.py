@@ -1,30 +1,28 @@
 """Checks of rows beyond column types: roles, lengths, duplicates and tokenization.
 
-Every function returns a mapping from a fault to the indices of its rows, counted from 0.
+Rows are counted from 0.
 """
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data.chat import prompt_token_ids, tokenize_row
-from nemo_rl_core.data.chunks import rows_of
+from nemo_rl_core.data.chunks import Chunk, rows_of
 from nemo_rl_core.data.control import has_lone_surrogate
 from nemo_rl_core.data.digests import repeats
 from nemo_rl_core.data.frames import Faults
 from nemo_rl_core.data.lengths import is_certainly_longer
-from nemo_rl_core.data.turns import as_turns, fault, stored, turns_of
+from nemo_rl_core.data.turns import FLAG, Turn, as_turns, fault, stored, turns_of
 from nemo_rl_core.data.unknown import unknown_characters, unknown_token_id
+from nemo_rl_core.data.written import unwritten_keys
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 Records = Sequence[Mapping[str, Any]]
 
-_PLACEHOLDER_ANSWER = {"role": "assistant", "content": "..."}
+_ANSWER = {"role": "assistant", "content": "..."}
 """Placeholder for the completion of a prompt."""
 
 
@@ -36,80 +34,104 @@ def prompt_of(row: Mapping[str, Any]) -> str:
     return str(row["text"] if "text" in row else row["prompt"])
 
 
-def prompts_of(chunk: "list[Row] | pa.Table") -> Sequence[str]:
-    """The prompt of each row of a chunk, as `prompt_of` returns it."""
+def prompts_of(chunk: Chunk) -> Sequence[str]:
+    """Returns `prompt_of` each row of a chunk."""
     if isinstance(chunk, list) or "messages" in chunk.column_names:
         return [prompt_of(row) for row in rows_of(chunk)]
     column = chunk.column("text" if "text" in chunk.column_names else "prompt")
-    # Text of a null, as `str` writes it; a check of its column names the row.
+    # A null becomes `str(None)`; the check of its column reports the row.
     return cast(Sequence[str], column.fill_null("None").to_numpy(zero_copy_only=False))
 
 
-def asked_by(chunk: "list[Row] | pa.Table") -> Sequence[str]:
-    """What rows must not repeat: their prompt; of pairs, the answers too."""
+def duplicate_keys(chunk: Chunk) -> Sequence[str]:
+    """Returns the texts that may occur only once: the prompt; for pairs, with both answers."""
     if not isinstance(chunk, list) and "chosen" not in chunk.column_names:
         return prompts_of(chunk)
     rows = rows_of(chunk)
     if not any("chosen" in row for row in rows):
         return [prompt_of(row) for row in rows]
     texts = ((prompt_of(row), str(row.get("chosen")), str(row.get("rejected"))) for row in rows)
-    # The lengths say where each text ends.
+    # The lengths mark where each text ends.
     return [f"{len(a)} {len(b)} {a}{b}{c}" for a, b, c in texts]
 
 
 def duplicate_faults(rows: Sequence[Row], columns: Collection[str]) -> Faults:
-    """Rows with the prompt of an earlier row; of pairs, all three columns must be equal.
-
-    Args:
-        rows: Gone through twice where hashes are equal.
-        columns: Of the rows.
-    """
-    found = repeats(rows, asked_by)
+    """Returns rows that repeat the prompt of an earlier row; for pairs, all three columns."""
+    repeated = repeats(rows, duplicate_keys)
     names = {"chosen": "pair", "messages": "conversation up to its last turn", "text": "text"}
     name = next((label for column, label in names.items() if column in columns), "prompt")
-    return {f"{name} occurs twice": found} if found else {}
+    return {f"{name} occurs twice": repeated} if repeated else {}
 
 
-def meaning_faults(rows: Records) -> Faults:
-    """Rows with roles out of order, empty turns, or equal chosen and rejected answers."""
-    found: Faults = {}
+def conversation_faults(rows: Records) -> Faults:
+    """Returns rows with roles out of order, empty turns, or equal chosen and rejected answers."""
+    faults: Faults = {}
     for index, row in enumerate(rows):
         for fault_text in _row_faults(row):
-            found.setdefault(fault_text, []).append(index)
-    return found
+            faults.setdefault(fault_text, []).append(index)
+    return faults
 
 
 def _row_faults(row: Mapping[str, Any]) -> list[str]:
     if "messages" in row:
-        wrong = fault(turns_of(row["messages"]))
+        turns = turns_of(row["messages"])
+        wrong = fault(turns)
+        if wrong and turns and turns[-1]["role"] != "assistant" and not fault([*turns, _ANSWER]):
+            wrong += " (prompts to sample from: data.columns: {messages: prompt, COLUMN: answer})"
         return [f"messages {wrong}"] if wrong else []
     if "chosen" not in row:
         turns = turns_of(row.get("prompt"))
-        wrong = fault([*turns, _PLACEHOLDER_ANSWER]) if turns else None
+        wrong = _conversation_fault(turns, [_ANSWER]) if turns else None
         return [f"prompt {wrong}"] if wrong else []
-    found = [
+    faults = [
         f"prompt with {side} {wrong}"
         for side in ("chosen", "rejected")
         if (wrong := _pair_fault(row["prompt"], row[side]))
     ]
-    return [*found, "chosen equals rejected"] if row["chosen"] == row["rejected"] else found
+    return [*faults, "chosen equals rejected"] if row["chosen"] == row["rejected"] else faults
 
 
 def _pair_fault(prompt: Any, answer: Any) -> str | None:
     turns = as_turns(answer, role="assistant")
-    return fault([*as_turns(prompt, role="user"), *turns])
+    if any(turn["role"] == "assistant" and turn.get(FLAG) is False for turn in turns):
+        return "has a turn with train: false, and pairs train on complete answers"
+    return _conversation_fault(as_turns(prompt, role="user"), turns)
+
+
+def _conversation_fault(prompt: Sequence[Turn], answer: Sequence[Turn]) -> str | None:
+    if prompt[-1]["role"] == answer[0]["role"] == "assistant":
+        return "has role 'assistant' after 'assistant'"
+    return fault([*prompt, *answer])
+
+
+def unwritten(rows: Records, tokenizer: Any, seen: set[tuple[str, str]]) -> dict[str, int]:
+    """Returns keys of turns that the chat template does not write, with their first row.
+
+    Args:
+        seen: Roles and keys of earlier rows; those of these rows are added.
+    """
+    first_rows: dict[str, int] = {}
+    for index, row in enumerate(rows):
+        for column in ("messages", "prompt", "chosen", "rejected"):
+            turns = turns_of(row.get(column)) or []
+            new = {(str(turn["role"]), key) for turn in turns for key in turn} - seen
+            if new:
+                seen |= new
+                for name in unwritten_keys(tokenizer, turns):
+                    first_rows.setdefault(name, index)
+    return first_rows
 
 
 def surrogate_faults(rows: Records) -> Faults:
-    """Rows with an unpaired surrogate, which neither files nor tokenizers can encode."""
-    found: Faults = {}
+    """Returns rows with an unpaired surrogate, which neither files nor tokenizers can encode."""
+    faults: Faults = {}
     for index, row in enumerate(rows):
         for column, value in row.items():
             if type(value) is str and value.isascii():
-                continue  # most values, at the cost of a look at a flag
+                continue  # isascii only reads a flag, and most values are ASCII
             if _has_lone_surrogate(value):
-                found.setdefault(f"{column} holds half of a surrogate pair", []).append(index)
-    return found
+                faults.setdefault(f"{column} holds half of a surrogate pair", []).append(index)
+    return faults
 
 
 def _has_lone_surrogate(value: Any) -> bool:
@@ -123,11 +145,11 @@ def _has_lone_surrogate(value: Any) -> bool:
 def prompt_faults(
     rows: Records, tokenizer: Any, *, max_prompt_tokens: int | None
 ) -> tuple[Faults, Faults, dict[str, None], float]:
-    """Prompts that the tokenizer cannot encode, and prompts that are too long.
+    """Finds prompts that the tokenizer cannot encode, and prompts that are too long.
 
     Returns:
-        Both kinds of faults, the characters without a token, in their order, and the tokens of the
-        longest prompt: infinity where it was too long to be counted.
+        Both kinds of faults; the characters without a token, in order of occurrence; and the number
+        of tokens of the longest prompt, infinity if it was too long to count.
     """
     characters: dict[str, None] = {}
     unknown_id = unknown_token_id(tokenizer)
@@ -136,7 +158,7 @@ def prompt_faults(
     longest = 0.0
     for index, row in enumerate(rows):
         if not isinstance(row.get("prompt"), str) or _row_faults(row):
-            continue  # named by other checks
+            continue  # reported by other checks
         fault_text = f"prompt has more than {max_prompt_tokens} tokens (max_prompt_tokens)"
         limit = math.inf if max_prompt_tokens is None else max_prompt_tokens
         try:
@@ -165,31 +187,39 @@ def example_faults(
     *,
     first: int = 0,
     limit_name: str = "max_sequence_tokens",
-) -> tuple[Faults, Faults]:
-    """Rows without a token that is trained on, and rows that are too long.
-
-    Args:
-        rows: Valid ones.
-        tokenizer: The model's.
-        policy: The longest row, and what becomes of longer ones.
-        first: The number of the first row, for the error.
-        limit_name: Name of the limit of a row, for the fault.
+) -> tuple[Faults, Faults, Faults]:
+    """Finds rows without a trained token, rows that are too long, and pairs with equal tokens.
 
     Raises:
-        DataError: When the turns of a row cannot be separated by the chat template (names the row).
+        DataError: When the chat template cannot separate the turns of a row (names the row),
+            unless the policy drops such rows; the first faults then include them.
     """
     untrained: Faults = {}
     too_long: Faults = {}
+    equal: Faults = {}
+    unwritable = ""  # the first error's text for all rows, since every error quotes its row
     limit = policy.max_sequence_tokens
     for index, row in enumerate(rows):
-        examples = _examples(tokenizer, row, first + index).values()
+        try:
+            examples = [*_examples(tokenizer, row, first + index).values()]
+        except DataError as error:
+            if not policy.drops_invalid:
+                raise
+            unwritable = unwritable or f"{error.in_one_line} (fix: {error.fix})"
+            untrained.setdefault(unwritable, []).append(index)
+            continue
         if limit is not None and max(len(example.token_ids) for example in examples) > limit:
             fault_text = f"row has more than {limit} tokens ({limit_name})"
             too_long.setdefault(fault_text, []).append(index)
-        kept = limit if policy.overlong == "truncate" else None
-        if not all(example.truncated(kept).num_trained_tokens for example in examples):
+        cut_length = limit if policy.overlong == "truncate" else None
+        if not all(example.truncated(cut_length).num_trained_tokens for example in examples):
             untrained.setdefault("row has no token that is trained on", []).append(index)
-    return untrained, too_long
+        elif len(examples) == 2 and examples[0].truncated(cut_length) == examples[1].truncated(
+            cut_length
+        ):
+            cut = f" after cutting at {cut_length} tokens" if examples[0] != examples[1] else ""
+            equal.setdefault(f"chosen and rejected have equal tokens{cut}", []).append(index)
+    return untrained, too_long, equal
 
 
 def _examples(tokenizer: Any, row: Mapping[str, Any], index: int) -> dict[str, Any]:

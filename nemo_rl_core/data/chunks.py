@@ -1,8 +1,8 @@
-"""Rows a chunk at a time: in memory where they are few, on disk where they are many.
+"""Rows in chunks: few rows stay in memory, many are stored on disk.
 
-A chunk is a list of rows, or an arrow table where all its values are text. `RowWriter` takes chunks
-and gives back a list of up to `MAX_ROWS` rows; what is larger lies in a folder of `tempfile` that
-lasts as long as the rows that it holds.
+A chunk is a list of rows, or an arrow table if all its values are text. `RowWriter` takes chunks
+and returns a list of up to `MAX_ROWS` rows, or `StoredRows` in a temporary folder that is deleted
+with them.
 """
 
 import pickle
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
+from nemo_rl_core.data.json_values import without_padding
 from nemo_rl_core.types import Row
 
 if TYPE_CHECKING:
@@ -23,19 +24,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_ROWS = 65_536
-"""Rows of a chunk; a data set of no more is a list."""
+"""Maximum rows of a chunk; a data set with at most this many rows is a list."""
 
 MAX_BYTES = 64 * 2**20
-"""About the bytes of a chunk of long rows."""
+"""Approximate maximum size of a chunk in bytes."""
 
-Chunk = "list[Row] | pa.Table"
+Chunk: TypeAlias = "list[Row] | pa.Table"
+"""Rows as mappings, or as a table of text columns."""
 
 
 class ChunkedRows(Sequence[Row]):
-    """Rows that can be gone through a chunk at a time, as often as needed."""
+    """Rows that can be iterated in chunks, repeatedly."""
 
-    def chunks(self) -> "Iterator[list[Row] | pa.Table]":
-        """The rows in their order."""
+    def chunks(self) -> Iterator[Chunk]:
+        """Yields the rows in order."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Row]:
@@ -48,7 +50,7 @@ class ChunkedRows(Sequence[Row]):
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
         if isinstance(index, slice):
-            return [self._at(each) for each in range(*index.indices(len(self)))]
+            return [self._at(position) for position in range(*index.indices(len(self)))]
         return self._at(range(len(self))[index])
 
     def __eq__(self, other: object) -> bool:
@@ -68,16 +70,14 @@ class ChunkedRows(Sequence[Row]):
 
 @dataclass(frozen=True)
 class _Piece:
-    """A file of one chunk."""
-
     path: Path
     num_rows: int
 
-    def read(self) -> "list[Row] | pa.Table":
+    def read(self) -> Chunk:
         if self.path.suffix == ".pickle":
-            # A file of this process alone, in a folder that only its user can open.
-            found: list[Row] = pickle.loads(self.path.read_bytes())  # noqa: S301
-            return found
+            # This process wrote the file, in a folder that only its user can open.
+            rows: list[Row] = pickle.loads(self.path.read_bytes())  # noqa: S301
+            return rows
         import pyarrow as pa
 
         with pa.OSFile(str(self.path)) as file:
@@ -85,21 +85,21 @@ class _Piece:
 
 
 class StoredRows(ChunkedRows):
-    """Rows in files of `tempfile`, which go with the last object that holds them."""
+    """Rows in temporary files, which are deleted with the last reference to them."""
 
     def __init__(
         self, pieces: Sequence[_Piece], folder: "tempfile.TemporaryDirectory[str]"
     ) -> None:
         self._pieces, self._folder = pieces, folder
         self._ends = list(accumulate(piece.num_rows for piece in pieces))
-        # Rows are mostly asked for one after the other.
+        # Most reads are sequential.
         self._read = lru_cache(maxsize=1)(_Piece.read)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def chunks(self) -> "Iterator[list[Row] | pa.Table]":
-        """One a file."""
+    def chunks(self) -> Iterator[Chunk]:
+        """Yields one chunk per file."""
         for piece in self._pieces:
             yield piece.read()
 
@@ -111,34 +111,34 @@ class StoredRows(ChunkedRows):
 
 
 class RowWriter:
-    """Collects chunks; beyond `MAX_ROWS` rows, or some chunks of long ones, on disk.
+    """Collects chunks, on disk beyond `MAX_ROWS` rows or twice `MAX_BYTES`.
 
     Args:
-        in_memory: Whether few rows become a list.
+        in_memory: Whether few rows stay in memory as a list.
     """
 
     def __init__(self, *, in_memory: bool = True) -> None:
         self._in_memory = in_memory
-        self._held: list[Any] = []
+        self._buffer: list[Any] = []
         self._num_bytes = 0
-        self._num_held = 0
+        self._num_buffered = 0
         self._pieces: list[_Piece] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def add(self, chunk: "list[Row] | pa.Table") -> None:
-        """Takes the next rows."""
+    def add(self, chunk: Chunk) -> None:
+        """Appends rows."""
         if not len(chunk):
             return
-        self._held.append(chunk)
-        self._num_held += len(chunk)
+        self._buffer.append(chunk)
+        self._num_buffered += len(chunk)
         self._num_bytes += num_bytes(chunk)
-        if self._num_held > MAX_ROWS or self._num_bytes > 2 * MAX_BYTES:
+        if self._num_buffered > MAX_ROWS or self._num_bytes > 2 * MAX_BYTES:
             self._flush()
 
     def close(self) -> Sequence[Row]:
-        """The rows in their order."""
+        """Returns all rows in order."""
         if self._folder is None and self._in_memory:
-            return [row for chunk in self._held for row in rows_of(chunk)]
+            return [row for chunk in self._buffer for row in rows_of(chunk)]
         self._flush()
         assert self._folder is not None
         return StoredRows(self._pieces, self._folder)
@@ -146,7 +146,7 @@ class RowWriter:
     def _flush(self) -> None:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="nemo_rl_rows_")
-        for chunk in _joined(self._held):
+        for chunk in _joined(self._buffer):
             name = f"{len(self._pieces):06d}"
             path = Path(self._folder.name, name)
             if isinstance(chunk, list):
@@ -156,38 +156,38 @@ class RowWriter:
                 path = path.with_suffix(".arrow")
                 write_arrow([chunk], path)
             self._pieces.append(_Piece(path, len(chunk)))
-        self._held, self._num_held, self._num_bytes = [], 0, 0
+        self._buffer, self._num_buffered, self._num_bytes = [], 0, 0
 
 
-def _joined(chunks: "Sequence[list[Row] | pa.Table]") -> "Iterator[list[Row] | pa.Table]":
-    """Lists one after the other as one list: small files make small chunks."""
-    held: list[Row] = []
+def _joined(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+    """Merges adjacent lists into one chunk, since small files make small chunks."""
+    merged: list[Row] = []
     for chunk in chunks:
         if isinstance(chunk, list):
-            held += chunk
+            merged += chunk
             continue
-        if held:
-            yield held
-            held = []
+        if merged:
+            yield merged
+            merged = []
         yield chunk
-    if held:
-        yield held
+    if merged:
+        yield merged
 
 
 def write_arrow(tables: "Iterable[pa.Table]", path: Path) -> None:
-    """Writes tables of one schema, at least one, as one arrow file."""
+    """Writes one or more tables of the same schema as one arrow file."""
     import pyarrow as pa
 
-    found = iter(tables)
-    first = next(found)
+    remaining = iter(tables)
+    first = next(remaining)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, first.schema) as writer:
         writer.write_table(first)
-        for table in found:
+        for table in remaining:
             writer.write_table(table)
 
 
-def chunks_of(rows: Sequence[Any]) -> "Iterator[list[Any] | pa.Table]":
-    """The chunks of rows of any kind; of a list, its slices."""
+def chunks_of(rows: Sequence[Any]) -> Iterator[Chunk]:
+    """Yields the chunks of `ChunkedRows`, or slices of a list."""
     if isinstance(rows, ChunkedRows):
         yield from rows.chunks()
         return
@@ -195,16 +195,23 @@ def chunks_of(rows: Sequence[Any]) -> "Iterator[list[Any] | pa.Table]":
         yield list(rows[start : start + MAX_ROWS])
 
 
-def rows_of(chunk: "list[Row] | pa.Table") -> list[Row]:
-    """The rows of a chunk as mappings from columns to values."""
+def rows_of(chunk: Chunk) -> list[Row]:
+    """Returns the rows of a chunk as mappings from columns to values.
+
+    Arrow pads all structs of a column to the same keys; keys with null values are left out, at any
+    depth.
+    """
     if isinstance(chunk, list):
         return chunk
-    found: list[Row] = chunk.to_pylist()
-    return found
+    rows: list[Row] = chunk.to_pylist()
+    padded = [field.name for field in chunk.schema if "struct<" in str(field.type)]
+    for row in rows if padded else ():
+        row.update({name: without_padding(row[name]) for name in padded})
+    return rows
 
 
-def num_bytes(chunk: "list[Row] | pa.Table") -> int:
-    """About the bytes of a chunk; of a list, by the text of some rows."""
+def num_bytes(chunk: Chunk) -> int:
+    """Returns the approximate size of a chunk in bytes; for a list, from a sample of its rows."""
     if not isinstance(chunk, list):
         return int(chunk.nbytes)
     step = max(1, len(chunk) // 32)
@@ -212,54 +219,59 @@ def num_bytes(chunk: "list[Row] | pa.Table") -> int:
 
 
 def row_bytes(row: Mapping[str, Any]) -> int:
-    """About the bytes of a row, by its texts."""
+    """Returns the approximate size of a row in bytes."""
     return sum(len(value) if isinstance(value, str) else 64 for value in row.values())
 
 
-def written(chunks: "Iterable[list[Row] | pa.Table]") -> Sequence[Row]:
-    """The rows of chunks that can be gone through but once."""
+def rows_per_chunk(num_bytes: int, num_rows: int) -> int:
+    """Returns the number of rows per chunk for rows of this mean size."""
+    return max(1, min(MAX_ROWS, MAX_BYTES * max(num_rows, 1) // max(num_bytes, 1)))
+
+
+def collect_rows(chunks: Iterable[Chunk]) -> Sequence[Row]:
+    """Returns the rows of chunks that can be iterated only once."""
     writer = RowWriter()
     for chunk in chunks:
         writer.add(chunk)
     return writer.close()
 
 
-def in_lists(rows: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Rows in lists of at most `MAX_ROWS`, and of about `MAX_BYTES` by their sizes."""
-    held: list[T] = []
-    held_bytes = 0
+def batched_rows(rows: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yields lists of at most `MAX_ROWS` rows and of about `MAX_BYTES`, by `size` of each row."""
+    batch: list[T] = []
+    batch_bytes = 0
     for row in rows:
-        held.append(row)
-        held_bytes += size(row)
-        if len(held) >= MAX_ROWS or held_bytes >= MAX_BYTES:
-            yield held
-            held, held_bytes = [], 0
-    if held:
-        yield held
+        batch.append(row)
+        batch_bytes += size(row)
+        if len(batch) >= MAX_ROWS or batch_bytes >= MAX_BYTES:
+            yield batch
+            batch, batch_bytes = [], 0
+    if batch:
+        yield batch
 
 
-def taken(rows: Sequence[Row], is_taken: Any) -> Sequence[Row]:
-    """The rows at which a boolean array is true, in their order."""
+def select_rows(rows: Sequence[Row], is_selected: Any) -> Sequence[Row]:
+    """Returns the rows at which a boolean array is true, in order."""
     if not isinstance(rows, ChunkedRows):
-        return [row for row, keep in zip(rows, is_taken, strict=True) if keep]
+        return [row for row, keep in zip(rows, is_selected, strict=True) if keep]
 
-    def found() -> "Iterator[list[Row] | pa.Table]":
+    def selected_chunks() -> Iterator[Chunk]:
         import pyarrow as pa
 
         start = 0
         for chunk in rows.chunks():
-            part = is_taken[start : start + len(chunk)]
+            part = is_selected[start : start + len(chunk)]
             start += len(chunk)
             if isinstance(chunk, list):
                 yield [row for row, keep in zip(chunk, part, strict=True) if keep]
             else:
                 yield chunk.filter(pa.array(part))
 
-    return written(found())
+    return collect_rows(selected_chunks())
 
 
 def column_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The columns of all rows, in the order in which they first come."""
+    """Returns the columns of all rows, in order of first occurrence."""
     names: dict[str, None] = {}
     for chunk in chunks_of(rows):
         if not isinstance(chunk, list):

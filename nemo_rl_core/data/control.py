@@ -1,33 +1,36 @@
 """Tokenization in which only the chat template can produce control tokens.
 
-A tokenizer encodes `<|im_end|>` in a user's text like the template's own: a prompt, an answer or
-the output of a tool could close its turn and open a system turn. A conversation whose contents
-could spell a control token is therefore rendered twice, the second time with a guard character
-between the characters of its contents. Control tokens that remain in the guarded text are the
-template's. If the unguarded text has no others, it is encoded as it is, so that ordinary rows keep
-their ids. Otherwise the template's control tokens are replaced by aliases, which no content spells,
-and the rest is encoded as text.
+A tokenizer encodes `<|im_end|>` in a user's text like the one that the template writes: a prompt,
+an answer or the output of a tool could close its turn and open a system turn. A conversation whose
+contents could spell a control token is therefore rendered twice, the second time with a guard
+character between the characters of its contents. Control tokens that remain in the guarded text
+come from the template. If the unguarded text has no others, it is encoded unchanged, so that
+ordinary rows keep their ids. Otherwise the template's control tokens are replaced by aliases, which
+contents cannot contain, and the rest is encoded as text.
 
-Control tokens are the special ones, and those added tokens that the template writes around a user's
+Control tokens are the special tokens, and the added tokens that the template writes around a user
 turn. Contents may use other added tokens, such as `<think>`.
 """
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from nemo_rl_core.data.control_tokens import (
     GUARD,
+    control_token_error,
     control_tokens,
     reader_of,
     render_turns,
-    unsafe,
 )
 from nemo_rl_core.data.turns import Turn
 from nemo_rl_core.errors import DataError
 
 Rendered = tuple[str, list[int]]
 """A text and its token ids."""
+
+_IN_VOCABULARY = "a text that is a control token in the tokenizer's base vocabulary"
 
 
 def encode_conversation(
@@ -42,16 +45,8 @@ def encode_conversation(
     """Tokenizes a conversation; contents that spell control tokens are encoded as text.
 
     Args:
-        tokenizer: A tokenizer with a chat template.
-        turns: The conversation.
-        row: Name of the conversation in error messages.
-        add_generation_prompt: Whether to open the assistant's turn at the end.
         ending: Text to append, without control tokens.
-        what: Name for the error of a failing template; `row` by default.
-
-    Raises:
-        DataError: If the template fails, or contents that spell control tokens cannot be
-            distinguished from the template's text.
+        what: Name of the conversation in the error of a failing template; `row` by default.
     """
     options = {"add_generation_prompt": add_generation_prompt}
     text, _, ids = _encoded(tokenizer, turns, row, what or row, ending, options)
@@ -61,16 +56,10 @@ def encode_conversation(
 def guarded_conversation(tokenizer: Any, turns: Sequence[Turn], *, row: str, **options: Any) -> str:
     """Renders a conversation, with guards in contents that would spell control tokens.
 
-    For callers that pass the text on before `encode_guarded` encodes it.
+    For callers that extend or send the text before `encode_guarded` encodes it.
 
     Args:
-        tokenizer: A tokenizer with a chat template.
-        turns: The conversation.
-        row: Name of the conversation in error messages.
         options: Keyword arguments of transformers' `apply_chat_template`.
-
-    Raises:
-        DataError: As for `encode_conversation`.
     """
     return _encoded(tokenizer, turns, row, row, "", options)[1]
 
@@ -83,34 +72,27 @@ def guarded_text(tokenizer: Any, text: str) -> str:
 
 
 def encode_guarded(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Encodes a text that may be guarded; without a chat template, all of it as text.
-
-    Raises:
-        DataError: As for `encode_text`.
-    """
+    """Encodes a text that may be guarded; without a chat template, all of it as plain text."""
     row = f"the text {text[:80].replace(GUARD, '')!r}"
     if not tokenizer.chat_template:
         plain = text.replace(GUARD, "")
         return encode_text(tokenizer, plain, row=row, add_special_tokens=add_special_tokens)
     if GUARD not in text:
-        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-    reader = reader_of(tokenizer, tokenizer.get_chat_template())
-    return reader.encode(text, row, add_special_tokens=add_special_tokens)
+        ids = list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    else:
+        reader = reader_of(tokenizer, tokenizer.get_chat_template())
+        ids = reader.encode(text, row, add_special_tokens=add_special_tokens)
+    return _without_ending(tokenizer, ids) if add_special_tokens else ids
 
 
 def encode_text(
     tokenizer: Any, text: str, *, row: str, add_special_tokens: bool = True
 ) -> list[int]:
-    """Encodes a text that no template has rendered, without control tokens.
+    """Encodes a text that no template has rendered, as plain text without control tokens.
 
     Args:
-        tokenizer: A transformers tokenizer.
-        text: Unguarded text.
-        row: Name of the text in error messages.
-        add_special_tokens: Whether the tokenizer adds its start and end tokens.
-
-    Raises:
-        DataError: If the text cannot be encoded without a control token.
+        add_special_tokens: Whether the tokenizer adds its start tokens. Its end tokens are always
+            left out, since a completion or the end-of-sequence token follows.
     """
     refuse_lone_surrogates(text, row)
     options = {"split_special_tokens": True, "add_special_tokens": add_special_tokens}
@@ -119,41 +101,52 @@ def encode_text(
     if control.may_be_in(text):
         plain = tokenizer.encode(text, **{**options, "add_special_tokens": False})
         if control.among(plain):
-            raise unsafe(row, "a text that is a control token in the tokenizer's own vocabulary")
-    return ids
+            raise control_token_error(row, _IN_VOCABULARY)
+    return _without_ending(tokenizer, ids) if add_special_tokens else ids
+
+
+def _without_ending(tokenizer: Any, ids: list[int]) -> list[int]:
+    """Removes the tokens that the tokenizer's post-processor adds after a text."""
+    processor = str(tokenizer.backend_tokenizer.post_processor) if tokenizer.is_fast else ""
+    return ids[: len(ids) - _num_appended(tokenizer, processor)]
+
+
+@lru_cache(maxsize=8)  # keyed by the post-processor too, since it may be replaced
+def _num_appended(tokenizer: Any, post_processor: str) -> int:
+    plain = tokenizer.encode("0", add_special_tokens=False)
+    full = tokenizer.encode("0")
+    starts = range(len(full) - len(plain) + 1)
+    start = next((n for n in starts if full[n : n + len(plain)] == plain), len(full))
+    return max(0, len(full) - start - len(plain))
 
 
 def spelled_control_tokens(tokenizer: Any, text: str) -> list[str]:
-    """Returns the distinct special tokens that the tokenizer would find in a text."""
+    """Returns the distinct special tokens that the tokenizer would encode in a text."""
     control = control_tokens(tokenizer, None)
     if not control.may_be_in(text):
         return []
-    found = control.among(tokenizer.encode(text, add_special_tokens=False))
-    return list(dict.fromkeys(tokenizer.convert_ids_to_tokens(found)))
+    ids = control.among(tokenizer.encode(text, add_special_tokens=False))
+    return list(dict.fromkeys(tokenizer.convert_ids_to_tokens(ids)))
 
 
 def refuse_lone_surrogates(text: str, row: str) -> None:
-    """Raises if a text holds an unpaired surrogate, which UTF-8 cannot encode.
-
-    Raises:
-        DataError: Naming the row.
-    """
+    """Raises a `DataError` that names the row if UTF-8 cannot encode its text."""
     if has_lone_surrogate(text):
         raise DataError(
-            f"{row} holds half of a surrogate pair, which is no character",
+            f"{row} has half of a surrogate pair, which is not a character",
             expected="text that UTF-8 can write",
-            fix="replace \\ud800 to \\udfff by the characters that were meant, or remove the row",
+            fix="replace \\ud800 to \\udfff with the intended characters, or remove the row",
         )
 
 
 def has_lone_surrogate(text: str) -> bool:
-    """Returns whether a text holds an unpaired surrogate, which UTF-8 cannot encode.
+    """Whether a text has an unpaired surrogate, which UTF-8 cannot encode.
 
     Example:
         >>> has_lone_surrogate("\\ud800="), has_lone_surrogate("𝄞")
         (True, False)
     """
-    if text.isascii():  # known without a look at the text
+    if text.isascii():  # reads a flag, not the text
         return False
     try:
         text.encode()
@@ -176,14 +169,16 @@ def _encoded(
         return text, text, ids
     if not tokenizer.is_fast:  # Slow tokenizers cannot encode control tokens as text.
         if control.pattern.search(json.dumps(list(turns), ensure_ascii=False)):
-            raise unsafe(row, f"a tokenizer without tokenizer.json ({type(tokenizer).__name__})")
+            raise control_token_error(
+                row, f"a tokenizer without tokenizer.json ({type(tokenizer).__name__})"
+            )
         return text, text, ids
     guarded = render_turns(tokenizer, guarded_turns, what=what, **options) + ending
-    written = reader_of(tokenizer, template).encode(guarded, row)
-    if len(control.among(written)) != control.num_in(guarded):
-        raise unsafe(row, "a text that is a control token in the tokenizer's own vocabulary")
-    if control.among(ids) == control.among(written):
+    guarded_ids = reader_of(tokenizer, template).encode(guarded, row)
+    if len(control.among(guarded_ids)) != control.num_in(guarded):
+        raise control_token_error(row, _IN_VOCABULARY)
+    if control.among(ids) == control.among(guarded_ids):
         return text, text, ids
     if guarded.replace(GUARD, "") != text:
-        raise unsafe(row, "a chat template that reads or changes its contents")
-    return text, guarded, written
+        raise control_token_error(row, "a chat template that reads or changes its contents")
+    return text, guarded, guarded_ids

@@ -1,34 +1,30 @@
-"""Which rows ask the same, for any number of rows: 8 bytes a row, and no text is mistaken.
+"""Exact detection of rows with equal texts, with 8 bytes of memory per row.
 
-Rows of equal 8-byte hashes are compared by 16-byte digests, which no two texts share by chance.
+Rows with equal 8-byte hashes are compared by 16-byte digests, which do not collide by chance.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from nemo_rl_core.data.chunks import chunks_of
 from nemo_rl_core.types import Row
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 KeysOf = Callable[[Any], "Sequence[str]"]
-"""The text of each row of a chunk by which rows are compared."""
+"""Returns the text of each row of a chunk by which rows are compared."""
 
-Hashes = "np.ndarray[Any, np.dtype[np.uint64]]"
+Array = np.ndarray[Any, Any]
 
 
-def hashes_of(keys: "Sequence[str] | np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """A hash `[N]` uint64 of each text."""
+def _hashes_of(keys: Sequence[str] | Array) -> Array:
     from pandas.util import hash_array
 
     values = keys if isinstance(keys, np.ndarray) else np.array([*keys, None], dtype=object)[:-1]
     if not len(values):
         return np.zeros(0, dtype=np.uint64)
-    # A text that UTF-8 cannot write has no such hash; another check names its row.
+    # A text that UTF-8 cannot encode has no such hash; another check reports its row.
     try:
         return np.asarray(hash_array(values, categorize=False))
     except UnicodeEncodeError:
@@ -36,93 +32,64 @@ def hashes_of(keys: "Sequence[str] | np.ndarray[Any, Any]") -> "np.ndarray[Any, 
         return np.asarray(hash_array(np.array(escaped, dtype=object), categorize=False))
 
 
-def hashes_of_rows(rows: Sequence[Row], keys_of: KeysOf) -> "np.ndarray[Any, Any]":
-    """The hashes of all rows, gone through once."""
-    found = [hashes_of(keys_of(chunk)) for chunk in chunks_of(rows)]
-    return np.concatenate(found) if found else np.zeros(0, dtype=np.uint64)
+def _hashes_of_rows(rows: Sequence[Row], keys_of: KeysOf) -> Array:
+    hashes = [_hashes_of(keys_of(chunk)) for chunk in chunks_of(rows)]
+    return np.concatenate(hashes) if hashes else np.zeros(0, dtype=np.uint64)
 
 
-def digest(text: str) -> bytes:
-    """16 bytes that stand for a text."""
+def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def first_rows(
-    rows: Sequence[Row], keys_of: KeysOf, hashes: "np.ndarray[Any, Any]"
-) -> "np.ndarray[Any, Any]":
-    """For every row `[N]` int64 the number of the first row with the same text, often its own.
-
-    Args:
-        rows: Gone through again where hashes are equal.
-        keys_of: The texts of a chunk.
-        hashes: Of these texts, as `hashes_of_rows` returns them.
-    """
-    first = np.arange(len(hashes), dtype=np.int64)
-    candidates = _shared(hashes)
-    if candidates is None:
-        return first
+def first_rows(rows: Sequence[Row], keys_of: KeysOf) -> Array:
+    """Returns for every row the index of the first row with the same text, `[N]` int64."""
+    candidates = _is_shared(_hashes_of_rows(rows, keys_of))
+    first = np.arange(len(candidates), dtype=np.int64)
     seen: dict[bytes, int] = {}
-    for start, chunk in _numbered(rows):
-        chosen = np.flatnonzero(candidates[start : start + len(chunk)])
-        if not len(chosen):
-            continue
-        keys = keys_of(chunk)
-        for offset in chosen.tolist():
-            number = start + offset
-            first[number] = seen.setdefault(digest(str(keys[offset])), number)
+    for number, key in _keys_at(rows, keys_of, candidates):
+        first[number] = seen.setdefault(_digest(key), number)
     return first
 
 
 def repeats(rows: Sequence[Row], keys_of: KeysOf) -> list[int]:
-    """The numbers of the rows whose text an earlier row has."""
-    hashes = hashes_of_rows(rows, keys_of)
-    if _shared(hashes) is None:
-        return []
-    first = first_rows(rows, keys_of, hashes)
-    found: list[int] = np.flatnonzero(first != np.arange(len(first))).tolist()
-    return found
+    """Returns the indices of the rows with the text of an earlier row."""
+    first = first_rows(rows, keys_of)
+    indices: list[int] = np.flatnonzero(first != np.arange(len(first))).tolist()
+    return indices
 
 
-def _shared(hashes: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any] | None":
-    """Whether each hash occurs more than once; None if none does."""
+def _is_shared(hashes: Array) -> Array:
     ordered = np.sort(hashes)
-    twice = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    return _among(hashes, twice) if len(twice) else None
+    return _among(hashes, np.unique(ordered[1:][ordered[1:] == ordered[:-1]]))
 
 
-def _among(hashes: "np.ndarray[Any, Any]", ordered: "np.ndarray[Any, Any]") -> Any:
-    """Whether each hash is one of sorted ones."""
+def _among(hashes: Array, ordered: Array) -> Array:
     if not len(ordered):
         return np.zeros(len(hashes), dtype=bool)
-    places = np.searchsorted(ordered, hashes)
-    return ordered[np.minimum(places, len(ordered) - 1)] == hashes
+    positions = np.searchsorted(ordered, hashes)
+    return np.asarray(ordered[np.minimum(positions, len(ordered) - 1)] == hashes)
 
 
 def rows_in(rows: Sequence[Row], others: Sequence[Row], keys_of: KeysOf) -> list[int]:
-    """The numbers of the rows whose text is one of the others' too."""
-    hashes, other_hashes = hashes_of_rows(rows, keys_of), hashes_of_rows(others, keys_of)
+    """Returns the indices of the rows with a text that other rows also have."""
+    hashes, other_hashes = _hashes_of_rows(rows, keys_of), _hashes_of_rows(others, keys_of)
     candidates = _among(hashes, np.sort(other_hashes))
     if not candidates.any():
         return []
-    wanted = _among(other_hashes, np.sort(hashes[candidates]))
-    digests = {digest(key) for _, key in _keys_at(others, keys_of, wanted)}
-    found = _keys_at(rows, keys_of, candidates)
-    return [number for number, key in found if digest(key) in digests]
+    other_candidates = _among(other_hashes, np.sort(hashes[candidates]))
+    digests = {_digest(key) for _, key in _keys_at(others, keys_of, other_candidates)}
+    keys = _keys_at(rows, keys_of, candidates)
+    return [number for number, key in keys if _digest(key) in digests]
 
 
-def _keys_at(
-    rows: Sequence[Row], keys_of: KeysOf, chosen: "np.ndarray[Any, Any]"
-) -> Iterator[tuple[int, str]]:
-    for start, chunk in _numbered(rows):
+def _keys_at(rows: Sequence[Row], keys_of: KeysOf, chosen: Array) -> Iterator[tuple[int, str]]:
+    if not chosen.any():  # the rows need not be read again
+        return
+    start = 0
+    for chunk in chunks_of(rows):
         part = np.flatnonzero(chosen[start : start + len(chunk)])
         if len(part):
             keys = keys_of(chunk)
             for offset in part.tolist():
                 yield start + offset, str(keys[offset])
-
-
-def _numbered(rows: Sequence[Row]) -> "Iterator[tuple[int, list[Row] | pa.Table]]":
-    start = 0
-    for chunk in chunks_of(rows):
-        yield start, chunk
         start += len(chunk)

@@ -1,9 +1,7 @@
-"""Pandera schemas of the rows that are trained on, by their kind.
+"""Pandera schemas of training rows, by kind.
 
 A table is checked when it is written and when it is read, since the file may have changed or come
-from elsewhere. Checks of contents (roles, lengths, trained tokens) need the tokenizer and are in
-`checks.py`; tables of other stages are in `record_frames.py`, what a fault is told as in
-`frame_faults.py`.
+from another program. Checks of contents, which need the tokenizer, are in `checks.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +11,13 @@ import pandas as pd
 import pandera.pandas as pa
 from pandera.typing import Series
 
-from nemo_rl_core.data.frame_checks import (
+from nemo_rl_core.data.record_frames import (
+    ReferenceLogprobSchema,
+    TokenPairSchema,
     check_each,
     has_text,
     is_json_object,
 )
-from nemo_rl_core.data.record_frames import ReferenceLogprobSchema, TokenPairSchema
 from nemo_rl_core.types import Row
 
 Faults = dict[str, list[int]]
@@ -26,16 +25,16 @@ Faults = dict[str, list[int]]
 
 
 def records_of(frame: pd.DataFrame) -> list[Row]:
-    """The rows of a frame by the names of their columns; faster than `to_dict`."""
+    """Returns the rows of a frame as dicts; faster than `to_dict`."""
     names = [str(column) for column in frame.columns]
     columns = [frame[column].tolist() for column in frame.columns]
     return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 class RowSchema(pa.DataFrameModel):
-    """The columns of every data set row.
+    """Columns of every data set row.
 
-    The checks have no names, as pandera 0.35 gives those to the first subclass alone; `_MESSAGES`
+    The checks have no names, since pandera 0.35 gives them only to the first subclass; `_MESSAGES`
     maps the names of their methods to messages.
     """
 
@@ -65,7 +64,7 @@ class PromptSchema(RowSchema):
 
     @pa.check("answer")
     def _empty_in_all_or_none(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
-        # A data set without answers is whole; one that lacks some of them is not.
+        # Either all rows have answers, or none.
         return has_text(column) if column.any() else column == ""
 
 
@@ -85,7 +84,7 @@ class ConversationSchema(RowSchema):
 
 
 class TextSchema(RowSchema):
-    """A text to train on whole."""
+    """A text to train on, from start to end."""
 
     text: Series[str]
 
@@ -97,8 +96,8 @@ class TextSchema(RowSchema):
 class PreferenceSchema(RowSchema):
     """Two answers to one prompt, each a text or the JSON of turns.
 
-    `margin`, where given, is by how much the chosen answer is better, in the units of the scores
-    of a reward model.
+    `margin`, if present, is the difference between chosen and rejected in units of a reward
+    model's scores.
     """
 
     prompt: Series[str]
@@ -114,14 +113,15 @@ class PreferenceSchema(RowSchema):
 Schema = type[pa.DataFrameModel]
 
 RowKind = Literal["prompts", "conversations", "text", "preferences"]
-"""The kind of a row; `row_kind` finds it from the columns."""
+"""Kind of a row; `row_kind` derives it from the columns."""
 
-_BY_KIND: dict[RowKind, Schema] = {
+SCHEMAS: dict[RowKind, Schema] = {
     "prompts": PromptSchema,
     "conversations": ConversationSchema,
     "text": TextSchema,
     "preferences": PreferenceSchema,
 }
+"""Schema of each kind of rows."""
 
 
 def row_kind(columns: Mapping[str, Any] | Sequence[str]) -> RowKind:
@@ -149,4 +149,4 @@ def schema_of(columns: Sequence[str]) -> Schema:
         return TokenPairSchema
     if "chosen" in columns and "prompt" not in columns:
         return ReferenceLogprobSchema
-    return _BY_KIND[row_kind(columns)]
+    return SCHEMAS[row_kind(columns)]

@@ -1,4 +1,4 @@
-"""Data set folders, and batches that are a pure function of seed and step."""
+"""Data set folders, and batches that depend only on seed and step."""
 
 import random
 from array import array
@@ -13,10 +13,10 @@ from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.tables import (
     CheckedRows,
-    mapped,
+    memory_mapped,
     rechunked,
-    rows_a_group,
     rows_of_frame,
+    rows_per_group,
 )
 from nemo_rl_core.data.tokenized import examples_of, is_storable, stored_tokens
 from nemo_rl_core.errors import DataError
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ROWS_FILE = "rows.parquet"
-"""The one file of a data set folder."""
+"""Name of the only file in a data set folder."""
 
 
 class PromptLoader(Generic[T]):
     """Batches from shuffled passes over the data.
 
-    The rows of all epochs, each shuffled on its own, form one endless sequence, and step `k` takes
-    the slice from `k * batch_size`. Each row therefore comes once per epoch for any batch size, and
-    resuming at any step needs no saved state: a new loader returns the same batches. A batch across
-    two epochs may hold a row twice.
+    The rows of all epochs, each shuffled separately, form one endless sequence, and step `k` takes
+    the slice from `k * batch_size`. Each row therefore occurs once per epoch for any batch size,
+    and resuming at any step needs no saved state: a new loader returns the same batches. A batch
+    across two epochs may contain a row twice.
 
     Args:
         prompts: The items.
@@ -56,10 +56,10 @@ class PromptLoader(Generic[T]):
     def __init__(self, prompts: Sequence[T], *, batch_size: int, seed: int) -> None:
         if batch_size < 1 or batch_size > len(prompts):
             raise DataError(
-                "a step takes more rows than the data set has",
+                "a step needs more rows than the data set has",
                 expected=f"a batch of 1 to {len(prompts)} rows",
                 got=str(batch_size),
-                fix="use more data (num_train), or fewer rows a step (num_prompts_per_step, "
+                fix="use more data (num_train), or fewer rows per step (num_prompts_per_step, "
                 "num_pairs_per_step, or global_batch_size of sft)",
             )
         self._prompts = prompts
@@ -68,7 +68,7 @@ class PromptLoader(Generic[T]):
         self._orders: dict[int, Sequence[int]] = {}
 
     def batch(self, step: int) -> list[T]:
-        """The items of a step, which counts from 0."""
+        """Returns the items of a step, counted from 0."""
         first = step * self._batch_size
         indices = range(first, first + self._batch_size)
         epochs = {index // len(self._prompts) for index in indices}
@@ -79,24 +79,21 @@ class PromptLoader(Generic[T]):
         ]
 
     def epoch(self, step: int) -> int:
-        """The pass over the data, from 0, that the first item of a step belongs to."""
+        """Returns the epoch, counted from 0, of the first item of a step."""
         return step * self._batch_size // len(self._prompts)
 
     def _order(self, epoch: int) -> Sequence[int]:
         if epoch in self._orders:
             return self._orders[epoch]
         order = array("q", range(len(self._prompts)))
-        # A string seed is hashed with SHA-512: `seed + epoch` would make epoch 1 of seed 0 the same
-        # as epoch 0 of seed 1.
+        # A string seed is hashed with SHA-512. With `seed + epoch`, epoch 1 of seed 0 would equal
+        # epoch 0 of seed 1.
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
 
 def save_frame(frame: "pd.DataFrame", folder: Path) -> Path:
-    """Writes a data set folder; equal frames give equal bytes.
-
-    Returns:
-        The file that was written.
+    """Writes a data set folder and returns the path of its file; equal frames give equal bytes.
 
     Raises:
         DataError: Names the rows that do not match the schema of their columns.
@@ -108,15 +105,11 @@ def save_frame(frame: "pd.DataFrame", folder: Path) -> Path:
 
 
 def save_rows(rows: CheckedRows, folder: Path) -> Path:
-    """Writes a data set folder of rows that have been checked; equal rows give equal bytes.
-
-    Returns:
-        The file that was written.
-    """
+    """Writes checked rows like `save_frame`; equal rows give equal bytes."""
     import pyarrow.parquet as pq
 
     folder.mkdir(parents=True, exist_ok=True)
-    size = rows_a_group(rows.chunks())
+    size = rows_per_group(rows.chunks())
     writer: pq.ParquetWriter | None = None
     try:
         for table in rechunked(rows.chunks(), size):
@@ -129,10 +122,10 @@ def save_rows(rows: CheckedRows, folder: Path) -> Path:
 
 
 def load_frame(folder: Path) -> "pd.DataFrame":
-    """The rows of a data set folder; of many, a view of a mapped file.
+    """Loads the rows of a data set folder; many rows are a view of a memory-mapped file.
 
     Raises:
-        DataError: When the folder holds no readable rows, or rows that fail their schema (names
+        DataError: When the folder has no readable rows, or rows that fail their schema (names
             them).
     """
     import pyarrow as pa
@@ -145,12 +138,12 @@ def load_frame(folder: Path) -> "pd.DataFrame":
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
             batches = file.iter_batches(chunks.MAX_ROWS)
             tables = (pa.Table.from_batches([batch]) for batch in batches)
-            few = file.metadata.num_rows <= chunks.MAX_ROWS
-            frame: pd.DataFrame = (file.read() if few else mapped(tables)).to_pandas()
+            is_small = file.metadata.num_rows <= chunks.MAX_ROWS
+            frame: pd.DataFrame = (file.read() if is_small else memory_mapped(tables)).to_pandas()
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(
             f"the data set folder {folder} cannot be read",
-            expected=f"a parquet file {ROWS_FILE} in it",
+            expected=f"a folder with a parquet file {ROWS_FILE}",
             got=f"{type(error).__name__}: {str(error)[:160]}",
             fix="run the stage prepare_data again",
         ) from error
@@ -159,23 +152,18 @@ def load_frame(folder: Path) -> "pd.DataFrame":
 
 
 def load_records(folder: Path) -> Sequence[Row]:
-    """The rows of a data set folder, each by its columns' names, in the order of the file.
+    """Loads the rows of a data set folder as mappings, in the order of the file.
 
-    A list of few rows; many are read from a mapped file when they are asked for.
+    The result is a list of few rows; many are read on access from a memory-mapped file.
 
     Raises:
-        DataError: When the folder holds no readable rows.
+        DataError: When the folder has no readable rows.
     """
     return rows_of_frame(load_frame(folder))
 
 
-class MadeOfRows(Sequence[T]):
-    """What is made of rows, when it is asked for.
-
-    Args:
-        rows: Many, read when they are asked for.
-        make: Makes an item of a row.
-    """
+class LazyRows(Sequence[T]):
+    """Sequence that converts each row on access."""
 
     def __init__(self, rows: Sequence[Any], make: Callable[[Any], T]) -> None:
         self._rows, self._make = rows, make
@@ -196,21 +184,10 @@ class MadeOfRows(Sequence[T]):
         return map(self._make, self._rows)
 
 
-def made_of(rows: Sequence[Row], make: Callable[[Row], T]) -> Sequence[T]:
-    """An item a row: a list of few; of many, each made when it is asked for."""
-    if isinstance(rows, ChunkedRows):
-        return MadeOfRows(rows, make)
-    return [make(row) for row in rows]
-
-
 def load_prompts(folder: Path, tokenizer: Any) -> Sequence[Prompt]:
-    """The rows of a data set folder as prompts, tokenized, in the order of the file.
+    """Loads the rows of a data set folder as tokenized prompts, in the order of the file.
 
-    Many prompts are tokenized when they are asked for.
-
-    Args:
-        folder: A folder that `save_frame` wrote.
-        tokenizer: The model's tokenizer.
+    Many prompts are tokenized on access.
 
     Raises:
         DataError: When its rows are not prompts with answers.
@@ -218,11 +195,11 @@ def load_prompts(folder: Path, tokenizer: Any) -> Sequence[Prompt]:
     rows = load_records(folder)
     if rows and not {"prompt", "answer"} <= rows[0].keys():
         raise DataError(
-            "the data set holds no prompts with answers, so nothing can be sampled and scored",
+            "the data set has no prompts with answers, so nothing can be sampled and scored",
             expected="the columns prompt and answer, or prompt and completion",
             got=f"the columns {', '.join(rows[0])}",
-            fix="give rows with prompts to whatever samples them: an evaluation, GRPO, PPO or "
-            "distillation; messages and text are for sft, pairs for dpo and reward models",
+            fix="use rows with prompts for evaluations, GRPO, PPO and distillation, which sample "
+            "completions; messages and text are for sft, pairs for dpo and reward models",
         )
 
     def prompt(row: Row) -> Prompt:
@@ -235,15 +212,13 @@ def load_prompts(folder: Path, tokenizer: Any) -> Sequence[Prompt]:
             metadata=row["metadata"],
         )
 
-    return made_of(rows, prompt)
+    return LazyRows(rows, prompt) if isinstance(rows, ChunkedRows) else [*map(prompt, rows)]
 
 
 def token_sequences(folder: Path, model_folder: Path, *, limit: int) -> list[tuple[int, ...]]:
-    """The first rows of a data set of any kind as token sequences, completions included.
+    """Tokenizes the first rows of a data set of any kind, completions included.
 
     Args:
-        folder: A folder that `save_frame` wrote.
-        model_folder: The folder of the tokenizer.
         limit: Number of rows; a preference pair gives two sequences.
     """
     tokenizer = load_tokenizer(model_folder)
@@ -254,21 +229,14 @@ def token_sequences(folder: Path, model_folder: Path, *, limit: int) -> list[tup
 def load_tokenized(
     folder: Path, rows: Sequence[Row], tokenizer: Any
 ) -> Sequence[dict[str, SupervisedExample]]:
-    """The rows of a data set folder as `tokenize_row` makes them.
+    """Returns `tokenize_row` of the rows of a data set folder.
 
-    Many are tokenized by several processes, once for all runs on the same rows, and read from a
-    mapped file when they are asked for.
-
-    Args:
-        folder: The folder.
-        rows: Its rows.
-        tokenizer: The model's.
+    Many rows are tokenized by several processes, once for all runs on the same rows, and read on
+    access from a memory-mapped file.
 
     Raises:
         DataError: When the turns of a row cannot be separated.
     """
     if is_storable(tokenizer, len(rows)):
-        return MadeOfRows(
-            stored_tokens(Path(folder) / ROWS_FILE, tokenizer, len(rows)), examples_of
-        )
+        return LazyRows(stored_tokens(Path(folder) / ROWS_FILE, tokenizer, len(rows)), examples_of)
     return [tokenize_row(tokenizer, row) for row in rows]

@@ -1,27 +1,26 @@
-"""Token sequences with the mask of what is trained on.
+"""Token sequences with loss masks.
 
-The tokens of a turn are found by rendering the conversation up to the turn and up to its end. Both
-must be prefixes of the whole, as text and as tokens. Templates therefore need no generation marks,
-and a template that renders a turn differently once others follow (some drop reasoning) raises an
-error instead of training on wrong tokens. Left out: templates that take tool definitions.
+The tokens of a turn are located by rendering the conversation up to the turn and up to its end.
+Both must be prefixes of the full conversation, as text and as tokens. Templates therefore need no
+generation marks, and a template that renders a turn differently when others follow (some drop
+reasoning) raises an error instead of training on wrong tokens. Tool definitions are not supported.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
-from nemo_rl_core.data.control import (
-    Rendered,
-    encode_conversation,
-    encode_text,
-)
-from nemo_rl_core.data.turns import Turn
+from nemo_rl_core.data.control import Rendered, encode_conversation, encode_text
+from nemo_rl_core.data.control_tokens import control_tokens
+from nemo_rl_core.data.turns import Turn, is_trained
 from nemo_rl_core.data.unknown import (
     OTHER_MODELS,
     described_unknown,
     unknown_characters,
     unknown_token_id,
 )
+from nemo_rl_core.data.written import refuse_unwritten
 from nemo_rl_core.errors import DataError
 
 
@@ -30,8 +29,8 @@ class SupervisedExample:
     """Token ids of a prompt with its completion, and the loss mask.
 
     Attributes:
-        token_ids: `[T]`, prompt, completion and end-of-sequence token.
-        loss_mask: `[T]`, True on the completion and the end-of-sequence token.
+        token_ids: Tokens of prompt, completion and end of sequence, `[T]`.
+        loss_mask: True on the completion and the end-of-sequence token, `[T]`.
 
     Example:
         >>> SupervisedExample(token_ids=(1, 5, 6, 2), loss_mask=(False, False, True, True))
@@ -43,19 +42,20 @@ class SupervisedExample:
 
     @property
     def num_trained_tokens(self) -> int:
-        """Number of tokens in a loss. The first token is not predicted, so its mask is ignored."""
+        """Number of tokens in the loss, without the first token, which is never predicted."""
         return sum(self.loss_mask[1:])
 
     def truncated(self, max_tokens: int | None) -> "SupervisedExample":
-        """The first `max_tokens` tokens; all of them for None."""
+        """Returns the first `max_tokens` tokens; all tokens for None."""
         return SupervisedExample(self.token_ids[:max_tokens], self.loss_mask[:max_tokens])
 
 
 def answer_example(tokenizer: Any, prompt: list[Turn], answer: list[Turn]) -> SupervisedExample:
-    """Tokenizes prompt and answer; only the answer's assistant turns are trained on."""
-    trained = [
-        index for index, turn in enumerate(answer, start=len(prompt)) if turn["role"] == "assistant"
-    ]
+    """Tokenizes prompt and answer; trains only on the answer's assistant turns.
+
+    A turn with `train: false` stays masked.
+    """
+    trained = [index for index, turn in enumerate(answer, start=len(prompt)) if is_trained(turn)]
     row = f"the pair with prompt {str(prompt[-1]['content'])[:80]!r}"
     return masked_example(tokenizer, [*prompt, *answer], trained=trained, row=row)
 
@@ -63,14 +63,22 @@ def answer_example(tokenizer: Any, prompt: list[Turn], answer: list[Turn]) -> Su
 def masked_example(
     tokenizer: Any, turns: list[Turn], *, trained: Sequence[int], row: str
 ) -> SupervisedExample:
-    """Tokenizes a conversation and masks all turns but those at the indices `trained`."""
+    """Tokenizes a conversation and masks all turns except those at the indices `trained`."""
     require_eos(tokenizer)
     text, ids = rendered_conversation(tokenizer, turns, row, add_generation_prompt=False)
+    refuse_unwritten(tokenizer, turns, trained=trained, row=row)
+    last = len(turns) - 1
+    prompts = [
+        rendered_conversation(tokenizer, turns[:index], row, add_generation_prompt=True)
+        for index in trained
+    ]
+    if last in trained:
+        ids = _after_prompt(tokenizer, prompts[-1], (text, ids), turns[last])
     mask = [False] * len(ids)
-    for index in trained:
-        before = rendered_conversation(tokenizer, turns[:index], row, add_generation_prompt=True)
-        start = _prefix_length(before, (text, ids), row)
-        if index == len(turns) - 1:
+    for index, before in zip(trained, prompts, strict=True):
+        question = turns[index - 1]["content"] if index == last and index else None
+        start = _prefix_length(before, (text, ids), row, question=question)
+        if index == last:
             answer = _through_eos(tokenizer, ids[start:])
             if len(answer) < 2:
                 raise DataError(
@@ -84,17 +92,17 @@ def masked_example(
                 tokenizer, turns[: index + 1], row, add_generation_prompt=False
             )
             end = _prefix_length(through, (text, ids), row)
+            if ids[end : end + 1] == [tokenizer.eos_token_id] and ids[end] not in ids[start:end]:
+                end += 1  # the template writes it only between turns
             turn_ids = _through_end_of_turn(tokenizer, ids[start:end])
             mask[start : start + len(turn_ids)] = [True] * len(turn_ids)
     unknown = unknown_token_id(tokenizer)
-    if unknown is not None and any(
-        token == unknown and is_trained for token, is_trained in zip(ids, mask, strict=True)
-    ):
+    if unknown is not None and unknown in compress(ids, mask):
         answers = "".join(str(turns[index]["content"]) for index in trained)
         raise DataError(
             f"{row} trains on characters that the tokenizer does not know",
             got=described_unknown(tokenizer, unknown_characters(tokenizer, answers)),
-            fix=f"mend or remove the row, or {OTHER_MODELS}",
+            fix=f"correct or remove the row, or {OTHER_MODELS}",
         )
     return SupervisedExample(token_ids=tuple(ids), loss_mask=tuple(mask))
 
@@ -102,59 +110,85 @@ def masked_example(
 def rendered_conversation(
     tokenizer: Any, turns: list[Turn], row: str, *, add_generation_prompt: bool
 ) -> Rendered:
-    """The text and the token ids of a conversation, or of a prompt alone without a template.
-
-    Raises:
-        DataError: For several turns without a chat template.
-    """
+    """Returns the text and token ids of a conversation; without a template, of one exchange."""
     if tokenizer.chat_template:
         return encode_conversation(
             tokenizer, turns, row=row, add_generation_prompt=add_generation_prompt
         )
     if [turn["role"] for turn in turns] not in (["user"], ["user", "assistant"]):
         raise DataError(
-            f"{row} has several turns, and the tokenizer has no chat template to write them with",
+            f"{row} has several turns, but the tokenizer has no chat template to write them",
             expected="one user turn and one assistant turn",
             got=", ".join(str(turn["role"]) for turn in turns)[:80],
-            fix="take the tokenizer of a chat model, or set its chat_template",
+            fix="use the tokenizer of a chat model, or set its chat_template",
         )
     text = "".join(turn["content"] for turn in turns)
     return text, encode_text(tokenizer, text, row=row)
 
 
-def _prefix_length(beginning: Rendered, whole: Rendered, row: str) -> int:
-    """Checks that `beginning` is a prefix of `whole` and returns its number of tokens."""
-    (start_text, start), (text, ids) = beginning, whole
+def _after_prompt(
+    tokenizer: Any, prompt: Rendered, conversation: Rendered, answer: Turn
+) -> list[int]:
+    """Encodes the answer separately from the prompt that sampling starts from, if necessary.
+
+    The template of Qwen3-Thinking ends prompts with `<think>` and a line break, and writes another
+    line break before `</think>` if the reasoning is empty. Encoded together, both would become one
+    token that is never sampled.
+    """
+    (prompt_text, prompt_ids), (text, ids) = prompt, conversation
+    rest = text.removeprefix(prompt_text)
+    is_split_by_template = text.startswith(prompt_text) and not rest.startswith(answer["content"])
+    if ids[: len(prompt_ids)] == prompt_ids or not (
+        tokenizer.chat_template and is_split_by_template
+    ):
+        return ids
+    joined = [*prompt_ids, *tokenizer.encode(rest, add_special_tokens=False)]
+    control = control_tokens(tokenizer, tokenizer.get_chat_template())
+    is_same = control.among(joined) == control.among(ids)
+    return joined if is_same and tokenizer.decode(joined) == tokenizer.decode(ids) else ids
+
+
+def _prefix_length(
+    prefix: Rendered, full: Rendered, row: str, *, question: str | None = None
+) -> int:
+    """Checks that `prefix` is a prefix of `full` and returns its number of tokens."""
+    (start_text, start), (text, ids) = prefix, full
     if not text.startswith(start_text):
-        agreed = next(
+        split = next(
             (n for n, (a, b) in enumerate(zip(start_text, text, strict=False)) if a != b), len(text)
         )
+        if question is not None and question.strip() in text[:split]:
+            raise DataError(
+                f"{row} cannot be trained on: the chat template ends a prompt to sample from with "
+                "text that it does not write before this answer",
+                expected=f"a conversation that continues with {start_text[split : split + 40]!r}",
+                got=repr(text[split : split + 40]),
+                fix="use a chat template that starts the last answer in the same way as an answer "
+                "to sample, such as with <think>, or one that leaves this text out of prompts",
+            )
         raise DataError(
             f"{row} cannot be split into its turns: the chat template renders an earlier turn "
             "differently when others follow",
-            expected=f"text that goes on with {start_text[agreed : agreed + 40]!r}",
-            got=repr(text[agreed : agreed + 40]),
-            fix="train on the last turn alone (mask: final_turn), or use a chat template that "
-            "renders a turn the same whether or not it is the last",
+            expected=f"text that continues with {start_text[split : split + 40]!r}",
+            got=repr(text[split : split + 40]),
+            fix="train only on the last turn (mask: final_turn; for a pair, keep earlier answers "
+            "in the prompt), or use a chat template that renders the last turn like any other",
         )
     if ids[: len(start)] != start:
+        earlier = "" if question is not None else "train only on the last turn (mask: final_turn), "
         raise DataError(
             f"{row} cannot be split into prompt and completion: "
             "its prompt is tokenized differently when the completion follows",
             expected=f"tokens that start with {start[-5:]} at position {max(len(start) - 5, 0)}",
             got=str(ids[max(len(start) - 5, 0) : len(start) + 1]),
-            fix="end prompts where a token ends (without a trailing space), or use a chat template "
-            "that ends turns with a token of its own",
+            fix=f"{earlier}end prompts where a token ends (without a trailing space), or use a "
+            "chat template that ends turns with a separate token",
         )
     return len(start)
 
 
 def require_eos(tokenizer: Any) -> None:
-    """Refuses a tokenizer without an end-of-sequence token.
-
-    Raises:
-        DataError: If it has none.
-    """
+    """Raises a `DataError` if the tokenizer has no end-of-sequence token."""
     if tokenizer.eos_token_id is None:
         raise DataError(
             "the tokenizer has no end-of-sequence token, so a model could not learn to stop",

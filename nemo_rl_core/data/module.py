@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data.datasets import sources
-from nemo_rl_core.data.datasets.parts import Parts
-from nemo_rl_core.data.datasets.split import held_out_mask
+from nemo_rl_core.data.datasets.parts import Parts, held_out_mask
 from nemo_rl_core.data.schemas import RowKind, check_disjoint, checked_rows, row_kind
 from nemo_rl_core.data.tables import CheckedRows, rows_of_frame
 from nemo_rl_core.errors import DataError
@@ -34,10 +33,10 @@ class DataModule:
 
     Attributes:
         kind: Kind of the rows: prompts, conversations, text or preferences.
-        train: The frame that `loader.save_frame` stores and trainers read.
-        validation: The frame of the rows that are never trained on.
-        read_as: What the columns were taken for; empty for generated rows.
-        policy: The rules that the rows were checked by; a trainer checks them by the same.
+        train: Frame of the training rows, which `loader.save_frame` stores and trainers read.
+        validation: Frame of the rows that are never trained on.
+        read_as: Description of the recognized format; empty for generated rows.
+        policy: Rules by which the rows were checked; trainers use the same.
 
     Example:
         >>> rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
@@ -65,24 +64,24 @@ class DataModule:
         seed: int = 0,
         **row_format: Any,
     ) -> "DataModule":
-        """Reads a source, recognises the format of its rows, and checks them.
+        """Reads a source, recognizes the format of its rows, and checks them.
 
-        The format found and rows held out, dropped or cut are logged as warnings.
+        The recognized format and rows that are held out, dropped or cut are logged as warnings.
 
         Args:
             source: A hub name (`organization/name`, `organization/name:subset`), a file or folder,
                 a list of dicts, a `datasets.Dataset` or `DatasetDict`, `reasoning_gym:TASK`,
                 `arithmetic`, a data config of a recipe, or a DataModule, whose rows are checked
                 again by these rules.
-            validation: A source of rows to validate on (its training split); None takes the
-                validation split of `source`, or holds rows out if it has none.
+            validation: A source whose training split is used for validation; None uses the
+                validation split of `source`, or holds out rows if it has none.
             validation_fraction: Fraction of held-out rows, in (0, 1).
-            tokenizer: The model's, to check lengths and masks with; None leaves those checks out.
-            max_prompt_tokens: The longest prompt to sample from; None takes the data config's
-                limit, or none.
-            policy: Longest row, handling of longer and duplicate rows, and which turns are trained
-                on; None takes the data config's policy, or the defaults.
-            seed: For generated rows and held-out rows.
+            tokenizer: Tokenizer that measures lengths and masks; None skips those checks.
+            max_prompt_tokens: Maximum length of a prompt to sample from; None uses the limit of
+                the data config, if any.
+            policy: Maximum row length, handling of longer and duplicate rows, and which turns are
+                trained on; None uses the policy of the data config, or the defaults.
+            seed: Seed of generated rows and held-out rows.
             **row_format: How columns are read: `columns`, `answer_pattern`, `format`,
                 `system_prompt`, `prompt_template`, `drop_columns`, `task` (see `RowFormat`).
 
@@ -97,9 +96,12 @@ class DataModule:
             policy = policy or source
             # Every data config has this field; a bare policy does not.
             max_prompt_tokens = max_prompt_tokens or getattr(source, "max_prompt_tokens", None)
-        form = RowFormat.of(row_format, beside=_OPTIONS) if row_format else None
-        parts = _parts(source, seed, form)
-        held = parts.validation if validation is None else _parts(validation, seed, form).train
+        form = RowFormat.of(row_format, other_names=_OPTIONS) if row_format else None
+        drops = policy is not None and policy.drops_invalid
+        parts = _parts(source, seed, form, drops)
+        other = parts.validation
+        if validation is not None:
+            other = _parts(validation, seed, form, drops).train
 
         def checked(rows: Sequence[Row], name: str) -> CheckedRows:
             return checked_rows(
@@ -110,28 +112,27 @@ class DataModule:
                 policy=policy,
             )
 
-        if held is None:
+        if other is None:
             # Checked before the split, so that messages name row numbers of the source.
-            both = _split(checked(parts.train, "given"), validation_fraction, seed)
+            rows = checked(parts.train, "given")
+            mask = held_out_mask(
+                rows, fraction=validation_fraction, seed=seed, where="the data set"
+            )
+            both = (rows.select(~mask), rows.select(mask))
         else:
-            both = (checked(parts.train, "train"), checked(held, "validation"))
+            both = (checked(parts.train, "train"), checked(other, "validation"))
             _refuse_mixed_kinds(*both)
-            check_disjoint(parts.train, held)
-        train, validation = (each.frame() for each in both)
+            check_disjoint(parts.train, other)
+        train, validation = (part.frame() for part in both)
         return cls(row_kind(both[0].columns), train, validation, parts.read_as, policy)
 
 
-def _split(rows: CheckedRows, fraction: float, seed: int) -> tuple[CheckedRows, CheckedRows]:
-    is_held = held_out_mask(rows, fraction=fraction, seed=seed, where="the data set")
-    return rows.taken(~is_held), rows.taken(is_held)
-
-
-def _parts(source: Any, seed: int, form: RowFormat | None) -> Parts:
+def _parts(source: Any, seed: int, form: RowFormat | None, drops_invalid: bool) -> Parts:
     if not isinstance(source, DataModule):
-        return sources.read(source, seed=seed, form=form)
+        return sources.read(source, seed=seed, form=form, drops_invalid=drops_invalid)
     if form is not None:
         raise DataError(
-            "a DataModule holds rows whose columns have been read",
+            "the columns of a DataModule have already been read",
             got=f"a DataModule with {', '.join(sorted(form.model_fields_set))}",
             fix="pass them to DataModule.of",
         )
@@ -145,5 +146,5 @@ def _refuse_mixed_kinds(train: CheckedRows, validation: CheckedRows) -> None:
             "the rows to train on and to validate on are of different kinds",
             expected=f"{kinds[0]} in both",
             got=f"{kinds[1]} to validate on",
-            fix="bring both into one format",
+            fix="convert both to the same format",
         )

@@ -1,4 +1,4 @@
-"""Preference pairs and the reference's logprobs of them, as files of a data set."""
+"""Preference pairs and their reference logprobs, as files of a data set."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,15 +36,11 @@ def save_pairs(pairs: Sequence[PreferencePair], folder: Path) -> None:
 def load_pairs(
     folder: Path, tokenizer: Any, *, reference_logprobs: Path | None = None
 ) -> list[PreferencePair]:
-    """The pairs of a folder, of tokens or of text.
+    """Loads the pairs of a folder, from tokens or from text.
 
     Args:
-        folder: Written by `save_pairs`, or a data set folder of preferences.
-        tokenizer: The model's tokenizer, for text.
+        folder: A folder that `save_pairs` wrote, or a data set folder of preferences.
         reference_logprobs: A folder that `save_logprobs` wrote for the same pairs, or None.
-
-    Raises:
-        DataError: If there are no pairs, or the logprobs belong to other pairs.
     """
     rows = load_records(folder)
     if rows and "chosen_token_ids" in rows[0]:
@@ -62,18 +58,7 @@ def load_pairs(
 def load_pairs_for(
     model_folder: Path, folder: Path, *, name: str, reference_logprobs: Path | None = None
 ) -> list[PreferencePair]:
-    """Loads the pairs that a model is trained on or validated with.
-
-    Args:
-        model_folder: The model, with its tokenizer.
-        folder: Folder of pairs or of preferences; see `load_pairs`.
-        name: Name of the data set in messages, such as `train`.
-        reference_logprobs: Folder of the reference's logprobs, or None.
-
-    Raises:
-        DataError: If there are no pairs, the logprobs belong to other pairs, or a pair is longer
-            than the model's context.
-    """
+    """Loads the pairs that a model is trained or validated on."""
     tokenizer = load_tokenizer(model_folder)
     pairs = load_pairs(folder, tokenizer, reference_logprobs=reference_logprobs)
     lengths = (max(len(pair.chosen.token_ids), len(pair.rejected.token_ids)) for pair in pairs)
@@ -103,7 +88,7 @@ def _with_logprobs(pairs: Sequence[PreferencePair], folder: Path) -> list[Prefer
     if [row["id"] for row in rows] != [pair.id for pair in pairs]:
         raise DataError(
             "the cached reference logprobs belong to other pairs",
-            expected=f"the ids of {len(pairs)} pairs, in their order",
+            expected=f"the ids of {len(pairs)} pairs, in the same order",
             got=f"{len(rows)} rows",
             fix="compute them again for these pairs",
         )

@@ -1,7 +1,7 @@
 """Preference pairs as token sequences: from a data set, from scored completions, as a batch.
 
-A folder of pairs holds tokens, not text, so that completions which the policy has sampled are
-trained on as they were sampled: encoding the text again may give other tokens.
+A folder of pairs contains tokens, not text, so that sampled completions are trained on with exactly
+the sampled tokens: encoding their text again may give other tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,8 +25,8 @@ class PreferencePair:
 
     Attributes:
         id: Id of the prompt's row.
-        chosen: The preferred sequence, prompt and completion.
-        rejected: The other one.
+        chosen: Preferred sequence, prompt and completion.
+        rejected: The other sequence.
         margin: Required score margin of the chosen completion, in the units of a reward model.
         reference_logprobs: Logprobs of the chosen and of the rejected sequence under the reference
             policy, one per trained token, in nats; None if not computed.
@@ -46,18 +46,14 @@ class PreferencePair:
 
 
 def pair_batch(pairs: Sequence[PreferencePair]) -> BatchedDataDict:
-    """Pairs as a batch of `B = 2 P` rows: chosen, rejected, chosen, rejected, and so on.
+    """Collates pairs into a batch of `B = 2 P` rows: chosen, rejected, chosen, rejected, and so on.
 
     Args:
         pairs: `P` pairs, all with reference logprobs or all without.
 
     Returns:
-        What `collate` returns, `pair_ids [B]` int64, `is_chosen [B]` bool, `margins [B]` and, where
-        the pairs have them, `reference_logprobs [B, T-1]` (0 at masked tokens).
-
-    Raises:
-        DataError: If only some pairs have reference logprobs, or their number differs from the
-            number of trained tokens.
+        The batch of `collate` with `pair_ids [B]` int64, `is_chosen [B]` bool, `margins [B]` and,
+        if the pairs have them, `reference_logprobs [B, T-1]` (0 at masked tokens).
     """
     examples = [example for pair in pairs for example in (pair.chosen, pair.rejected)]
     batch = collate(
@@ -72,7 +68,7 @@ def pair_batch(pairs: Sequence[PreferencePair]) -> BatchedDataDict:
     if cached:
         if len(cached) != len(pairs):
             raise DataError(
-                "some pairs have cached reference logprobs and others have not",
+                "some pairs have cached reference logprobs and others have none",
                 expected=f"{len(pairs)} pairs with them, or none",
                 got=str(len(cached)),
                 fix="compute them for all pairs with the same reference",
@@ -89,28 +85,24 @@ def _at_trained_tokens(rows: Sequence[Sequence[float]], token_mask: torch.Tensor
             raise DataError(
                 f"the reference logprobs of the {('chosen', 'rejected')[index % 2]} sequence of "
                 f"pair {index // 2} do not fit its tokens",
-                expected=f"{count}, one a trained token",
+                expected=f"{count}, one per trained token",
                 got=str(len(row)),
-                fix="compute them again: the tokenization has changed since",
+                fix="compute them again, since the tokenization has changed",
             )
-    placed = torch.zeros(token_mask.shape)
-    placed[token_mask] = torch.tensor([value for row in rows for value in row])
-    return placed
+    aligned = torch.zeros(token_mask.shape)
+    aligned[token_mask] = torch.tensor([value for row in rows for value in row])
+    return aligned
 
 
 def tokenized_pairs(folder: Path, tokenizer: Any) -> list[PreferencePair]:
-    """Tokenizes the rows of a data set folder of preferences.
-
-    Raises:
-        DataError: If the folder holds rows of another kind.
-    """
+    """Tokenizes the rows of a data set folder of preferences."""
     rows = load_records(folder)
     if rows and "chosen" not in rows[0]:
         raise DataError(
-            "the data set holds no preference pairs",
+            "the data set has no preference pairs",
             expected="the columns prompt, chosen and rejected, or responses and scores",
             got=f"the columns {', '.join(rows[0])}",
-            fix="use such data, or build pairs from the policy's own completions",
+            fix="use such data, or build pairs from sampled completions of the policy",
         )
     return [
         PreferencePair(row["id"], both["chosen"], both["rejected"], row.get("margin") or 0.0)
@@ -119,22 +111,18 @@ def tokenized_pairs(folder: Path, tokenizer: Any) -> list[PreferencePair]:
 
 
 def pairs_from_rollouts(rollouts: Iterable[Rollout], *, margin: float) -> list[PreferencePair]:
-    """The best against the worst of the policy's own completions of each prompt.
+    """Pairs the best and the worst sampled completion of each prompt.
 
     Ties go to the earlier completion, for the best and for the worst, so that the same rollouts
-    give the same pairs. A prompt gives no pair if its rewards lie within `margin` or its best and
-    worst completions have the same tokens. Completions without a reward are skipped: a failed score
-    is not a low score.
+    give the same pairs. A prompt gives no pair if its rewards differ by at most `margin` or its
+    best and worst completions have the same tokens. Completions without a reward are skipped: a
+    failed score is not a low score.
 
     Args:
-        rollouts: In any order; grouped by the id of their prompt.
-        margin: The rewards must differ by more than this, at least 0.
+        margin: Reward difference that a pair must exceed, at least 0.
 
     Returns:
         At most one pair per prompt, in the order in which the prompts first appear.
-
-    Raises:
-        DataError: If two different prompts have the same id.
     """
     by_prompt: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
@@ -144,7 +132,7 @@ def pairs_from_rollouts(rollouts: Iterable[Rollout], *, margin: float) -> list[P
                 f"two prompts have the id {rollout.prompt.id!r}",
                 expected=repr(group[0].prompt.text[:80]),
                 got=repr(rollout.prompt.text[:80]),
-                fix="give each prompt its own id",
+                fix="give each prompt a unique id",
             )
         group.append(rollout)
     pairs = []
@@ -168,10 +156,6 @@ def _example(rollout: Rollout) -> SupervisedExample:
 
 
 def refuse_beyond_budget(pairs: Sequence[PreferencePair], *, max_tokens: int) -> None:
-    """Raises before workers start if a pair fits into no micro-batch.
-
-    Raises:
-        DataError: Gives the number of tokens of the longest pair.
-    """
+    """Raises before workers start if a pair does not fit into a micro-batch."""
     longest = max(max(len(pair.chosen.token_ids), len(pair.rejected.token_ids)) for pair in pairs)
     plan_microbatches([longest, longest], max_tokens=max_tokens, bundles=[0, 0])

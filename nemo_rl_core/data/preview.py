@@ -14,23 +14,12 @@ from nemo_rl_core.errors import DataError
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
-LEGEND = "⟦trained on⟧, and ⏹ behind each end-of-sequence token"
-"""The marks that `preview` uses."""
+LEGEND = "⟦trained on⟧, and ⏹ after each end-of-sequence token"
+"""Explanation of the marks in `preview`."""
 
 
-def preview(row: Mapping[str, Any], tokenizer: Any, *, colour: bool = False) -> str:
-    """Formats a row as the model receives it, with trained tokens between ⟦ and ⟧.
-
-    Args:
-        row: A row of any kind, as `schemas.validate_rows` returns it.
-        tokenizer: The model's tokenizer.
-        colour: Whether to print trained tokens in green, for terminals.
-
-    Returns:
-        A line of counts and the text; both for the chosen and the rejected answer of a pair.
-
-    Raises:
-        DataError: When the turns of the row cannot be separated.
+def preview(row: Mapping[str, Any], tokenizer: Any, *, color: bool = False) -> str:
+    """Formats the text that the model receives for a row, with trained tokens between ⟦ and ⟧.
 
     Example:
         >>> from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
@@ -38,24 +27,17 @@ def preview(row: Mapping[str, Any], tokenizer: Any, *, colour: bool = False) -> 
         row: 7 tokens, 2 trained on, 1 end-of-sequence
         <bos>1+2=⟦3<eos>⏹⟧
     """
-    blocks = [
-        f"{name}: {_counts(example, tokenizer)}\n{_marked(example, tokenizer, colour=colour)}"
+    return "\n\n".join(
+        f"{name}: {len(example.token_ids)} tokens, {example.num_trained_tokens} trained on, "
+        f"{example.token_ids.count(tokenizer.eos_token_id)} end-of-sequence\n"
+        f"{_marked(example, tokenizer, color=color)}"
         for name, example in tokenize_row(tokenizer, row).items()
-    ]
-    return "\n\n".join(blocks)
-
-
-def _counts(example: SupervisedExample, tokenizer: Any) -> str:
-    num_ends = example.token_ids.count(tokenizer.eos_token_id)
-    return (
-        f"{len(example.token_ids)} tokens, {example.num_trained_tokens} trained on, "
-        f"{num_ends} end-of-sequence"
     )
 
 
-def _marked(example: SupervisedExample, tokenizer: Any, *, colour: bool) -> str:
-    before, after = (f"{_GREEN}⟦", f"⟧{_PLAIN}") if colour else ("⟦", "⟧")
-    # Decoded in runs of tokens, since one character may be several tokens.
+def _marked(example: SupervisedExample, tokenizer: Any, *, color: bool) -> str:
+    before, after = (f"{_GREEN}⟦", f"⟧{_PLAIN}") if color else ("⟦", "⟧")
+    # Decode runs of tokens, since one character may be several tokens.
     runs = itertools.groupby(
         zip(example.token_ids, example.loss_mask, strict=True), key=lambda token: token[1]
     )
@@ -67,7 +49,6 @@ def _marked(example: SupervisedExample, tokenizer: Any, *, colour: bool) -> str:
 
 
 def _text(ids: list[int], tokenizer: Any) -> str:
-    """The text of a run of tokens, each end-of-sequence token followed by its mark."""
     eos = tokenizer.eos_token_id
     pieces = []
     for is_end, run in itertools.groupby(ids, key=lambda token: token == eos):
@@ -87,18 +68,12 @@ def read_row(
     seed: int = 0,
     name: str = "",
 ) -> dict[str, Any]:
-    """One training row of a data source, checked as training checks it.
+    """Reads one training row of a data source, with the same checks as in training.
 
     Args:
         source: A file, folder, hub name, `reasoning_gym:TASK`, `arithmetic`, or a data config.
         number: Index of the row, from 0.
-        policy: Which turns are trained on.
-        form: How columns are read; None recognises them.
-        seed: For generated and held-out rows.
-        name: Name of the source in messages; by default the source itself.
-
-    Raises:
-        DataError: If there is no such source or row, or the row is not valid.
+        form: How columns are read; None recognizes them.
     """
     rows, name = read(source, seed=seed, form=form).train, name or str(source)
     if not 0 <= number < len(rows):
@@ -108,7 +83,7 @@ def read_row(
             got=str(number),
             fix="correct --row",
         )
-    # Only this row is checked, so that it can be viewed while others are invalid.
+    # Only this row is checked, so that it can be viewed even if others are invalid.
     frame = validate_rows(
         [rows[number]], tokenizer=None, max_prompt_tokens=None, name=name, policy=policy
     )

@@ -1,20 +1,60 @@
-"""Schemas of the tables that stages write: token pairs, logprobs, rollouts, evaluations."""
+"""Checks of columns, and schemas of token pairs, logprobs, rollouts and evaluations."""
 
+import json
 import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pandas as pd
 import pandera.pandas as pa
 from pandera.typing import Series
 
-from nemo_rl_core.data.frame_checks import (
-    check_each,
-    is_finite_list,
-    is_list,
-    is_text_or_null,
-    is_token_list,
-    same_lengths,
-)
+
+def is_json_object(text: Any) -> bool:
+    """Whether a value is the text of a JSON object."""
+    if isinstance(text, str) and text == "{}":
+        return True
+    try:
+        return isinstance(json.loads(text), dict)
+    except (TypeError, ValueError):
+        return False
+
+
+def has_text(column: "Series[str]") -> "pd.Series[bool]":
+    """Returns whether each value of a column is not blank."""
+    # Values that are not text pass: the check of the column's type reports them.
+    return check_each(column, lambda value: not isinstance(value, str) or bool(value.strip()))
+
+
+def check_each(column: Any, is_valid: Callable[[Any], bool]) -> "pd.Series[bool]":
+    """Applies a check to each value, for columns of lists, which have no pandas type."""
+    values = column.tolist()  # iterating over the column would create each string again
+    return pd.Series([bool(is_valid(value)) for value in values], index=column.index, dtype=bool)
+
+
+def _is_text_or_null(value: Any) -> bool:
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return isinstance(value, str) or value is None or is_nan
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
+
+
+def _is_finite_list(value: Any) -> bool:
+    return _is_list(value) and all(math.isfinite(item) for item in value)
+
+
+def _is_token_list(value: Any) -> bool:
+    return _is_list(value) and len(value) > 0 and all(item >= 0 for item in value)
+
+
+def _same_lengths(frame: pd.DataFrame, one: str, other: str) -> "pd.Series[bool]":
+    fits = [
+        _is_list(a) and _is_list(b) and len(a) == len(b)
+        for a, b in zip(frame[one], frame[other], strict=True)
+    ]
+    return pd.Series(fits, index=frame.index, dtype=bool)
 
 
 class TokenPairSchema(pa.DataFrameModel):
@@ -29,16 +69,16 @@ class TokenPairSchema(pa.DataFrameModel):
 
     @pa.check("chosen_token_ids", "rejected_token_ids")
     def _tokens(cls, column: Series[Any]) -> "pd.Series[bool]":  # noqa: N805
-        return check_each(column, is_token_list)
+        return check_each(column, _is_token_list)
 
     @pa.check("chosen_loss_mask", "rejected_loss_mask")
     def _trained(cls, column: Series[Any]) -> "pd.Series[bool]":  # noqa: N805
-        return check_each(column, lambda mask: is_list(mask) and any(mask))
+        return check_each(column, lambda mask: _is_list(mask) and any(mask))
 
     @pa.dataframe_check
     @classmethod
     def _masks_fit(cls, frame: pd.DataFrame) -> "pd.Series[bool]":
-        return same_lengths(frame, "chosen_token_ids", "chosen_loss_mask") & same_lengths(
+        return _same_lengths(frame, "chosen_token_ids", "chosen_loss_mask") & _same_lengths(
             frame, "rejected_token_ids", "rejected_loss_mask"
         )
 
@@ -52,7 +92,7 @@ class ReferenceLogprobSchema(pa.DataFrameModel):
 
     @pa.check("chosen", "rejected")
     def _logprobs(cls, column: Series[Any]) -> "pd.Series[bool]":  # noqa: N805
-        return check_each(column, lambda each: is_finite_list(each) and len(each) > 0)
+        return check_each(column, lambda value: _is_finite_list(value) and len(value) > 0)
 
 
 class RolloutSchema(pa.DataFrameModel):
@@ -90,23 +130,23 @@ class RolloutSchema(pa.DataFrameModel):
 
     @pa.check("error")
     def _text_or_null(cls, column: Series[Any]) -> "pd.Series[bool]":  # noqa: N805
-        return check_each(column, is_text_or_null)
+        return check_each(column, _is_text_or_null)
 
     @pa.check("components")
     def _numbers_or_nan(cls, column: Series[Any]) -> "pd.Series[bool]":  # noqa: N805
-        return check_each(column, lambda value: is_list(value) and not any(map(math.isinf, value)))
+        return check_each(column, lambda value: _is_list(value) and not any(map(math.isinf, value)))
 
     @pa.check("turn_rewards", "logprobs")
     def _finite_list(cls, column: Series[Any]) -> "pd.Series[bool]":  # noqa: N805
-        return check_each(column, is_finite_list)
+        return check_each(column, _is_finite_list)
 
     @pa.dataframe_check
     @classmethod
-    def _one_a_token(cls, frame: pd.DataFrame) -> "pd.Series[bool]":
-        fits = same_lengths(frame, "completion_ids", "logprobs")
+    def _one_per_token(cls, frame: pd.DataFrame) -> "pd.Series[bool]":
+        fits = _same_lengths(frame, "completion_ids", "logprobs")
         for name in ("generated", "weight_versions"):
-            given = check_each(frame[name], lambda value: len(value) > 0)
-            fits &= ~given | same_lengths(frame, "completion_ids", name)
+            is_present = check_each(frame[name], lambda value: len(value) > 0)
+            fits &= ~is_present | _same_lengths(frame, "completion_ids", name)
         return fits
 
 
@@ -125,6 +165,7 @@ class EvalSchema(pa.DataFrameModel):
     correct: Series[Any] = pa.Field(nullable=True)
     truncated: Series[bool]
     error: Series[Any] = pa.Field(nullable=True)
+    grader_version: Series[int] | None = pa.Field(ge=1)
 
     @pa.check("correct")
     def _verdict(cls, column: Series[Any]) -> "pd.Series[bool]":  # noqa: N805

@@ -1,10 +1,10 @@
 """Token ids of an environment's turn after a turn of the policy.
 
-The policy's tokens stay as sampled: they are neither decoded nor encoded again. The tokens after
-them are found by rendering a conversation with a placeholder for the policy's turn, once up to the
-placeholder and once with the reply, and taking the difference. A template that opens the
-assistant's turn differently from how it renders past turns (with `<think>`, for example) is
-refused: the model would get conversations that it was not trained on.
+The policy's tokens stay exactly as sampled: they are neither decoded nor encoded again. The tokens
+after them are the difference of two renderings of a conversation with a placeholder for the
+policy's turn: up to the placeholder, and with the reply. A template that starts a new assistant
+turn differently from how it renders past ones (with `<think>`, for example) is refused: the model
+would get conversations that it was not trained on.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,6 @@ from nemo_rl_core.errors import DataError
 _PLACEHOLDER = "0"
 """Placeholder turn that no template trims and no tokenizer merges with the next token."""
 
-_ROLES = {"environment": "user"}
-"""Names of roles in chat templates, if they differ."""
-
 
 def reply_token_ids(
     tokenizer: Any, prompt: str, reply: Mapping[str, str], *, last_token: int | None
@@ -28,15 +25,10 @@ def reply_token_ids(
     """Returns the tokens between the policy's turn and its next turn.
 
     Args:
-        tokenizer: A transformers tokenizer. Without a chat template the reply's text is appended as
-            it is.
-        prompt: The text of the first turn, or the JSON of the first turns.
-        reply: `role` and `content`; the role `environment` is rendered as `user`.
+        tokenizer: A transformers tokenizer. Without a chat template the reply's text is appended
+            unchanged.
+        reply: Mapping with `role` and `content`; the role `environment` is rendered as `user`.
         last_token: The policy's last token; an end-of-turn token is not repeated.
-
-    Raises:
-        DataError: If the template cannot render such a turn, or renders earlier turns differently
-            once it follows; or if the reply spells a control token that cannot be encoded as text.
 
     Example:
         >>> from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
@@ -50,33 +42,33 @@ def reply_token_ids(
     if not tokenizer.chat_template:
         return encode_text(tokenizer, reply["content"], row=row, add_special_tokens=False)
     turns = as_turns(prompt, role="user")
-    role = _ROLES.get(reply["role"], reply["role"])
-    behind = [
+    role = "user" if reply["role"] == "environment" else reply["role"]
+    following = [
         {"role": "assistant", "content": _PLACEHOLDER},
         {"role": role, "content": reply["content"]},
     ]
     before, before_ids = _opening(tokenizer, tokenizer.get_chat_template(), prompt)
-    whole, whole_ids = encode_conversation(
+    text, ids = encode_conversation(
         tokenizer,
-        [*turns, *behind],
+        [*turns, *following],
         row=row,
-        what=f"a turn of {role!r} behind the assistant's",
+        what=f"a turn of {role!r} after the assistant's",
         add_generation_prompt=True,
     )
-    if not whole.startswith(before) or whole_ids[: len(before_ids)] != before_ids:
+    if not text.startswith(before) or ids[: len(before_ids)] != before_ids:
         raise DataError(
-            "the chat template writes the policy's turn differently once another turn follows",
+            "the chat template writes the policy's turn differently when another turn follows",
             expected=f"text that begins with {before[-60:]!r}",
-            got=repr(whole[max(len(before) - 60, 0) : len(before) + 20]),
-            fix="take a chat template that opens the assistant's turn as it writes it down later",
+            got=repr(text[max(len(before) - 60, 0) : len(before) + 20]),
+            fix="use a chat template that starts a new assistant turn like past ones",
         )
-    new = whole_ids[len(before_ids) :]
+    new = ids[len(before_ids) :]
     return new[1:] if new[:1] == [last_token] else new
 
 
-@lru_cache(maxsize=1024)  # of 2,000 tokens each about 80 MB; samples and turns begin alike
+@lru_cache(maxsize=1024)  # about 80 MB for 2,000 tokens each; samples of a prompt share an entry
 def _opening(tokenizer: Any, template: str, prompt: str) -> Rendered:
-    """The first turns and the placeholder, under a template that may have been replaced."""
+    """Renders the first turns and the placeholder; `template` is only a part of the cache key."""
     turns = as_turns(prompt, role="user")
     return encode_conversation(
         tokenizer,

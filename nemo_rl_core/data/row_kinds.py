@@ -1,4 +1,4 @@
-"""The kind of a data set's rows, and the refusal of rows that an algorithm cannot train on."""
+"""Kind of a data set's rows, and refusal of rows that an algorithm cannot train on."""
 
 from collections.abc import Sequence
 
@@ -13,19 +13,19 @@ _WORDS = {
     "preferences": "preference pairs (chosen and rejected)",
 }
 _FIXES = {
-    "prompts": "for a recipe of pairs, sample them with pairs: {kind: rollouts}, or give rows with "
+    "prompts": "for a recipe of pairs, sample them with pairs: {kind: rollouts}, or use rows with "
     "the columns chosen and rejected",
-    "lone_prompts": "add a column answer or completion; without one, leave the section sft out, or "
+    "lone_prompts": "add a column answer or completion; without one, remove the section sft, or "
     "train with an algorithm that samples",
-    "conversations": "train on them with sft, or give rows with the columns prompt and answer",
-    "text": "train on it with sft, or give rows with the columns prompt and answer",
+    "conversations": "train on them with sft, or use rows with the columns prompt and answer",
+    "text": "train on it with sft, or use rows with the columns prompt and answer",
     "preferences": "train on them with dpo or reward_model and pairs: {kind: data}, or rename the "
     "column chosen to completion for sft",
 }
 
 
 def kind_of_row(row: Row) -> str:
-    """Returns the kind of a data set's rows, by any one of them.
+    """Returns the kind of a data set's rows, derived from one of them.
 
     Returns:
         `prompts`, `lone_prompts` (without answers), `conversations`, `text` or `preferences`.
@@ -37,29 +37,20 @@ def kind_of_row(row: Row) -> str:
 
 
 def described_kind(kind: str) -> str:
-    """The kind in words."""
+    """Returns the description of a kind for messages."""
     return _WORDS[kind]
 
 
 def refuse_other_kinds(kind: str, trains_on: Sequence[str], *, part: str = "train") -> None:
-    """Refuses rows that the stages of a recipe cannot train or validate on.
-
-    Args:
-        kind: The kind of the rows.
-        trains_on: The kinds that the recipe takes.
-        part: `train` or `validation`.
-
-    Raises:
-        DataError: If the kind is none of them.
-    """
+    """Refuses rows that the stages of a recipe cannot train or validate on."""
     if kind in trains_on:
         return
-    expected = " or ".join(_WORDS[each] for each in trains_on)
+    expected = " or ".join(_WORDS[accepted] for accepted in trains_on)
     if part == "train":
         use, fix = "train on", _FIXES[kind]
     else:
         use = "validate on"
-        fix = f"name {expected} in data.validation, and questions to ask in evaluation.data"
+        fix = f"use {expected} in data.validation, and put questions into evaluation.data"
     raise DataError(
         f"the {part} rows are {_WORDS[kind]}, which this recipe cannot {use}",
         expected=expected,

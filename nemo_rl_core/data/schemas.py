@@ -1,23 +1,30 @@
 """Validation of data set rows; errors name the invalid rows.
 
-A frame is checked in two steps: its columns by a pandera schema a kind of row (`frames.py`, whose
-schemas of all stages' tables can be imported from here), then the contents of rows (`checks.py`):
-roles, lengths, equal answers, trained tokens. `checking.py` goes through the rows.
+The columns of a frame are checked by the pandera schema of its kind (`frames.py`), then the
+contents of its rows (`checks.py`): roles, lengths, equal answers, trained tokens.
 """
 
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from nemo_rl_core.config.row_policy import RowPolicy
+from nemo_rl_core.config.row_policy import MAX_DROPPED, RowPolicy
 from nemo_rl_core.data import checks
 from nemo_rl_core.data.checking import COLUMNS, RowChecking
+from nemo_rl_core.data.chunks import select_rows
 from nemo_rl_core.data.digests import rows_in
-from nemo_rl_core.data.frame_faults import check_frame, describe_faults, numbers
+from nemo_rl_core.data.frame_faults import (
+    check_frame,
+    describe_faults,
+    invalid_fix,
+    numbers,
+    summarize_faults,
+)
 from nemo_rl_core.data.frames import (
     ConversationSchema,
     Faults,
@@ -75,7 +82,7 @@ def validate_rows(
     policy: RowPolicy | None = None,
 ) -> pd.DataFrame:
     """Checks rows of any kind and returns them as a frame; see `checked_rows`."""
-    found = checked_rows(
+    checked = checked_rows(
         rows,
         tokenizer=tokenizer,
         max_prompt_tokens=max_prompt_tokens,
@@ -83,7 +90,7 @@ def validate_rows(
         source=source,
         policy=policy,
     )
-    return found.frame()
+    return checked.frame()
 
 
 def checked_rows(
@@ -96,23 +103,23 @@ def checked_rows(
     policy: RowPolicy | None = None,
     context_length: int | None = None,
 ) -> CheckedRows:
-    """Checks rows of any kind, a chunk at a time.
+    """Checks rows of any kind, in chunks.
 
     Args:
-        rows: Mappings as `load_rows` returns them, all of one kind.
-        tokenizer: The model's tokenizer, for lengths and masks. None skips those checks.
-        max_prompt_tokens: The longest prompt allowed in rows to sample from, chat template
-            included; None for any.
+        rows: Rows from `load_rows`, all of one kind.
+        tokenizer: Tokenizer that measures lengths and masks; None skips those checks.
+        max_prompt_tokens: Maximum length of a prompt to sample from, including the chat template;
+            None for no limit.
         name: Name of the data set in messages, such as `train`.
-        source: Where its rows are from, for messages, such as a file.
-        policy: Longest row, handling of longer and duplicate rows, and which turns are trained on
-            (a data config is one); None takes the defaults.
-        context_length: The model's context in tokens, which limits rows that are trained on as
-            they are; None for rows to sample from, or if it is not known.
+        source: Origin of its rows for messages, such as a file.
+        policy: Maximum row length, handling of longer and duplicate rows, and which turns are
+            trained on (a data config is such a policy); None uses the defaults.
+        context_length: Context of the model in tokens, which limits training rows; None for rows
+            to sample from, or if it is unknown.
 
     Returns:
-        The columns of the kind in a fixed order, the rows in their own; `margin` where it is given,
-        and `max_tokens` where rows are cut at that length when they are tokenised.
+        The rows in order, with the columns of their kind in a fixed order, including `margin` if
+        present, and `max_tokens` if rows will be truncated when they are tokenised.
 
     Raises:
         DataError: Names the rows (counted from 0) and the checks that they fail.
@@ -129,29 +136,68 @@ def checked_rows(
     if context_length is not None and context_length < (policy.max_sequence_tokens or math.inf):
         policy = policy.model_copy(update={"max_sequence_tokens": context_length})
         limit_name = "the model's context"
-    checking = RowChecking(
-        rows,
-        tokenizer,
+    check = partial(
+        RowChecking,
+        tokenizer=tokenizer,
         max_prompt_tokens=max_prompt_tokens,
         policy=policy,
         limit_name=limit_name,
     )
-    found = checking.checked()
-    if checking.surrogates:  # pandas cannot hold such text
-        raise describe_faults(checking.surrogates, name, source=source)
+    checking = check(rows)
+    checked = checking.checked()
+    while policy.drops_invalid and (kept := _without_faults(rows, checking, name)) is not None:
+        rows, checking = kept, check(kept)
+        checked = checking.checked()
+    if checking.surrogates:  # pandas cannot store such text
+        otherwise = invalid_fix("", drops=policy.drops_invalid)
+        raise describe_faults(checking.surrogates, name, source=source, otherwise=otherwise)
     faults, too_long, longer = checking.faults, checking.too_long, checking.longer
-    twice = Faults() if policy.duplicates == "keep" else _repeated(rows, checking)
-    # Prompts to sample from are never truncated: half a question has another answer.
+    repeated = Faults() if policy.duplicates == "keep" else _repeated(rows, checking)
+    # Prompts to sample from are never truncated, since that would change the question.
     refused = Faults() if policy.overlong == "drop" else too_long
     refused = refused | (longer if policy.overlong == "refuse" else Faults())
-    refused = refused | (twice if policy.duplicates == "refuse" else Faults())
+    refused = refused | (repeated if policy.duplicates == "refuse" else Faults())
     if faults or refused:
-        raise _refusal(checking, refused, name, tokenizer, repeated=twice, source=source)
-    assert found is not None, "rows without faults are kept"
-    dropped = (too_long | longer) if policy.overlong == "drop" else Faults()
-    dropped |= twice if policy.duplicates == "drop" else Faults()
+        raise _refusal(
+            checking,
+            refused,
+            name,
+            tokenizer,
+            repeated=repeated,
+            source=source,
+            drops=policy.drops_invalid,
+        )
+    assert checked is not None, "rows without faults are kept"
+    for key, row in checking.unwritten_keys.items():
+        logger.warning(
+            "the %s data set: the chat template does not write %s (first in row %d)", name, key, row
+        )
+    dropped = checking.equal_pairs
+    dropped |= (too_long | longer) if policy.overlong == "drop" else Faults()
+    dropped |= repeated if policy.duplicates == "drop" else Faults()
     limit = policy.max_sequence_tokens if policy.overlong == "truncate" and longer else None
-    return _kept(found, name, dropped=dropped, limit=limit, num_cut=_num_rows(longer))
+    return _kept(
+        checked,
+        name,
+        dropped=dropped,
+        limit=limit,
+        num_cut=len({row for rows in longer.values() for row in rows}),
+    )
+
+
+def _without_faults(rows: Sequence[Row], checking: RowChecking, name: str) -> Sequence[Row] | None:
+    """Returns the rows without faults; None if none is faulty, or too many to drop."""
+    faults = checking.surrogates or checking.faults
+    faulty = {row for indices in faults.values() for row in indices}
+    if not faulty or not all(faults.values()) or len(faulty) > MAX_DROPPED * len(rows):
+        return None
+    summary = summarize_faults(faults)
+    logger.warning(
+        "the %s data set: %d of %d rows dropped: %s", name, len(faulty), len(rows), summary
+    )
+    is_kept = np.ones(len(rows), dtype=bool)
+    is_kept[[*faulty]] = False
+    return select_rows(rows, is_kept)
 
 
 def _refusal(
@@ -162,39 +208,43 @@ def _refusal(
     *,
     repeated: Faults,
     source: str,
+    drops: bool,
 ) -> DataError:
-    """The error for rows with faults, and for those that the policy refuses."""
+    """Returns the error for rows with faults, and for rows that the policy refuses."""
     if refused and not checking.faults and refused == checking.too_long:
-        # The limit comes first: it is a setting, and the rows may be all that there are.
+        # The limit comes first, since it is a setting, and all rows may be too long.
         longest = checking.longest_prompt
-        enough = f" to at least {longest:.0f}" if longest < math.inf else ""
-        fix = f"raise data.max_prompt_tokens{enough}, or leave these rows out: data.overlong: drop"
+        target = f" to at least {longest:.0f}" if longest < math.inf else ""
+        fix = f"raise data.max_prompt_tokens{target}, or drop these rows: data.overlong: drop"
         return describe_faults(refused, name, source=source, fix=fix)
-    repeated_alone = bool(refused) and not checking.faults and refused == repeated
-    otherwise = "; data.duplicates: drop or keep allows repeated ones" if repeated_alone else ""
+    only_repeated = bool(refused) and not checking.faults and refused == repeated
+    otherwise = "; data.duplicates: drop or keep allows repeated rows" if only_repeated else ""
     if checking.longer and not checking.faults and refused == checking.longer:
-        otherwise = "; data.overlong: truncate or drop cuts longer rows or leaves them out"
-    found = checking.faults | refused
-    error = describe_faults(found, name, source=source, otherwise=otherwise)
-    if not (characters := checking.unknown_characters):
+        otherwise = "; data.overlong: truncate or drop allows longer rows"
+    characters = checking.unknown_characters
+    if not refused and not characters and all(checking.faults.values()):
+        otherwise = invalid_fix("", drops=drops)
+    faults = checking.faults | refused
+    error = describe_faults(faults, name, source=source, otherwise=otherwise)
+    if not characters:
         return error
     got = described_unknown(tokenizer, characters)
-    instead = "or " if len(found) == 1 else "for the unknown characters it is enough to "
-    return DataError(error.problem, got=got, fix=f"{error.fix}, {instead}{OTHER_MODELS}")
+    otherwise = "or " if len(faults) == 1 else "or, for the unknown characters, "
+    return DataError(error.problem, got=got, fix=f"{error.fix}, {otherwise}{OTHER_MODELS}")
 
 
 def _repeated(rows: Sequence[Row], checking: RowChecking) -> Faults:
-    """Rows that repeat an earlier one; where others have faults, among rows without any."""
+    """Returns rows that repeat an earlier one; faulty rows are not compared."""
     if checking.has_readable_rows:
         return checks.duplicate_faults(rows, checking.columns)
     # Malformed conversations and pairs cannot be compared.
     key = "text" if "text" in checking.columns else "prompt"
     if {"messages", "chosen"} & {*checking.columns} or not all(key in row for row in rows):
         return Faults()
-    faulty = {row for found in checking.faults.values() for row in found}
+    faulty = {row for indices in checking.faults.values() for row in indices}
     repeated = checks.duplicate_faults(rows, checking.columns)
-    left = {text: [row for row in found if row not in faulty] for text, found in repeated.items()}
-    return {text: found for text, found in left.items() if found}
+    faults = {text: [row for row in found if row not in faulty] for text, found in repeated.items()}
+    return {text: indices for text, indices in faults.items() if indices}
 
 
 def check_disjoint(train: Sequence[Row], validation: Sequence[Row]) -> None:
@@ -207,7 +257,7 @@ def check_disjoint(train: Sequence[Row], validation: Sequence[Row]) -> None:
     if shared:
         example = checks.prompt_of(validation[shared[0]])
         raise DataError(
-            f"{len(shared)} of {len(validation)} validation prompts are in the training data too, "
+            f"{len(shared)} of {len(validation)} validation prompts are also in the training data, "
             "so accuracy would be measured on training data",
             expected="no prompt in both",
             got=f"validation rows {numbers(shared)}; the first is {example[:80]!r}",
@@ -216,25 +266,21 @@ def check_disjoint(train: Sequence[Row], validation: Sequence[Row]) -> None:
 
 
 def _kept(
-    found: CheckedRows, name: str, *, dropped: Faults, limit: int | None, num_cut: int
+    checked: CheckedRows, name: str, *, dropped: Faults, limit: int | None, num_cut: int
 ) -> CheckedRows:
     for fault_text, rows in dropped.items():
         logger.warning("the %s data set: %d rows dropped: %s", name, len(rows), fault_text)
     if limit is not None:
         logger.warning("the %s data set: %d rows cut at %d tokens", name, num_cut, limit)
-        found = found.with_limit(limit)
-    is_kept = np.ones(len(found), dtype=bool)
+        checked = checked.with_limit(limit)
+    is_kept = np.ones(len(checked), dtype=bool)
     for rows in dropped.values():
         is_kept[np.array(rows, dtype=np.int64)] = False
     if not is_kept.any():
         raise DataError(
             f"the {name} data set has no rows left",
             expected="at least one row",
-            got=f"{len(found)} rows, all dropped: {'; '.join(dropped)}",
+            got=f"{len(checked)} rows, all dropped: {'; '.join(dropped)}",
             fix="raise the limits that its rows fail",
         )
-    return found if is_kept.all() else found.taken(is_kept)
-
-
-def _num_rows(faults: Faults) -> int:
-    return len({index for rows in faults.values() for index in rows})
+    return checked if is_kept.all() else checked.select(is_kept)

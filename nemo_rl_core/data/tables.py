@@ -1,6 +1,6 @@
-"""Checked rows as arrow tables: in memory where they are few, mapped from disk where they are many.
+"""Checked rows as arrow tables: few rows stay in memory, many are memory-mapped from disk.
 
-A frame of many rows is a view of a mapped file: its columns of text take no memory of their own.
+A frame of many rows is a view of a memory-mapped file: its text columns need no additional memory.
 """
 
 import mmap
@@ -15,10 +15,10 @@ from nemo_rl_core.data.chunks import (
     RowWriter,
     StoredRows,
     rows_of,
-    taken,
+    rows_per_chunk,
+    select_rows,
     write_arrow,
 )
-from nemo_rl_core.data.table_schemas import as_schema, table_of, tables_of, wider
 from nemo_rl_core.types import Row
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class CheckedRows(ChunkedRows):
 
     Args:
         rows: The frame of all rows, or stored tables, whose number types may differ.
-        schema: Of all stored tables.
+        schema: Schema of the stored tables.
     """
 
     def __init__(
@@ -44,35 +44,37 @@ class CheckedRows(ChunkedRows):
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns, in their order."""
+        """Names of the columns, in order."""
         if self._schema is not None:
             return list(self._schema.names)
         assert not isinstance(self._rows, StoredRows)
         return [str(name) for name in self._rows.columns]
 
     def chunks(self) -> "Iterator[pa.Table]":
-        """Tables of one schema."""
+        """Yields tables of one schema."""
         if not isinstance(self._rows, StoredRows):
-            yield from tables_of(self._rows)
+            table = table_of(self._rows)  # shares the memory of texts
+            for start in range(0, max(1, len(table)), chunks.MAX_ROWS):
+                yield table.slice(start, chunks.MAX_ROWS)
             return
         assert self._schema is not None, "stored rows have a schema"
         for chunk in self._rows.chunks():
             assert not isinstance(chunk, list), "checked rows are stored as tables"
-            yield as_schema(chunk, self._schema)
+            yield _as_schema(chunk, self._schema)
 
-    def taken(self, is_taken: "Any") -> "CheckedRows":
-        """The rows at which a boolean array is true."""
+    def select(self, is_selected: "Any") -> "CheckedRows":
+        """Returns the rows at which a boolean array is true."""
         if not isinstance(self._rows, StoredRows):
-            return CheckedRows(self._rows[is_taken].reset_index(drop=True))
-        found = taken(self, is_taken)
-        if isinstance(found, StoredRows):
-            return CheckedRows(found, self._schema)
+            return CheckedRows(self._rows[is_selected].reset_index(drop=True))
+        selected = select_rows(self, is_selected)
+        if isinstance(selected, StoredRows):
+            return CheckedRows(selected, self._schema)
         import pyarrow as pa
 
-        return CheckedRows(pa.Table.from_pylist(found, schema=self._schema).to_pandas())
+        return CheckedRows(pa.Table.from_pylist(selected, schema=self._schema).to_pandas())
 
     def with_limit(self, max_tokens: int) -> "CheckedRows":
-        """The rows with the column `max_tokens`, the same in all."""
+        """Adds a constant column `max_tokens`."""
         if not isinstance(self._rows, StoredRows):
             return CheckedRows(self._rows.assign(max_tokens=max_tokens))
         import pyarrow as pa
@@ -87,35 +89,35 @@ class CheckedRows(ChunkedRows):
         return writer.close()
 
     def head(self, num_rows: int) -> "pd.DataFrame":
-        """The first rows as a frame."""
+        """Returns the first rows as a frame."""
         if not isinstance(self._rows, StoredRows):
             return self._rows.head(num_rows)
         frame: pd.DataFrame = next(self.chunks()).slice(0, num_rows).to_pandas()
         return frame
 
     def frame(self) -> "pd.DataFrame":
-        """The rows as a frame; of many, a view of a file that exists as long as the frame."""
+        """Returns the rows as a frame; many rows are a view of a file that lives with the frame."""
         if not isinstance(self._rows, StoredRows):
             return self._rows
-        frame: pd.DataFrame = mapped(self.chunks()).to_pandas()
+        frame: pd.DataFrame = memory_mapped(self.chunks()).to_pandas()
         return frame
 
 
 class TableWriter:
-    """Collects the tables of checked rows, whose types of numbers may differ."""
+    """Collects tables of checked rows with possibly different number types."""
 
     def __init__(self) -> None:
         self._rows = RowWriter(in_memory=False)
         self._fields: dict[str, pa.DataType] = {}
 
     def add(self, table: "pa.Table") -> None:
-        """Takes the next rows."""
+        """Appends rows."""
         for name, kind in zip(table.schema.names, table.schema.types, strict=True):
-            self._fields[name] = wider(self._fields.get(name, kind), kind)
+            self._fields[name] = _wider(self._fields.get(name, kind), kind)
         self._rows.add(table)
 
     def close(self) -> CheckedRows:
-        """The rows in their order."""
+        """Returns all rows in order."""
         import pyarrow as pa
 
         stored = self._rows.close()
@@ -123,8 +125,36 @@ class TableWriter:
         return CheckedRows(stored, pa.schema(list(self._fields.items())))
 
 
-def mapped(tables: "Iterator[pa.Table]") -> "pa.Table":
-    """Tables of one schema, at least one, as a table that is mapped from a file without a name."""
+def _wider(one: "pa.DataType", other: "pa.DataType") -> "pa.DataType":
+    """Returns the type of both, or the first one, such as that of a margin before `true`.
+
+    `pa.unify_schemas` refuses numbers with booleans or texts, which pass the checks of rows.
+    """
+    import pyarrow as pa
+
+    if one == other or pa.types.is_null(other):
+        return one
+    is_mixed = pa.types.is_integer(one) and pa.types.is_floating(other)
+    return other if is_mixed or pa.types.is_null(one) else one
+
+
+def _as_schema(table: "pa.Table", schema: "pa.Schema") -> "pa.Table":
+    """Casts a table to a schema; missing columns are null."""
+    import pyarrow as pa
+
+    if table.schema == schema:
+        return table
+    columns = [
+        table.column(name).cast(kind)
+        if name in table.column_names
+        else pa.nulls(len(table), type=kind)
+        for name, kind in zip(schema.names, schema.types, strict=True)
+    ]
+    return pa.table(columns, schema=schema)
+
+
+def memory_mapped(tables: "Iterator[pa.Table]") -> "pa.Table":
+    """Writes one or more tables of the same schema to an unlinked file and maps it into memory."""
     import pyarrow as pa
 
     with tempfile.TemporaryDirectory(prefix="nemo_rl_rows_") as folder:
@@ -132,12 +162,12 @@ def mapped(tables: "Iterator[pa.Table]") -> "pa.Table":
         write_arrow(tables, path)
         with path.open("rb") as file:
             region = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    # The file is gone when the last buffer of the region is.
+    # The file is freed with the last buffer of the region.
     return pa.ipc.open_file(pa.py_buffer(region)).read_all()
 
 
 class TableRows(ChunkedRows):
-    """The rows of a table, made when they are asked for."""
+    """Rows of a table, which are converted on access."""
 
     def __init__(self, table: "pa.Table") -> None:
         self._table = table
@@ -146,7 +176,7 @@ class TableRows(ChunkedRows):
         return len(self._table)
 
     def chunks(self) -> "Iterator[pa.Table]":
-        """Slices of the table."""
+        """Yields slices of the table."""
         for start in range(0, len(self._table), chunks.MAX_ROWS):
             yield self._table.slice(start, chunks.MAX_ROWS)
 
@@ -155,31 +185,31 @@ class TableRows(ChunkedRows):
 
 
 def rows_of_frame(frame: "pd.DataFrame") -> Sequence[Row]:
-    """The rows of a frame: a list of few, made when they are asked for of many."""
+    """Returns the rows of a frame: a list of few rows, or `TableRows` of many."""
     from nemo_rl_core.data.frames import records_of
 
     return records_of(frame) if len(frame) <= chunks.MAX_ROWS else TableRows(table_of(frame))
 
 
 def rechunked(tables: "Iterator[pa.Table]", num_rows: int) -> "Iterator[pa.Table]":
-    """The same rows in tables of `num_rows` each, the last one smaller."""
+    """Yields the same rows in tables of `num_rows`; the last one may be smaller."""
     import pyarrow as pa
 
-    held: list[pa.Table] = []
+    pending: list[pa.Table] = []
     count = 0
     for table in tables:
-        held.append(table)
+        pending.append(table)
         count += len(table)
         while count >= num_rows:
-            joined = pa.concat_tables(held)
+            joined = pa.concat_tables(pending)
             yield joined.slice(0, num_rows)
-            held, count = [joined.slice(num_rows)], count - num_rows
+            pending, count = [joined.slice(num_rows)], count - num_rows
     if count:
-        yield pa.concat_tables(held)
+        yield pa.concat_tables(pending)
 
 
-def rows_a_group(tables: "Iterator[pa.Table]") -> int:
-    """How many rows a group of a file has: by their texts, so that equal rows give equal files."""
+def rows_per_group(tables: "Iterator[pa.Table]") -> int:
+    """Returns the rows per row group, from the texts only, so that equal rows give equal files."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -189,4 +219,11 @@ def rows_a_group(tables: "Iterator[pa.Table]") -> int:
         for column in table.columns:
             if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
                 num_bytes += pc.sum(pc.binary_length(column)).as_py() or 0
-    return max(1, min(chunks.MAX_ROWS, chunks.MAX_BYTES * max(num_rows, 1) // max(num_bytes, 1)))
+    return rows_per_chunk(num_bytes, num_rows)
+
+
+def table_of(frame: "pd.DataFrame") -> "pa.Table":
+    """Converts a frame to a table without pandas metadata, which depends on the pandas version."""
+    import pyarrow as pa
+
+    return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)

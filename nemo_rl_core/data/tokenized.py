@@ -1,7 +1,7 @@
-"""Many rows as tokens: by several processes, once, and mapped from a file of the store's cache.
+"""Cache of tokenized rows, made by several processes and memory-mapped.
 
-The file is named by the rows, the tokenizer, and the code and packages that make tokens, so another
-training on the same rows reads it. It may be deleted at any time.
+The file name is a hash of the rows, the tokenizer, and the code and packages that tokenize, so
+another training on the same rows reads the same file. It may be deleted at any time.
 """
 
 import hashlib
@@ -19,7 +19,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_core.data import chat, control, turns
+from nemo_rl_core.data import (
+    chat,
+    control,
+    control_tokens,
+    json_values,
+    loss_masks,
+    turns,
+    unknown,
+)
 from nemo_rl_core.data.chat import tokenize_row
 from nemo_rl_core.data.chunks import rows_of, write_arrow
 from nemo_rl_core.data.loss_masks import SupervisedExample
@@ -34,50 +42,36 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FEWEST_ROWS = 5_000
-"""Fewer rows are tokenized here and now, in about two seconds."""
+MIN_ROWS = 5_000
+"""Minimum rows for the cache; fewer are tokenized in about two seconds."""
 
-_ROWS_A_PROCESS = 10_000
-"""A process takes some seconds to import what makes tokens."""
+_ROWS_PER_PROCESS = 10_000
+"""Minimum rows per process, which needs some seconds for imports."""
 
-_ROWS_AT_ONCE = 1_000
-_CODE = (chat, control, turns)
+_BATCH_ROWS = 1_000
+_CODE = (chat, control, control_tokens, json_values, loss_masks, turns, unknown)
 _OPTIONS = ("template_date", "clean_up_tokenization_spaces", "split_special_tokens")
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 
 def stored_tokens(file: Path, tokenizer: Any, num_rows: int) -> TableRows:
-    """The tokens of every row of a file, made by several processes if no run has made them before.
-
-    Args:
-        file: The rows, as `loader.save_rows` writes them.
-        tokenizer: A tokenizer of the `tokenizers` library.
-        num_rows: Of the file.
-
-    Returns:
-        Rows for `examples_of`.
-
-    Raises:
-        DataError: When the turns of a row cannot be separated.
-    """
-    import pyarrow as pa
-
+    """Returns the tokens of every row of a file, tokenizing them if they are not in the cache."""
     path = Store.default().cache / "tokens" / f"{_key(file, tokenizer)}.arrow"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            made = _made_by_processes(file, tokenizer, num_rows, Path(scratch))
-            made.replace(path)
-    return TableRows(pa.ipc.open_file(pa.memory_map(str(path))).read_all())
+            tokens = _tokenize_in_processes(file, tokenizer, num_rows, Path(scratch))
+            tokens.replace(path)
+    return TableRows(_mapped(path))
 
 
 def is_storable(tokenizer: Any, num_rows: int) -> bool:
-    """Whether there are rows enough, and the tokenizer can be told from another."""
-    return num_rows >= FEWEST_ROWS and bool(getattr(tokenizer, "is_fast", False))
+    """Whether there are enough rows, and the tokenizer can be hashed."""
+    return num_rows >= MIN_ROWS and bool(getattr(tokenizer, "is_fast", False))
 
 
 def examples_of(row: Row) -> dict[str, SupervisedExample]:
-    """What `tokenize_row` returns, of a stored row."""
+    """Converts a stored row to the result of `tokenize_row`."""
     sides = [name.removesuffix("_token_ids") for name in row if name.endswith("_token_ids")]
     return {
         side: SupervisedExample(tuple(row[f"{side}_token_ids"]), tuple(row[f"{side}_loss_mask"]))
@@ -86,23 +80,23 @@ def examples_of(row: Row) -> dict[str, SupervisedExample]:
 
 
 def _key(file: Path, tokenizer: Any) -> str:
-    described = [
+    parts = [
         hash_file(file),
         tokenizer.backend_tokenizer.to_str(),
         type(tokenizer).__name__,
-        # Without the folder that it was loaded from.
+        # Without the folder from which the tokenizer was loaded.
         json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
         *(repr(tokenizer.init_kwargs.get(name)) for name in _OPTIONS),
         str(tokenizer.chat_template),
         *map(inspect.getsource, _CODE),
         *(version(package) for package in _PACKAGES),
     ]
-    return hashlib.sha256("\0".join(described).encode()).hexdigest()[:32]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _made_by_processes(file: Path, tokenizer: Any, num_rows: int, scratch: Path) -> Path:
+def _tokenize_in_processes(file: Path, tokenizer: Any, num_rows: int, scratch: Path) -> Path:
     num_cpus = len(os.sched_getaffinity(0))
-    count = max(1, min(num_cpus, num_rows // _ROWS_A_PROCESS))
+    count = max(1, min(num_cpus, num_rows // _ROWS_PER_PROCESS))
     bounds = [num_rows * part // count for part in range(count + 1)]
     logger.info("tokenizing %d rows in %d processes", num_rows, count)
     jobs = []
@@ -113,7 +107,7 @@ def _made_by_processes(file: Path, tokenizer: Any, num_rows: int, scratch: Path)
     if count == 1:
         _run(jobs[0])
     else:
-        # `multiprocessing` would import the user's script again, which may have no main guard.
+        # `multiprocessing` would import the main script again, which may have no main guard.
         command = [sys.executable, "-m", "nemo_rl_core.data.tokenized"]
         processes = [subprocess.Popen([*command, str(job)]) for job in jobs]
         codes = [process.wait() for process in processes]
@@ -123,20 +117,19 @@ def _made_by_processes(file: Path, tokenizer: Any, num_rows: int, scratch: Path)
         if (failed := job.with_suffix(".error")).is_file():
             error: DataError = pickle.loads(failed.read_bytes())  # noqa: S301 (written above)
             raise error
-    whole = scratch / "whole.arrow"
-    write_arrow(_joined([job.with_suffix(".arrow") for job in jobs]), whole)
-    return whole
+    joined = scratch / "joined.arrow"
+    write_arrow((_mapped(job.with_suffix(".arrow")) for job in jobs), joined)
+    return joined
 
 
-def _joined(files: Sequence[Path]) -> "Iterator[pa.Table]":
+def _mapped(file: Path) -> "pa.Table":
     import pyarrow as pa
 
-    for file in files:
-        yield pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+    return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
 
 
 def _run(job: Path) -> None:
-    """Tokenizes the rows of a job; an error of theirs is stored in place of tokens."""
+    """Tokenizes the rows of a job and stores the tokens, or the error of a row."""
     tokenizer, file, start, stop = pickle.loads(job.read_bytes())  # noqa: S301 (written above)
     try:
         write_arrow(_tokens(tokenizer, file, start, stop), job.with_suffix(".arrow"))
@@ -150,23 +143,23 @@ def _tokens(tokenizer: Any, file: Path, start: int, stop: int) -> "Iterator[pa.T
 
     first = 0
     with pq.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as rows:
-        for batch in rows.iter_batches(_ROWS_AT_ONCE):
+        for batch in rows.iter_batches(_BATCH_ROWS):
             table = pa.Table.from_batches([batch])
-            wanted = table.slice(max(start - first, 0), max(stop - max(first, start), 0))
+            part = table.slice(max(start - first, 0), max(stop - max(first, start), 0))
             first += len(table)
-            if len(wanted):
-                yield _table_of([tokenize_row(tokenizer, row) for row in rows_of(wanted)])
+            if len(part):
+                yield _table_of([tokenize_row(tokenizer, row) for row in rows_of(part)])
             if first >= stop:
                 return
 
 
-def _table_of(found: Sequence[dict[str, SupervisedExample]]) -> "pa.Table":
+def _table_of(examples: Sequence[dict[str, SupervisedExample]]) -> "pa.Table":
     import pyarrow as pa
 
     columns = {}
-    for side in found[0]:
-        ids = [list(each[side].token_ids) for each in found]
-        masks = [list(each[side].loss_mask) for each in found]
+    for side in examples[0]:
+        ids = [list(example[side].token_ids) for example in examples]
+        masks = [list(example[side].loss_mask) for example in examples]
         columns[f"{side}_token_ids"] = pa.array(ids, pa.list_(pa.int32()))
         columns[f"{side}_loss_mask"] = pa.array(masks, pa.list_(pa.bool_()))
     return pa.table(columns)

@@ -1,9 +1,9 @@
-"""Small tokenizers for models that start from their config: of characters, and of bytes."""
+"""Character and byte tokenizers for models that are initialized from a config."""
 
 from typing import Any
 
 CHARACTERS = "0123456789+-*= "
-"""Characters of sums; any other character becomes the unknown token."""
+"""Characters of arithmetic problems; any other character becomes the unknown token."""
 
 _PAD, _BOS, _EOS, _UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 
@@ -11,7 +11,7 @@ _NEVER = "\u00ff"
 """The byte 0xff in GPT-2's alphabet, which no UTF-8 text has."""
 
 # A user turn is only its text, so that the generation prompt of "12+34=" is `<bos>12+34=`; an
-# assistant turn ends with one token, as in every chat template.
+# assistant turn ends with one token, as in other chat templates.
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -30,8 +30,8 @@ _OPTIONS: dict[str, Any] = {
 def build_arithmetic_tokenizer() -> Any:
     """Builds a tokenizer with one token per character after a start token, and a chat template.
 
-    `tokenizer(text)` gives the same tokens as the template, so that a model completes a prompt
-    equally in transformers, in vLLM and in a chat.
+    `tokenizer(text)` gives the same tokens as the template, so that a model gets the same prompt in
+    transformers, in vLLM and in a chat.
 
     Returns:
         A `transformers.PreTrainedTokenizerFast` with `pad`, `bos`, `eos` and `unk` as ids 0 to 3
@@ -56,14 +56,14 @@ def build_arithmetic_tokenizer() -> Any:
         token: index for index, token in enumerate((_PAD, _BOS, _EOS, _UNKNOWN, *CHARACTERS))
     }
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=_UNKNOWN))
-    # In Oniguruma, (?m) lets the dot match line breaks too.
+    # In Oniguruma, (?m) makes the dot match line breaks.
     core.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), behavior="isolated")
     core.decoder = decoders.Fuse()
     core.post_processor = processors.TemplateProcessing(
         single=f"{_BOS} $A", special_tokens=[(_BOS, vocabulary[_BOS])]
     )
-    # With a Qwen2 config, `AutoTokenizer` reads every tokenizer.json as Qwen2's, whose
-    # pre-tokenizer has no plain space. Added tokens are matched before pre-tokenization in both.
+    # With a Qwen2 config, `AutoTokenizer` uses the pre-tokenizer of Qwen2 for every tokenizer.json,
+    # which has no plain space. Added tokens are matched before pre-tokenization in both.
     core.add_tokens([AddedToken(" ", normalized=False)])
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token=_UNKNOWN, **_OPTIONS)
 
@@ -71,13 +71,13 @@ def build_arithmetic_tokenizer() -> Any:
 def build_byte_tokenizer() -> Any:
     """Builds a tokenizer with one token per byte of UTF-8 after a start token.
 
-    Any text has tokens, and their text is that text again. `tokenizer(text)` gives the same tokens
-    as the chat template, which is that of `build_arithmetic_tokenizer`.
+    Decoding restores any encoded text. `tokenizer(text)` gives the same tokens as the chat
+    template, which is that of `build_arithmetic_tokenizer`.
 
     Returns:
         A `transformers.PreTrainedTokenizerFast` with `pad`, `bos` and `eos` as ids 0 to 2 and the
-        256 bytes, in the order of GPT-2's alphabet, as ids 3 to 258. No text has an unknown token.
-        Id 259 is two bytes that no text has in a row: GGUF needs one merge.
+        256 bytes, in the order of GPT-2's alphabet, as ids 3 to 258. There is no unknown token. Id
+        259 is a pair of bytes that never occurs, since GGUF needs at least one merge.
 
     Example:
         >>> tokenizer = build_byte_tokenizer()
@@ -87,7 +87,7 @@ def build_byte_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    # GPT-2's alphabet of visible characters for bytes: byte-level BPE, of which nothing is learnt.
+    # GPT-2's alphabet of visible characters for bytes: byte-level BPE without learned merges.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = (_PAD, _BOS, _EOS, *alphabet, 2 * _NEVER)
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -97,5 +97,5 @@ def build_byte_tokenizer() -> Any:
     core.post_processor = processors.TemplateProcessing(
         single=f"{_BOS} $A", special_tokens=[(_BOS, vocabulary[_BOS])]
     )
-    # Without an unknown token, Qwen2's tokenizer would add one of its own to the vocabulary.
+    # Without an unknown token, the tokenizer of Qwen2 would add another token to the vocabulary.
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token=_PAD, **_OPTIONS)

@@ -1,4 +1,4 @@
-"""Text for which a tokenizer has no tokens: which characters, and what to do about them."""
+"""Characters for which a tokenizer has no token, and the fix for them."""
 
 from collections.abc import Collection
 from typing import Any, Final
@@ -7,17 +7,17 @@ _SHOWN: Final = 12
 _SMALL: Final = 64
 
 OTHER_MODELS: Final = (
-    "take a model that reads any text: model: {kind: text_from_config} or a pretrained one, "
+    "use a model that reads any text: model: {kind: text_from_config} or a pretrained one, "
     "model: {name: FOLDER}"
 )
-"""The way on that leaves the text as it is."""
+"""Fix that does not change the text."""
 
 
 def unknown_token_id(tokenizer: Any) -> int | None:
-    """The id of the token for unknown text; None if there is none.
+    """Returns the id of the token for unknown text; None if there is none.
 
-    Some tokenizers use one id for unknown text and, for example, end-of-text. It is no sign of
-    unknown text then.
+    None also if, for example, end-of-text has the same id, which then does not indicate unknown
+    text.
     """
     unknown: int | None = tokenizer.unk_token_id
     doubles = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
@@ -25,28 +25,24 @@ def unknown_token_id(tokenizer: Any) -> int | None:
 
 
 def unknown_characters(tokenizer: Any, text: str) -> list[str]:
-    """The characters for which a tokenizer has no token, each once, in the order of the text."""
+    """Returns the distinct characters without a token, in the order of the text."""
     unknown = unknown_token_id(tokenizer)
     if unknown is None:
         return []
-    found = dict.fromkeys(text)
     return [
-        each for each in found if unknown in tokenizer(each, add_special_tokens=False)["input_ids"]
+        character
+        for character in dict.fromkeys(text)
+        if unknown in tokenizer(character, add_special_tokens=False)["input_ids"]
     ]
 
 
 def described_unknown(tokenizer: Any, characters: Collection[str]) -> str:
-    """Names unknown characters and the tokenizer, as in `'a', 'b'; the tokenizer knows only ...`.
-
-    Args:
-        tokenizer: Of a model.
-        characters: That it does not know.
-    """
-    shown = [repr(each) for each in [*characters][:_SHOWN]]
+    """Lists unknown characters and the vocabulary: `'a', 'b'; the tokenizer knows only ...`."""
+    shown = [repr(character) for character in [*characters][:_SHOWN]]
     more = len(characters) - len(shown)
     listed = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
     if len(tokenizer) > _SMALL:
-        return f"{listed}; the model's tokenizer has {len(tokenizer):,} tokens, none of them these"
+        return f"{listed}; none of the {len(tokenizer):,} tokens of the model's tokenizer has them"
     special = {*tokenizer.all_special_tokens}
-    known = "".join(token for token in tokenizer.get_vocab() if token not in special)
-    return f"{listed}; the model's tokenizer knows only {''.join(sorted(known))!r}"
+    vocabulary = "".join(token for token in tokenizer.get_vocab() if token not in special)
+    return f"{listed}; the model's tokenizer knows only {''.join(sorted(vocabulary))!r}"

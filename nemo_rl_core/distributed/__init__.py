@@ -1,7 +1,6 @@
-"""Clusters, worker groups, batches, and the way of the weights from trainer to engine.
+"""Clusters, worker groups, batches, and weight transfer from trainer to engine.
 
-The names below are imported when first asked for, as those of `nemo_rl_core` are, and for the same
-reasons.
+The names below are imported on first use, for the same reasons as in `nemo_rl_core`.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
-"""Torch's allocator of a GPU in trainers: segments that grow, but for memory that others map.
+"""Settings of torch's GPU allocator in trainers: expandable segments, except for shared memory.
 
-Batches differ in length from step to step, and a block of one size is of no use for another: memory
-is kept that nothing fits. Segments that grow (`expandable_segments`) have no such remains. Another
-process can map them only if it may copy file descriptors of the trainer (`pidfd_getfd`), which
-containers refuse; it can always map what `cudaMalloc` returns.
+Batches differ in length from step to step, and a cached block of one size cannot serve another:
+memory fragments. Expandable segments (`expandable_segments`) do not. Another process can map them
+only if it may copy file descriptors of the trainer (`pidfd_getfd`), which containers refuse; it can
+always map memory from `cudaMalloc`.
 """
 
 import os
@@ -12,33 +12,33 @@ from contextlib import contextmanager
 from typing import Any
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_GROWS, _STAYS = "expandable_segments:True", "expandable_segments:False"
+_EXPANDABLE, _FIXED = "expandable_segments:True", "expandable_segments:False"
 
 
 def allocator_environment() -> dict[str, str]:
-    """The environment in which a trainer's worker on GPUs has segments that grow.
+    """Returns environment variables that give a trainer's GPU worker expandable segments.
 
-    What the user's environment says of the allocator stays. Engines must not have it: the memory
-    that vLLM gives away while it sleeps is its own.
+    Allocator settings in the user's environment take precedence. Engines must not have them: vLLM
+    manages the memory that it frees while it sleeps.
     """
-    return {} if any(name in os.environ for name in _SETTINGS) else {_SETTINGS[0]: _GROWS}
+    return {} if any(name in os.environ for name in _SETTINGS) else {_SETTINGS[0]: _EXPANDABLE}
 
 
 @contextmanager
-def memory_for_others() -> Iterator[None]:
-    """Within it, what is allocated on a GPU lies in memory that any other process can map.
+def shareable_memory() -> Iterator[None]:
+    """Allocates GPU memory that any other process can map.
 
-    Torch then takes neither a new segment that grows nor a free block of one.
+    Torch then uses neither new expandable segments nor free blocks of existing ones.
     """
-    from torch import _C  # not with this module, which what starts workers imports
+    from torch import _C  # not at the top: the code that starts workers imports this module
 
     library: Any = _C
     settings: str = library._accelerator_getAllocatorSettings()
-    if _GROWS not in settings:
+    if _EXPANDABLE not in settings:
         yield
         return
-    # All settings at once: those that are left out would be reset.
-    library._accelerator_setAllocatorSettings(settings.replace(_GROWS, _STAYS))
+    # All settings at once: torch resets those that are left out.
+    library._accelerator_setAllocatorSettings(settings.replace(_EXPANDABLE, _FIXED))
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A dictionary of columns with one row a sequence, and token sequences collated into one."""
+"""A dictionary of columns with one row per sequence, and functions that collate tokens."""
 
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,9 +8,9 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from nemo_rl_core.distributed.held_rows import HeldRows
 from nemo_rl_core.distributed.host_copy import move_together
 from nemo_rl_core.distributed.packing.plan import Microbatch
+from nemo_rl_core.distributed.remote_columns import RemoteRows
 from nemo_rl_core.errors import MissingColumnError
 
 MULTIMODAL_COLUMNS = frozenset(
@@ -25,11 +25,11 @@ MULTIMODAL_COLUMNS = frozenset(
 """Columns that are arguments of vision-language models in transformers."""
 
 _OF_ALL_TOKENS = frozenset({"input_ids", "values"})
-"""Columns `[B, T]`; others with a value a token are `[B, T-1]`."""
+"""Columns `[B, T]`; others with one value per token are `[B, T-1]`."""
 
 _MEANINGS = {
     "input_ids": "[B, T] token ids, padded on the right",
-    "attention_mask": "[B, T], 1 on the tokens of a row, or input_lengths [B] in its place",
+    "attention_mask": "[B, T], 1 on the tokens of a row, or input_lengths [B] instead",
     "input_lengths": "[B] tokens of each row",
     "token_mask": "[B, T-1], 1 where the next token is trained on",
     "sample_mask": "[B], 1 for a row that is trained on",
@@ -42,13 +42,13 @@ _MEANINGS = {
     "kl_baseline": "[B], the estimate that KTO compares with",
     "topk_logprobs": "[B, T-1, K] of the teacher: policy.get_reference_topk_logprobs(batch, k)",
 }
-"""What the columns of the losses hold, for messages."""
+"""Descriptions of the columns of the losses, for messages."""
 
 
 class BatchedDataDict(UserDict[str, Any]):
     """Columns of equal length: tensors whose first dimension is the batch, or plain lists.
 
-    `HeldRows` stand for columns whose values lie elsewhere; `fetched` reads them.
+    `RemoteRows` are columns whose values are in the object store; `fetched` reads them.
 
     Example:
         >>> batch = BatchedDataDict({"input_ids": torch.tensor([[1, 2], [3, 4]]), "id": ["a", "b"]})
@@ -57,7 +57,7 @@ class BatchedDataDict(UserDict[str, Any]):
     """
 
     microbatches: list[Microbatch] | None = None
-    """The plan by which the rows are computed, or None; its indices count within this batch.
+    """Plan of the micro-batches, or None; its indices count within this batch.
 
     Copies, moves and pickles keep it; a batch with other rows has none."""
 
@@ -65,11 +65,7 @@ class BatchedDataDict(UserDict[str, Any]):
         self.require([name])
 
     def require(self, names: Iterable[str]) -> None:
-        """Refuses a batch that lacks columns.
-
-        Raises:
-            MissingColumnError: Names all of them, and what they hold.
-        """
+        """Refuses a batch that lacks columns."""
         missing = [name for name in names if name not in self.data]
         if not missing:
             return
@@ -89,10 +85,7 @@ class BatchedDataDict(UserDict[str, Any]):
 
         Args:
             batches: Batches with the same columns; of none, the result has no columns.
-            pad_values: What fills each column's padding; 0 where a column is not named.
-
-        Raises:
-            ValueError: If the columns differ, or the number of dimensions of one.
+            pad_values: Padding value of each column, 0 by default.
         """
         columns = {frozenset(batch) for batch in batches}
         if len(columns) > 1:
@@ -110,38 +103,30 @@ class BatchedDataDict(UserDict[str, Any]):
 
     @property
     def size(self) -> int:
-        """How many rows there are; 0 without columns.
-
-        Raises:
-            ValueError: If the columns disagree.
-        """
+        """Number of rows; 0 without columns."""
         lengths = {key: len(value) for key, value in self.data.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"columns of one batch must have equal lengths, got {lengths}")
         return next(iter(lengths.values()), 0)
 
     def get_multimodal_dict(self) -> dict[str, Any]:
-        """What a model reads besides tokens, by the name of its argument; empty for text.
+        """Returns further arguments of a multimodal model, by name; empty for text.
 
-        Images differ in size, so such a column is a list of one tensor a row, or None for a row
+        Images differ in size, so such a column is a list with one tensor per row, or None for a row
         without images, and the tensors are joined over the rows; `mm_token_type_ids [B, T]`, which
         marks image tokens, is a tensor already.
         """
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for key in MULTIMODAL_COLUMNS & self.data.keys():
             value = self.data[key]
             if isinstance(value, torch.Tensor):
-                found[key] = value
+                arguments[key] = value
             elif tensors := [item for item in value if item is not None]:
-                found[key] = torch.cat(tensors)
-        return found
+                arguments[key] = torch.cat(tensors)
+        return arguments
 
     def reorder_data(self, indices: Sequence[int]) -> Self:
-        """Puts row `i` at place `indices[i]`; undoes `select_indices(indices)` of a permutation.
-
-        Raises:
-            ValueError: If the indices are no permutation of the rows.
-        """
+        """Moves row `i` to index `indices[i]`; undoes `select_indices` of a permutation."""
         if sorted(indices) != list(range(self.size)):
             raise ValueError(f"expected a permutation of {self.size} rows, got {list(indices)}")
         return self.select_indices(sorted(range(len(indices)), key=lambda row: indices[row]))
@@ -149,45 +134,45 @@ class BatchedDataDict(UserDict[str, Any]):
     def select_indices(
         self, indices: "Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]"
     ) -> Self:
-        """The rows at `indices`, in that order."""
+        """Returns the rows at `indices`, in that order."""
         index = torch.as_tensor(indices, dtype=torch.long)
         return type(self)({key: _selected(value, index) for key, value in self.data.items()})
 
     def slice(self, start: int, end: int) -> Self:
-        """The rows from `start` up to, not including, `end`."""
+        """Returns the rows from `start` up to, not including, `end`."""
         return type(self)({key: value[start:end] for key, value in self.data.items()})
 
     @property
-    def is_held(self) -> bool:
-        """Whether values of some columns lie elsewhere."""
-        return any(isinstance(value, HeldRows) for value in self.data.values())
+    def is_remote(self) -> bool:
+        """Whether the values of some columns are remote."""
+        return any(isinstance(value, RemoteRows) for value in self.data.values())
 
     def fetched(self) -> Self:
-        """A copy with the values of `HeldRows` in place of these; the batch itself without such.
+        """Returns a copy with local values; a batch without remote columns is returned unchanged.
 
-        `input_ids [B, T]` get the width of the longest row, and columns of next tokens one less.
+        `input_ids [B, T]` has the width of the longest row, and columns of next tokens one less.
         """
-        if not self.is_held:
+        if not self.is_remote:
             return self
         width = int(max(self["input_lengths"], default=0))
-        found: dict[str, Any] = {}
+        local: dict[str, Any] = {}
         for key, value in self.data.items():
-            if isinstance(value, HeldRows):
+            if isinstance(value, RemoteRows):
                 columns = value.fetched()
                 named = columns if value.column is None else {key: columns[value.column]}
-                found |= {
+                local |= {
                     name: _as_wide(column, width - (name not in _OF_ALL_TOKENS))
                     for name, column in named.items()
                 }
             else:
-                found[key] = value
-        return type(self)(found)
+                local[key] = value
+        return type(self)(local)
 
     def chunk(self, rank: int, chunks: int) -> Self:
-        """Part `rank` of `chunks` consecutive parts; the first have one row more where need be.
+        """Returns part `rank` of `chunks` consecutive parts; the first may have one more row.
 
         Raises:
-            ValueError: If `rank` is not below `chunks`. A part may be without rows.
+            ValueError: If `rank` is not below `chunks`. A part may have no rows.
 
         Example:
             >>> batch = BatchedDataDict({"x": [1, 2, 3, 4, 5]})
@@ -201,30 +186,30 @@ class BatchedDataDict(UserDict[str, Any]):
         return self.slice(start, start + rows + (rank < left_over))
 
     def to(self, device: torch.device | str) -> Self:
-        """The same batch with its tensors on `device`."""
+        """Returns the same batch with its tensors on `device`."""
         return self.moved_with([], torch.device(device))[0]
 
     def moved_with(
         self, others: Sequence[torch.Tensor], device: torch.device
     ) -> tuple[Self, list[torch.Tensor]]:
-        """The same batch and other tensors on a device; to a GPU in one copy (`move_together`)."""
+        """Moves the batch and other tensors to a device; to a GPU in one copy (`move_together`)."""
         columns = [tensor for value in self.data.values() for tensor in _tensors(value)]
-        found = move_together([*others, *columns], device)
-        left, moved = iter(found[len(others) :]), self.copy()
-        moved.update({key: _replaced(value, left) for key, value in self.data.items()})
-        return moved, found[: len(others)]
+        tensors = move_together([*others, *columns], device)
+        of_columns, moved = iter(tensors[len(others) :]), self.copy()
+        moved.update({key: _replaced(value, of_columns) for key, value in self.data.items()})
+        return moved, tensors[: len(others)]
 
 
 def _selected(column: Any, index: torch.Tensor) -> Any:
     if isinstance(column, torch.Tensor):
         return column[index]
-    if isinstance(column, HeldRows):
+    if isinstance(column, RemoteRows):
         return column[index.numpy()]
-    return [column[place] for place in index.tolist()]
+    return [column[row] for row in index.tolist()]
 
 
 def _as_wide(column: Any, width: int) -> Any:
-    """Values of tokens cut off, or padded with 0, behind so many places."""
+    """Cuts or pads a column with one value per token to a width; padding is 0."""
     if not isinstance(column, torch.Tensor) or column.dim() < 2:
         return column
     cut = column[:, : max(width, 0)]
@@ -237,7 +222,6 @@ def _tensors(column: Any) -> list[torch.Tensor]:
 
 
 def _replaced(column: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The column with the next ones of other tensors in place of its own."""
     if isinstance(column, torch.Tensor):
         return next(tensors)
     return [next(tensors) if isinstance(item, torch.Tensor) else item for item in column]
@@ -253,8 +237,8 @@ def _cat_padded(tensors: Sequence[torch.Tensor], pad_value: float) -> torch.Tens
 
 def _padded(tensor: torch.Tensor, sizes: Sequence[int], pad_value: float) -> torch.Tensor:
     missing = [size - have for size, have in zip(sizes, tensor.shape[1:], strict=True)]
-    # `pad` counts from the last dimension, and wants what comes before and behind each.
-    pads = [amount for behind in reversed(missing) for amount in (0, behind)]
+    # `pad` counts from the last dimension, with the padding before and after each.
+    pads = [amount for after in reversed(missing) for amount in (0, after)]
     return torch.nn.functional.pad(tensor, pads, value=pad_value) if any(missing) else tensor
 
 
@@ -264,12 +248,11 @@ def collate(
     """Pads sequences on the right and shifts their masks to next-token positions.
 
     Args:
-        sequences: Token ids of each sequence, at least two.
         loss_masks: For each token, True if it is trained on; the first token never is.
 
     Returns:
-        `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T-1]` (position t stands for token
-        t+1), `sample_mask [B]` of ones.
+        `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T-1]` (index t is for token t+1),
+        `sample_mask [B]` of ones.
 
     Example:
         >>> collate([[5, 6, 7]], [[False, False, True]])["token_mask"]
@@ -288,23 +271,19 @@ def collate(
 def collate_completions(
     prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 ) -> BatchedDataDict:
-    """As `collate`, of prompts with their completions, which are trained on in whole.
-
-    Args:
-        prompts: Token ids, at least one of each prompt.
-        completions: Token ids of as many.
+    """Collates prompts and their completions, all of whose tokens are trained on.
 
     Example:
         >>> collate_completions([[5, 6]], [[7]])["token_mask"]
         tensor([[False,  True]])
     """
-    starts = torch.tensor([len(prompt) for prompt in prompts])
-    lengths = starts + torch.tensor([len(completion) for completion in completions])
-    place = torch.arange(int(lengths.max()))
-    is_token = place < lengths[:, None]
+    starts = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.long)
+    lengths = starts + torch.tensor([len(each) for each in completions], dtype=torch.long)
+    position = torch.arange(max(lengths.tolist(), default=0))
+    is_token = position < lengths[:, None]
     pairs = zip(prompts, completions, strict=True)
     ids = flat_tensor((part for pair in pairs for part in pair), np.int64)
-    return _collated(ids, lengths, is_token, is_token & (place >= starts[:, None]))
+    return _collated(ids, lengths, is_token, is_token & (position >= starts[:, None]))
 
 
 def _collated(
@@ -323,5 +302,5 @@ def _collated(
 
 
 def flat_tensor(rows: Iterable[Iterable[Any]], dtype: type[np.generic]) -> torch.Tensor:
-    """The values of all rows in one dimension, without a tensor a row."""
+    """Concatenates the values of all rows, without one tensor per row."""
     return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=dtype))

@@ -1,9 +1,8 @@
-"""A check of every process group before the first step: a sum whose value is known.
+"""Checks every process group before the first step by a sum whose value is known.
 
-A rank that hangs, or a network between two machines that drops or changes bytes, would otherwise
-show after the full timeout of a collective, or as a loss that is wrong. Ranks first meet in the
-store that they have joined the group by, which needs no collective, so that the error names those
-that did not come.
+A rank that hangs, or a network that drops or changes bytes, would otherwise show only after the
+full timeout of a collective, or as a wrong loss. Ranks first meet in the store through which they
+joined the group. That needs no collective, so the error can name the missing ranks.
 """
 
 import os
@@ -24,11 +23,11 @@ from nemo_rl_core.errors import MachineError
 
 CHECK_SECONDS = 60.0
 _NUM_VALUES = 1 << 16
-"""Of the sum: 512 KiB, so that more than one packet is sent."""
+"""Length of the summed tensor: 512 KiB, so that more than one packet is sent."""
 _POLL_SECONDS = 0.002
 
 _checked: set[tuple[int, str, tuple[int, ...]]] = set()
-"""Groups of this process that have passed: the id of the world's group, a name, and the ranks."""
+"""Groups of this process that have passed: id of the world group, name, and ranks."""
 
 
 def check_collectives(
@@ -37,17 +36,12 @@ def check_collectives(
     """Sums known values over groups that have not been checked yet; a collective of all ranks.
 
     Args:
-        groups: Those of this rank, by the name of their axis; in one order on all ranks. The group
-            of all ranks is checked first, as `world`.
-        timeout_seconds: For each group.
-
-    Raises:
-        MachineError: If a rank does not come, a sum does not end in time, or its value is wrong;
-            names the ranks and their machines.
+        groups: Groups of this rank by the name of their axis, in the same order on all ranks. The
+            group of all ranks is checked first, as `world`.
     """
     world = dist.group.WORLD
     assert world is not None
-    # The fake process group of torch, over which plans are tested, sums nothing.
+    # Tests of plans use torch's fake process group, which sums nothing.
     if world_size() == 1 or dist.get_backend() == "fake":
         return
     for name, group in {"world": world, **groups}.items():
@@ -62,62 +56,59 @@ def _check(
     name: str, group: dist.ProcessGroup, ranks: tuple[int, ...], timeout_seconds: float
 ) -> None:
     roll = _Roll(f"{name}:{'-'.join(map(str, ranks))}", ranks)
-    missing = roll.come("start", timeout_seconds)
+    missing = roll.wait("start", timeout_seconds)
     if missing:
         raise _refused(
-            f"{roll.named(missing)} did not come to the check of the group {name!r}",
+            f"{roll.describe(missing)} did not join the check of the group {name!r}",
             got=f"{len(ranks) - len(missing)} of {len(ranks)} ranks within {timeout_seconds:.0f} s",
-            fix="look at what that process does (its log, py-spy dump), and at its machine",
+            fix="check what that process is doing (its log, py-spy dump), and its machine",
         )
     values = torch.full((_NUM_VALUES,), rank() + 1, dtype=torch.int64, device=local_device())
-    is_done = _ends(group, values, timeout_seconds)
+    is_done = _sum_ends(group, values, timeout_seconds)
     expected = sum(ranks) + len(ranks)
-    found = {int(values.min()), int(values.max())} if is_done else set()
+    sums = {int(values.min()), int(values.max())} if is_done else set()
     if is_done:
-        roll.say("end")
+        roll.report("end")
     else:
-        missing = roll.come("end", _POLL_SECONDS) or [rank()]
+        missing = roll.wait("end", _POLL_SECONDS) or [rank()]
         raise _refused(
             f"a sum over the group {name!r} did not end",
-            got=f"nothing from {roll.named(missing)} within {timeout_seconds:.0f} s",
-            fix="the network between these machines: open the ports, name its interface in "
-            "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, and see NCCL_DEBUG=INFO",
+            got=f"nothing from {roll.describe(missing)} within {timeout_seconds:.0f} s",
+            fix="check the network between these machines: open the ports, name its interface in "
+            "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, and look at the log with NCCL_DEBUG=INFO",
         )
-    if found != {expected}:
+    if sums != {expected}:
         raise _refused(
-            f"a sum over the group {name!r} is wrong on {roll.named([rank()])}",
-            expected=f"{expected} from {roll.named(ranks)}",
-            got=" to ".join(str(value) for value in sorted(found)),
-            fix="memory or network of one of these machines changes bytes: leave it out, and run "
-            "its vendor's test of hardware",
+            f"a sum over the group {name!r} is wrong on {roll.describe([rank()])}",
+            expected=f"{expected} from {roll.describe(ranks)}",
+            got=" to ".join(str(value) for value in sorted(sums)),
+            fix="the memory or network of one of these machines corrupts data: exclude it, and run "
+            "its vendor's hardware test",
         )
 
 
 def _refused(problem: str, *, got: str, fix: str, expected: str | None = None) -> MachineError:
-    return MachineError(
-        problem, expected=expected or "all ranks, and the sum of them", got=got, fix=fix
-    )
+    return MachineError(problem, expected=expected or "all ranks and their sum", got=got, fix=fix)
 
 
-def _ends(group: dist.ProcessGroup, values: torch.Tensor, timeout_seconds: float) -> bool:
+def _sum_ends(group: dist.ProcessGroup, values: torch.Tensor, timeout_seconds: float) -> bool:
     """Sums in place; False if that takes too long.
 
-    In a thread of its own, which is left behind where it does: the first collective of a group
-    makes NCCL's communicator, and the call itself waits for all ranks then, for as long as the
-    timeout of the group.
+    Runs in a separate thread, which is abandoned on a timeout: the first collective of a group
+    creates NCCL's communicator, and that call waits for all ranks, up to the timeout of the group.
     """
     ended = Future[None]()
 
     def sum_up() -> None:
         try:
             if values.is_cuda:
-                torch.cuda.set_device(values.device)  # each thread has its own
+                torch.cuda.set_device(values.device)  # the current device is per thread
             work = dist.all_reduce(values, group=group, async_op=True)
             while not work.is_completed():
                 time.sleep(_POLL_SECONDS)
-            work.wait()  # raises what the sum has raised
+            work.wait()  # raises the sum's error
             ended.set_result(None)
-        # Named fault boundary: raised again by the thread that waits.
+        # Broad on purpose: raised again by the thread that waits.
         except BaseException as error:  # noqa: BLE001
             ended.set_exception(error)
 
@@ -126,13 +117,13 @@ def _ends(group: dist.ProcessGroup, values: torch.Tensor, timeout_seconds: float
         ended.result(timeout_seconds)
     except TimeoutError:
         if ended.done():
-            raise  # the sum's own
+            raise  # the sum's own error
         return False
     return True
 
 
 class _Roll:
-    """Which ranks of a group have come how far, in the store that all have joined."""
+    """Records in the common store which ranks of a group have reached which stage."""
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
         joined = distributed_c10d._get_default_store()
@@ -140,25 +131,23 @@ class _Roll:
         self._ranks = ranks
         self._store.set(f"host/{rank()}", f"{socket.gethostname()}, process {os.getpid()}")
 
-    def say(self, stage: str, value: str = "here") -> None:
-        """Records how far this rank has come."""
-        self._store.set(f"{stage}/{rank()}", value)
+    def report(self, stage: str) -> None:
+        self._store.set(f"{stage}/{rank()}", "here")
 
-    def come(self, stage: str, timeout_seconds: float) -> list[int]:
-        """Waits for the others; returns those that are missing."""
+    def wait(self, stage: str, timeout_seconds: float) -> list[int]:
+        """Waits for the other ranks; returns the missing ones."""
         if stage == "start":
-            self.say(stage)
+            self.report(stage)
         keys = {each: f"{stage}/{each}" for each in self._ranks}
         with suppress(dist.DistStoreError):
             self._store.wait(list(keys.values()), timedelta(seconds=timeout_seconds))
             return []
         return [each for each, key in keys.items() if not self._store.check([key])]
 
-    def named(self, ranks: Sequence[int]) -> str:
-        """Ranks with their machines, where they have said them."""
-        said = []
-        for each in ranks:
-            key = f"host/{each}"
-            place = self._store.get(key).decode() if self._store.check([key]) else "unknown host"
-            said.append(f"rank {each} ({place})")
-        return ", ".join(said)
+    def describe(self, ranks: Sequence[int]) -> str:
+        texts = []
+        for number in ranks:
+            key = f"host/{number}"
+            host = self._store.get(key).decode() if self._store.check([key]) else "unknown host"
+            texts.append(f"rank {number} ({host})")
+        return ", ".join(texts)

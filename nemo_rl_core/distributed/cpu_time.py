@@ -1,4 +1,4 @@
-"""CPU time and reads of user code of actors, asked of them: they may be on other machines."""
+"""CPU time of Ray actors, and the files that their user code read."""
 
 import os
 from collections.abc import Sequence
@@ -8,38 +8,33 @@ from nemo_rl_core.store import watching
 
 
 def read_cpu_seconds(actors: Sequence[Any], timeout_seconds: float) -> dict[str, float]:
-    """User and system time of each actor's process and its children, since they began.
+    """Returns user and system time of each actor's process and its children since their start.
 
-    What user code in the actors has read is merged into the reads of this process.
-
-    Args:
-        actors: Handles of Ray actors.
-        timeout_seconds: How long to wait for actors that compute or hang.
+    Also merges the reads of user code in the actors into the reads of this process.
 
     Returns:
-        By the actor's id; those that do not answer, or have died, are left out.
+        CPU seconds by actor id, without actors that have died or do not answer.
     """
     import ray
 
     if not actors or not ray.is_initialized():
         return {}
-    asked = {actor.__ray_call__.remote(_of_this_process): actor for actor in actors}
-    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_seconds)
-    found = {}
+    pending = {actor.__ray_call__.remote(_measure): actor for actor in actors}
+    done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=timeout_seconds)
+    cpu_seconds = {}
     for reference in done:
         try:
             seconds, reads = ray.get(reference)
         except ray.exceptions.RayError:
-            continue  # it has died; what it used is what was read last
-        found[asked[reference]._actor_id.hex()] = float(seconds)
+            continue  # it has died; the last reading counts
+        cpu_seconds[pending[reference]._actor_id.hex()] = float(seconds)
         watching.absorb(reads)
-    return found
+    return cpu_seconds
 
 
-def _of_this_process(_: Any) -> tuple[float, watching.Report]:
+def _measure(_: Any) -> tuple[float, watching.Report]:
     import psutil
 
-    own = os.times()
     running = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
-    seconds = sum(own[:4]) + sum(times.user + times.system for times in running)
+    seconds = sum(os.times()[:4]) + sum(times.user + times.system for times in running)
     return seconds, watching.report()

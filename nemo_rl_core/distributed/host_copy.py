@@ -1,4 +1,4 @@
-"""Copies of many small tensors to a GPU, or from it, at once: each waits by itself otherwise."""
+"""Copies many small tensors to or from a GPU at once, so that the host waits only once."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,43 +6,39 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16
-"""Bytes at which each tensor begins, so that kernels may read it in vectors."""
+"""Alignment of each tensor in bytes, so that kernels may read it in vectors."""
 
 
 def move_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on a device; to a GPU in one copy of pinned memory, for which nothing waits.
+    """Moves tensors to a device; to a GPU by one asynchronous copy of pinned memory.
 
-    Results on a GPU are parts of one buffer, which lives as long as any of them.
-
-    Args:
-        tensors: Of any type and shape.
-        device: Where they are wanted.
+    Results on a GPU are views of one buffer, which lives as long as any of them.
 
     Returns:
-        As many; what is on the device already is returned as it is.
+        The tensors in the same order; those already on the device are returned unchanged.
     """
     if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
     from_host = [index for index, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
-    found = [tensor.to(device) if tensor.device.type != "cpu" else tensor for tensor in tensors]
+    on_device = [tensor.to(device) if tensor.device.type != "cpu" else tensor for tensor in tensors]
     starts, end = [], 0
     for index in from_host:
         starts.append(end)
         end += -(-tensors[index].nbytes // _ALIGNMENT) * _ALIGNMENT
     if not end:
-        return [tensor.to(device) for tensor in found]
-    # Torch keeps pinned memory for the next call, until the copy that reads it is done.
+        return on_device
+    # Torch does not reuse the pinned memory before the copy that reads it is done.
     buffer = torch.empty(end, dtype=torch.uint8, pin_memory=True)
     for index, start in zip(from_host, starts, strict=True):
         _part(buffer, start, tensors[index]).copy_(tensors[index])
     moved = buffer.to(device, non_blocking=True)
     for index, start in zip(from_host, starts, strict=True):
-        found[index] = _part(moved, start, tensors[index])
-    return found
+        on_device[index] = _part(moved, start, tensors[index])
+    return on_device
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors on the CPU; from a GPU in one copy, for which this waits once."""
+    """Moves tensors to the CPU; from a GPU by one copy, for which this waits once."""
     if len(tensors) < 2 or any(tensor.device.type != "cuda" for tensor in tensors):
         return [tensor.cpu() for tensor in tensors]
     parts, starts, end = [], [], 0
@@ -57,14 +53,14 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def numbers_of(values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Tensors without dimensions as numbers, as `item` returns them; waits for a GPU once."""
+    """Converts 0-dimensional tensors to numbers, like `item`, but waits for a GPU only once."""
     if len({value.device for value in values.values()}) != 1:
         return {name: value.item() for name, value in values.items()}
-    found = [value.detach().double().reshape(()) for value in values.values()]
-    one_type = torch.stack(found).tolist()
+    doubles = [value.detach().double().reshape(()) for value in values.values()]
+    numbers = torch.stack(doubles).tolist()
     return {
         name: number if value.is_floating_point() else int(number)
-        for (name, value), number in zip(values.items(), one_type, strict=True)
+        for (name, value), number in zip(values.items(), numbers, strict=True)
     }
 
 

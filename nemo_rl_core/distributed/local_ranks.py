@@ -1,4 +1,4 @@
-"""A function on several ranks of this machine, without Ray: for commands, notebooks and tests."""
+"""Runs a function on several ranks of this machine without Ray, for commands and notebooks."""
 
 import multiprocessing
 import os
@@ -24,18 +24,12 @@ def run_ranks(
 ) -> list[Any]:
     """Calls `function(*args)` in `world_size` processes that can join one process group.
 
-    Each has the environment that `join_process_group` reads.
+    Each process has the environment that `join_process_group` reads.
 
     Args:
-        function: Sent by value, so that it may be a closure.
-        *args: The same for every rank.
-        world_size: How many processes.
-        num_threads: Cores that each computes with.
-        timeout_seconds: For all of them together: ends ranks that wait for one another for ever. A
+        function: Function to call; it is sent by value and may be a closure.
+        timeout_seconds: Time limit for all ranks together, which ends deadlocked ranks. A
             conversion of a large model takes hours.
-
-    Returns:
-        What each rank returned, in rank order.
 
     Raises:
         WorkerError: If a rank raises, dies, or does not end in time; the others are ended.
@@ -78,7 +72,7 @@ def _rank(call: bytes, environment: dict[str, str], num_threads: int, writer: Co
     try:
         function, args = cloudpickle.loads(call)
         answer = True, function(*args)
-    except BaseException:  # noqa: BLE001  (raised again by who waits for the answer)
+    except BaseException:  # noqa: BLE001  (the parent raises it again)
         answer = False, traceback.format_exc()
     # Sent before the group is left: leaving waits for ranks that may have failed.
     writer.send_bytes(cloudpickle.dumps(answer))
@@ -96,7 +90,7 @@ def _collect(readers: list[Connection], timeout_seconds: float) -> list[Any]:
         if not ready:
             raise WorkerError(
                 f"ranks {sorted(waiting.values())} did not end within {timeout_seconds:.0f} s",
-                fix="a rank that skips a collective leaves the others waiting: look at the ranks "
+                fix="a rank that skips a collective leaves the others waiting: check the ranks "
                 "that did end",
             )
         for reader in ready:

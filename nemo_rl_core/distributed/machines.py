@@ -1,42 +1,33 @@
-"""Transfers of saved files by the machines of a Ray cluster that wrote them."""
+"""Transfers saved files on the machines of a Ray cluster that wrote them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nemo_rl_core.checkpoints.object_saves import LARGE_BYTES, Transfer, here
+from nemo_rl_core.checkpoints.object_saves import LARGE_BYTES, Transfer, transfer_in_this_process
 from nemo_rl_core.distributed.worker_group import wait_for_all
 
 _PROCESSES_PER_MACHINE = 4
-"""A client of S3 computes 1 to 7 CPU seconds a GiB: one process does not fill a machine's port."""
+"""An S3 client takes 1 to 7 CPU seconds per GiB: one process cannot saturate the network."""
 
 
 def on_machines(
     how: Callable[[Any, Sequence[Transfer]], None], system: Any, transfers: Sequence[Transfer]
 ) -> None:
-    """Transfers files where they were written, each machine its own, in processes beside the ranks.
+    """Transfers each file on the machine that wrote it, in separate processes; a `Mover`.
 
-    What the machines of an earlier cluster wrote is divided among those of this one, a machine's
-    files to one machine. Of files of no known machine large ones are divided among all. Small ones
-    are transferred by this process, and so are all where there is no Ray cluster. A `Mover`.
-
-    Args:
-        how: `send`, `receive` or `deliver`.
-        system: The `fsspec` file system; processes of the machines get a copy.
-        transfers: The files, which all machines would find at the same paths.
-
-    Raises:
-        NemoRLError: As `how` raises it.
-        RayError: If a machine or its process is lost.
+    The files of each machine of an earlier cluster go to one machine of this cluster. Large files
+    of unknown machines are divided among all machines. This process transfers the small ones, and
+    all files if there is no Ray cluster.
     """
     machines = machines_with_workers()
-    parts = {node: each for node, each in _dealt(transfers, machines).items() if each}
-    own = parts.pop("", [])
+    shards = _shard_by_machine(transfers, machines)
+    local_shard = shards.pop("", [])
     pending = [
-        _task(how, node).remote(system, share)
-        for node, each in parts.items()
-        for share in balanced(each, _PROCESSES_PER_MACHINE)
+        _task(how, node).remote(system, part)
+        for node, shard in shards.items()
+        for part in balanced(shard, _PROCESSES_PER_MACHINE)
     ]
-    here(how, system, own)
+    transfer_in_this_process(how, system, local_shard)
     wait_for_all(pending, workers={})
 
 
@@ -44,15 +35,15 @@ def _task(how: Callable[[Any, Sequence[Transfer]], None], node: str) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    placed = NodeAffinitySchedulingStrategy(node, soft=False)
-    # Ray would try a lost one again, on a machine that does not have the files.
-    return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=placed)(how)
+    on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+    # Ray would retry a lost task on a machine that does not have the files.
+    return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_node)(how)
 
 
 def machines_with_workers() -> list[str]:
-    """Ids of the machines that may have ranks; a head without CPUs has none.
+    """Returns the ids of machines that may run ranks, which excludes a head without CPUs.
 
-    Empty where this process has no Ray cluster.
+    Empty if this process has no Ray cluster.
     """
     import ray
 
@@ -62,26 +53,30 @@ def machines_with_workers() -> list[str]:
     return sorted(node["NodeID"] for node in alive if node["Resources"].get("CPU", 0) > 0)
 
 
-def _dealt(transfers: Sequence[Transfer], machines: Sequence[str]) -> dict[str, list[Transfer]]:
-    """The transfers by machine; an empty name is this process."""
+def _shard_by_machine(
+    transfers: Sequence[Transfer], machines: Sequence[str]
+) -> dict[str, list[Transfer]]:
+    """Assigns the transfers to machines; an empty name is this process."""
     gone = sorted({each.file.machine for each in transfers} - {"", *machines})
-    taker = {name: machines[place % len(machines)] for place, name in enumerate(gone) if machines}
-    dealt: dict[str, list[Transfer]] = {}
-    anyones: list[Transfer] = []
+    successor = {
+        name: machines[index % len(machines)] for index, name in enumerate(gone) if machines
+    }
+    shards: dict[str, list[Transfer]] = {}
+    unassigned: list[Transfer] = []
     for each in transfers:
         name = each.file.machine
         if machines and not name and each.file.num_bytes >= LARGE_BYTES:
-            anyones.append(each)
+            unassigned.append(each)
         else:
-            node = name if name in machines else taker.get(name, "")
-            dealt.setdefault(node, []).append(each)
-    for node, share in zip(machines, balanced(anyones, len(machines)), strict=False):
-        dealt.setdefault(node, []).extend(share)
-    return dealt
+            node = name if name in machines else successor.get(name, "")
+            shards.setdefault(node, []).append(each)
+    for node, part in zip(machines, balanced(unassigned, len(machines)), strict=False):
+        shards.setdefault(node, []).extend(part)
+    return shards
 
 
 def balanced(transfers: Sequence[Transfer], num_parts: int) -> list[list[Transfer]]:
-    """Transfers in at most so many parts of about equal size, none of them empty."""
+    """Splits transfers into at most `num_parts` non-empty parts of about equal size."""
     parts: list[list[Transfer]] = [[] for _ in range(min(num_parts, len(transfers)))]
     sizes = [0] * len(parts)
     for each in sorted(transfers, key=lambda each: -each.file.num_bytes):

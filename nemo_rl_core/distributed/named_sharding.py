@@ -1,4 +1,4 @@
-"""Ranks on a grid with named axes: who shares what with whom."""
+"""A grid of ranks with named axes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,11 +18,8 @@ class NamedSharding:
     """An array of ranks whose axes have names.
 
     Args:
-        layout: Every rank from 0 up to the number of ranks, once, in an array of any shape.
-        names: One for each axis of the array, slowest first.
-
-    Raises:
-        ValueError: If names and axes differ in number, or a rank is missing or stands twice.
+        layout: Array of any shape that has each rank from 0 to the number of ranks - 1 once.
+        names: Names of the array's axes, slowest first.
 
     Example:
         >>> grid = NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"])
@@ -42,35 +39,31 @@ class NamedSharding:
             )
         if sorted(self._layout.flat) != list(range(self._layout.size)):
             raise ValueError(
-                f"a layout holds each rank from 0 to {self._layout.size - 1} once, "
+                f"a layout needs each rank from 0 to {self._layout.size - 1} once, "
                 f"got {self._layout.tolist()}"
             )
 
     @property
     def shape(self) -> dict[str, int]:
-        """The length of each axis, slowest first."""
+        """Length of each axis, slowest first."""
         return dict(zip(self.names, self._layout.shape, strict=True))
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return int(self._layout.size)
 
     def axis_size(self, name: str) -> int:
-        """The length of an axis.
-
-        Raises:
-            ValueError: If there is no such axis; lists those there are.
-        """
+        """Returns the length of an axis."""
         return int(self._layout.shape[self._axis(name)])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis."""
-        (place,) = np.argwhere(self._layout == rank)
-        return dict(zip(self.names, place.tolist(), strict=True))
+        """Returns the coordinates of a rank by axis name."""
+        (position,) = np.argwhere(self._layout == rank)
+        return dict(zip(self.names, position.tolist(), strict=True))
 
     def ranks(self, **coordinates: int) -> list[int]:
-        """The ranks that stand at these coordinates, in the layout's order.
+        """Returns the ranks at these coordinates, in the layout's order.
 
         Example:
             >>> grid = NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"])
@@ -83,7 +76,7 @@ class NamedSharding:
         return [int(rank) for rank in self._layout[tuple(index)].flat]
 
     def along(self, name: str) -> list[list[int]]:
-        """For each coordinate on an axis its ranks, the one at 0 on all other axes first.
+        """Returns the ranks of each coordinate on an axis, first the one at 0 on all other axes.
 
         Example:
             >>> NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"]).along(
@@ -91,10 +84,10 @@ class NamedSharding:
             ... )
             [[0, 2], [1, 3]]
         """
-        found: list[list[int]] = (
+        ranks: list[list[int]] = (
             np.moveaxis(self._layout, self._axis(name), 0).reshape(self.axis_size(name), -1)
         ).tolist()
-        return found
+        return ranks
 
     def _axis(self, name: str) -> int:
         if name not in self.names:
@@ -106,16 +99,9 @@ class NamedSharding:
 
 
 def training_sharding(training: Parallelism, num_workers: int) -> NamedSharding:
-    """The grid of a training backend's ranks: pipeline slowest, then data, context, tensor.
+    """Returns the grid of a training backend's ranks: pipeline slowest, then data, context, tensor.
 
-    Tensor parallelism talks most, so that its ranks are neighbours; pipelines talk least.
-
-    Args:
-        training: Over how many ranks one copy of the model is spread.
-        num_workers: Ranks in all.
-
-    Raises:
-        ConfigError: If they do not hold whole copies of the model.
+    Tensor parallelism communicates most, so its ranks are neighbors; pipelines communicate least.
     """
     tensor, context = training.tensor_parallel_size, training.context_parallel_size
     pipeline = training.ranks_per_replica // (tensor * context)

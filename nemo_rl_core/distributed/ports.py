@@ -11,19 +11,14 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 
-_held: deque[socket.socket] = deque(maxlen=64)
-"""A rendezvous listens soon: what was held long ago is not waited for any more."""
+_reserved: deque[socket.socket] = deque(maxlen=64)
+"""Sockets of the newest reservations; a rendezvous listens soon, so older ones can go."""
 
 
 def host_store(address: str, port: int, **options: Any) -> "TCPStore":
     """Returns a `TCPStore` that listens on one address of this machine.
 
-    By itself torch's listens on every interface, whatever address it is given.
-
-    Args:
-        address: IP address to listen on, and where clients connect.
-        port: Port to listen on; 0 takes any free one.
-        **options: For `TCPStore`.
+    By default torch's store listens on every interface, whatever its address.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -39,18 +34,17 @@ def host_store(address: str, port: int, **options: Any) -> "TCPStore":
 
 
 def hold_port(candidates: Iterable[int], *, host: str) -> int | None:
-    """Takes a port for a rendezvous that listens on it later, in this or another process.
+    """Reserves a port for a rendezvous that listens on it later, in this or another process.
 
-    A socket is bound to it and does not listen. Linux gives such a port to nobody by itself, and
-    refuses it to those who bind it plainly, as this function does. It lets a server listen that
-    asks for the reuse of addresses, as those of torch do.
+    Binds a socket to the port without listening. Linux then does not assign the port to anybody,
+    and refuses a plain `bind`, such as this function's. It still lets a server listen that sets
+    SO_REUSEADDR, as torch's do.
 
     Args:
-        candidates: Ports to try in turn; 0 is any that is free.
-        host: IP address to bind.
+        candidates: Ports to try in turn; 0 is any free port.
 
     Returns:
-        The port, held until this process ends or has taken 64 others; None if all are taken.
+        The port, reserved until this process ends or has reserved 64 others; None if all are taken.
     """
     for candidate in candidates:
         holder = socket.socket(_family(host))
@@ -62,9 +56,9 @@ def hold_port(candidates: Iterable[int], *, host: str) -> int | None:
         port = int(holder.getsockname()[1])
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if _can_listen(host, port):
-            _held.append(holder)
+            _reserved.append(holder)
         else:
-            holder.close()  # a kernel that lets nobody listen: free, not reserved
+            holder.close()  # a kernel that lets nobody listen: the port is free, not reserved
         return port
     return None
 

@@ -1,4 +1,4 @@
-"""How ranks find one another and their GPU: what a launcher sets, read in one place."""
+"""Process groups and devices of ranks, from the environment variables that a launcher sets."""
 
 import os
 import re
@@ -18,14 +18,10 @@ if TYPE_CHECKING:
 def rank_environment(
     rank: int, world_size: int, *, address: str, port: int, local_rank: int | None = None
 ) -> dict[str, str]:
-    """What a worker's environment must hold before it calls `join_process_group`.
+    """Returns the environment variables that `join_process_group` reads in a worker.
 
     Args:
-        rank: Of the worker, from 0.
-        world_size: How many workers there are.
-        address: Where rank 0 runs.
-        port: A free one on that machine.
-        local_rank: Of the worker on its machine; the rank itself where there is one machine.
+        local_rank: Rank of the worker among those of its machine; None is `rank`.
     """
     return {
         "RANK": str(rank),
@@ -38,13 +34,10 @@ def rank_environment(
 
 
 def network_environment(address: str) -> dict[str, str]:
-    """Returns the environment in which workers on loopback listen on no other interface.
+    """Returns environment variables that keep workers on loopback from using other interfaces.
 
     By default gloo, NCCL and vLLM listen on the interface of the host's name. Variables that the
-    user has set stay.
-
-    Args:
-        address: Address of the workers' machine as Ray knows it.
+    user has set are kept.
 
     Example:
         >>> network_environment("192.0.2.7")
@@ -57,62 +50,59 @@ def network_environment(address: str) -> dict[str, str]:
 
 
 def world_size() -> int:
-    """How many ranks train together, by the environment; 1 where nothing says."""
+    """Returns the number of ranks that train together; 1 if the environment does not say."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """This process's place among them."""
+    """Returns this process's rank among those that train together."""
     return int(os.environ.get("RANK", "0"))
 
 
 def visible_gpus() -> list[str]:
-    """What `CUDA_VISIBLE_DEVICES` calls the GPUs that this process sees, in CUDA's order."""
-    import torch  # in the functions, so that what starts workers need not wait for it
+    """Returns the names of this process's GPUs in `CUDA_VISIBLE_DEVICES`, in CUDA's order."""
+    import torch  # in the functions, so that the code that starts workers need not wait for it
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
 
 
 def own_gpu() -> str:
-    """What `CUDA_VISIBLE_DEVICES` calls this rank's GPU, the same in every process of the machine.
+    """Returns the name of this rank's GPU in `CUDA_VISIBLE_DEVICES`, unique on the machine.
 
-    In a worker of Ray it is the GPU of the worker's bundle, whether Ray hides the others or not;
-    elsewhere the one at `LOCAL_RANK`.
-
-    Raises:
-        ResourceError: If the process does not see the GPU that Ray has given it.
+    In a Ray worker it is the GPU of the worker's bundle, whether or not Ray hides the others;
+    elsewhere the one at index `LOCAL_RANK`.
     """
     visible = visible_gpus()
     if len(visible) == 1:
         return visible[0]
-    given = _gpu_of_ray()
-    if given is None:
+    assigned = _gpu_from_ray()
+    if assigned is None:
         return visible[int(os.environ.get("LOCAL_RANK", "0")) % len(visible)]
-    if given not in visible:
+    if assigned not in visible:
         raise ResourceError(
             "a worker does not see the GPU of its bundle",
-            expected=f"GPU {given} in CUDA_VISIBLE_DEVICES",
+            expected=f"GPU {assigned} in CUDA_VISIBLE_DEVICES",
             got=",".join(visible),
-            fix="leave CUDA_VISIBLE_DEVICES to Ray: take it out of the workers' environment",
+            fix="leave CUDA_VISIBLE_DEVICES to Ray: remove it from the workers' environment",
         )
-    return given
+    return assigned
 
 
-def _gpu_of_ray() -> str | None:
-    """The GPU that Ray has given this worker; None outside of workers with a GPU."""
+def _gpu_from_ray() -> str | None:
+    """Returns the GPU that Ray has assigned to this worker; None outside of workers with a GPU."""
     if "ray" not in sys.modules:
         return None
     import ray
 
     if not ray.is_initialized():
         return None
-    given: list[str] = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-    return str(given[0]) if given else None
+    assigned: list[str] = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return str(assigned[0]) if assigned else None
 
 
 def local_device() -> "torch.device":
-    """Where this rank computes: its own GPU, or the CPU."""
+    """Returns the device on which this rank computes: its GPU, or the CPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -121,51 +111,49 @@ def local_device() -> "torch.device":
 
 
 TIMEOUT = "NEMO_RL_COLLECTIVE_TIMEOUT"
-"""The environment variable with the seconds after which a collective is given up; the workers of a
-cluster have it from `cluster.collective_timeout_seconds`."""
+"""Environment variable with the timeout of collectives in seconds; the workers of a cluster get it
+from `cluster.collective_timeout_seconds`."""
 _TIMEOUT_SECONDS = 600.0
 RECORDS = "TORCH_FR_DUMP_TEMP_FILE"
-"""The environment variable with the path, but for the rank, of the files in which torch records the
-last collectives of a rank when one of them times out (its flight recorder)."""
+"""Environment variable with the path prefix of the files in which torch records the last
+collectives of a rank when one of them times out (its flight recorder); the rank is appended."""
 
 
 def collective_timeout() -> timedelta:
-    """After which a collective that some rank does not join is given up, by the environment.
+    """Returns how long a collective waits for a rank that does not join it, from the environment.
 
-    Every group of ranks is made with it. One that is made without has torch's own, half an hour for
-    groups of gloo and NCCL together, whatever the group of all ranks has.
+    Every group of ranks must be created with it: without it, torch uses half an hour for groups
+    with both gloo and NCCL, whatever the timeout of the world group.
     """
     return timedelta(seconds=float(os.environ.get(TIMEOUT, _TIMEOUT_SECONDS)))
 
 
 def records_prefix(folder: Path, group: str, engine: int | None = None) -> str:
-    """The value of `RECORDS` for a group of workers: `GROUP-rank_`, or `GROUP-engine_N-rank_`.
+    """Returns `RECORDS` for a group of workers: `GROUP-rank_`, or `GROUP-engine_N-rank_`.
 
     Args:
-        folder: For the files.
-        group: Name of the group.
-        engine: Number of the engine in it, if each engine counts its ranks from 0.
+        engine: Index of the engine in the group, if each engine counts its ranks from 0.
     """
     name = re.sub(r"[^\w.]", "_", group)
     return str(folder / (f"{name}-rank_" if engine is None else f"{name}-engine_{engine}-rank_"))
 
 
 def split_records(engine: int) -> None:
-    """Has this rank record its collectives as one of an engine, whose ranks count from 0."""
+    """Sets `RECORDS` for a rank of an engine, whose ranks count from 0."""
     prefix = Path(os.environ.get(RECORDS, ""))
-    if prefix.name.endswith("-rank_"):  # else it is the user's
+    if prefix.name.endswith("-rank_"):  # else the user has set it
         group = prefix.name.removesuffix("-rank_")
         os.environ[RECORDS] = records_prefix(prefix.parent, group, engine)
 
 
 def join_process_group(*, timeout_seconds: float | None = None) -> None:
-    """Joins the ranks that the environment describes; again, or alone, that changes nothing.
+    """Joins the process group that the environment describes; a second call does nothing.
 
-    A process without `WORLD_SIZE` is the only rank of a group of one.
+    A process without `WORLD_SIZE` is the only rank of its group.
 
     Args:
-        timeout_seconds: After which a collective that some rank does not join is an error; None
-            takes that of the environment (`TIMEOUT`), else ten minutes.
+        timeout_seconds: Timeout of collectives; None takes it from the environment (`TIMEOUT`),
+            else ten minutes.
     """
     import torch
     import torch.distributed as dist
@@ -173,7 +161,7 @@ def join_process_group(*, timeout_seconds: float | None = None) -> None:
     if dist.is_initialized():
         return
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_device())  # what collectives and libraries take unasked
+        torch.cuda.set_device(local_device())  # the default of collectives and libraries
     is_single = "WORLD_SIZE" not in os.environ
     timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else collective_timeout()
     if is_single:
@@ -190,7 +178,7 @@ def join_process_group(*, timeout_seconds: float | None = None) -> None:
 def meeting_store(timeout: timedelta) -> "TCPStore":
     """Returns the store at which the ranks of the environment meet; waits until all have joined.
 
-    Rank 0 hosts it, on the address at which the others find it and no other.
+    Rank 0 hosts it, only on the address to which the others connect.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""Is there what a recipe asks for? Asked first, since Ray would wait for ever."""
+"""Checks a recipe's resource requests before Ray is asked, which would wait forever."""
 
 import os
 import subprocess
@@ -10,19 +10,19 @@ from typing import Literal
 from nemo_rl_core.errors import ResourceError
 
 Resource = Literal["CPU", "GPU", "memory"]
-"""CPU cores, GPUs, and main memory in GiB; the first two as Ray spells them."""
+"""CPU cores, GPUs (both as Ray spells them), and main memory in GiB."""
 
 _SHOWN = {"CPU": "{:g} CPU cores", "GPU": "{:g} GPUs", "memory": "{:.6g} GiB memory"}
 
 
 class ResourceManager:
-    """What a machine or a cluster has, and what it lacks for a request.
+    """Compares requests with the resources of a machine or a cluster.
 
     Args:
-        count: How much of a resource there is; asked only for what a request names, since counting
-            GPUs may start a program.
-        name: Of what has them, for messages.
-        is_here: Whether it is this machine, whose torch may see no GPUs.
+        count: Returns how much of a resource there is; called only for requested resources, since
+            counting GPUs may start a program.
+        name: Name of the machine or cluster for messages.
+        is_this_machine: Whether it is this machine, whose torch may see no GPUs.
 
     Example:
         >>> node = ResourceManager({"CPU": 8, "GPU": 1, "memory": 64}.__getitem__, name="the node")
@@ -31,47 +31,45 @@ class ResourceManager:
     """
 
     def __init__(
-        self, count: Callable[[Resource], float], *, name: str, is_here: bool = True
+        self, count: Callable[[Resource], float], *, name: str, is_this_machine: bool = True
     ) -> None:
-        self._count, self._is_here = count, is_here
+        self._count, self._is_this_machine = count, is_this_machine
         self.name = name
 
     @classmethod
     def of_this_machine(cls) -> "ResourceManager":
-        """The machine that this process runs on, or its container."""
+        """Returns the resources of this process's machine or container."""
         return cls(_count_here, name="this machine")
 
     @classmethod
     def of_ray(
-        cls, resources: Mapping[str, float], *, name: str, is_here: bool = True
+        cls, resources: Mapping[str, float], *, name: str, is_this_machine: bool = True
     ) -> "ResourceManager":
-        """What Ray reports, as `ray.cluster_resources()` or `ray.available_resources()` gives."""
+        """Reads the result of `ray.cluster_resources()` or `ray.available_resources()`."""
         unit = {"memory": 2**30}  # Ray counts bytes
         return cls(
-            lambda key: resources.get(key, 0.0) / unit.get(key, 1), name=name, is_here=is_here
+            lambda key: resources.get(key, 0.0) / unit.get(key, 1),
+            name=name,
+            is_this_machine=is_this_machine,
         )
 
     def missing(self, request: Mapping[Resource, float]) -> dict[Resource, float]:
-        """How much there is of each resource of which there is less than asked for."""
-        found = {resource: self._count(resource) for resource, wanted in request.items() if wanted}
-        return {resource: has for resource, has in found.items() if has < request[resource]}
+        """Returns the available amount of each resource that is less than requested."""
+        available = {key: self._count(key) for key, amount in request.items() if amount}
+        return {key: amount for key, amount in available.items() if amount < request[key]}
 
     def check(self, request: Mapping[Resource, float], *, fix: str | None = None) -> None:
         """Refuses a request that can never be met.
 
         Args:
-            request: How much of each resource.
-            fix: What to do about it; by default, to choose a smaller shape.
-
-        Raises:
-            ResourceError: Names all that is missing.
+            fix: Fix in the error; by default to choose a smaller shape.
         """
         if missing := self.missing(request):
             raise ResourceError(
-                f"{self.name} is smaller than the cluster that is asked for",
+                f"{self.name} is smaller than the requested cluster",
                 expected=", ".join(_SHOWN[key].format(request[key]) for key in missing),
                 got=", ".join(_SHOWN[key].format(has) for key, has in missing.items())
-                + (_why_no_gpus() if missing.get("GPU") == 0 and self._is_here else ""),
+                + (_why_no_gpus() if missing.get("GPU") == 0 and self._is_this_machine else ""),
                 fix=fix or _smaller(missing),
             )
 
@@ -93,20 +91,20 @@ def _count_here(resource: Resource) -> float:
 
 
 def count_gpus() -> int:
-    """How many GPUs this process may use: by torch if it is imported already, else by the driver.
+    """Counts the GPUs that this process may use.
 
-    torch is never imported for this, since it takes seconds and the answer is wanted at once.
+    Asks torch if it is imported already, else the driver, since importing torch takes seconds.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
         return int(torch.cuda.device_count())
-    present = _count_by_nvidia_smi()
+    num_gpus = _count_by_nvidia_smi()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return present
-    # As CUDA reads it: an empty list or one that starts with -1 hides them all.
+        return num_gpus
+    # As in CUDA, an empty list or one that starts with -1 hides all GPUs.
     chosen = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
-    return min(present, len(chosen))
+    return min(num_gpus, len(chosen))
 
 
 def _count_by_nvidia_smi() -> int:
@@ -127,7 +125,7 @@ def _why_no_gpus() -> str:
 
 
 def total_memory_gib() -> float:
-    """The memory of this machine, or of its container where that is less, in GiB."""
+    """Returns the memory of this machine, or of its container if that is less, in GiB."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     cgroup = Path("/sys/fs/cgroup/memory.max")
     if cgroup.is_file() and (limit := cgroup.read_text().strip()).isdecimal():

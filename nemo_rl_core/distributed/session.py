@@ -1,8 +1,8 @@
 """The cluster of this process, with workers that outlive a stage.
 
 Starting a worker means importing torch or starting an engine: tens of seconds. Stages of one local
-run therefore share workers: a stage asks for them by name and gets running ones where the last
-stage left such. What a worker holds never carries over: every stage sets it up anew.
+run therefore share workers: a stage requests them by name and gets running ones if the last stage
+left any. The state of a worker is never reused: every stage sets it up again.
 """
 
 import os
@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.placement import OwnBundles
+from nemo_rl_core.config.placement import DedicatedBundles
 from nemo_rl_core.distributed.allocator import allocator_environment
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.process_group import RECORDS, TIMEOUT, records_prefix
@@ -23,7 +23,7 @@ from nemo_rl_core.telemetry.waiting import waiting
 
 _MAX_COLOCATED_WORKER_GROUPS = 8
 _CPUS_BESIDE = 0.1
-"""Of a laptop's cores, as Ray counts them: for up to ten bundles beside the trainer's."""
+"""CPUs of a laptop, as Ray counts them, for up to ten dedicated bundles."""
 _sessions: "dict[ClusterConfig, ClusterSession]" = {}
 
 _RECORDED_COLLECTIVES = 2000
@@ -32,14 +32,14 @@ _KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**
 
 
 def thread_environment(num_threads: int | None) -> dict[str, str]:
-    """The environment in which workers compute with so many threads.
+    """Returns the environment of workers that compute with a number of threads.
 
-    A thread that waits for the others sleeps. By default it spins for milliseconds, which takes the
-    core from whatever else runs, such as another worker, and from the very thread that it waits
-    for. What the user's environment says of it stays.
+    Threads that wait for others sleep. By default they spin for milliseconds, and take the core
+    from other workers and even from the threads that they wait for. Variables that are set in the
+    environment are not changed.
 
     Args:
-        num_threads: Of each worker; None leaves that to Ray.
+        num_threads: Number of threads of each worker; None leaves that to Ray.
 
     Example:
         >>> thread_environment(2)["OMP_NUM_THREADS"]
@@ -51,10 +51,10 @@ def thread_environment(num_threads: int | None) -> dict[str, str]:
 
 
 def memory_environment(cluster: RayVirtualCluster) -> dict[str, str]:
-    """The environment in which a trainer's worker uses again the memory that it has freed.
+    """Returns the environment in which a trainer's worker reuses memory that it has freed.
 
-    On CPUs a step frees and allocates the same hundreds of MiB again. glibc would give them back,
-    and the system would clear every page of them anew: a sixth of a small model's step. On GPUs see
+    On CPUs every step frees and allocates the same hundreds of MiB. glibc would return them to the
+    system, which would clear every page again: a sixth of a small model's step. On GPUs see
     `allocator_environment`.
     """
     if cluster.use_gpus:
@@ -70,37 +70,33 @@ def gang_environment(
     timeout_seconds: float | None = None,
     folder: Path | None = None,
 ) -> dict[str, str]:
-    """The environment of ranks that wait for one another.
+    """Returns the environment of ranks that wait for one another.
 
-    On GPUs NCCL keeps a record of its last collectives, which each rank writes when one of them
-    times out. What the user's environment says of the recorder stays.
+    On GPUs NCCL records its last collectives, which each rank writes when one of them times out.
+    Variables of the recorder that are set in the environment are not changed.
 
     Args:
-        name: Of the group of workers, whose records are called after it: ranks of other groups have
-            the same numbers.
-        use_gpus: Whether ranks compute on GPUs.
-        timeout_seconds: After which a collective is given up; None leaves the default.
-        folder: For the records.
+        name: Name of the group of workers, which is part of the names of its records, since ranks
+            of other groups have the same numbers.
     """
-    found = {} if timeout_seconds is None else {TIMEOUT: f"{timeout_seconds:g}"}
+    variables = {} if timeout_seconds is None else {TIMEOUT: f"{timeout_seconds:g}"}
     if not use_gpus or folder is None:
-        return found
+        return variables
     records = {
         "TORCH_FR_BUFFER_SIZE": str(_RECORDED_COLLECTIVES),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         RECORDS: records_prefix(folder, name),
     }
-    return found | {name: value for name, value in records.items() if name not in os.environ}
+    return variables | {name: value for name, value in records.items() if name not in os.environ}
 
 
 class ClusterSession:
     """A cluster and the worker groups that run on it.
 
     Args:
-        cluster: Where they run. One that is not its default needs room for as many groups as run
-            side by side (`max_colocated_worker_groups`).
-        num_threads: Cores that each worker computes with; None leaves that to Ray.
-        collective_timeout_seconds: After which ranks that wait for another one give up.
+        cluster: Cluster of the workers. A custom one must allow as many worker groups as run at
+            the same time (`max_colocated_worker_groups`).
+        collective_timeout_seconds: Timeout of ranks that wait for another one.
     """
 
     def __init__(
@@ -117,11 +113,11 @@ class ClusterSession:
         if cluster.use_gpus:
             self._records.mkdir(parents=True, exist_ok=True)
         self._groups: dict[str, tuple[str, RayWorkerGroup]] = {}
-        self._beside: dict[str, tuple[OwnBundles, RayVirtualCluster]] = {}
+        self._dedicated: dict[str, tuple[DedicatedBundles, RayVirtualCluster]] = {}
 
     @classmethod
     def of(cls, config: ClusterConfig) -> "ClusterSession":
-        """A session of its own on a cluster of that shape."""
+        """Creates a separate session on a cluster of that shape."""
         use_gpus = config.num_gpus > 0
         cores = os.cpu_count() or 1
         cluster = RayVirtualCluster(
@@ -151,18 +147,13 @@ class ClusterSession:
         env_vars: Mapping[str, str] | None = None,
         cluster: RayVirtualCluster | None = None,
     ) -> tuple[RayWorkerGroup, bool]:
-        """Running workers of that name and key, or new ones.
+        """Returns running workers of that name and key, or starts new ones.
 
         Args:
-            worker_class: What to start where there are none.
-            name: One group of a name runs at a time.
-            key: What the running group must have been started with; another key replaces it.
-            sharding: The ranks, from the cluster's first bundle on; by default one worker.
-            env_vars: Environment for new workers.
-            cluster: Whose bundles they get, of `beside`; None for those of the session.
-
-        Returns:
-            The group, and whether it was started just now.
+            key: Key of the group; a running group with another key is replaced.
+            sharding: Sharding of the ranks, from the cluster's first bundle on; by default one
+                worker.
+            cluster: Dedicated cluster of the workers; None uses the session's.
         """
         sharding = sharding or NamedSharding([0], ["data_parallel"])
         cluster = cluster or self.cluster
@@ -188,68 +179,65 @@ class ClusterSession:
         self._groups[name] = (key, group)
         return group, True
 
-    def beside(self, own: OwnBundles) -> RayVirtualCluster:
-        """Bundles of one group of workers' own, those that it has already where they are as many.
+    def dedicated_cluster(self, bundles: DedicatedBundles) -> RayVirtualCluster:
+        """Returns the cluster of a group's dedicated bundles, the existing one if unchanged."""
+        if bundles.name in self._dedicated and self._dedicated[bundles.name][0] != bundles:
+            self._release_dedicated([bundles.name])
+        if bundles.name not in self._dedicated:
+            before = [placed for placed, _ in self._dedicated.values()]
+            self._dedicated[bundles.name] = (
+                bundles,
+                self.cluster.with_dedicated(bundles, placed_before=before),
+            )
+        return self._dedicated[bundles.name][1]
 
-        Args:
-            own: How many, and for whom. Others of this name are given back first.
+    def reserve_dedicated(self, bundles: Sequence[DedicatedBundles]) -> None:
+        """Reserves the bundles that a stage needs in addition to those of the session, in order.
+
+        All bundles are then on the planned machines, whichever group of workers starts first.
+        Dedicated bundles of earlier stages that this stage does not need are released, but only if
+        it needs new ones.
         """
-        if own.name in self._beside and self._beside[own.name][0] != own:
-            self._give_back_beside([own.name])
-        if own.name not in self._beside:
-            before = [placed for placed, _ in self._beside.values()]
-            self._beside[own.name] = own, self.cluster.beside(own, placed_before=before)
-        return self._beside[own.name][1]
-
-    def reserve_beside(self, own: Sequence[OwnBundles]) -> None:
-        """Reserves all that a stage has beside the bundles of the session, in this order.
-
-        So all lie on machines as planned, whichever group of workers starts first. What earlier
-        stages have had besides is given back, unless all of this is among it.
-
-        Args:
-            own: For each group of workers.
-        """
-        found = {name: placed for name, (placed, _) in self._beside.items()}
-        if all(found.get(each.name) == each for each in own):
+        running = {name: placed for name, (placed, _) in self._dedicated.items()}
+        if all(running.get(each.name) == each for each in bundles):
             return
-        self._give_back_beside([name for name, placed in found.items() if placed not in own])
+        self._release_dedicated([name for name, placed in running.items() if placed not in bundles])
         if self.cluster.use_gpus:
             self.cluster.bundles()  # the trainer's come first
-        for each in own:
-            self.beside(each).bundles()
+        for each in bundles:
+            self.dedicated_cluster(each).bundles()
 
-    def _give_back_beside(self, names: Sequence[str]) -> None:
+    def _release_dedicated(self, names: Sequence[str]) -> None:
         for given_back in names:
-            _, cluster = self._beside.pop(given_back)
+            _, cluster = self._dedicated.pop(given_back)
             for name in [name for name, (_, group) in self._groups.items() if group.is_on(cluster)]:
                 self.discard(name)
             cluster.shutdown()
 
     def discard(self, name: str) -> None:
-        """Ends the group of that name, if it runs: after a failure nothing of it is reused."""
+        """Ends the group of that name, if it runs; its workers are not reused."""
         if name in self._groups:
             self._groups.pop(name)[1].shutdown()
 
     def shutdown(self) -> None:
-        """Ends all workers and gives the bundles back."""
+        """Ends all workers and releases the bundles."""
         for name in list(self._groups):
             self.discard(name)
-        self._give_back_beside(list(self._beside))
+        self._release_dedicated(list(self._dedicated))
         self.cluster.shutdown()
 
 
 def connect(config: ClusterConfig) -> ClusterSession:
-    """The session of this process for that shape, started when first asked for."""
+    """Returns the session of this process for that shape, which the first call starts."""
     if config not in _sessions:
         _sessions[config] = ClusterSession.of(config)
     return _sessions[config]
 
 
 def shutdown() -> None:
-    """Ends every session and Ray; a no-op where nothing runs."""
+    """Ends every session and Ray; a no-op if nothing runs."""
     if not _sessions and "ray" not in sys.modules:
-        return  # importing it takes seconds, and it does not run
+        return  # Ray does not run, and its import takes seconds
     import ray
 
     for session in _sessions.values():

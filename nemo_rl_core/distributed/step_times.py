@@ -1,8 +1,8 @@
-"""How long each rank computes by itself in a step, to find the one that the others wait for.
+"""Compute time of each rank, excluding waits, to find the ranks that the others wait for.
 
-Ranks of a gang end a step together, so that the wall time of a step is that of the slowest one on
-all of them. Measured is what does not wait: on CPUs the seconds of the process's processors, on
-GPUs the seconds of a fixed matrix product on the device at the beginning of a step.
+All ranks end a step together, so its wall time on every rank is that of the slowest. This measures
+times without waits instead: CPU time of the process on CPUs, and on GPUs the duration of a fixed
+matrix product at the beginning of a step.
 """
 
 import socket
@@ -16,24 +16,21 @@ from typing import Any
 from nemo_rl_core.distributed.process_group import local_device, rank, world_size
 
 RATIO = 1.5
-"""Of a rank's own seconds to the median of all, from which on it is a straggler."""
+"""A rank is a straggler if its compute time reaches this multiple of the median of all ranks."""
 _PROBE_SIZE, _PROBE_PRODUCTS = 2048, 8
 
 _steps: list[tuple[float, float]] = []
-"""Wall seconds and own seconds of the steps of this process that nobody has taken yet."""
+"""Wall and compute seconds of this process's steps since the last `pop_step_times`."""
 _probe_input: Any = None
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Means over some steps of one rank.
+    """Mean times of one rank over some steps.
 
     Attributes:
-        rank: Of the group.
-        host: Its machine.
-        num_steps: How many.
-        wall_seconds: Of a step, waiting included.
-        own_seconds: As the module describes.
+        wall_seconds: Wall time per step, including waiting.
+        own_seconds: Compute time per step (see the module).
     """
 
     rank: int
@@ -51,17 +48,17 @@ def step_time() -> Iterator[None]:
         return
     wall, cpu, events = time.perf_counter(), time.process_time(), _started_probe()
     yield
-    own = time.process_time() - cpu
+    own_seconds = time.process_time() - cpu
     if events is not None:
-        own = events[0].elapsed_time(events[1]) / 1000
-    _steps.append((time.perf_counter() - wall, own))
+        own_seconds = events[0].elapsed_time(events[1]) / 1000
+    _steps.append((time.perf_counter() - wall, own_seconds))
 
 
 def _started_probe() -> tuple[Any, Any] | None:
-    """CUDA events around a fixed product; None on a CPU. Waits for nothing."""
+    """Returns CUDA events around a fixed product, without waiting; None on a CPU."""
     import torch
 
-    global _probe_input  # noqa: PLW0603  (one a process)
+    global _probe_input  # noqa: PLW0603  (one per process)
     device = local_device()
     if device.type != "cuda":
         return None
@@ -71,39 +68,36 @@ def _started_probe() -> tuple[Any, Any] | None:
     event: Any = torch.cuda.Event
     start, end = event(enable_timing=True), event(enable_timing=True)
     start.record()
-    found = _probe_input
+    product = _probe_input
     for _ in range(_PROBE_PRODUCTS):
-        found = found @ _probe_input
+        product = product @ _probe_input
     end.record()
     return start, end
 
 
-def taken_times(_: Any = None) -> RankTimes | None:
-    """The means of this process's steps since the last call; None if there were none."""
-    found, _steps[:] = list(_steps), []
-    if not found:
+def pop_step_times(_: Any = None) -> RankTimes | None:
+    """Returns the means of this process's steps since the last call; None if there were none."""
+    steps, _steps[:] = list(_steps), []
+    if not steps:
         return None
-    walls, owns = zip(*found, strict=True)
+    walls, owns = zip(*steps, strict=True)
     host = socket.gethostname()
-    return RankTimes(rank(), host, len(found), statistics.fmean(walls), statistics.fmean(owns))
+    return RankTimes(rank(), host, len(steps), statistics.fmean(walls), statistics.fmean(owns))
 
 
 def stragglers(times: Sequence[RankTimes]) -> list[str]:
-    """What to tell of the ranks that the others wait for, the slowest first.
-
-    Args:
-        times: Of all ranks.
+    """Describes the ranks that the others wait for, the slowest first.
 
     Example:
         >>> ranks = [RankTimes(rank, f"node{rank}", 10, 3.0, 1.0 + rank) for rank in range(3)]
         >>> stragglers([*ranks[:2], RankTimes(2, "node2", 10, 3.0, 5.0)])
-        ['rank 2 on node2 computes 2.50 times as long as the median rank, 5.00 s of a step']
+        ['rank 2 on node2 computes 2.50 times as long as the median rank, 5.00 s per step']
     """
-    # Of two ranks the faster one, since a mean of both would hide the other.
-    usual = statistics.median_low([each.own_seconds for each in times]) if times else 0.0
-    slow = [each for each in times if usual and each.own_seconds > RATIO * usual]
+    # With two ranks, the lower median is the faster one; a mean would hide the slower one.
+    median = statistics.median_low([each.own_seconds for each in times]) if times else 0.0
+    slow = [each for each in times if median and each.own_seconds > RATIO * median]
     return [
-        f"rank {each.rank} on {each.host} computes {each.own_seconds / usual:.2f} times as long as "
-        f"the median rank, {each.own_seconds:.2f} s of a step"
+        f"rank {each.rank} on {each.host} computes {each.own_seconds / median:.2f} times as long "
+        f"as the median rank, {each.own_seconds:.2f} s per step"
         for each in sorted(slow, key=lambda each: -each.own_seconds)
     ]

@@ -1,4 +1,4 @@
-"""A share of a Ray cluster: bundles of resources that several worker groups live on."""
+"""A part of a Ray cluster: resource bundles that several worker groups share."""
 
 import os
 import random
@@ -13,7 +13,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from nemo_rl_core.config.placement import OwnBundles, own_bundles_per_node, with_own_bundles
+from nemo_rl_core.config.placement import (
+    DedicatedBundles,
+    dedicated_bundles_per_node,
+    with_dedicated_bundles,
+)
 from nemo_rl_core.distributed.ports import LOOPBACK, hold_port
 from nemo_rl_core.distributed.private_ray import private_start
 from nemo_rl_core.distributed.process_group import network_environment
@@ -32,10 +36,10 @@ _PROBE_SECONDS = 10.0
 
 
 def start_ray() -> None:
-    """Starts Ray on this machine, or joins what `RAY_ADDRESS` names; once a process.
+    """Starts Ray on this machine, or joins the cluster at `RAY_ADDRESS`; once per process.
 
-    What it starts listens on loopback only, with a new token (`private_start`). One runtime serves
-    every stage of a local run. Workers write to files, not to the terminal.
+    A local Ray listens on loopback only, with a new token (`private_start`), and serves every stage
+    of a local run. Workers write to files, not to the terminal.
     """
     import ray
 
@@ -45,18 +49,18 @@ def start_ray() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     local: dict[str, Any] = {
-        "address": "local",  # else Ray joins whatever `ray start` has left on this machine
+        "address": "local",  # else Ray joins one that `ray start` has left on this machine
         "num_cpus": os.cpu_count(),
         "include_dashboard": False,
         "runtime_env": {
-            "worker_process_setup_hook": _end_of_workers_is_quiet(),
+            "worker_process_setup_hook": _quiet_exit_hook(),
             "env_vars": network_environment(LOOPBACK),
         },
     }
     joins = bool(_ray_address())
     with (
         waiting("starting Ray"),
-        _handler_of_sigterm_kept(),
+        _sigterm_handler_restored(),
         nullcontext() if joins else private_start() as folder,
     ):
         options = {} if joins else {**local, "_temp_dir": str(folder)}
@@ -72,12 +76,9 @@ def start_ray() -> None:
 
 
 def resources_of_runs() -> ResourceManager:
-    """Returns what a run of this process has: a Ray cluster's resources, or this machine's.
+    """Returns the resources of a run in this process: those of a Ray cluster or of this machine.
 
-    It is the cluster that `RAY_ADDRESS` names, or to which this process is connected already.
-
-    Raises:
-        ResourceError: If that cluster cannot be joined.
+    The cluster is the one at `RAY_ADDRESS`, or to which this process is connected already.
     """
     address = _ray_address()
     connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
@@ -93,70 +94,66 @@ def resources_of_runs() -> ResourceManager:
     except (OSError, ray.exceptions.RayError, RuntimeError) as error:
         raise ResourceError(
             f"the Ray cluster at {address} cannot be joined",
-            expected="a head of Ray that listens there (RAY_ADDRESS); its token, if it has one, in "
+            expected="a Ray head that listens there (RAY_ADDRESS); its token, if it has one, in "
             "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, with RAY_AUTH_MODE=token",
             got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
             fix="start it (`ray start --head`), or unset RAY_ADDRESS to run on this machine",
         ) from error
-    return ResourceManager.of_ray(resources, name="the Ray cluster", is_here=not address)
+    return ResourceManager.of_ray(resources, name="the Ray cluster", is_this_machine=not address)
 
 
 def _ray_address() -> str:
-    """Returns the address of the cluster to join; empty for a Ray of this machine."""
     address = os.environ.get("RAY_ADDRESS", "")
     return "" if address == "local" else address
 
 
 def _probe(address: str) -> None:
-    """Fails where nothing listens at `host:port`: Ray itself tries for four minutes."""
+    """Raises OSError if nothing listens at `host:port`: Ray itself tries for four minutes."""
     host, _, port = address.rpartition(":")
     if port.isdecimal() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
 
 
 @contextmanager
-def _handler_of_sigterm_kept() -> Iterator[None]:
-    """Keeps a handler that Python code has set: Ray replaces it by one that exits."""
-    before = signal.getsignal(signal.SIGTERM)
+def _sigterm_handler_restored() -> Iterator[None]:
+    """Restores a handler set by Python code, which Ray replaces by one that exits."""
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        if callable(before) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
-def _end_of_workers_is_quiet() -> Callable[[], None]:
-    """What each worker process calls first.
+def _quiet_exit_hook() -> Callable[[], None]:
+    """Returns the setup hook of worker processes, which silences dropped SystemExits.
 
-    Ray ends a worker with a SIGTERM that raises SystemExit in whatever runs there. Where that is a
-    `__del__`, or the callback of a weak reference, Python drops the exception and prints its trace,
-    which Ray forwards to the user's terminal. A function in a function, so that Ray sends its code:
-    a worker finds this module only later.
+    Ray ends a worker with a SIGTERM that raises SystemExit in the running code. In a `__del__` or
+    the callback of a weak reference, Python drops the exception and prints its traceback, which Ray
+    forwards to the user's terminal. The hook is a nested function, so that Ray pickles its code:
+    a worker can import this module only later.
     """
 
     def set_up() -> None:
         import sys
 
-        tell = sys.unraisablehook
+        report = sys.unraisablehook
 
-        def tell_errors(dropped: "sys.UnraisableHookArgs") -> None:
+        def report_errors(dropped: "sys.UnraisableHookArgs") -> None:
             if not issubclass(dropped.exc_type, SystemExit):
-                tell(dropped)
+                report(dropped)
 
-        sys.unraisablehook = tell_errors
+        sys.unraisablehook = report_errors
 
     return set_up
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Where one worker of each group lives.
+    """Resources of one worker of each group.
 
     Attributes:
-        group: The placement group it belongs to.
-        index: Its place in that group.
-        node: Ray's id of the machine that holds it.
-        local_rank: How many bundles of the cluster stand before it on that machine.
+        local_rank: Index of the bundle among the cluster's bundles on that machine.
     """
 
     group: "PlacementGroup"
@@ -165,7 +162,7 @@ class Bundle:
     local_rank: int
 
     def strategy(self) -> "PlacementGroupSchedulingStrategy":
-        """What Ray must be told to place a worker or task here."""
+        """Returns the scheduling strategy that places a worker or task here."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(
@@ -174,21 +171,21 @@ class Bundle:
 
 
 class RayVirtualCluster:
-    """Bundles of CPU (and one GPU) each, reserved together when first needed.
+    """Bundles of CPUs (and one GPU) each, reserved together when first needed.
 
     Args:
-        bundle_ct_per_node_list: Bundles on each node: `[8, 8]` is two nodes of eight.
-        use_gpus: Whether each bundle holds a GPU.
-        num_gpus_per_node: How many a node has; no node can hold more bundles of one GPU each.
-        max_colocated_worker_groups: How many groups share the bundles; each gets that fraction.
-        placement_group_strategy: Ray's strategy for spreading the bundles of a node's entry.
-        name: Shown in Ray's own listings, and in messages.
-        num_cpus_per_bundle: Of a bundle. Ray only counts with it, and a worker may compute on any
-            core: a fraction lets more ranks than cores meet on one machine.
+        bundle_ct_per_node_list: Number of bundles on each node: `[8, 8]` is two nodes of eight.
+        use_gpus: Whether each bundle has a GPU.
+        num_gpus_per_node: Number of GPUs of a node, and so the most bundles with a GPU on it.
+        max_colocated_worker_groups: Number of groups that share the bundles equally.
+        placement_group_strategy: Ray's strategy for placing the bundles of one node.
+        name: Name in Ray's listings and in messages.
+        num_cpus_per_bundle: CPUs of a bundle. Ray uses it only for bookkeeping, and a worker may
+            compute on any core: with a fraction, a machine can run more ranks than it has cores.
         wait_seconds: How long to wait for the bundles before giving up.
 
     Raises:
-        ResourceError: If the cluster does not have the bundles; said at once where it never will.
+        ResourceError: If the cluster does not have the bundles; without waiting if it never will.
 
     Example:
         >>> with RayVirtualCluster([8, 8]) as cluster:
@@ -211,7 +208,7 @@ class RayVirtualCluster:
         if use_gpus and max(bundle_ct_per_node_list, default=0) > num_gpus_per_node:
             raise ResourceError(
                 "a node has too few GPUs for its bundles",
-                expected=f"at most {num_gpus_per_node} bundles a node (num_gpus_per_node)",
+                expected=f"at most {num_gpus_per_node} bundles per node (num_gpus_per_node)",
                 got=str(bundle_ct_per_node_list),
                 fix="spread the bundles over more nodes, or correct num_gpus_per_node",
             )
@@ -230,43 +227,38 @@ class RayVirtualCluster:
 
     @property
     def world_size(self) -> int:
-        """How many bundles, and so how many ranks a worker group has."""
+        """Number of bundles, which is also the number of ranks of a worker group."""
         return sum(self.bundle_ct_per_node_list)
 
     @property
     def node_count(self) -> int:
-        """How many nodes hold at least one bundle."""
+        """Number of nodes with at least one bundle."""
         return sum(1 for count in self.bundle_ct_per_node_list if count)
 
-    def beside(
-        self, own: OwnBundles, *, placed_before: Sequence[OwnBundles] = ()
+    def with_dedicated(
+        self, bundles: DedicatedBundles, *, placed_before: Sequence[DedicatedBundles] = ()
     ) -> "RayVirtualCluster":
-        """Bundles that one group of workers has for itself, of the same kind as these.
-
-        Args:
-            own: How many, and for whom.
-            placed_before: What lies beside these bundles already, in this order.
-        """
+        """Returns a cluster of additional bundles that are dedicated to one worker group."""
         limit = self.num_gpus_per_node if self.use_gpus else None
         taken = [count for count in self.bundle_ct_per_node_list if count]
-        taken = with_own_bundles(taken, placed_before, num_gpus_per_node=limit)
+        taken = with_dedicated_bundles(taken, placed_before, num_gpus_per_node=limit)
         return RayVirtualCluster(
-            own_bundles_per_node(taken, own, num_gpus_per_node=limit),
+            dedicated_bundles_per_node(taken, bundles, num_gpus_per_node=limit),
             self.use_gpus,
             self.num_gpus_per_node,
             max_colocated_worker_groups=self.max_colocated_worker_groups,
-            name=f"{self.name}-{own.name}" if self.name else "",
+            name=f"{self.name}-{bundles.name}" if self.name else "",
             # Without GPUs the first bundles may have reserved nearly all cores of the machine.
             num_cpus_per_bundle=self._resources["CPU"] if self.use_gpus else _SMALL_CPU_SHARE,
             wait_seconds=self._wait_seconds,
         )
 
     def admit(self, name: str) -> dict[Resource, float]:
-        """Counts a worker group in; returns its share of each bundle.
+        """Registers a worker group; returns its share of each bundle.
 
         Raises:
-            ResourceError: If as many groups as may share the bundles do so already. Ray would wait
-                for one of them to end, for ever and without a word.
+            ResourceError: If the maximum number of groups share the bundles already. Ray would wait
+                silently, possibly forever, until one of them ends.
         """
         if len(self._tenants) >= self.max_colocated_worker_groups:
             raise ResourceError(
@@ -277,31 +269,31 @@ class RayVirtualCluster:
                 fix="shut one of them down, or let more groups share the bundles",
             )
         self._tenants.append(name)
-        # Ray counts in ten thousandths: rounded down, so that all shares together fit.
+        # Ray counts in units of 1e-4: rounded down, so that all shares together fit.
         parts = self.max_colocated_worker_groups
-        return {key: int(whole / parts * 1e4) / 1e4 for key, whole in self._resources.items()}
+        return {key: int(total / parts * 1e4) / 1e4 for key, total in self._resources.items()}
 
     def release(self, name: str) -> None:
-        """Counts a worker group out."""
+        """Unregisters a worker group."""
         self._tenants.remove(name)
 
     def bundles(self) -> list[Bundle]:
-        """The reserved bundles, those of one machine side by side: place in the list is rank."""
+        """Returns the bundles in rank order, with the bundles of a machine next to each other."""
         if self._bundles is None:
             self._bundles = _side_by_side(self._reserve())
         return self._bundles
 
     def get_master_address_and_port(self) -> tuple[str, int]:
-        """Where ranks can meet: the machine of the first bundle, and a port that is free there.
+        """Returns an address for the rendezvous: the first bundle's machine and a free port there.
 
-        Another port each time, so that every worker group has a meeting place of its own.
+        Each call returns a different port, so that every worker group has a separate rendezvous.
         """
         import ray
 
         first = self.bundles()[0]
         if first.node == ray.get_runtime_context().get_node_id():
             return free_address()
-        # No CPU of its own: worker groups may have taken the bundle whole.
+        # Requests no CPU: worker groups may use the full bundle.
         ask = ray.remote(num_cpus=0)(free_address)
         answer: tuple[str, int] = ray.get(
             ask.options(scheduling_strategy=first.strategy()).remote()
@@ -309,16 +301,16 @@ class RayVirtualCluster:
         return answer
 
     def _reserve(self) -> "list[PlacementGroup]":
-        """One placement group a node; asked for again when Ray does not place one in time."""
+        """Requests one placement group per node; again if Ray does not schedule one in time."""
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
 
         start_ray()
-        wanted = {key: count * self.world_size for key, count in self._resources.items()}
+        request = {key: count * self.world_size for key, count in self._resources.items()}
         resources = ResourceManager.of_ray(
-            ray.cluster_resources(), name="the cluster", is_here=not _ray_address()
+            ray.cluster_resources(), name="the cluster", is_this_machine=not _ray_address()
         )
-        resources.check(wanted, fix="choose a smaller cluster.shape, such as {shape: laptop}")
+        resources.check(request, fix="choose a smaller cluster.shape, such as {shape: laptop}")
         for _ in range(_NUM_ATTEMPTS):
             groups = [
                 placement_group([dict(self._resources)] * count, self._strategy, name=self._label())
@@ -329,31 +321,31 @@ class RayVirtualCluster:
             # `wait` asks Ray's controller; `ready` would start a process in every group for it.
             if all(group.wait(max(1, round(deadline - time.monotonic()))) for group in groups):
                 return groups
-            # A new request is planned anew: a node may have left while the old one waited.
+            # A new request makes Ray plan again: a node may have left while the old one waited.
             for group in groups:
                 remove_placement_group(group)
-        raise self._not_freed(wanted, ray.available_resources())
+        raise self._not_freed(request, ray.available_resources())
 
     def _label(self) -> str:
-        """A name for Ray's listings that no other placement group has: Ray refuses it twice."""
+        """A unique name for Ray's listings: Ray refuses a second group of the same name."""
         return f"{self.name}-{uuid.uuid4().hex[:8]}" if self.name else ""
 
     def _not_freed(
-        self, wanted: Mapping[Resource, float], available: Mapping[str, float]
+        self, request: Mapping[Resource, float], available: Mapping[str, float]
     ) -> ResourceError:
-        missing = ResourceManager.of_ray(available, name="the cluster").missing(wanted)
-        # With enough of everything left, it lies on the wrong nodes.
-        short = ", ".join(f"{has:g} of {wanted[key]:g} {key}" for key, has in missing.items())
+        missing = ResourceManager.of_ray(available, name="the cluster").missing(request)
+        # If nothing is short, the resources are on the wrong nodes.
+        short = ", ".join(f"{has:g} of {request[key]:g} {key}" for key, has in missing.items())
         return ResourceError(
             f"the cluster did not free {self.world_size} bundles of {self._resources} "
             f"within {self._wait_seconds:.0f} s",
-            expected=f"bundles a node: {self.bundle_ct_per_node_list}, {self._strategy}",
-            got=f"available now: {short or 'enough in all, but on other nodes'}",
+            expected=f"bundles per node: {self.bundle_ct_per_node_list}, {self._strategy}",
+            got=f"available now: {short or 'enough in total, but on other nodes'}",
             fix="stop what else runs on this Ray cluster, or choose a smaller cluster.shape",
         )
 
     def shutdown(self) -> None:
-        """Gives the bundles back; may be called again."""
+        """Releases the bundles; does nothing if there are none."""
         if self._bundles is None:
             return
         from ray.util.placement_group import remove_placement_group
@@ -370,10 +362,10 @@ class RayVirtualCluster:
 
 
 def _side_by_side(groups: "list[PlacementGroup]") -> list[Bundle]:
-    """The bundles ordered by machine, machines as they come.
+    """Orders bundles by machine, machines in order of appearance.
 
-    Ray may put the bundles of a group on machines in any order; neighbouring ranks talk most, so
-    that they should share one.
+    Ray may schedule the bundles of a group on machines in any order; neighboring ranks communicate
+    most, so they should share a machine.
     """
     from ray.util.placement_group import placement_group_table
 
@@ -387,10 +379,10 @@ def _side_by_side(groups: "list[PlacementGroup]") -> list[Bundle]:
 
 
 def free_address() -> tuple[str, int]:
-    """This machine's address in Ray's eyes, and a port that nothing listens on.
+    """Returns this machine's address as Ray knows it, and a free port.
 
-    The port is held (`hold_port`), and lies below those that the kernel hands out by itself and
-    above those of Ray's workers.
+    The port is reserved (`hold_port`). It is below the kernel's ephemeral ports and above the ports
+    of Ray's workers.
     """
     import ray
 
@@ -398,4 +390,6 @@ def free_address() -> tuple[str, int]:
     port = hold_port(random.SystemRandom().sample(range(20_000, 32_000), k=64), host=address)
     if port is not None:
         return address, port
-    raise ResourceError("no port between 20000 and 32000 is free", fix="close what listens there")
+    raise ResourceError(
+        "no port between 20000 and 32000 is free", fix="stop the programs that listen there"
+    )

@@ -1,4 +1,4 @@
-"""One plain class, spawned once a bundle and driven by method name, and its ranks' answers."""
+"""Actors of a plain class, one per bundle, which are called by method name."""
 
 import re
 import time
@@ -21,9 +21,9 @@ from nemo_rl_core.errors import (
 from nemo_rl_core.telemetry import usage
 
 SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""In the environment of a worker: Ray leaves it all GPUs of the machine, of which `own_gpu` is its.
+"""Environment of a worker that sees all GPUs of its machine and uses the one of `own_gpu`.
 
-Ranks that read one another's memory, such as those of vLLM's custom all-reduce, must see it.
+Ranks that read one another's memory, such as those of vLLM's custom all-reduce, need this.
 """
 
 
@@ -31,23 +31,23 @@ class RayWorkerGroup:
     """Ray actors of one class, rank by rank over a cluster's bundles.
 
     The class stays plain: `ray.remote` is applied here, so that a test can build it directly.
-    Several workers find in their environment what `join_process_group` reads; one alone finds
-    nothing, and is the process that it would be without a group. Ray shows a worker only its own
-    GPU, as device 0, unless `SEES_ALL_GPUS` is in its environment.
+    Several workers have the variables of `join_process_group` in their environment; a single worker
+    does not. Ray shows a worker only one GPU, as device 0, unless `SEES_ALL_GPUS` is in its
+    environment.
 
     Args:
-        cluster: Where the workers live.
-        worker_class: A class whose constructor takes no arguments but `worker_kwargs`.
-        name: The word for these workers in messages; by default the class's name.
-        sharding: The named axes of the ranks; by default one axis, `data_parallel`.
+        cluster: Cluster of the workers.
+        worker_class: A class whose constructor takes only `worker_kwargs`.
+        name: Name of these workers in messages; by default the class's name.
+        sharding: Named axes of the ranks; by default one axis, `data_parallel`.
         env_vars: Environment of the worker processes, set before they import anything.
-        num_workers: How many, from the first bundle on; by default one a bundle.
-        worker_kwargs: For the constructor.
+        num_workers: Number of workers, from the first bundle on; by default one per bundle.
+        worker_kwargs: Arguments of the constructor.
 
     Raises:
-        ResourceError: When too many groups share the cluster already, or it has too few bundles.
-        WorkerError: When a method raises in a worker, or a worker dies: once, with its rank, host
-            and trace. A `NemoRLError` from a worker is raised as it is.
+        ResourceError: If too many groups share the cluster already, or it has too few bundles.
+        WorkerError: If a method raises in a worker, or a worker dies; has the rank, host and trace
+            of the first failure. A `NemoRLError` from a worker is raised unchanged.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RayWorkerGroup:
         self._records = (env_vars or {}).get(RECORDS)
         self._started = time.time()
         environments = self._environments(count, dict(env_vars or {}))
-        share = cluster.admit(self.name)  # after all that may fail: nobody would count it out
+        share = cluster.admit(self.name)  # last: an error after it would not release the share
         remote_class = ray.remote(worker_class)
         self._workers: list[Any] = [
             remote_class.options(
@@ -94,7 +94,7 @@ class RayWorkerGroup:
         usage.watch(self)
 
     def cpu_seconds(self, timeout_seconds: float) -> dict[str, float]:
-        """CPU seconds of each worker that answers in time, by its id; others count as before."""
+        """Returns CPU seconds of each worker by its id; late workers keep their last value."""
         return read_cpu_seconds(self._workers, timeout_seconds)
 
     def _environments(self, count: int, common: dict[str, str]) -> list[dict[str, str]]:
@@ -111,15 +111,15 @@ class RayWorkerGroup:
 
     @property
     def world_size(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return len(self._workers)
 
     def is_on(self, cluster: RayVirtualCluster) -> bool:
-        """Whether the workers live on the bundles of that cluster."""
+        """Whether the workers run on the bundles of that cluster."""
         return self._cluster is cluster
 
     def machines(self) -> list[str]:
-        """Ray's id of the machine of each worker, in rank order."""
+        """Returns Ray's id of the machine of each worker, in rank order."""
         return [bundle.node for bundle in self._cluster.bundles()[: self.world_size]]
 
     def run_single_worker(self, method: str, *args: Any, rank: int = 0, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ class RayWorkerGroup:
         return self.finish([getattr(self._workers[rank], method).remote(*args, **kwargs)])[0]
 
     def run_all_workers_single_data(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls every worker with the same arguments; answers in rank order."""
+        """Calls every worker with the same arguments; returns answers in rank order."""
         return self.finish([getattr(w, method).remote(*args, **kwargs) for w in self._workers])
 
     def run_all_workers_sharded_data(
@@ -141,137 +141,134 @@ class RayWorkerGroup:
         timeout_seconds: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Calls workers with the shard that belongs to their place on the named axes.
+        """Calls workers with the shards of their coordinates on the named axes.
 
         Args:
-            method: Of the workers.
-            in_sharded_axes: Axes that tell shards apart: each of `kwargs` is a list by the
-                coordinate on the first of them, of lists by that on the second, and so on.
-            replicate_on_axes: Axes along which workers get the same shard. Of an axis that is
-                named in neither, only the workers at coordinate 0 are called.
-            output_is_replicated: Axes along which workers return the same; of these, the answer at
-                coordinate 0 stands for all.
-            common_kwargs: Arguments that every worker gets whole.
-            timeout_seconds: How long to wait for the answers at most; None waits for ever.
+            method: Method of the workers.
+            in_sharded_axes: Axes along which shards differ. Each of `kwargs` is a nested list: its
+                first index is the coordinate on the first of these axes, and so on.
+            replicate_on_axes: Axes along which workers get the same shard. On other axes only the
+                workers at coordinate 0 are called.
+            output_is_replicated: Axes along which workers return the same; only the answer at
+                coordinate 0 is returned.
+            common_kwargs: Arguments that every worker gets unsharded.
+            timeout_seconds: Maximum time to wait for the answers; None waits forever.
             **kwargs: Arguments by shard.
 
         Returns:
-            Answers in rank order: with one sharded axis, the others replicated in and out, one
-            for each shard, in order.
+            Answers in rank order: one per shard, if there is one sharded axis and input and output
+            are replicated on the others.
         """
         import ray
 
-        called = {*in_sharded_axes, *replicate_on_axes}
-        idle = [axis for axis in self.sharding.names if axis not in called]
+        axes_in_use = {*in_sharded_axes, *replicate_on_axes}
+        idle = [axis for axis in self.sharding.names if axis not in axes_in_use]
         shared: dict[tuple[int, ...], dict[str, Any]] = {}
         pending, answering = [], []
         for rank in self.sharding.ranks(**dict.fromkeys(idle, 0)):
-            at = self.sharding.coordinates(rank)
-            place = tuple(at[axis] for axis in in_sharded_axes)
-            if place not in shared:  # stored once, however many ranks read it
-                shared[place] = {key: ray.put(_item(value, place)) for key, value in kwargs.items()}
+            coordinates = self.sharding.coordinates(rank)
+            shard = tuple(coordinates[axis] for axis in in_sharded_axes)
+            if shard not in shared:  # stored once for all ranks that read it
+                shared[shard] = {key: ray.put(_item(value, shard)) for key, value in kwargs.items()}
             call = getattr(self._workers[rank], method)
-            pending.append(call.remote(**shared[place], **(common_kwargs or {})))
-            answering.append(all(at[axis] == 0 for axis in output_is_replicated))
+            pending.append(call.remote(**shared[shard], **(common_kwargs or {})))
+            answering.append(all(coordinates[axis] == 0 for axis in output_is_replicated))
         answers = zip(self.finish(pending, timeout_seconds), answering, strict=True)
-        return [answer for answer, wanted in answers if wanted]
+        return [answer for answer, is_first in answers if is_first]
 
     def run_all_workers_on_parts(
         self,
         function: Callable[..., Any],
-        wholes: Sequence[Sequence[Any]],
+        shared_parts: Sequence[Sequence[Any]],
         *,
         axis: str,
         common_kwargs: Mapping[str, Any],
         timeout_seconds: float | None = None,
-        num_held: int = 0,
+        num_remote: int = 0,
     ) -> list[Any]:
-        """Calls a function in each worker, with its part of what it and its neighbours read.
+        """Calls a function in each worker, with its part of a value that neighboring workers share.
 
-        What is common to workers is stored once for all that read it: a call has references to it,
-        and the number of the worker's part.
+        Shared values are stored once: a call has references to them, and the index of the worker's
+        part.
 
         Args:
-            function: Gets the worker's object, its part, and `common_kwargs`.
-            wholes: The parts of consecutive workers along `axis`, as they read them together.
-            axis: That tells the parts apart. Workers along others get the same part, and the answer
-                at coordinate 0 stands for theirs.
-            common_kwargs: Arguments that every worker gets.
-            timeout_seconds: How long to wait for the answers at most; None waits for ever.
-            num_held: How many values the function returns, as a tuple, behind the first one. They
-                stay where they were made, and an answer is a list of the first value and references
-                to the others.
-
-        Returns:
-            An answer for each part, in order.
+            shared_parts: Parts of consecutive workers along `axis`, grouped by the workers that
+                share them.
+            axis: Axis of the parts. Workers along other axes get the same part, and only the
+                answer at coordinate 0 is returned.
+            num_remote: Number of values, after the first one, in the tuple that the function
+                returns. They stay in the object store, and an answer is a list of the first value
+                and references to the others.
         """
         import ray
 
-        # What Ray shows of the worker meanwhile, in the title of its process and on its page.
+        # The name that Ray shows in the title of the process and in the dashboard.
         name = f"{self._class_name}.{function.__name__}"
-        given = partial(_on_part, function, dict(common_kwargs))
-        is_alone = self.world_size == 1
-        shared = given if is_alone else ray.put(given)
+        call_part = partial(_on_part, function, dict(common_kwargs))
+        is_single = self.world_size == 1
+        shared = call_part if is_single else ray.put(call_part)
         parts = [
-            (stored, place)
-            for whole in wholes
-            for stored in [whole if is_alone else ray.put(whole)]
-            for place in range(len(whole))
+            (stored, index)
+            for group in shared_parts
+            for stored in [group if is_single else ray.put(group)]
+            for index in range(len(group))
         ]
         pending: list[Any] = []
-        held: list[Sequence[Any]] = []
+        remote: list[Sequence[Any]] = []
         first: list[int] = []
         for part, ranks in zip(parts, self.sharding.along(axis), strict=True):
             first.append(len(pending))
             for rank in ranks:
-                call = self._workers[rank].__ray_call__.options(name=name, num_returns=1 + num_held)
+                call = self._workers[rank].__ray_call__.options(
+                    name=name, num_returns=1 + num_remote
+                )
                 answer = call.remote(shared, *part)
-                pending.append(answer[0] if num_held else answer)
+                pending.append(answer[0] if num_remote else answer)
                 if rank == ranks[0]:
-                    held.append(answer[1:] if num_held else [])
+                    remote.append(answer[1:] if num_remote else [])
         answers = self.finish(pending, timeout_seconds)
-        found = [answers[number] for number in first]
-        if not num_held:
-            return found
-        return [[value, *blocks] for value, blocks in zip(found, held, strict=True)]
+        values = [answers[number] for number in first]
+        if not num_remote:
+            return values
+        return [[value, *blocks] for value, blocks in zip(values, remote, strict=True)]
 
     def start_single_worker(
-        self, method: str, *args: Any, rank: int = 0, num_held: int = 0, **kwargs: Any
+        self, method: str, *args: Any, rank: int = 0, num_remote: int = 0, **kwargs: Any
     ) -> Any:
         """Calls one worker without waiting.
 
         Returns:
-            A reference for `finish`; another group's method takes it as an argument, so that large
-            values never pass through this process. With `num_held`, a list of it and of references
-            to so many values that stay where they are made.
+            A reference for `finish`. Another group's method takes it as an argument, so that large
+            values never pass through this process. With `num_remote`, a list of that reference and
+            of references to `num_remote` values that stay in the object store.
         """
         call = getattr(self._workers[rank], method)
-        if num_held:
-            call = call.options(num_returns=1 + num_held)
+        if num_remote:
+            call = call.options(num_returns=1 + num_remote)
         return call.remote(*args, **kwargs)
 
     def finish(self, pending: Sequence[Any], timeout_seconds: float | None = None) -> list[Any]:
-        """Waits for the values that references stand for, in their order.
+        """Waits for the values of references, in order.
 
-        The first failure ends the wait: what the other ranks do then, such as waiting in a
-        collective for the one that failed, is nobody's business any more.
+        The first failure ends the wait, even if other ranks still run, for example in a collective
+        with the failed rank.
         """
         return finish_together([(self, pending)], timeout_seconds)[0]
 
     def records(self) -> list[Path]:
         """Files in which ranks have recorded their last collectives, since this group started.
 
-        A rank writes its own when a collective of NCCL times out; there is none otherwise.
+        A rank writes a file only when a collective of NCCL times out.
         """
         if self._records is None:
             return []
         prefix = Path(self._records)
-        group = prefix.name.removesuffix("rank_")  # behind which an engine's number may stand
-        found = sorted(prefix.parent.glob(f"{group}*"))
-        return [path for path in found if path.stat().st_mtime >= self._started]
+        group = prefix.name.removesuffix("rank_")  # an engine's number may follow
+        paths = sorted(prefix.parent.glob(f"{group}*"))
+        return [path for path in paths if path.stat().st_mtime >= self._started]
 
     def names_of_actors(self) -> dict[Any, str]:
-        """What messages call each worker, by the id of its actor."""
+        """Returns the name of each worker in messages, by the id of its actor."""
         return {
             worker._actor_id: f"worker {rank} of {self.name!r}"
             for rank, worker in enumerate(self._workers)
@@ -292,15 +289,7 @@ class RayWorkerGroup:
 def finish_together(
     pending: Sequence[tuple[RayWorkerGroup, Sequence[Any]]], timeout_seconds: float | None = None
 ) -> list[list[Any]]:
-    """As `RayWorkerGroup.finish`, for groups that do something with one another.
-
-    Args:
-        pending: Each group, and the references to its answers.
-        timeout_seconds: For all of them; None waits for ever.
-
-    Returns:
-        The values of each group.
-    """
+    """Waits like `RayWorkerGroup.finish`, for groups that communicate with one another."""
     workers = {key: name for group, _ in pending for key, name in group.names_of_actors().items()}
     references = [reference for _, each in pending for reference in each]
     try:
@@ -316,26 +305,25 @@ def finish_together(
 
 
 def _with_records(error: Exception, records: Sequence[str]) -> Exception:
-    """The error with the files that say in which collective each rank was."""
-    said = f"the last collectives of each rank are recorded in {', '.join(records)}"
+    note = f"the last collectives of each rank are recorded in {', '.join(records)}"
     if not isinstance(error, NemoRLError):
-        error.add_note(said)
+        error.add_note(note)
         return error
-    got = f"{error.got}; {said}" if error.got else said
-    found = type(error)(error.problem, error.expected, got, error.fix)
-    for note in getattr(error, "__notes__", ()):
-        found.add_note(note)
-    return found
+    got = f"{error.got}; {note}" if error.got else note
+    extended = type(error)(error.problem, error.expected, got, error.fix)
+    for earlier in getattr(error, "__notes__", ()):
+        extended.add_note(earlier)
+    return extended
 
 
 def _on_part(
-    function: Callable[..., Any], options: Mapping[str, Any], worker: Any, whole: Any, place: int
+    function: Callable[..., Any], options: Mapping[str, Any], worker: Any, parts: Any, index: int
 ) -> Any:
-    return function(worker, whole[place], **options)
+    return function(worker, parts[index], **options)
 
 
-def _item(value: Any, place: tuple[int, ...]) -> Any:
-    for coordinate in place:
+def _item(value: Any, coordinates: tuple[int, ...]) -> Any:
+    for coordinate in coordinates:
         value = value[coordinate]
     return value
 
@@ -360,22 +348,12 @@ def wait_for_all(
 ) -> list[Any]:
     """Waits until all references have values, or one of them has failed.
 
-    A rank that fails takes others with it: their collectives break, or hang. So the first failure
-    ends the wait, and one that looks like a broken collective gives the rank that broke it some
-    seconds to be heard.
+    If a rank fails, collectives of the others break or hang. The first failure therefore ends the
+    wait. After one that looks like a broken collective, the wait continues for some seconds, to
+    report the rank that broke it.
 
     Args:
-        pending: References to the answers of actors' methods.
-        workers: What messages call each actor, by its id: worker 0 of 'training'.
-        timeout_seconds: How long to wait at most; None waits for ever.
-
-    Returns:
-        The values, in the order of `pending`.
-
-    Raises:
-        WorkerError: If a worker raised.
-        WorkerLostError: If a worker died, or did not answer in time.
-        NemoRLError: As a worker raised it.
+        workers: Name of each actor in messages, by its id, such as worker 0 of 'training'.
     """
     import ray
     from ray.exceptions import RayActorError, RayTaskError
@@ -386,26 +364,26 @@ def wait_for_all(
     while waiting and time.monotonic() < deadline:
         left = max(0.0, deadline - time.monotonic())
         ready, waiting = ray.wait(waiting, timeout=None if left == float("inf") else left)
-        if waiting:  # the others that are ready by now, in one look: there may be thousands
+        if waiting:  # all others that are ready, in one call: there may be thousands
             others, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
             ready += others
         for reference in ready:
             try:
                 values[reference] = ray.get(reference)
             except (RayTaskError, RayActorError) as error:
-                found = _described(error, worker=_worker_of(reference, workers))
+                described = _described(error, worker=_worker_of(reference, workers))
                 if not _is_of_a_collective(error):
-                    raise found from error
+                    raise described from error
                 if follower is None:
-                    follower, deadline = found, time.monotonic() + _SECONDS_FOR_THE_CAUSE
+                    follower, deadline = described, time.monotonic() + _SECONDS_FOR_THE_CAUSE
     if follower is not None:
         raise follower
     if waiting:
         raise WorkerLostError(
             f"{_worker_of(waiting[0], workers)} did not answer in time",
             expected=f"an answer within {timeout_seconds} s",
-            got=f"{len(waiting)} of {len(pending)} workers still at it",
-            fix="raise the deadline if the work takes as long",
+            got=f"{len(waiting)} of {len(pending)} workers still running",
+            fix="raise the timeout if the work takes that long",
         )
     return [values[reference] for reference in pending]
 
@@ -418,8 +396,10 @@ def _is_of_a_collective(error: Exception) -> bool:
     cause = getattr(error, "cause", None)
     if isinstance(cause, TransferError):
         return True
-    said = str(cause).lower()
-    return isinstance(cause, RuntimeError) and any(word in said for word in _WORDS_OF_COLLECTIVES)
+    message = str(cause).lower()
+    return isinstance(cause, RuntimeError) and any(
+        word in message for word in _WORDS_OF_COLLECTIVES
+    )
 
 
 def _described(error: Any, *, worker: str) -> NemoRLError:
@@ -427,7 +407,7 @@ def _described(error: Any, *, worker: str) -> NemoRLError:
 
     trace = str(error)
     if not isinstance(error, RayTaskError):
-        if getattr(error, "actor_init_failed", False):  # an error, of which only the trace is left
+        if getattr(error, "actor_init_failed", False):  # only its trace is left
             messages = _RAISED.findall(trace)
             return _of_a_trace(
                 f"{worker} could not start: {messages[-1] if messages else trace}", trace
@@ -435,8 +415,9 @@ def _described(error: Any, *, worker: str) -> NemoRLError:
         return WorkerLostError(
             f"{worker} died",
             got=trace.splitlines()[0],
-            fix="often memory: lower max_tokens_per_microbatch or generation.kv_cache_gib; "
-            "then run the same command again, it resumes from the last save",
+            fix="the cause is often memory: lower max_tokens_per_microbatch or "
+            "generation.kv_cache_gib; then run the same command again, it resumes from the last "
+            "save",
         )
     cause = error.cause
     if isinstance(cause, NemoRLError):
@@ -446,14 +427,14 @@ def _described(error: Any, *, worker: str) -> NemoRLError:
     if _OUT_OF_GPU_MEMORY.search(f"{type(cause).__name__}: {cause}"):
         return ResourceError(
             f"{worker} needs more GPU memory than there is",
-            expected="a step that fits into the GPU; `nemo-rl plan RECIPE` shows what one needs",
-            got=_said(cause)[:_MOST_CHARACTERS],
+            expected="a step that fits into the GPU; `nemo-rl plan RECIPE` shows its memory",
+            got=_summary(cause)[:_MOST_CHARACTERS],
             fix="in training lower max_tokens_per_microbatch, or set "
             "training.activation_checkpointing: true; in an engine lower "
             "generation.gpu_memory_utilization or generation.max_num_seqs; then run the same "
             "command again",
         )
-    return _of_a_trace(f"{worker} raised {_said(cause)}", trace)
+    return _of_a_trace(f"{worker} raised {_summary(cause)}", trace)
 
 
 def _of_a_trace(problem: str, trace: str) -> WorkerError:
@@ -461,18 +442,18 @@ def _of_a_trace(problem: str, trace: str) -> WorkerError:
     return WorkerError(
         problem[:_MOST_CHARACTERS],
         got="\n    ".join([f"on {_where(trace)}", *frames[-_NUM_FRAMES:]]),
-        fix="the worker's whole trace is in the log",
+        fix="the worker's full trace is in the log",
     )
 
 
 def _where(trace: str) -> str:
-    # Ray hands out an exception of the cause's type, in which only the text still says where.
+    # Ray raises an exception of the cause's type; only its text has the host and process.
     match = re.search(r"pid=(\d+), ip=([^,)\s]+)", trace)
     return f"host {match[2]}, process {match[1]}" if match else "an unknown host"
 
 
-def _said(cause: Exception) -> str:
-    """The type and the message, also of an exception that Ray could not send, only its trace."""
+def _summary(cause: Exception) -> str:
+    """Returns type and message, also of an exception of which Ray could only send the trace."""
     _, unsent, trace = str(cause).partition("Original exception details:\n")
     raised = [*re.finditer(r"^(?:\w+\.)*(\w+: )", trace, re.MULTILINE)]
     if unsent and raised:

@@ -1,4 +1,4 @@
-"""Ray actors that rows are handed to, and that are replaced when they hang or die."""
+"""Pool of Ray actors that process rows and are replaced when they hang or die."""
 
 import logging
 import os
@@ -20,18 +20,14 @@ from nemo_rl_core.telemetry import usage
 _LOG = logging.getLogger(__name__)
 _START_SECONDS = 300.0
 _CLOSE_SECONDS = 5.0
+_TENANT = "environment actors"
 _MAX_FAILED_IN_A_ROW = 32
-"""An environment that hangs on every row would take the deadline for each of them."""
+"""Bounds the time lost to an environment that hangs on every row."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallError:
-    """Why a row has no result, though it was tried twice, the second time alone.
-
-    Attributes:
-        what: What the actor did, as a verb.
-        got: How that showed.
-    """
+    """Why a row has no result after two attempts: a verb in the past tense, and details."""
 
     what: str
     got: str
@@ -39,28 +35,19 @@ class CallError:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Rows of one call, by their places."""
-
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     is_retry: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What an actor is busy with; without a piece, its own start."""
-
     actor: Any
     deadline: float
     piece: _Piece | None = None
 
 
 class _Shares:
-    """Places on the bundles of a cluster, those with the fewest actors first.
-
-    Args:
-        cluster: Whose bundles they share with the worker groups.
-        num_actors: The most at a time.
-    """
+    """Starts actors on the bundles of a cluster, on the bundle with the fewest actors first."""
 
     def __init__(self, cluster: RayVirtualCluster, num_actors: int) -> None:
         self._cluster, self._bundles = cluster, cluster.bundles()
@@ -69,46 +56,32 @@ class _Shares:
         self._num_gpus = int(cluster.admit(_TENANT).get("GPU", 0.0) / most * 1e4) / 1e4
 
     def start(self, remote: Any, *args: Any) -> Any:
-        """A new actor."""
         taken = list(self._actors.values())
-        place = min(range(len(self._bundles)), key=taken.count)
-        strategy = self._bundles[place].strategy()
+        index = min(range(len(self._bundles)), key=taken.count)
+        strategy = self._bundles[index].strategy()
         options = {"num_gpus": self._num_gpus, "scheduling_strategy": strategy}
         actor = remote.options(**options).remote(*args)
-        self._actors[actor] = place
+        self._actors[actor] = index
         return actor
 
     def forget(self, actor: Any) -> None:
-        """After the end of an actor, whose share the next one takes."""
         self._actors.pop(actor, None)
 
-    def give_back(self) -> None:
-        """After the end of all actors."""
+    def release(self) -> None:
         self._cluster.release(_TENANT)
 
 
-_TENANT = "environment actors"
-
-
 class ActorPool:
-    """Actors of one class, each with an object of its own.
+    """Actors of one class, each in a separate process.
 
     Args:
-        actor_class: Made as `actor_class(make)`, in a process of its own. Has `start()`, which
-            calls `make`; `run(rows) -> list`, one result a row; and `close()`.
-        make: For the actors.
-        workers: How many, how many rows a call, and the deadline of one.
-        bundles: The cluster on whose bundles actors lie, each with a share of the GPU of its
-            bundle, where that has one. All other actors see no GPU: they would take the first of
-            their machine, beside whatever computes there.
-
-    Attributes:
-        greeting: What `start` returned.
-        num_restarts: How many actors were replaced.
-
-    Raises:
-        NemoRLError: As `make` raises it.
-        WorkerError: When an actor does not start.
+        actor_class: Class of the actors, called as `actor_class(make)`. It has `start()`, which
+            calls `make`; `run(rows) -> list`, which returns one result per row; and `close()`.
+        make: Factory of the object that each actor runs.
+        workers: Number of actors, number of rows per call, and deadline of a call.
+        bundles: Cluster on whose bundles the actors run, each with a share of its bundle's GPU if
+            there is one. Without it, actors see no GPU: they would use the first one of their
+            machine, together with whatever computes there.
     """
 
     def __init__(
@@ -122,28 +95,27 @@ class ActorPool:
         import ray
 
         start_ray()
-        # The rows' own work is all that they use: they must find room beside the trainer's bundles.
-        # They find the modules that this process finds, such as the user's own rewards.
-        variables = {"PYTHONPATH": _search_path()}
+        # Actors reserve no CPU, so that they fit on a cluster full of the trainer's bundles.
+        # They can import the same modules as this process, such as user-defined rewards.
+        search_path = (str(Path(each).absolute()) for each in sys.path)
+        variables = {"PYTHONPATH": os.pathsep.join(search_path)}
         if bundles is None or not bundles.use_gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ""
-        # Of the class, so that what a pool adds for each actor keeps them.
+        # Set on the class, so that the options of a single actor do not replace them.
         self._remote = ray.remote(num_cpus=0, runtime_env={"env_vars": variables})(actor_class)
         self._make, self._workers, self._bundles = make, workers, bundles
         self._shares: _Shares | None = None
         self._idle: list[Any] = []
         self._busy: dict[Any, _Call] = {}
         self._num_failed_in_a_row = 0
-        self.greeting: Any = None
+        self.start_result: Any = None
         self.num_restarts = 0
         self._start()
 
     def run(self, rows: Sequence[Any]) -> list[Any]:
-        """One result a row, in order, or a `CallError`.
+        """Returns one result per row, in order, or a `CallError`.
 
-        Raises:
-            WorkerError: When an actor that takes another's place does not start, or so many calls
-                fail after one another that it is not the rows' fault. All actors are ended then.
+        So many failed calls in a row that the rows cannot be the cause raise WorkerError.
         """
         if not (self._idle or self._busy):
             self._start()
@@ -155,25 +127,19 @@ class ActorPool:
 
     def _run(self, rows: Sequence[Any]) -> list[Any]:
         size = self._workers.rows_per_call
-        places = range(len(rows))
+        indices = range(len(rows))
         waiting = deque(
-            _Piece(tuple(places[start : start + size])) for start in range(0, len(rows), size)
+            _Piece(tuple(indices[start : start + size])) for start in range(0, len(rows), size)
         )
-        found: dict[int, Any] = {}
-        while len(found) < len(rows):
+        results: dict[int, Any] = {}
+        while len(results) < len(rows):
             while waiting and self._idle:
                 self._call(waiting.popleft(), rows)
-            self._wait(waiting, found)
-        return [found[place] for place in places]
+            self._wait(waiting, results)
+        return [results[index] for index in indices]
 
     def call_idle(self, method: str) -> list[Any]:
-        """Calls a method of every idle actor, and waits for it as long as for a call with rows.
-
-        One that has died meanwhile is replaced when it gets rows.
-
-        Returns:
-            The results of the actors that have answered.
-        """
+        """Returns the results of a method of all idle actors that answer within the deadline."""
         import ray
 
         calls = [getattr(actor, method).remote() for actor in self._idle]
@@ -187,7 +153,7 @@ class ActorPool:
         return results
 
     def close(self) -> None:
-        """Ends all actors, those that hang too; the next call of `run` starts others."""
+        """Ends all actors, including those that hang; the next call of `run` starts new ones."""
         import ray
 
         usage.unwatch(self)
@@ -198,11 +164,11 @@ class ActorPool:
             ray.kill(actor)
         self._idle, self._busy = [], {}
         if self._shares is not None:
-            self._shares.give_back()
+            self._shares.release()
             self._shares = None
 
     def cpu_seconds(self, timeout_seconds: float) -> dict[str, float]:
-        """CPU seconds of each idle actor, by its id; others count as before."""
+        """Returns the CPU seconds of each idle actor by its id."""
         return read_cpu_seconds(self._idle, timeout_seconds)
 
     def _start(self) -> None:
@@ -227,57 +193,54 @@ class ActorPool:
 
     def _call(self, piece: _Piece, rows: Sequence[Any]) -> None:
         actor = self._idle.pop(0)
-        reference = actor.run.remote([rows[place] for place in piece.places])
+        reference = actor.run.remote([rows[index] for index in piece.indices])
         deadline = time.monotonic() + self._workers.call_timeout_seconds
         self._busy[reference] = _Call(actor, deadline, piece)
 
-    def _wait(self, waiting: "deque[_Piece]", found: dict[int, Any]) -> None:
-        """Until a call has ended or passed its deadline; takes up what that means."""
+    def _wait(self, waiting: "deque[_Piece]", results: dict[int, Any]) -> None:
         import ray
 
         nearest = min(call.deadline for call in self._busy.values())
         ray.wait(list(self._busy), timeout=max(nearest - time.monotonic(), 0.0))
-        # All that have ended by now: what ended between two runs is not late, though its deadline
-        # has passed.
+        # A call that ended between two runs is not late, even if its deadline has passed.
         ready, _ = ray.wait(list(self._busy), num_returns=len(self._busy), timeout=0)
         for reference in ready:
-            self._take_up(reference, self._busy.pop(reference), waiting, found)
+            self._collect(reference, self._busy.pop(reference), waiting, results)
         now = time.monotonic()
         late = [key for key, call in self._busy.items() if call.deadline <= now]
         for reference in late:
             call = self._busy.pop(reference)
             seconds = _START_SECONDS if call.piece is None else self._workers.call_timeout_seconds
             error = CallError("gave no answer", f"nothing within {seconds:g} s")
-            self._replace(call, error, waiting, found)
+            self._replace(call, error, waiting, results)
 
-    def _take_up(
-        self, reference: Any, call: _Call, waiting: "deque[_Piece]", found: dict[int, Any]
+    def _collect(
+        self, reference: Any, call: _Call, waiting: "deque[_Piece]", results: dict[int, Any]
     ) -> None:
         import ray
         from ray.exceptions import RayActorError, RayTaskError
 
         try:
-            results = ray.get(reference)
+            returned = ray.get(reference)
         except RayTaskError as error:
             if isinstance(error.cause, NemoRLError) and call.piece is None:
                 ray.kill(call.actor)
                 raise type(error.cause)(*error.cause.args) from error
             got = f"{type(error.cause).__name__}: {error.cause}"[:300]
-            self._replace(call, CallError("raised", got), waiting, found)
+            self._replace(call, CallError("raised", got), waiting, results)
         except RayActorError as error:
-            self._replace(call, CallError("died", str(error).splitlines()[0]), waiting, found)
+            self._replace(call, CallError("died", str(error).splitlines()[0]), waiting, results)
         else:
             self._idle.append(call.actor)
             if call.piece is None:
-                self.greeting = results
+                self.start_result = returned
             else:
                 self._num_failed_in_a_row = 0
-                found.update(zip(call.piece.places, results, strict=True))
+                results.update(zip(call.piece.indices, returned, strict=True))
 
     def _replace(
-        self, call: _Call, error: CallError, waiting: "deque[_Piece]", found: dict[int, Any]
+        self, call: _Call, error: CallError, waiting: "deque[_Piece]", results: dict[int, Any]
     ) -> None:
-        """Ends an actor, starts another, and sees to the rows that it had."""
         import ray
 
         with suppress(ray.exceptions.RayError):
@@ -288,25 +251,19 @@ class ActorPool:
             raise WorkerError(
                 "an actor for the environment did not start",
                 got=f"it {error.what}: {error.got}",
-                fix="try the environment without environment_workers: the reason shows there",
+                fix="run without environment_workers to see the environment's own error",
             )
         self._num_failed_in_a_row += 1
         if self._num_failed_in_a_row == _MAX_FAILED_IN_A_ROW:
             raise WorkerError(
-                f"the environment failed in {_MAX_FAILED_IN_A_ROW} calls after one another",
+                f"the environment failed in {_MAX_FAILED_IN_A_ROW} consecutive calls",
                 got=f"the last one {error.what}: {error.got}",
-                fix="mend the environment, or raise environment_workers.call_timeout_seconds",
+                fix="fix the environment, or raise environment_workers.call_timeout_seconds",
             )
         if call.piece.is_retry:
-            found.update(dict.fromkeys(call.piece.places, error))
+            results.update(dict.fromkeys(call.piece.indices, error))
         else:
-            waiting.extend(_Piece((place,), is_retry=True) for place in call.piece.places)
+            waiting.extend(_Piece((index,), is_retry=True) for index in call.piece.indices)
         self.num_restarts += 1
-        _LOG.warning(
-            "an environment's actor %s (%s); another takes its place", error.what, error.got
-        )
+        _LOG.warning("an environment's actor %s (%s); it is replaced", error.what, error.got)
         self._start_one()
-
-
-def _search_path() -> str:
-    return os.pathsep.join(str(Path(each).absolute()) for each in sys.path)

@@ -1,4 +1,4 @@
-"""Whatever a user has as a reward, as a scorer."""
+"""Converts reward functions, scorers and environments into each other."""
 
 import json
 import math
@@ -10,14 +10,15 @@ from nemo_rl_core.environments.interfaces import (
     EnvironmentReturn,
     Message,
     Scorer,
+    error_context,
     failure,
 )
 from nemo_rl_core.environments.multi_turn.replies import (
     Reply,
     checked_replies,
+    display_name,
     failed,
     joined_replies,
-    source_of,
 )
 from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.environments.rewards.weighted_sum import WeightedSumScorer
@@ -25,25 +26,26 @@ from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 _ROW_KEYS = ("answer", "task")
-"""What a conversation's metadata holds besides the row's own."""
+"""Keys that a conversation's metadata contains in addition to the metadata of the row."""
 
 
 def as_scorer(reward: Any, weights: Sequence[float] | None = None) -> Scorer:
-    """A scorer, made of what is given.
+    """Returns a scorer for a reward.
 
     Args:
-        reward: A scorer, an environment (whatever has a method `step`), a reward function (see
+        reward: A scorer, an environment (any object with a method `step`), a reward function (see
             `FunctionalRewardWrapper`), or a list of functions and scorers, whose rewards are added.
-        weights: Of the rewards of a list, in its order; None weighs each by 1.
+        weights: Weights of a list of rewards, in its order; None means weights of 1.
 
     Raises:
-        ConfigError: If it is none of these, or there is not one finite weight for each reward.
+        ConfigError: If the reward is of another type, or if there is not one finite weight for
+            each reward.
     """
     if isinstance(reward, list | tuple):
         return _weighted_sum(reward, weights)
     if weights is not None:
         raise ConfigError(
-            "reward_weights are the weights of several rewards",
+            "reward_weights needs several rewards",
             expected="a list of functions as reward_fn",
             got=f"reward_fn {reward!r:.80}",
             fix="leave reward_weights out, or pass reward_fn=[...]",
@@ -55,7 +57,7 @@ def as_scorer(reward: Any, weights: Sequence[float] | None = None) -> Scorer:
     if callable(reward):
         return FunctionalRewardWrapper(reward)
     raise ConfigError(
-        "this is no reward",
+        "reward_fn is not a reward",
         expected="a function of a completion, a list of such functions, or an environment",
         got=repr(reward)[:120],
         fix="pass the function itself as reward_fn, not its result",
@@ -67,53 +69,47 @@ def _weighted_sum(rewards: Sequence[Any], weights: Sequence[float] | None) -> Sc
     are_finite = all(isinstance(each, int | float) and math.isfinite(each) for each in weights)
     if not rewards or len(weights) != len(rewards) or not are_finite:
         raise ConfigError(
-            "a list of rewards has a finite weight for each of them",
+            "a list of rewards needs one finite weight for each reward",
             expected=f"{len(rewards) or 'at least one reward, and as many'} reward_weights",
             got=f"{len(rewards)} rewards, reward_weights {weights!r:.80}",
             fix="pass reward_fn=[first, second] with reward_weights=[1.0, 0.5]",
         )
     scorers = [as_scorer(each) for each in rewards]
-    for given, scorer in zip(rewards, scorers, strict=True):
+    for reward, scorer in zip(rewards, scorers, strict=True):
         if isinstance(scorer, EnvironmentScorer):
             raise ConfigError(
-                "an environment answers, so that its rewards cannot be added to others",
+                "the rewards of an environment cannot be added to others, since it has turns",
                 expected="functions and scorers in the list",
-                got=source_of(given),
+                got=display_name(reward),
                 fix="add the rewards in its method step",
             )
     names = [str(getattr(each, "name", type(each).__name__)) for each in scorers]
-    # A lambda has no name that a metric could have.
-    known = [n if n.isidentifier() else f"reward_{place}" for place, n in enumerate(names, 1)]
-    return WeightedSumScorer(scorers, weights, known)
+    # The name of a lambda cannot be part of a metric's name.
+    valid_names = [
+        name if name.isidentifier() else f"reward_{index}" for index, name in enumerate(names, 1)
+    ]
+    return WeightedSumScorer(scorers, weights, valid_names)
 
 
 def as_environment(scorer: Scorer) -> EnvironmentInterface:
-    """The environment that a scorer is a view of, or one that ends after a turn."""
+    """Returns the environment inside a scorer, or else an environment that ends after one turn."""
     if isinstance(scorer, EnvironmentScorer):
         return scorer.environment
     return ScorerEnvironment(scorer)
 
 
 class EnvironmentScorer(Scorer):
-    """A single-turn view of an environment: one exchange in, one reward out.
+    """Single-turn view of an environment: one exchange in, one reward out.
 
-    Args:
-        environment: Gets conversations of a user's and an assistant's turn, and for each the row's
-            `answer`, `task` and own metadata.
-
-    Attributes:
-        environment: The same, for episodes that go on after the first turn.
+    The environment gets conversations of one user turn and one assistant turn, each with the row's
+    `answer`, `task` and metadata.
     """
 
     def __init__(self, environment: EnvironmentInterface) -> None:
         self.environment = environment
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
-        """One outcome a rollout; an environment that wants another turn counts as a failure.
-
-        Where the environment raises, it is asked again for each rollout alone, so that only those
-        on which it raises have no score.
-        """
+        """Returns one outcome per rollout; a request for another turn counts as a failure."""
         replies = checked_replies(self.environment, *self.conversations(rollouts))
         return [self._outcome(*pair) for pair in zip(rollouts, replies, strict=True)]
 
@@ -121,16 +117,23 @@ class EnvironmentScorer(Scorer):
     def conversations(
         rollouts: Sequence[Rollout],
     ) -> tuple[list[list[Message]], list[dict[str, Any]]]:
-        """The first exchange of each rollout, and the metadata that an episode begins with."""
-        return [_log(r) for r in rollouts], [_metadata(r) for r in rollouts]
+        """Returns the first exchange and the initial metadata of each rollout."""
+        logs: list[list[Message]] = []
+        metadata: list[dict[str, Any]] = []
+        for rollout in rollouts:
+            prompt, reply = rollout.prompt, {"role": "assistant", "content": rollout.text}
+            logs.append([{"role": "user", "content": prompt.text}, reply])
+            stored = json.loads(prompt.metadata)
+            metadata.append({**stored, "answer": prompt.answer, "task": prompt.task})
+        return logs, metadata
 
     @property
     def num_restarts(self) -> int:
-        """How often a part of the environment was replaced, where it counts that."""
+        """Number of actors that were replaced, or 0 if the environment has none."""
         return getattr(self.environment, "num_restarts", 0)
 
     def close(self) -> None:
-        """Ends the environment, if it can be ended."""
+        """Shuts the environment down, if it has a method for that."""
         end = getattr(self.environment, "shutdown", None)
         if callable(end):
             end()
@@ -138,20 +141,14 @@ class EnvironmentScorer(Scorer):
     def _outcome(self, rollout: Rollout, reply: Reply | RewardError) -> float | RewardError:
         if isinstance(reply, RewardError) or reply.terminated:
             return reply if isinstance(reply, RewardError) else reply.reward
-        return failure(
-            "asks for another turn",
-            "terminateds is False",
-            prompt=rollout.prompt.text,
-            completion=rollout.text,
-            source=source_of(self.environment),
-        )
+        context = error_context(rollout, display_name(self.environment))
+        return failure("asks for another turn", "terminateds is False", **context)
 
 
 class ScorerEnvironment:
-    """A scorer as an environment whose conversations have one turn.
+    """Scorer of texts as an environment whose conversations have one turn.
 
-    Args:
-        scorer: Sees texts; one that reads token ids, as a reward model does, has none to read here.
+    A scorer that reads token ids, such as a reward model, does not work here.
     """
 
     def __init__(self, scorer: Scorer) -> None:
@@ -170,7 +167,7 @@ class ScorerEnvironment:
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """The batch as it was, and the mean of its `rewards [B]`."""
+        """Returns the unchanged batch and the mean of its `rewards [B]`."""
         return batch, {"mean_reward": float(batch["rewards"].float().mean())}
 
     def shutdown(self) -> None:
@@ -178,19 +175,7 @@ class ScorerEnvironment:
         self._scorer.close()
 
 
-def _log(rollout: Rollout) -> list[Message]:
-    return [
-        {"role": "user", "content": rollout.prompt.text},
-        {"role": "assistant", "content": rollout.text},
-    ]
-
-
-def _metadata(rollout: Rollout) -> dict[str, Any]:
-    prompt = rollout.prompt
-    return {**json.loads(prompt.metadata), "answer": prompt.answer, "task": prompt.task}
-
-
 def _rollout(log: Sequence[Message], metadata: Mapping[str, Any]) -> Rollout:
-    own = json.dumps({key: value for key, value in metadata.items() if key not in _ROW_KEYS})
-    prompt = Prompt("", log[0]["content"], (), metadata["answer"], metadata["task"], own)
+    rest = json.dumps({key: value for key, value in metadata.items() if key not in _ROW_KEYS})
+    prompt = Prompt("", log[0]["content"], (), metadata["answer"], metadata["task"], rest)
     return Rollout(prompt, Completion((), (), truncated=False), log[-1]["content"])

@@ -1,4 +1,4 @@
-"""Several environments in one run, told apart by the task of a row."""
+"""Several environments in one run, selected by the task of a row."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,17 +21,13 @@ Result = TypeVar("Result")
 
 
 class ByTaskScorer(Scorer):
-    """Each completion is scored by its task's scorer; a task without one is an error.
-
-    Args:
-        scorers: By the names of tasks; they are closed with this one.
-    """
+    """Scores each completion with the scorer of its task; a task without one is an error."""
 
     def __init__(self, scorers: Mapping[str, Scorer]) -> None:
         self._scorers = dict(scorers)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
-        """One outcome a rollout."""
+        """Returns one outcome per rollout."""
 
         def score_task(task: str, rows: list[Rollout]) -> list[float | RewardError]:
             scorer = self._scorers.get(task)
@@ -42,24 +38,22 @@ class ByTaskScorer(Scorer):
         return _routed(rollouts, [rollout.prompt.task for rollout in rollouts], score_task)
 
     def release_memory(self) -> None:
-        """That of every scorer."""
+        """Releases the memory of every scorer."""
         for scorer in self._scorers.values():
             scorer.release_memory()
 
     def close(self) -> None:
-        """Closes every scorer, also when one of them fails to."""
+        """Closes every scorer, even if closing one of them fails."""
         with ExitStack() as stack:
             for scorer in self._scorers.values():
                 stack.callback(scorer.close)
 
 
 class ByTaskEnvironment:
-    """Each conversation goes on with its task's environment, which its metadata must keep naming.
+    """Passes each conversation to the environment of its task.
 
-    The metadata of all of them are dicts; `task` is put back where one does not keep it.
-
-    Args:
-        environments: By the names of tasks.
+    The metadata of every environment must be a dict. `task` is added to it after each step, so
+    that the next step finds the environment.
     """
 
     def __init__(self, environments: Mapping[str, EnvironmentInterface]) -> None:
@@ -67,14 +61,14 @@ class ByTaskEnvironment:
 
     @property
     def first_stop_strings(self) -> list[str]:
-        """What ends the first completion of any task: it is sampled before a task is asked."""
+        """Stop strings of all tasks, since the first completion is sampled before any step."""
         parts = self._environments.values()
         return list(dict.fromkeys(s for e in parts for s in getattr(e, "first_stop_strings", ())))
 
     def step(
         self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
     ) -> EnvironmentReturn:
-        """Answers to the last turn of each of `B` conversations."""
+        """Answers the last turn of each of `B` conversations."""
 
         def answer(task: str, rows: list[tuple[Sequence[Message], Any]]) -> list[Reply]:
             environment = self._environments.get(task)
@@ -82,7 +76,7 @@ class ByTaskEnvironment:
                 return [failed(_unknown(task, self._environments))] * len(rows)
             logs, metadata = [log for log, _ in rows], [about for _, about in rows]
             replies = ask(environment, logs, metadata)
-            return [_of_task(task, reply) for reply in replies]
+            return [_with_task(task, reply) for reply in replies]
 
         rows = list(zip(message_log_batch, metadata, strict=True))
         return joined_replies(_routed(rows, [about["task"] for about in metadata], answer))
@@ -90,23 +84,23 @@ class ByTaskEnvironment:
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Each task's rows adapted by its own environment; metrics are called `<task>_<name>`."""
+        """Adapts each task's rows with its environment; metrics are named `<task>_<name>`."""
         rewards = batch["rewards"].clone()
         metrics: dict[str, float] = {}
         for task in dict.fromkeys(batch["tasks"]):
-            places = [place for place, each in enumerate(batch["tasks"]) if each == task]
+            indices = [index for index, each in enumerate(batch["tasks"]) if each == task]
             rows = {
-                name: [column[place] for place in places]
+                name: [column[index] for index in indices]
                 if isinstance(column, list)
-                else column[places]
+                else column[indices]
                 for name, column in batch.items()
             }
-            rewards[places], found = post_process(self._environments[task], rows)
-            metrics |= {f"{task}_{name}": value for name, value in found.items()}
+            rewards[indices], task_metrics = post_process(self._environments[task], rows)
+            metrics |= {f"{task}_{name}": value for name, value in task_metrics.items()}
         return {**batch, "rewards": rewards}, metrics
 
     def shutdown(self) -> None:
-        """Ends every environment that can be ended, also when one of them fails to."""
+        """Shuts down every environment that supports it, even if one of them fails."""
         with ExitStack() as stack:
             for environment in self._environments.values():
                 end = getattr(environment, "shutdown", None)
@@ -117,24 +111,23 @@ class ByTaskEnvironment:
 def _routed(
     rows: Sequence[Row], tasks: Sequence[str], ask_task: Callable[[str, list[Row]], list[Result]]
 ) -> list[Result]:
-    """What `ask_task` says of the rows of each task, in the order of the rows."""
-    found: dict[int, Result] = {}
+    results: dict[int, Result] = {}
     for task in dict.fromkeys(tasks):
-        places = [place for place, each in enumerate(tasks) if each == task]
-        found |= zip(places, ask_task(task, [rows[place] for place in places]), strict=True)
-    return [found[place] for place in range(len(rows))]
+        indices = [index for index, each in enumerate(tasks) if each == task]
+        results |= zip(indices, ask_task(task, [rows[index] for index in indices]), strict=True)
+    return [results[index] for index in range(len(rows))]
 
 
-def _of_task(task: str, reply: Reply | RewardError) -> Reply:
+def _with_task(task: str, reply: Reply | RewardError) -> Reply:
     if isinstance(reply, RewardError):
         return failed(reply)
     return replace(reply, metadata={**(reply.metadata or {}), "task": task})
 
 
-def _unknown(task: str, known: Mapping[str, Any]) -> RewardError:
+def _unknown(task: str, by_task: Mapping[str, Any]) -> RewardError:
     return RewardError(
         f"no environment scores the task {task!r}",
-        expected=f"one of {', '.join(sorted(known))}",
+        expected=f"one of {', '.join(sorted(by_task))}",
         got=repr(task),
-        fix="name it in environment.tasks, or give the row another task",
+        fix="add it to environment.tasks, or change the row's task",
     )

@@ -1,7 +1,7 @@
 """Content digests of the files and folders that a recipe names.
 
-A stage's record contains these digests beside the names, so that a changed file is a changed input
-for Flyte's cache. Generated data has none, since its source is digested.
+Stage records contain them next to the names, so that a changed file misses Flyte's cache. Generated
+data has none, since the digest of its source code covers it.
 """
 
 from hashlib import sha256
@@ -36,13 +36,10 @@ Section = TypeVar("Section", bound=FrozenConfig)
 
 
 def data_content(data: DataConfig) -> str:
-    """Returns a digest of the user's files and folders, and of listings of an object store.
+    """Returns a digest of local files and folders, and of listings of an object store.
 
-    It is empty for generated data, and for that of the hub, whose commit `pinned` writes into the
+    It is empty for generated data, and for data of the hub, whose commit `pinned` writes into the
     config.
-
-    Raises:
-        DataError: If an object store cannot be asked.
     """
     if isinstance(data, MixtureData):
         return " ".join(filter(None, (data_content(each.data) for each in data.sources)))
@@ -53,15 +50,7 @@ def data_content(data: DataConfig) -> str:
 
 
 def refuse_changed(data: DataConfig, known: str) -> None:
-    """Refuses rows of an object store that are not those that the run began with.
-
-    Args:
-        data: Has been read.
-        known: What `data_content` returned when the run began.
-
-    Raises:
-        DataError: If the listing is another one by now.
-    """
+    """Refuses data in an object store whose listing is not part of `known`."""
     if isinstance(data, MixtureData):
         for each in data.sources:
             refuse_changed(each.data, known)
@@ -70,21 +59,20 @@ def refuse_changed(data: DataConfig, known: str) -> None:
     for name in (data.train, data.validation):
         if name is None or not remote.is_remote(name):
             continue
-        now = remote.content(remote.listing(name))
+        now = remote.describe_content(remote.listing(name))
         if now not in known:
             raise DataError(
                 f"the data under {name} has changed since the run began",
                 expected=known,
                 got=now,
-                fix="run again when what writes it has ended",
+                fix="wait until nothing writes to it, and run again",
             )
 
 
 def pinned(data: DataConfig) -> DataConfig:
-    """The same data with the commit that each data set of the hub has now.
+    """Returns the config with the current commit of each data set of the hub.
 
-    So a new commit is another input, and rows are read from the one that the key names. Without a
-    network, the commit that was seen last is taken; where there was none, the config stays.
+    Without a network, the last known commit is used; if there is none, the config does not change.
     """
     if isinstance(data, MixtureData):
         sources = [each.replace(data=pinned(each.data)) for each in data.sources]
@@ -96,24 +84,24 @@ def pinned(data: DataConfig) -> DataConfig:
 
 def _named_data(name: str) -> str:
     if remote.is_remote(name):
-        return remote.content(remote.listing(name))
+        return remote.describe_content(remote.listing(name))
     return _path(Path(name).expanduser())
 
 
 def model_content(model: ModelConfig) -> str:
-    """Returns a digest of a folder, or of its listing, or the commit of a model of the hub.
+    """Returns the digest of a model's folder or listing, or the commit of a model of the hub.
 
-    It is empty for generated models, and where the hub does not answer and its cache has none.
+    It is empty for generated models, and if neither the hub nor its cache knows the commit.
     """
     if not isinstance(model, PretrainedModel):
         return ""
     if remote.is_remote(model.name):
-        return remote.content(remote.tree(model.name))
+        return remote.describe_content(remote.tree(model.name))
     return _named_model(model.name)
 
 
 def commit_in(content: str) -> str | None:
-    """The commit that `model_content` has returned for a model of the hub; None for others."""
+    """Returns the commit in a result of `model_content`; None unless the model is of the hub."""
     return content if is_commit(content) else None
 
 
@@ -123,54 +111,38 @@ def _named_model(name: str) -> str:
 
 
 def located_model(model: ModelConfig) -> ModelConfig:
-    """A model whose name is an alias, with the folder or address that it means now.
-
-    Raises:
-        StoreError: If there is no such alias, or its model is gone.
-    """
+    """Returns the config with an alias replaced by the current folder or address of its model."""
     if not isinstance(model, PretrainedModel):
         return model
     return model.replace(name=aliases.located(model.name))
 
 
 def reward_content(environment: EnvironmentConfig) -> str:
-    """Returns a digest of the scoring code and files.
-
-    These are modules of reward functions and environments with their imports (see `user_source`),
-    folders or commits of reward models, and files of retrievers.
-    """
-    found = [_scored_by(each) for each in single_environments(environment)]
+    """Returns a digest of the scoring code (see `user_source`), reward models and passages."""
+    digests = [_scorer_digest(each) for each in single_environments(environment)]
     for answers in multi_turn_environments(environment):
         if isinstance(answers, ToolUse):
             tools = [each for each in answers.tools if isinstance(each, RetrieverTool)]
-            found += [_file(Path(each.path).expanduser()) for each in tools]
+            digests += [_file(Path(each.path).expanduser()) for each in tools]
         if isinstance(answers, PythonEnvironment):
-            found.append(user_source(module_of(answers.target)))
-    return " ".join(filter(None, found))
+            digests.append(user_source(module_of(answers.target)))
+    return " ".join(filter(None, digests))
 
 
 def with_source(section: Section) -> Section:
-    """A section with the digest of the user's source that its backend runs, if it has such."""
+    """Returns the section with the source digest of its registered backend, if it has one."""
     if not isinstance(section, RegisteredBackend) or section.module is None:
         return section
     return section.replace(source=sha256(user_source(section.module).encode()).hexdigest())
 
 
-def _model_of(environment: SingleEnvironmentConfig) -> str | None:
-    if isinstance(environment, RewardModelScore):
-        return environment.model
-    if isinstance(environment, LLMJudge) and isinstance(environment.judge, JudgeModel):
-        return environment.judge.model
-    return None
-
-
-def _scored_by(environment: SingleEnvironmentConfig) -> str:
-    model = _model_of(environment)
-    if model is not None:
-        return _named_model(model)
-    if not isinstance(environment, RewardFunction):
-        return ""
-    return user_source(environment.target.partition(":")[0])
+def _scorer_digest(environment: SingleEnvironmentConfig) -> str:
+    match environment:
+        case RewardModelScore(model=str(model)) | LLMJudge(judge=JudgeModel(model=model)):
+            return _named_model(model)
+        case RewardFunction(target=target):
+            return user_source(target.partition(":")[0])
+    return ""
 
 
 def _path(path: Path) -> str:

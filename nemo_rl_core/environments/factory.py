@@ -1,6 +1,7 @@
-"""The scorer or environment that a config describes, found by its `kind`.
+"""Makes the scorer or environment that a config describes.
 
-An implementation is imported where it is made: a run pays for the libraries of its own kind alone.
+Each implementation is imported only when it is made, so that a run does not load the libraries of
+the other kinds.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from nemo_rl_core.config.environment import (
     EnvironmentWorkers,
     MultiTurnConfig,
     WeightedSum,
-    answers_back,
+    is_multi_turn,
     reward_names,
 )
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
@@ -44,9 +45,9 @@ if TYPE_CHECKING:
     from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 
 StartJudge = Callable[[JudgeModel, int], ChatModel]
-"""Starts a model of this run as a judge that writes at most so many tokens."""
+"""Starts a judge model; the number is its maximum number of new tokens."""
 StartRewardModel = Callable[[RewardModelScore], Scorer]
-"""Starts a reward model where it can compute."""
+"""Starts a reward model on the devices that it computes on."""
 
 
 def make_scorer(
@@ -57,23 +58,21 @@ def make_scorer(
     start_judge: StartJudge | None = None,
     start_reward_model: StartRewardModel | None = None,
 ) -> Scorer:
-    """A scorer that is ready; close it when done.
+    """Returns a scorer that is ready to use; close it when done.
 
     Args:
-        config: What it is to be. An environment with several turns becomes an `EnvironmentScorer`,
-            whose `environment` answers to conversations.
-        reward_model: The folder for every `reward_model` in the config that names no model.
-        policy: The folder of a model whose completions are scored; a reward model reads their token
+        config: Config of the environment. A multi-turn environment becomes an `EnvironmentScorer`,
+            whose `environment` answers conversations.
+        reward_model: Folder for every `reward_model` in the config that names no model.
+        policy: Folder of the model whose completions are scored. A reward model reads their token
             ids, so it must have the same vocabulary.
-        start_judge: For judges that are models of this run.
-        start_reward_model: For reward models; by default they compute in this process.
+        start_judge: Starts judges that are models of this run.
+        start_reward_model: Starts reward models; by default they compute in this process.
 
     Raises:
-        ConfigError: When a reward function or environment cannot be imported or made, when the
-            config has a reward model and one of the folders is missing, or a judge that cannot be
-            started here.
-        ModelError: When a reward model is none, or has another vocabulary than the policy.
-        ResourceError: When programs must run, and this machine gives no sandbox.
+        ConfigError: If an object or model that the config names is missing or cannot be made here.
+        ModelError: If a model is not a reward model, or its vocabulary differs from the policy's.
+        ResourceError: If programs must run, and this machine has no sandbox.
     """
     make = partial(
         make_scorer,
@@ -90,7 +89,7 @@ def make_scorer(
             return WeightedSumScorer(scorers, [each.weight for each in parts], reward_names(config))
         case ByTask(tasks=tasks):
             by_task = {each.task: make(each.environment) for each in tasks}
-            return _by_task(by_task, has_turns=answers_back(config))
+            return _by_task(by_task, has_turns=is_multi_turn(config))
         case SlidingPuzzleGame() | GuessNumberGame() | ToolUse() | PythonEnvironment():
             from nemo_rl_core.environments.adapt import as_scorer
 
@@ -112,30 +111,26 @@ def make_remote_scorer(
     *,
     policy: Path | None = None,
     bundles: "RayVirtualCluster | None" = None,
-    are_own: bool = False,
+    is_dedicated: bool = False,
 ) -> Scorer:
-    """As `make_scorer`, in Ray actors.
+    """Makes a scorer in Ray actors.
 
     Args:
-        config: The environment.
-        workers: How many actors, and their deadline.
-        reward_model: As for `make_scorer`.
-        policy: As for `make_scorer`.
-        bundles: The cluster on whose bundles scorers lie, with a share of a GPU where they have
-            such; None for scorers without GPUs.
-        are_own: Whether nothing else computes on these bundles.
-
-    Raises:
-        WorkerError: When the actors do not start.
-        NemoRLError: As `make_scorer` in an actor.
+        config: Config of the environment.
+        workers: Number of actors, and their deadline.
+        reward_model: Same as in `make_scorer`.
+        policy: Same as in `make_scorer`.
+        bundles: Cluster on whose bundles the scorers run, with a share of a GPU if the bundles
+            have any; None for scorers without GPUs.
+        is_dedicated: Whether nothing else computes on these bundles.
     """
     from nemo_rl_core.environments.adapt import EnvironmentScorer
     from nemo_rl_core.environments.remote import RemoteEnvironment, RemoteScorer
 
     make = partial(make_scorer, config, reward_model, policy=policy)
-    if not answers_back(config):
+    if not is_multi_turn(config):
         names = reward_names(config)
-        return RemoteScorer(make, workers, names=names, bundles=bundles, are_own=are_own)
+        return RemoteScorer(make, workers, names=names, bundles=bundles, is_dedicated=is_dedicated)
     return EnvironmentScorer(RemoteEnvironment(partial(_environment_of, make), workers))
 
 
@@ -165,7 +160,7 @@ def _single_scorer(
         case CodeTests():
             from nemo_rl_core.environments.rewards.code import CodeScorer
 
-            return CodeScorer.from_config(config)
+            return CodeScorer(config)
     return _text_scorer(config)
 
 
@@ -215,8 +210,7 @@ def _by_task(scorers: Mapping[str, Scorer], *, has_turns: bool) -> Scorer:
 
 
 def _judge(config: LLMJudge, start_judge: StartJudge | None) -> Scorer:
-    from nemo_rl_core.environments.rewards.chat_endpoint import EndpointChat
-    from nemo_rl_core.environments.rewards.llm_judge import LLMJudgeScorer
+    from nemo_rl_core.environments.rewards.llm_judge import EndpointChat, LLMJudgeScorer
 
     if not isinstance(config.judge, JudgeModel):
         endpoint = EndpointChat(config.judge, max_new_tokens=config.max_new_tokens)
@@ -224,7 +218,7 @@ def _judge(config: LLMJudge, start_judge: StartJudge | None) -> Scorer:
     if start_judge is None:
         raise ConfigError(
             "a judge that is a model of this run cannot be started here",
-            expected="an environment that runs beside the engine",
+            expected="an environment in the same process as the engine",
             got="judge.kind model, inside an actor or outside of a run",
             fix="leave environment_workers out, or use judge.kind endpoint",
         )
@@ -245,12 +239,12 @@ def _reward_model_scorer(
         raise ConfigError(
             "the environment 'reward_model' has no model",
             expected="the name or folder of a reward model",
-            got="no environment.model, and no reward model from a stage before",
+            got="no environment.model, and no reward model from an earlier stage",
             fix="set environment.model, or run a workflow that trains a reward model first",
         )
     if policy is None:
         raise ConfigError(
-            "the environment 'reward_model' cannot tell whose token ids it would read",
+            "the environment 'reward_model' does not know which model produced the token ids",
             expected="the folder of the model that makes the completions",
             got="no policy",
             fix="pass make_scorer(..., policy=FOLDER)",

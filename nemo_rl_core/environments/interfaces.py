@@ -1,4 +1,4 @@
-"""What an environment offers, and the one check that every reward passes."""
+"""Interfaces of scorers and environments, and the check that every reward passes."""
 
 import math
 import numbers
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
-_NOT_THE_USERS = (
+_LIBRARY_PATHS = (
     *sys.modules[__name__.partition(".")[0]].__path__,  # this library
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     "<",
 )
-"""How the names of files begin whose lines say nothing of the user's code."""
+"""Path prefixes of files that are not user code."""
 
 _LARGEST = (2 - 2**-23) * 2.0**127
-"""The largest number that float32 holds."""
+"""The largest finite float32."""
 
 Message = Mapping[str, str]
 """One turn of a conversation: `role` (`user`, `assistant` or `environment`) and `content`."""
@@ -39,49 +39,50 @@ class Scorer(ABC):
 
     @abstractmethod
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
-        """One outcome a rollout, in order: a finite reward, or why there is none.
+        """Returns one outcome per rollout, in order: a finite reward, or an error.
 
-        An error is not a reward of 0: the rollout is counted, and not trained on.
+        An error is not a reward of 0: the rollout is counted, but not trained on.
         """
 
     def missing_columns(self, prompt: Prompt) -> Sequence[str]:
-        """Columns without which the row of a prompt cannot be scored, and which it lacks."""
+        """Returns the columns that scoring needs and that the row of a prompt lacks."""
         return ()
 
-    def release_memory(self) -> None:  # noqa: B027 (most hold none)
-        """Gives the memory of a GPU back, for others to use until the next completion is scored."""
+    def release_memory(self) -> None:  # noqa: B027 (most use none)
+        """Frees GPU memory until the next completion is scored."""
 
     def close(self) -> None:  # noqa: B027 (most have nothing to release)
-        """Releases what the scorer has started."""
+        """Ends the processes and threads that the scorer has started."""
 
 
 @runtime_checkable
 class RolloutScorer(Protocol):
-    """A scorer that knows more of a rollout than one number, such as the parts of a sum."""
+    """A scorer that returns more than one number per rollout, such as the parts of a sum."""
 
     def score_rollouts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts, each with its reward and components, or with an error."""
+        """Returns the rollouts, each with its reward and components, or with an error."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentReturn:
-    """What an environment says to a batch of `B` conversations.
+    """Result of one step of an environment on a batch of `B` conversations.
 
     Attributes:
-        observations: A message to append to each conversation, one a conversation; what is said
-            to one that has ended is not read. Empty when all have ended.
-        metadata: What the environment wants back at the next step, one a conversation.
-        next_stop_strings: Where the next completion must stop, one list (or None) a conversation.
+        observations: Messages to append, one per conversation; that of a conversation that has
+            ended is ignored. Empty if all have ended.
+        metadata: State that the environment gets back at the next step, one per conversation.
+        next_stop_strings: Stop strings of the next completion, one list (or None) per conversation.
         rewards: `[B]` float.
         terminateds: `[B]` bool.
-        answers: The answers found in the completions, or None where none were looked for.
-        errors: Why a conversation could not be scored, one (or None) a conversation. It ends, its
-            reward is not read, and it is not trained on: an error is not a score of 0.
-        truncation_rewards: `[B]` float, or None for zeros: added to the reward of a conversation
-            that goes on, if the token limit leaves no room for another turn. An environment with
-            penalties for bad turns gives here those of the turns to come; otherwise using up the
-            tokens would avoid them.
+        answers: Answers extracted from the completions, or None.
+        errors: Reasons why a conversation could not be scored, one (or None) per conversation. Such
+            a conversation ends, its reward is ignored, and it is not trained on: an error is not a
+            score of 0.
+        truncation_rewards: `[B]` float, or None for zeros. Added to the reward of an unfinished
+            conversation if the token limit leaves no room for another turn. An environment that
+            penalizes bad turns returns the penalties of the remaining turns here; otherwise the
+            policy could avoid them by using up its tokens.
     """
 
     observations: list[dict[str, str]]
@@ -95,46 +96,47 @@ class EnvironmentReturn:
 
 
 class EnvironmentInterface(Protocol):
-    """An environment that answers to whole conversations."""
+    """An environment that answers conversations."""
 
     def step(
         self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
     ) -> EnvironmentReturn:
-        """Answers to the last turn of each of `B` conversations."""
+        """Answers the last turn of each of `B` conversations."""
         ...
 
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Adapts the rewards of a whole rolled-out batch, and sums it up in numbers.
+        """Adapts the rewards of a full batch of rollouts, and computes metrics.
 
         Training calls it once on all valid rollouts of a draw, before advantages; evaluation does
-        not. An environment may leave the method out.
+        not. The method is optional.
 
         Args:
-            batch: What `rollouts.batch.rollout_batch` returns, above all `rewards [B]`, and as
-                lists `tasks`, `prompts`, `completions` and `answers`.
+            batch: Result of `rollouts.batch.rollout_batch`: `rewards [B]` and other tensors, and
+                the lists `tasks`, `prompts`, `completions` and `answers`.
 
         Returns:
-            The batch, in which `rewards` alone may be others, and finite numbers by name. They are
-            metrics of the step, as `environment_<name>`.
+            The batch, in which only `rewards` may change, and finite numbers by name, which become
+            the metrics `environment_<name>` of the step.
         """
         ...
 
 
 @runtime_checkable
 class StopsFirstTurn(Protocol):
-    """An environment whose first turn must stop somewhere, before it has been asked anything.
+    """An environment with stop strings for the first turn, which is sampled before any step.
 
     Attributes:
-        first_stop_strings: What ends the first completion; later ones stop at `next_stop_strings`.
+        first_stop_strings: Stop strings of the first completion; later ones stop at
+            `next_stop_strings`.
     """
 
     first_stop_strings: Sequence[str]
 
 
 def raise_first(outcomes: Iterable[T | RewardError]) -> list[T]:
-    """What was given, when no outcome is a failure.
+    """Returns the outcomes if none of them is a failure.
 
     Raises:
         RewardError: The first failure.
@@ -148,9 +150,9 @@ def raise_first(outcomes: Iterable[T | RewardError]) -> list[T]:
 
 
 def score_rollouts(scorer: Scorer, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The same rollouts, each with its reward, or with the error for which it has none.
+    """Returns the rollouts, each with its reward or its error.
 
-    Where the scorer adds several rewards, `components` has them, unweighted.
+    If the scorer adds several rewards, `components` contains them, unweighted.
     """
     if isinstance(scorer, RolloutScorer):
         return scorer.score_rollouts(rollouts)
@@ -162,36 +164,36 @@ def score_rollouts(scorer: Scorer, rollouts: Sequence[Rollout]) -> list[Rollout]
     ]
 
 
-def reads_rewards_alone(hook: Hook) -> Hook:
-    """Marks a hook that reads no column of its batch but `rewards`: it is given no other.
+def reads_only_rewards(hook: Hook) -> Hook:
+    """Marks a hook that reads only the column `rewards` of its batch, and gets no other.
 
-    A subclass's own hook is not marked by that of its base.
+    A subclass that overrides the hook must mark it again.
     """
-    hook.reads_rewards_alone = True  # type: ignore[attr-defined]
+    hook.reads_only_rewards = True  # type: ignore[attr-defined]
     return hook
 
 
 def attempt(
     reward: Callable[[], Any], *, prompt: str, completion: str, source: str
 ) -> float | RewardError:
-    """Calls a reward: the named boundary at which whatever it raises becomes an outcome."""
+    """Calls a reward. Any exception becomes an outcome."""
     try:
         value = reward()
     except RewardError as error:
         return error
-    # SystemExit is caught too: a reward that calls exit() must not end a run with code 0.
+    # SystemExit too, since a reward that calls exit() must not end a run with code 0.
     except (Exception, SystemExit) as error:  # noqa: BLE001 (becomes an outcome)
         notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
-        got = f"{type(error).__name__}: {shorten(str(error))}{innermost_place(error)}{notes}"
+        got = f"{type(error).__name__}: {shorten(str(error))}{user_location(error)}{notes}"
         return failure("raised", got, prompt=prompt, completion=completion, source=source)
     return checked(value, prompt=prompt, completion=completion, source=source)
 
 
 def checked(value: Any, *, prompt: str, completion: str, source: str) -> float | RewardError:
-    """A reward as a finite float (numpy's and torch's scalars count), or why it is none.
+    """Returns a reward as a finite float, or an error. Scalars of numpy and torch are numbers too.
 
-    Finite in float32, which batches hold rewards in: a larger one would be infinite there, and so
-    the gradient of every rollout of its step not finite.
+    The reward must be finite in float32, the type of rewards in batches. A larger one would be
+    infinite there, and make the gradients of its step infinite or NaN.
     """
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():
         value = value.item()
@@ -205,35 +207,41 @@ def checked(value: Any, *, prompt: str, completion: str, source: str) -> float |
         is_finite = math.isfinite(number)
         what = f"returned a number that is not finite{' in float32' if is_finite else ''}"
     else:
-        what = "returned no number"
+        what = "returned something that is not a number"
     got = shorten(repr(value))
     error = failure(what, got, prompt=prompt, completion=completion, source=source)
     return NotApplicableError(*error.args) if value is None else error
 
 
-def innermost_place(error: BaseException) -> str:
-    """Where in the user's code an exception was raised: ` (file.py:3: the line)`, or nothing."""
+def user_location(error: BaseException) -> str:
+    """Returns the innermost line of user code in a traceback: ` (file.py:3: the line)`, or ""."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
-    if not own:
+    user_frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARY_PATHS)]
+    if not user_frames:
         return ""
-    place = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
-    return f" ({place}: {shorten(own[-1].line, 80)})" if own[-1].line else f" ({place})"
+    last = user_frames[-1]
+    location = f"{Path(last.filename).name}:{last.lineno}"
+    return f" ({location}: {shorten(last.line, 80)})" if last.line else f" ({location})"
+
+
+def error_context(rollout: Rollout, source: str) -> dict[str, str]:
+    """Returns the arguments of `attempt`, `checked` and `failure` that name a completion."""
+    return {"prompt": rollout.prompt.text, "completion": rollout.text, "source": source}
 
 
 def failure(what: str, got: str, *, prompt: str, completion: str, source: str) -> RewardError:
-    """An error that names the prompt and the completion."""
+    """Returns an error that names the prompt and the completion."""
     return RewardError(
         f"{source} {what} for prompt {shorten(repr(prompt))}, "
         f"completion {shorten(repr(completion))}",
         expected="a finite number",
         got=got,
-        fix="handle such a completion in the reward: return a low score if that is what it earns",
+        fix="handle such completions in the reward, for instance with a low score",
     )
 
 
 def no_answer(what: str, rollout: Rollout) -> RewardError:
-    """The error of a row without an answer, where completions are compared with it."""
+    """Returns the error for a row without an answer in an environment that needs one."""
     return RewardError(
         f"{what} compares completions with the row's answer, and the row has none",
         expected="the column answer",
@@ -243,7 +251,7 @@ def no_answer(what: str, rollout: Rollout) -> RewardError:
 
 
 def shorten(text: str, limit: int = 100) -> str:
-    """One line of at most `limit` characters, from the start and, above all, the end."""
+    """Returns one line of at most `limit` characters: a third from the start, the rest the end."""
     line = " ".join(text[: 4 * limit].split()) if len(text) <= 4 * limit else text
     if len(line) <= limit:
         return line

@@ -1,4 +1,4 @@
-"""Answers checked by math-verify, as an environment of one turn."""
+"""Single-turn environment that checks answers with math-verify."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,7 +7,7 @@ from nemo_rl_core.config.single_turn import MathVerify
 from nemo_rl_core.environments.interfaces import (
     EnvironmentReturn,
     raise_first,
-    reads_rewards_alone,
+    reads_only_rewards,
 )
 from nemo_rl_core.environments.rewards.math import MathScorer
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -17,12 +17,9 @@ if TYPE_CHECKING:
 
 
 class MathEnvironment:
-    """1.0 where math-verify finds the last answer equal to the reference, else 0.0 (`MathScorer`).
+    """Rewards 1.0 if math-verify finds the last answer equal to the reference, else 0.0.
 
-    An `EnvironmentInterface`; `step` takes what an engine has generated as well.
-
-    Args:
-        config: The limits of a comparison.
+    `step` also accepts the output of an engine.
 
     Example:
         >>> environment = MathEnvironment()
@@ -45,14 +42,13 @@ class MathEnvironment:
             message_log_batch: Conversations, whose last message is scored; or a batch with the
                 columns `completions` and `answer` (or `answers`), as `generate` returns it for rows
                 that have an answer.
-            metadata: A mapping with `answer` for each conversation.
+            metadata: Mappings with the key `answer`, one per conversation.
 
         Returns:
-            An `EnvironmentReturn`; of a batch `[B]` rewards alone.
+            An `EnvironmentReturn`, or for a batch only its `[B]` rewards.
 
         Raises:
-            RewardError: If an answer is no mathematics.
-            MissingColumnError: If the batch lacks a column.
+            RewardError: If a reference answer cannot be read as mathematics.
         """
         import torch
 
@@ -82,11 +78,11 @@ class MathEnvironment:
         ]
         return raise_first(self._scorer.score(rollouts))
 
-    @reads_rewards_alone
+    @reads_only_rewards
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """The batch as it was, and the mean of its `rewards [B]`."""
+        """Returns the unchanged batch and the mean of its `rewards [B]`."""
         return batch, {"accuracy": float(batch["rewards"].float().mean())}
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
-"""Checks before anything is sampled: what a config names, and the columns that it needs."""
+"""Checks before anything is sampled: the objects that a config names, and the columns it needs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nemo_rl_core.config.environment import (
     ByTask,
     EnvironmentConfig,
     WeightedSum,
+    environments_of_task,
     multi_turn_environments,
     single_environments,
 )
@@ -18,8 +19,12 @@ from nemo_rl_core.config.single_turn import (
     RewardFunction,
 )
 from nemo_rl_core.environments.interfaces import Scorer
-from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
-from nemo_rl_core.environments.rewards.loading import load_function
+from nemo_rl_core.environments.rewards.functional_reward import (
+    FunctionalRewardWrapper,
+    load_function,
+)
+from nemo_rl_core.environments.rewards.math import MathScorer
+from nemo_rl_core.environments.rewards.multiple_choice import MultipleChoiceScorer
 from nemo_rl_core.environments.rewards.row_fields import field_names, fields_of
 from nemo_rl_core.environments.rewards.unit_tests import UnitTests
 from nemo_rl_core.environments.targets import find_environment
@@ -27,25 +32,24 @@ from nemo_rl_core.errors import DataError, RewardError
 from nemo_rl_core.types import Prompt, unscored
 
 MissingColumns = Callable[[Prompt], Sequence[str]]
-"""The columns without which the row of a prompt cannot be scored, and which it lacks.
+"""Returns the columns that scoring needs and that the row of a prompt lacks.
 
-It raises RewardError for a row that cannot be scored for another reason.
+Raises RewardError for a row that cannot be scored for another reason.
 """
 
 _NUM_NAMED_ROWS = 5
+_NUM_LISTED_ROWS = 100
 
 
 def missing_columns(config: EnvironmentConfig) -> MissingColumns:
-    """What the environment of a config needs of a row; makes none, and starts nothing.
-
-    Raises:
-        ConfigError: When a reward function cannot be imported.
-    """
+    """Returns the column check of an environment, without making or starting the environment."""
     match config:
         case ToolUse(answer=answer):
             return missing_columns(answer)
         case RewardFunction(target=target):
             return FunctionalRewardWrapper.from_target(target).missing_columns
+        case MultipleChoice(num_choices=num_choices):
+            return MultipleChoiceScorer(num_choices=num_choices).missing_columns
         case WeightedSum(parts=parts):
             needs = [missing_columns(part.environment) for part in parts]
             return lambda prompt: list(
@@ -58,11 +62,7 @@ def missing_columns(config: EnvironmentConfig) -> MissingColumns:
 
 
 def check_targets(config: EnvironmentConfig) -> None:
-    """Imports the user's functions and environments that a config names; makes none of them.
-
-    Raises:
-        ConfigError: For the first that is not there, or is neither.
-    """
+    """Imports the functions and environments that a config names, without calling them."""
     for single in single_environments(config):
         if isinstance(single, RewardFunction):
             load_function(single.target)
@@ -74,17 +74,7 @@ def check_targets(config: EnvironmentConfig) -> None:
 def refuse_incomplete_rows(
     prompts: Iterable[Prompt], scored_by: Scorer | EnvironmentConfig, *, name: str
 ) -> None:
-    """Refuses rows that cannot be scored.
-
-    Args:
-        prompts: The rows, in their order.
-        scored_by: What will score them.
-        name: Of the data set, such as `train`.
-
-    Raises:
-        DataError: Names the columns, the rows (counted from 0), and the columns that there are; or
-            the rows and why they cannot be scored.
-    """
+    """Refuses rows of the data set `name`, such as `train`, that cannot be scored."""
     if isinstance(scored_by, Scorer):
         missing: MissingColumns = scored_by.missing_columns
         scorer = "reward_fn"
@@ -95,6 +85,7 @@ def refuse_incomplete_rows(
         return
     lacking: dict[str, list[int]] = {}
     wrong: dict[int, RewardError] = {}
+    golds: dict[str, list[int]] = {}
     first: Prompt | None = None
     num_rows = 0
     for index, prompt in enumerate(prompts):
@@ -107,30 +98,57 @@ def refuse_incomplete_rows(
         for column in columns:
             first = first or prompt
             lacking.setdefault(column, []).append(index)
+        if prompt.answer and _math(scored_by, prompt.task):
+            golds.setdefault(prompt.answer, []).append(index)
+    wrong |= _incomparable(golds)
     if wrong:
         raise _wrong_rows(wrong, num_rows, name)
     if first is None:
         return
     columns = " and the column ".join(lacking)
+    fix = "add the column to the data, or choose a reward that does not need it"
+    if list(lacking) != ["answer"]:
+        fix += "; or rename the parameter to an existing column, or give it a default"
     raise DataError(
         f"the {name} data set lacks the column {columns}, which {scorer} needs",
         expected=f"the column {columns} in every row",
         got="; ".join(f"{column}: {_rows(rows, num_rows)}" for column, rows in lacking.items())
-        + f". Columns that there are: {', '.join(field_names(fields_of(unscored(first))))}",
-        fix="add the column to the data, or choose a reward that needs none"
-        + (
-            ""
-            if list(lacking) == ["answer"]
-            else "; a parameter with a default needs none, and one named as above takes that column"
-        ),
+        + f". Existing columns: {', '.join(field_names(fields_of(unscored(first))))}",
+        fix=fix,
     )
 
 
+def _math(scored_by: Scorer | EnvironmentConfig, task: str) -> bool:
+    if isinstance(scored_by, Scorer):  # its own `missing_columns` checks them
+        return False
+    return any(isinstance(each, MathVerify) for each in environments_of_task(scored_by, task))
+
+
+def _incomparable(golds: Mapping[str, Sequence[int]]) -> dict[int, RewardError]:
+    scorer = MathScorer()
+    try:
+        faults = scorer.faults(golds)
+    finally:
+        scorer.close()
+    return {
+        row: RewardError(
+            "their reference answers cannot be compared",
+            expected="a number, a formula, a set, a time, a ratio or some words",
+            got=why,
+            fix="correct the answers or remove the rows, or choose another environment",
+        )
+        for answer, why in faults.items()
+        for row in golds[answer]
+    }
+
+
 def _wrong_rows(wrong: dict[int, RewardError], num_rows: int, name: str) -> DataError:
-    """Returns one error for all wrong rows, with the fix of the first."""
     first, *_ = wrong.values()
-    reasons = [f"row {index}: {wrong[index].got}" for index in list(wrong)[:_NUM_NAMED_ROWS]]
-    more = ["..."] if len(wrong) > _NUM_NAMED_ROWS else []
+    rows = sorted(wrong)
+    reasons = [f"row {index}: {wrong[index].got}" for index in rows[:_NUM_NAMED_ROWS]]
+    if others := [str(index) for index in rows[_NUM_NAMED_ROWS:][:_NUM_LISTED_ROWS]]:
+        reasons.append(f"also row {', '.join(others)}")
+    more = ["..."] if len(rows) > _NUM_NAMED_ROWS + _NUM_LISTED_ROWS else []
     return DataError(
         f"{len(wrong)} of {num_rows} rows of the {name} data set cannot be scored: {first.problem}",
         expected=first.expected,
@@ -151,20 +169,19 @@ def _answer(prompt: Prompt) -> Sequence[str]:
 _NEEDS: dict[type, MissingColumns] = {
     ExactMatch: _answer,
     MathVerify: _answer,
-    MultipleChoice: _answer,
     CodeTests: _unit_tests,
 }
 
 
 def no_columns(_: Prompt) -> Sequence[str]:
-    """What an environment needs that reads texts alone, or says itself what a row lacks."""
+    """Column check of an environment that reads only texts, or checks its rows itself."""
     return ()
 
 
-def _rows(places: Sequence[int], num_rows: int) -> str:
-    if len(places) == num_rows:
+def _rows(indices: Sequence[int], num_rows: int) -> str:
+    if len(indices) == num_rows:
         return f"missing from all {num_rows} rows"
-    named = ", ".join(map(str, places[:_NUM_NAMED_ROWS]))
-    return f"missing from {len(places)} of {num_rows} rows: {named}" + (
-        " ..." if len(places) > _NUM_NAMED_ROWS else ""
+    named = ", ".join(map(str, indices[:_NUM_NAMED_ROWS]))
+    return f"missing from {len(indices)} of {num_rows} rows: {named}" + (
+        " ..." if len(indices) > _NUM_NAMED_ROWS else ""
     )

@@ -1,4 +1,4 @@
-"""What an environment makes of a whole batch of rollouts: adapted rewards, and metrics."""
+"""Post-processing of a full batch of rollouts by an environment: adapted rewards and metrics."""
 
 import math
 import numbers
@@ -17,26 +17,22 @@ HOOK = "global_post_process_and_metrics"
 def post_process(environment: Any, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, float]]:
     """Calls `global_post_process_and_metrics` on a copy of a batch, and checks what it returns.
 
-    Args:
-        environment: An environment; one without the method changes nothing and has no metrics.
-        batch: Columns of `B` rows, among them `rewards [B]`.
-
     Returns:
-        `[B]` rewards, and the metrics.
+        `[B]` rewards, and the metrics; the unchanged rewards and no metrics without the method.
 
     Raises:
-        RewardError: If the method raises, returns no batch and metrics, changes a column besides
-            `rewards` (nobody would read it), or returns a number that is not finite.
+        RewardError: If the method raises, does not return a batch and metrics, changes a column
+            other than `rewards` (it would be ignored), or returns a number that is not finite.
     """
     hook = getattr(environment, HOOK, None)
     if hook is None:
         return batch["rewards"], {}
     try:
         returned, metrics = hook(_copy(batch))
-        columns, found = dict(returned), dict(metrics)
+        columns, numbers_by_name = dict(returned), dict(metrics)
     except NemoRLError:
         raise
-    # Named fault boundary: an environment is a user's, and may raise or return anything.
+    # Broad on purpose: a user-defined environment may raise or return anything.
     except Exception as error:
         raise _refused(
             environment,
@@ -51,24 +47,26 @@ def post_process(environment: Any, batch: Mapping[str, Any]) -> tuple[Tensor, di
     if changed:
         raise _refused(
             environment,
-            expected="a change of `rewards` alone; no other column is read again",
-            got=f"other {', '.join(changed)}",
+            expected="changes only in `rewards`, since no other column is read again",
+            got=f"changed columns: {', '.join(changed)}",
         )
     rewards = _checked_rewards(environment, columns.get("rewards"), like=batch["rewards"])
-    return rewards, {str(name): _checked(environment, name, each) for name, each in found.items()}
+    return rewards, {
+        str(name): _checked(environment, name, value) for name, value in numbers_by_name.items()
+    }
 
 
 def _checked_rewards(environment: Any, rewards: Any, *, like: Tensor) -> Tensor:
-    whole = None
+    converted = None
     if isinstance(rewards, Tensor) and rewards.shape == like.shape:
-        whole = rewards.detach().to(like)  # a number beyond its range becomes infinite
-    if whole is None or not whole.isfinite().all():
+        converted = rewards.detach().to(like)  # a number beyond its range becomes infinite
+    if converted is None or not converted.isfinite().all():
         raise _refused(
             environment,
             expected=f"{len(like)} finite rewards in a tensor",
             got=shorten(repr(rewards)),
         )
-    return whole
+    return converted
 
 
 def _checked(environment: Any, name: Any, value: Any) -> float:
@@ -77,7 +75,7 @@ def _checked(environment: Any, name: Any, value: Any) -> float:
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise _refused(
             environment,
-            expected="finite numbers as metrics; one that has no value left out",
+            expected="finite numbers as metrics; leave out a metric that has no value",
             got=f"{name} = {shorten(repr(value))}",
         )
     return float(value)
@@ -103,5 +101,5 @@ def _refused(environment: Any, *, expected: str, got: str) -> RewardError:
         f"{HOOK} of the environment {type(environment).__name__!r} failed",
         expected=expected,
         got=got,
-        fix="mend the method, or let it return (batch, {})",
+        fix="fix the method, or have it return (batch, {})",
     )

@@ -1,7 +1,6 @@
-"""Scorers and environments in Ray actors: one that hangs or dies costs the rows that it fails on.
+"""Scorers and environments in Ray actors, so that a hang or crash costs only the rows it affects.
 
-What runs in an actor must hold nothing between two calls: any actor may get any rows, and a row
-may be scored twice.
+They must be stateless between two calls: any actor may get any rows, and a row may be scored twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,22 +29,10 @@ from nemo_rl_core.types import Rollout
 
 
 class RemoteScorer(Scorer):
-    """A scorer in actors, some rows at a time each.
+    """Scorer that runs in actors.
 
-    Rows go out in the same pieces however many actors there are. A piece whose actor hangs past
-    the deadline or dies is tried again row by row, by new actors; a row that fails again has no
-    score.
-
-    Args:
-        make: Makes the scorer, in the actor.
-        workers: How many actors, and their deadline.
-        names: Of the rewards that the scorer adds, for metrics.
-        bundles: As `ActorPool` takes it.
-        are_own: Whether nothing else computes on these bundles, so that models stay there.
-
-    Raises:
-        NemoRLError: As `make` raises it.
-        WorkerError: When the actors do not start.
+    If an actor hangs past the deadline or dies, new actors retry its rows one by one; a row that
+    fails again has no score. Models of dedicated bundles stay in memory.
     """
 
     def __init__(
@@ -55,41 +42,38 @@ class RemoteScorer(Scorer):
         *,
         names: Sequence[str] = (),
         bundles: RayVirtualCluster | None = None,
-        are_own: bool = False,
+        is_dedicated: bool = False,
     ) -> None:
         self._pool = ActorPool(_ScoringActor, make, workers, bundles=bundles)
         self._names = unique_names(names)
-        self._shares_gpus = bundles is not None and bundles.use_gpus and not are_own
+        self._shares_gpus = bundles is not None and bundles.use_gpus and not is_dedicated
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
-        """One outcome a rollout."""
+        """Returns one outcome per rollout."""
         return [_outcome(each) for each in self.score_rollouts(rollouts)]
 
     def score_rollouts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with their rewards and components, or with errors.
-
-        When it returns, the actors have given the memory of GPUs back that others use, too.
-        """
+        """Returns the rollouts with their rewards and components, or with errors."""
         pairs = zip(rollouts, self._pool.run(rollouts), strict=True)
         count_retries(sum(self._pool.call_idle("take_retries")))
         if self._shares_gpus:
             self._pool.call_idle("release_memory")
         return [
-            given.failed(_error(given.prompt.text, given.text, found).in_one_line)
-            if isinstance(found, CallError)
-            else found
-            for given, found in pairs
+            rollout.failed(_error(rollout.prompt.text, rollout.text, result).in_one_line)
+            if isinstance(result, CallError)
+            else result
+            for rollout, result in pairs
         ]
 
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """The batch as it was, and the mean of each reward of several by its name."""
+        """Returns the unchanged batch, and the mean of each reward of a sum by its name."""
         return batch, component_means(batch, self._names)
 
     @property
     def num_restarts(self) -> int:
-        """How many actors were replaced."""
+        """Number of actors that were replaced."""
         return self._pool.num_restarts
 
     def close(self) -> None:
@@ -98,16 +82,7 @@ class RemoteScorer(Scorer):
 
 
 class RemoteEnvironment:
-    """An environment in actors; see `RemoteScorer`.
-
-    Args:
-        make: Makes the environment, in the actor.
-        workers: How many actors, and their deadline.
-
-    Raises:
-        NemoRLError: As `make` raises it.
-        WorkerError: When the actors do not start.
-    """
+    """Environment that runs in actors; see `RemoteScorer`."""
 
     def __init__(
         self, make: Callable[[], EnvironmentInterface], workers: EnvironmentWorkers
@@ -116,48 +91,44 @@ class RemoteEnvironment:
 
     @property
     def first_stop_strings(self) -> list[str]:
-        """What ends the first completion; see `StopsFirstTurn`."""
-        return list(self._pool.greeting)
+        """Stop strings of the first completion."""
+        return list(self._pool.start_result)
 
     def step(
         self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
     ) -> EnvironmentReturn:
-        """Answers to the last turn of each of `B` conversations."""
+        """Answers the last turn of each of `B` conversations."""
         rows = list(zip(message_log_batch, metadata, strict=True))
         pairs = zip(message_log_batch, self._pool.run(rows), strict=True)
         count_retries(sum(self._pool.call_idle("take_retries")))
         return joined_replies(
             [
-                failed(_error(log[0]["content"], log[-1]["content"], found))
-                if isinstance(found, CallError)
-                else found
-                for log, found in pairs
+                failed(_error(log[0]["content"], log[-1]["content"], result))
+                if isinstance(result, CallError)
+                else result
+                for log, result in pairs
             ]
         )
 
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """What the environment in an actor makes of the whole batch, which goes to one of them.
-
-        Raises:
-            RewardError: As `post_process` in the actor, or when the actor fails twice.
-        """
-        (found,) = self._pool.run([_WholeBatch(dict(batch))])
-        if isinstance(found, RewardError):
-            raise found
-        if isinstance(found, CallError):
+        """Runs `post_process` on the full batch in one of the actors."""
+        (result,) = self._pool.run([_FullBatch(dict(batch))])
+        if isinstance(result, RewardError):
+            raise result
+        if isinstance(result, CallError):
             raise RewardError(
-                f"an environment's actor {found.what} in {HOOK}",
-                got=found.got,
-                fix="mend the method, or raise environment_workers.call_timeout_seconds",
+                f"an environment's actor {result.what} in {HOOK}",
+                got=result.got,
+                fix="fix the method, or raise environment_workers.call_timeout_seconds",
             )
-        rewards, metrics = found
+        rewards, metrics = result
         return {**batch, "rewards": rewards}, metrics
 
     @property
     def num_restarts(self) -> int:
-        """How many actors were replaced."""
+        """Number of actors that were replaced."""
         return self._pool.num_restarts
 
     def shutdown(self) -> None:
@@ -169,7 +140,7 @@ class _CountsRetries:
     _num_taken = 0
 
     def take_retries(self) -> int:
-        """Retries in this process since the last call."""
+        """Returns the number of retries in this process since the last call."""
         before, self._num_taken = self._num_taken, num_retries()
         return self._num_taken - before
 
@@ -192,8 +163,8 @@ class _ScoringActor(_CountsRetries):
 
 
 @dataclass(frozen=True, slots=True)
-class _WholeBatch:
-    """What an environment's actor gets in place of rows, in one piece."""
+class _FullBatch:
+    """Batch that an environment's actor gets instead of rows, for post-processing."""
 
     columns: dict[str, Any]
 
@@ -207,7 +178,7 @@ class _EnvironmentActor(_CountsRetries):
         return list(getattr(self._environment, "first_stop_strings", ()))
 
     def run(self, rows: list[Any]) -> list[Any]:
-        if isinstance(rows[0], _WholeBatch):
+        if isinstance(rows[0], _FullBatch):
             return [self._post_process(each.columns) for each in rows]
         return self._replies(rows)
 
@@ -218,7 +189,7 @@ class _EnvironmentActor(_CountsRetries):
     def _post_process(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, float]] | RewardError:
         try:
             return post_process(self._environment, batch)
-        except RewardError as error:  # raised where it is read: it is not the actor that fails
+        except RewardError as error:  # the caller raises it: the actor itself has not failed
             return error
 
     def close(self) -> None:
@@ -233,6 +204,6 @@ def _outcome(scored: Rollout) -> float | RewardError:
     return RewardError(scored.error or "the scorer gave neither a reward nor an error")
 
 
-def _error(prompt: str, completion: str, found: CallError) -> RewardError:
+def _error(prompt: str, completion: str, error: CallError) -> RewardError:
     source = "the environment's actor"
-    return failure(found.what, found.got, prompt=prompt, completion=completion, source=source)
+    return failure(error.what, error.got, prompt=prompt, completion=completion, source=source)

@@ -1,21 +1,20 @@
-"""What a user names in a recipe: modules, functions and environments of their own.
+"""Imports user-defined modules, functions and environments that a recipe names.
 
-An environment is named as `module:name`, or by a name: that of a class registered with
-`register_environment`, or of an entry point in the group `nemo_rl_core.environments` of an
-installed package.
+An environment is named as `module:name`, by the name of a class registered with
+`register_environment`, or by an entry point in the group `nemo_rl_core.environments`.
 """
 
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from nemo_rl_core.config.multi_turn import PythonEnvironment
 from nemo_rl_core.config.names import unknown_names
-from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer, innermost_place
+from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer, user_location
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.registry import Registry
 
@@ -26,154 +25,132 @@ get_environment = ENVIRONMENTS.get
 
 
 def import_module(name: str, *, of: str) -> ModuleType:
-    """A module of the current directory, or an installed one.
-
-    Args:
-        name: Its import name.
-        of: What it holds, for the error.
-
-    Raises:
-        ConfigError: When it cannot be imported.
-    """
-    # At the end, so that a file of the user's cannot stand in for an installed package. It stays,
-    # since the module may import its neighbours later.
+    """Imports a module of the current directory, or an installed one, for the object `of`."""
+    # Last in the path, so that a local file cannot shadow an installed package. It stays there,
+    # since the module may import its neighbors later.
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
-    # Named fault boundary: a user's module may raise anything, and exit, while it is imported.
+    # Broad on purpose: a user-defined module may raise anything, or exit, during its import.
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"the module of {of} cannot be imported",
             expected=f"{name.replace('.', '/')}.py in the current directory, or installed",
-            got=f"{type(error).__name__}: {str(error)[:160]}{innermost_place(error)}",
-            fix="correct environment.target, or mend the module",
+            got=f"{type(error).__name__}: {str(error)[:160]}{user_location(error)}",
+            fix="correct environment.target, or fix the module",
         ) from error
 
 
 def module_of(target: str) -> str:
-    """The module that a target lies in, found without importing it; empty for unknown names."""
+    """Returns the module name of a target without importing it; empty for unknown names."""
     reference = target if ":" in target else ENVIRONMENTS.reference(target) or ""
     return reference.partition(":")[0]
 
 
 def find_environment(config: PythonEnvironment) -> Any:
-    """The class, object or function that a config names, checked as far as a look at it allows.
+    """Imports the class, object or function that a config names, and checks it.
 
-    Raises:
-        ConfigError: When there is none, or it is neither an environment nor makes one of the
-            config's `arguments`.
+    It is not called.
     """
-    found = _named(config.target)
-    if not callable(found) or (_has_step(found) and not inspect.isclass(found)):
-        if not _has_step(found):
-            raise _no_environment(config.target, found)
+    target = _load(config.target)
+    if _is_object(target):
+        if not _has_step(target):
+            raise _no_environment(config.target, target)
         if config.arguments:
             raise ConfigError(
-                f"environment.arguments: {config.target!r} is made already",
-                expected="no arguments, or the name of a class or function to make it of them",
-                got=f"an object of {type(found).__name__}, and {', '.join(config.arguments)}",
+                f"environment.arguments: {config.target!r} is already an object",
+                expected="no arguments, or a class or function to call with them",
+                got=f"an object of {type(target).__name__}, and {', '.join(config.arguments)}",
                 fix="name the class, or leave the arguments out",
             )
-        return found
-    if inspect.isclass(found) and not _has_step(found):
-        raise _no_environment(config.target, found)
-    _check_arguments(config, found)
-    return found
+        return target
+    if inspect.isclass(target) and not _has_step(target):
+        raise _no_environment(config.target, target)
+    _check_arguments(config, target)
+    return target
 
 
 def make_environment(config: PythonEnvironment) -> EnvironmentInterface | Scorer:
-    """The environment that a config names; a class or function is called with its arguments.
-
-    Raises:
-        ConfigError: As `find_environment`; when the call raises, or returns no environment.
-    """
-    found = find_environment(config)
-    if not callable(found) or (_has_step(found) and not inspect.isclass(found)):
-        made = found
-    else:
-        made = _made(found, config)
+    """Makes the environment that a config names; calls a class or function with its arguments."""
+    made = find_environment(config)
+    if not _is_object(made):
+        try:
+            made = made(**config.arguments)
+        # Broad on purpose: a user-defined constructor may raise anything, or exit.
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"the environment {config.target!r} cannot be made",
+                got=f"{type(error).__name__}: {str(error)[:160]}{user_location(error)}",
+                fix="correct environment.arguments, or fix the environment",
+            ) from error
     if not _has_step(made):
         raise _no_environment(f"{config.target}(...)", made)
     environment: EnvironmentInterface | Scorer = made
     return environment
 
 
-def _named(target: str) -> Any:
+def _load(target: str) -> Any:
     module_name, colon, name = target.partition(":")
     if not colon:
         return ENVIRONMENTS.get(target)
-    found: Any = import_module(module_name, of=f"the environment {target!r}")
+    value: Any = import_module(module_name, of=f"the environment {target!r}")
     for part in name.split("."):
-        if not hasattr(found, part):
-            names = [each for each, value in vars(found).items() if _may_be_meant(value)]
+        if not hasattr(value, part):
+            members = vars(value).items()
+            names = [k for k, v in members if _has_step(v) and not isinstance(v, ModuleType)]
             raise unknown_names(
                 f"environment.target: {module_name!r} has no",
                 [part],
                 names,
-                otherwise="name one that it has",
+                otherwise="name an existing environment",
                 expected=None if names else "a class or an object with a method step",
             )
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
-def _may_be_meant(value: Any) -> bool:
-    return _has_step(value) and not isinstance(value, ModuleType)
+def _has_step(value: Any) -> bool:
+    is_scorer = issubclass(value, Scorer) if inspect.isclass(value) else isinstance(value, Scorer)
+    return is_scorer or callable(getattr(value, "step", None))
 
 
-def _has_step(found: Any) -> bool:
-    is_scorer = issubclass(found, Scorer) if inspect.isclass(found) else isinstance(found, Scorer)
-    return is_scorer or callable(getattr(found, "step", None))
+def _is_object(target: Any) -> bool:
+    return not callable(target) or (_has_step(target) and not inspect.isclass(target))
 
 
-def _check_arguments(config: PythonEnvironment, found: Callable[..., Any]) -> None:
+def _check_arguments(config: PythonEnvironment, target: Callable[..., Any]) -> None:
     try:
-        signature = inspect.signature(found)
-    except (TypeError, ValueError):  # a class in C may have none; the call shows it
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # a class in C may have no signature
         return
     try:
         signature.bind(**config.arguments)
     except TypeError as error:
         name = config.target.rpartition(":")[2]
-        takes_texts = not inspect.isclass(found) and not config.arguments
+        arguments = ", ".join(f"{key}={value!r:.40}" for key, value in config.arguments.items())
+        takes_texts = not inspect.isclass(target) and not config.arguments
         raise ConfigError(
             f"environment.arguments do not fit {config.target!r}",
             expected=f"{name}{signature}",
-            got=f"{_shown(config.arguments)}: {error}",
+            got=f"{arguments or 'no arguments'}: {error}",
             fix="correct environment.arguments"
-            + ("; a reward function is named with kind: function" if takes_texts else ""),
+            + ("; use kind: function for a reward function" if takes_texts else ""),
         ) from error
 
 
-def _shown(arguments: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r:.40}" for name, value in arguments.items()) or "no arguments"
-
-
-def _made(found: Callable[..., Any], config: PythonEnvironment) -> Any:
-    try:
-        return found(**config.arguments)
-    # Named fault boundary: a user's constructor may raise anything, and exit.
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"the environment {config.target!r} cannot be made",
-            got=f"{type(error).__name__}: {str(error)[:160]}{innermost_place(error)}",
-            fix="correct environment.arguments, or mend it",
-        ) from error
-
-
-def _no_environment(target: str, found: Any) -> ConfigError:
-    what = f"the class {found.__name__}" if inspect.isclass(found) else type(found).__name__
+def _no_environment(target: str, value: Any) -> ConfigError:
+    what = f"the class {value.__name__}" if inspect.isclass(value) else type(value).__name__
     names = [
         name
-        for name in dir(found)
-        if not name.startswith("_") and callable(getattr(found, name, None))
+        for name in dir(value)
+        if not name.startswith("_") and callable(getattr(value, name, None))
     ]
     return ConfigError(
-        f"environment.target: {target} is no environment",
+        f"environment.target: {target} is not an environment",
         expected="a class or an object with a method step(message_log_batch, metadata), or a "
         "function that returns one",
         got=f"{what} with {', '.join(names[:8]) or 'no methods'}",
-        fix="name the environment itself; a reward function is named with kind: function",
+        fix="name the environment itself; use kind: function for a reward function",
     )

@@ -1,4 +1,4 @@
-"""Greedy answers of an exported model: to single prompts, and within a conversation."""
+"""Greedy answers of an exported model to single prompts and in conversations."""
 
 import json
 from pathlib import Path
@@ -14,14 +14,7 @@ from nemo_rl_core.planning.model_parts import longest_sequence, reset_rotary
 
 
 class Chat:
-    """A model and its tokenizer, loaded once.
-
-    Args:
-        model_folder: Config, weights and tokenizer in the transformers layout.
-        max_new_tokens: Most tokens of an answer.
-
-    Raises:
-        ModelError: If the folder is missing or holds no model that transformers can load.
+    """A model and its tokenizer, loaded once from a folder in the transformers layout.
 
     Example:
         >>> Chat(Path("model")).answer("12+34=")                              # doctest: +SKIP
@@ -43,10 +36,10 @@ class Chat:
 
     @property
     def marks_turns(self) -> bool:
-        """Whether the chat template tells one turn from another.
+        """Whether the chat template separates turns.
 
-        Without a template, or with one that writes the text of a user alone, a model was not
-        trained to go on with a conversation.
+        Without a template, or with one that writes only the user's text, a model was not trained to
+        continue a conversation.
         """
         if not self._tokenizer.chat_template:
             return False
@@ -57,21 +50,13 @@ class Chat:
         return text.removeprefix(self._tokenizer.bos_token or "") != turn["content"]
 
     def answer(self, prompt: str) -> str:
-        """Returns the greedy completion of a prompt.
-
-        Args:
-            prompt: A text, or the JSON of a conversation that the model is to answer.
-
-        Raises:
-            DataError: If the tokenizer does not know some of its characters.
-            ModelError: If the prompt holds no tokens, or fills the model's context.
-        """
+        """Returns the greedy completion of a text or of the JSON of a conversation."""
         import torch
 
         ids = prompt_token_ids(self._tokenizer, prompt)
         if not ids:
             raise ModelError(
-                f"the prompt {prompt[:80]!r} holds no tokens",
+                f"the prompt {prompt[:80]!r} contains no tokens",
                 fix="enter a prompt with text",
             )
         self._refuse_unknown(as_turns(prompt, role="user"))
@@ -108,29 +93,22 @@ class Chat:
 
 
 class Conversation:
-    """A conversation with a model, whose earlier turns are part of each prompt.
-
-    Args:
-        chat: Answers.
-        keeps_history: False answers each prompt on its own.
-    """
+    """A conversation with a model, whose prompts contain earlier turns if `keeps_history`."""
 
     def __init__(self, chat: Chat, *, keeps_history: bool = True) -> None:
         self._chat, self._keeps_history = chat, keeps_history
         self._turns: list[Turn] = []
 
     def answer(self, text: str) -> str:
-        """Returns the answer to the next turn of the user.
+        """Returns the answer to the user's next turn.
 
-        Raises:
-            DataError: As `Chat.answer`; the turn is then no part of the conversation.
-            ModelError: As `Chat.answer`, with the way on.
+        A turn that fails is not part of the conversation.
         """
         turns = [*self._turns, {"role": "user", "content": text}]
         if not self._keeps_history:
             return self._chat.answer(text)
         try:
-            # A single turn is text, which a model without a chat template reads, too.
+            # A single turn is text, which also works for a model without a chat template.
             answer = self._chat.answer(json.dumps(turns) if self._turns else text)
         except ModelError as error:
             if not self._turns:
@@ -151,7 +129,9 @@ def _load_model(model_folder: Path) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model, _ = load_pretrained(AutoModelForCausalLM, model_folder, called=f"{str(model_folder)!r}")
+    model, _ = load_pretrained(
+        AutoModelForCausalLM, model_folder, source_name=f"{str(model_folder)!r}"
+    )
     # Sampling settings of the model would cause warnings in greedy decoding.
     model.generation_config = GenerationConfig()
     return model.eval()

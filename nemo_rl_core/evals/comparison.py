@@ -17,19 +17,15 @@ Outcomes = Mapping[str, bool | None]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference between two evaluations of the same prompts.
+    """The difference between two evaluations, over the `num_prompts` scored in both.
 
     Attributes:
-        num_prompts: Prompts scored in both evaluations; the other fields refer to these.
         num_unscored: Prompts left out because one evaluation could not score them.
         before: Share of correct answers in the first evaluation.
         after: Share of correct answers in the second evaluation.
-        difference: `after - before`.
         low: Lower bound of the difference's interval, `statistics.paired_interval`; it is above 0
             exactly where `p_value` is below `1 - confidence` and more prompts were gained.
-        high: Upper bound.
         gained: Prompts that are correct only in the second evaluation.
-        lost: Prompts that are correct only in the first evaluation.
         p_value: P-value of McNemar's exact test; null hypothesis: as many gained as lost.
         detectable: The smallest difference detectable with this number of prompts.
         confidence: Level of the interval; the test and `detectable` use its complement.
@@ -79,12 +75,7 @@ class Comparison:
 
 
 def compare(before: Outcomes, after: Outcomes, *, confidence: float) -> Comparison:
-    """Compares two evaluations prompt by prompt.
-
-    Args:
-        before: Outcomes of the first checkpoint.
-        after: Outcomes of the second, on the same prompts in any order.
-        confidence: Such as 0.95.
+    """Compares two evaluations of the same prompts, in any order.
 
     Raises:
         DataError: If the prompts differ, or fewer than two were scored in both.
@@ -155,19 +146,13 @@ def detectable_difference(
     proportions for the paired-sample design", Biometrics 43.
 
     A difference cannot exceed the share that changes. If the solution does, the result is the
-    difference at which all changes have the same sign (`psi = d`).
+    difference at which all changes have the same sign (`psi = d`); 1 if none can be found.
 
     Args:
         num_pairs: `n`, at least 1.
         changed: `psi`, the share of prompts whose outcome differs, as seen in the sample.
         confidence: One minus the level of the test.
         power: The probability to find a difference of this size.
-
-    Returns:
-        Between 0 and 1; 1 also if no difference can be found.
-
-    Raises:
-        DataError: If an argument is outside its range.
 
     Example:
         >>> round(detectable_difference(1000, changed=0.2, confidence=0.95), 4)

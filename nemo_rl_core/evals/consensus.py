@@ -25,8 +25,9 @@ GetVotes = Callable[[Sequence[Rollout]], list[str]]
 def voting(environment: EnvironmentConfig) -> Iterator[GetVotes]:
     """Yields the function that returns the votes in this environment.
 
-    Environments that score the complete text (`exact`, your own function) vote with it. Several
-    environments vote as that of a row's task, or as the first part of a sum that reads an answer.
+    In environments that score the complete text (`exact`, a custom function) the vote is the text.
+    With several environments, the environment of the row's task decides, or the first part of a sum
+    that extracts an answer.
     """
     match environment:
         case MathVerify():
@@ -62,12 +63,7 @@ def _texts(rollouts: Sequence[Rollout]) -> list[str]:
 
 
 def math_votes(scorer: MathScorer, completions: Sequence[str]) -> list[str]:
-    r"""The final answer of each completion; of equal ones (`1/2`, `\frac{1}{2}`) the first.
-
-    Args:
-        scorer: Compares answers as it compares them with the reference.
-        completions: Those of one prompt.
-    """
+    r"""Returns the final answer of each completion; equal ones are written like the first."""
     answers = [final_answer(answering_text(each)) for each in completions]
     first: dict[str, str] = {}
     for answer in dict.fromkeys(answers):
@@ -82,9 +78,6 @@ def majority(answers: Sequence[str]) -> int:
     Ties go to the first answer, so that a rerun, which samples the same completions in the same
     order, has the same winner.
 
-    Args:
-        answers: At least one.
-
     Example:
         >>> majority(["4", "5", "5"]), majority(["4", "5", "5", "4"])
         (1, 0)
@@ -97,13 +90,8 @@ def majority(answers: Sequence[str]) -> int:
 def consensus_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> bool:
     """Returns whether the majority answer of the first k samples is correct.
 
-    Samples of a prompt are independent, so the first k are as good as any k; the mean over all
-    subsets of k, which others report, has the same expectation and less variance. Source: Wang et
-    al. 2022, arXiv:2203.11171 (self-consistency).
-
-    Args:
-        answers: The answer of each sample, in order of sampling.
-        correct: Whether each is correct.
-        k: Number of samples that vote; all if there are fewer.
+    Samples of a prompt are independent, so any k samples will do; the mean over all subsets of k,
+    which others report, has the same expectation and less variance. Source: Wang et al. 2022,
+    arXiv:2203.11171 (self-consistency).
     """
     return bool(correct[majority(answers[:k])])

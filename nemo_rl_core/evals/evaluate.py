@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.config.environment import EnvironmentConfig, grader_version
 from nemo_rl_core.config.evaluation import EvaluationConfig
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.loader import load_prompts
@@ -25,15 +26,7 @@ from nemo_rl_core.types import Prompt, Rollout
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Metrics and completions of an evaluation.
-
-    Attributes:
-        metrics: Result of `evaluation_metrics` on all prompts.
-        categories: The same metrics per category, by name.
-        rows: One per completion; see `nemo_rl_core.evals.rows`.
-        num_tokens: Tokens generated.
-        peak_memory_gib: Peak memory of the engine.
-    """
+    """Metrics of all prompts and by category, and one row (see `eval_rows`) per completion."""
 
     metrics: dict[str, float]
     categories: dict[str, dict[str, float]]
@@ -50,12 +43,7 @@ def evaluate(
     config: EvaluationConfig,
     settings: RolloutSettings,
 ) -> EvaluationResult:
-    """Evaluates the model in `model_folder` on every prompt of `data`.
-
-    Raises:
-        DataError: If a row lacks a column that the environment needs.
-        RewardError: If not one greedy completion could be scored.
-    """
+    """Evaluates the model in `model_folder` on every prompt of `data`."""
     prompts = load_prompts(data, load_tokenizer(model_folder))
     refuse_incomplete_rows(prompts, settings.environment, name="validation")
     with Sampler(session, settings, model_folder) as sampler:
@@ -63,18 +51,26 @@ def evaluate(
         with waiting(f"generating {len(prompts):,} greedy completions"):
             greedy = sampler.score(greedy_rollouts(sampler, prompts))
         sampled: Sequence[Rollout] = []
-        if each := config.num_samples_per_prompt:
-            with waiting(f"generating {each * len(prompts):,} sampled completions"):
-                drawn = engine.run(prompts, num_generations_per_prompt=each, step=0)
+        if num_samples := config.num_samples_per_prompt:
+            with waiting(f"generating {num_samples * len(prompts):,} sampled completions"):
+                drawn = engine.run(prompts, num_generations_per_prompt=num_samples, step=0)
                 sampled = sampler.score(drawn)
         peak_memory_gib = sampler.generation.peak_memory_gib()
-    with voting(settings.environment) as get_votes:
+    environment = settings.environment
+    with voting(environment) as get_votes:
         return EvaluationResult(
             metrics=evaluation_metrics(greedy, sampled, config=config, get_votes=get_votes),
             categories=category_metrics(greedy, sampled, config=config, get_votes=get_votes),
             rows=[
-                *eval_rows(greedy, "greedy", category=config.category, get_votes=get_votes),
-                *eval_rows(sampled, "sampled", category=config.category, get_votes=get_votes),
+                row
+                for mode, drawn in (("greedy", greedy), ("sampled", sampled))
+                for row in eval_rows(
+                    drawn,
+                    mode,
+                    category=config.category,
+                    get_votes=get_votes,
+                    environment=environment,
+                )
             ],
             num_tokens=sum(len(r.completion.token_ids) for r in [*greedy, *sampled]),
             peak_memory_gib=peak_memory_gib,
@@ -82,21 +78,19 @@ def evaluate(
 
 
 def greedy_rollouts(sampler: Sampler, prompts: Sequence[Prompt]) -> Sequence[Rollout]:
-    """The most likely completion of each prompt, to be scored."""
+    """Returns an unscored greedy completion of each prompt."""
     return sampler.engine.run(prompts, num_generations_per_prompt=1, step=0, greedy=True)
 
 
 def eval_rows(
-    rollouts: Sequence[Rollout], mode: str, *, category: str, get_votes: GetVotes
+    rollouts: Sequence[Rollout],
+    mode: str,
+    *,
+    category: str,
+    get_votes: GetVotes,
+    environment: EnvironmentConfig,
 ) -> list[dict[str, Any]]:
-    """One row a rollout.
-
-    Args:
-        rollouts: Scored completions; those of one prompt in the order they were drawn.
-        mode: `greedy` or `sampled`.
-        category: As of `EvaluationConfig`.
-        get_votes: Returns the answers that the completions of a prompt vote for.
-    """
+    """Returns one row per scored rollout; rollouts of a prompt come in the order of sampling."""
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.prompt.id, []).append(rollout)
@@ -118,6 +112,7 @@ def eval_rows(
                 "correct": is_correct(rollout),
                 "truncated": rollout.completion.truncated,
                 "error": rollout.error,
+                "grader_version": grader_version(environment, rollout.prompt.task),
             }
         )
     return rows

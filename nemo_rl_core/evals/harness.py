@@ -1,49 +1,54 @@
-"""Adapter that runs lm-evaluation-harness tasks on models of this project.
-
-    from nemo_rl_core.evals.harness import harness_model
-
-    model = harness_model(folder, connect(ClusterConfig()), settings=RolloutSettings())
-    lm_eval.simple_evaluate(model=model, tasks=["gsm8k"], apply_chat_template=True)
-
-Omit `apply_chat_template` only for models without a chat template: a model trained with template
-tokens needs them in prompts.
+"""Adapter that runs lm-evaluation-harness tasks on models of this project; see docs/evaluation.md.
 
 Texts come from the generation engine, log-likelihoods from the trainer's logprobs: the harness
-measures the same computations as training and rollouts. The library is the optional extra `lm-eval`
-and is imported by `harness_model`. Left out: tasks that need encoder-decoder models or images.
+measures the same computations as training and rollouts. Left out: tasks that need encoder-decoder
+models or images.
 """
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from nemo_rl_core.config.trainer import RolloutSettings
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
 from nemo_rl_core.data.control import encode_guarded, guarded_conversation, guarded_text
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.data.pretrained import context_length
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.session import ClusterSession
-from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.evals.harness_requests import HarnessRequest, stop_strings_of, until, windows
-from nemo_rl_core.evals.loglikelihood import Loglikelihoods
+from nemo_rl_core.errors import ConfigError, ModelError
+from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.rollouts.sampler import Sampler
+
+_TokenPair = tuple[Sequence[int], Sequence[int]]
+"""A context of at least one token, and the continuation to score."""
+
+_ROWS_AT_ONCE = 256
+_MICROBATCH_TOKENS = 8192
+_UNBOUNDED = 4096
+"""Maximum length for models without one in their config."""
+
+
+class HarnessRequest(Protocol):
+    """Attributes of the harness's `Instance` that the adapter reads."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """One or two texts, and their options."""
+        ...
 
 
 class Adapter:
-    """The methods of a harness model; `harness_model` puts it before the library's class.
-
-    Args:
-        model_folder: Weights, config and tokenizer.
-        session: The cluster of engine and trainer.
-        settings: Sampling (its `max_new_tokens` bounds every answer), precision, backend.
-    """
+    """Methods of a harness model, which override those of the library's class."""
 
     def __init__(
         self, model_folder: Path, session: ClusterSession, *, settings: RolloutSettings
     ) -> None:
         super().__init__()
         self._sampler = Sampler(session, settings, model_folder)
-        self._scores = Loglikelihoods(model_folder, session, settings=settings)
+        self._scores = _Loglikelihoods(model_folder, session, settings=settings)
         self._settings = settings
         self._name = model_folder.name
         self.tokenizer = self._sampler.tokenizer
@@ -67,13 +72,7 @@ class Adapter:
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        """Encodes a text; no second start token is added to text from templates.
-
-        Args:
-            string: The text.
-            add_special_tokens: Whether the tokenizer adds its special tokens; None decides by the
-                text.
-        """
+        """Encodes a text; by default without special tokens if it already starts with one."""
         if add_special_tokens is None:
             start = self.tokenizer.bos_token
             add_special_tokens = start is None or not string.startswith(start)
@@ -107,10 +106,10 @@ class Adapter:
         return self._scores.score([(context, scored) for _, context, scored in requests])
 
     def loglikelihood_rolling(self, requests: Iterable[HarnessRequest], **_: object) -> list[float]:
-        """Returns the logprob in nats of each whole text after the prefix token.
+        """Returns the logprob in nats of each full text after the prefix token.
 
-        A text longer than the model's context is scored in windows: each token once, in the first
-        window after the prefix token, in later ones after as much text as fits.
+        A text longer than the model's context is scored in windows. Each token is scored once; the
+        first window starts with the prefix token, later ones with as much context as fits.
         """
         sums = []
         for request in requests:
@@ -125,10 +124,7 @@ class Adapter:
     def generate_until(self, requests: Iterable[HarnessRequest], **_: object) -> list[str]:
         """Completes each context up to its first stop string, which is not included.
 
-        A context beyond `max_prompt_tokens` loses its beginning.
-
-        Raises:
-            ConfigError: If a task samples at another temperature than the engine's.
+        A context longer than `max_prompt_tokens` is truncated on the left.
         """
         calls = [(request.args[0], dict(request.args[1])) for request in requests]
         texts = [""] * len(calls)
@@ -148,7 +144,7 @@ class Adapter:
         temperature = self._settings.generation.temperature
         if options.get("temperature", temperature) != temperature:
             raise ConfigError(
-                "a task samples at another temperature than the engine",
+                "the temperature of a task differs from the engine's",
                 expected=f"temperature {temperature} of the settings",
                 got=str(options["temperature"]),
                 fix="set generation.temperature and the task's temperature to one value",
@@ -160,7 +156,7 @@ class Adapter:
     ) -> list[str]:
         limit = self._settings.max_prompt_tokens
         prompts = [self.tok_encode(context)[-limit:] for context, _ in requests]
-        stops = [stop_strings_of(options) for _, options in requests]
+        stops = [_stop_strings(options) for _, options in requests]
         most = self._settings.generation.max_new_tokens
         output = self._sampler.generation.generate(
             BatchedDataDict(
@@ -190,15 +186,10 @@ class Adapter:
 
 
 def harness_model(model_folder: Path, session: ClusterSession, *, settings: RolloutSettings) -> Any:
-    """An `lm_eval.api.model.LM`, for `lm_eval.simple_evaluate(model=...)`.
+    """Returns an `lm_eval.api.model.LM` for `lm_eval.simple_evaluate(model=...)`.
 
-    Args:
-        model_folder: Weights, config and tokenizer.
-        session: The cluster of engine and trainer.
-        settings: Sampling (its `max_new_tokens` bounds every answer), precision, backend.
-
-    Raises:
-        ConfigError: If lm-evaluation-harness is not installed.
+    Use `apply_chat_template=True` for models with a chat template: a model trained with template
+    tokens needs them in prompts. `max_new_tokens` of the settings limits every answer.
     """
     try:
         from lm_eval.api.model import TemplateLM
@@ -211,3 +202,105 @@ def harness_model(model_folder: Path, session: ClusterSession, *, settings: Roll
         ) from error
     kind = type("HarnessModel", (Adapter, TemplateLM), {})
     return kind(model_folder, session, settings=settings)
+
+
+def windows(
+    ids: Sequence[int], *, prefix: int, max_tokens: int
+) -> list[tuple[list[int], list[int]]]:
+    """Splits a text into pairs of context and scored tokens; each token is scored once.
+
+    Example:
+        >>> windows([1, 2, 3, 4, 5], prefix=0, max_tokens=3)
+        [([0], [1, 2]), ([2], [3, 4]), ([3, 4], [5])]
+    """
+    step = max_tokens - 1
+    pairs = []
+    for start in range(0, len(ids), step):
+        scored = list(ids[start : start + step])
+        room = max_tokens - len(scored)
+        context = list(ids[max(0, start - room) : start]) if start else [prefix]
+        pairs.append((context, scored))
+    return pairs
+
+
+def until(text: str, stops: Sequence[str]) -> str:
+    """Returns the text before the first stop string.
+
+    Example:
+        >>> until("12, so\\nQ: 5", ["Q:", "\\n"])
+        '12, so'
+    """
+    return text[: min((index for stop in stops if (index := text.find(stop)) >= 0), default=None)]
+
+
+def _stop_strings(options: dict[str, Any]) -> list[str]:
+    until_option = options.get("until") or []
+    stops = [until_option] if isinstance(until_option, str) else until_option
+    return [stop for stop in stops if stop]
+
+
+class _Loglikelihoods:
+    """Logprobs of a model in a training worker.
+
+    The most likely tokens come from a reference policy with the same weights, since workers compute
+    them for the reference only; this costs the memory of a second copy. `max_tokens` is the maximum
+    length of a context and its continuation together.
+    """
+
+    def __init__(
+        self, model_folder: Path, session: ClusterSession, *, settings: TrainerSettings
+    ) -> None:
+        self.max_tokens = context_length(model_folder) or _UNBOUNDED
+        self._policy = Policy(
+            session,
+            TrainingSetup(
+                model_folder=model_folder,
+                optimizer=OptimizerConfig(),
+                max_tokens_per_microbatch=max(_MICROBATCH_TOKENS, self.max_tokens),
+                training=settings.training,
+                dtype=settings.dtype,
+                reference_folder=model_folder,
+            ),
+        )
+
+    def score(self, pairs: Sequence[_TokenPair]) -> list[tuple[float, bool]]:
+        """Returns each continuation's logprob in nats, and whether its tokens are the most likely.
+
+        Long contexts are truncated on the left; an empty continuation is `(0.0, True)`.
+        """
+        results = [(0.0, True)] * len(pairs)
+        filled = [index for index, (_, continuation) in enumerate(pairs) if continuation]
+        for start in range(0, len(filled), _ROWS_AT_ONCE):
+            indices = filled[start : start + _ROWS_AT_ONCE]
+            scored = self._scored([self._fitting(pairs[index]) for index in indices])
+            for index, result in zip(indices, scored, strict=True):
+                results[index] = result
+        return results
+
+    def _fitting(self, pair: _TokenPair) -> _TokenPair:
+        context, continuation = pair
+        room = self.max_tokens - len(continuation)
+        if room < 1 or not context:
+            raise ModelError(
+                "a continuation cannot be scored after at least one token of context",
+                expected=f"a context, and fewer than {self.max_tokens} tokens to score",
+                got=f"{len(context)} and {len(continuation)} tokens",
+                fix="use a model with a longer context, or shorter texts",
+            )
+        return context[-room:], continuation
+
+    def _scored(self, pairs: Sequence[_TokenPair]) -> list[tuple[float, bool]]:
+        batch = collate(
+            [[*context, *continuation] for context, continuation in pairs],
+            [[False] * len(context) + [True] * len(scored) for context, scored in pairs],
+        )
+        mask = batch["token_mask"]
+        logprobs = self._policy.get_logprobs(batch)["logprobs"]
+        sums = (logprobs.double() * mask).sum(dim=1).tolist()
+        return list(zip(sums, self._is_greedy(batch), strict=True))
+
+    def _is_greedy(self, batch: BatchedDataDict) -> list[bool]:
+        likeliest = self._policy.get_reference_topk_logprobs(batch, k=1)["topk_ids"][..., 0]
+        same = (likeliest == batch["input_ids"][:, 1:]) | ~batch["token_mask"]
+        greedy: list[bool] = same.all(dim=1).tolist()
+        return greedy

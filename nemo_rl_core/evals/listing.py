@@ -1,8 +1,4 @@
-"""Text listing of an evaluation's completions, or of the changes between two evaluations.
-
-Control characters in completions are escaped, so that they cannot move the cursor or colour the
-terminal.
-"""
+"""Text listing of an evaluation's completions, or of the changes between two evaluations."""
 
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -10,22 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.evals.comparison import compare
-from nemo_rl_core.evals.rows import Row, changed_rows, greedy_outcomes, load_eval_rows
+from nemo_rl_core.evals.rows import Row, changed_rows, compare_rows, load_eval_rows
 
 _CONFIDENCE = 0.95
 _VERDICTS = {"right": True, "wrong": False, "unscored": None}
 
 
 def read_evaluation(path: Path) -> list[dict[str, Any]]:
-    """The rows of an evaluation.
-
-    Args:
-        path: The folder of an evaluate stage, or its `rows.parquet`.
-
-    Raises:
-        DataError: If there is no such file, or its rows are not rows of an evaluation.
-    """
+    """Reads the rows of an evaluation from the folder of its stage, or from its `rows.parquet`."""
     import pyarrow as pa
 
     file = path / "rows.parquet" if path.is_dir() else path
@@ -43,14 +31,7 @@ def read_evaluation(path: Path) -> list[dict[str, Any]]:
 def completion_lines(
     rows: Sequence[Row], number: int, *, mode: str = "greedy", only: str | None = None
 ) -> Iterator[str]:
-    """Yields the first completions of an evaluation, and their total number.
-
-    Args:
-        rows: As `read_evaluation` returns them.
-        number: Maximum number of completions.
-        mode: `greedy` or `sampled`.
-        only: `right`, `wrong` or `unscored`; all three by default.
-    """
+    """Yields the first `number` completions of a `mode` and verdict, and their total number."""
     chosen = [row for row in rows if row["mode"] == mode]
     if only:
         chosen = [row for row in chosen if row["correct"] is _VERDICTS[only]]
@@ -64,16 +45,8 @@ def change_lines(before: Sequence[Row], after: Sequence[Row], number: int) -> It
     """Yields the first prompts that are correct in one of two evaluations and wrong in the other.
 
     Their total number and the verdict of the paired comparison follow.
-
-    Args:
-        before: As `read_evaluation` returns them.
-        after: Rows of the later evaluation, on the same prompts.
-        number: Maximum number of prompts.
-
-    Raises:
-        DataError: If the two cannot be compared.
     """
-    compared = compare(greedy_outcomes(before), greedy_outcomes(after), confidence=_CONFIDENCE)
+    compared = compare_rows(before, after, confidence=_CONFIDENCE)
     pairs = changed_rows(before, after)
     for old, new in pairs[:number]:
         sign = "gained" if new["correct"] else "lost"
@@ -93,7 +66,6 @@ def _body(row: Row) -> Iterator[str]:
 
 
 def _escaped(text: object) -> str:
-    """Escapes control characters of a text and indents its lines."""
     return "".join("\n  " if character == "\n" else _escape(character) for character in str(text))
 
 

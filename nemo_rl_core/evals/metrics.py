@@ -1,4 +1,4 @@
-"""Metrics of an evaluation: a completion without a reward is counted, and never wrong."""
+"""Metrics of an evaluation; a completion without a reward is counted separately, not as wrong."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from nemo_rl_core.evals.statistics import Interval, wilson_interval
 from nemo_rl_core.types import Rollout
 
 FULL_SCORE = 1.0
-"""A completion counts as correct when it gets this; partial credit counts in `mean_reward`."""
+"""Reward of a correct completion; partial credit counts in `mean_reward`."""
 
 
 def is_correct(rollout: Rollout) -> bool | None:
@@ -20,22 +20,16 @@ def is_correct(rollout: Rollout) -> bool | None:
 
 
 def category_of(rollout: Rollout, name: str) -> str:
-    """The rollout's category.
-
-    Args:
-        rollout: A rollout.
-        name: `task`, or a key of the row's metadata; a row without the key is in category `none`.
-    """
+    """Returns the rollout's task, or another key of its metadata; `none` without the key."""
     if name == "task":
         return rollout.prompt.task
     return str(json.loads(rollout.prompt.metadata).get(name, "none"))
 
 
 def accuracy_metrics(greedy: Sequence[Rollout]) -> dict[str, float]:
-    """`accuracy` and `mean_reward` of the scored, `truncated_fraction` and `unscored_fraction`.
+    """Returns `accuracy`, `mean_reward`, `truncated_fraction` and `unscored_fraction`.
 
-    Raises:
-        RewardError: If not one completion could be scored.
+    Accuracy and mean reward are those of the scored completions; it is an error if there are none.
     """
     scored = _scored(greedy)
     return {
@@ -53,27 +47,13 @@ def evaluation_metrics(
     config: EvaluationConfig,
     get_votes: GetVotes,
 ) -> dict[str, float]:
-    """Greedy accuracy, pass@k and cons@k, each with its interval over prompts.
+    """Returns greedy accuracy, pass@k and cons@k, each with its interval over prompts.
 
     Greedy accuracy and cons@k have Wilson's interval, pass@k has `pass_at_k_interval`.
 
     Completions that could not be scored are left out of every mean and counted in `num_unscored`. A
     prompt with fewer than k scored samples is left out for k; a k without any such prompt has no
-    metric.
-
-    Args:
-        greedy: One rollout per prompt.
-        sampled: Several per prompt, samples of one prompt in the order of sampling.
-        config: The values of k, and the confidence.
-        get_votes: Returns the answers that the completions of a prompt vote for.
-
-    Returns:
-        `num_prompts`, `num_unscored`, `greedy_accuracy`, `mean_reward` and `truncated_fraction` of
-        the greedy completions, `pass_at_<k>`, and `cons_at_<k>` for k > 1; with `_low` and `_high`
-        each of `greedy_accuracy`, `pass_at_<k>` and `cons_at_<k>`.
-
-    Raises:
-        RewardError: If not one greedy completion could be scored.
+    metric. The samples of a prompt come in the order of sampling.
     """
     figures = accuracy_metrics(greedy)
     scored = _scored(greedy)
@@ -97,7 +77,7 @@ def category_metrics(
     config: EvaluationConfig,
     get_votes: GetVotes,
 ) -> dict[str, dict[str, float]]:
-    """`evaluation_metrics` of each category, by name; of one in which nothing was scored, none."""
+    """Returns `evaluation_metrics` by category, without categories in which nothing was scored."""
 
     def of(rollouts: Sequence[Rollout], name: str) -> list[Rollout]:
         return [each for each in rollouts if category_of(each, config.category) == name]
@@ -129,7 +109,7 @@ def _sampled_metrics(
         metrics |= _with_interval(f"pass_at_{k}", mean_pass_at_k(samples, k=k), passed)
         if k > 1:
             agreed = [consensus_at_k(answers[index], outcomes[index], k) for index in enough]
-            # A majority is right or not, once a prompt: a proportion like greedy accuracy.
+            # One right or wrong majority per prompt: a proportion, like greedy accuracy.
             of_prompts = wilson_interval(sum(agreed), len(agreed), config.confidence)
             metrics |= _with_interval(f"cons_at_{k}", sum(agreed) / len(agreed), of_prompts)
     return metrics
@@ -148,9 +128,9 @@ def _scored(rollouts: Sequence[Rollout]) -> list[Rollout]:
     if not scored:
         first = next((each.error for each in rollouts if each.error), "no rollouts at all")
         raise RewardError(
-            "not one completion could be scored, so there is no accuracy",
+            "no completion could be scored, so there is no accuracy",
             expected="a reward for at least one completion",
             got=f"{len(rollouts)} without one; the first error: {first}",
-            fix="repair the environment; a completion without a reward is not counted as wrong",
+            fix="fix the environment; a completion without a reward does not count as wrong",
         )
     return scored

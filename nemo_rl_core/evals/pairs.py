@@ -9,24 +9,16 @@ from nemo_rl_core.evals.comparison import Comparison, comparison_of
 from nemo_rl_core.evals.statistics import wilson_interval
 
 Row = Mapping[str, Any]
-"""`id`, `chosen` and `rejected`."""
+"""Row with the keys `id`, `chosen` and `rejected`."""
 
 
 def pair_scores(
     start: Sequence[Row], trained: Sequence[Row], *, per_token: bool
 ) -> list[dict[str, Any]]:
-    """Scores both completions of every pair by how much more likely training has made them.
+    """Scores both completions of every pair by the change of their logprob in training.
 
-    The score is the implicit reward of DPO without its factor beta: the trained model's logprob of
-    the completion less that of the model that training started from, in nats.
-
-    Args:
-        start: Logprobs of trained tokens under the model that training started from.
-        trained: Logprobs under the trained model, of the same pairs in the same order.
-        per_token: Whether logprobs are averaged over a completion's tokens, and not summed.
-
-    Returns:
-        One row per pair: `id`, `chosen_score` and `rejected_score`.
+    The score is the implicit reward of DPO without its factor beta: the completion's logprob under
+    the trained model minus that under the initial model, in nats, or its mean `per_token`.
     """
     reduce = np.mean if per_token else np.sum
     rows = []
@@ -41,11 +33,9 @@ def pair_scores(
 
 
 def pair_metrics(rows: Sequence[Row], *, confidence: float) -> dict[str, float]:
-    """Metrics of scored pairs.
+    """Returns `num_pairs`, `margin` (mean, in nats) and `accuracy` with Wilson's interval.
 
-    Returns:
-        `num_pairs`, `accuracy` (share of pairs with a positive margin; a tie is wrong) with
-        `accuracy_low` and `accuracy_high` (Wilson), and `margin` (mean, in nats).
+    Accuracy is the share of pairs with a positive margin; a tie is wrong.
     """
     margins = _margins(rows)
     num_right = int((margins > 0).sum())
@@ -60,10 +50,10 @@ def pair_metrics(rows: Sequence[Row], *, confidence: float) -> dict[str, float]:
 
 
 def compare_pairs(rows: Sequence[Row], *, confidence: float) -> Comparison:
-    """Compares the trained model with the one it started from, which prefers neither side.
+    """Compares the trained model with the initial model, which prefers neither side.
 
-    A pair counts 1 if training has raised the chosen completion over the rejected one, 0 if it has
-    done the opposite, and one half if it has changed nothing, as for the start itself.
+    A pair counts 1 if training has raised the chosen completion relative to the rejected one, 0 for
+    the opposite, and one half for no change.
     """
     margins = _margins(rows)
     return comparison_of(

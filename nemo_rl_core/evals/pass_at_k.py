@@ -1,4 +1,4 @@
-"""pass@k: the probability that one of k completions is right, and its interval."""
+"""pass@k: the probability that at least one of k completions is correct, and its interval."""
 
 import math
 from collections.abc import Sequence
@@ -17,15 +17,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     Source: Chen et al. 2021, arXiv:2107.03374, equation 1.
 
     Args:
-        n: Samples of the prompt.
+        n: Number of samples of the prompt.
         c: Number of correct samples.
-        k: Samples allowed, at most n.
-
-    Returns:
-        Between 0 and 1.
-
-    Raises:
-        DataError: When there are fewer than k samples, or c is not a count of them.
+        k: Number of allowed samples, at most n.
     """
     if not (1 <= k <= n and 0 <= c <= n):
         raise DataError(
@@ -38,17 +32,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def mean_pass_at_k(outcomes: Sequence[Sequence[bool]], *, k: int) -> float:
-    """`pass_at_k` averaged over prompts, which may have different numbers of samples.
+    """`pass_at_k` averaged over prompts, which may have different numbers of samples, at least k.
 
     Args:
-        outcomes: For each prompt, which of its samples are correct.
-        k: Samples allowed, at most the number of samples of any prompt.
-
-    Returns:
-        Between 0 and 1.
-
-    Raises:
-        DataError: When there is no prompt, or one has fewer than k samples.
+        outcomes: Correctness of the samples, one list per prompt.
+        k: Number of allowed samples.
 
     Example:
         >>> mean_pass_at_k([[True, False], [False, False]], k=1)
@@ -62,26 +50,16 @@ def mean_pass_at_k(outcomes: Sequence[Sequence[bool]], *, k: int) -> float:
 def pass_at_k_interval(
     outcomes: Sequence[Sequence[bool]], *, k: int, confidence: float
 ) -> Interval:
-    """A confidence interval for `mean_pass_at_k`, over the distribution of prompts.
+    """Confidence interval for `mean_pass_at_k`, over the distribution of prompts.
 
     The samples of a prompt are a cluster, so the interval is Wilson's with the effective number of
-    prompts `P p (1 - p) / s^2`, p the mean and s^2 the variance of the prompts' estimates. Where
-    every estimate is 0 or 1, as with k of k samples, that is Wilson's interval for P prompts. Few
-    prompts understate s^2, so two of the largest possible variance, `p (1 - p)`, are added to it,
-    and at most as many prompts count as there are samples. A percentile bootstrap has no width
-    where all prompts are solved: of mostly easy prompts it covers the true value in less than half
-    of the cases. Source: Franco et al. 2019, https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503.
-
-    Args:
-        outcomes: For each prompt, which of its samples are correct.
-        k: Samples allowed, at most the number of samples of any prompt.
-        confidence: Such as 0.95.
-
-    Returns:
-        The interval, within [0, 1].
-
-    Raises:
-        DataError: When there is no prompt, or one has fewer than k samples.
+    prompts `P p (1 - p) / s^2`, where p is the mean and s^2 the variance of the prompts' estimates.
+    If every estimate is 0 or 1, as with k of k samples, that is Wilson's interval for P prompts.
+    Few prompts underestimate s^2, so two prompts of the largest possible variance, `p (1 - p)`, are
+    added, and the effective number is at most the number of samples. A percentile bootstrap has
+    width zero if all prompts are solved: with mostly easy prompts it covers the true value in less
+    than half of the cases. Source: Franco et al. 2019,
+    https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503.
     """
     mean = mean_pass_at_k(outcomes, k=k)
     estimates = [pass_at_k(len(row), sum(map(bool, row)), k) for row in outcomes]

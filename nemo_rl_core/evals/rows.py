@@ -4,9 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.errors import DataError
+from nemo_rl_core.evals.comparison import Comparison, compare
+
 Row = Mapping[str, Any]
 """`prompt_id`, `mode` (greedy or sampled), `sample`, `category`, `prompt`, `completion`, `answer`,
-`extracted` (the answer in a majority vote), `reward`, `correct`, `truncated`, `error`."""
+`extracted` (the answer in a majority vote), `reward`, `correct`, `truncated`, `error`,
+`grader_version` (absent from old evaluations: 1)."""
 
 
 def greedy_outcomes(rows: Sequence[Row]) -> dict[str, bool | None]:
@@ -14,12 +18,30 @@ def greedy_outcomes(rows: Sequence[Row]) -> dict[str, bool | None]:
     return {str(row["prompt_id"]): row["correct"] for row in rows if row["mode"] == "greedy"}
 
 
-def save_eval_rows(rows: Sequence[Row], path: Path) -> None:
-    """Writes the rows of an evaluation as parquet; equal rows give equal bytes.
+def compare_rows(before: Sequence[Row], after: Sequence[Row], *, confidence: float) -> Comparison:
+    """Compares the greedy completions of two evaluations prompt by prompt.
 
-    Raises:
-        DataError: Names the rows that are not of `EvalSchema`.
+    The prompts and the versions of their graders must be equal.
     """
+    old, new = (
+        {row["prompt_id"]: row.get("grader_version") or 1 for row in rows}
+        for rows in (before, after)
+    )
+    differing = [key for key, version in old.items() if new.get(key, version) != version]
+    if differing:
+        first = differing[0]
+        raise DataError(
+            f"different versions of a grader scored {len(differing)} of {len(old)} prompts, so a "
+            "difference may be the graders'",
+            expected="two evaluations by the same version",
+            got=f"version {old[first]} and version {new[first]} for the prompt {first}",
+            fix="evaluate the model of the older one again; see docs/evaluation.md",
+        )
+    return compare(greedy_outcomes(before), greedy_outcomes(after), confidence=confidence)
+
+
+def save_eval_rows(rows: Sequence[Row], path: Path) -> None:
+    """Writes the rows of an evaluation as parquet; equal rows give equal bytes."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -28,11 +50,7 @@ def save_eval_rows(rows: Sequence[Row], path: Path) -> None:
 
 
 def load_eval_rows(path: Path) -> list[dict[str, Any]]:
-    """Reads the rows of `save_rows`; missing rewards are None.
-
-    Raises:
-        DataError: Names the rows that are not of `EvalSchema`.
-    """
+    """Reads the rows of `save_eval_rows`; missing rewards are None."""
     import pyarrow.parquet as pq
 
     rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
@@ -40,23 +58,20 @@ def load_eval_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def load_outcomes(path: Path) -> dict[str, bool | None]:
-    """Reads what a paired comparison needs of a stored evaluation.
-
-    Args:
-        path: Rows of completions, or of scored preference pairs.
-
-    Returns:
-        By prompt id, whether the greedy completion is correct, None if it could not be scored; by
-        pair id, whether the chosen completion scores higher.
-
-    Raises:
-        DataError: Names the rows that are of neither schema.
-    """
+def compare_files(before: Path, after: Path, *, confidence: float) -> Comparison:
+    """Compares two stored evaluations, of completions or of scored preference pairs."""
     import pyarrow.parquet as pq
 
-    if "chosen_score" not in pq.read_schema(path).names:
-        return greedy_outcomes(load_eval_rows(path))
+    files = (before, after)
+    if all("chosen_score" in pq.read_schema(path).names for path in files):
+        return compare(*map(_pair_outcomes, files), confidence=confidence)
+    return compare_rows(*map(load_eval_rows, files), confidence=confidence)
+
+
+def _pair_outcomes(path: Path) -> dict[str, bool | None]:
+    """Returns by pair id whether the chosen completion scores higher."""
+    import pyarrow.parquet as pq
+
     from nemo_rl_core.data.frame_faults import check_frame
     from nemo_rl_core.data.record_frames import PairEvalSchema
 

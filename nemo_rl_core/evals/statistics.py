@@ -21,16 +21,8 @@ def wilson_interval(successes: int, total: int, confidence: float) -> Interval:
 
     Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
 
-    Args:
-        successes: Number of successes.
-        total: Independent trials, at least 1.
-        confidence: Such as 0.95.
-
-    Returns:
-        The interval, within [0, 1].
-
     Raises:
-        DataError: When there are no trials, or more successes than trials.
+        DataError: If there are no trials, or more successes than trials.
 
     Example:
         >>> [round(bound, 4) for bound in wilson_interval(8, 10, 0.95)]
@@ -49,14 +41,10 @@ def wilson_interval(successes: int, total: int, confidence: float) -> Interval:
 def exact_interval(successes: int, total: int, confidence: float) -> Interval:
     """Clopper and Pearson's interval for one proportion, from binomial tails.
 
-    It covers at least as often as `confidence` says, and excludes one half exactly where the
-    two-sided binomial test rejects one half. Source: Clopper & Pearson 1934, "The use of confidence
-    or fiducial limits illustrated in the case of the binomial".
-
-    Args:
-        successes: Number of successes.
-        total: Independent trials; 0 gives the interval from 0 to 1.
-        confidence: Such as 0.95.
+    Its coverage is at least `confidence`, and it excludes one half exactly when the two-sided
+    binomial test rejects one half. Without trials it is the interval from 0 to 1. Source: Clopper
+    & Pearson 1934, "The use of confidence or fiducial limits illustrated in the case of the
+    binomial".
 
     Example:
         >>> [round(bound, 4) for bound in exact_interval(8, 10, 0.95)]
@@ -68,7 +56,7 @@ def exact_interval(successes: int, total: int, confidence: float) -> Interval:
 
 
 def _least_proportion(successes: int, total: int, tail: float) -> float:
-    """The proportion under which `successes` or more have the probability `tail`."""
+    """Returns the proportion at which `successes` or more have the probability `tail`."""
     if successes == 0:
         return 0.0
     factorials = np.concatenate([[0.0], np.log(np.arange(1, total + 1)).cumsum()])
@@ -87,9 +75,9 @@ def paired_interval(gained: int, lost: int, total: int, confidence: float) -> In
 
     The difference is the share of prompts that changed times `2 g - 1`, with the share `g` of gains
     among the changes. The interval multiplies the bounds of both exact intervals. It therefore
-    excludes zero exactly where McNemar's exact test rejects "as many gained as lost" at the
-    same confidence, since that test depends on `g` only, and it covers a difference other than zero
-    more often than `confidence` says.
+    excludes zero exactly when McNemar's exact test rejects "as many gained as lost" at the same
+    confidence, since that test depends only on `g`, and its coverage of a nonzero difference is
+    higher than `confidence`.
 
     Args:
         gained: Prompts that are correct only after.
@@ -111,17 +99,10 @@ def paired_interval(gained: int, lost: int, total: int, confidence: float) -> In
 
 
 def mcnemar_p_value(gained: int, lost: int) -> float:
-    """Two-sided exact test that as many prompts were gained as lost.
+    """Two-sided exact test that as many prompts were gained as lost; 1 if nothing changed.
 
-    Only prompts that changed count: under the null each is a gain with probability 1/2.
-    Source: McNemar 1947, with the binomial distribution in place of its chi-square approximation.
-
-    Args:
-        gained: Prompts that are correct only after.
-        lost: Prompts that are correct only before.
-
-    Returns:
-        The p-value; 1 if nothing changed.
+    Only prompts that changed count: under the null hypothesis each is a gain with probability 1/2.
+    Source: McNemar 1947, with the binomial distribution instead of its chi-square approximation.
 
     Example:
         >>> mcnemar_p_value(4, 0)
@@ -133,8 +114,8 @@ def mcnemar_p_value(gained: int, lost: int) -> float:
 
 
 def score_interval(proportion: float, size: float, confidence: float) -> Interval:
-    """The score interval of a mean."""
-    z = _two_sided_quantile(confidence)
+    """Wilson's score interval of a mean."""
+    z = NormalDist().inv_cdf((1 + _checked_confidence(confidence)) / 2)
     scale = 1 + z**2 / size
     center = (proportion + z**2 / (2 * size)) / scale
     half = z / scale * math.sqrt(proportion * (1 - proportion) / size + (z / (2 * size)) ** 2)
@@ -142,10 +123,6 @@ def score_interval(proportion: float, size: float, confidence: float) -> Interva
     lower = 0.0 if proportion == 0 else center - half
     upper = 1.0 if proportion == 1 else center + half
     return Interval(lower, upper)
-
-
-def _two_sided_quantile(confidence: float) -> float:
-    return NormalDist().inv_cdf((1 + _checked_confidence(confidence)) / 2)
 
 
 def _checked_confidence(confidence: float) -> float:

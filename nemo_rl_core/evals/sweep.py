@@ -13,16 +13,7 @@ from nemo_rl_core.history.records import point_label
 
 @dataclass
 class SweptSetting:
-    """Points that differ in their seed only.
-
-    Attributes:
-        fields: The settings without the seed.
-        accuracies: Accuracy by seed.
-        num_failed: Points that failed, and have no accuracy.
-        mean: Mean accuracy; None if all points failed.
-        low: Lower bound of the interval of the mean; None for fewer than two points.
-        high: Upper bound.
-    """
+    """Points that differ in their seed only, with the interval of their mean accuracy."""
 
     fields: dict[str, Any]
     accuracies: dict[Any, float] = field(default_factory=dict)
@@ -51,11 +42,7 @@ class SweptSetting:
 class SettingComparison:
     """The leading setting against another one, on the seeds that both have.
 
-    Attributes:
-        other: Fields of the other setting.
-        num_seeds: Number of shared seeds.
-        difference: Mean of the leader's accuracy minus the other's; None without shared seeds.
-        p_value: Result of `sign_flip_p_value`.
+    `difference` is the mean of the leader's accuracy minus the other's; None without shared seeds.
     """
 
     other: dict[str, Any]
@@ -66,16 +53,10 @@ class SettingComparison:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The result of a sweep.
+    """The result of a sweep: points (accuracy None for one that failed), grouped into settings.
 
-    Attributes:
-        points: Settings and accuracy of each point; None for one that failed.
-        settings: The points grouped over seeds.
-        leader: Fields of the setting with the highest mean among those without failed points.
-        comparisons: The leader against every other setting.
-        best: The leader if it is better than every other setting, by the test; else None.
-        verdict: One sentence about `best`.
-        confidence: Level of the intervals and of the test.
+    The leader has the highest mean of the settings without failed points. It is the best if it is
+    better than every other setting by the test; `verdict` is a sentence about that.
     """
 
     points: list[dict[str, Any]]
@@ -90,15 +71,10 @@ class SweepResult:
 def summarize(
     points: Sequence[tuple[Mapping[str, Any], float | None]], *, apart: str, confidence: float
 ) -> SweepResult:
-    """Groups points by setting, and tests whether one setting is better than all others.
+    """Groups points (fields and accuracy, None if it failed) by their fields except `apart`.
 
     The leader is called the best if it beats each other setting in a two-sided paired test over
-    the seeds that both have. All tests must succeed, so that their number needs no correction.
-
-    Args:
-        points: The fields of each point, and its accuracy; None for a point that failed.
-        apart: The field that distinguishes repetitions, such as the seed.
-        confidence: Level of the intervals and of the test.
+    the seeds that both have. Since all tests must succeed, multiple comparisons need no correction.
     """
     settings = _settings(points, apart, confidence)
     complete = [each for each in settings if each.mean is not None and not each.num_failed]
@@ -165,7 +141,7 @@ def _verdict(
     other, worst = max(pairs, key=lambda each: each[1].p_value)
     if is_best:
         return (
-            f"best: {leader.label}, better than each other setting at {sure} "
+            f"best: {leader.label}, better than every other setting at {sure} "
             f"(paired exact test, p at most {worst.p_value:.2g})"
         )
     least = math.ceil(math.log2(2 / (1 - confidence)) - 1e-9)
@@ -182,7 +158,7 @@ def mean_interval(
 ) -> tuple[float, float] | tuple[None, None]:
     """Student's interval of a mean accuracy; (None, None) for fewer than two values.
 
-    It is cut to [0, 1], where every mean accuracy is, which keeps its coverage.
+    It is clipped to [0, 1], the range of accuracies, which does not change its coverage.
 
     Example:
         >>> mean_interval([0.5], 0.95)
@@ -196,17 +172,12 @@ def mean_interval(
 
 
 def sign_flip_p_value(differences: Sequence[float]) -> float:
-    """Two-sided exact test that paired differences are symmetric about 0.
+    """Two-sided exact test that paired differences are symmetric about 0; 1 without differences.
 
-    Under the null each difference has either sign with probability 1/2: the p-value is the share
-    of the `2^n` sign patterns whose sum is at least as far from 0 as the observed one. The smallest
-    possible value is `2 / 2^n`. Source: Fisher 1935, "The Design of Experiments", section 21.
-
-    Args:
-        differences: `[n]` differences of accuracies, one per shared seed.
-
-    Returns:
-        The p-value; 1 without differences.
+    Under the null hypothesis each difference has either sign with probability 1/2: the p-value is
+    the share of the `2^n` sign patterns whose sum is at least as far from 0 as the observed one.
+    The smallest possible value is `2 / 2^n`. Source: Fisher 1935, "The Design of Experiments",
+    section 21.
 
     Example:
         >>> sign_flip_p_value([0.1, 0.2, 0.1, 0.3, 0.1, 0.2])
@@ -216,7 +187,7 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
     for difference in differences:
         flipped: Counter[float] = Counter()
         for total, count in sums.items():
-            # Rounded, so that equal sums of accuracies are one entry: their number stays small.
+            # Rounded, so that equal sums are one entry and the number of entries stays small.
             flipped[round(total + difference, 9)] += count
             flipped[round(total - difference, 9)] += count
         sums = flipped
@@ -225,11 +196,7 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
 
 
 def student_quantile(probability: float, *, degrees: int) -> float:
-    """The quantile of Student's distribution above its median, by bisection.
-
-    Args:
-        probability: Between 0.5 and 1.
-        degrees: Degrees of freedom, at least 1.
+    """Quantile of Student's distribution above its median, by bisection.
 
     Example:
         >>> round(student_quantile(0.975, degrees=2), 3)
@@ -245,7 +212,7 @@ def student_quantile(probability: float, *, degrees: int) -> float:
 
 
 def _student_cdf(value: float, degrees: int) -> float:
-    """The closed forms for whole degrees: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """Closed forms for integer degrees: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan(value / math.sqrt(degrees))
     cosine = math.cos(angle)
     term = total = cosine if degrees % 2 else 1.0

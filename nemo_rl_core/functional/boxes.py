@@ -14,13 +14,13 @@ _LONGEST_BETWEEN = 60
 
 
 def last_boxes(text: str, *, is_cut: bool = False) -> str | None:
-    r"""The contents of the last boxes that form one answer, separated by commas.
+    r"""Returns the contents of the last boxes that form one answer, separated by commas.
 
-    `\boxed 5` holds the one word after it, as TeX reads it. An escaped brace opens nothing.
+    As in TeX, `\boxed 5` contains the word after it, and an escaped brace does not open a group.
 
     Args:
         text: A solution.
-        is_cut: Whether a box that is not closed holds the rest of its line; else it is none.
+        is_cut: Whether an unclosed box contains the rest of its line; else it is ignored.
 
     Example:
         >>> last_boxes(r"\boxed{1} so \boxed{\frac{1}{2}}.")
@@ -45,7 +45,7 @@ def last_boxes(text: str, *, is_cut: bool = False) -> str | None:
 
 
 def _content(text: str, box: re.Match[str]) -> tuple[str | None, int]:
-    """The content of a box, None if it is not closed, and the index after it."""
+    """Returns the content of a box (None if it is not closed) and the index after it."""
     start = box.end()
     if box[1] is None:
         word = _WORD.match(text, start)

@@ -8,30 +8,16 @@ _SERIES_BOUND = 1.0
 
 
 def renormalized(topk_logprobs: Tensor) -> Tensor:
-    """Renormalizes logprobs over K tokens, so that their probabilities sum to 1.
-
-    Args:
-        topk_logprobs: `[..., K]` logprobs in nats, of distributions over the whole vocabulary.
-
-    Returns:
-        `[..., K]` in nats.
-    """
+    """Renormalizes logprobs `[..., K]` over K tokens, so that their probabilities sum to 1."""
     return torch.log_softmax(topk_logprobs, dim=-1)
 
 
 def kl_divergence(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
-    """`KL(p || q) = sum_k p_k (log p_k - log q_k)` of two normalized distributions.
+    """`KL(p || q) = sum_k p_k (log p_k - log q_k)` of two normalized distributions, `[..., K]`.
 
     Computed as `sum_k p_k (e^d - 1 - d)` with `d = log q_k - log p_k`, which is the same since p
     and q both sum to 1. No term is negative, so rounding cannot make the sum negative, and nearly
-    equal distributions keep precision.
-
-    Args:
-        p_logprobs: `[..., K]` in nats, finite.
-        q_logprobs: `[..., K]` in nats, finite.
-
-    Returns:
-        `[...]` nats, at least 0; exactly 0 for equal inputs.
+    equal distributions keep precision: equal inputs give exactly 0. Inputs must be finite.
     """
     log_ratio = q_logprobs - p_logprobs
     p = p_logprobs.exp()

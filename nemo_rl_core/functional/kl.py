@@ -1,4 +1,7 @@
-"""Estimators of a Kullback-Leibler divergence from the logprobs of sampled tokens."""
+"""Estimators of a Kullback-Leibler divergence from the logprobs of sampled tokens.
+
+Logprobs are in nats, of the same tokens under both models; results have their shape.
+"""
 
 from typing import Literal
 
@@ -23,14 +26,6 @@ def kl_estimate(policy: Tensor, reference: Tensor, *, kind: KLKind) -> Tensor:
     `d^2 / 2` (biased, small variance), k3 is `e^d - 1 - d` (unbiased and never negative). The
     result is clamped to +-10. Source: Schulman 2020, "Approximating KL divergence",
     http://joschu.net/blog/kl-approx.html.
-
-    Args:
-        policy: Logprobs in nats, any shape.
-        reference: Logprobs of the same tokens under the other model, the same shape.
-        kind: Which estimator.
-
-    Returns:
-        Nats, the shape of the inputs.
     """
     log_ratio = (reference - policy).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     match kind:
@@ -50,12 +45,6 @@ def score_function_weight(current: Tensor) -> Tensor:
     Multiplied with a function `f(cur)` of tokens sampled from the current policy, it adds the
     score-function term `f * grad(cur)`; the mean gradient is then the gradient of the mean of `f`.
     `f` must not be clamped: a clamp removes the gradient of `f` and only the added term remains.
-
-    Args:
-        current: Logprobs that require gradients, any shape.
-
-    Returns:
-        Ones, the shape of `current`.
     """
     return torch.exp(current - current.detach())
 
@@ -65,18 +54,10 @@ def kl_penalty(current: Tensor, reference: Tensor, *, kind: KLKind) -> Tensor:
 
     The gradient of every kind is `-d * grad(cur)` with `d = clamp(reference - policy, +-20)`, the
     score-function gradient of the divergence: its mean over tokens that were sampled from the
-    current policy is the divergence's own gradient. The clamp of the value does not affect it, so a
+    current policy is the divergence's gradient. The clamp of the value does not affect it, so a
     token that is far more likely under the reference still has a gradient. DeepSeekMath's k3
     (arXiv:2402.03300, equation 4) has the gradient `1 - e^d` per token, whose mean is the gradient
     of `KL(reference || policy)` for samples of the policy.
-
-    Args:
-        current: Logprobs that require gradients, any shape.
-        reference: Logprobs of the same tokens under the reference policy, the same shape.
-        kind: The estimator of the value.
-
-    Returns:
-        Nats, the shape of the inputs.
     """
     fixed = current.detach()
     slope = (fixed - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -86,14 +67,5 @@ def kl_penalty(current: Tensor, reference: Tensor, *, kind: KLKind) -> Tensor:
 def kl_generation_trainer(
     generation_logprobs: Tensor, trainer_logprobs: Tensor, mask: Tensor
 ) -> Tensor:
-    """`KL(gen || prev)` in nats per token, by k3 with the clamps of `kl_estimate`; no gradient.
-
-    Args:
-        generation_logprobs: `[B, T-1]`.
-        trainer_logprobs: `[B, T-1]`.
-        mask: `[B, T-1]` bool.
-
-    Returns:
-        0-dim, never negative.
-    """
+    """Mean `KL(gen || prev)` per token, by k3 with the clamps of `kl_estimate`; 0-dim."""
     return masked_mean(kl_estimate(generation_logprobs, trainer_logprobs, kind="k3"), mask)

@@ -7,37 +7,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LOGITS_BYTES = 192 * 2**20
-"""The budget of the logits that exist at once, in float32, with what their gradient needs.
+"""Budget of the float32 logits that exist at once, including memory for their gradient.
 
-At 151,936 tokens it has room for 82 rows. More rows at once save no CPU time worth their memory,
-fewer than 64 cost some.
+It fits 82 rows at 151,936 tokens. More rows at once would save hardly any CPU time; fewer than 64
+would be slower.
 """
 LOGITS_BYTES_ON_GPU = 2**30
-"""The same on a GPU: 441 rows at 151,936 tokens.
+"""Budget on a GPU: 441 rows at 151,936 tokens.
 
-A product with the head computes 2 floating-point operations a row for 2 bytes of a bfloat16 weight.
-An H100 does 295 in the time of a byte, so that fewer rows than that wait for memory.
+A product with the head takes 2 FLOPs per row for each bfloat16 weight of 2 bytes. An H100 computes
+295 FLOPs in the time of reading a byte, so with fewer than 295 rows it waits for memory.
 """
-_TENSORS_A_CHUNK = 4
+_TENSORS_PER_CHUNK = 4
 _KEPT_TENSORS = 2
-_MOST_ROWS = 1024
+_MAX_ROWS = 1024
 
 
 def rows_at_once(vocab_size: int, device: torch.device) -> int:
-    """Rows whose logits are computed at once, within the budget of the device.
+    """Returns the number of rows whose logits fit into the budget of the device.
 
-    Args:
-        vocab_size: Rows of the head, or of the largest part of it that a rank holds.
-        device: Of the head.
-
-    Returns:
-        At most 1,024, beyond which the products get no faster, and at least 1.
+    At least 1, and at most 1,024, beyond which the products get no faster. If ranks have shards of
+    the head, `vocab_size` is that of the largest shard.
 
     Example:
         >>> [rows_at_once(size, torch.device("cpu")) for size in (32, 49_152, 151_936)]
         [1024, 256, 82]
     """
-    return max(1, min(_MOST_ROWS, _budget(device) // (_TENSORS_A_CHUNK * 4 * vocab_size)))
+    return max(1, min(_MAX_ROWS, _budget(device) // (_TENSORS_PER_CHUNK * 4 * vocab_size)))
 
 
 def _budget(device: torch.device) -> int:
@@ -45,16 +41,7 @@ def _budget(device: torch.device) -> int:
 
 
 def logprobs_from_logits(logits: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
-    """Computes logprobs from existing logits.
-
-    Args:
-        logits: `[..., V]`.
-        targets: `[...]` int64 token ids.
-        temperature: Divisor of the logits, as in sampling.
-
-    Returns:
-        `[...]` logprobs in nats, in float32 (float64 for float64 logits).
-    """
+    """Computes logprobs `[...]` of token ids from logits `[..., V]`, in float32 or float64."""
     scaled = _at_least_float32(logits) / temperature
     return torch.log_softmax(scaled, dim=-1).gather(-1, targets[..., None]).squeeze(-1)
 
@@ -72,8 +59,8 @@ def token_logprobs_from_hidden(
 
     The logits of a chunk are dropped after the forward pass and recomputed in the backward pass, so
     that at most about four `[chunk_size, V]` tensors exist at once and `[N, V]` never does. The
-    cost is one more product with the head (Chen et al. 2016, arXiv:1604.06174). One tensor takes
-    the gradient of the head from all chunks. There are no second derivatives.
+    cost is one more product with the head (Chen et al. 2016, arXiv:1604.06174). The head's gradient
+    is accumulated over chunks in one tensor. There are no second derivatives.
 
     Args:
         hidden: `[N, D]` final hidden states.
@@ -81,7 +68,7 @@ def token_logprobs_from_hidden(
         token_ids: `[N, K]` int64 next tokens of each row.
         temperature: Divisor of the logits, as in sampling.
         chunk_size: Rows computed at once, at least 1.
-        bias: `[V]` bias of the head, where it has one.
+        bias: `[V]` bias of the head, if it has one.
 
     Returns:
         `[N, K]` logprobs in nats, in float32 (float64 for float64 inputs).
@@ -99,10 +86,10 @@ def token_logprobs_within_budget(
     temperature: float,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """As `token_logprobs_from_hidden`, within the budget of the device.
+    """Same as `token_logprobs_from_hidden`, with a chunk size that fits the device's budget.
 
-    Where the logits of all rows fit into it with their gradient, they are kept for the backward
-    pass, which then needs one product with the head less.
+    If the logits of all rows and their gradient fit into it, they are kept for the backward pass,
+    which then saves one product with the head.
     """
     num_rows, vocab_size = len(hidden), lm_head_weight.shape[0]
     keeps = _KEPT_TENSORS * 4 * num_rows * vocab_size <= _budget(hidden.device)
@@ -121,7 +108,7 @@ def topk_logprobs_from_hidden(
     chunk_size: int,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens of each row and their logprobs, without gradients, in chunks.
+    """Returns the k most likely tokens of each row and their logprobs, without gradients.
 
     Args:
         hidden: `[N, D]` final hidden states.
@@ -132,7 +119,7 @@ def topk_logprobs_from_hidden(
             vocabulary may not have them.
         temperature: Divisor of the logits, as in sampling.
         chunk_size: Rows computed at once, at least 1.
-        bias: `[V]` bias of the head, where it has one.
+        bias: `[V]` bias of the head, if it has one.
 
     Returns:
         `[N, k]` int64 ids, most likely first, and `[N, k]` logprobs in nats, normalized over all
@@ -159,13 +146,7 @@ def _at_least_float32(values: Tensor) -> Tensor:
 
 
 class _Options(NamedTuple):
-    """How logprobs are computed.
-
-    Attributes:
-        temperature: Divisor of the logits.
-        num_rows: Rows whose logits are computed at once.
-        keeps: Whether the backward pass finds them computed.
-    """
+    """`num_rows` logits are computed at once; `keeps` keeps them for the backward pass."""
 
     temperature: float
     num_rows: int
@@ -185,7 +166,7 @@ def _logprobs(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Keeps `[N]` log-sums of the forward pass, and the logits where `_Options.keeps` says so."""
+    """Keeps the `[N]` log-sums of the forward pass, and the logits if `_Options.keeps`."""
 
     @staticmethod
     def forward(
@@ -206,7 +187,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             rows = slice(start, start + options.num_rows)
             logits = _scaled_logits(hidden[rows].to(dtype), *cast, options.temperature)
             chosen, largest = logits.gather(-1, token_ids[rows]), logits.amax(-1, keepdim=True)
-            # In place: fewer passes over `[N, V]` than `logsumexp` makes, and no second tensor.
+            # In place: fewer passes over `[N, V]` than `logsumexp`, and no second tensor.
             weights = logits.sub_(largest).exp_()
             log_sums[rows] = weights.sum(-1, keepdim=True).log_().add_(largest)
             logprobs[rows] = chosen - log_sums[rows]
@@ -223,10 +204,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         (temperature, num_rows, _), dtype = ctx.options, ctx.dtype
         cast = _as_dtype(weight, bias, dtype)
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
-        of_hidden = torch.empty_like(hidden)
-        # The sums of many chunks: FSDP gathers weights in bfloat16, which would lose what is small.
-        of_weight = zeros_for_sums(weight) if needs_weight else None
-        of_bias = zeros_for_sums(bias) if needs_bias else None
+        hidden_gradient = torch.empty_like(hidden)
+        # Sums over many chunks: FSDP gathers weights in bfloat16, which would lose small terms.
+        weight_gradient = zeros_for_sums(weight) if needs_weight else None
+        bias_gradient = zeros_for_sums(bias) if needs_bias else None
         for start in range(0, len(hidden), num_rows):
             rows = slice(start, start + num_rows)
             upstream, chunk = gradients[0][rows], hidden[rows].to(dtype)
@@ -242,23 +223,23 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if temperature != 1:
                 gradient.div_(temperature)
             gradient = gradient.to(dtype)
-            of_hidden[rows] = gradient @ cast[0]
-            if of_weight is not None and of_weight.dtype == dtype:
-                of_weight.addmm_(gradient.T, chunk)
-            elif of_weight is not None:
-                of_weight.add_(gradient.T @ chunk)
-            if of_bias is not None:
-                of_bias.add_(gradient.sum(0))
-        if of_weight is not None:
-            of_weight = of_weight.to(weight.dtype)
-        if of_bias is not None:
-            of_bias = of_bias.to(bias.dtype)
-        return of_hidden, of_weight, of_bias, None, None, None
+            hidden_gradient[rows] = gradient @ cast[0]
+            if weight_gradient is not None and weight_gradient.dtype == dtype:
+                weight_gradient.addmm_(gradient.T, chunk)
+            elif weight_gradient is not None:
+                weight_gradient.add_(gradient.T @ chunk)
+            if bias_gradient is not None:
+                bias_gradient.add_(gradient.sum(0))
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.to(weight.dtype)
+        if bias_gradient is not None:
+            bias_gradient = bias_gradient.to(bias.dtype)
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None
 
 
-def zeros_for_sums(of: Tensor) -> Tensor:
-    """Zeros of a tensor's shape, in float32 at least."""
-    return torch.zeros_like(of, dtype=torch.promote_types(of.dtype, torch.float32))
+def zeros_for_sums(tensor: Tensor) -> Tensor:
+    """Returns zeros of a tensor's shape, in float32 or wider."""
+    return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _as_dtype(

@@ -5,69 +5,52 @@ value and in the gradient. Gradients are safe only after `zero_masked`, so a los
 inputs, before any function whose derivative could be infinite.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 
 def valid_token_mask(token_mask: Tensor, sample_mask: Tensor) -> Tensor:
-    """The mask of valid tokens: `token_mask * sample_mask`.
+    """Returns the bool mask `[B, T-1]` of valid tokens: `token_mask * sample_mask`.
 
     Args:
         token_mask: `[B, T-1]`, any dtype; nonzero where the predicted token is trained on.
-        sample_mask: `[B]`, any dtype; nonzero where the sequence is.
-
-    Returns:
-        `[B, T-1]` bool.
+        sample_mask: `[B]`, any dtype; nonzero where the sequence is trained on.
     """
     return token_mask.bool() & sample_mask.bool()[:, None]
 
 
 def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` with 0 at the invalid entries, which also get a gradient of exactly 0.
-
-    Args:
-        values: Any shape; arbitrary at invalid entries.
-        mask: Bool, the shape of `values`.
-    """
+    """Sets entries outside the bool mask, which may be arbitrary, to 0; so is their gradient."""
     assert values.shape == mask.shape, f"values {values.shape} and mask {mask.shape} differ"
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
 def masked_sum(values: Tensor, mask: Tensor, *, denominator: Tensor) -> Tensor:
-    """The sum of the valid entries, divided by a count that may span more than this tensor.
+    """Sums the valid entries and divides by a count that may span more than this tensor.
 
-    Args:
-        values: Any shape.
-        mask: Bool, the shape of `values`.
-        denominator: 0-dim count of valid entries of the whole step. A count of 0 gives 0, not NaN.
-
-    Returns:
-        0-dim.
+    The 0-dim `denominator` counts the valid entries of the full step; a count of 0 gives 0, not
+    NaN.
     """
     return zero_masked(values, mask).sum() / denominator.clamp(min=1)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of the valid entries of this tensor; 0 if there are none.
-
-    Args:
-        values: Any shape.
-        mask: Bool, the shape of `values`.
-
-    Returns:
-        0-dim.
-    """
+    """Returns the 0-dim mean of the valid entries of this tensor; 0 if there are none."""
     return masked_sum(values, mask, denominator=mask.sum())
 
 
+def masked_sums(
+    values: Mapping[str, Tensor], mask: Tensor, *, denominator: Tensor
+) -> dict[str, Tensor]:
+    """Returns `masked_sum` of each tensor without its graph, for metrics."""
+    return {
+        name: masked_sum(each.detach(), mask, denominator=denominator)
+        for name, each in values.items()
+    }
+
+
 def masked_sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of each row over its valid tokens; 0 for rows without any.
-
-    Args:
-        values: `[B, T-1]`.
-        mask: `[B, T-1]` bool.
-
-    Returns:
-        `[B]`.
-    """
+    """Returns the mean of each row over its valid tokens, `[B]`; 0 for rows without any."""
     return zero_masked(values, mask).sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)

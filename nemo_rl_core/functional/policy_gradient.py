@@ -1,10 +1,11 @@
-"""Policy-gradient losses of single tokens, and the importance weights that correct them.
+"""Policy-gradient losses per token, and importance weights that correct them.
 
-All logprobs are in nats under the sampling temperature, `[B, T-1]`, with a bool `mask [B, T-1]`.
-Losses take tensors that are finite at masked tokens (apply `zero_masked` first) and return unmasked
-results; `advantages` are constants, positive for tokens that should become more likely. Importance
-weights are the trainer's probability of a token over the rollout engine's, under the same weights
-of the model; one that is not finite becomes 0.
+Logprobs are in nats under the sampling temperature, `[B, T-1]`, with a bool `mask [B, T-1]`:
+`current` under the weights being trained, `previous` under those at the start of the step (no
+gradient). Losses take tensors that are finite at masked tokens (apply `zero_masked` first) and
+return unmasked results, `[B, T-1]` like `ratio` and `advantages`, which are constants, positive for
+tokens that should become more likely. Importance weights are the trainer's probability of a token
+divided by the rollout engine's, for the same model weights; non-finite ones become 0.
 """
 
 import torch
@@ -15,27 +16,15 @@ from nemo_rl_core.functional.masked import masked_mean, masked_sequence_mean, ze
 
 
 def token_ratio(current: Tensor, previous: Tensor) -> Tensor:
-    """`exp(cur - prev)`.
-
-    Args:
-        current: `[B, T-1]` under the weights being trained.
-        previous: `[B, T-1]` under those at the start of the step; no gradient.
-    """
+    """`exp(cur - prev)`."""
     return torch.exp(current - previous)
 
 
 def sequence_ratio(current: Tensor, previous: Tensor, mask: Tensor) -> Tensor:
     """`exp(mean_t(cur - prev))`: one ratio per sequence, the geometric mean of token ratios.
 
-    Source: GSPO, Zheng et al. 2025, arXiv:2507.18071, equation 7.
-
-    Args:
-        current: `[B, T-1]` under the weights being trained.
-        previous: `[B, T-1]` under those at the start of the step; no gradient.
-        mask: `[B, T-1]` bool.
-
-    Returns:
-        `[B, T-1]`, equal along a row; 1 for a sequence without a valid token.
+    It is equal along a row, and 1 for sequences without valid tokens. Source: GSPO, Zheng et al.
+    2025, arXiv:2507.18071, equation 7.
     """
     ratio = torch.exp(masked_sequence_mean(current - previous, mask))
     return ratio[:, None].expand(mask.shape)
@@ -51,15 +40,9 @@ def clipped_surrogate(
 ) -> Tensor:
     """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`; with a dual clip at most `-A c`.
 
-    Sources: PPO, arXiv:1707.06347, equation 7; two bounds, DAPO, arXiv:2503.14476; dual clip,
-    which bounds the loss where A < 0 and r is large, Ye et al. 2020, arXiv:1912.09729, equation 5.
-
-    Args:
-        ratio: `[B, T-1]`.
-        advantages: `[B, T-1]`.
-        clip_low: Distance of the lower bound from 1.
-        clip_high: Distance of the upper bound from 1.
-        dual_clip: c, above `1 + clip_high`; None leaves it out.
+    The dual clip c, above `1 + clip_high`, bounds the loss where A < 0 and r is large. Sources:
+    PPO, arXiv:1707.06347, equation 7; two bounds, DAPO, arXiv:2503.14476; dual clip, Ye et al.
+    2020, arXiv:1912.09729, equation 5.
     """
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
@@ -73,39 +56,21 @@ def cispo(
 ) -> Tensor:
     """`-A stopgrad(clip r) cur`: the clip bounds a token's weight without removing its gradient.
 
-    Source: MiniMax-M1, arXiv:2506.13585, equation 4.
-
-    Args:
-        current: `[B, T-1]` under the weights being trained.
-        ratio: `[B, T-1]`.
-        advantages: `[B, T-1]`.
-        clip_low: Distance of the lower bound from 1; 1 leaves it out.
-        clip_high: Distance of the upper bound from 1.
+    A `clip_low` of 1 sets no lower bound. Source: MiniMax-M1, arXiv:2506.13585, equation 4.
     """
     return -advantages * ratio.detach().clamp(1 - clip_low, 1 + clip_high) * current
 
 
 def reinforce(current: Tensor, advantages: Tensor) -> Tensor:
-    """`-A cur`. Source: Williams 1992, "Simple statistical gradient-following algorithms".
-
-    Args:
-        current: `[B, T-1]` under the weights being trained.
-        advantages: `[B, T-1]`.
-    """
+    """`-A cur`. Source: Williams 1992, "Simple statistical gradient-following algorithms"."""
     return -advantages * current
 
 
 def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float) -> Tensor:
     """`-A sigmoid(tau (r - 1)) 4 / tau`: a smooth gate instead of a clip.
 
-    Its slope in r is `-A` at r = 1 and decays on both sides, faster for larger tau. Source: SAPO,
-    Gao et al. 2025, arXiv:2511.20347, section 3.
-
-    Args:
-        ratio: `[B, T-1]`.
-        advantages: `[B, T-1]`.
-        tau_positive: tau where A > 0.
-        tau_negative: tau elsewhere.
+    Its slope in r is `-A` at r = 1 and decays on both sides, faster for larger tau, which is
+    `tau_positive` where A > 0. Source: SAPO, Gao et al. 2025, arXiv:2511.20347, section 3.
     """
     tau = torch.where(
         advantages > 0, torch.full_like(ratio, tau_positive), torch.full_like(ratio, tau_negative)
@@ -118,9 +83,6 @@ def sampled_entropy(current: Tensor) -> Tensor:
 
     Over samples from the policy, its mean is the entropy and its mean gradient is the entropy's
     gradient.
-
-    Args:
-        current: `[B, T-1]` under the weights being trained.
     """
     return -score_function_weight(current) * current
 
@@ -128,30 +90,14 @@ def sampled_entropy(current: Tensor) -> Tensor:
 def sampling_importance_ratio(
     generation_logprobs: Tensor, trainer_logprobs: Tensor, mask: Tensor
 ) -> Tensor:
-    """`mean exp(prev - gen)`, whose expectation is 1 when the engine samples as it reports.
-
-    Args:
-        generation_logprobs: `[B, T-1]`.
-        trainer_logprobs: `[B, T-1]`.
-        mask: `[B, T-1]` bool.
-
-    Returns:
-        0-dim.
-    """
+    """`mean exp(prev - gen)`, 0-dim; its expectation is 1 when the engine samples as it reports."""
     return masked_mean(torch.exp(trainer_logprobs - generation_logprobs), mask)
 
 
 def importance_weight(generation_logprobs: Tensor, trainer_logprobs: Tensor) -> Tensor:
-    """`exp(prev - gen)`, detached: the trainer's probability of a sampled token over the engine's.
+    """`exp(prev - gen)`, detached: trainer's over engine's probability of a sampled token.
 
-    A weight that is not finite (a token with probability 0 in the engine) becomes 0.
-
-    Args:
-        generation_logprobs: Any shape.
-        trainer_logprobs: The same shape.
-
-    Returns:
-        The shape of the inputs.
+    A non-finite weight (a token with probability 0 in the engine) becomes 0. Any shape.
     """
     return torch.exp((trainer_logprobs - generation_logprobs).detach()).nan_to_num(
         nan=0.0, posinf=0.0
@@ -163,15 +109,8 @@ def sequence_importance_weight(
 ) -> Tensor:
     """The geometric mean of `importance_weight` over each sequence, at each of its tokens.
 
-    One token with a non-finite weight makes it 0 for the whole sequence.
-
-    Args:
-        generation_logprobs: `[B, T-1]`.
-        trainer_logprobs: `[B, T-1]`.
-        mask: `[B, T-1]` bool.
-
-    Returns:
-        `[B, T-1]`, equal along a row; 1 for a sequence without a valid token.
+    One token with a non-finite weight makes it 0 for the entire sequence; it is 1 for sequences
+    without valid tokens.
     """
     mean_log_ratio = masked_sequence_mean(trainer_logprobs - generation_logprobs, mask)
     weight = importance_weight(torch.zeros_like(mean_log_ratio), mean_log_ratio)
@@ -183,23 +122,14 @@ def truncated_weight(weight: Tensor, *, cap: float) -> Tensor:
 
     Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
     training", https://fengyao.notion.site/off-policy-rl.
-
-    Args:
-        weight: Any shape, not negative.
-        cap: The largest weight.
     """
     return weight.clamp(max=cap)
 
 
 def band_weight(weight: Tensor, *, low: float, high: float) -> Tensor:
-    """`w` inside `[low, high]` and 0 outside: tokens with strong disagreement are left out.
+    """`w` inside `[low, high]` and 0 outside: drops tokens with strong disagreement.
 
     Source: IcePop, Ling Team 2025, arXiv:2510.18855.
-
-    Args:
-        weight: Any shape.
-        low: The smallest weight to keep.
-        high: The largest weight to keep.
     """
     return zero_masked(weight, (weight >= low) & (weight <= high))
 
@@ -207,12 +137,8 @@ def band_weight(weight: Tensor, *, low: float, high: float) -> Tensor:
 def sequence_mask_weight(
     weight: Tensor, sequence_weight: Tensor, *, low: float, high: float
 ) -> Tensor:
-    """`w` in sequences whose geometric mean lies inside `[low, high]`, and 0 in the others.
+    """`w` in sequences whose geometric mean is inside `[low, high]`, and 0 in the others.
 
-    Args:
-        weight: `[B, T-1]`.
-        sequence_weight: `[B, T-1]` as `sequence_importance_weight` returns it.
-        low: The smallest mean to keep.
-        high: The largest mean to keep.
+    `sequence_weight` is from `sequence_importance_weight`.
     """
     return zero_masked(weight, (sequence_weight >= low) & (sequence_weight <= high))

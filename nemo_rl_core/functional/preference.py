@@ -1,6 +1,6 @@
 """Preference losses of margins between two sequences, or of single scores.
 
-A reward is a number per sequence, in nats; a margin is the chosen sequence's reward less the
+A reward is one number per sequence, in nats; a margin is the chosen sequence's reward minus the
 rejected one's. The algorithms compute rewards from logprobs or a scalar head.
 """
 
@@ -18,11 +18,8 @@ def pair_rows(pair_ids: Tensor, is_chosen: Tensor) -> tuple[Tensor, Tensor, Tens
 
     Returns:
         `chosen [P]` and `rejected [P]` row indices with `P = B / 2`, by ascending id, and
-        `is_pair [P]` bool: whether the two rows have one id, one chosen and one rejected. The check
+        `is_pair [P]` bool: whether the rows have the same id, one chosen, one rejected. The check
         is a tensor, not an exception, to avoid a device synchronization.
-
-    Raises:
-        ValueError: If the number of rows is odd.
 
     Example:
         >>> ids, is_chosen = torch.tensor([9, 4, 4, 9]), torch.tensor([False, True, False, True])
@@ -45,16 +42,9 @@ def sigmoid_loss(margins: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """`-(1 - e) log sigmoid(h) - e log sigmoid(-h)` for margins h, with e the label smoothing.
 
     With e = 0 it is the Bradley-Terry likelihood: DPO, Rafailov et al. 2023, arXiv:2305.18290,
-    equation 7. With e > 0 it is "conservative DPO" (Mitchell 2023), the cross-entropy against
+    equation 7. With 0 < e < 0.5 it is "conservative DPO" (Mitchell 2023), the cross-entropy against
     labels that are wrong with probability e: minimal at `sigmoid(h) = 1 - e`, so that no margin
     grows without bound. It is a biased estimate of the loss on clean labels; `robust_loss` is not.
-
-    Args:
-        margins: `[P]`.
-        label_smoothing: e, at least 0 and below 0.5.
-
-    Returns:
-        `[P]`, in nats.
     """
     wrong = F.softplus(margins) * label_smoothing
     return F.softplus(-margins) * (1 - label_smoothing) + wrong
@@ -63,44 +53,24 @@ def sigmoid_loss(margins: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
 def robust_loss(margins: Tensor, *, label_smoothing: float) -> Tensor:
     """`[-(1 - e) log sigmoid(h) + e log sigmoid(-h)] / (1 - 2 e)` for margins h.
 
-    Its mean over labels that were flipped with probability e is `-log sigmoid(h)` of the clean
-    ones. It may be negative. Source: robust DPO, Chowdhury et al. 2024, arXiv:2403.00409,
+    Its mean over labels that were flipped with probability e < 0.5 is `-log sigmoid(h)` of the
+    clean ones. It may be negative. Source: robust DPO, Chowdhury et al. 2024, arXiv:2403.00409,
     section 3.2.
-
-    Args:
-        margins: `[P]`.
-        label_smoothing: e, the rate of flipped labels, at least 0 and below 0.5.
-
-    Returns:
-        `[P]`, in nats.
     """
     wrong = F.softplus(margins) * label_smoothing
     return (F.softplus(-margins) * (1 - label_smoothing) - wrong) / (1 - 2 * label_smoothing)
 
 
 def hinge_loss(margins: Tensor) -> Tensor:
-    """`max(0, 1 - h)` for margins h (SLiC-HF, arXiv:2305.10425; as in RSO, arXiv:2309.06657).
-
-    Args:
-        margins: `[P]`.
-
-    Returns:
-        `[P]`.
-    """
+    """`max(0, 1 - h)` for margins h (SLiC-HF, arXiv:2305.10425; as in RSO, arXiv:2309.06657)."""
     return F.relu(1 - margins)
 
 
 def ipo_loss(log_ratio_differences: Tensor, *, beta: float) -> Tensor:
     """`(d - 1 / (2 beta))^2`: regression of the difference of log-ratios to a finite target.
 
-    Source: IPO, Azar et al. 2023, arXiv:2310.12036, equation 17 (beta is its tau).
-
-    Args:
-        log_ratio_differences: `[P]` d, the chosen log-ratio less the rejected one, without beta.
-        beta: Positive; the larger, the closer to the reference.
-
-    Returns:
-        `[P]`, in squared nats.
+    `d` is the chosen log-ratio minus the rejected one, without beta. Source: IPO, Azar et al. 2023,
+    arXiv:2310.12036, equation 17 (beta is its tau).
     """
     return (log_ratio_differences - 1 / (2 * beta)).square()
 
@@ -108,14 +78,8 @@ def ipo_loss(log_ratio_differences: Tensor, *, beta: float) -> Tensor:
 def log_odds(mean_logprobs: Tensor) -> Tensor:
     """`log(p / (1 - p))` of the geometric-mean probability of a sequence's tokens.
 
-    Source: ORPO, Hong et al. 2024, arXiv:2403.07691, section 4. A probability of 1 is replaced by
-    the next smaller float, so that the odds are finite.
-
-    Args:
-        mean_logprobs: `[B]`, at most 0, nats per token.
-
-    Returns:
-        `[B]`, in nats.
+    `mean_logprobs [B]` are nats per token. A probability of 1 is replaced by the next smaller
+    float, so that the odds are finite. Source: ORPO, Hong et al. 2024, arXiv:2403.07691, section 4.
     """
     below_one = mean_logprobs.clamp(max=-torch.finfo(mean_logprobs.dtype).eps)
     return below_one - torch.log(-torch.expm1(below_one))
@@ -130,16 +94,8 @@ def kto_loss(
 ) -> Tensor:
     """`w_D (1 - sigmoid(a))` for desirable sequences and `w_U (1 - sigmoid(-a))` for the others.
 
-    Source: KTO, Ethayarajh et al. 2024, arXiv:2402.01306, equation 8.
-
-    Args:
-        advantages: `[B]` a, the reward less the baseline: `beta (rho - z0)`.
-        is_desirable: `[B]` bool.
-        desirable_weight: w_D, positive.
-        undesirable_weight: w_U, positive.
-
-    Returns:
-        `[B]`, between 0 and the weight.
+    The advantages a, `[B]`, are rewards minus the baseline: `beta (rho - z0)`. Source: KTO,
+    Ethayarajh et al. 2024, arXiv:2402.01306, equation 8.
     """
     # 1 - sigmoid(a) is sigmoid(-a), without loss of precision in the subtraction.
     return torch.where(
@@ -152,16 +108,13 @@ def kto_loss(
 def kto_baseline(log_ratios: Tensor, sample_mask: Tensor) -> Tensor:
     """KTO's `z0 = max(0, mean log-ratio)`, an estimate of `KL(policy || reference)`.
 
-    Computed over the whole optimizer step before it is split, without gradient. The paper uses
+    Computed over the full optimizer step before it is split, without gradient. The paper uses
     log-ratios of completions with mismatched prompts (section 4.1); those of the batch itself are
-    cheaper, and biased towards its completions.
+    cheaper, and biased towards its completions. Every row of the result `[B]` has the same value.
 
     Args:
         log_ratios: `[B]` `sum_t (log pi - log pi_ref)` of all sequences of the step, in nats.
         sample_mask: `[B]`, any dtype; nonzero for valid sequences.
-
-    Returns:
-        `[B]`, the same nats on every row, detached: the column `kl_baseline`.
     """
     is_valid = sample_mask.bool()
     total = torch.where(is_valid, log_ratios.detach(), 0.0).sum()

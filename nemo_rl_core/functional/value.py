@@ -1,4 +1,7 @@
-"""Losses of a critic, its explained variance, and advantages over the values it expects."""
+"""Losses of a critic, its explained variance, and generalized advantage estimation.
+
+Values and returns have equal shapes, of any rank; losses are in squared units of reward.
+"""
 
 from collections.abc import Mapping
 
@@ -13,48 +16,24 @@ def clipped_value_loss(
 ) -> Tensor:
     """`0.5 * max((v - R)^2, (clip(v, v_old +- c) - R)^2)`, with the factor 1/2 of NeMo RL.
 
-    The maximum stops the gradient of values that have moved by c towards their return, until the
-    next rollout. Source: the PPO implementations of OpenAI baselines; Huang et al. 2022, "The 37
-    implementation details of proximal policy optimization", detail 9.
-
-    Args:
-        values: v, any shape.
-        returns: R, the same shape.
-        old_values: v_old at the time of the rollout, the same shape.
-        clip: c, positive.
-
-    Returns:
-        The shape of `values`, in squared units of reward.
+    `v_old` is the value at the time of the rollout. The maximum stops the gradient of values that
+    have moved by c towards their return, until the next rollout. Source: the PPO implementations of
+    OpenAI baselines; Huang et al. 2022, "The 37 implementation details of proximal policy
+    optimization", detail 9.
     """
     clipped = torch.clamp(values, old_values - clip, old_values + clip)
     return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
 
 
 def value_loss(values: Tensor, returns: Tensor) -> Tensor:
-    """`0.5 * (v - R)^2`.
-
-    Args:
-        values: v, any shape.
-        returns: R, the same shape.
-
-    Returns:
-        The shape of `values`, in squared units of reward.
-    """
+    """`0.5 * (v - R)^2`."""
     return 0.5 * (values - returns).square()
 
 
 def return_moments(values: Tensor, returns: Tensor) -> dict[str, Tensor]:
-    """The four moments per token for `explained_variance`.
+    """Returns the moments per token for `explained_variance`: means of R, R^2, R - v, (R - v)^2.
 
-    Their means can be summed over micro-batches, unlike an explained variance.
-
-    Args:
-        values: v, any shape.
-        returns: R, the same shape.
-
-    Returns:
-        `return_mean` (R), `return_square` (R^2), `value_error_mean` (R - v), `value_error_square`,
-        each the shape of `values`, detached.
+    Their means can be summed over micro-batches, unlike an explained variance. They are detached.
     """
     values, returns = values.detach(), returns.detach()
     return {
@@ -66,14 +45,10 @@ def return_moments(values: Tensor, returns: Tensor) -> dict[str, Tensor]:
 
 
 def explained_variance(moments: Mapping[str, float]) -> float:
-    """`1 - Var(R - v) / Var(R)` over the tokens of a step.
+    """`1 - Var(R - v) / Var(R)` over the tokens of a step, of the means of `return_moments`.
 
-    Args:
-        moments: Means of the results of `return_moments` over the whole step.
-
-    Returns:
-        At most 1 (a perfect critic); 0 for a critic that predicts the mean return; negative if
-        worse. NaN if all returns are equal.
+    At most 1 (a perfect critic); 0 for a critic that predicts the mean return; negative if worse.
+    NaN if all returns are equal.
 
     Example:
         >>> # R = 1, 3 and v = 1, 2: R - v = 0, 1 with variance 1/4; R has variance 1
@@ -83,7 +58,7 @@ def explained_variance(moments: Mapping[str, float]) -> float:
     """
     variance = moments["return_square"] - moments["return_mean"] ** 2
     unexplained = moments["value_error_square"] - moments["value_error_mean"] ** 2
-    # Below this the difference of two float32 means is rounding.
+    # Below this, the difference of two float32 means is rounding noise.
     if variance <= 1e-6 * moments["return_square"]:
         return float("nan")
     return 1 - unexplained / variance

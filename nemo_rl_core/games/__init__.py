@@ -11,12 +11,7 @@ class Position(Protocol):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """Restores a position from `state`.
-
-        Raises:
-            ValueError: If the values are no valid position.
-            KeyError: If a value is missing.
-        """
+        """Restores a position from `state`; raises ValueError or KeyError for an invalid one."""
         ...
 
     @property

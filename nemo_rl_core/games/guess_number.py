@@ -8,14 +8,7 @@ from typing import Any, Self
 class NumberGuess:
     """A position; a move is a guess within the known bounds.
 
-    The secret is in no text. The bounds contain all that the player has learnt, so the text of
-    every turn is the bounds.
-
-    Attributes:
-        secret: The number to guess.
-        low: The lowest possible number.
-        high: The highest possible number.
-        is_won: Whether the last guess was right.
+    The text of every turn consists of the bounds, all that the player has learnt.
 
     Example:
         >>> position = NumberGuess(secret=7, low=0, high=9)
@@ -30,12 +23,7 @@ class NumberGuess:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """Restores a position from `state`.
-
-        Raises:
-            ValueError: If the secret is outside the bounds.
-            KeyError: If a value is missing.
-        """
+        """Restores a position from `state`."""
         position = cls(int(state["secret"]), int(state["low"]), int(state["high"]))
         if not position.low <= position.secret <= position.high:
             raise ValueError(f"the secret {position.secret} is not within {position.text[:-1]}")

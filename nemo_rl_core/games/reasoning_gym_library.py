@@ -24,11 +24,7 @@ def load_reasoning_gym() -> Any:
 
 
 def models_of(clauses: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Yields every model of a formula in conjunctive normal form, as `pycosat.itersolve`.
-
-    Args:
-        clauses: Lists of variables from 1; a negated one is negative.
-    """
+    """Yields every model of a formula in conjunctive normal form, as `pycosat.itersolve`."""
     from pysat.solvers import Solver
 
     with Solver(name="minisat22", bootstrap_with=clauses) as solver:

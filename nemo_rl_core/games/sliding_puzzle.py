@@ -7,11 +7,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class SlidingPuzzle:
-    """A position; a move is the number of the tile that slides.
-
-    Attributes:
-        tiles: `R * C` numbers, row by row; 0 is the gap.
-        num_columns: C.
+    """A position, with its tiles row by row; 0 is the gap. A move is the number of the tile.
 
     Example:
         >>> position = SlidingPuzzle((1, 2, 0, 3), 2)
@@ -31,12 +27,7 @@ class SlidingPuzzle:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """Restores a position from `state`.
-
-        Raises:
-            ValueError: If the tiles are not a valid puzzle.
-            KeyError: If a value is missing.
-        """
+        """Restores a position from `state`."""
         tiles, num_columns = tuple(state["tiles"]), int(state["num_columns"])
         is_grid = 0 < num_columns <= len(tiles) and len(tiles) % num_columns == 0
         if not is_grid or sorted(tiles) != list(range(len(tiles))):
@@ -62,9 +53,9 @@ class SlidingPuzzle:
     def moves(self) -> tuple[int, ...]:
         """The tiles next to the gap, in ascending order."""
         row, column = divmod(self.tiles.index(0), self.num_columns)
-        beside = [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]
+        neighbors = [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]
         num_rows = len(self.tiles) // self.num_columns
-        inside = [(r, c) for r, c in beside if 0 <= r < num_rows and 0 <= c < self.num_columns]
+        inside = [(r, c) for r, c in neighbors if 0 <= r < num_rows and 0 <= c < self.num_columns]
         return tuple(sorted(self.tiles[r * self.num_columns + c] for r, c in inside))
 
     def after(self, move: int) -> Self | None:
@@ -76,38 +67,33 @@ class SlidingPuzzle:
 
 
 def distances(num_rows: int, num_columns: int, *, max_moves: int) -> dict[SlidingPuzzle, int]:
-    """Every position within `max_moves` of the solved one, with its minimum number of moves.
+    """Returns the positions within `max_moves` of the solved one, with their number of moves.
 
-    The order depends on the arguments alone: nearest first (breadth-first search).
+    The order depends only on the arguments: nearest first (breadth-first search).
 
     Example:
         >>> [len(distances(2, 2, max_moves=most)) for most in (0, 1, 2, 6)]
         [1, 3, 5, 12]
     """
     start = SlidingPuzzle.solved(num_rows, num_columns)
-    found, waiting = {start: 0}, deque([start])
+    num_moves, waiting = {start: 0}, deque([start])
     while waiting:
         position = waiting.popleft()
-        if found[position] == max_moves:
+        if num_moves[position] == max_moves:
             break
         for move in position.moves():
             reached = position.after(move)
-            if reached is not None and reached not in found:
-                found[reached] = found[position] + 1
+            if reached is not None and reached not in num_moves:
+                num_moves[reached] = num_moves[position] + 1
                 waiting.append(reached)
-    return found
+    return num_moves
 
 
-def best_move(position: SlidingPuzzle, known: dict[SlidingPuzzle, int]) -> int:
-    """Returns the lowest tile that brings an unsolved position closer to the solved one.
-
-    Args:
-        position: An unsolved position of `known`.
-        known: Returned by `distances`.
-    """
-    nearer = known[position] - 1
+def best_move(position: SlidingPuzzle, num_moves: dict[SlidingPuzzle, int]) -> int:
+    """Returns the lowest tile that brings an unsolved position closer, by its `distances`."""
+    nearer = num_moves[position] - 1
     return next(
         move
         for move in position.moves()
-        if (reached := position.after(move)) is not None and known.get(reached) == nearer
+        if (reached := position.after(move)) is not None and num_moves.get(reached) == nearer
     )

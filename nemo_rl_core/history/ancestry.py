@@ -17,16 +17,13 @@ from nemo_rl_core.store.store import Store
 
 _State = Literal["found", "missing", "changed"]
 _LookUp = Callable[[int, str, str], GraphArtifact]
-"""Arguments: depth, id, and content hash; an empty hash stands for the artifact's own."""
+"""Arguments: depth, id, and expected content hash; empty for the artifact's recorded hash."""
 _Relatives = Callable[[GraphArtifact], list[tuple[Parentage, str, str]]]
 """Argument: an artifact. Returns relations, each with the relative's id and recorded hash."""
 
 
 def upwards(database: sqlite3.Connection, store: Store, root: str) -> AncestryGraph:
-    """Returns the artifact and all its ancestors.
-
-    Artifacts older than the database are read from the disk if they are there.
-    """
+    """Returns the artifact and all its ancestors, from disk if they are older than the database."""
 
     def parents(child: GraphArtifact) -> list[tuple[Parentage, str, str]]:
         rows = database.execute(
@@ -65,20 +62,16 @@ def _parent(row: sqlite3.Row, store: Store) -> _Parent:
     return read_row(_Parent, row, table="artifact_parents", key="child", store=store)
 
 
-def of_folder(folder: Path) -> AncestryGraph:
-    """Returns a downloaded artifact and its ancestors, from the files in its folder alone.
-
-    Raises:
-        StoreError: If the folder has no valid manifest.
-    """
+def folder_ancestry(folder: Path) -> AncestryGraph:
+    """Returns a downloaded artifact and its ancestors, using only the files in its folder."""
     manifest = Manifest.read(folder)
     root = manifest.ref(folder)
-    known = {root.key: _row(folder, manifest)}
+    rows = {root.key: _row(folder, manifest)}
     for key, each in recorded_ancestors(folder).items():
-        known[key] = _row(resolve_below(folder.parent, key, source=ANCESTORS), each)
+        rows[key] = _row(resolve_below(folder.parent, key, source=ANCESTORS), each)
 
     def look_up(depth: int, key: str, content_hash: str) -> GraphArtifact:
-        row = known.get(key) or known.get(
+        row = rows.get(key) or rows.get(
             content_hash
         )  # artifacts without a name have their hash as key
         run = row.manifest["run"] if row else None
@@ -90,29 +83,28 @@ def of_folder(folder: Path) -> AncestryGraph:
 
 
 def _manifest_parents(child: GraphArtifact) -> list[tuple[Parentage, str, str]]:
-    """The parents in the child's own manifest."""
-    found = []
+    parents = []
     for each in child.artifact.manifest["parents"] if child.artifact else ():
         ref = ParentRef.model_validate(each)
         name = ref.name or Path(ref.path).name
-        found.append((Parentage(name, child.id, ref.role), name, ref.content_hash))
-    return found
+        parents.append((Parentage(name, child.id, ref.role), name, ref.content_hash))
+    return parents
 
 
 def _walk(root: str, look_up: _LookUp, relatives: _Relatives) -> AncestryGraph:
-    """Breadth first, so that a relative reached by two paths has the depth of the shorter one."""
-    found: dict[str, GraphArtifact] = {}
+    """Walks breadth-first, so that each relative has the depth of its shortest path."""
+    artifacts: dict[str, GraphArtifact] = {}
     parentage: list[Parentage] = []
-    waiting = deque([(0, root, "")])
-    while waiting:
-        depth, artifact, content_hash = waiting.popleft()
-        if artifact in found:
+    queue = deque([(0, root, "")])
+    while queue:
+        depth, artifact, content_hash = queue.popleft()
+        if artifact in artifacts:
             continue
-        found[artifact] = look_up(depth, artifact, content_hash)
-        for link, relative, known_hash in relatives(found[artifact]):
+        artifacts[artifact] = look_up(depth, artifact, content_hash)
+        for link, relative, recorded_hash in relatives(artifacts[artifact]):
             parentage.append(link)
-            waiting.append((depth + 1, relative, known_hash))
-    return AncestryGraph(root, tuple(found.values()), tuple(parentage))
+            queue.append((depth + 1, relative, recorded_hash))
+    return AncestryGraph(root, tuple(artifacts.values()), tuple(parentage))
 
 
 def _database_lookup(database: sqlite3.Connection, store: Store) -> _LookUp:
@@ -124,19 +116,19 @@ def _database_lookup(database: sqlite3.Connection, store: Store) -> _LookUp:
         ).fetchone()
         record = read_artifact(row, store) if row is not None else in_store(store, artifact)
         execution = row["execution"] if row is not None else None
-        known = content_hash or (record.content_hash if record else "")
-        state: _State = _state(Path(record.path), known) if record else "missing"
-        return GraphArtifact(artifact, known, depth, record, execution, state)
+        expected_hash = content_hash or (record.content_hash if record else "")
+        state: _State = _state(Path(record.path), expected_hash) if record else "missing"
+        return GraphArtifact(artifact, expected_hash, depth, record, execution, state)
 
     return look_up
 
 
 def folder_around(path: Path) -> Path | None:
-    """The artifact folder that a path is or is inside of; None if there is none."""
-    # Invalid paths (too long, with a null character) are no artifacts.
+    """Returns the artifact folder that a path is or is inside of; None if there is none."""
+    # Invalid paths (too long, with a null character) are not in artifacts.
     with suppress(OSError, ValueError):
-        whole = path.resolve()
-        for folder in (whole, *whole.parents) if whole.exists() else ():
+        resolved = path.resolve()
+        for folder in (resolved, *resolved.parents) if resolved.exists() else ():
             if (folder / MANIFEST).is_file():
                 return folder
     return None
@@ -151,7 +143,7 @@ def in_store(store: Store, artifact: str) -> ArtifactRow | None:
 
 
 def from_folder(folder: Path) -> ArtifactRow | None:
-    """Reads an artifact's row from its folder; None if there is no valid manifest."""
+    """Reads an artifact's row from its folder; None without a valid manifest."""
     try:
         manifest = Manifest.read(folder)
     except StoreError:
@@ -174,5 +166,5 @@ def _row(folder: Path, manifest: Manifest) -> ArtifactRow:
 def _state(folder: Path, content_hash: str) -> _State:
     if not (folder / MANIFEST).is_file():
         return "missing"
-    found = from_folder(folder)
-    return "found" if found and found.content_hash == content_hash else "changed"
+    row = from_folder(folder)
+    return "found" if row and row.content_hash == content_hash else "changed"

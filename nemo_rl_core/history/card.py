@@ -1,9 +1,9 @@
 """A model card in the hub's format, generated from the manifests of a model and its ancestors.
 
-It needs no database, so that it can be written on a cluster, too. It contains neither times nor
-costs, so that a rerun ends with the same bytes; the manifests have them.
+It contains no times and costs, so that a rerun writes the same bytes.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -13,12 +13,33 @@ import yaml
 
 from nemo_rl_core.config.url_secrets import redacted
 from nemo_rl_core.history.card_evaluations import CardEvaluation
-from nemo_rl_core.history.card_usage import model_usage
 from nemo_rl_core.history.differences import flat
 from nemo_rl_core.store.ancestry import Ancestor, ancestry_of
 from nemo_rl_core.store.manifest import Manifest
 
 _SHOWN_SETTINGS = 60
+_TRANSFORMERS = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, prompt = ".", "your prompt"
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+inputs = {inputs}
+output = model.generate(**inputs, do_sample=False, max_new_tokens=64)
+answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+print(answer)
+```
+"""
+_VLLM = """```python
+from vllm import LLM, SamplingParams
+
+folder, prompt = ".", "your prompt"
+llm, sampling = LLM(folder), SamplingParams(temperature=0, max_tokens=64)
+(output,) = {call}
+print(output.outputs[0].text)
+```
+"""
+_TURN = '[{"role": "user", "content": prompt}]'
 
 
 def model_card(
@@ -29,23 +50,22 @@ def model_card(
     reproduce: str = "",
     exported: str = "",
 ) -> str:
-    """The text of `README.md`.
+    """Returns the text of `README.md`.
 
     Args:
-        checkpoint: The artifact with the `model/` that the card describes.
-        evaluations: Evaluations of this model and of those it is compared with.
-        name: The title; by default the stage and the content hash.
-        reproduce: The command that reproduces the model; by default `nemo-rl reproduce`.
-        exported: Which model of the run was exported, and the verdict on it.
+        name: Title; by default the stage and the content hash.
+        exported: Model of the run that was exported, with the decision about it.
     """
     manifest = Manifest.read(checkpoint)
     ancestors = [each for each in ancestry_of(checkpoint) if each.manifest is not None]
-    known = [manifest, *(each.manifest for each in ancestors if each.manifest)]
-    own = [each for each in evaluations if _is_of(each, manifest)]
+    manifests = [manifest, *(each.manifest for each in ancestors if each.manifest)]
+    model_evaluations = [each for each in evaluations if _evaluates(each, manifest)]
     title = name or f"{manifest.stage}, {manifest.content_hash[:8]}"
-    # Steps are counted from the end of the supervised start: 0 is no step to name.
+    # Steps count from the end of the supervised start; step 0 is not mentioned.
     at_step = f" at training step {manifest.step}" if manifest.step else ""
-    front = yaml.safe_dump(_front_matter(known, own, title), sort_keys=False, allow_unicode=True)
+    front = yaml.safe_dump(
+        _front_matter(manifests, model_evaluations, title), sort_keys=False, allow_unicode=True
+    )
     parts = [
         f"---\n{front}---\n",
         f"# {title}\n",
@@ -53,22 +73,22 @@ def model_card(
         "This card was generated from its recorded lineage.\n",
         f"Exported: {_cell(exported)}.\n" if exported else "",
         model_usage(checkpoint / "model"),
-        _data(known),
-        _training(known),
+        _data(manifests),
+        _training(manifests),
         _evaluation(evaluations, manifest),
         _lineage(manifest, ancestors),
         _reproduction(
             manifest, reproduce or f"nemo-rl reproduce {manifest.name or checkpoint.name}"
         ),
     ]
-    # Recipes of earlier versions may have secrets.
+    # Recipes of earlier versions may contain secrets.
     return redacted("\n".join(part for part in parts if part))
 
 
 def _front_matter(
-    known: Sequence[Manifest], own: Sequence[CardEvaluation], title: str
+    manifests: Sequence[Manifest], model_evaluations: Sequence[CardEvaluation], title: str
 ) -> dict[str, Any]:
-    stages = [each.stage.split()[0] for each in known]
+    stages = [each.stage.split()[0] for each in manifests]
     known_methods = ("sft", "grpo", "ppo", "dpo")
     methods = [method for method in known_methods if any(method in stage for stage in stages)]
     front: dict[str, Any] = {
@@ -76,13 +96,13 @@ def _front_matter(
         "pipeline_tag": "text-generation",
         "tags": ["nemo-rl-flow", *methods],
     }
-    base = _base_model(known)
+    base = _base_model(manifests)
     if base:
         front["base_model"] = base
-    hub = sorted({config["name"] for config in _data_configs(known) if config["kind"] == "hub"})
+    hub = sorted({config["name"] for config in _data_configs(manifests) if config["kind"] == "hub"})
     if hub:
         front["datasets"] = hub
-    results = [_result(each.accuracy[0]) for each in own if each.accuracy]
+    results = [_result(each.accuracy[0]) for each in model_evaluations if each.accuracy]
     if results:
         front["model-index"] = [{"name": title, "results": results}]
     return front
@@ -96,9 +116,8 @@ def _result(accuracy: float) -> dict[str, Any]:
     }
 
 
-def _base_model(known: Iterable[Manifest]) -> str | None:
-    """Name on the hub of the model that training started from; None for a local model."""
-    for each in known:
+def _base_model(manifests: Iterable[Manifest]) -> str | None:
+    for each in manifests:
         model = each.config.get("model")
         if isinstance(model, dict) and model.get("kind") == "pretrained":
             name = str(model["name"])
@@ -106,15 +125,17 @@ def _base_model(known: Iterable[Manifest]) -> str | None:
     return None
 
 
-def _data_configs(known: Iterable[Manifest]) -> list[dict[str, Any]]:
-    found = [each.config.get("data") for each in known if each.stage.startswith("prepare_data")]
-    return [config for config in found if isinstance(config, dict) and "kind" in config]
+def _data_configs(manifests: Iterable[Manifest]) -> list[dict[str, Any]]:
+    configs = [
+        each.config.get("data") for each in manifests if each.stage.startswith("prepare_data")
+    ]
+    return [config for config in configs if isinstance(config, dict) and "kind" in config]
 
 
-def _data(known: Sequence[Manifest]) -> str:
+def _data(manifests: Sequence[Manifest]) -> str:
     rows = [
         f"| {each.stage} | `{each.content_hash[:16]}` | {_settings(each.config.get('data'))} |"
-        for each in known
+        for each in manifests
         if each.stage.startswith("prepare_data")
     ]
     if not rows:
@@ -127,9 +148,8 @@ def _settings(config: Any) -> str:
     return _cell(", ".join(options))
 
 
-def _training(known: Sequence[Manifest]) -> str:
-    """The training stages with their tokens and settings, parents first."""
-    made = _parents_first(known)
+def _training(manifests: Sequence[Manifest]) -> str:
+    made = _parents_first(manifests)
     trained = [each for each in made if each.cost.tokens and each.kind == "checkpoint"]
     lines = ["## Training\n"] if trained else []
     for each in trained:
@@ -149,9 +169,8 @@ def _training(known: Sequence[Manifest]) -> str:
     return "\n".join(lines)
 
 
-def _parents_first(known: Sequence[Manifest]) -> list[Manifest]:
-    """Sorts manifests so that each follows its parents."""
-    by_key = {each.name or each.content_hash: each for each in reversed(known)}
+def _parents_first(manifests: Sequence[Manifest]) -> list[Manifest]:
+    by_key = {each.name or each.content_hash: each for each in reversed(manifests)}
     parents = {key: [ref.key for ref in each.parents] for key, each in by_key.items()}
     return [by_key[key] for key in TopologicalSorter(parents).static_order() if key in by_key]
 
@@ -172,7 +191,7 @@ def _evaluation(evaluations: Sequence[CardEvaluation], manifest: Manifest) -> st
         "|---|---|---|",
     ]
     for each in evaluations:
-        which = "**this model**" if _is_of(each, manifest) else _cell(each.checkpoint.stage)
+        which = "**this model**" if _evaluates(each, manifest) else _cell(each.checkpoint.stage)
         if each.accuracy:
             figure = "{:.3f} [{:.3f}, {:.3f}]".format(*each.accuracy)
             lines.append(f"| {which} | {figure} | {each.num_rows} |")
@@ -180,7 +199,7 @@ def _evaluation(evaluations: Sequence[CardEvaluation], manifest: Manifest) -> st
     return "\n".join([*lines, ""])
 
 
-def _is_of(each: CardEvaluation, manifest: Manifest) -> bool:
+def _evaluates(each: CardEvaluation, manifest: Manifest) -> bool:
     return each.checkpoint.weights_hash == manifest.weights_hash
 
 
@@ -213,8 +232,43 @@ def _reproduction(manifest: Manifest, command: str) -> str:
 
 
 def _cell(value: object) -> str:
-    """Escapes text for a cell of a Markdown table."""
     text = " ".join(str(value).split())
     for character in "\\|`<*_[":
         text = text.replace(character, f"\\{character}")
     return text[:500]
+
+
+def model_usage(model_folder: Path) -> str:
+    """Returns the section for a language model; empty for other kinds of models."""
+    config = model_folder / "config.json"
+    if not config.is_file():
+        return ""
+    architectures = json.loads(config.read_text()).get("architectures") or [""]
+    if architectures[0].endswith("ForSequenceClassification"):
+        return ""
+    if _has_chat_template(model_folder):
+        inputs = (
+            f"tokenizer.apply_chat_template(\n    {_TURN},\n    add_generation_prompt=True,\n"
+            '    return_dict=True,\n    return_tensors="pt",\n)'
+        )
+        call = f"llm.chat({_TURN}, sampling)"
+    else:
+        inputs = 'tokenizer(prompt, return_tensors="pt")'
+        call = "llm.generate([prompt], sampling)"
+    parts = [
+        "## Use\n",
+        "In this folder, with transformers:\n",
+        _TRANSFORMERS.replace("{inputs}", inputs),
+        "With vLLM, which gives the same greedy answer:\n",
+        _VLLM.replace("{call}", call),
+        "In a chat, with nemo-rl-flow installed:\n",
+        '```\nnemo-rl chat . "your prompt"\n```\n',
+    ]
+    return "\n".join(parts)
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    settings = folder / "tokenizer_config.json"  # older tokenizers have the template here
+    return settings.is_file() and bool(json.loads(settings.read_text()).get("chat_template"))

@@ -1,4 +1,4 @@
-"""Evaluations that a model card reports, as manifests record them."""
+"""Evaluations for a model card, read from manifests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class CardEvaluation:
 
     @property
     def accuracy(self) -> tuple[float, float, float] | None:
-        """Fraction of correct answers or correctly ranked pairs, and the ends of its interval."""
+        """Fraction of correct answers or correctly ranked pairs, with its interval's bounds."""
         figures = self.manifest.figures
         name = "greedy_accuracy" if "greedy_accuracy" in figures else "accuracy"
         if name not in figures:
@@ -40,17 +40,17 @@ class CardEvaluation:
     def confidence(self) -> float | None:
         """Confidence level of the interval, from the recipe."""
         config = self.manifest.config
-        found = config.get("evaluation", config).get("confidence")
-        return None if found is None else float(found)
+        level = config.get("evaluation", config).get("confidence")
+        return None if level is None else float(level)
 
 
-def evaluations_behind(folder: Path) -> list[CardEvaluation]:
-    """The evaluations among an artifact and its ancestors, oldest first."""
+def recorded_evaluations(folder: Path) -> list[CardEvaluation]:
+    """Returns the evaluations among an artifact and its ancestors, oldest first."""
     manifests = [Manifest.read(folder)]
     manifests += [each.manifest for each in ancestry_of(folder) if each.manifest]
     recorded = recorded_ancestors(folder)
-    found = [_evaluated(each, recorded) for each in manifests if each.figures]
-    return sorted(filter(None, found), key=lambda each: each.manifest.created_at)
+    evaluations = [_evaluated(each, recorded) for each in manifests if each.figures]
+    return sorted(filter(None, evaluations), key=lambda each: each.manifest.created_at)
 
 
 def _evaluated(manifest: Manifest, recorded: Mapping[str, Manifest]) -> CardEvaluation | None:

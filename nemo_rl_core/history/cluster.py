@@ -1,9 +1,7 @@
-"""Imports runs from a cluster, whose stages share no disk and write their record into artifacts.
+"""Imports runs from a cluster, whose stages share no disk and write their records into artifacts.
 
-The manifest names the execution and the attempt that made the artifact, and `ancestors.json` holds
-the same of all ancestors. So one downloaded artifact is enough for its whole ancestry; decks,
-metrics and files come from the downloaded folders. Failed stages leave no artifact, and so no
-record here: Flyte's console has them.
+`ancestors.json` of one downloaded artifact is enough for its full ancestry; decks, metrics and
+files come from the downloaded folders. Failed stages leave no artifact and so no record here.
 """
 
 import json
@@ -25,45 +23,35 @@ from nemo_rl_core.telemetry.metrics import MetricsFile
 
 
 def import_folders(store: Store, folders: Sequence[Path]) -> set[str]:
-    """Adds artifacts that a cluster made, and their ancestors, to the store's record.
+    """Adds artifacts that a cluster made, and their ancestors, to the store's history.
 
-    Args:
-        store: The store with the database. The artifacts stay where they are; importing a folder
-            again records its new location.
-        folders: Folders of downloaded artifacts.
-
-    Returns:
-        Ids of the executions that made them or an ancestor.
-
-    Raises:
-        StoreError: If a folder has no manifest that names its run.
-        UnsafePathError: If a manifest has a name that leads out of the store.
+    Importing a folder again records its new location. Returns the ids of the executions.
     """
-    found: dict[str, tuple[StageRun, Manifest]] = {}
+    made_by_runs: dict[str, tuple[StageRun, Manifest]] = {}
     others: dict[str, Manifest] = {}
     paths: dict[str, Path] = {}
     for folder in folders:
         run, manifest = _read(folder)
         _refuse_hostile_names(store, manifest.name, run, MANIFEST)
-        found[manifest.name], paths[manifest.name] = (run, manifest), folder.resolve()
+        made_by_runs[manifest.name], paths[manifest.name] = (run, manifest), folder.resolve()
         for name, each in recorded_ancestors(folder).items():
             _refuse_hostile_names(store, name, each.run, ANCESTORS)
-            if each.run is None:  # of a local run, uploaded later
+            if each.run is None:  # from a local run, uploaded later
                 others[name] = each
             else:
-                found.setdefault(name, (each.run, each))
+                made_by_runs.setdefault(name, (each.run, each))
     with closing(open_for_writing(store)) as database, transaction(database):
         for name, each in others.items():
             if _recorded_path(database, store, name) is None:
                 insert_artifact(database, store, _folder(store, name), each, None)
-        in_order = sorted(found.items(), key=lambda each: each[1][0].started_at)
+        in_order = sorted(made_by_runs.items(), key=lambda each: each[1][0].started_at)
         nodes = {
             name: _import(database, store, run, manifest, paths.get(name))
             for name, (run, manifest) in in_order
         }
         for name, (run, manifest) in in_order:
             _connect(database, run, manifest, nodes[name])
-    return {run.execution for run, _ in found.values()}
+    return {run.execution for run, _ in made_by_runs.values()}
 
 
 def _refuse_hostile_names(store: Store, name: str, run: StageRun | None, source: str) -> None:
@@ -83,7 +71,7 @@ def _read(folder: Path) -> tuple[StageRun, Manifest]:
             f"{folder} was not made on a cluster",
             expected="a manifest that names the run",
             got="the manifest of a local run",
-            fix="look at it in the store where it was made, which has a record of it already",
+            fix="inspect it in the store where it was made, which has its record already",
         )
     return manifest.run, manifest
 
@@ -95,25 +83,23 @@ def _import(
     manifest: Manifest,
     folder: Path | None,
 ) -> int:
-    """Adds the node and the artifact of a stage unless they are recorded; returns the node's id."""
-    known = database.execute(
+    existing = database.execute(
         "SELECT nodes.id FROM nodes JOIN node_outputs ON node = nodes.id "
         "WHERE execution = ? AND artifact = ?",
         (run.execution, manifest.name),
     ).fetchone()
-    node: int = known["id"] if known else _insert_node(database, run, manifest)
-    known_path = _recorded_path(database, store, manifest.name)
-    if known_path is None or (folder is not None and not known_path.is_dir()):
+    node: int = existing["id"] if existing else _insert_node(database, run, manifest)
+    recorded_path = _recorded_path(database, store, manifest.name)
+    if recorded_path is None or (folder is not None and not recorded_path.is_dir()):
         # An identical artifact of a local run stays recorded.
-        recorded = folder or _folder(store, manifest.name)
-        insert_artifact(database, store, recorded, manifest, node)
+        new_path = folder or _folder(store, manifest.name)
+        insert_artifact(database, store, new_path, manifest, node)
     if folder is not None:
         _record_files(database, store, node, folder)
     return node
 
 
 def _recorded_path(database: sqlite3.Connection, store: Store, name: str) -> Path | None:
-    """The recorded path of an artifact; None if it is not recorded."""
     row = database.execute("SELECT path FROM artifacts WHERE id = ?", (name,)).fetchone()
     return Path(from_stored(store, row["path"], may_be_outside=True)) if row else None
 
@@ -122,7 +108,7 @@ def _insert_node(database: sqlite3.Connection, run: StageRun, manifest: Manifest
     # The time in the manifest has a resolution of one second.
     ended = run.started_at + manifest.cost.wall_seconds
     _import_execution(database, run, manifest, ended)
-    point = manifest.config.get("point")  # of a sweep's point
+    point = manifest.config.get("point")  # for a point of a sweep
     node = insert(
         database,
         "nodes",
@@ -165,7 +151,6 @@ def _connect(database: sqlite3.Connection, run: StageRun, manifest: Manifest, no
 
 
 def _record_files(database: sqlite3.Connection, store: Store, node: int, folder: Path) -> None:
-    """Records the deck and the metrics in an artifact's folder."""
     deck = to_stored(store, folder / "deck.html")
     database.execute("UPDATE nodes SET deck_path = ? WHERE id = ?", (deck, node))
     database.execute("DELETE FROM metrics WHERE node = ?", (node,))
@@ -178,7 +163,6 @@ def _record_files(database: sqlite3.Connection, store: Store, node: int, folder:
 def _import_execution(
     database: sqlite3.Connection, run: StageRun, manifest: Manifest, ended: float
 ) -> None:
-    """Records an execution, or extends it to this stage's start and end."""
     exists = "SELECT 1 FROM executions WHERE id = ?"
     if not database.execute(exists, (run.execution,)).fetchone():
         insert(

@@ -20,18 +20,12 @@ def path_of(store: Store) -> Path:
 
 
 def open_for_writing(store: Store) -> sqlite3.Connection:
-    """Opens the database; creates or migrates it if needed.
-
-    Raises:
-        StoreError: If a newer version of the project wrote it.
-        sqlite3.Error: If it is damaged or cannot be written.
-        OSError: If the store cannot be created.
-    """
+    """Opens the database; creates or migrates it if needed."""
     store.create()
     database = _connect(f"{path_of(store).as_uri()}?mode=rwc")
     try:
-        # Writers do not wait for the disk: a power failure may cost the last records, a killed
-        # process costs none, and the file stays whole in both cases.
+        # Writers do not wait for the disk: a power failure may lose the last records, a killed
+        # process loses none, and the file stays intact in both cases.
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         migrate(database)
@@ -42,11 +36,7 @@ def open_for_writing(store: Store) -> sqlite3.Connection:
 
 
 def open_for_reading(store: Store) -> sqlite3.Connection:
-    """Opens the database for reading; a reader blocks no writer.
-
-    Raises:
-        StoreError: If it is missing, damaged, older or newer than this code.
-    """
+    """Opens the database for reading, without blocking writers."""
     path = path_of(store)
     if not path.is_file():
         raise StoreError(
@@ -69,8 +59,8 @@ def open_for_reading(store: Store) -> sqlite3.Connection:
 
 
 def _open_unchanged(path: Path) -> sqlite3.Connection:
-    # Reading a database in WAL mode writes files beside it. In a read-only folder it can be opened
-    # only as immutable.
+    # Reading a database in WAL mode writes files next to it; in a read-only folder it can only be
+    # opened as immutable.
     writable = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
     return _connect(f"{path.as_uri()}?mode=ro{'' if writable else '&immutable=1'}")
 
@@ -86,19 +76,15 @@ def _connect(uri: str) -> sqlite3.Connection:
 
 @contextmanager
 def sqlite_errors_explained(path: Path) -> Iterator[None]:
-    """Turns an error of SQLite into one with a fix.
-
-    Raises:
-        StoreError: For every `sqlite3.Error`.
-    """
+    """Turns an error of SQLite into a `StoreError` with a fix."""
     try:
         yield
     except sqlite3.Error as error:
         raise StoreError(
             f"the runs' database {path} cannot be read",
-            expected="a whole SQLite file that this user may read",
+            expected="an intact SQLite file that this user may read",
             got=str(error),
-            fix="move it away: the next run begins a new one, and no artifact is lost",
+            fix="move it away: the next run creates a new one, and no artifact is lost",
         ) from error
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 MISSING = "(not set)"
-"""Stands for a field that one of the configs lacks."""
 
 
 @dataclass(frozen=True, slots=True)

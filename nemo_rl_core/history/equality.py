@@ -18,8 +18,7 @@ class TensorDifference:
     """A tensor that differs.
 
     Attributes:
-        what: "differs", or the artifact that lacks the tensor, or both shapes and dtypes.
-        largest: The largest absolute difference.
+        what: "differs", the artifact that lacks the tensor, or both shapes and dtypes.
         share: Fraction of the elements that differ.
     """
 
@@ -34,10 +33,8 @@ class Equality:
     """Result of comparing two artifacts.
 
     Attributes:
-        content: True if all files that count for the content hash are equal.
+        content: True if all files in the content hash are equal.
         weights: True if the files of the model are equal; None if neither artifact has a model.
-        tensors: Tensors that differ, the largest difference first.
-        num_tensors: Number of tensors in both.
     """
 
     content: bool
@@ -46,17 +43,13 @@ class Equality:
     num_tensors: int
 
     @property
-    def to_the_bit(self) -> bool:
+    def is_bitwise_identical(self) -> bool:
         """True if content, weights and tensors are equal."""
         return self.content and self.weights is not False and not self.tensors
 
 
 def compare_artifacts(one: Path, other: Path) -> Equality:
-    """Compares the files on disk, and every tensor of the weights.
-
-    Raises:
-        StoreError: If one of the folders is not an artifact.
-    """
+    """Compares the files on disk, and every tensor of the weights."""
     for folder in (one, other):
         Manifest.read(folder)
     weights = [_hash(folder / "model", (CARD,)) for folder in (one, other)]
@@ -84,11 +77,11 @@ def _compare_tensors(one: Path, other: Path) -> tuple[int, list[TensorDifference
             with safe_open(path, "pt") as file:
                 names |= dict.fromkeys(file.keys(), path)
         files_by_name.append(names)
-    found = []
+    differing = []
     for name in sorted({*files_by_name[0], *files_by_name[1]}):
         if name not in files_by_name[0] or name not in files_by_name[1]:
             which = "first" if name in files_by_name[0] else "second"
-            found.append(TensorDifference(name, f"only the {which} has it", float("inf")))
+            differing.append(TensorDifference(name, f"only the {which} has it", float("inf")))
             continue
         with (
             safe_open(files_by_name[0][name], "pt") as a,
@@ -97,24 +90,23 @@ def _compare_tensors(one: Path, other: Path) -> tuple[int, list[TensorDifference
             left, right = a.get_tensor(name), b.get_tensor(name)
         if left.shape != right.shape or left.dtype != right.dtype:
             what = f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}"
-            found.append(TensorDifference(name, what, float("inf")))
+            differing.append(TensorDifference(name, what, float("inf")))
         elif difference := _difference(name, left, right):
-            found.append(difference)
-    return len({*files_by_name[0], *files_by_name[1]}), found
+            differing.append(difference)
+    return len({*files_by_name[0], *files_by_name[1]}), differing
 
 
 def _difference(name: str, left: "Tensor", right: "Tensor") -> TensorDifference | None:
-    """Compares bits: 0 differs from -0, and a NaN equals a NaN of the same bits."""
+    """Compares bits: 0 differs from -0, and a NaN equals a NaN with the same bits."""
     differs = _bits(left).ne(_bits(right)).any(-1)
     if not differs.any():
         return None
-    apart = (left.reshape(-1)[differs].double() - right.reshape(-1)[differs].double()).abs()
-    largest = float(apart.nan_to_num(nan=float("inf")).max())
+    distances = (left.reshape(-1)[differs].double() - right.reshape(-1)[differs].double()).abs()
+    largest = float(distances.nan_to_num(nan=float("inf")).max())
     return TensorDifference(name, "differs", largest, float(differs.double().mean()))
 
 
 def _bits(tensor: "Tensor") -> "Tensor":
-    """Returns the bytes, `[elements, bytes per element]`."""
     import torch
 
     return tensor.contiguous().view(-1, 1).view(torch.uint8)

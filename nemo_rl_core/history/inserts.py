@@ -1,4 +1,4 @@
-"""Rows written into the runs' database: values in their bounds, artifacts and their makers."""
+"""Rows for the runs' database: values of limited size, artifacts and their makers."""
 
 import json
 import sqlite3
@@ -27,15 +27,15 @@ def as_value(name: str, kind: str, value: object, artifact: str | None = None) -
 
 
 def as_json(value: object) -> str:
-    # ASCII: a completion may hold lone surrogates, which SQLite cannot store.
-    """JSON with sorted keys."""
+    """Returns a value as JSON."""
+    # ASCII, since a completion may contain lone surrogates, which SQLite cannot store.
     return json.dumps(value, default=str)
 
 
 def storable(*values: Any) -> tuple[Any, ...]:
     """Escapes surrogates, which SQLite cannot store, and hides secrets in addresses.
 
-    An error may quote a completion; a command line or an error may have an address with a key.
+    An error may quote a completion; a command line or an error may contain an address with a key.
     """
     return tuple(
         redacted(each.encode(errors="backslashreplace").decode()) if isinstance(each, str) else each
@@ -63,19 +63,15 @@ def insert_values(
 
 
 def is_maker(database: sqlite3.Connection, manifest: Manifest, node: int) -> bool:
-    """True if a task made the artifact that it returned, False if it passed on an older one.
-
-    A task may make several artifacts, whose manifests name other stages; they are as new as the
-    task.
-    """
+    """Returns whether a task made the artifact that it returned, not only passed it on."""
     row = database.execute(
         "SELECT task, kind, started_at FROM nodes WHERE id = ?", (node,)
     ).fetchone()
     if row["kind"] != "task":
         return False
-    created = datetime.fromisoformat(manifest.created_at).timestamp()  # whole seconds
-    named = row["task"].rpartition(".")[2] == manifest.stage.partition(" ")[0]
-    return named or created >= int(row["started_at"])
+    created = datetime.fromisoformat(manifest.created_at).timestamp()  # in full seconds
+    is_stage = row["task"].rpartition(".")[2] == manifest.stage.partition(" ")[0]
+    return is_stage or created >= int(row["started_at"])
 
 
 def insert_artifact(
@@ -85,17 +81,7 @@ def insert_artifact(
     manifest: Manifest,
     maker: int | None,
 ) -> None:
-    """Inserts or updates an artifact and its parents.
-
-    The first maker is kept: a later node that returns the artifact passes it on.
-
-    Args:
-        database: The store's database, in a transaction.
-        store: The store; the artifact may be outside of it.
-        folder: Folder of the artifact, which may not exist.
-        manifest: Its manifest.
-        maker: Id of the node that made it; None if that is another node or unknown.
-    """
+    """Inserts or updates an artifact and its parents; keeps its first maker, if it has one."""
     name = manifest.name or folder.name
     row = storable(
         name,
@@ -119,7 +105,7 @@ def insert_artifact(
         "made_by"
     ]
     if maker is not None and made_by == maker:
-        # A node that passed it on earlier recorded its parents without the names of the inputs.
+        # An earlier node that only returned it recorded its parents without names of inputs.
         database.execute("DELETE FROM artifact_parents WHERE child = ?", (name,))
     elif database.execute("SELECT 1 FROM artifact_parents WHERE child = ?", (name,)).fetchone():
         return
@@ -135,18 +121,17 @@ def insert_artifact(
 
 
 def _roles(database: sqlite3.Connection, maker: int | None, manifest: Manifest) -> list[str]:
-    """Names of the maker's inputs that were the artifact's parents."""
     rows = database.execute(
         "SELECT artifact, name FROM node_inputs WHERE node = ? AND artifact IS NOT NULL", (maker,)
     )
     names: dict[str, list[str]] = {}
     for row in rows:
         names.setdefault(row["artifact"], []).append(row["name"])
-    found = []
+    roles = []
     for parent in manifest.parents:
-        known = names.get(parent.name or Path(parent.path).name, [])
-        found.append(known.pop(0) if known else parent.role)
-    return found
+        input_names = names.get(parent.name or Path(parent.path).name, [])
+        roles.append(input_names.pop(0) if input_names else parent.role)
+    return roles
 
 
 def maker_of(database: sqlite3.Connection, node: int) -> int | None:
@@ -176,16 +161,8 @@ def maker_of(database: sqlite3.Connection, node: int) -> int | None:
     return row["id"] if row else None
 
 
-def repeat_inner_nodes(database: sqlite3.Connection, maker: int, node: int) -> None:
-    """Records the nodes inside `maker` as cache hits inside `node`, unless that has nodes inside.
-
-    So the curves and artifacts of a cached sweep's points are found in each run that has them.
-
-    Args:
-        database: The store's database, in a transaction.
-        maker: Id of the node that ran.
-        node: Id of the cache hit.
-    """
+def copy_inner_nodes(database: sqlite3.Connection, maker: int, node: int) -> None:
+    """Copies the nodes inside `maker` into `node` as cache hits, if `node` has none inside."""
     if database.execute("SELECT 1 FROM nodes WHERE parent = ?", (node,)).fetchone():
         return
     (execution,) = database.execute("SELECT execution FROM nodes WHERE id = ?", (node,)).fetchone()
@@ -212,4 +189,4 @@ def repeat_inner_nodes(database: sqlite3.Connection, maker: int, node: int) -> N
                 "WHERE node = ?",
                 (inner, row["id"]),
             )
-        repeat_inner_nodes(database, row["id"], inner)
+        copy_inner_nodes(database, row["id"], inner)

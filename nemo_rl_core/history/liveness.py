@@ -1,7 +1,7 @@
-"""Which runs are alive, and the end of those whose process has died.
+"""Detects live runs and marks runs whose process died as aborted.
 
-A run holds a lock on `runs/<id>/alive` while its process lives. The kernel releases it however the
-process ends. Process ids would not do: they are reused, and differ between containers that share a
+A run, called `execution` in code and tables, keeps a lock on `runs/<id>/alive` while its process
+lives. Process ids are not sufficient: they are reused, and differ between containers that share a
 store.
 """
 
@@ -17,23 +17,19 @@ from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 
 _own_executions: set[str] = set()
-"""Executions of this process: opening and closing their lock file again would release the lock."""
+"""Executions of this process; reopening and closing their lock file would release the lock."""
 
 
 class ExecutionLock:
-    """The lock that an execution holds while its process lives; `close` releases it.
-
-    Raises:
-        OSError: If the run's folder cannot be written.
-    """
+    """The lock of an execution while its process lives; `close` releases it."""
 
     def __init__(self, store: Store, execution: str) -> None:
         self._execution = execution
         self._path = _lock_path(store, execution)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        # A POSIX lock, not a BSD one: a forked child does not inherit it, so that a worker that
-        # outlives its killed parent does not hold it.
+        # A POSIX lock, not a BSD one: forked children do not inherit it, so a worker that outlives
+        # its killed parent does not keep it.
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _own_executions.add(execution)
 
@@ -46,7 +42,7 @@ class ExecutionLock:
 
 
 def is_alive(store: Store, execution: str) -> bool:
-    """True if the process of the execution is alive."""
+    """Returns whether the process of the execution is alive."""
     if execution in _own_executions:
         return True
     try:
@@ -54,7 +50,7 @@ def is_alive(store: Store, execution: str) -> bool:
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # no permission to lock: a process that may write decides
+        return True  # no permission to lock: only processes with write access can decide
     try:
         # Shared, so that two concurrent checks do not mistake each other for the run.
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -67,7 +63,7 @@ def is_alive(store: Store, execution: str) -> bool:
 
 
 def mark_aborted(store: Store, database: sqlite3.Connection) -> list[str]:
-    """Marks running executions as aborted whose process has died; returns their ids."""
+    """Marks running executions of dead processes as aborted; returns their ids."""
     rows = database.execute("SELECT id FROM executions WHERE state = 'running'").fetchall()
     dead = [row["id"] for row in rows if _is_dead(store, row["id"])]
     for execution in dead:
@@ -81,11 +77,11 @@ def _is_dead(store: Store, execution: object) -> bool:
     try:
         resolve_below(store.runs, str(execution), source=FILE)
     except UnsafePathError:
-        return False  # a damaged row, which the queries name
+        return False  # a damaged row, which the queries report
     return not is_alive(store, str(execution))
 
 
-def mark_all_aborted(store: Store) -> None:
+def mark_aborted_if_writable(store: Store) -> None:
     """Runs `mark_aborted` if the store is writable, else does nothing."""
     try:
         with closing(open_for_writing(store)) as database:
@@ -97,7 +93,7 @@ def mark_all_aborted(store: Store) -> None:
 def end_execution(
     database: sqlite3.Connection, execution: str, *, state: str, ended_at: float, error: str = ""
 ) -> None:
-    """Ends a running execution; its running nodes and attempts end as stopped, or as aborted."""
+    """Ends a running execution; its running nodes and attempts end as stopped or aborted."""
     inner = "stopped" if state == "stopped" else "aborted"
     for table, node in (("attempts", "node"), ("nodes", "id")):
         database.execute(
@@ -113,9 +109,9 @@ def end_execution(
 
 
 def _last_record_time(database: sqlite3.Connection, execution: str) -> float:
-    """Time of an execution's last record: the best estimate of when its process died.
+    """Returns the time of an execution's last record, as an estimate of its end.
 
-    Of figures only samples of the machine have times: the seconds since the run began.
+    Among metrics, only samples of the machine have times, in seconds since the start of the run.
     """
     sampled = database.execute(
         "SELECT max(CAST(executions.started_at AS REAL) + CAST(metrics.step AS REAL)) "
@@ -126,7 +122,7 @@ def _last_record_time(database: sqlite3.Connection, execution: str) -> float:
         (execution,),
     ).fetchone()[0]
     row = database.execute(
-        # A damaged time may be a text.
+        # A damaged time may be text.
         "SELECT CAST(executions.started_at AS REAL), "
         "max(CAST(nodes.started_at AS REAL)), max(CAST(nodes.ended_at AS REAL)) FROM executions "
         "LEFT JOIN nodes ON nodes.execution = executions.id WHERE executions.id = ?",

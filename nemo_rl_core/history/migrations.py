@@ -1,7 +1,6 @@
 """The tables of the database, version by version.
 
-A file of an older version is migrated when it is opened for writing; a newer one is refused. A
-released script is never edited: a change is a new script.
+Released scripts are never edited; a change is a new script.
 Times are seconds since 1970 in UTC; columns named in `records.py` as JSON are text.
 """
 
@@ -75,7 +74,7 @@ _LOG_PARTS = """
 ALTER TABLE nodes ADD COLUMN log_from INTEGER;
 ALTER TABLE nodes ADD COLUMN log_to INTEGER;
 """
-"""Range of bytes of the run's log that were written while a node ran."""
+"""Byte range of the run's log that was written while a node ran."""
 
 _FOLDER = """
 ALTER TABLE executions ADD COLUMN folder TEXT NOT NULL DEFAULT '';
@@ -110,7 +109,7 @@ _POINTS = """
 ALTER TABLE nodes ADD COLUMN point TEXT NOT NULL DEFAULT '{}';
 """
 """Settings of the sweep's point that a node belongs to. In files of older versions all points of a
-sweep share one node, which has the metrics of the last one; it stays as it is."""
+sweep share one node with the metrics of the last one; it is not changed."""
 
 SCRIPTS = (_TABLES, _LOG_PARTS, _FOLDER, _RELATIVE_PATHS, _POINTS)
 """Script `n` migrates from version `n` to `n + 1`."""
@@ -119,13 +118,7 @@ VERSION = len(SCRIPTS)
 
 
 def migrate(database: sqlite3.Connection) -> None:
-    """Migrates the tables to `VERSION`, each version in one transaction.
-
-    Two processes may migrate at once: the second finds nothing to do.
-
-    Raises:
-        StoreError: If a newer version of this project wrote the file.
-    """
+    """Migrates the tables to `VERSION`; two processes may do so at once."""
     while (version := check_version(database)) < VERSION:
         # `executescript` would commit first; the version is read again under the write lock.
         database.execute("BEGIN IMMEDIATE")
@@ -141,11 +134,7 @@ def migrate(database: sqlite3.Connection) -> None:
 
 
 def check_version(database: sqlite3.Connection) -> int:
-    """Returns the version of the file; 0 if it is empty.
-
-    Raises:
-        StoreError: If it is newer than this code.
-    """
+    """Returns the version of the file, 0 if it is empty; refuses a newer one than this code's."""
     version = int(database.execute("PRAGMA user_version").fetchone()[0])
     if version > VERSION:
         raise StoreError(

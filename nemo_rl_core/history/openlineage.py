@@ -1,10 +1,8 @@
 """Ancestry as OpenLineage events, for data catalogues.
 
-The stage that made an artifact is a run with a START and a COMPLETE event, whose inputs and outputs
-are data sets. Run ids are derived from artifact ids, so that sending events twice adds nothing.
+Run ids are derived from artifact ids, so sending events twice adds nothing.
 See https://openlineage.io/spec/2-0-2/OpenLineage.json; the facets' versions are those of the client
-openlineage-python 1.54. The commit is in a custom facet, as `sourceCodeLocation` requires
-a URL, which is not known here.
+openlineage-python 1.54. The commit is in a custom facet, since `sourceCodeLocation` requires a URL.
 """
 
 import json
@@ -31,35 +29,30 @@ Event = dict[str, Any]
 
 
 def events_of(graph: AncestryGraph, *, namespace: str = "nemo-rl-flow") -> list[Event]:
-    """START and COMPLETE events of every artifact, oldest first.
-
-    Args:
-        graph: As `History.ancestry` returns it. Artifacts without a manifest are inputs only.
-        namespace: Namespace of jobs and data sets.
-    """
-    known = {each.id: each for each in graph.artifacts}
+    """Returns START and COMPLETE events of every artifact, oldest first."""
+    by_id = {each.id: each for each in graph.artifacts}
     events = []
     # Times have a resolution of one second; the sort is stable, so equal ones stay in order.
     for each in reversed(graph.artifacts):
         if each.artifact is not None:
             roles: dict[str, list[str]] = {}
             for link in graph.parentage:
-                if link.child == each.id and link.parent in known:
+                if link.child == each.id and link.parent in by_id:
                     roles.setdefault(link.parent, []).append(link.role)
-            parents = [(known[name], ", ".join(sorted(read))) for name, read in roles.items()]
+            parents = [(by_id[name], ", ".join(sorted(read))) for name, read in roles.items()]
             events += _stage_events(each, each.artifact, parents, namespace)
     return sorted(events, key=lambda event: str(event["eventTime"]))
 
 
 def _stage_events(
-    each: GraphArtifact,
+    output: GraphArtifact,
     artifact: ArtifactRow,
     parents: Sequence[tuple[GraphArtifact, str]],
     namespace: str,
 ) -> list[Event]:
     ended = datetime.fromisoformat(artifact.created_at).astimezone(UTC)
     seconds = float(artifact.manifest.get("cost", {}).get("wall_seconds", 0.0))
-    run = {"runId": str(uuid.uuid5(_RUNS, each.id)), "facets": _run_facets(each, artifact)}
+    run = {"runId": str(uuid.uuid5(_RUNS, output.id)), "facets": _run_facets(output, artifact)}
     job = {
         "namespace": namespace,
         "name": artifact.stage.partition(" ")[0],
@@ -68,17 +61,16 @@ def _stage_events(
     inputs = [
         {
             **_dataset(parent, namespace),
-            "inputFacets": {"nemo_rl_role": _own_facet("role", role=role)},
+            "inputFacets": {"nemo_rl_role": _custom_facet("role", role=role)},
         }
         for parent, role in parents
     ]
     shared = {"producer": PRODUCER, "schemaURL": _EVENT_SCHEMA, "run": run, "job": job}
     start = {"eventType": "START", "eventTime": _time(ended - timedelta(seconds=seconds))}
     complete = {"eventType": "COMPLETE", "eventTime": _time(ended)}
-    output = [_dataset(each, namespace)]
     return [
         {**start, **shared, "inputs": inputs, "outputs": []},
-        {**complete, **shared, "inputs": inputs, "outputs": output},
+        {**complete, **shared, "inputs": inputs, "outputs": [_dataset(output, namespace)]},
     ]
 
 
@@ -87,12 +79,11 @@ def _time(moment: datetime) -> str:
 
 
 def _facet(version: str, schema: str, /, **fields: object) -> dict[str, Any]:
-    """A standard facet, by version and name of its schema."""
     url = f"{_SPEC}/facets/{version}/{schema}.json#/$defs/{schema}"
     return {"_producer": PRODUCER, "_schemaURL": url, **fields}
 
 
-def _own_facet(name: str, /, **fields: object) -> dict[str, Any]:
+def _custom_facet(name: str, /, **fields: object) -> dict[str, Any]:
     return {"_producer": PRODUCER, "_schemaURL": f"{_URN}:facet:{name}", **fields}
 
 
@@ -105,12 +96,12 @@ _JOB_TYPE = _facet(
 )
 
 
-def _run_facets(each: GraphArtifact, artifact: ArtifactRow) -> dict[str, Any]:
+def _run_facets(output: GraphArtifact, artifact: ArtifactRow) -> dict[str, Any]:
     manifest = artifact.manifest
     facets = {
-        "nemo_rl_making": _own_facet(
+        "nemo_rl_making": _custom_facet(
             "making",
-            execution=each.execution,
+            execution=output.execution,
             git_commit=manifest.get("git_commit"),
             git_dirty=manifest.get("git_dirty"),
             cost=manifest.get("cost", {}),
@@ -128,31 +119,22 @@ def _run_facets(each: GraphArtifact, artifact: ArtifactRow) -> dict[str, Any]:
     return facets
 
 
-def _dataset(each: GraphArtifact, namespace: str) -> dict[str, Any]:
+def _dataset(node: GraphArtifact, namespace: str) -> dict[str, Any]:
     facets = {
-        "version": _facet("1-0-1", "DatasetVersionDatasetFacet", datasetVersion=each.content_hash)
+        "version": _facet("1-0-1", "DatasetVersionDatasetFacet", datasetVersion=node.content_hash)
     }
-    if each.artifact is not None:
+    if node.artifact is not None:
         facets["datasetType"] = _facet(
             "1-0-1",
             "DatasetTypeDatasetFacet",
-            datasetType="MODEL" if each.artifact.kind in ("checkpoint", "model") else "FILE",
-            subType=each.artifact.kind.upper(),
+            datasetType="MODEL" if node.artifact.kind in ("checkpoint", "model") else "FILE",
+            subType=node.artifact.kind.upper(),
         )
-    return {"namespace": namespace, "name": each.id, "facets": facets}
+    return {"namespace": namespace, "name": node.id, "facets": facets}
 
 
 def send(events: Sequence[Event], target: str) -> None:
-    """Writes events as JSON lines to a file, or posts them to an endpoint one by one.
-
-    Args:
-        events: As `events_of` returns them.
-        target: Path of a file, or a URL such as `http://localhost:5000/api/v1/lineage`.
-
-    Raises:
-        ConfigError: If the endpoint refuses an event or cannot be reached.
-        OSError: If the file cannot be written.
-    """
+    """Writes events as JSON lines to a file, or posts them one by one to an http(s) URL."""
     if not target.startswith(("http://", "https://")):
         lines = [json.dumps(event) + "\n" for event in events]
         Path(target).expanduser().write_text("".join(lines))
@@ -169,7 +151,7 @@ def send(events: Sequence[Event], target: str) -> None:
                 pass
         except (urllib.error.URLError, TimeoutError) as error:
             raise ConfigError(
-                f"the OpenLineage endpoint {redacted(target)} accepted no event",
+                f"the OpenLineage endpoint {redacted(target)} rejected an event",
                 expected="status 200 or 201 for a POST",
                 got=str(error),
                 fix="check the address (Marquez: http://HOST:5000/api/v1/lineage), or name a file",

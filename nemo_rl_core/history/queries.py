@@ -1,8 +1,4 @@
-"""Queries of the runs' database, for pages and commands.
-
-Lists that grow with the number of runs are paged. A query sees everything committed before it, also
-while runs go on.
-"""
+"""Queries of the runs' database, for pages and commands; they see everything committed before."""
 
 import math
 import sqlite3
@@ -16,7 +12,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from nemo_rl_core.errors import DamagedRecordError, NotRecordedError, StoreError
 from nemo_rl_core.history import ancestry
 from nemo_rl_core.history.database import open_for_reading, path_of, sqlite_errors_explained
-from nemo_rl_core.history.liveness import mark_all_aborted
+from nemo_rl_core.history.liveness import mark_aborted_if_writable
 from nemo_rl_core.history.records import (
     AncestryGraph,
     ArtifactRow,
@@ -33,7 +29,7 @@ from nemo_rl_core.history.rows import read_artifact, read_execution, read_row
 from nemo_rl_core.store.store import Store
 
 Curves = dict[str, list[tuple[int, float]]]
-"""`(step, value)` by the metric's name, steps ascending."""
+"""`(step, value)` by name of the metric, in order of steps."""
 
 T = TypeVar("T")
 
@@ -64,10 +60,7 @@ FROM executions
 class History:
     """The recorded runs of a store. A context manager; thread-safe.
 
-    Runs whose process died are marked as aborted when it is opened, and by `sweep`.
-
-    Raises:
-        StoreError: If there is no database, or it is damaged or newer than this code.
+    Opening it and `sweep` mark runs whose process died as aborted.
 
     Example:
         >>> with History(Store.default()) as history:                          # doctest: +SKIP
@@ -83,9 +76,9 @@ class History:
         self.sweep()
 
     def sweep(self) -> None:
-        """Marks runs as aborted whose process has died."""
+        """Marks runs whose process died as aborted."""
         with sqlite_errors_explained(path_of(self.store)):
-            mark_all_aborted(self.store)
+            mark_aborted_if_writable(self.store)
 
     def close(self) -> None:
         """Closes the database."""
@@ -107,32 +100,29 @@ class History:
         limit: int = 50,
         offset: int = 0,
     ) -> Page[Execution]:
-        """Runs, the latest first.
+        """Returns runs, latest first.
 
         Args:
-            state: Only runs in this state.
-            workflow: Full name, or the last part: `grpo` for `workflows.grpo.grpo`.
+            workflow: Full name or its last part: `grpo` for `workflows.grpo.grpo`.
             text: Substring of id, recipe, inputs, commit or error; case-insensitive.
             since: Only runs that started then or later (Unix time).
-            limit: Largest number of runs to return.
-            offset: Number of runs to skip.
         """
-        wanted: dict[str, tuple[object, ...]] = {}
+        conditions: dict[str, tuple[object, ...]] = {}
         if state:
-            wanted["state = ?"] = (state,)
+            conditions["state = ?"] = (state,)
         if workflow:
-            wanted["(workflow = ? OR workflow LIKE ? ESCAPE '\\')"] = (
+            conditions["(workflow = ? OR workflow LIKE ? ESCAPE '\\')"] = (
                 workflow,
                 f"%.{_escaped(workflow)}",
             )
         if since is not None:
-            wanted["started_at >= ?"] = (since,)
+            conditions["started_at >= ?"] = (since,)
         if text:
             columns = ("id", "workflow", "recipe", "inputs", "command", "git_commit", "error")
-            found = " OR ".join(f"{column} LIKE ? ESCAPE '\\'" for column in columns)
-            wanted[f"({found})"] = (f"%{_escaped(text)}%",) * len(columns)
-        where = f"WHERE {' AND '.join(wanted)}" if wanted else ""
-        values = tuple(value for group in wanted.values() for value in group)
+            matches = " OR ".join(f"{column} LIKE ? ESCAPE '\\'" for column in columns)
+            conditions[f"({matches})"] = (f"%{_escaped(text)}%",) * len(columns)
+        where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+        values = tuple(value for group in conditions.values() for value in group)
         total = self._one(f"SELECT count(*) AS n FROM executions {where}", values)["n"]
         rows = self._all(
             f"{_COUNTED} {where} ORDER BY started_at DESC, id DESC LIMIT ? OFFSET ?",
@@ -148,7 +138,7 @@ class History:
         return Page(tuple(items), total, offset, limit, tuple(damaged))
 
     def workflows(self) -> list[str]:
-        """Names of all recorded workflows."""
+        """Returns the names of all recorded workflows."""
         rows = self._all(
             "SELECT DISTINCT workflow FROM executions WHERE typeof(workflow) = 'text' "
             "ORDER BY workflow",
@@ -157,23 +147,19 @@ class History:
         return [row["workflow"] for row in rows]
 
     def execution(self, execution: str) -> Execution:
-        """A run by its id.
-
-        Raises:
-            StoreError: If there is no such run; the other queries raise likewise.
-        """
+        """Returns a run by its id."""
         row = self._first(f"{_COUNTED} WHERE id = ?", (execution,))
         if row is None:
             raise _unknown("run", execution, "`nemo-rl runs` lists them")
         return read_execution(row, self.store)
 
     def nodes(self, execution: str) -> list[Node]:
-        """All nodes of a run, in order of start."""
+        """Returns all nodes of a run in order of start."""
         rows = self._all("SELECT * FROM nodes WHERE execution = ? ORDER BY id", (execution,))
         return [self._node(row) for row in rows]
 
     def edges(self, execution: str) -> list[Edge]:
-        """The edges between the nodes of a run."""
+        """Returns the edges between the nodes of a run."""
         rows = self._all(
             "SELECT source, target, source_output, target_input FROM edges WHERE execution = ? "
             "ORDER BY target, target_input",
@@ -182,15 +168,15 @@ class History:
         return [self._read(Edge, row, "edges", "target") for row in rows]
 
     def node(self, node: int) -> NodeDetail:
-        """A node with its attempts, inputs, outputs, and the maker of a cache hit."""
+        """Returns a node with its attempts, inputs, outputs, and the maker of a cache hit."""
         row = self._first("SELECT * FROM nodes WHERE id = ?", (node,))
         if row is None:
             raise _unknown("node", str(node), "see the nodes of its run")
-        found = self._node(row)
-        maker = self._first("SELECT * FROM nodes WHERE id = ?", (found.cached_from,))
+        record = self._node(row)
+        maker = self._first("SELECT * FROM nodes WHERE id = ?", (record.cached_from,))
         attempts = self._all("SELECT * FROM attempts WHERE node = ? ORDER BY number", (node,))
         return NodeDetail(
-            node=found,
+            node=record,
             attempts=tuple(self._read(Attempt, each, "attempts", "node") for each in attempts),
             inputs=self._values("node_inputs", node),
             outputs=self._values("node_outputs", node),
@@ -200,13 +186,7 @@ class History:
     def metrics(
         self, node: int, *, names: list[str] | None = None, since_step: int | None = None
     ) -> Curves:
-        """The curves of a node so far; a cache hit has the curves of its maker.
-
-        Args:
-            node: Id of the node.
-            names: Only these; None for all.
-            since_step: Only steps after this one.
-        """
+        """Returns the curves of a node after `since_step`; a cache hit has those of its maker."""
         marks = "" if names is None else f"AND name IN ({', '.join('?' * len(names))})"
         rows = self._all(
             f"SELECT name, step, value FROM metrics WHERE node = ? {marks} AND step > ? "
@@ -216,13 +196,13 @@ class History:
         curves: Curves = {}
         for row in rows:
             point = self._read(_Point, row, "metrics", "name")
-            # SQLite has no NaN, and stores NULL for it.
+            # SQLite stores NaN as NULL.
             value = math.nan if point.value is None else point.value
             curves.setdefault(point.name, []).append((point.step, value))
         return curves
 
     def metric_names(self, node: int) -> list[str]:
-        """Names of a node's curves."""
+        """Returns the names of a node's curves."""
         rows = self._all(
             "SELECT DISTINCT name FROM metrics WHERE node = ? ORDER BY name",
             (self._measured_node(node),),
@@ -230,18 +210,18 @@ class History:
         return self._metric_names(rows)
 
     def metric_names_of(self, execution: str) -> dict[int, list[str]]:
-        """Names of the curves of a run's nodes, by node; nodes without curves are left out."""
+        """Returns the names of curves by node of a run, without nodes that have none."""
         nodes = self._all(
             "SELECT id, coalesce(cached_from, id) AS measured FROM nodes WHERE execution = ?",
             (execution,),
         )
-        # One query per node: over all of them at once, DISTINCT would sort every step.
+        # One query per node, since DISTINCT over all nodes would sort every step.
         query = "SELECT DISTINCT name FROM metrics WHERE node = ? ORDER BY name"
-        found = {row["id"]: self._all(query, (row["measured"],)) for row in nodes}
-        return {node: self._metric_names(rows) for node, rows in found.items() if rows}
+        rows_by_node = {row["id"]: self._all(query, (row["measured"],)) for row in nodes}
+        return {node: self._metric_names(rows) for node, rows in rows_by_node.items() if rows}
 
     def artifact_outputs(self, execution: str) -> set[tuple[int, str]]:
-        """The outputs of a run's nodes that are artifacts, by node and name."""
+        """Returns node and name of all outputs of a run that are artifacts."""
         rows = self._all(
             "SELECT node, node_outputs.name FROM node_outputs JOIN nodes ON nodes.id = node "
             "WHERE execution = ? AND artifact <> ''",
@@ -250,22 +230,18 @@ class History:
         return {(row["node"], row["name"]) for row in rows}
 
     def artifact(self, artifact: str) -> ArtifactRow:
-        """An artifact by its id."""
+        """Returns an artifact by its id."""
         row = self._first("SELECT * FROM artifacts WHERE id = ?", (artifact,))
         if row is None:
             raise _unknown("artifact", artifact, "see the outputs of a run")
         return read_artifact(row, self.store)
 
     def has_artifact(self, artifact: str) -> bool:
-        """True if an artifact of this id is recorded."""
+        """Returns whether an artifact of this id is recorded."""
         return self._first("SELECT 1 FROM artifacts WHERE id = ?", (artifact,)) is not None
 
     def find_artifact(self, name: str) -> ArtifactRow:
-        """Finds an artifact by a prefix of its id or content hash, or by a path in its folder.
-
-        Raises:
-            StoreError: If none or several match.
-        """
+        """Finds an artifact by a prefix of its id or content hash, or by a path in its folder."""
         if found := self._on_disk(name):
             return found
         parts = Path(name).expanduser().parts
@@ -294,13 +270,13 @@ class History:
         """Finds an artifact by a path in its folder, which may have been moved or renamed."""
         for folder in (Path(name).expanduser(), self.store.artifacts / name):
             root = ancestry.folder_around(folder)
-            found = ancestry.from_folder(root) if root else None
-            if found:
-                return self.artifact(found.id) if self.has_artifact(found.id) else found
+            row = ancestry.from_folder(root) if root else None
+            if row:
+                return self.artifact(row.id) if self.has_artifact(row.id) else row
         return None
 
     def artifacts_of(self, execution: str) -> list[ArtifactRow]:
-        """The artifacts that a run's nodes returned, also from the cache, oldest first."""
+        """Returns the artifacts that a run's nodes returned, also from the cache, oldest first."""
         rows = self._all(
             "SELECT * FROM artifacts WHERE id IN (SELECT artifact FROM node_outputs JOIN nodes "
             "ON nodes.id = node_outputs.node WHERE execution = ?) ORDER BY created_at, id",
@@ -309,18 +285,18 @@ class History:
         return [read_artifact(row, self.store) for row in rows]
 
     def points_of(self, execution: str) -> dict[str, dict[str, Any]]:
-        """Settings of the sweep's points of a run, by id of the artifacts that a point made."""
+        """Returns settings of the points of a run's sweep, by id of the artifacts they made."""
         rows = self._all(
             "SELECT artifact, point FROM node_outputs JOIN nodes ON nodes.id = node "
             "WHERE execution = ? AND artifact <> '' AND point <> '{}'",
             (execution,),
         )
-        read = partial(read_row, _SweepPoint, table="nodes", key="artifact", store=self.store)
-        points = [read(row) for row in rows]
+        parse = partial(read_row, _SweepPoint, table="nodes", key="artifact", store=self.store)
+        points = [parse(row) for row in rows]
         return {each.artifact: each.point for each in points}
 
     def artifacts_used(self, execution: str) -> set[str]:
-        """Ids of all artifacts that a run's nodes read or returned."""
+        """Returns the ids of all artifacts that a run's nodes read or returned."""
         rows = self._all(
             "SELECT artifact FROM node_inputs JOIN nodes ON nodes.id = node WHERE execution = ? "
             "UNION SELECT artifact FROM node_outputs JOIN nodes ON nodes.id = node "
@@ -330,16 +306,16 @@ class History:
         return {row["artifact"] for row in rows if row["artifact"]}
 
     def users(self, artifact: str, *, limit: int = 50, offset: int = 0) -> Page[Node]:
-        """Nodes that read an artifact, the latest first."""
-        found = "FROM nodes WHERE id IN (SELECT node FROM node_inputs WHERE artifact = ?)"
-        total = self._one(f"SELECT count(*) AS n {found}", (artifact,))["n"]
+        """Returns nodes that read an artifact, latest first."""
+        source = "FROM nodes WHERE id IN (SELECT node FROM node_inputs WHERE artifact = ?)"
+        total = self._one(f"SELECT count(*) AS n {source}", (artifact,))["n"]
         rows = self._all(
-            f"SELECT * {found} ORDER BY id DESC LIMIT ? OFFSET ?", (artifact, limit, offset)
+            f"SELECT * {source} ORDER BY id DESC LIMIT ? OFFSET ?", (artifact, limit, offset)
         )
         return Page(tuple(self._node(row) for row in rows), total, offset, limit)
 
     def maker(self, artifact: ArtifactRow) -> Execution | None:
-        """The run that made an artifact; None if it is not recorded."""
+        """Returns the run that made an artifact; None if it is not recorded."""
         row = self._first(
             f"{_COUNTED} WHERE id = (SELECT execution FROM nodes WHERE id = ?)",
             (artifact.made_by,),
@@ -347,12 +323,12 @@ class History:
         return read_execution(row, self.store) if row else None
 
     def ancestry(self, artifact: str) -> AncestryGraph:
-        """An artifact and all its ancestors, across runs."""
+        """Returns an artifact and all its ancestors, across runs."""
         with self._locked() as database:
             return ancestry.upwards(database, self.store, artifact)
 
     def descendants(self, artifact: str) -> AncestryGraph:
-        """An artifact and all its descendants."""
+        """Returns an artifact and all its descendants."""
         with self._locked() as database:
             return ancestry.downwards(database, self.store, artifact)
 
@@ -394,7 +370,6 @@ class History:
 
 
 def _escaped(text: str) -> str:
-    """Escapes the wildcards % and _ of LIKE."""
     return "".join(f"\\{character}" if character in "\\%_" else character for character in text)
 
 

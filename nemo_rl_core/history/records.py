@@ -1,4 +1,4 @@
-"""Rows of the runs' database, as frozen dataclasses.
+"""Rows of the runs' database.
 
 Times are seconds since 1970 in UTC. `None` stands for an unknown value or a missing end.
 """
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def point_label(point: Mapping[str, Any]) -> str:
-    """Formats the settings of a point; fields lose their section where that is unambiguous.
+    """Formats the settings of a point; sections are omitted where fields are unambiguous.
 
     Example:
         >>> point_label({"seed": 0, "grpo.learning_rate": 0.0002})
@@ -34,15 +34,7 @@ def point_label(point: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
-    """A part of a list.
-
-    Attributes:
-        items: At most `limit` of them.
-        total: Length of the whole list.
-        offset: Index of the first item.
-        limit: Largest number of items.
-        damaged: One line for each row of this part that cannot be read; `items` lacks it.
-    """
+    """A part of a list; `damaged` has one line for each unreadable row."""
 
     items: tuple[T, ...]
     total: int
@@ -56,18 +48,10 @@ class Execution:
     """A run of a workflow.
 
     Attributes:
-        id: Name of its folder under `runs/`.
-        workflow: Such as `workflows.grpo.grpo`.
-        recipe: Name of the recipe; empty if none was given.
-        state: "stopped" if it was ended from outside in order, by Ctrl-C or SIGTERM; "aborted" if
-            its process died without recording an end.
-        command: Arguments of the command line.
-        inputs: Inputs of the workflow, with complete configs.
-        packages: Versions by name.
+        state: "stopped" if it was ended by Ctrl-C or SIGTERM; "aborted" if its process died
+            without recording an end.
         machine: The fields of `store.machine.Machine`; older records have fewer.
-        folder: Working directory of the command; relative paths in the inputs start there.
-        num_nodes: Number of tasks called so far, without sub-workflows.
-        num_cached: Number of cache hits among them.
+        folder: Working directory of the command, the base of relative paths in the inputs.
     """
 
     id: str
@@ -100,14 +84,12 @@ class Node:
     node. The stages that a point runs are nodes inside the point's node.
 
     Attributes:
-        parent: The node that called it; None at the top.
-        name: Such as `grpo_iteration 2`.
-        task: Such as `tasks.grpo_iteration.grpo_iteration`.
-        cached_from: For a cache hit, the node of any run that made the outputs.
-        summary: One line about its outputs.
-        cost: Cost of the artifacts that this node made, as in their manifests, without the cost of
-            the nodes inside.
-        log_from: First byte of the run's log that was written while it ran; `log_to` is the end.
+        parent: Id of the calling node; None at the top level.
+        cached_from: For a cache hit, the node, possibly of another run, that made the outputs.
+        cost: Cost of the artifacts that this node made, from their manifests, without the cost of
+            inner nodes.
+        log_from: Index of the first byte of the run's log that was written while it ran; `log_to`
+            is the end.
         point: Settings of the sweep's point that the node belongs to; empty outside of a sweep.
     """
 
@@ -131,14 +113,14 @@ class Node:
 
     @property
     def title(self) -> str:
-        """The name, with the settings of the point unless it has them."""
+        """The name with the settings of the point."""
         label = f" ({point_label(self.point)})" if self.point else ""
         return self.name.removesuffix(label) + label
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt of a node; `resumed_from_step` is set if a save was found."""
+    """One attempt of a node; `resumed_from_step` is set if it resumed from a save."""
 
     number: int
     state: State
@@ -153,9 +135,7 @@ class Value:
     """An input or an output of a node.
 
     Attributes:
-        type: The Python type as text.
-        value: JSON text; one longer than 64 KiB is cut to a JSON string that ends with "… (cut)".
-        artifact: Id of the artifact if the value is one.
+        value: JSON text; if longer than 64 KiB, a truncated JSON string that ends with "… (cut)".
     """
 
     name: str
@@ -187,12 +167,11 @@ class NodeDetail:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactRow:
-    """An artifact as it was recorded.
+    """A recorded artifact.
 
     Attributes:
         id: Name of its folder under `artifacts/`.
-        path: Its folder, which may have been removed.
-        manifest: Content of its `manifest.json`.
+        path: Path of the folder, which may have been removed.
         made_by: Id of the node that made it; None if it is older than the database.
     """
 
@@ -213,10 +192,8 @@ class GraphArtifact:
     """An artifact in a graph of ancestors or descendants.
 
     Attributes:
-        depth: Length of the shortest path from the root, which has 0.
-        artifact: None if neither database nor disk have more than the id.
-        execution: Id of the run that made it.
-        state: State of its folder now; "changed" is another content hash.
+        depth: Length of the shortest path from the root.
+        state: Current state of its folder; "changed" means another content hash.
     """
 
     id: str

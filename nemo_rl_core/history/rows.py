@@ -20,25 +20,11 @@ T = TypeVar("T")
 _JSON = {"command", "inputs", "packages", "machine", "cost", "manifest", "point"}
 _PATHS = {"log_path", "deck_path", "path"}
 _OUTSIDE = {"deck_path", "path"}
-"""Paths that may be in the folder of an imported artifact."""
 _MAX_DEPTH = 64
-"""Of nested lists and objects in a JSON column."""
 
 
 def read_row(kind: type[T], row: sqlite3.Row, *, table: str, key: str, store: Store) -> T:
-    """Returns a row as a record.
-
-    Args:
-        kind: The dataclass of the record.
-        row: The row, with the columns of the dataclass.
-        table: Name of the table, for the error.
-        key: The column that identifies the row, for the error.
-        store: The store of the database, for the paths.
-
-    Raises:
-        DamagedRecordError: If a column is not JSON, has another type than the record, or is a path
-            outside of the store.
-    """
+    """Returns a row as a record; refuses columns with wrong JSON, wrong types or unsafe paths."""
     fields = dict(row)
     try:
         fields |= {name: _parsed(name, fields[name]) for name in _JSON & fields.keys()}
@@ -60,20 +46,20 @@ def read_row(kind: type[T], row: sqlite3.Row, *, table: str, key: str, store: St
         return record
     raise DamagedRecordError(
         f"the row {str(row[key])[:120]!r} of the table {table} in {FILE} is damaged",
-        expected="what a run has recorded",
+        expected="a row written by a run",
         got=problem,
         fix=f"end all runs, then restore {FILE} from a backup, or move it away: the next run "
-        "begins a new one, and no artifact is lost",
+        "creates a new one, and no artifact is lost",
     )
 
 
 def read_execution(row: sqlite3.Row, store: Store) -> Execution:
-    """Returns a row of `executions`; arguments and errors as of `read_row`."""
+    """Returns a row of `executions`; see `read_row` for arguments and errors."""
     return read_row(Execution, row, table="executions", key="id", store=store)
 
 
 def read_artifact(row: sqlite3.Row, store: Store) -> ArtifactRow:
-    """Returns a row of `artifacts`; arguments and errors as of `read_row`."""
+    """Returns a row of `artifacts`; see `read_row` for arguments and errors."""
     return read_row(ArtifactRow, row, table="artifacts", key="id", store=store)
 
 
@@ -98,7 +84,6 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def _refuse_other_folder(store: Store, artifact: ArtifactRow) -> None:
-    """Raises if a folder outside of the store exists, but is not the recorded artifact."""
     folder = Path(artifact.path)
     if folder.is_relative_to(store.root) or not folder.exists():
         return

@@ -1,7 +1,7 @@
-"""Signatures of run records with a key of this user, which no store holds.
+"""Signatures of run records with a key of this user, which is not in any store.
 
-`nemo-rl reproduce` imports modules and unpickles objects that a record names. A record that someone
-else has written could name any code.
+`nemo-rl reproduce` imports modules and unpickles objects that a record names, so a record written
+by someone else could run any code.
 """
 
 import hmac
@@ -34,17 +34,7 @@ def key_file() -> Path:
 def sign(
     store: Store, execution: str, *, workflow: str, inputs: Mapping[str, Any], folder: str
 ) -> None:
-    """Signs the part of an execution's record that says which code runs.
-
-    If the home folder cannot be written, the record stays unsigned, and the run continues.
-
-    Args:
-        store: Store of the record.
-        execution: Id of the execution.
-        workflow: Name of the workflow or trainer.
-        inputs: Inputs of the workflow.
-        folder: Working directory, from which modules are imported.
-    """
+    """Signs the part of a record that determines which code runs; skipped for a read-only home."""
     try:
         signature = _signature(_key(), execution, workflow, inputs, folder)
         path = store.runs / execution / _FILE
@@ -56,7 +46,7 @@ def sign(
 
 
 def is_signed(store: Store, execution: Execution) -> bool:
-    """Returns True if a run of this user has written the record of an execution."""
+    """Returns whether a run of this user wrote the record of an execution."""
     try:
         key = key_file().read_bytes()
         folder = resolve_below(store.runs, execution.id, source="history.db")
@@ -75,7 +65,6 @@ def _signature(
 
 
 def _key() -> bytes:
-    """Reads the key; the first process that needs one makes it."""
     path = key_file()
     if not path.is_file():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,7 +72,7 @@ def _key() -> bytes:
         descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(secrets.token_bytes(_KEY_BYTES))
-        with suppress(FileExistsError):  # of a process that was first
+        with suppress(FileExistsError):  # created by another process
             os.link(made, path)
         made.unlink()
     return path.read_bytes()

@@ -1,8 +1,4 @@
-"""Paths as the database stores them, so that a store can be moved.
-
-Paths in the store are relative to it, others are absolute. Only the folders of imported artifacts
-are outside.
-"""
+"""Paths in the database, relative to the store if inside of it, so that it can be moved."""
 
 from pathlib import Path
 
@@ -12,7 +8,7 @@ from nemo_rl_core.store.store import Store
 
 
 def to_stored(store: Store, path: Path | str) -> str:
-    """Returns a path as the database stores it; an empty path stays empty.
+    """Returns the form of a path in the database; an empty path stays empty.
 
     Example:
         >>> to_stored(Store(Path("/store")), "/store/runs/one/run.log")
@@ -26,12 +22,7 @@ def from_stored(store: Store, stored: str, *, may_be_outside: bool = False) -> s
     """Returns the current path.
 
     Args:
-        store: The store of the database.
-        stored: The path in the database.
-        may_be_outside: Whether an absolute path is accepted. The caller then checks what is there.
-
-    Raises:
-        UnsafePathError: If the path leads out of the store.
+        may_be_outside: Whether an absolute path is accepted; the caller must check its content.
 
     Example:
         >>> from_stored(Store(Path("/moved")), "runs/one/run.log")

@@ -1,7 +1,6 @@
-"""Records a run in the database while it goes on.
+"""Records a run in the database during the run.
 
-A run never fails because of its record: the first error (a read-only or damaged file, a full disk)
-is logged as one warning, and only the end of the run is still written.
+A run never fails because of its record: the first error is logged as one warning.
 """
 
 import functools
@@ -22,12 +21,12 @@ from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import open_for_writing, path_of, transaction
 from nemo_rl_core.history.inserts import (
     as_json,
+    copy_inner_nodes,
     insert,
     insert_artifact,
     insert_values,
     is_maker,
     maker_of,
-    repeat_inner_nodes,
     storable,
 )
 from nemo_rl_core.history.liveness import ExecutionLock, end_execution, mark_aborted
@@ -61,11 +60,7 @@ class NewExecution:
 
 @dataclass(frozen=True)
 class NodeEnd:
-    """The end of a node; the fields of `records.Node`.
-
-    Attributes:
-        made: Folders and manifests of the artifacts that the node returned, also of older ones.
-    """
+    """The end of a node; the fields of `records.Node`."""
 
     state: State
     outputs: Sequence[Value] = ()
@@ -80,7 +75,7 @@ class NodeEnd:
 def _recorded(
     method: Callable[Concatenate["HistoryWriter", P], R],
 ) -> Callable[Concatenate["HistoryWriter", P], R | None]:
-    """Fault boundary: logs the first error of the database, and stops recording."""
+    """Logs the first error of the database and stops recording; errors do not reach the run."""
 
     @functools.wraps(method)
     def guarded(self: "HistoryWriter", /, *args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -92,7 +87,7 @@ def _recorded(
             except (sqlite3.Error, OSError, OverflowError, StoreError) as error:
                 self._is_recording = False
                 logger.warning(
-                    "recording of this run in %s stopped, the run goes on: %s",
+                    "recording of this run in %s stopped, the run continues: %s",
                     path_of(self._store),
                     str(error).splitlines()[0],
                 )
@@ -103,10 +98,6 @@ def _recorded(
 
 class HistoryWriter:
     """Writes one execution into the store's database.
-
-    Args:
-        store: The store with the database.
-        execution_id: Name of the run's folder under `runs/`.
 
     Example:
         >>> writer = HistoryWriter(store, log.folder.name)                     # doctest: +SKIP
@@ -130,7 +121,7 @@ class HistoryWriter:
         self._database = open_for_writing(self._store)
         mark_aborted(self._store, self._database)
         process = psutil.Process()
-        # As the database returns them: a signature of other values would never be confirmed.
+        # The signature must be of the values that the database returns.
         inputs, folder = storable(as_json(execution.inputs), str(Path.cwd()))
         sign(
             self._store,
@@ -161,7 +152,7 @@ class HistoryWriter:
         )
 
     def end(self, state: State, error: str = "") -> None:
-        """Records the end of the execution, and closes the database; call it once."""
+        """Records the end of the execution and closes the database; call it once."""
         with self._lock:
             self._is_recording = self._database is not None
             self._end(state, error)
@@ -183,11 +174,7 @@ class HistoryWriter:
         log_from: int | None = None,
         point: Mapping[str, Any] = MappingProxyType({}),
     ) -> int | None:
-        """Records the start of a node; the arguments are the fields of `records.Node`.
-
-        Returns:
-            Id of the node; None if the database cannot be written.
-        """
+        """Records the start of a node and returns its id; arguments as in `records.Node`."""
         with transaction(self._open) as database:
             now = time.time()
             node = insert(
@@ -220,21 +207,18 @@ class HistoryWriter:
 
     @_recorded
     def end_node(self, node: int | None, end: NodeEnd) -> None:
-        """Records the end of a node, and its outputs.
-
-        A cache hit gets the nodes inside its maker, as cache hits too.
-        """
+        """Records the end of a node and its outputs; a cache hit gets its maker's inner nodes."""
         if node is None:
             return
         with transaction(self._open) as database:
             now = time.time()
             for folder, manifest in end.made:
-                own = end.state == "succeeded" and is_maker(database, manifest, node)
-                insert_artifact(database, self._store, folder, manifest, node if own else None)
+                is_new = end.state == "succeeded" and is_maker(database, manifest, node)
+                insert_artifact(database, self._store, folder, manifest, node if is_new else None)
             insert_values(database, "node_outputs", node, end.outputs)
             maker = maker_of(database, node) if end.state == "cached" else None
             if maker is not None:
-                repeat_inner_nodes(database, maker, node)
+                copy_inner_nodes(database, maker, node)
             database.execute(
                 "UPDATE nodes SET state = ?, ended_at = ?, cached_from = ?, deck_path = ?, "
                 "cost = ?, summary = ?, error = ?, log_to = ? WHERE id = ?",

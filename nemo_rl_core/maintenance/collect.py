@@ -1,37 +1,34 @@
-"""`nemo-rl gc`: garbage collection in a store, with a plan first; nothing in use is removed.
+"""`nemo-rl gc`: planned garbage collection in a store; nothing in use is removed.
 
-Safe beside running jobs: an artifact is first renamed under a lock that no process may share; a run
-that looks for it later finds nothing, and makes it again. If the collection is killed, each
-artifact is complete or gone, and the next call deletes the renamed ones.
+It is safe during runs: each artifact is first renamed under an exclusive lock, so it is either
+complete or gone; the next call deletes what a killed one has renamed.
 """
 
+import json
+import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_rl_core.history.liveness import is_alive
-from nemo_rl_core.maintenance.disk import Snapshot
-from nemo_rl_core.maintenance.leftovers import delete, find_leftovers, find_work, tidy_work
+from nemo_rl_core.maintenance.disk import Snapshot, newest_change
 from nemo_rl_core.maintenance.retention import Kept, RetentionPolicy, choose, shrink, with_ancestors
 from nemo_rl_core.maintenance.survey import ArtifactRecord, Survey, survey
 from nemo_rl_core.store import locks
-from nemo_rl_core.store.files import mark_discarded
+from nemo_rl_core.store.files import ASIDE, DISCARDED, mark_discarded
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
+
+_MAX_WRITE_SECONDS = 3600.0
+"""Maximum time to write a file before it gets its final name."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Files to remove.
+    """Files to remove; artifacts come before their parents.
 
-    Attributes:
-        runs: Names, oldest first.
-        artifacts: Names, children before their parents.
-        work: Names of work folders of killed runs.
-        leftovers: Paths of unused files and folders.
-        num_bytes: Size of the store, in allocated blocks.
-        freed_bytes: Bytes that are freed.
-        problem: Error if the history cannot be read; then no run or artifact is removed.
+    With a `problem`, an error of the history, no run or artifact is removed.
     """
 
     runs: tuple[str, ...]
@@ -50,19 +47,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Removed:
-    """Result of a collection.
-
-    Attributes:
-        plan: The plan with what was really removed, and the freed bytes.
-        in_use: Artifacts that stayed because a process has begun to use them.
-    """
+    """Files that were removed, and artifacts that a process has started to use meanwhile."""
 
     plan: Plan
     in_use: tuple[str, ...]
 
 
 def make_plan(store: Store, policy: RetentionPolicy, *, now: float | None = None) -> Plan:
-    """Plans what the policy removes now; changes nothing."""
+    """Plans the removals under the policy without changing anything."""
     return _plan(store, survey(store), policy, time.time() if now is None else now)
 
 
@@ -76,34 +68,28 @@ def remove(
 ) -> Removed:
     """Removes everything in the plan that the policy still allows.
 
-    Args:
-        store: The store.
-        policy: The policy of the plan. The store is surveyed again, since a run may have begun to
-            use something in the plan.
-        plan: The plan that was shown to the user; nothing else is removed.
-        now: Unix seconds; None for the current time.
-        on_removed: Called with the name of each removed path, for a display.
+    The store is surveyed again, since a run may have started to use something in the plan.
     """
-    found = survey(store)
-    again = _plan(store, found, policy, time.time() if now is None else now)
+    surveyed = survey(store)
+    current = _plan(store, surveyed, policy, time.time() if now is None else now)
     snapshot = Snapshot(store.root)
-    snapshot.freed_by(_all_paths(store, again))  # read before they are renamed
-    runs = [name for name in again.runs if name in plan.runs and not is_alive(store, name)]
+    snapshot.freed_by(_all_paths(store, current))  # read before they are renamed
+    runs = [name for name in current.runs if name in plan.runs and not is_alive(store, name)]
     renamed = {store.runs / name: mark_discarded(store.runs / name) for name in runs}
-    chosen = [name for name in again.artifacts if name in plan.artifacts]
-    renamed_artifacts, in_use = _rename_unused(store, chosen, found.artifacts)
-    work = frozenset(again.work) & frozenset(plan.work)
-    leftovers = [path for path in again.leftovers if path in plan.leftovers]
+    chosen = [name for name in current.artifacts if name in plan.artifacts]
+    renamed_artifacts, in_use = _rename_unused(store, chosen, surveyed.artifacts)
+    work = frozenset(current.work) & frozenset(plan.work)
+    leftovers = [path for path in current.leftovers if path in plan.leftovers]
     gone = [*renamed, *(store.artifacts / name for name in renamed_artifacts)]
     freed = snapshot.freed_by([*gone, *(store.work / name for name in work), *leftovers])
     for path in (
         *renamed.values(),
         *renamed_artifacts.values(),
-        *tidy_work(store, work),
+        *_tidy_work(store, work),
         *leftovers,
     ):
         if path is not None:
-            delete(path)
+            _delete(path)
             on_removed(path.name)
     done = replace(
         plan,
@@ -120,7 +106,6 @@ def remove(
 def _rename_unused(
     store: Store, names: Iterable[str], artifacts: Mapping[str, ArtifactRecord]
 ) -> tuple[dict[str, Path | None], list[str]]:
-    """Renames unused artifacts; the ancestors of one in use stay too."""
     renamed_artifacts: dict[str, Path | None] = {}
     kept_names: set[str] = set()
     in_use = []
@@ -136,29 +121,31 @@ def _rename_unused(
     return renamed_artifacts, in_use
 
 
-def _plan(store: Store, found: Survey, policy: RetentionPolicy, now: float) -> Plan:
+def _plan(store: Store, surveyed: Survey, policy: RetentionPolicy, now: float) -> Plan:
     snapshot = Snapshot(store.root)
     age = policy.work_older_than_seconds
-    work = tuple(find_work(store, older_than_seconds=age, now=now))
+    work = tuple(_find_work(store, older_than_seconds=age, now=now))
     leftovers = tuple(find_leftovers(store, older_than_seconds=age, now=now))
     others = [*(store.work / name for name in work), *leftovers]
 
     def size_with(kept: Kept) -> int:
-        return snapshot.num_bytes - snapshot.freed_by([*others, *_paths(store, found, kept)])
+        return snapshot.num_bytes - snapshot.freed_by([*others, *_paths(store, surveyed, kept)])
 
-    kept = choose(found, policy, now=now)
+    kept = choose(surveyed, policy, now=now)
     size = size_with(kept)
     if policy.max_bytes is not None:
-        kept, size = shrink(found, kept, max_bytes=policy.max_bytes, size_with=size_with)
-    removable = {name: each for name, each in found.artifacts.items() if name not in kept.artifacts}
+        kept, size = shrink(surveyed, kept, max_bytes=policy.max_bytes, size_with=size_with)
+    removable = {
+        name: each for name, each in surveyed.artifacts.items() if name not in kept.artifacts
+    }
     return Plan(
-        runs=tuple(run.name for run in found.runs if run.name not in kept.runs),
+        runs=tuple(run.name for run in surveyed.runs if run.name not in kept.runs),
         artifacts=tuple(_children_first(removable)),
         work=work,
         leftovers=leftovers,
         num_bytes=snapshot.num_bytes,
         freed_bytes=snapshot.num_bytes - size,
-        problem=found.problem,
+        problem=surveyed.problem,
     )
 
 
@@ -171,9 +158,11 @@ def _all_paths(store: Store, plan: Plan) -> list[Path]:
     ]
 
 
-def _paths(store: Store, found: Survey, kept: Kept) -> list[Path]:
-    runs = [store.runs / run.name for run in found.runs if run.name not in kept.runs]
-    return runs + [store.artifacts / name for name in found.artifacts if name not in kept.artifacts]
+def _paths(store: Store, surveyed: Survey, kept: Kept) -> list[Path]:
+    runs = [store.runs / run.name for run in surveyed.runs if run.name not in kept.runs]
+    return runs + [
+        store.artifacts / name for name in surveyed.artifacts if name not in kept.artifacts
+    ]
 
 
 def _children_first(artifacts: Mapping[str, ArtifactRecord]) -> list[str]:
@@ -188,3 +177,94 @@ def _children_first(artifacts: Mapping[str, ArtifactRecord]) -> list[str]:
     for name in sorted(artifacts):
         visit(name)
     return list(reversed(parents_first))
+
+
+def _find_work(store: Store, *, older_than_seconds: float, now: float) -> Iterator[str]:
+    """Yields work folders of killed runs that have not changed for `older_than_seconds`."""
+    for folder in sorted(store.work.glob("*")):
+        if not folder.is_dir() or folder.name[0] == "." or _is_locked(folder):
+            continue
+        # A duplicate of a published artifact is useless at any age.
+        made = _artifact_of(store, folder)
+        is_duplicate = made is not None and store.is_current(store.artifacts / made)
+        if is_duplicate or now - newest_change(folder) > older_than_seconds:
+            yield folder.name
+
+
+def find_leftovers(store: Store, *, older_than_seconds: float, now: float) -> Iterator[Path]:
+    """Yields interrupted writes, old damaged artifacts, downloads and records of GPU-hours."""
+    folders = (store.root, store.artifacts, store.runs, store.work, store.models, store.cache)
+    for parent in (*folders, store.verified):
+        yield from sorted(parent.glob(f".*{DISCARDED}"))
+        for path in sorted(parent.glob(f".*{ASIDE}")):
+            if now - newest_change(path) > _MAX_WRITE_SECONDS:
+                yield path
+    # flytekit's scratch folders, one per process; its caches are elsewhere.
+    scratch = store.cache / "sandbox" / "local_flytekit"
+    for parent in (store.damaged, scratch, store.gpu_seconds):
+        for path in sorted(parent.glob("*")):
+            if now - newest_change(path) > older_than_seconds:
+                yield path
+    for lock in sorted(store.inputs.glob("*.lock")):
+        folder = lock.with_suffix("")
+        if now - newest_change(lock) > older_than_seconds and not _is_locked(folder):
+            yield from (path for path in (folder, lock) if path.exists())
+    for path in sorted([*store.verified.glob("[!.]*.json"), *store.reads.glob("[!.]*.json")]):
+        if not any((parent / path.stem).is_dir() for parent in (store.artifacts, store.work)):
+            yield path
+
+
+def _tidy_work(store: Store, names: frozenset[str]) -> list[Path]:
+    """Removes stale records and locks; renames unlocked work folders, for the caller to delete."""
+    renamed = []
+    for name in sorted(_work_names(store)):
+        folder = store.work / name
+        with locks.locked_if_free(_with_suffix(folder, ".lock")) as free:
+            if not free:
+                continue
+            if name in names:
+                renamed.append(mark_discarded(folder))
+            if _artifact_of(store, folder) is None:
+                _with_suffix(folder, ".done").unlink(missing_ok=True)
+            if not folder.exists() and not _with_suffix(folder, ".done").exists():
+                # A process that waits for the lock notices the removal and creates a new file.
+                _with_suffix(folder, ".lock").unlink(missing_ok=True)
+    return [path for path in renamed if path is not None]
+
+
+def _artifact_of(store: Store, folder: Path) -> str | None:
+    """Returns the artifact in a work folder's record; None if either is missing."""
+    try:
+        name = str(json.loads(_with_suffix(folder, ".done").read_text())["artifact"])
+        artifact = resolve_below(store.artifacts, name, source="a record of a stage")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return name if artifact.is_dir() else None
+
+
+def _delete(path: Path) -> None:
+    """Removes a file or folder; ignores missing paths and folders that cannot be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _work_names(store: Store) -> set[str]:
+    names = set()
+    for path in store.work.glob("*"):
+        if path.name[0] != ".":
+            names.add(path.stem if path.suffix in (".done", ".lock") else path.name)
+    return names
+
+
+def _is_locked(folder: Path) -> bool:
+    lock = _with_suffix(folder, ".lock")
+    if not lock.exists():
+        return False
+    with locks.locked_if_free(lock) as free:
+        return not free
+
+
+def _with_suffix(folder: Path, suffix: str) -> Path:
+    return folder.with_name(folder.name + suffix)

@@ -15,13 +15,7 @@ from nemo_rl_core.store.store import Store
 
 @dataclass(frozen=True)
 class Share:
-    """A part of the store.
-
-    Attributes:
-        name: Name of the part.
-        count: Number of its folders or files.
-        num_bytes: Allocated bytes. A file with several hard links counts in the first part.
-    """
+    """A part of the store; a file with several hard links counts in the first part."""
 
     name: str
     count: int
@@ -30,13 +24,7 @@ class Share:
 
 @dataclass(frozen=True)
 class RunShare:
-    """Disk usage of a run.
-
-    Attributes:
-        name: Name of the run.
-        num_bytes: Bytes of its folder, of the artifacts that it made or used, and their ancestors.
-        only_bytes: Bytes that removing it would free; other runs use the rest.
-    """
+    """Disk usage of a run, its artifacts and their ancestors; no other run uses `only_bytes`."""
 
     name: str
     num_bytes: int
@@ -45,16 +33,10 @@ class RunShare:
 
 @dataclass(frozen=True)
 class Usage:
-    """Disk usage of a store, by area, stage and kind, and by run.
+    """Disk usage of a store, by area, stage and kind, and by run, newest first.
 
-    Attributes:
-        num_bytes: The total, as in `du -s -B1`.
-        areas: Folders and files at the top; they sum to `num_bytes`.
-        stages: Artifacts by the stage that made them; they sum to the area `artifacts`. The share
-            named `.` is the folder itself.
-        kinds: The same artifacts, by kind.
-        runs: Newest first. They overlap, so their sum has no meaning.
-        problem: Error if the history cannot be read; then no artifacts of runs are known.
+    Areas sum to `num_bytes`, stages to the area `artifacts`; the share `.` is the folder itself.
+    Runs overlap, so their sum has no meaning.
     """
 
     num_bytes: int
@@ -66,16 +48,16 @@ class Usage:
 
 
 def measure_disk(store: Store) -> Usage:
-    """Measures the store; changes nothing."""
-    found = survey(store)
-    artifacts = _by_label(store, found.artifacts)
+    """Measures the store without changing anything."""
+    surveyed = survey(store)
+    artifacts = _by_label(store, surveyed.artifacts)
     return Usage(
         num_bytes=allocated(store.root),
         areas=_areas(store),
         stages=_shares(store, {name: stage for name, (stage, _) in artifacts.items()}),
         kinds=_shares(store, {name: kind for name, (_, kind) in artifacts.items()}),
-        runs=_runs(store, found),
-        problem=found.problem,
+        runs=_runs(store, surveyed),
+        problem=surveyed.problem,
     )
 
 
@@ -101,7 +83,6 @@ def _by_label(store: Store, names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def _shares(store: Store, labels: Mapping[str, str]) -> tuple[Share, ...]:
-    """Sums artifacts by label, the rest of their folder as `.`; hard links count in name order."""
     use = DiskUse()
     counts: dict[str, int] = {}
     sizes: dict[str, int] = {}
@@ -113,20 +94,20 @@ def _shares(store: Store, labels: Mapping[str, str]) -> tuple[Share, ...]:
     return (*sorted(shares, key=lambda share: -share.num_bytes), rest)
 
 
-def _runs(store: Store, found: Survey) -> tuple[RunShare, ...]:
+def _runs(store: Store, surveyed: Survey) -> tuple[RunShare, ...]:
     snapshot = Snapshot(store.root)
-    needs = {run.name: with_ancestors(run.artifacts, found.artifacts) for run in found.runs}
+    needs = {run.name: with_ancestors(run.artifacts, surveyed.artifacts) for run in surveyed.runs}
     num_users = Counter(name for names in needs.values() for name in names)
 
     def paths(run: str, names: Iterable[str]) -> list[Path]:
         return [store.runs / run, *(store.artifacts / name for name in names)]
 
     shares = []
-    for run in reversed(found.runs):
-        own = [name for name in needs[run.name] if num_users[name] == 1]
+    for run in reversed(surveyed.runs):
+        exclusive = [name for name in needs[run.name] if num_users[name] == 1]
         use = DiskUse()
         for path in paths(run.name, needs[run.name]):
             use.add(path)
-        only = snapshot.freed_by(paths(run.name, own))
+        only = snapshot.freed_by(paths(run.name, exclusive))
         shares.append(RunShare(run.name, use.num_bytes, only))
     return tuple(shares)

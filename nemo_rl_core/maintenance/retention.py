@@ -1,8 +1,4 @@
-"""Retention of runs and artifacts: pure functions of a survey.
-
-Runs are kept by number and age, if they are pinned, and while their process is alive. Artifacts are
-kept if a kept run made or used them, if a process holds them, and as ancestors of kept ones.
-"""
+"""Retention of runs and artifacts: pure functions of a survey."""
 
 import math
 from bisect import bisect_left
@@ -15,13 +11,12 @@ from nemo_rl_core.maintenance.survey import ArtifactRecord, RunRecord, Survey
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """The rules of what to keep. By default, only artifacts without a run are removed.
+    """The rules for keeping runs. By default, only artifacts without a run are removed.
 
     Attributes:
         keep_runs: Number of newest runs to keep; None keeps all.
-        older_than_seconds: Only runs that started longer ago are removed; None for any age.
-        max_bytes: If set, the oldest runs are removed until the store is no larger.
-        work_older_than_seconds: Work of a killed run is removed after this time without a change.
+        older_than_seconds: Minimum age of runs to remove; None for any age.
+        work_older_than_seconds: Time without changes after which work of a killed run is removed.
             Until then the next run of the same recipe resumes from it.
     """
 
@@ -33,61 +28,42 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class Kept:
-    """Runs and artifacts to keep; everything else in the survey may be removed.
-
-    Attributes:
-        runs: Names of runs.
-        artifacts: Names of artifacts.
-    """
+    """Runs and artifacts to keep; everything else in the survey may be removed."""
 
     runs: frozenset[str]
     artifacts: frozenset[str]
 
 
-def choose(found: Survey, policy: RetentionPolicy, *, now: float) -> Kept:
-    """Applies the policy, except for `max_bytes`.
-
-    Args:
-        found: Survey of the store.
-        policy: The policy.
-        now: Unix seconds.
-    """
-    if found.problem:
-        return Kept(frozenset(run.name for run in found.runs), frozenset(found.artifacts))
-    cutoff = _cutoff(found.runs, policy)
+def choose(surveyed: Survey, policy: RetentionPolicy, *, now: float) -> Kept:
+    """Applies the policy, except for `max_bytes`; pinned and running runs stay."""
+    if surveyed.problem:
+        return Kept(frozenset(run.name for run in surveyed.runs), frozenset(surveyed.artifacts))
+    cutoff = _cutoff(surveyed.runs, policy)
     runs = [
         run
-        for run in found.runs
+        for run in surveyed.runs
         if run.pinned or run.running or not _is_removable(run.started_at, policy, cutoff, now)
     ]
     # An artifact without a run is treated like a run of its age.
     runless = [
         artifact.name
-        for artifact in _without_run(found)
+        for artifact in _without_run(surveyed)
         if not _is_removable(artifact.created_at, policy, cutoff, now)
     ]
-    return _kept(found, runs, runless)
+    return _kept(surveyed, runs, runless)
 
 
 def shrink(
-    found: Survey, kept: Kept, *, max_bytes: int, size_with: Callable[[Kept], int]
+    surveyed: Survey, kept: Kept, *, max_bytes: int, size_with: Callable[[Kept], int]
 ) -> tuple[Kept, int]:
-    """Drops the fewest oldest runs such that the store is small enough.
+    """Drops as few of the oldest runs as possible to make the store small enough.
 
-    Args:
-        found: Survey of the store.
-        kept: Runs and artifacts kept so far.
-        max_bytes: Largest size of the store.
-        size_with: Returns the size of the store if only these are kept.
-
-    Returns:
-        What is still kept, and its size: more than `max_bytes` if pinned and running runs need
-        more.
+    Returns what remains and its size, which may exceed `max_bytes` due to pinned and running runs.
     """
-    if found.problem:
+    if surveyed.problem:
         return kept, size_with(kept)
-    runs = [run for run in found.runs if run.name in kept.runs]
-    runless = [each for each in _without_run(found) if each.name in kept.artifacts]
+    runs = [run for run in surveyed.runs if run.name in kept.runs]
+    runless = [each for each in _without_run(surveyed) if each.name in kept.artifacts]
     removable: list[RunRecord | ArtifactRecord] = [
         *(run for run in runs if not run.pinned and not run.running),
         *runless,
@@ -98,7 +74,7 @@ def shrink(
     def without(num_oldest: int) -> tuple[Kept, int]:
         dropped = set(oldest_first[:num_oldest])
         rest = _kept(
-            found,
+            surveyed,
             [run for run in runs if run.name not in dropped],
             [artifact.name for artifact in runless if artifact.name not in dropped],
         )
@@ -131,25 +107,25 @@ def _is_removable(when: float, policy: RetentionPolicy, cutoff: float, now: floa
     return when < cutoff and now - when > (policy.older_than_seconds or -math.inf)
 
 
-def _without_run(found: Survey) -> list[ArtifactRecord]:
-    return [each for each in found.artifacts.values() if each.name not in found.claimed]
+def _without_run(surveyed: Survey) -> list[ArtifactRecord]:
+    return [each for each in surveyed.artifacts.values() if each.name not in surveyed.claimed]
 
 
-def _kept(found: Survey, runs: Iterable[RunRecord], runless: Iterable[str]) -> Kept:
+def _kept(surveyed: Survey, runs: Iterable[RunRecord], runless: Iterable[str]) -> Kept:
     runs = list(runs)
     roots = {name for run in runs for name in run.artifacts} | set(runless)
-    roots |= {each.name for each in found.artifacts.values() if each.in_use}
-    names = with_ancestors(roots, found.artifacts)
+    roots |= {each.name for each in surveyed.artifacts.values() if each.in_use}
+    names = with_ancestors(roots, surveyed.artifacts)
     return Kept(frozenset(run.name for run in runs), names)
 
 
 def with_ancestors(roots: Iterable[str], artifacts: Mapping[str, ArtifactRecord]) -> frozenset[str]:
     """Returns the existing roots and all their ancestors."""
     reached: set[str] = set()
-    waiting = list(roots)
-    while waiting:
-        name = waiting.pop()
+    queue = list(roots)
+    while queue:
+        name = queue.pop()
         if name in artifacts and name not in reached:
             reached.add(name)
-            waiting += artifacts[name].parents
+            queue += artifacts[name].parents
     return frozenset(reached)

@@ -1,8 +1,6 @@
 """Survey of a store: runs, artifacts, and the artifacts that each run made or used.
 
-A run is a folder in `runs/`; its artifacts are read from the history. An artifact without a known
-run (the history was damaged, or is younger than the artifact) is treated like a run that ended when
-the artifact was made.
+An artifact without a known run is treated like a run that ended when the artifact was made.
 """
 
 import re
@@ -27,7 +25,6 @@ from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 
 PINNED = "pinned"
-"""Name of the file in a run's folder that keeps the run at any age."""
 
 _START_SECONDS = 60.0
 """Longest time between the creation of a run's folder and of its lock."""
@@ -35,15 +32,7 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run with a folder.
-
-    Attributes:
-        name: Name of its folder.
-        started_at: Unix seconds.
-        artifacts: Names of artifacts that it made or used.
-        pinned: True if a user has pinned it.
-        running: True if its process is alive.
-    """
+    """A run with a folder."""
 
     name: str
     started_at: float
@@ -54,14 +43,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class ArtifactRecord:
-    """An artifact with a folder.
-
-    Attributes:
-        name: Name of its folder.
-        created_at: Unix seconds.
-        parents: Names of its parents.
-        in_use: True if a process holds it, or an alias means it or meant it before.
-    """
+    """An artifact with a folder; a process or an alias may use it."""
 
     name: str
     created_at: float
@@ -71,14 +53,7 @@ class ArtifactRecord:
 
 @dataclass(frozen=True)
 class Survey:
-    """The content of a store at one moment.
-
-    Attributes:
-        runs: Oldest first.
-        artifacts: By name.
-        claimed: Every artifact that a run used, also of runs without a folder.
-        problem: Error if the history cannot be read; then no artifacts of runs are known.
-    """
+    """The content of a store; `claimed` artifacts include those of runs without a folder."""
 
     runs: tuple[RunRecord, ...]
     artifacts: Mapping[str, ArtifactRecord]
@@ -88,20 +63,18 @@ class Survey:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Executions in the history, and the artifacts of each, by id."""
-
     executions: Mapping[str, Execution]
     uses: Mapping[str, frozenset[str]]
     problem: str = ""
 
 
 def survey(store: Store) -> Survey:
-    """Reads the store's folders, manifests and history; changes nothing."""
+    """Reads the store's folders, manifests and history without changing anything."""
     recorded = _read_history(store)
     names = _folders(store.runs)
-    # By the store's own record: a shared one names artifacts by addresses, or by their folders.
-    own = Aliases(store, str(store.root / "aliases"))
-    named = frozenset(Path(each).name for each in own.artifacts())
+    # Shared aliases refer to artifacts by addresses or folders, not by names in this store.
+    aliases = Aliases(store, str(store.root / "aliases"))
+    named = frozenset(Path(each).name for each in aliases.artifacts())
     runs = [_run(store, name, recorded) for name in names]
     return Survey(
         runs=tuple(sorted(runs, key=lambda run: (run.started_at, run.name))),
@@ -112,35 +85,28 @@ def survey(store: Store) -> Survey:
 
 
 def find_run(store: Store, name: str) -> Path:
-    """Returns the folder of a run, by its name or a prefix.
-
-    Raises:
-        StoreError: If none or several match.
-    """
-    found = [each for each in _folders(store.runs) if each.startswith(name)]
-    if name in found:
-        found = [name]
-    if len(found) != 1:
+    """Returns the folder of a run by its name or a prefix."""
+    matches = [each for each in _folders(store.runs) if each.startswith(name)]
+    if name in matches:
+        matches = [name]
+    if len(matches) != 1:
         raise StoreError(
-            f"{'several runs begin' if found else 'no run begins'} with {name!r}",
+            f"{'several runs begin' if matches else 'no run begins'} with {name!r}",
             expected="the name of one folder in the store's runs/, or its beginning",
-            got=", ".join(found[:5]) or f"{len(_folders(store.runs))} runs, none of that name",
+            got=", ".join(matches[:5]) or f"{len(_folders(store.runs))} runs, none of that name",
             fix="see `nemo-rl runs` for their names",
         )
-    return store.runs / found[0]
+    return store.runs / matches[0]
 
 
 def parent_names(store: Store, manifest: Manifest) -> frozenset[str]:
-    """Artifacts of this store that one depends on: parents, and folders in its config."""
+    """Returns the artifacts that one depends on: parents and folders in its config."""
     parents = {parent.name or Path(parent.path).name for parent in manifest.parents}
     return frozenset(parents.union(named_artifacts(store, manifest.config)))
 
 
 def named_artifacts(store: Store, value: Any) -> Iterator[str]:
-    """Yields artifacts whose folders, or files in them, are named anywhere in a JSON value.
-
-    The store may have been moved: only the part of a path after `/artifacts/` counts.
-    """
+    """Yields artifacts with paths anywhere in a JSON value, even if the store was moved."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -211,7 +177,7 @@ def _all_executions(history: History) -> Iterator[Execution]:
     offset, total = 0, 1
     while offset < total:
         page = history.executions(limit=500, offset=offset)
-        if page.damaged:  # the artifacts that it needs are unknown
+        if page.damaged:  # the artifacts of the damaged run are unknown
             raise StoreError(page.damaged[0])
         yield from page.items
         offset, total = offset + 500, page.total

@@ -1,7 +1,6 @@
-"""The controller's side of policies and generation: they drive worker groups.
+"""The controller's side of policies and generation, which drives worker groups.
 
-The names below are imported when first asked for, as those of `nemo_rl_core` are, and for the same
-reasons.
+The names below are imported on first access, like those of `nemo_rl_core`.
 """
 
 from typing import Any

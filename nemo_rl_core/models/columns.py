@@ -1,4 +1,4 @@
-"""Columns of a batch that follow from others: lengths, and masks of what is trained on."""
+"""Columns of a batch that are derived from others: lengths and masks of trained tokens."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,12 +10,7 @@ from nemo_rl_core.errors import ConsistencyError, DataError
 
 
 def with_lengths(data: BatchedDataDict) -> BatchedDataDict:
-    """A copy of a batch that has `input_lengths [B]` in place of `attention_mask [B, T]`.
-
-    Raises:
-        MissingColumnError: If the batch has neither.
-        DataError: If the batch is not padded on the right.
-    """
+    """Copies a batch, with `input_lengths [B]` instead of `attention_mask [B, T]`."""
     batch = data.copy()
     if "input_lengths" in batch:
         return batch
@@ -23,7 +18,7 @@ def with_lengths(data: BatchedDataDict) -> BatchedDataDict:
     if (mask[:, 1:] & ~mask[:, :-1]).any():
         raise DataError(
             "prompts of a batch are padded on the left",
-            expected="attention_mask of ones, and zeros behind them",
+            expected="attention_mask of ones, then zeros",
             fix="pad on the right",
         )
     del batch["attention_mask"]
@@ -32,27 +27,23 @@ def with_lengths(data: BatchedDataDict) -> BatchedDataDict:
 
 
 def training_columns(data: BatchedDataDict) -> BatchedDataDict:
-    """A copy of a batch with the columns that every training backend reads.
+    """Copies a batch, with local values of all columns that every training backend reads.
 
-    What is missing follows from what is there: from `output_ids`, the output of `generate`, the
-    completions are trained on, and its `logprobs` are the `generation_logprobs`; `input_lengths`
-    follow from `attention_mask`; without `token_mask` every token but the first is trained on, and
-    without `sample_mask` every row. `advantages [B]` count for all tokens of their row.
+    Missing columns are derived from the others. The output of `generate`, with `output_ids`, trains
+    on the completions, and its `logprobs` become `generation_logprobs`; `input_lengths` are derived
+    from `attention_mask`; without `token_mask` every token except the first is trained on, and
+    without `sample_mask` every row. `advantages [B]` apply to all tokens of their row.
 
     Args:
-        data: `input_ids [B, T]` with `input_lengths [B]` or `attention_mask [B, T]`, or what
-            `generate` returns.
-
-    Raises:
-        MissingColumnError: Names the column that does not follow.
-        DataError: If the batch is padded on the left.
+        data: `input_ids [B, T]` with `input_lengths [B]` or `attention_mask [B, T]`, or the output
+            of `generate`.
     """
     batch = _of_generated(data) if "output_ids" in data and "input_ids" not in data else data
-    batch = with_lengths(batch)
+    batch = with_lengths(batch.fetched())
     ids = batch["input_ids"]
     if "token_mask" not in batch:
-        place = torch.arange(1, ids.shape[1])  # position t of a mask stands for token t + 1
-        batch["token_mask"] = place < batch["input_lengths"][:, None].cpu()
+        position = torch.arange(1, ids.shape[1])  # index t of a mask is for token t + 1
+        batch["token_mask"] = position < batch["input_lengths"][:, None].cpu()
     if "sample_mask" not in batch:
         batch["sample_mask"] = torch.ones(len(ids))
     advantages = batch.get("advantages")
@@ -62,11 +53,7 @@ def training_columns(data: BatchedDataDict) -> BatchedDataDict:
 
 
 def as_training_batch(output: BatchedDataDict) -> BatchedDataDict:
-    """What an engine has generated, as a trainer reads it: the completions alone count.
-
-    Raises:
-        ConsistencyError: If there are none.
-    """
+    """Converts the output of an engine to a training batch of its completions."""
     mask = _completions(output)
     if not mask.any():
         raise ConsistencyError(
@@ -85,16 +72,10 @@ def as_training_batch(output: BatchedDataDict) -> BatchedDataDict:
 
 
 def fill(
-    batch: BatchedDataDict, wanted: Iterable[str], sources: dict[str, Callable[[], Tensor]]
+    batch: BatchedDataDict, names: Iterable[str], sources: dict[str, Callable[[], Tensor]]
 ) -> None:
-    """Adds columns that a loss reads and the batch lacks, where something computes them.
-
-    Args:
-        batch: Gets the columns.
-        wanted: The names that the loss reads.
-        sources: What computes a column.
-    """
-    for name in wanted:
+    """Adds missing columns of a loss to a batch, if a source can compute them."""
+    for name in names:
         if name not in batch and name in sources:
             batch[name] = sources[name]()
 
@@ -102,21 +83,21 @@ def fill(
 def _of_generated(output: BatchedDataDict) -> BatchedDataDict:
     of_engine = {"output_ids", "unpadded_sequence_lengths", "generation_lengths", "logprobs"}
     others = {name: value for name, value in output.items() if name not in of_engine}
-    found = {
+    batch = {
         **others,
         "input_ids": output["output_ids"],
         "input_lengths": output["unpadded_sequence_lengths"],
         "token_mask": _completions(output),
     }
     if "logprobs" in output:
-        found["generation_logprobs"] = output["logprobs"][:, 1:]
-    return BatchedDataDict(found)
+        batch["generation_logprobs"] = output["logprobs"][:, 1:]
+    return BatchedDataDict(batch)
 
 
 def _completions(output: BatchedDataDict) -> Tensor:
-    """`[B, T-1]`: whether the next token is one of the completion's."""
+    """Returns `[B, T-1]`, whether the next token is part of the completion."""
     ends = output["unpadded_sequence_lengths"]
     starts = ends - output["generation_lengths"]
-    place = torch.arange(1, output["output_ids"].shape[1])
-    mask: Tensor = (place >= starts[:, None]) & (place < ends[:, None])
+    position = torch.arange(1, output["output_ids"].shape[1])
+    mask: Tensor = (position >= starts[:, None]) & (position < ends[:, None])
     return mask

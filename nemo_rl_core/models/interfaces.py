@@ -1,4 +1,4 @@
-"""What algorithms ask of a policy and of a generation engine; yours may implement these too."""
+"""Interfaces of policies and generation engines, which custom classes may implement."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 
 
 class GenerationDatumSpec(TypedDict):
-    """Columns of a batch that is to be completed.
+    """Columns of a batch of prompts to complete.
 
     Attributes:
         input_ids: `[B, T]` prompts, padded on the right.
-        input_lengths: `[B]`; or else
-        attention_mask: `[B, T]`, 1 on the prompts.
-        seeds: `[B]`, of each row's draws.
-        stop_strings: What ends a row's completion besides what ends all: B lists, or None.
-        max_new_tokens: `[B]`, where rows are to be shorter than the config lets them be.
+        input_lengths: `[B]` lengths of the prompts; required without `attention_mask`.
+        attention_mask: `[B, T]`, 1 on the prompts; required without `input_lengths`.
+        seeds: `[B]` seed of each row.
+        stop_strings: `B` lists, or None, of texts that end a row's completion, in addition to the
+            config's.
+        max_new_tokens: `[B]` limits that are lower than the config's.
     """
 
     input_ids: "torch.Tensor"
@@ -37,11 +38,11 @@ class GenerationOutputSpec(TypedDict):
 
     Attributes:
         output_ids: `[B, T']` prompts and completions, padded on the right.
-        generation_lengths: `[B]` tokens of the completions.
-        unpadded_sequence_lengths: `[B]` tokens of prompts and completions.
-        logprobs: `[B, T']` of the completions' tokens in nats, 0 elsewhere; greedy ones those of
-            temperature 1.
-        truncated: `[B]`: a bound ended the completion, not a stop token or string.
+        generation_lengths: `[B]` numbers of tokens of the completions.
+        unpadded_sequence_lengths: `[B]` numbers of tokens of prompts and completions.
+        logprobs: `[B, T']` logprobs of the completions' tokens in nats, 0 elsewhere; greedy
+            completions have those of temperature 1.
+        truncated: `[B]`, whether a limit ended the completion, not a stop token or string.
     """
 
     output_ids: "torch.Tensor"
@@ -52,12 +53,12 @@ class GenerationOutputSpec(TypedDict):
 
 
 class TrainingDatumSpec(TypedDict):
-    """Columns of a batch that is trained on; a loss reads others besides.
+    """Columns of a training batch; a loss may read others.
 
     Attributes:
-        input_ids: `[B, T]`, padded on the right.
-        input_lengths: `[B]`; or else
-        attention_mask: `[B, T]`, 1 on the tokens of a row.
+        input_ids: `[B, T]` sequences, padded on the right.
+        input_lengths: `[B]` lengths of the sequences; required without `attention_mask`.
+        attention_mask: `[B, T]`, 1 on the tokens of a row; required without `input_lengths`.
         token_mask: `[B, T-1]`, 1 where the next token is trained on; by default everywhere.
         sample_mask: `[B]`, 1 for rows that are trained on; by default all.
     """
@@ -70,82 +71,82 @@ class TrainingDatumSpec(TypedDict):
 
 
 class LogprobsSpec(TypedDict):
-    """What `get_logprobs` returns.
+    """Output of `get_logprobs`.
 
     Attributes:
-        logprobs: `[B, T-1]` of the next tokens in nats, 0 where `token_mask` is not set.
+        logprobs: `[B, T-1]` logprobs of the next tokens in nats, 0 where `token_mask` is not set.
     """
 
     logprobs: "torch.Tensor"
 
 
 class PolicyInterface(ABC):
-    """A model that can be trained, and asked for logprobs or, with a scalar head, for values.
+    """A model that can be trained, and that computes logprobs or, with a scalar head, values.
 
-    Every algorithm trains; which of the others an algorithm asks for is its own affair: PPO asks a
-    critic for values, distillation a teacher for its likeliest tokens. So only `train` must be
-    there; the others are for you to add where your algorithm needs them. A trainer takes such a
-    policy in place of a model, `GRPOTrainer(policy, model=...)`.
+    Only `train` is required. Implement the other methods that your algorithm calls: PPO asks a
+    critic for values, distillation asks a teacher for its likeliest tokens. A trainer accepts such
+    a policy instead of a model, `GRPOTrainer(policy, model=...)`.
     """
 
     @abstractmethod
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
-        """One optimizer step over the whole batch; returns its metrics.
+        """Makes one optimizer step on the complete batch; returns its metrics.
 
         Args:
             data: `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T-1]`, `sample_mask [B]`
-                and what the loss reads. Rows of equal `pair_ids [B]`, where there are any, reach
-                the loss together; `topk_ids [B, T-1, K]` reach it with `current_topk_logprobs`.
-            loss_fn: A `LossFunction`: yours may be a plain function of that signature.
+                and the columns that the loss reads. Rows with equal `pair_ids [B]` reach the loss
+                together; `topk_ids [B, T-1, K]` reach it with `current_topk_logprobs`.
+            loss_fn: A `LossFunction`, which may be a plain function with that signature.
         """
 
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
-        """Completes `input_ids [B, T]`; engines do that faster (`GenerationInterface`)."""
+        """Completes `input_ids [B, T]`; a `GenerationInterface` does so faster."""
         raise NotImplementedError(f"{type(self).__name__} has no generate")
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """`logprobs [B, T-1]` of the next tokens where `token_mask` is set, else 0."""
+        """Returns `logprobs [B, T-1]` of the next tokens where `token_mask` is set, else 0."""
         raise NotImplementedError(f"{type(self).__name__} has no get_logprobs")
 
     def get_reference_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """As `get_logprobs`, under the reference policy."""
+        """Returns the logprobs of `get_logprobs` under the reference policy."""
         raise NotImplementedError(f"{type(self).__name__} has no get_reference_logprobs")
 
     def get_reference_topk_logprobs(self, data: BatchedDataDict, k: int) -> BatchedDataDict:
-        """`topk_ids` and `topk_logprobs [B, T-1, k]`, likeliest first; 0 where masked."""
+        """Returns `topk_ids` and `topk_logprobs [B, T-1, k]`, likeliest first; 0 where masked."""
         raise NotImplementedError(f"{type(self).__name__} has no get_reference_topk_logprobs")
 
     def get_values(self, data: BatchedDataDict) -> BatchedDataDict:
-        """`values [B, T]` of the prefixes that end with each token; 0 past a sequence's end."""
+        """Returns `values [B, T]` of the prefix up to each token, and 0 in the padding."""
         raise NotImplementedError(f"{type(self).__name__} has no get_values")
 
     def save_checkpoint(self, path: "Path") -> None:
-        """Writes the weights into `path/model`, and what training goes on from beside it.
+        """Writes the weights to `path/model`, and the state of training to `path`.
 
-        A trainer calls it on the steps that are saved; without it a run keeps no weights.
+        A trainer calls it at each save; without it a run keeps no weights.
         """
         raise NotImplementedError(f"{type(self).__name__} has no save_checkpoint")
 
     def load_checkpoint(self, path: "Path") -> None:
-        """Goes on from what `save_checkpoint` wrote."""
+        """Resumes from the files of `save_checkpoint`."""
         raise NotImplementedError(f"{type(self).__name__} has no load_checkpoint")
 
 
 class GenerationInterface(ABC):
     """An engine that completes prompts.
 
-    A trainer takes one in place of its own, `from_pretrained(model, generation=engine)`, and calls
-    its `update_weights(policy)` before it samples; `policy.state_dict()` has the weights.
+    A trainer accepts one instead of its built-in engine, `from_pretrained(model,
+    generation=engine)`, and calls its `update_weights(policy)` before it samples;
+    `policy.state_dict()` has the weights.
     """
 
     @abstractmethod
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
-        """Completes a `GenerationDatumSpec` batch; gives a `GenerationOutputSpec` one, in order."""
+        """Completes a `GenerationDatumSpec` batch; returns a `GenerationOutputSpec`, in order."""
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Makes the engine ready; weights are those of the last update."""
+        """Makes the engine ready, with the weights of the last update."""
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Gives back what the engine needs only while it generates."""
+        """Frees the resources that the engine needs only during generation."""

@@ -1,1 +1,1 @@
-"""What a recipe takes of its GPUs, computed before anything runs: memory, speed, what would fit."""
+"""Plans of memory and speed on GPUs, and of changes that fit, before anything runs."""

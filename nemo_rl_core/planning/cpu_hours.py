@@ -1,4 +1,4 @@
-"""A rough time of a training on CPUs, to warn of runs that take hours."""
+"""Rough training time on CPUs, to warn about runs that take hours."""
 
 import os
 from typing import Final
@@ -7,19 +7,13 @@ from nemo_rl_core.planning.load import StageLoad
 
 _CORE_FLOPS: Final = 20e9
 """FLOP/s of a core in float32. SmolLM2-135M with 2 cores: 209 tokens/s from vLLM (docs/results.md),
-which are 28e9 a core."""
+which is 28e9 per core."""
 _SHORTEST_HOURS: Final = 1.0
 _CHARACTERS_PER_TOKEN: Final = 4
 
 
 def cpu_hours(load: StageLoad, num_steps: int, *, row_tokens: float | None = None) -> float:
-    """Returns the hours of a stage on the cores of this machine, at its longest completions.
-
-    Args:
-        load: The stage.
-        num_steps: Steps of the stage in the run.
-        row_tokens: Mean tokens of a row of the data; None takes the longest.
-    """
+    """Returns the hours of a stage on this machine's cores, for rows of this or maximum length."""
     if load.sampling is not None:
         length = min(row_tokens or load.prompt_tokens, load.prompt_tokens) + load.mean_completion
     else:
@@ -41,14 +35,7 @@ def cpu_hours(load: StageLoad, num_steps: int, *, row_tokens: float | None = Non
 def hours_warning(
     load: StageLoad, num_steps: int, *, row_characters: float | None = None
 ) -> str | None:
-    """Returns a sentence about a stage that takes an hour or more on CPUs; None for a shorter one.
-
-    Args:
-        load: The stage.
-        num_steps: Steps of the stage in the run.
-        row_characters: Mean length of a row; None skips the estimate of a stage that trains on
-            rows.
-    """
+    """Returns a warning if a stage takes an hour or more on CPUs, else None."""
     if load.training is None or (load.sampling is None and row_characters is None):
         return None
     row_tokens = None if row_characters is None else row_characters / _CHARACTERS_PER_TOKEN

@@ -1,39 +1,32 @@
-"""What `training.float8` changes in the memory of a plan: what is gathered, and the rounding."""
+"""Effects of `training.float8` on the memory of a plan: gathered weights and rounding."""
 
-from nemo_rl_core.config.float8 import Float8Recipe
-from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.config.training import DTensorTraining, Float8Recipe
 from nemo_rl_core.planning.load import Layout, StageLoad
 
-_ROUNDED_AT_ONCE = 9
-"""Bytes of the largest operand while it is rounded: two copies in float32, and the result."""
+_ROUNDING_BYTES = 9
+"""Bytes per value of an operand while it is rounded: two float32 copies and the result."""
 
 
 def recipe_of(load: StageLoad) -> Float8Recipe:
-    """The recipe of a stage; `none` where nothing is trained, or another backend trains it."""
+    """Returns the float8 recipe of a stage; `none` without training or with another backend."""
     config = load.training and load.training.config
     return config.float8 if isinstance(config, DTensorTraining) else "none"
 
 
 def bytes_less(load: StageLoad, layout: Layout, width: int) -> float:
-    """Bytes of a layer that are not gathered or cast for products, since its matrices are rounded.
-
-    Args:
-        load: The stage.
-        layout: Of its ranks.
-        width: Bytes of a number in the type of products.
-    """
+    """Returns the bytes per layer that rounded matrices save in gathering or casting."""
     if recipe_of(load) == "none":
         return 0.0
     config = load.training and load.training.config
     assert isinstance(config, DTensorTraining)
     if layout.is_wrapped and not config.gathers_in_float8:
         return 0.0
-    # Of weights that are whole, autocast would keep a copy.
+    # Autocast would keep a copy of unsharded weights.
     return (width - layout.is_wrapped) * load.sizes.linear_weights / layout.tensor
 
 
 def rounding_gib(load: StageLoad, layout: Layout) -> float:
-    """What the largest operand of a layer takes besides, while it is rounded."""
+    """Returns the additional GiB for rounding the largest operand of a layer."""
     if recipe_of(load) == "none":
         return 0.0
     assert load.training is not None and isinstance(load.training.config, DTensorTraining)
@@ -41,5 +34,5 @@ def rounding_gib(load: StageLoad, layout: Layout) -> float:
     widest = sizes.queries if sizes.num_experts else sizes.mlp_width
     tokens = load.training.max_tokens_per_microbatch / layout.context
     operand = max(tokens * widest, sizes.hidden * widest) / layout.tensor
-    each = 1 if load.training.config.compile else _ROUNDED_AT_ONCE
-    return operand * each / 2**30
+    width = 1 if load.training.config.compile else _ROUNDING_BYTES
+    return operand * width / 2**30

@@ -1,8 +1,8 @@
-"""What `training.float8` changes in the speed of a plan, and which GPUs have it.
+"""Effects of `training.float8` on the speed of a plan, and the GPUs that support it.
 
-Nothing of it is measured on a GPU: products take the same share of the peak as in 16 bits, and the
-rounding the time of its bytes. This stands apart from the memory, which chooses settings and so is
-in the keys of stages.
+Not measured on a GPU: products are assumed to reach the same fraction of the peak as in 16 bits,
+and rounding to take the time of its bytes. This is separate from the memory, which affects chosen
+settings and therefore the keys of stages.
 """
 
 from nemo_rl_core.config.training import DTensorTraining
@@ -11,14 +11,14 @@ from nemo_rl_core.planning.float8 import recipe_of
 from nemo_rl_core.planning.load import Layout, StageLoad
 
 ROUNDING_BYTES = 33
-"""Read and written for each number that torchao rounds, one operator after the other: its absolute
-value, the largest of them, float32, scale, limits and type. Counted of its operators."""
+"""Bytes read and written per value that torchao rounds, operator by operator: absolute value,
+maximum, float32, scale, limits and dtype. Counted from its operators."""
 _COMPILED_BYTES = 5
-"""In two compiled kernels: 16 bits twice, and the result."""
+"""The same with two compiled kernels: 16 bits twice, and the result."""
 
 
 def problem_of(load: StageLoad, gpu: Accelerator) -> str | None:
-    """What keeps a kind of GPU from computing a stage in float8; None if nothing does."""
+    """Returns the reason why a kind of GPU cannot compute a stage in float8, else None."""
     recipe = recipe_of(load)
     if recipe == "none":
         return None
@@ -27,7 +27,7 @@ def problem_of(load: StageLoad, gpu: Accelerator) -> str | None:
     if gpu.flops("bfloat16") is not None and gpu.flops("float8") is None:
         return (
             f"training.float8: {recipe} needs GPUs of compute capability 8.9 or later (L4, L40S, "
-            f"H100), and {gpu.name} has no such products; leave it out"
+            f"H100), and {gpu.name} is older; remove the setting"
         )
     return None
 
@@ -41,15 +41,10 @@ def saved_seconds(
     forward_passes: int,
     is_training: bool,
 ) -> float:
-    """Of a token on one rank of tensor parallelism 1, less the rounding; negative where it is more.
+    """Returns the saved seconds per token, minus rounding, on a rank without tensor parallelism.
 
-    Args:
-        load: The stage.
-        layout: Of its ranks.
-        gpu: Their kind.
-        share: Of the peak, in products of either type.
-        forward_passes: Of layers, one that computes them again counted.
-        is_training: Whether there is a backward pass.
+    `share` is the fraction of the peak that products of either dtype reach; `forward_passes`
+    includes recomputation.
     """
     recipe, peak, exact = recipe_of(load), gpu.flops("float8"), gpu.flops(load.dtype)
     if recipe == "none" or peak is None or exact is None:
@@ -58,12 +53,14 @@ def saved_seconds(
     products = forward_passes + (2 - keeps_one) * is_training
     flops = 2.0 * load.sizes.num_layers * load.sizes.linear_weights * products
     saved = flops / share * (1 / exact - 1 / peak)
-    moved = _rounded(load, layout, forward_passes, is_training=is_training) * _bytes_each(load)
+    moved = _rounding_bytes(load, layout, forward_passes, is_training=is_training)
     return saved - moved / (gpu.memory_gb_per_second * 1e9)
 
 
-def _rounded(load: StageLoad, layout: Layout, forward_passes: int, *, is_training: bool) -> float:
-    """Numbers that are rounded for a token: of activations, gradients and weights."""
+def _rounding_bytes(
+    load: StageLoad, layout: Layout, forward_passes: int, *, is_training: bool
+) -> float:
+    """Returns the bytes moved to round activations, gradients and weights, per token."""
     assert load.training is not None
     config, sizes = load.training.config, load.sizes
     assert isinstance(config, DTensorTraining)
@@ -76,11 +73,6 @@ def _rounded(load: StageLoad, layout: Layout, forward_passes: int, *, is_trainin
     weights = sizes.linear_weights * (forward_passes + is_training)
     if layout.is_wrapped and config.gathers_in_float8:
         weights /= layout.shards
-    of_weights = weights / (load.training.max_tokens_per_microbatch / layout.context)
-    return sizes.num_layers * (inputs * forward_passes + backward + of_weights)
-
-
-def _bytes_each(load: StageLoad) -> int:
-    config = load.training and load.training.config
-    assert isinstance(config, DTensorTraining)
-    return _COMPILED_BYTES if config.compile else ROUNDING_BYTES
+    weights_per_token = weights / (load.training.max_tokens_per_microbatch / layout.context)
+    num_values = sizes.num_layers * (inputs * forward_passes + backward + weights_per_token)
+    return num_values * (_COMPILED_BYTES if config.compile else ROUNDING_BYTES)

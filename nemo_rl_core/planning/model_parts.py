@@ -1,4 +1,4 @@
-"""The parts of a transformers model by any name, and the lengths at which its values change."""
+"""Finds parts of any transformers model, and the lengths at which its values change."""
 
 import inspect
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ _ENCODERS: Final = (
     *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
     *("xlm-roberta", "xlm-roberta-xl"),
 )
-"""Types that are decoders only with `is_decoder: true`."""
+"""Model types that are decoders only with `is_decoder: true`."""
 _POSITIONS_AFTER_PADDING: Final = (
     *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"),
     *("xlm-roberta", "xlm-roberta-xl"),
 )
-"""Types whose first position is one more than the id of the padding token."""
+"""Model types whose first position is one more than the id of the padding token."""
 _LATER: Final = "its tokens attend to later ones"
 _UNTRAINABLE: Final = {
     "hrm_text": "transformers cannot save it",
@@ -33,26 +33,19 @@ _UNTRAINABLE: Final = {
     "xmod": "its forward pass takes more than token ids",
 }
 _WITHOUT_GRADIENT: Final = {"crossattention", "encoder_attn", "indexer", "pooler"}
-"""Modules that token ids do not train: attention to an encoder's output, choices of keys."""
+"""Modules without gradients from token ids: attention to an encoder, and selection of keys."""
 _WITHOUT_ADAPTERS: Final = {
     "classifier": ("longcat_flash",),
     "dt_proj": ("falcon_mamba", "jamba", "mamba"),
     "out_proj": ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"),
 }
-"""Linear layers, by types, whose weight is read without a call; peft refuses `out_proj`."""
+"""Linear layers whose weight is read without a call, with the model types; peft refuses `out_proj`.
+"""
 _LENGTHS_OF_ROWS = ("attention_chunk_size", "index_topk", "keep_window_size")
 
 
 def refuse_untrainable(config: Mapping[str, Any], *, called: str) -> None:
-    """Refuses models that cannot be trained on tokens from left to right.
-
-    Args:
-        config: Contents of `config.json`.
-        called: Name of the model in the message.
-
-    Raises:
-        ModelError: Gives the reason and the fix.
-    """
+    """Refuses models that cannot be trained on tokens from left to right."""
     kind, text = str(config.get("model_type")), config.get("text_config") or config
     reason, fix = _UNTRAINABLE.get(kind), "choose another model"
     if kind in _ENCODERS and not config.get("is_decoder"):
@@ -60,7 +53,7 @@ def refuse_untrainable(config: Mapping[str, Any], *, called: str) -> None:
     elif text.get("is_causal") is False or text.get("use_bidirectional_attention") in (True, "all"):
         reason, fix = (
             _LATER,
-            "take is_causal and use_bidirectional_attention out of its config.json",
+            "remove is_causal and use_bidirectional_attention from its config.json",
         )
     elif kind == "big_bird" and config.get("attention_type", "block_sparse") == "block_sparse":
         reason = "it computes full attention once it has seen a short sequence"
@@ -75,12 +68,9 @@ def refuse_untrainable(config: Mapping[str, Any], *, called: str) -> None:
 
 
 def decoder_of(model: Any) -> Any:
-    """The module that computes hidden states from token ids.
+    """Returns the module that computes hidden states from token ids.
 
-    Some classes name another module in `get_decoder`, such as their head or themselves.
-
-    Args:
-        model: A transformers model around a decoder.
+    In some classes `get_decoder` returns another module, such as the head or the model itself.
     """
     children = [each for each in model.children() if hasattr(each, "config")]
     candidates = (model.get_decoder(), model.base_model, *children)
@@ -89,7 +79,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def layers_of(model: Any) -> "list[torch.nn.Module]":
-    """The decoder's layers: its module list with the most weights; empty without any list."""
+    """Returns the decoder's layers: its module list with the most weights, or an empty list."""
     import torch
 
     lists = [each for each in decoder_of(model).modules() if isinstance(each, torch.nn.ModuleList)]
@@ -98,23 +88,19 @@ def layers_of(model: Any) -> "list[torch.nn.Module]":
 
 
 def adaptable_layers(model: Any) -> "dict[str, torch.nn.Module]":
-    """Linear layers by name that token ids train, and that an adapter can change.
-
-    Args:
-        model: A transformers model.
-    """
+    """Returns the linear layers by name that token ids train and that an adapter can change."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
     kind, config = model.config.model_type, model.config.get_text_config()
-    of_text = {*decoder_of(model).modules(), model.get_output_embeddings()}
-    of_images = [f".layers.{i}." for i in getattr(config, "cross_attention_layers", None) or ()]
+    text_modules = {*decoder_of(model).modules(), model.get_output_embeddings()}
+    image_layers = [f".layers.{i}." for i in getattr(config, "cross_attention_layers", None) or ()]
     return {
         name: layer
         for name, layer in model.named_modules()
         if isinstance(layer, torch.nn.Linear | Conv1D)
-        and (layer in of_text or config is model.config)
-        and not any(part in name for part in of_images)
+        and (layer in text_modules or config is model.config)
+        and not any(part in name for part in image_layers)
         and not _WITHOUT_GRADIENT & {*name.split(".")}
         and kind not in _WITHOUT_ADAPTERS.get(name.rpartition(".")[2], ())
         and "Router" not in type(layer).__name__  # returns a tuple: Llama 4, PhiMoE
@@ -122,7 +108,7 @@ def adaptable_layers(model: Any) -> "dict[str, torch.nn.Module]":
 
 
 def caps_logits(config: Any) -> bool:
-    """Whether logits are capped after the head, as Gemma 2 caps them."""
+    """Whether logits are capped after the head, as in Gemma 2."""
     text = config.get_text_config()
     return any(getattr(text, name, None) is not None for name in _LOGIT_CAPS)
 
@@ -133,7 +119,7 @@ def takes(module: Any, option: str) -> bool:
 
 
 def accepted(module: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that a module's forward pass can be called with."""
+    """Returns the options that a module's forward pass accepts."""
     parameters = inspect.signature(module.forward).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return options
@@ -141,21 +127,15 @@ def accepted(module: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def longest_sequence(config: Any) -> int | None:
-    """The longest sequence that a model is made for, its scaling of positions included.
+    """Returns the maximum sequence length in tokens, including position scaling; None if unknown.
 
-    `linear`, `dynamic` and `yarn` scaling stretch positions by a factor; so vLLM counts as well.
-
-    Args:
-        config: Config of a transformers model.
-
-    Returns:
-        In tokens; None if the config has no length.
+    As in vLLM, `linear`, `dynamic` and `yarn` scaling multiply the length by a factor.
     """
     text = config.get_text_config()
     length: int | None = getattr(text, "max_position_embeddings", None)
     length = length or getattr(text, "max_seq_len", None)  # MPT's name
     if length is not None and text.model_type == "moshi":
-        length = min(length, text.sliding_window)  # its cache keeps no more, but no mask hides them
+        length = min(length, text.sliding_window)  # its cache is limited, but no mask is
     if length is not None and text.model_type in _POSITIONS_AFTER_PADDING:
         return length - (text.pad_token_id or 0) - 1
     rope = getattr(text, "rope_parameters", None) or {}
@@ -166,14 +146,7 @@ def longest_sequence(config: Any) -> int | None:
 
 
 def rotary_length(config: Any) -> int | None:
-    """The longest sequence that `dynamic` and `longrope` do not embed with other frequencies.
-
-    Args:
-        config: Config of a transformers model.
-
-    Returns:
-        In tokens; None if the frequencies do not depend on the length.
-    """
+    """Returns the length beyond which `dynamic` and `longrope` use other frequencies, else None."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     limits = []
@@ -187,17 +160,11 @@ def rotary_length(config: Any) -> int | None:
 
 
 def independent_length(config: Any) -> int | None:
-    """The longest row in which no sequence changes the values of another.
+    """Returns the length up to which sequences of a row do not affect each other; None for any.
 
-    Beyond it, rotary frequencies follow the longest sequence of a batch (`rotary_length`),
-    `index_topk` or `keep_window_size` keys are chosen among those of the full row, and chunks or
-    blocks of tokens are counted from its start.
-
-    Args:
-        config: Config of a transformers model.
-
-    Returns:
-        In tokens; None for a model whose sequences never change each other.
+    In longer rows, rotary frequencies depend on the longest sequence of a batch (`rotary_length`),
+    `index_topk` or `keep_window_size` keys are chosen from the full row, and chunks or blocks of
+    tokens are counted from its start.
     """
     text = config.get_text_config()
     limits = [rotary_length(config), *(getattr(text, name, None) for name in _LENGTHS_OF_ROWS)]
@@ -207,9 +174,10 @@ def independent_length(config: Any) -> int | None:
 
 
 def reset_rotary(model: Any) -> None:
-    """Resets rotary frequencies, which may stay those of the longest sequence so far.
+    """Resets rotary frequencies.
 
-    `dynamic` ones do; those of `longrope` by type of layer fail at a second long pass.
+    `dynamic` ones stay at the values for the longest sequence so far; `longrope` ones by layer type
+    fail at a second long pass.
     """
     import torch
 

@@ -1,8 +1,7 @@
-"""Seconds in which engines sample a step's completions, by a roofline with the tail of lengths.
+"""Estimates the time of sampling a step's completions by a roofline with a tail of lengths.
 
-An engine computes one token of all its sequences at a time. While enough of them wait, its batch is
-full; then it empties, and the longest completions are decoded by ever smaller batches, each token
-of which still reads all weights. Of long tails, that is most of a step.
+The longest completions are decoded in ever smaller batches that still read all weights for each
+token. With a long tail, this takes most of a step.
 """
 
 import math
@@ -14,57 +13,51 @@ from nemo_rl_core.planning.load import StageLoad, ranks_of_engine
 from nemo_rl_core.planning.memory import MemoryPlan
 
 PRODUCT_SHARE = 0.7
-"""Of peak FLOP/s in matrix products. Fitted to one H100."""
+"""Fraction of peak FLOP/s in matrix products. Fitted to one H100."""
 _MEMORY_SHARE = 0.7
-"""Of the bandwidth of the memory in decoding. Fitted, with the two that follow, to one H100 and to
-the published rollouts of `planning.published`."""
+"""Fraction of the memory bandwidth in decoding. This and the two values below are fitted to one
+H100 and to the published rollouts of `docs/generate/published_steps.py`."""
 _SECONDS_PER_TOKEN = 4.5e-3
-"""Of vLLM for each token of a batch: scheduler, graph, samples to the host. Fitted."""
+"""vLLM's overhead per token of a batch: scheduler, graph, samples to the host. Fitted."""
 _SECONDS_PER_SAMPLE = 36e-6
-"""Of vLLM for each sequence and token: a draw with a seed of its own, detokenization. Fitted."""
+"""vLLM's overhead per sequence and token: a draw with its own seed, detokenization. Fitted."""
 _REDUCE_SECONDS, _REDUCE_SECONDS_OF_NETWORK = 15e-6, 30e-6
-"""Of an all-reduce of a few KB, between GPUs of a machine and of several. Assumed."""
+"""Time of an all-reduce of a few KB between GPUs of one and of several machines. Assumed."""
 _POINTS = 64
-"""At which the tail is added up."""
+"""Number of points at which the tail is integrated."""
 
 
 def rollout_seconds(
     load: StageLoad, memory: MemoryPlan, gpu: Accelerator, peak_flops: float
 ) -> float:
-    """Until the slowest engine has finished its part of a step's completions.
-
-    Args:
-        load: A stage that samples.
-        memory: Its plan, for the room of the cache of keys and values.
-        gpu: The kind of its GPUs.
-        peak_flops: Of that kind, for the stage's type.
-    """
+    """Returns the time until the slowest engine has finished its completions of a step."""
     assert load.sampling is not None
     engine = _Engine(load, gpu, peak_flops)
     config = load.sampling.config
-    wanted = -(-load.sampling.num_sequences // config.num_engines)
+    requests = -(-load.sampling.num_sequences // config.num_engines)
     room = max(int(memory.kv_tokens // load.mean_length), 1)
-    at_once = min(wanted, getattr(config, "max_num_seqs", wanted), room)
+    at_once = min(requests, getattr(config, "max_num_seqs", requests), room)
     mean = load.mean_completion
-    meant = load.prompt_tokens + mean / 2
-    total = (wanted - at_once) * mean / at_once * engine.token_seconds(at_once, meant)
+    mean_context = load.prompt_tokens + mean / 2
+    total = (requests - at_once) * mean / at_once * engine.token_seconds(at_once, mean_context)
     lengths = Lengths.with_mean(mean, load.completion_tokens)
     tail = lengths.longest_of(load.sampling.num_sequences)
     width = tail / _POINTS
     for point in range(_POINTS):
         length = (point + 0.5) * width
-        left = max(at_once * lengths.share_beyond(length), 1.0)
-        total += width * engine.token_seconds(left, load.prompt_tokens + length)
-    return total + wanted * load.prompt_tokens * engine.product_seconds
+        remaining = max(at_once * lengths.share_beyond(length), 1.0)
+        total += width * engine.token_seconds(remaining, load.prompt_tokens + length)
+    return total + requests * load.prompt_tokens * engine.product_seconds
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of completions: exponential, cut at the longest that is allowed.
+    """Distribution of completion lengths: exponential, truncated at the maximum length.
 
     Attributes:
-        decay: Tokens after which 1 / e of the completions go on; infinite if all end at the limit.
-        limit: The most tokens of a completion.
+        decay: Tokens after which 1 / e of the completions continue; infinite if all reach the
+            limit.
+        limit: Maximum tokens of a completion.
     """
 
     decay: float
@@ -72,7 +65,7 @@ class Lengths:
 
     @classmethod
     def with_mean(cls, mean: float, limit: float) -> "Lengths":
-        """Those whose mean, cut at the limit, is `mean` tokens.
+        """Returns the distribution whose mean after truncation is `mean` tokens.
 
         Example:
             >>> round(Lengths.with_mean(795, 3996).decay)
@@ -88,17 +81,15 @@ class Lengths:
         return cls(low, limit)
 
     def share_beyond(self, tokens: float) -> float:
-        """Of the completions, that are longer than `tokens`."""
+        """Returns the fraction of completions longer than `tokens`."""
         return math.exp(-tokens / self.decay) if tokens < self.limit else 0.0
 
     def longest_of(self, number: int) -> float:
-        """The median of the longest of `number` completions, for several of them."""
+        """Returns the median of the maximum length of `number` completions, if several."""
         return min(self.decay * math.log(number / math.log(2)), self.limit)
 
 
 class _Engine:
-    """The roofline of one engine's ranks."""
-
     def __init__(self, load: StageLoad, gpu: Accelerator, peak_flops: float) -> None:
         assert load.sampling is not None
         self._sizes, ranks = load.sizes, ranks_of_engine(load.sampling.config)
@@ -114,13 +105,13 @@ class _Engine:
         self._sent = 2 * load.sizes.num_layers * reduce * (ranks > 1)
 
     def token_seconds(self, sequences: float, context: float) -> float:
-        """For one token of each of `sequences`, which hold `context` tokens on average."""
-        read = self._weights_met_by(sequences) * self._bytes + sequences * context * self._kv_bytes
+        """Returns the time of one token for each sequence, at a mean of `context` tokens."""
+        read = self._weights_read_by(sequences) * self._bytes + sequences * context * self._kv_bytes
         computed = max(read / self._bandwidth, sequences * self.product_seconds)
         return computed + _SECONDS_PER_TOKEN + sequences * _SECONDS_PER_SAMPLE + self._sent
 
-    def _weights_met_by(self, sequences: float) -> float:
-        """All weights but those of experts that no token is routed to."""
+    def _weights_read_by(self, sequences: float) -> float:
+        """Returns the number of weights, without experts that no token is routed to."""
         sizes = self._sizes
         if not sizes.num_experts:
             return sizes.num_parameters

@@ -1,8 +1,7 @@
-"""Reward models and judges of a stage: what they ask of the trainer's first GPU, or of their own.
+"""GPU memory of reward models and judges, on the trainer's first GPU or dedicated GPUs.
 
-Each is a process of its own there. Of those on the trainer's GPU only one computes at a time, while
-the policy's engine sleeps and the trainer waits; the others wait on the host then, and hold their
-CUDA contexts alone. One on GPUs of its own stays there.
+On the trainer's GPU only one computes at a time, while the policy's engine sleeps and the trainer
+waits; the others are offloaded to the host and only keep their CUDA contexts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,32 +27,30 @@ def scorers_of(
     environment: EnvironmentConfig,
     read: Callable[[str], Mapping[str, Any]],
     *,
-    of_run: ModelSizes | None = None,
+    run_sizes: ModelSizes | None = None,
     path: str = "environment",
 ) -> Iterator[ScorerLoad]:
-    """The models that score in an environment.
+    """Yields the models that score in an environment.
 
     Args:
-        environment: The section.
-        read: Gives the config.json of a model by its name.
-        of_run: Sizes of the model that a reward model without a name is trained from; None leaves
-            it out.
-        path: Of the section in the recipe.
+        run_sizes: Sizes of the base of a reward model without a name, which the run trains; None
+            leaves it out.
     """
-    found = set()
+    names = set()
     for each in model_scorers(environment, path):
-        # Sections that ask one judge alike share it, and models on GPUs of their own are shared.
+        # Sections with the same judge share it, and models on dedicated GPUs are shared.
         # A reward model on the trainer's GPU is loaded for each of its sections.
-        if each.name in found and (isinstance(each.config, JudgeModel) or each.own_bundles):
+        if each.name in names and (isinstance(each.config, JudgeModel) or each.dedicated_bundles):
             continue
-        found.add(each.name)
+        names.add(each.name)
         if isinstance(each.config, JudgeModel):
             yield _judge(each.config, each.path, sizes_of(read(each.config.model)))
         elif each.config.model is not None:
             yield _reward_model(each.config, each.path, read(each.config.model))
-        elif of_run is not None:
+        elif run_sizes is not None:
             name = "the reward model of the run"
-            yield _with_head(each.config, each.path, name, of_run, "float32")  # as it is saved
+            # It is saved in float32.
+            yield _with_head(each.config, each.path, name, run_sizes, "float32")
 
 
 def _judge(judge: JudgeModel, path: str, sizes: ModelSizes) -> ScorerLoad:
@@ -70,8 +67,8 @@ def _judge(judge: JudgeModel, path: str, sizes: ModelSizes) -> ScorerLoad:
 
 
 def _reward_model(config: RewardModelScore, path: str, read: Mapping[str, Any]) -> ScorerLoad:
-    said = str(read.get("dtype") or read.get("torch_dtype"))
-    dtype: DType = "bfloat16" if said in ("bfloat16", "float16") else "float32"
+    stored = str(read.get("dtype") or read.get("torch_dtype"))
+    dtype: DType = "bfloat16" if stored in ("bfloat16", "float16") else "float32"
     return _with_head(config, path, f"the reward model {config.model}", sizes_of(read), dtype)
 
 
@@ -83,7 +80,7 @@ def _with_head(
 
 
 def names_of_scorers(environment: EnvironmentConfig) -> list[str]:
-    """The models that score in an environment, as `scorers_of` names them."""
+    """Returns the names of an environment's scorers, the same as in `scorers_of`."""
     return [
         f"the judge {each.config.model}"
         if isinstance(each.config, JudgeModel)
@@ -92,25 +89,23 @@ def names_of_scorers(environment: EnvironmentConfig) -> list[str]:
     ]
 
 
-def contexts_of_scorers(load: StageLoad) -> float:
-    """GiB that they hold always of the trainer's first GPU."""
+def scorer_contexts_gib(load: StageLoad) -> float:
+    """Returns the GiB of the trainer's first GPU that scorers always use."""
     return sum(_context_gib(each) for each in load.scorers if not each.has_own_gpus)
 
 
-def largest_scorer(load: StageLoad, memory_gib: float) -> float:
-    """GiB of that which takes most of the trainer's first GPU while it scores; 0 without one."""
-    found = (_awake_gib(each, memory_gib) for each in load.scorers if not each.has_own_gpus)
-    return max(found, default=0.0)
+def largest_scorer_gib(load: StageLoad, memory_gib: float) -> float:
+    """Returns the GiB of the largest scorer on the trainer's first GPU; 0 without one."""
+    shared = (each for each in load.scorers if not each.has_own_gpus)
+    return max((_awake_gib(each, memory_gib) for each in shared), default=0.0)
 
 
-def largest_own_scorer(load: StageLoad, memory_gib: float) -> float:
-    """GiB of that which takes most of a GPU of its own, with its context; 0 without one."""
-    found = (
-        _context_gib(each) + _awake_gib(each, memory_gib)
-        for each in load.scorers
-        if each.has_own_gpus
+def largest_dedicated_scorer_gib(load: StageLoad, memory_gib: float) -> float:
+    """Returns the GiB of the largest scorer on a dedicated GPU with its context; 0 without one."""
+    dedicated = (each for each in load.scorers if each.has_own_gpus)
+    return max(
+        (_context_gib(each) + _awake_gib(each, memory_gib) for each in dedicated), default=0.0
     )
-    return max(found, default=0.0)
 
 
 def _context_gib(scorer: ScorerLoad) -> float:
@@ -126,7 +121,7 @@ def _awake_gib(scorer: ScorerLoad, memory_gib: float) -> float:
 
 
 def scorer_problem(load: StageLoad, memory_gib: float) -> str | None:
-    """Why a judge cannot read a question of its full length, or start; None if all can."""
+    """Returns why a judge cannot start or read a question of maximum length, else None."""
     for each in load.scorers:
         if each.share is None:
             continue

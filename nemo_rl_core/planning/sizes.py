@@ -1,4 +1,4 @@
-"""The sizes of a model, from its config.json alone."""
+"""Sizes of a model, computed from its config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,33 +13,21 @@ _NORMED_HEADS = frozenset({"qwen3", "qwen3_moe"})
 _DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _SPARSE = frozenset({"mixtral", "qwen3_moe"})
 KNOWN_TYPES = _DENSE | _SPARSE
-"""Model types whose weights and activations are counted by formula; others are built without
-memory, and their activations are estimated."""
+"""Model types whose weights and activations are counted by formula. Other models are built on the
+meta device, and their activations are estimated."""
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Counts of weights, and the widths that activations and caches have.
+    """Numbers of weights, and widths of activations and caches.
 
     Attributes:
-        model_type: Of the config.
-        num_layers: Layers of the decoder.
-        hidden: Width of the residual stream.
-        vocabulary: Rows of the head.
-        num_heads: Attention heads.
-        num_kv_heads: Heads of keys and values.
-        head_size: Width of a head.
-        mlp_width: Width of the MLP of a token; of a mixture of experts, of all its active ones.
-        layer_weights: Weights of a layer, on average.
-        expert_weights: Those of them that belong to experts.
-        linear_weights: Those that linear layers have, experts left out.
-        whole_weights: Those that tensor parallelism does not split: norms.
-        outer_weights: Of embedding, head and all else outside the layers.
-        largest_weight: Of the largest tensor.
-        is_tied: Whether head and embedding are one tensor.
-        has_head_norms: Whether queries and keys are normalized, head by head.
-        num_experts: Of a layer; 0 without experts.
-        experts_per_token: How many of them a token takes.
+        vocabulary: Number of rows of the head.
+        mlp_width: Width of the MLP per token; for a mixture of experts, of all active experts.
+        layer_weights: Mean number of weights per layer.
+        linear_weights: Weights of linear layers other than experts, per layer.
+        replicated_weights: Weights per layer that tensor parallelism does not split: norms.
+        outer_weights: Weights of embedding, head and everything else outside the layers.
         is_exact: Whether the type is one of `KNOWN_TYPES`.
     """
 
@@ -54,7 +42,7 @@ class ModelSizes:
     layer_weights: float
     expert_weights: float
     linear_weights: float
-    whole_weights: float
+    replicated_weights: float
     outer_weights: float
     largest_weight: float
     is_tied: bool
@@ -65,29 +53,29 @@ class ModelSizes:
 
     @property
     def num_parameters(self) -> float:
-        """All weights, a tied one once."""
+        """Number of weights, counting tied ones once."""
         return self.num_layers * self.layer_weights + self.outer_weights
 
     @property
     def queries(self) -> int:
-        """Width of all queries of a token."""
+        """Total width of a token's queries."""
         return self.num_heads * self.head_size
 
     @property
     def keys(self) -> int:
-        """Width of all keys of a token, and of all values."""
+        """Total width of a token's keys, and of its values."""
         return self.num_kv_heads * self.head_size
 
     @property
     def num_tensors(self) -> int:
-        """How many a checkpoint has: projections, norms and biases; about, where not `is_exact`."""
+        """Number of tensors in a checkpoint; approximate unless `is_exact`."""
         mlp = 1 + 3 * self.num_experts if self.num_experts else 3
         attention = 4 + 3 * (self.model_type in _BIASED) + 2 * self.has_head_norms
         return self.num_layers * (attention + mlp + 2) + 2 + (not self.is_tied)
 
     @property
     def flops(self) -> ModelFlops:
-        """What FLOPs are counted with; see `nemo_rl_core.telemetry.model_flops`."""
+        """Inputs for counting FLOPs; see `nemo_rl_core.telemetry.model_flops`."""
         active = self.experts_per_token / self.num_experts if self.num_experts else 1.0
         layer = self.layer_weights - self.expert_weights * (1 - active)
         head = self.vocabulary * self.hidden
@@ -95,14 +83,7 @@ class ModelSizes:
 
 
 def sizes_of(config: Mapping[str, Any]) -> ModelSizes:
-    """Counts a model's weights.
-
-    Args:
-        config: A transformers config.json, read.
-
-    Raises:
-        ModelError: If it lacks the sizes of a decoder.
-    """
+    """Counts a model's weights."""
     text: Mapping[str, Any] = config.get("text_config") or config
     model_type = str(text.get("model_type", "unknown"))
     if model_type in KNOWN_TYPES and text is config:
@@ -115,7 +96,7 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
         if config.get(name) is not None:
             return int(config[name])
     raise ModelError(
-        f"the model's config does not say {names[0]!r}",
+        f"the model's config has no {names[0]!r}",
         expected="the config.json of a decoder: hidden_size, num_hidden_layers, "
         "num_attention_heads, vocab_size",
         got=", ".join(sorted(config)[:12]) or "nothing",
@@ -135,7 +116,7 @@ def _by_formula(model_type: str, config: Mapping[str, Any]) -> ModelSizes:
     vocabulary = _number(config, "vocab_size")
     has_bias = model_type in _BIASED or bool(config.get("attention_bias"))
     attention = 2 * hidden * (queries + keys) + (queries + 2 * keys) * has_bias
-    attention += hidden * (has_bias and model_type not in _BIASED)  # of the output
+    attention += hidden * (has_bias and model_type not in _BIASED)  # the output bias
     norms = 2 * hidden + 2 * size * (model_type in _NORMED_HEADS)
     experts, per_token = _experts(model_type, config)
     width = _number(config, "moe_intermediate_size", "intermediate_size") if experts else 0
@@ -158,7 +139,7 @@ def _by_formula(model_type: str, config: Mapping[str, Any]) -> ModelSizes:
         layer_weights=linear + norms + expert_weights,
         expert_weights=expert_weights,
         linear_weights=linear,
-        whole_weights=norms,
+        replicated_weights=norms,
         outer_weights=vocabulary * hidden * (1 if is_tied else 2) + hidden,
         largest_weight=max(vocabulary * hidden, 2 * experts * hidden * width),
         is_tied=is_tied,
@@ -192,7 +173,6 @@ def _mlp_width(text: Mapping[str, Any], hidden: int) -> int:
 
 
 def _by_meta_device(config: Mapping[str, Any]) -> ModelSizes:
-    """As transformers builds the model, without memory for its weights."""
     model = _empty(config)
     described = model.config.get_text_config()
     text = described.to_dict()
@@ -220,7 +200,7 @@ def _by_meta_device(config: Mapping[str, Any]) -> ModelSizes:
         layer_weights=inside / count,
         expert_weights=in_experts / count,
         linear_weights=(inside - in_experts - vectors) / count,
-        whole_weights=vectors / count,
+        replicated_weights=vectors / count,
         outer_weights=total - inside,
         largest_weight=max(p.numel() for p in model.parameters()),
         is_tied=head is not None and head.weight is model.get_input_embeddings().weight,
@@ -238,8 +218,8 @@ def _empty(config: Mapping[str, Any]) -> Any:
 
     values = {name: value for name, value in config.items() if name != "model_type"}
     architecture = str((config.get("architectures") or [""])[0])
-    is_whole = architecture.endswith("ForConditionalGeneration")
-    kind = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
+    has_images = architecture.endswith("ForConditionalGeneration")
+    kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
     try:
         described = AutoConfig.for_model(str(config.get("model_type")), **values)
         with init_empty_weights():
@@ -247,7 +227,7 @@ def _empty(config: Mapping[str, Any]) -> Any:
         model.tie_weights()
     except (ValueError, AttributeError, KeyError, TypeError, StrictDataclassError) as error:
         raise ModelError(
-            f"transformers builds no model of the type {config.get('model_type')!r}",
+            f"transformers cannot build a model of the type {config.get('model_type')!r}",
             expected="the config.json of a causal language model",
             got=str(error).splitlines()[0][:200],
             fix="correct model_type, or plan with another --model-config",

@@ -1,9 +1,9 @@
-"""Seconds of a stage's work by a roofline: the time of products, memory and links.
+"""Estimates the duration of a stage by a roofline of matrix products, memory and links.
 
-Products take a share of the peak, element-wise work the time that its bytes take, and what is sent
-overlaps with both. The shares were fitted to one H100 and a model of 1.5 B (docs/results.md), which
-they give within 12 %, and to the steps of another system that `planning.published` lists, up to 235
-B on 128 GPUs, which they give within the factor stated there. `deployment/scale.py` has no others.
+Products reach a fraction of the peak, element-wise work takes the time of its bytes, and
+communication overlaps with both. The fractions were fitted to one H100 and a model of 1.5 B
+(docs/h100.md), which they match within 12 %, and to published steps of another system, up to 235 B
+on 128 GPUs (`docs/generate/published_steps.py`), which they match within `TOTAL_FACTOR`.
 """
 
 from dataclasses import dataclass, replace
@@ -25,43 +25,47 @@ from nemo_rl_core.planning.memory import MemoryPlan, layer_bytes, weights_of_ran
 from nemo_rl_core.planning.rollouts import PRODUCT_SHARE, rollout_seconds
 from nemo_rl_core.planning.sizes import ModelSizes
 
+TOTAL_FACTOR = 1.45
+"""Factor within which `plan_speed` estimates the duration of every published step."""
 _ATTENTION_SHARE = 0.28
-"""Of peak FLOP/s in attention, forward and backward, over rows of 8192 tokens. Measured."""
+"""Fraction of peak FLOP/s in attention, forward and backward, for rows of 8192 tokens. Measured."""
 _MEGATRON_SHARE = 0.86
-"""Speed of Megatron's layers without Transformer Engine, over that of dtensor. Measured."""
+"""Speed of Megatron's layers without Transformer Engine relative to dtensor. Measured."""
 _LAYER_PASSES = 2.6
-"""Bytes that a forward pass of a layer moves, over those that it keeps. Fitted."""
+"""Bytes that a forward pass of a layer moves, relative to those that it keeps. Fitted."""
 _LOGIT_PASSES = 23
-"""Times that a forward pass moves the float32 logits of a token. Fitted."""
+"""Number of times that a forward pass moves the float32 logits of a token. Fitted."""
 _LINK_SHARE = 0.6
-"""Of a link's peak in a collective. Assumed."""
+"""Fraction of a link's peak in a collective. Assumed."""
 _UPDATE_BYTES = 40
-"""That AdamW and the norm of gradients move for each weight."""
+"""Bytes per weight that AdamW and the gradient norm move."""
 
 _TRANSFER_PASSES = 18
-"""Times that both ends of a transfer read or write the bytes of all weights: the sender 3 for the
-type, 2 to pack and 2 for the checksum, the receiver 2 to copy, 2 for the checksum, 1 to look for
-NaN and 6 in vLLM. Counted."""
+"""Number of times that both ends of a transfer read or write the bytes of all weights: the sender 3
+to convert, 2 to pack and 2 for the checksum; the receiver 2 to copy, 2 for the checksum, 1 to look
+for NaN and 6 in vLLM. Counted."""
 _PASS_SHARE = 0.54
-"""Of the memory's bandwidth in them. Measured: 3.2 GB by CUDA IPC in 0.17 s on an H100, with 96
-passes then."""
+"""Fraction of the memory bandwidth in these passes. Measured: 3.2 GB by CUDA IPC in 0.17 s on an
+H100, with 96 passes at that time."""
 _GATHER_SECONDS = 0.3e-3
-"""Of a rank for each tensor that several gather, besides its bytes. Assumed."""
+"""Overhead of a rank per tensor that several ranks gather. Assumed."""
 _TENSOR_SECONDS = 1e-3
-"""Of an engine for each tensor, besides its bytes. Measured on a CPU: 0.4 ms in vLLM's reload and
-its checks; the rest, for launches and waits of a GPU, is assumed."""
+"""Overhead of an engine per tensor. Measured on a CPU: 0.4 ms in vLLM's reload and its checks; the
+rest, for launches and synchronization on a GPU, is assumed."""
 _TRANSFER_SECONDS = 1.2
-"""Of a transfer besides: what 1.5 B took on an H100, 5.8 s, less 3.8 s of the transport then, the
-seconds of its tensors, and the least that copies of the embedding to the host took, 0.4 s, which
-are gone. docs/planning.md has the parts; most of the rest is not known."""
+"""Overhead per transfer: the 5.8 s of 1.5 B on an H100 minus 3.8 s of the transport at that time,
+the overhead of its tensors, and at least 0.4 s for copies of the embedding to the host, which no
+longer exist. docs/planning.md lists the parts; most of the rest is unknown."""
 _REFIT_BYTES, _REFIT_SECONDS = 12.5e9, 3.2
-"""Of NeMo RL's transfer of weights (v0.3): bytes a second, and what every transfer takes. Fitted to
-`planning.published`."""
+"""Bytes per second and overhead of NeMo RL's weight transfer (v0.3). Fitted to
+`docs/generate/published_steps.py`."""
 _EXPERT_WIDTH = 4500
-"""Of an expert whose layers are as quick as dense ones with as many active weights; narrower ones
-are slower in proportion, since their products are small. Fitted to `planning.published`."""
+"""Width of an expert at which layers are as fast as dense ones with as many active weights;
+narrower experts are proportionally slower, since their products are small. Fitted to
+`docs/generate/published_steps.py`."""
 _GOAL_BYTES = {False: 7.6e9, True: 14.1e9}
-"""What the project aims at: 7B on one machine in 2 s, 70B on eight machines in 10 s."""
+"""Goal of the project in bytes per second, by whether there are several machines: 7B on one machine
+in 2 s, 70B on eight machines in 10 s."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,9 @@ class TransferPlan:
     """The transfer of new weights from the trainer to all engines.
 
     Attributes:
-        transport: What carries the bytes.
-        seconds: Expected.
-        published_seconds: That NeMo RL's transfer takes for as many bytes, where all ranks gather
-            weights and hand them to the engine on their own GPUs.
-        goal_seconds: What this project aims at for as many bytes.
-        least_seconds: If every GPU got its part at once over the fastest link.
+        published_seconds: Duration of NeMo RL's transfer of as many bytes, in which all ranks
+            gather weights and pass them to the engine on their GPU.
+        least_seconds: Duration if every GPU received only its part over the fastest link.
     """
 
     transport: str
@@ -89,17 +90,11 @@ class SpeedPlan:
     """Expected speed of a stage on all GPUs together.
 
     Attributes:
-        trained: Tokens a second of optimizer steps; None if nothing is trained.
-        utilization: MFU of them, 0 to 1.
-        scored: Tokens a second of logprobs; None if there are none.
-        sampled: New tokens a second; None without an engine.
-        transfer: Of weights to the engines; None if there is none.
-        training_seconds: Of a step's optimizer steps.
-        scoring_seconds: Of its logprobs.
-        rollout_seconds: Of its sampling; 0 without an engine.
-        step_seconds: Of a whole step: the sum of these and of the transfer, or of an asynchronous
-            one the longer of its two sides. Every sequence has its full length, unless the stage
-            says what it has on average.
+        trained: Tokens per second of optimizer steps; None without training.
+        scored: Tokens per second of logprobs; None if there are none.
+        sampled: New tokens per second; None without engines.
+        step_seconds: Sum of its parts and the transfer; of an asynchronous step the longer of
+            training and sampling counts. Sequences have the mean length if it is known.
     """
 
     trained: float | None
@@ -114,7 +109,7 @@ class SpeedPlan:
 
 
 def plan_speed(load: StageLoad, memory: MemoryPlan, gpu: Accelerator) -> SpeedPlan | None:
-    """The expected speed of a stage; None if the GPU's peak is not known for its type."""
+    """Estimates the speed of a stage; None if the GPU's peak for its dtype is unknown."""
     peak = gpu.flops(load.dtype)
     if peak is None:
         return None
@@ -158,13 +153,13 @@ def _sequences(load: StageLoad) -> int:
 def _tokens_per_second(
     load: StageLoad, gpu: Accelerator, peak: float, *, passes: Literal["training", "scoring"]
 ) -> float:
-    """Of all ranks together, one micro-batch after the other."""
+    """Returns the throughput of all ranks together."""
     assert load.training is not None
     config, sizes = load.training.config, load.sizes
     layout = layout_of(config, load.cluster.num_workers)
     tokens = load.training.max_tokens_per_microbatch
     is_training = passes == "training"
-    # A backward pass is two forward passes; layers and logits may be computed once more.
+    # A backward pass is two forward passes; layers and logits may be recomputed.
     recomputes = bool(getattr(config, "recomputes", False))
     layer_passes = 3 + recomputes if is_training else 1
     head_passes = 4 if is_training else 1
@@ -192,7 +187,7 @@ def _tokens_per_second(
         seconds /= _MEGATRON_SHARE
     seconds += _tensor_seconds(load, layout, gpu) * layer_passes
     rows = max(load.training.num_sequences * load.mean_length / (layout.data * tokens), 1.0)
-    # The stages of a pipeline wait for its first micro-batch to come, and its last one to go.
+    # The stages of a pipeline are idle while it fills and drains.
     seconds *= 1 + (layout.pipeline - 1) / rows
     sent = _gather_seconds(load, layout, gpu, microbatches=rows if is_training else None)
     per_microbatch = max(seconds, sent)
@@ -204,21 +199,14 @@ def _tokens_per_second(
 
 
 def _speed_of_experts(sizes: ModelSizes) -> float:
-    """Of a model's layers, over that of dense ones with as many active weights."""
+    """Returns the speed of a model's layers relative to dense ones with as many active weights."""
     if not sizes.num_experts:
         return 1.0
     return min(sizes.mlp_width / sizes.experts_per_token / _EXPERT_WIDTH, 1.0)
 
 
 def _busy_link(load: StageLoad, gpu: Accelerator, num_ranks: int, *, num_rings: int = 1) -> float:
-    """Bytes a second of each rank in a ring; over machines, each has a port for each GPU.
-
-    Args:
-        load: The stage.
-        gpu: The kind of its GPUs.
-        num_ranks: Ranks of all rings that are busy at once.
-        num_rings: These rings, which share the ports of a machine: one a tensor rank.
-    """
+    """Returns the bytes per second of each rank in rings that share a machine's network ports."""
     per_node = max(load.cluster.bundles_per_node)
     link = gpu.link_gb_per_second
     if num_ranks > per_node:
@@ -229,16 +217,11 @@ def _busy_link(load: StageLoad, gpu: Accelerator, num_ranks: int, *, num_rings: 
 def _gather_seconds(
     load: StageLoad, layout: Layout, gpu: Accelerator, *, microbatches: float | None
 ) -> float:
-    """What is sent for a micro-batch: weights, and of a step that trains float32 gradients.
+    """Returns the time to send weights, and in training float32 gradients, per micro-batch.
 
-    FSDP2 gathers weights for every pass. Megatron's ranks keep theirs, and exchange gradients and
-    new weights once a step.
-
-    Args:
-        load: The stage.
-        layout: Of its ranks.
-        gpu: Their kind.
-        microbatches: Of an optimizer step; None for a forward pass alone, which gathers once.
+    FSDP2 gathers weights for every pass. Megatron's ranks keep their weights, and exchange
+    gradients and new weights once per step. `microbatches` are per optimizer step; None for a
+    forward pass without training, which gathers once.
     """
     assert load.training is not None
     width, weights = 2 if load.dtype == "bfloat16" else 4, load.sizes.num_parameters / layout.tensor
@@ -246,16 +229,16 @@ def _gather_seconds(
     num_ranks, ring = layout.shards * layout.tensor, (layout.shards - 1) / layout.shards
     link = _busy_link(load, gpu, num_ranks, num_rings=layout.tensor)
     if isinstance(config, MegatronTraining):
-        own = weights_of_rank(load.sizes, layout)
-        return (width + 4.0) * own * ring / link / microbatches if microbatches else 0.0
+        num_weights = weights_of_rank(load.sizes, layout)
+        return (width + 4.0) * num_weights * ring / link / microbatches if microbatches else 0.0
     is_last = isinstance(config, DTensorTraining) and config.gradient_sync == "last_microbatch"
-    of_gradients = 4.0 / (microbatches if is_last and microbatches else 1.0)
+    gradient_bytes = 4.0 / (microbatches if is_last and microbatches else 1.0)
     gathered = width * weights - load.sizes.num_layers * bytes_less(load, layout, width)
-    sent = 2 * gathered + of_gradients * weights if microbatches else gathered
+    sent = 2 * gathered + gradient_bytes * weights if microbatches else gathered
     seconds = sent * ring / link
     copies = layout.data * layout.context // layout.shards
     if copies > 1 and microbatches:
-        # Each rank sums its shard with those of the other copies, once a step.
+        # Each rank sums its shard with those of the other copies, once per step.
         shard = 4.0 * weights / layout.shards
         network = gpu.network_gb_per_second * 1e9 * _LINK_SHARE
         seconds += 2 * (copies - 1) / copies * shard / network / microbatches
@@ -263,7 +246,7 @@ def _gather_seconds(
 
 
 def _tensor_seconds(load: StageLoad, layout: Layout, gpu: Accelerator) -> float:
-    """What tensor parallelism sends for a forward pass of a micro-batch, which waits for it."""
+    """Returns the time that a forward pass of a micro-batch waits for tensor parallelism."""
     if layout.tensor == 1:
         return 0.0
     assert load.training is not None
@@ -275,31 +258,31 @@ def _tensor_seconds(load: StageLoad, layout: Layout, gpu: Accelerator) -> float:
 
 
 def plan_transfer(load: StageLoad, gpu: Accelerator) -> TransferPlan | None:
-    """The transfer of weights before a step; None if nothing is trained, or nothing sampled."""
+    """Plans the weight transfer before a step; None without training or sampling."""
     if load.training is None or load.sampling is None:
         return None
-    linked = replace(load, own_scorers=())  # what scores gets no weights
+    linked = replace(load, own_scorers=())  # scorers receive no weights
     width = 2 if load.dtype == "bfloat16" else 4
-    whole = load.sizes.num_parameters * width
+    num_bytes = load.sizes.num_parameters * width
     over_machines = len(linked.machines) > 1
     link = gpu.network_gb_per_second if over_machines else gpu.link_gb_per_second
     link = gpu.memory_gb_per_second if linked.num_gpus == 1 else link
     seconds = _TRANSFER_SECONDS + load.sizes.num_tensors * _TENSOR_SECONDS
-    seconds += _whole_tensors_seconds(load, gpu)
-    seconds += whole * _TRANSFER_PASSES / (gpu.memory_gb_per_second * 1e9 * _PASS_SHARE)
+    seconds += _full_tensors_seconds(load, gpu)
+    seconds += num_bytes * _TRANSFER_PASSES / (gpu.memory_gb_per_second * 1e9 * _PASS_SHARE)
     if transport_of(load) == "nccl":
-        seconds += whole / (link * 1e9 * _LINK_SHARE)  # a ring, through one port of the sender
+        seconds += num_bytes / (link * 1e9 * _LINK_SHARE)  # a ring, through one port of the sender
     return TransferPlan(
         transport_of(load),
         seconds,
-        whole / _REFIT_BYTES + _REFIT_SECONDS,
-        whole / _GOAL_BYTES[over_machines],
-        whole / ranks_of_engine(load.sampling.config) / (link * 1e9 * _LINK_SHARE),
+        num_bytes / _REFIT_BYTES + _REFIT_SECONDS,
+        num_bytes / _GOAL_BYTES[over_machines],
+        num_bytes / ranks_of_engine(load.sampling.config) / (link * 1e9 * _LINK_SHARE),
     )
 
 
-def _whole_tensors_seconds(load: StageLoad, gpu: Accelerator) -> float:
-    """Until every rank of the trainer has gathered every weight."""
+def _full_tensors_seconds(load: StageLoad, gpu: Accelerator) -> float:
+    """Returns the time until every rank of the trainer has gathered every weight."""
     assert load.training is not None
     layout = layout_of(load.training.config, load.cluster.num_workers)
     ranks = layout.shards * layout.tensor * layout.pipeline

@@ -1,6 +1,6 @@
-"""Scored rollouts as a training batch, and its figures.
+"""Scored rollouts as a training batch, and its metrics.
 
-Rollouts that could not be scored are set aside and counted, never taken for bad ones.
+Rollouts that could not be scored are left out and counted, never given a low reward.
 """
 
 from collections.abc import Sequence
@@ -9,80 +9,53 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_core.distributed.batched_data_dict import (
-    BatchedDataDict,
-    collate,
-    collate_completions,
-    flat_tensor,
-)
-from nemo_rl_core.distributed.held_rows import HeldRows
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.remote_columns import RemoteRows
 from nemo_rl_core.environments.interfaces import shorten
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.functional.kl import kl_generation_trainer
 from nemo_rl_core.functional.masked import masked_sequence_mean, valid_token_mask
 from nemo_rl_core.functional.policy_gradient import sampling_importance_ratio
-from nemo_rl_core.rollouts.held import HeldRollouts
-from nemo_rl_core.types import Completion, Rollout
+from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
+from nemo_rl_core.types import Rollout
 
 
 def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
-    """Scored rollouts as tensors, trained on what the policy wrote.
-
-    Args:
-        rollouts: `B`, in order, all with a reward.
+    """Converts scored rollouts to a batch that trains on the policy's tokens.
 
     Returns:
-        What `collate` returns, and `rewards [B]`, `generation_logprobs [B, T-1]` (0 where the
-        policy did not write), both with `HeldRows` in place of values a token where the rollouts
-        are held, `truncated [B]`, `rollout_lengths [B]` (tokens behind the prompt, an
-        environment's too, that have used up the rollout's room), `weight_versions [B, T-1]` where
-        the engine took new weights in between (0 where the policy did not write), `num_turns [B]`
-        where an environment answered, and, where it gives several rewards, `reward_components
-        [B, R]`.
+        `tokens [B]`, whose values are remote: `input_ids`, `token_mask`, `generation_logprobs` and,
+        if the engine streams, `weight_versions`, as in `RemoteCompletions.tokens`, with 0 at tokens
+        that the policy did not generate. Local columns: `input_lengths [B]`; `sample_mask [B]`;
+        `rewards [B]`; `truncated [B]`; `rollout_lengths [B]`, the number of tokens after the
+        prompt, including those of the environment; `num_turns [B]` and `written_lengths [B]`, the
+        number of the policy's tokens, if an environment answered; and `reward_components [B, R]` if
+        it returned several rewards. Rollouts of this process have local columns instead of
+        `tokens`.
 
     Raises:
         RewardError: If the rollouts differ in how many rewards they have, or one could not be
             scored.
     """
-    if isinstance(rollouts, HeldRollouts):
-        batch = rollouts.batch()
-        batch["rewards"] = rewards_of(rollouts)
-        return _with_components(batch, rollouts.components)
-    completions = [rollout.completion for rollout in rollouts]
-    if any(each.generated for each in completions):
-        batch = collate(
-            [rollout.prompt.token_ids + rollout.completion.token_ids for rollout in rollouts],
-            [
-                (False,) * len(rollout.prompt.token_ids) + rollout.completion.token_mask
-                for rollout in rollouts
-            ],
-        )
-    else:  # without a Python object a token of the masks
-        batch = collate_completions(
-            [rollout.prompt.token_ids for rollout in rollouts],
-            [each.token_ids for each in completions],
-        )
-    logprobs = torch.zeros(batch["token_mask"].shape)
-    _refuse_other_lengths([(each.token_ids, each.logprobs) for each in completions])
-    # float32, as a list of Python's numbers becomes.
-    values = flat_tensor((each.logprobs for each in completions), np.float32)
-    logprobs[batch["token_mask"]] = values[_written(completions)]
-    batch.update(
-        generation_logprobs=logprobs,
-        rewards=rewards_of(rollouts),
-        truncated=torch.tensor([rollout.completion.truncated for rollout in rollouts]),
-        rollout_lengths=torch.tensor(
-            [
-                len(rollout.completion.token_ids) + rollout.completion.num_unread_tokens
-                for rollout in rollouts
-            ]
-        ),
+    columns = RemoteRollouts.of(rollouts)
+    source = columns.source.completions
+    batch = BatchedDataDict(
+        {
+            "tokens": source.tokens[columns.completion],
+            "input_lengths": torch.from_numpy(source.input_lengths[columns.completion]),
+            "sample_mask": torch.ones(len(columns)),
+            "truncated": torch.from_numpy(source.truncated[columns.completion]),
+            "rollout_lengths": torch.from_numpy(source.completion_lengths[columns.completion]),
+        }
     )
-    if any(rollout.completion.weight_versions for rollout in rollouts):
-        batch["weight_versions"] = _weight_versions(rollouts, batch["token_mask"])
-    if any(rollout.turn_rewards for rollout in rollouts):
-        batch["num_turns"] = torch.tensor([len(rollout.turn_rewards) for rollout in rollouts])
-    return _with_components(batch, [rollout.components for rollout in rollouts])
+    if columns.turns:
+        num_unread = [each.num_unread_tokens for each in columns.turns]
+        batch["rollout_lengths"] += torch.tensor(num_unread)
+        batch["written_lengths"] = torch.tensor([each.num_written for each in columns.turns])
+        batch["num_turns"] = torch.tensor([len(each.rewards) for each in columns.turns])
+    batch["rewards"] = rewards_of(columns)
+    batch = _with_components(batch, columns.components)
+    return batch if columns is rollouts else batch.fetched()
 
 
 def _with_components(
@@ -92,7 +65,7 @@ def _with_components(
     if len(counts) > 1:
         raise RewardError(
             "rollouts of one step have different numbers of rewards",
-            expected="as many components for every rollout",
+            expected="the same number of components for every rollout",
             got=", ".join(str(count) for count in counts),
             fix="return every component from the reward function, 0 where it does not apply",
         )
@@ -101,70 +74,38 @@ def _with_components(
     return batch
 
 
-def _weight_versions(rollouts: Sequence[Rollout], token_mask: Tensor) -> Tensor:
-    versions = torch.zeros(token_mask.shape, dtype=torch.long)
-    completions = [rollout.completion for rollout in rollouts]
-    _refuse_other_lengths([(each.token_ids, each.weight_versions) for each in completions])
-    drawn_with = flat_tensor((each.weight_versions for each in completions), np.int64)
-    versions[token_mask] = drawn_with[_written(completions)]
-    return versions
-
-
-def _written(completions: Sequence[Completion]) -> Tensor | slice:
-    """Which of all tokens, in one line, the policy wrote."""
-    if not any(each.generated for each in completions):
-        return slice(None)
-    return flat_tensor((each.token_mask for each in completions), np.bool_)
-
-
-def _refuse_other_lengths(pairs: Sequence[tuple[Sequence[object], Sequence[object]]]) -> None:
-    for row, (tokens, values) in enumerate(pairs):
-        if len(tokens) != len(values):
-            raise ValueError(
-                f"rollout {row}: {len(tokens)} tokens but {len(values)} values of them"
-            )
-
-
-def _reward(rollout: Rollout) -> float:
-    if rollout.error is not None:
+def rewards_of(rollouts: Sequence[Rollout]) -> Tensor:
+    """Returns `[B]` rewards."""
+    columns = RemoteRollouts.of(rollouts)
+    for row, error in (columns.errors or {}).items():
         raise RewardError(
-            f"a rollout of prompt {rollout.prompt.id!r} that could not be scored is in the batch",
+            f"a rollout of prompt {columns.prompt_of(row).id!r} that could not be scored is in the "
+            "batch",
             expected="rollouts with a reward",
-            got=rollout.error,
+            got=error,
             fix="leave such rollouts out: rollout_batch(valid_rollouts(rollouts))",
         )
-    if rollout.reward is None:
-        raise ValueError(f"rollout of prompt {rollout.prompt.id!r} has not been scored")
-    return rollout.reward
-
-
-def rewards_of(rollouts: Sequence[Rollout]) -> Tensor:
-    """`[B]` rewards.
-
-    Raises:
-        RewardError: If one could not be scored.
-    """
-    if isinstance(rollouts, HeldRollouts):
-        if rollouts.errors or rollouts.rewards is None:
-            _reward(rollouts[next(iter(rollouts.errors or {0: ""}))])
-        return torch.from_numpy(rollouts.rewards).float()
-    return torch.tensor([float(_reward(rollout)) for rollout in rollouts])
+    rewards = np.full(len(columns), np.nan) if columns.rewards is None else columns.rewards
+    for row in np.flatnonzero(np.isnan(rewards)).tolist():
+        raise ValueError(f"rollout of prompt {columns.prompt_of(row).id!r} has not been scored")
+    return torch.from_numpy(rewards).float()
 
 
 def reward_metrics(rewards: Tensor) -> dict[str, float]:
-    """Mean `reward` and its deviation `reward_std` of `[B]` rewards."""
+    """Returns `reward`, the mean of `[B]` rewards, and `reward_std`, their standard deviation."""
     deviation = rewards.std(correction=min(1, len(rewards) - 1))
     return {"reward": rewards.mean().item(), "reward_std": deviation.item()}
 
 
 def rollout_metrics(batch: BatchedDataDict) -> dict[str, float]:
-    """Rewards and lengths of a step and, where the trainer has looked, how far the engine is off.
+    """Returns metrics of rewards and lengths, and of the difference between engine and trainer.
 
     Args:
-        batch: What `rollout_batch` returns and, for `kl_generation_trainer` and
-            `sampling_importance_ratio`, `prev_logprobs`; of held ones `agreement` has both.
+        batch: Columns of `rollout_batch` and, for `kl_generation_trainer` and
+            `sampling_importance_ratio`, local `prev_logprobs`. For remote ones,
+            `models.validation.gate.agreement` computes both.
     """
-    if batch.is_held:
+    if batch.is_remote:
         lengths = batch.get("written_lengths", batch["rollout_lengths"]).float()
     else:
         lengths = batch["token_mask"].sum(dim=1).float()
@@ -176,7 +117,7 @@ def rollout_metrics(batch: BatchedDataDict) -> dict[str, float]:
     }
     if "num_turns" in batch:
         metrics["num_turns"] = batch["num_turns"].float().mean().item()
-    if "prev_logprobs" in batch and not batch.is_held:
+    if "prev_logprobs" in batch and not batch.is_remote:
         logprobs = (batch["generation_logprobs"], batch["prev_logprobs"])
         # Without the sequences that the gate has masked, whose tokens nobody trains on.
         mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
@@ -186,14 +127,14 @@ def rollout_metrics(batch: BatchedDataDict) -> dict[str, float]:
 
 
 def mean_advantages(batch: BatchedDataDict) -> Tensor:
-    """`[B]`: the mean of `advantages [B, T-1]` over each completion's tokens.
+    """Returns `[B]`, the mean of `advantages [B, T-1]` over the tokens of each completion.
 
-    Where all tokens of a completion have the same, it is that one, without the mean's rounding; so
-    it is of `advantages [B]`, which are those of rows without values of tokens. Of advantages that
-    lie elsewhere, ranks have put the means into the column `mean_advantages`.
+    If all tokens of a completion have the same advantage, exactly that value is returned;
+    `advantages [B]` are returned as they are. For remote advantages, ranks have computed the column
+    `mean_advantages`.
     """
-    is_held = isinstance(batch["advantages"], HeldRows)
-    advantages: Tensor = batch["mean_advantages" if is_held else "advantages"]
+    is_remote = isinstance(batch["advantages"], RemoteRows)
+    advantages: Tensor = batch["mean_advantages" if is_remote else "advantages"]
     if advantages.dim() == 1:
         return torch.where(batch["sample_mask"].bool(), advantages, 0.0)
     if not advantages.numel():  # a rank may have no rows
@@ -205,47 +146,41 @@ def mean_advantages(batch: BatchedDataDict) -> Tensor:
 
 
 _NUM_SHOWN = 2
-_MAX_CHARACTERS = 260  # room for the prompt, the completion, the error and its place
+_MAX_CHARACTERS = 260  # room for the prompt, the completion, the error and its location
 
 
-def valid_rollouts(rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-    """Those without an error, in order: what is trained on."""
-    if isinstance(rollouts, HeldRollouts):
-        return rollouts.valid()
-    return [rollout for rollout in rollouts if rollout.error is None]
+def valid_rollouts(rollouts: Sequence[Rollout]) -> RemoteRollouts:
+    """Returns the rollouts without an error, in order; training uses these."""
+    return RemoteRollouts.of(rollouts).valid()
 
 
-def failed_rollouts(rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-    """Those with an error, in order."""
-    if isinstance(rollouts, HeldRollouts):
-        return rollouts.select(np.flatnonzero(~rollouts.is_valid))
-    return [rollout for rollout in rollouts if rollout.error is not None]
+def failed_rollouts(rollouts: Sequence[Rollout]) -> RemoteRollouts:
+    """Returns the rollouts with an error, in order."""
+    columns = RemoteRollouts.of(rollouts)
+    return columns.select(np.flatnonzero(~columns.is_valid))
 
 
 def groups_of(rollouts: Sequence[Rollout]) -> Tensor:
-    """`[B]`, the group of each."""
-    if isinstance(rollouts, HeldRollouts):
-        return torch.from_numpy(rollouts.group)
-    return torch.tensor([rollout.group for rollout in rollouts])
+    """Returns `[B]`, the group of each rollout."""
+    return torch.from_numpy(RemoteRollouts.of(rollouts).group)
 
 
-def selected(rollouts: Sequence[Rollout], mask: Tensor) -> Sequence[Rollout]:
-    """Those that a mask `[B]` says, in order."""
-    if isinstance(rollouts, HeldRollouts):
-        return rollouts.select(mask.nonzero()[:, 0].numpy())
-    return [rollout for rollout, keep in zip(rollouts, mask.tolist(), strict=True) if keep]
+def selected(rollouts: Sequence[Rollout], mask: Tensor) -> RemoteRollouts:
+    """Returns the rollouts that a mask `[B]` selects, in order."""
+    return RemoteRollouts.of(rollouts).select(mask.nonzero()[:, 0].numpy())
 
 
-def joined(parts: Sequence[Sequence[Rollout]]) -> Sequence[Rollout]:
-    """The rollouts of one part after the other."""
-    held = [part for part in parts if isinstance(part, HeldRollouts)]
-    if len(held) == len(parts):
-        return HeldRollouts.joined(held)
-    return [rollout for part in parts for rollout in part]
+def joined(parts: Sequence[Sequence[Rollout]]) -> RemoteRollouts:
+    """Concatenates the rollouts of all parts."""
+    columns = [part for part in parts if isinstance(part, RemoteRollouts)]
+    if len(columns) == len(parts):
+        return RemoteRollouts.joined(columns)
+    # As one list, since only some parts may have columns such as the versions of weights.
+    return RemoteRollouts.of([rollout for part in parts for rollout in part])
 
 
 def failure_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """`num_failed_rollouts` and `failed_fraction` of at least one rollout."""
+    """Returns `num_failed_rollouts` and `failed_fraction`; there must be at least one rollout."""
     num_failed = len(rollouts) - len(valid_rollouts(rollouts))
     return {
         "num_failed_rollouts": float(num_failed),
@@ -254,20 +189,13 @@ def failure_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def refuse_too_many_failures(rollouts: Sequence[Rollout], *, max_failed_fraction: float) -> None:
-    """Stops where so many could not be scored that the environment itself must be at fault.
+    """Raises an error if so many rollouts failed that the environment itself must be at fault.
 
     Args:
-        rollouts: All that were scored at once.
-        max_failed_fraction: The largest share of failures that is accepted; that nothing at all is
-            left never is.
-
-    Raises:
-        RewardError: Past that share; with the first errors.
+        max_failed_fraction: Largest accepted fraction of failures; it is an error at any value if
+            all rollouts failed.
     """
-    if isinstance(rollouts, HeldRollouts):
-        errors = list((rollouts.errors or {}).values())
-    else:
-        errors = [rollout.error for rollout in rollouts if rollout.error is not None]
+    errors = list((RemoteRollouts.of(rollouts).errors or {}).values())
     num_failed, total = len(errors), len(rollouts)
     if num_failed <= max_failed_fraction * total and not 0 < num_failed == total:
         return
@@ -278,5 +206,5 @@ def refuse_too_many_failures(rollouts: Sequence[Rollout], *, max_failed_fraction
         if num_failed < total
         else "a reward for at least one",
         got="; ".join(first),
-        fix="mend the environment or these rows, or raise rollouts.max_failed_fraction",
+        fix="fix the environment or these rows, or raise rollouts.max_failed_fraction",
     )

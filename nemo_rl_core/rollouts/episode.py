@@ -1,7 +1,7 @@
-"""One rollout of several turns while it goes on: the next request, and the turns so far.
+"""A multi-turn rollout in progress: its turns so far and its next request.
 
-It knows neither engine nor environment. So all episodes may go on in step, or each as soon as its
-completion is there; the rollout is the same.
+An episode calls neither engine nor environment. Episodes may therefore advance together, or each as
+soon as its completion arrives; the rollout is the same.
 """
 
 import json
@@ -14,30 +14,30 @@ import numpy as np
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.data.turns import as_turns
-from nemo_rl_core.distributed.held_rows import HeldRows, InProcess
+from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows
 from nemo_rl_core.environments.interfaces import checked
 from nemo_rl_core.environments.multi_turn.replies import Reply
 from nemo_rl_core.errors import DataError, RewardError
-from nemo_rl_core.models.generation.where_made import HeldCompletions, without_tokens
+from nemo_rl_core.models.generation.remote_completions import RemoteCompletions, without_tokens
 from nemo_rl_core.rollouts.engine import (
     CompletionRequest,
-    HeldTokens,
-    RolloutPlace,
+    CompletionResult,
+    RemoteTokens,
+    RolloutIndex,
     request_seed,
 )
-from nemo_rl_core.rollouts.episode_tokens import TokensElsewhere, TokensHere
-from nemo_rl_core.rollouts.held import HeldRollouts, HeldSource, Turns
-from nemo_rl_core.types import Prompt, Rollout
+from nemo_rl_core.rollouts.remote_rollouts import CompletionSource, RemoteRollouts, Turns
+from nemo_rl_core.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Where an episode is cut.
+    """Limits at which an episode is cut.
 
     Attributes:
-        max_turns: Of the policy.
-        max_tokens: Behind the prompt, the policy's and the environment's together.
-        max_new_tokens: Of one turn of the policy.
+        max_turns: Maximum number of turns of the policy.
+        max_tokens: Maximum number of tokens after the prompt, of policy and environment together.
+        max_new_tokens: Maximum number of tokens in one turn of the policy.
     """
 
     max_turns: int
@@ -46,7 +46,7 @@ class Bounds:
 
     @classmethod
     def of(cls, settings: RolloutSettings) -> "Bounds":
-        """What the settings of a run say."""
+        """Reads the limits from the settings of a run."""
         return cls(
             max_turns=settings.rollouts.max_turns,
             max_tokens=settings.max_rollout_tokens,
@@ -57,26 +57,15 @@ class Bounds:
 class MultiTurnEpisode:
     """A prompt, the policy's turns, and the environment's between them.
 
-    A turn that is cut at `max_new_tokens` is a turn like any other: the environment gets the
-    text, and goes on if it wants to (NeMo RL does the same). If it were the last, a game that takes
-    something off for each bad turn would reward long turns, which end the game before the
-    next penalty. What cuts an episode is a bound on all of it: the number of turns, which the
-    policy cannot change, or the room for tokens, which it can use up. There the environment's
-    `truncation_reward` is added to the last reward, so that using it up is no way out either.
-
-    Args:
-        prompt: What is asked first.
-        place: Which rollout it is.
-        bounds: Where it is cut.
-        tokenizer: Decodes the policy's turns and encodes the environment's.
-        stop_strings: Where the first turn must stop.
-        holds: Whether its tokens stay where engines make them.
+    A turn that is cut at `max_new_tokens` is a turn like any other: the environment gets the text
+    and decides whether to continue (NeMo RL does the same). If such a turn ended the episode, a
+    game that penalizes each bad turn would reward long turns, which end the game before the next
+    penalty. Only a limit on the episode cuts it: the number of turns, which the policy cannot
+    change, or the number of tokens, which it can use up. In the second case the environment's
+    `truncation_reward` is added to the last reward, so that using up the tokens does not pay.
 
     Attributes:
-        tokens: All behind the prompt.
-        messages: All turns, beginning with the prompt.
-        metadata: What the environment's next step gets.
-        is_over: Whether there are no more requests.
+        metadata: Argument of the environment's next step.
 
     Example:
         >>> while not episode.is_over:                              # doctest: +SKIP
@@ -87,19 +76,21 @@ class MultiTurnEpisode:
     def __init__(
         self,
         prompt: Prompt,
-        place: RolloutPlace,
+        index: RolloutIndex,
         *,
         bounds: Bounds,
         tokenizer: Any,
         stop_strings: tuple[str, ...],
-        holds: bool = False,
     ) -> None:
         self._prompt = prompt
-        self._place = place
+        self._index = index
         self._bounds = bounds
         self._tokenizer = tokenizer
         self._stop_strings = stop_strings
-        self.tokens = TokensElsewhere(prompt) if holds else TokensHere(prompt, tokenizer)
+        self._sequence: RemoteTokens | None = None  # of the prompt up to the policy's last turn
+        self._reply: tuple[int, ...] = ()  # the environment's last turn
+        self._last_token: int | None = None
+        self._num_written = 0
         self._texts: list[str] = []
         self._rewards: list[float] = []
         self._is_cut = False
@@ -117,31 +108,35 @@ class MultiTurnEpisode:
         }
 
     def request(self) -> CompletionRequest:
-        """The next request to the engine."""
-        place = self._place
-        left = self._bounds.max_tokens - len(self.tokens)
-        token_ids, before = self.tokens.asked
+        """Returns the next request to the engine."""
+        index = self._index
+        left = self._bounds.max_tokens - self._num_tokens
         return CompletionRequest(
-            token_ids,
-            request_seed(place.seed, place.step, place.group, place.sample, len(self._texts)),
+            self._prompt.token_ids if self._sequence is None else self._reply,
+            request_seed(index.seed, index.step, index.group, index.sample, len(self._texts)),
             self._stop_strings,
             min(left, self._bounds.max_new_tokens),
-            before,
+            self._sequence,
         )
 
-    def add_completion(self, answer: Any) -> None:
-        """Appends a turn of the policy.
+    @property
+    def _num_tokens(self) -> int:
+        """Number of tokens after the prompt."""
+        start = len(self._prompt.token_ids)
+        written = 0 if self._sequence is None else self._sequence.length - start
+        return written + len(self._reply)
 
-        Args:
-            answer: A `CompletionResult`, or a `HeldResult` if the tokens are held.
-        """
-        text = self.tokens.add_completion(answer)
-        self._texts.append(text)
-        self.messages.append({"role": "assistant", "content": text})
-        self._is_cut = answer.truncated
+    def add_completion(self, result: CompletionResult) -> None:
+        """Appends a turn of the policy."""
+        self._sequence, self._reply = result.sequence, ()
+        self._last_token = result.last_token
+        self._num_written += result.num_tokens
+        self._texts.append(result.text)
+        self.messages.append({"role": "assistant", "content": result.text})
+        self._is_cut = result.truncated
 
     def add_observation(self, reply: Reply | RewardError) -> None:
-        """Takes the reward of the policy's turn, and the environment's answer to it."""
+        """Appends the reward of the policy's turn and the environment's answer."""
         if isinstance(reply, RewardError):
             self._error, self.is_over = reply.in_one_line, True
             return
@@ -156,13 +151,13 @@ class MultiTurnEpisode:
                 self._tokenizer,
                 self._prompt.text,
                 message,
-                last_token=self.tokens.last,
+                last_token=self._last_token,
             )
-        except DataError as error:  # A tool's output may spell what cannot be written as text.
+        except DataError as error:  # A tool's output may spell a control token.
             self._error, self.is_over = error.in_one_line, True
             return
         has_turns = len(self._texts) < self._bounds.max_turns
-        has_room = len(self.tokens) + len(new) < self._bounds.max_tokens
+        has_room = self._num_tokens + len(new) < self._bounds.max_tokens
         if not has_room:
             self._num_unread_tokens = len(new)
         if not (has_turns and has_room):
@@ -170,47 +165,21 @@ class MultiTurnEpisode:
             if has_turns:
                 self._rewards[-1] += reply.truncation_reward
             return
-        self.tokens.add_reply(new)
+        self._reply = tuple(new)
         self.metadata, self._stop_strings = reply.metadata, tuple(reply.stop_strings or ())
 
-    def rollout(self) -> Rollout:
-        """The record of the episode, with its tokens; its reward is the sum over the turns."""
-        assert isinstance(self.tokens, TokensHere)
-        reward, error = self._outcome()
-        return Rollout(
-            self._prompt,
-            self.tokens.completion(
-                truncated=self._is_cut, num_unread_tokens=self._num_unread_tokens
-            ),
-            self._text,
-            reward=reward,
-            group=self._place.group,
-            sample=self._place.sample,
-            turn_rewards=tuple(self._rewards),
-            messages=self._said,
-            error=error,
-        )
-
     def played(self) -> "PlayedEpisode":
-        """The same of an episode whose tokens are held."""
-        assert isinstance(self.tokens, TokensElsewhere)
-        whole = self.tokens.whole
-        assert whole is not None  # it has had a turn
-        turns = Turns(
-            self._said, tuple(self._rewards), self.tokens.num_written, self._num_unread_tokens
-        )
-        return PlayedEpisode(whole, self._is_cut, self._text, turns, *self._outcome())
+        """Returns the result of the episode."""
+        assert self._sequence is not None  # it has had a turn
+        messages = tuple((turn["role"], turn["content"]) for turn in self.messages)
+        turns = Turns(messages, tuple(self._rewards), self._num_written, self._num_unread_tokens)
+        return PlayedEpisode(self._sequence, self._is_cut, self._text, turns, *self._outcome())
 
     @property
     def _text(self) -> str:
         return "\n".join(self._texts)
 
-    @property
-    def _said(self) -> tuple[tuple[str, str], ...]:
-        return tuple((said["role"], said["content"]) for said in self.messages)
-
     def _outcome(self) -> tuple[float | None, str | None]:
-        """The sum of all turns' rewards, or why there is none."""
         if self._error is not None:
             return None, self._error
         total = checked(
@@ -224,18 +193,13 @@ class MultiTurnEpisode:
 
 @dataclass(frozen=True, slots=True)
 class PlayedEpisode:
-    """An episode that is over, whose tokens are held.
+    """A finished episode.
 
     Attributes:
-        whole: Prompt and turns.
-        truncated: It ran into a bound on tokens or turns.
-        text: What the policy wrote.
-        turns: What is said of them.
-        reward: The sum over the turns.
-        error: Why there is none.
+        sequence: All tokens of the prompt and the turns.
     """
 
-    whole: HeldTokens
+    sequence: RemoteTokens
     truncated: bool
     text: str
     turns: Turns
@@ -244,43 +208,38 @@ class PlayedEpisode:
 
     @classmethod
     def failed(cls, prompt: Prompt, error: str) -> "PlayedEpisode":
-        """One that never came to its end."""
+        """Returns an episode that never finished."""
         nothing = without_tokens([prompt.token_ids])
-        whole = HeldTokens(nothing.tokens.each()[0], len(prompt.token_ids))
+        sequence = RemoteTokens(nothing.tokens.each()[0], len(prompt.token_ids))
         return cls(
-            whole, truncated=True, text="", turns=Turns((), (), 0, 0), reward=None, error=error
+            sequence, truncated=True, text="", turns=Turns((), (), 0, 0), reward=None, error=error
         )
 
 
 def played_rollouts(
-    asked: Sequence[tuple[Prompt, RolloutPlace]], played: Sequence[PlayedEpisode]
-) -> HeldRollouts:
-    """Rollouts of several turns by reference to their tokens.
-
-    Args:
-        asked: `B` prompts and places, by group and sample.
-        played: What has become of them.
-    """
-    prompts = {place.group: prompt for prompt, place in asked}
-    group = np.array([place.group for _, place in asked], np.int64)
-    start = np.array([len(prompt.token_ids) for prompt, _ in asked], np.int64)
-    length = np.array([each.whole.length for each in played], np.int64)
+    requested: Sequence[tuple[Prompt, RolloutIndex]], played: Sequence[PlayedEpisode]
+) -> RemoteRollouts:
+    """Returns rollouts of several turns."""
+    prompts = {index.group: prompt for prompt, index in requested}
+    group = np.array([index.group for _, index in requested], np.int64)
+    start = np.array([len(prompt.token_ids) for prompt, _ in requested], np.int64)
+    length = np.array([each.sequence.length for each in played], np.int64)
     texts = InProcess({"texts": [each.text for each in played]})
-    completions = HeldCompletions(
+    completions = RemoteCompletions(
         length,
         length - start,
         np.array([each.truncated for each in played], np.bool_),
-        HeldRows.of_each([each.whole.row for each in played]),
-        HeldRows.of_blocks([texts], [len(played)]),
+        RemoteRows.of_each([each.sequence.row for each in played]),
+        RemoteRows.of_blocks([texts], [len(played)]),
     )
     rewards = [np.nan if each.reward is None else each.reward for each in played]
-    return HeldRollouts(
-        HeldSource(completions),
+    return RemoteRollouts(
+        CompletionSource(completions),
         np.arange(len(played)),
         tuple(prompts.values()),
         np.unique(group, return_inverse=True)[1],
         group,
-        np.array([place.sample for _, place in asked], np.int64),
+        np.array([index.sample for _, index in requested], np.int64),
         np.array(rewards, np.float64),
         {row: each.error for row, each in enumerate(played) if each.error is not None},
         turns=tuple(each.turns for each in played),

@@ -3,7 +3,6 @@
 import unicodedata
 from collections.abc import Sequence
 
-from nemo_rl_core.rollouts.batch import valid_rollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.types import Rollout
 
@@ -11,17 +10,15 @@ _HEADER = f"{'step':>6} {'rollouts':>8} {'failed':>6} {'reward':>8} {'tokens':>8
 
 
 def listed(records: RolloutRecords) -> str:
-    """One line a step: how many rollouts, how many failed, and means over the others.
-
-    Raises:
-        DataError: If a file is no such record.
-    """
+    """Formats one line per step: numbers of rollouts and failures, and means over the others."""
     return "\n".join([_HEADER, *(_line(step, records.load(step)) for step in records.steps())])
 
 
 def shown(rollout: Rollout) -> str:
-    """A rollout as text. Control characters that a model wrote are spelled out, so that no answer
-    can move the cursor, colour the screen, or pass for a line of this program.
+    """Formats a rollout as text.
+
+    Control characters that a model wrote are escaped, so that no answer can move the cursor, color
+    the screen, or imitate a line of this program.
 
     Example:
         >>> from nemo_rl_core.types import Completion, Prompt
@@ -34,12 +31,12 @@ def shown(rollout: Rollout) -> str:
     """
     outcome = f"failed: {rollout.error}" if rollout.error is not None else _score(rollout)
     cut = ", truncated" if rollout.completion.truncated else ""
-    place = f"group {rollout.group}, sample {rollout.sample}"
-    said = rollout.messages or (("user", rollout.prompt.text), ("assistant", rollout.text))
+    indices = f"group {rollout.group}, sample {rollout.sample}"
+    messages = rollout.messages or (("user", rollout.prompt.text), ("assistant", rollout.text))
     return "\n".join(
         [
-            f"--- prompt {_inert(rollout.prompt.id)}, {place}: {_inert(outcome)}{cut}",
-            *(f"{_inert(role)}: {_inert(content)}" for role, content in said),
+            f"--- prompt {_inert(rollout.prompt.id)}, {indices}: {_inert(outcome)}{cut}",
+            *(f"{_inert(role)}: {_inert(content)}" for role, content in messages),
             f"(answer: {_inert(rollout.prompt.answer)})",
         ]
     )
@@ -48,17 +45,7 @@ def shown(rollout: Rollout) -> str:
 def shown_step(
     records: RolloutRecords, step: int | None = None, *, failed: bool = False, limit: int = 10
 ) -> str:
-    """The rollouts of one step as text, and how many more there are.
-
-    Args:
-        records: Where they are recorded.
-        step: By default the last.
-        failed: Whether to show only those that failed.
-        limit: At most so many.
-
-    Raises:
-        DataError: If that step has no record.
-    """
+    """Formats the rollouts of one step as text, with the number of rollouts that are left out."""
     rollouts = records.load(step if step is not None else max(records.steps(), default=1))
     if failed:
         rollouts = [rollout for rollout in rollouts if rollout.error is not None]
@@ -75,7 +62,7 @@ def _score(rollout: Rollout) -> str:
 
 
 def _line(step: int, rollouts: Sequence[Rollout]) -> str:
-    counted = valid_rollouts(rollouts)
+    counted = [each for each in rollouts if each.error is None]
     means = [
         [each.reward or 0.0 for each in counted],
         [float(len(each.completion.token_ids)) for each in counted],
@@ -88,7 +75,7 @@ def _line(step: int, rollouts: Sequence[Rollout]) -> str:
 
 
 def _inert(text: str) -> str:
-    """The text on one line, with control, format and surrogate characters spelled out."""
+    """Returns the text on one line, with control, format and surrogate characters escaped."""
     return "".join(
         character.encode("unicode_escape").decode()
         if unicodedata.category(character)[0] == "C" or character in "\u2028\u2029"

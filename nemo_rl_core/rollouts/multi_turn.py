@@ -1,7 +1,7 @@
-"""Multi-turn rollouts: the policy speaks, the environment answers, until either has enough."""
+"""Multi-turn rollouts: policy and environment alternate until either ends the episode."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, StopsFirstTurn
@@ -9,34 +9,30 @@ from nemo_rl_core.environments.multi_turn.replies import checked_replies
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.engine import (
     RolloutEngine,
-    RolloutPlace,
-    as_batch,
-    held_results,
+    RolloutIndex,
+    joined_requests,
+    results_of,
 )
 from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode, played_rollouts
-from nemo_rl_core.rollouts.held import HeldRollouts
+from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.types import Prompt
 
-if TYPE_CHECKING:
-    from nemo_rl_core.models.generation.engine import Generation
 
+class MultiTurnRollouts(RolloutEngine):
+    """Plays episodes; each round calls the engine once and then the environment once.
 
-class MultiTurnRollouts(RolloutEngine[MultiTurnEpisode]):
-    """Plays episodes: each round asks the engine once, and then the environment once.
-
-    The environment scores each episode by its own turns, and their rollouts have a reward, or
-    say why they have none.
+    The environment rewards each turn, and each rollout has a reward or an error.
 
     Args:
         generation: The engine.
-        tokenizer: Decodes the policy's turns; encodes the environment's.
-        environment: Answers, and rewards each turn; it may say where the first one stops
-            (`StopsFirstTurn`).
-        seed: The run's seed.
-        bounds: Where an episode is cut.
+        tokenizer: Tokenizer that decodes the policy's turns and encodes the environment's.
+        environment: Environment that answers and rewards each turn; it may set stop strings for
+            the first turn (`StopsFirstTurn`).
+        seed: Seed of the run.
+        bounds: Limits at which an episode is cut.
 
     Raises:
-        DataError: If the chat template cannot append turns to what the policy has said.
+        DataError: If the chat template cannot append turns to a completion.
     """
 
     def __init__(
@@ -48,7 +44,7 @@ class MultiTurnRollouts(RolloutEngine[MultiTurnEpisode]):
         seed: int,
         bounds: Bounds,
     ) -> None:
-        # A template that cannot do it is better refused here than after the first answers.
+        # Refuses an unsuitable chat template before the first completions.
         reply_token_ids(tokenizer, "1", {"role": "user", "content": "2"}, last_token=None)
         super().__init__(generation, tokenizer, seed=seed)
         self._environment = environment
@@ -57,36 +53,45 @@ class MultiTurnRollouts(RolloutEngine[MultiTurnEpisode]):
         if isinstance(environment, StopsFirstTurn):
             self._first_stops = tuple(environment.first_stop_strings)
 
-    def episode(
-        self, prompt: Prompt, place: RolloutPlace, *, holds: bool = False
-    ) -> MultiTurnEpisode:
-        """A rollout that has not begun."""
+    def episode(self, prompt: Prompt, index: RolloutIndex) -> MultiTurnEpisode:
+        """Creates a rollout that has not begun."""
         return MultiTurnEpisode(
             prompt,
-            place,
+            index,
             bounds=self._bounds,
             tokenizer=self._tokenizer,
             stop_strings=self._first_stops,
-            holds=holds,
         )
 
-    def run_held(
+    def run(
         self,
         prompts: Sequence[Prompt],
         *,
         num_generations_per_prompt: int,
         step: int,
-        first_place: int = 0,
+        first_group: int = 0,
+        greedy: bool = False,
+        releases_memory: bool = False,
         discards_weights: bool = False,
-    ) -> HeldRollouts:
-        """As `RolloutEngine.run_held`, in one call of each engine a turn."""
-        places = self._places(prompts, num_generations_per_prompt, step, first_place)
-        episodes = [self.episode(*each, holds=True) for each in places]
-        generation = cast("Generation", self._generation)
-        generation.prepare_for_generation()
-        self._play(episodes, lambda asked: held_results(generation.continue_held(as_batch(asked))))
-        generation.finish_generation(discards_weights=discards_weights)
-        return played_rollouts(places, [each.played() for each in episodes])
+    ) -> RemoteRollouts:
+        """Rolls out every prompt with one call per engine and turn; see `RolloutEngine.run`."""
+        indexed = [
+            (prompt, RolloutIndex(self._seed, step, group, sample))
+            for group, prompt in enumerate(prompts, start=first_group)
+            for sample in range(num_generations_per_prompt)
+        ]
+        episodes = [self.episode(*each) for each in indexed]
+        if releases_memory:
+            self._generation.prepare_for_generation()
+        while live := [each for each in episodes if not each.is_over]:
+            requests = joined_requests([each.request() for each in live])
+            results = results_of(self._generation.complete(requests, greedy=greedy))
+            for episode, result in zip(live, results, strict=True):
+                episode.add_completion(result)
+            self._step_environment(live)
+        if releases_memory:
+            self._generation.finish_generation(discards_weights=discards_weights)
+        return played_rollouts(indexed, [each.played() for each in episodes])
 
     def _step_environment(self, episodes: Sequence[MultiTurnEpisode]) -> None:
         replies = checked_replies(

@@ -1,4 +1,4 @@
-"""Preference pairs out of a model's own completions."""
+"""Preference pairs from completions of a model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +15,10 @@ from nemo_rl_core.rollouts.sampler import Sampler
 
 @dataclass(frozen=True)
 class SampledPairs:
-    """What was found.
+    """Preference pairs and numbers about how they were sampled.
 
     Attributes:
-        pairs: At most one a prompt, in the order of the prompts.
-        num_prompts: How many prompts were sampled from.
-        num_tokens: Tokens generated.
-        peak_memory_gib: The most memory that the engine has held.
-        num_failed_rollouts: Completions that could not be scored; no pair holds one.
+        num_failed_rollouts: Number of completions that could not be scored; no pair has one.
     """
 
     pairs: list[PreferencePair]
@@ -42,19 +38,11 @@ def sample_pairs(
     margin: float,
     iteration: int,
 ) -> SampledPairs:
-    """Completes and scores every prompt, and sets the best completion against the worst.
+    """Completes and scores every prompt, and pairs the best completion with the worst.
 
     Args:
-        model_folder: The policy.
-        prompts: A data set folder.
-        session: Where the engine runs.
-        settings: How completions are made and scored.
-        num_generations_per_prompt: Completions to choose from.
-        margin: By more than how much their rewards must differ.
-        iteration: Part of every request's seed, so that the next one draws others.
-
-    Raises:
-        DataError: If no prompt gives a pair.
+        margin: The rewards of a pair must differ by more than this.
+        iteration: Part of every request's seed, so that the completions of iterations differ.
     """
     rows = load_prompts(prompts, load_tokenizer(model_folder))
     with Sampler(session, settings, model_folder) as sampler:
@@ -70,7 +58,7 @@ def sample_pairs(
             "no prompt gives a preference pair: the completions of each have the same reward",
             expected=f"rewards that differ by more than {margin} for some prompt",
             got=f"{len(rollouts)} completions of {len(rows)} prompts",
-            fix="sample more completions a prompt, or begin with a model that is sometimes right",
+            fix="sample more completions per prompt, or begin with a model that is sometimes right",
         )
     num_tokens = sum(len(rollout.completion.token_ids) for rollout in rollouts)
     num_failed = len(rollouts) - len(valid_rollouts(rollouts))

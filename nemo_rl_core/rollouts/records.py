@@ -1,8 +1,4 @@
-"""Rollouts of a step on disk: written, listed, and read back as they were.
-
-A folder holds one parquet file a step. What is read back equals what was written, so it can be
-trained on again without an engine.
-"""
+"""Files with the rollouts of each step, which can be trained on again without an engine."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.rollouts.held import HeldRollouts
+from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -26,13 +22,13 @@ if TYPE_CHECKING:
 _ENVIRONMENT_METRICS = b"environment_metrics"
 
 
-MOST_TOKENS_HERE = 2**20
-"""Of a step that is held elsewhere and written by this process: some tenths of a second."""
+MAX_LOCAL_TOKENS = 2**20
+"""Largest remote step that this process writes, which takes some tenths of a second."""
 Start = Callable[[Callable[[], None]], Callable[[], object]]
 
 
 def in_a_task(function: Callable[[], None]) -> Callable[[], object]:
-    """Calls a function in a task of Ray on this machine; returns what waits for its end."""
+    """Calls a function in a Ray task on this machine; returns a function that waits for it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -48,13 +44,14 @@ def _call(function: Callable[[], None]) -> None:
 class RolloutRecords:
     """The rollouts of the steps of a run.
 
-    Steps of many tokens that lie elsewhere are written by a task of Ray while the next step goes
-    on: this process would have to fetch them.
+    Steps of many remote tokens are written by a Ray task while the next step runs: this process
+    would have to fetch them.
 
     Args:
-        folder: With `step_000001.parquet` and so on; made when first written to.
-        start: Calls a function elsewhere; returns what waits for its end. By default a task.
-        most_tokens_here: Of a step that this process writes.
+        folder: Folder of `step_000001.parquet` and so on; created by the first `save`.
+        start: Calls a function elsewhere, and returns a function that waits for its end. By
+            default a Ray task.
+        max_local_tokens: Most tokens of a remote step that this process writes.
     """
 
     def __init__(
@@ -62,39 +59,35 @@ class RolloutRecords:
         folder: Path,
         start: "Start | None" = None,
         *,
-        most_tokens_here: int = MOST_TOKENS_HERE,
+        max_local_tokens: int = MAX_LOCAL_TOKENS,
     ) -> None:
         self.folder = folder
-        self._start, self._most_tokens_here = start or in_a_task, most_tokens_here
+        self._start, self._max_local_tokens = start or in_a_task, max_local_tokens
         self._finish: Callable[[], object] = int
 
     def steps(self) -> list[int]:
-        """The numbers of the steps that are there, in order."""
+        """Returns the numbers of the recorded steps, in order."""
         return sorted(int(path.stem.removeprefix("step_")) for path in self._files())
 
     def load(self, step: int) -> list[Rollout]:
-        """The rollouts of a step.
-
-        Raises:
-            DataError: If there are none, or the file is no such record.
-        """
+        """Loads the rollouts of a step."""
         path = self._path(step)
         if not path.exists():
-            known = self.steps()
+            steps = self.steps()
             raise DataError(
                 f"no rollouts of step {step} in {self.folder.name!r}",
-                expected=f"a step from {known[0]} to {known[-1]}" if known else path.name,
-                got=f"{len(known)} recorded steps",
+                expected=f"a step from {steps[0]} to {steps[-1]}" if steps else path.name,
+                got=f"{len(steps)} recorded steps",
                 fix="give the folder `rollouts` of a training artifact that has this step",
             )
         return load_rollouts(path)
 
     def environment_metrics(self, step: int) -> dict[str, float]:
-        """The metrics that the environment gave of a step's rollouts, which `load` can read."""
+        """Loads the environment's metrics of a step that `load` can read."""
         import pyarrow.parquet as pq
 
-        found = pq.read_schema(self._path(step)).metadata or {}
-        metrics: dict[str, float] = json.loads(found.get(_ENVIRONMENT_METRICS, b"{}"))
+        metadata = pq.read_schema(self._path(step)).metadata or {}
+        metrics: dict[str, float] = json.loads(metadata.get(_ENVIRONMENT_METRICS, b"{}"))
         return metrics
 
     def save(
@@ -105,7 +98,7 @@ class RolloutRecords:
         advantages: Tensor | None = None,
         environment_metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Writes a step, or starts to; see `save_rollouts`."""
+        """Writes a step, or starts a task that does; see `save_rollouts`."""
         self.finish()
         write = partial(
             save_rollouts,
@@ -114,13 +107,13 @@ class RolloutRecords:
             advantages=advantages,
             environment_metrics=environment_metrics,
         )
-        if isinstance(rollouts, HeldRollouts) and rollouts.num_tokens > self._most_tokens_here:
+        if isinstance(rollouts, RemoteRollouts) and rollouts.num_tokens > self._max_local_tokens:
             self._finish = self._start(write)
         else:
             write()
 
     def finish(self) -> None:
-        """Waits until the last step is written; raises what writing it has raised."""
+        """Waits until the last step is written; raises the error of writing it, if any."""
         finish, self._finish = self._finish, int
         finish()
 
@@ -138,13 +131,11 @@ def save_rollouts(
     advantages: Tensor | None = None,
     environment_metrics: Mapping[str, float] | None = None,
 ) -> None:
-    """Writes one row a rollout as parquet; the same rollouts give the same bytes.
+    """Writes one row per rollout as parquet; the same rollouts give the same bytes.
 
     Args:
-        rollouts: `B`, among them those that could not be scored.
-        path: The file.
-        advantages: One for each rollout that is valid, where the algorithm has such.
-        environment_metrics: What the environment's `global_post_process_and_metrics` gave of them.
+        advantages: One advantage per valid rollout, if the algorithm computes them.
+        environment_metrics: Metrics of the environment's `global_post_process_and_metrics`.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -152,8 +143,8 @@ def save_rollouts(
     if advantages is not None:
         rollouts = _with_advantages(rollouts, advantages.tolist())
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not held against `RolloutSchema`, which takes ten times as long as all else here: rewards were
-    # checked when they came, and who reads the file checks the rest.
+    # Not validated with `RolloutSchema`, which takes ten times as long as all else here:
+    # rewards were checked when they arrived, and `load_rollouts` checks the rest.
     schema = _schema()
     columns = _columns(rollouts, schema)
     if environment_metrics:
@@ -162,11 +153,7 @@ def save_rollouts(
 
 
 def load_rollouts(path: Path) -> list[Rollout]:
-    """The rollouts that `save_rollouts` wrote, with the advantages that it was given.
-
-    Raises:
-        DataError: If the file is no such record.
-    """
+    """Loads the rollouts, with advantages, that `save_rollouts` wrote."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -182,9 +169,9 @@ def load_rollouts(path: Path) -> list[Rollout]:
     missing = [name for name in _schema().names if name not in table.column_names]
     if missing:
         raise DataError(
-            f"{path.name!r} holds no whole rollouts",
+            f"{path.name!r} does not have all columns of rollouts",
             expected=f"the columns {', '.join(_schema().names)}",
-            got=f"none called {', '.join(missing)}",
+            got=f"no column {', '.join(missing)}",
             fix="sample again: the file was written by an earlier version, or by something else",
         )
     rows = table.to_pylist()
@@ -203,13 +190,13 @@ def _check(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _with_advantages(rollouts: Sequence[Rollout], advantages: list[float]) -> list[Rollout]:
-    left = iter(advantages)
-    placed = [
-        replace(rollout, advantage=next(left)) if rollout.error is None else rollout
+    remaining = iter(advantages)
+    with_advantages = [
+        replace(rollout, advantage=next(remaining)) if rollout.error is None else rollout
         for rollout in rollouts
     ]
-    assert next(left, None) is None, "more advantages than valid rollouts"
-    return placed
+    assert next(remaining, None) is None, "more advantages than valid rollouts"
+    return with_advantages
 
 
 def _schema() -> "pa.Schema":
@@ -245,7 +232,6 @@ def _schema() -> "pa.Schema":
 
 
 def _columns(rollouts: Sequence[Rollout], schema: "pa.Schema") -> "list[pa.Array]":
-    """The columns of a table; those with a value a token come from arrays, not from lists."""
     import pyarrow as pa
 
     rows = [_row(rollout) for rollout in rollouts]
@@ -327,6 +313,6 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         group=row["group"],
         sample=row["sample"],
         turn_rewards=tuple(row["turn_rewards"]),
-        messages=tuple((said["role"], said["content"]) for said in row["messages"]),
+        messages=tuple((turn["role"], turn["content"]) for turn in row["messages"]),
         error=row["error"],
     )

@@ -1,4 +1,4 @@
-"""One model, ready to be sampled from and scored: what training and evaluation share."""
+"""Sampling and scoring of one model, which training and evaluation share."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
-from nemo_rl_core.config.environment import own_bundles_of_scorers
+from nemo_rl_core.config.environment import dedicated_bundles_of_scorers
 from nemo_rl_core.config.trainer import GateConfig, RolloutSettings
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
@@ -17,65 +17,52 @@ from nemo_rl_core.environments.interfaces import (
     EnvironmentInterface,
     RolloutScorer,
     Scorer,
-    score_rollouts,
 )
 from nemo_rl_core.environments.post_processing import HOOK, post_process
+from nemo_rl_core.models.generation.custom import CustomEngineAdapter
 from nemo_rl_core.models.generation.engine import Generation
-from nemo_rl_core.models.generation.own import OwnGeneration
 from nemo_rl_core.rollouts.batch import (
     refuse_too_many_failures,
     rewards_of,
     rollout_batch,
-    valid_rollouts,
 )
 from nemo_rl_core.rollouts.engine import RolloutEngine, SingleTurnRollouts
 from nemo_rl_core.rollouts.episode import Bounds
-from nemo_rl_core.rollouts.held import HeldRollouts
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
+from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.rollouts.scorers import scorer_of, scores_on_a_gpu
 from nemo_rl_core.types import Rollout
 
 
-def post_processed(
+def post_process_rollouts(
     environment: Any, rollouts: Sequence[Rollout]
 ) -> tuple[Sequence[Rollout], dict[str, float]]:
-    """The rollouts with the rewards that the environment adapts, and its metrics.
+    """Lets the environment adapt the rewards of rollouts and compute metrics.
 
     Args:
-        environment: Gets what `rollout_batch` returns of those rollouts that could be scored, and
-            as lists `tasks`, `prompts`, `completions` and `answers`; `rewards` alone, where its
-            method says that it reads nothing else (`reads_rewards_alone`).
-        rollouts: Scored; those that could not be scored stay as they are.
+        environment: Gets the `rollout_batch` of the rollouts that could be scored, and the lists
+            `tasks`, `prompts`, `completions` and `answers`; only `rewards` if its method declares
+            `reads_only_rewards`.
 
     Returns:
-        All rollouts in their places, and the metrics; none where not one rollout could be scored.
-
-    Raises:
-        RewardError: As `post_process`.
+        All rollouts in the same order, and the metrics, empty if no rollout could be scored.
     """
-    counted = valid_rollouts(rollouts)
-    if not counted or not hasattr(environment, HOOK):  # a batch costs more than all of scoring
-        return rollouts, {}
-    is_small = getattr(getattr(environment, HOOK), "reads_rewards_alone", False)
-    batch = {"rewards": rewards_of(counted)} if is_small else _whole_batch(counted)
+    columns = RemoteRollouts.of(rollouts)
+    counted = columns.valid()
+    if not counted or not hasattr(environment, HOOK):
+        return columns, {}  # without a batch, which would cost more than scoring
+    is_small = getattr(getattr(environment, HOOK), "reads_only_rewards", False)
+    batch = {"rewards": rewards_of(counted)} if is_small else _full_batch(counted)
     rewards, metrics = post_process(environment, batch)
-    if isinstance(rollouts, HeldRollouts) and isinstance(counted, HeldRollouts):
-        assert rollouts.rewards is not None and counted.rewards is not None  # they are valid
-        same = (rewards == batch["rewards"]).numpy()
-        rewarded = rollouts.rewards.copy()
-        rewarded[rollouts.is_valid] = np.where(same, counted.rewards, rewards.double().numpy())
-        return rollouts.with_rewards(rewarded), metrics
-    # A reward that is not adapted keeps its digits, of which a tensor holds fewer.
-    adapted = iter(
-        each if same else each.scored(reward)
-        for each, same, reward in zip(
-            counted, (rewards == batch["rewards"]).tolist(), rewards.tolist(), strict=True
-        )
-    )
-    return [next(adapted) if each.error is None else each for each in rollouts], metrics
+    assert columns.rewards is not None and counted.rewards is not None  # they are valid
+    # An unchanged reward keeps its float64 value; the tensor is float32.
+    is_same = (rewards == batch["rewards"]).numpy()
+    adapted = columns.rewards.copy()
+    adapted[columns.is_valid] = np.where(is_same, counted.rewards, rewards.double().numpy())
+    return columns.with_rewards(adapted), metrics
 
 
-def _whole_batch(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+def _full_batch(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {
         **rollout_batch(rollouts).fetched(),
         "tasks": [each.prompt.task for each in rollouts],
@@ -86,9 +73,9 @@ def _whole_batch(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def mean_metrics(draws: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    """The metrics of a step's draws, each counted by its number of rollouts.
+    """Averages the metrics of a step's draws, weighted by their numbers of rollouts.
 
-    A metric that only some draws have is a mean over these.
+    A metric that only some draws have is averaged over these.
     """
     sums: dict[str, tuple[float, int]] = {}
     for size, metrics in draws:
@@ -101,22 +88,16 @@ def mean_metrics(draws: Sequence[tuple[int, dict[str, float]]]) -> dict[str, flo
 class Sampler(AbstractContextManager["Sampler"]):
     """An engine with a model's weights, its tokenizer, and a scorer.
 
-    At exit the scorer ends, and the engine gives a GPU's memory away.
+    On exit the scorer is closed, and the engine frees its GPU memory.
 
     Args:
-        session: Where the engine runs.
-        settings: How completions are made and scored.
-        model_folder: Weights, config and tokenizer.
-        scorer: Takes the place of the environment that the settings name.
-        reward_model: For an environment `reward_model` that names no model.
-        gate: The bounds of the engine's proofs.
-        generation: An engine that runs already; by default one is started.
+        scorer: Scorer to use instead of the environment in the settings.
+        reward_model: Model for an environment `reward_model` that names none.
+        gate: Bounds of the engine's proofs.
+        generation: A running engine; by default one is started.
 
     Attributes:
-        tokenizer: The model's.
-        generation: The engine, for weight updates.
-        engine: Makes rollouts with it: of several turns, where the scorer is an environment.
-        scores_on_a_gpu: Whether a model scores on a GPU of the trainer's.
+        scores_on_a_gpu: Whether a model scores on one of the trainer's GPUs.
     """
 
     _engine_class: ClassVar[type[Generation]] = Generation
@@ -130,14 +111,14 @@ class Sampler(AbstractContextManager["Sampler"]):
         scorer: Scorer | None = None,
         reward_model: Path | None = None,
         gate: GateConfig | None = None,
-        generation: Generation | OwnGeneration | None = None,
+        generation: Generation | CustomEngineAdapter | None = None,
     ) -> None:
         self.tokenizer = load_tokenizer(model_folder)
-        own_engines = () if generation else settings.generation.own_bundles
-        own_scorers = () if scorer else own_bundles_of_scorers(settings.environment)
+        own_engines = () if generation else settings.generation.dedicated_bundles
+        own_scorers = () if scorer else dedicated_bundles_of_scorers(settings.environment)
         if own_engines or own_scorers:
-            session.reserve_beside((*own_engines, *own_scorers))
-        # Before the engine, which takes longer to start than a reward takes to be refused.
+            session.reserve_dedicated((*own_engines, *own_scorers))
+        # Before the engine, whose start is slow, so that a wrong reward is refused early.
         self._scorer = scorer or scorer_of(session, settings, model_folder, reward_model)
         self.scores_on_a_gpu = scorer is None and scores_on_a_gpu(session, settings)
         self.generation = generation or self._engine_class(
@@ -154,7 +135,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         self._max_failed_fraction = settings.rollouts.max_failed_fraction
         self.engine = self._rollout_engine(settings)
 
-    def _rollout_engine(self, settings: RolloutSettings) -> RolloutEngine[Any]:
+    def _rollout_engine(self, settings: RolloutSettings) -> RolloutEngine:
         if self.environment is None:
             return SingleTurnRollouts(self.generation, self.tokenizer, seed=settings.seed)
         return MultiTurnRollouts(
@@ -167,24 +148,21 @@ class Sampler(AbstractContextManager["Sampler"]):
 
     @property
     def environment(self) -> EnvironmentInterface | None:
-        """What answers to the policy's turns, if anything does."""
+        """Environment that answers the policy's turns; None for single-turn rollouts."""
         scorer = self._scorer
         return scorer.environment if isinstance(scorer, EnvironmentScorer) else None
 
     @property
     def num_restarts(self) -> tuple[int, int]:
-        """How often the engine was started again, and how many actors of the environment were."""
+        """Numbers of restarts of the engine and of the environment's actors."""
         return self.generation.num_restarts, getattr(self._scorer, "num_restarts", 0)
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        """The same rollouts, each with its reward or with the error for which it has none.
+        """Returns the same rollouts, each with a reward or an error.
 
-        Where a model scores on a GPU, the engine gives its memory away first.
-
-        Raises:
-            RewardError: If more of them failed than the settings accept, or all.
+        If a model scores on a GPU, the engine frees its memory first.
         """
-        # The turns of an episode are rewarded while it goes on.
+        # The turns of an episode are rewarded as it advances.
         has_turns = self.environment is not None
         if self.scores_on_a_gpu and not has_turns:
             self.generation.finish_generation()
@@ -195,26 +173,18 @@ class Sampler(AbstractContextManager["Sampler"]):
     def post_process(
         self, rollouts: Sequence[Rollout]
     ) -> tuple[Sequence[Rollout], dict[str, float]]:
-        """What the environment, or a scorer with its method, makes of scored rollouts.
-
-        Raises:
-            RewardError: As `post_processed`.
-        """
+        """Calls `post_process_rollouts` with the environment, else with the scorer."""
         environment = self._scorer if self.environment is None else self.environment
-        return post_processed(environment, rollouts)
+        return post_process_rollouts(environment, rollouts)
 
-    def _scored(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        """The rollouts in their places; those that have not failed before are scored."""
-        if isinstance(rollouts, HeldRollouts):
-            held = rollouts.valid()
-            if isinstance(self._scorer, RolloutScorer):
-                return rollouts.with_scored(held.with_scores(self._scorer.score_rollouts(held)))
-            return rollouts.with_scored(held.with_outcomes(self._scorer.score(held)))
-        valid = [each for each in rollouts if each.error is None]
-        scored = iter(score_rollouts(self._scorer, valid))
-        return [next(scored) if each.error is None else each for each in rollouts]
+    def _scored(self, rollouts: Sequence[Rollout]) -> RemoteRollouts:
+        columns = RemoteRollouts.of(rollouts)
+        valid = columns.valid()
+        if isinstance(self._scorer, RolloutScorer):
+            return columns.with_scored(valid.with_scores(self._scorer.score_rollouts(valid)))
+        return columns.with_scored(valid.with_outcomes(self._scorer.score(valid)))
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         self._scorer.close()
-        if kind is None:  # the workers live on, and the next user may need a GPU's memory
+        if kind is None:  # the workers keep running, and the next user may need GPU memory
             self.generation.finish_generation()

@@ -1,4 +1,4 @@
-"""The scorer of a run, where it may need what a run has: its cluster, and engines on it."""
+"""The scorer of a run, which may need the run's cluster and engines on it."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -37,20 +37,14 @@ def scorer_of(
     model_folder: Path,
     reward_model: Path | None = None,
 ) -> Scorer:
-    """The scorer that the settings name, in actors where they say so.
+    """Makes the scorer of the settings, in actors if the settings ask for them.
 
     Args:
-        session: Where actors, and judges that are models of this run, live.
-        settings: The environment, and its workers.
-        model_folder: Of the policy.
-        reward_model: For an environment `reward_model` that names no model.
-
-    Raises:
-        NemoRLError: As `make_scorer` and `make_remote_scorer`.
+        reward_model: Model for an environment `reward_model` that names none.
     """
     environment, workers = settings.environment, settings.environment_workers
     cluster, models = session.cluster, model_scorers(environment)
-    has_own = any(each.own_bundles for each in models)
+    has_own = any(each.dedicated_bundles for each in models)
     needs_actors = has_reward_model(environment) and not judges_of_the_run(environment)
     if cluster.use_gpus and workers is None and needs_actors and not has_own:
         workers = _WITH_A_MODEL
@@ -74,18 +68,11 @@ def scorer_of(
 
 
 _WITH_A_MODEL = EnvironmentWorkers(rows_per_call=64, call_timeout_seconds=600.0)
-"""Of a reward model in actors, where the settings name none."""
+"""Workers of a reward model in actors if the settings name none."""
 
 
 class _Models:
-    """Starts the models that score, each group of workers once.
-
-    Args:
-        session: Where they live.
-        models: What is started, with the names of its workers.
-        reward_model: For a reward model that names none.
-        policy: The folder of the policy.
-    """
+    """Starts the models that score, each group of workers once."""
 
     def __init__(
         self,
@@ -100,34 +87,32 @@ class _Models:
         self._in_own_actors: dict[str, Scorer] = {}
 
     def judge(self, config: JudgeModel, max_new_tokens: int) -> ChatModel:
-        """A judge, asleep where others use its GPU."""
         name = self._models[config, max_new_tokens].name
         return start_judge(self._session, config, max_new_tokens, name)
 
     def reward_model(self, config: RewardModelScore) -> Scorer:
-        """A reward model in actors, or in this process where it has no GPU."""
         model, cluster = self._models[config, None], self._session.cluster
-        if not model.own_bundles and not cluster.use_gpus:
+        if not model.dedicated_bundles and not cluster.use_gpus:
             return make_scorer(config, self._reward_model, policy=self._policy)
         in_actors = partial(
             make_remote_scorer, config, reward_model=self._reward_model, policy=self._policy
         )
-        if not model.own_bundles:  # this process sees all GPUs, or none
+        if not model.dedicated_bundles:  # this process sees all GPUs, or none
             return in_actors(workers=_WITH_A_MODEL, bundles=cluster)
-        (own,) = model.own_bundles
-        if own.name not in self._in_own_actors:
-            self._in_own_actors[own.name] = in_actors(
-                workers=_WITH_A_MODEL.replace(num_workers=own.number),
-                bundles=self._session.beside(own),
-                are_own=True,
+        (bundles,) = model.dedicated_bundles
+        if bundles.name not in self._in_own_actors:
+            self._in_own_actors[bundles.name] = in_actors(
+                workers=_WITH_A_MODEL.replace(num_workers=bundles.number),
+                bundles=self._session.dedicated_cluster(bundles),
+                is_dedicated=True,
             )
-        return self._in_own_actors[own.name]
+        return self._in_own_actors[bundles.name]
 
 
 def scores_on_a_gpu(session: ClusterSession, settings: RolloutSettings) -> bool:
-    """Whether what scores computes on a GPU of the trainer's, which engines must have left."""
+    """Whether the scorer uses a GPU of the trainer, whose memory engines must free first."""
     models, workers = model_scorers(settings.environment), settings.environment_workers
-    has_colocated = any(not each.own_bundles for each in models)
+    has_colocated = any(not each.dedicated_bundles for each in models)
     takes_gpus = workers is not None and workers.use_gpus
     return session.cluster.use_gpus and (has_colocated or takes_gpus)
 
@@ -135,15 +120,9 @@ def scores_on_a_gpu(session: ClusterSession, settings: RolloutSettings) -> bool:
 def start_judge(
     session: ClusterSession, config: JudgeModel, max_new_tokens: int, name: str = "judge"
 ) -> "EngineChat":
-    """Starts vLLM workers with the judge's model, or takes over those of an earlier stage.
+    """Starts vLLM workers with the judge's model, or reuses those of an earlier stage.
 
-    On a GPU of the trainer's it is asleep then.
-
-    Args:
-        session: Where they live.
-        config: The model, and where it lies.
-        max_new_tokens: Of a reply.
-        name: Of the workers.
+    On a GPU of the trainer the judge is asleep afterwards.
     """
     folder = Path(config.model).expanduser()
     tokenizer = load_tokenizer(folder)
@@ -171,9 +150,7 @@ class EngineChat:
     """A generation engine as a `ChatModel`; greedy, so that equal questions get equal replies.
 
     Args:
-        generation: Completes questions.
-        tokenizer: The model's; its chat template opens the reply.
-        max_question_tokens: A longer question gets no reply.
+        max_question_tokens: Maximum length of a question; a longer one gets no reply.
     """
 
     def __init__(
@@ -184,26 +161,25 @@ class EngineChat:
         self._max_question_tokens = max_question_tokens
 
     def replies(self, questions: Sequence[str]) -> list[str | Exception]:
-        """One reply a question, in order, or why there is none."""
+        """Returns a reply or an exception for each question, in order."""
         prompts = [self._encoded(question) for question in questions]
-        fits = {place: ids for place, ids in enumerate(prompts) if not isinstance(ids, Exception)}
-        said = dict(zip(fits, self._complete(list(fits.values())), strict=True))
+        fits = {row: ids for row, ids in enumerate(prompts) if not isinstance(ids, Exception)}
+        replies = dict(zip(fits, self._complete(list(fits.values())), strict=True))
         return [
-            ids if isinstance(ids, Exception) else said[place] for place, ids in enumerate(prompts)
+            ids if isinstance(ids, Exception) else replies[row] for row, ids in enumerate(prompts)
         ]
 
     def _encoded(self, question: str) -> list[int] | Exception:
-        """The question's tokens, or why it cannot be asked."""
         try:
             ids = prompt_token_ids(self._tokenizer, question)
-        except DataError as error:  # One completion that cannot be quoted costs no other its reply.
+        except DataError as error:  # One bad completion must not fail the others.
             return error
         limit = self._max_question_tokens
         fits = len(ids) <= limit
         return ids if fits else ValueError(f"a question of {len(ids)} tokens; at most {limit} fit")
 
     def close(self) -> None:
-        """Nothing to end: the session keeps its workers for the next stage."""
+        """Does nothing: the session keeps its workers for the next stage."""
 
     def _complete(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         if not prompts:

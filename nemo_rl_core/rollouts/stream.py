@@ -1,7 +1,7 @@
 """Rollouts of several steps under way at once, for a trainer that does not wait for its engine.
 
-A thread of the stream's own collects what the engine has completed, steps the environment, submits
-the next requests, and hands out draws that have ended, so that episodes go on, and are scored,
+A separate thread collects completions of the engine, steps the environment, submits the next
+requests, and passes draws that have ended to `on_draw`, so that episodes advance, and are scored,
 while the model trains. The caller's thread begins steps, takes them, and updates weights. Both use
 the engine under one lock; an environment, which may be slow, is called outside of it.
 """
@@ -20,92 +20,80 @@ from nemo_rl_core.environments.interfaces import EnvironmentInterface
 from nemo_rl_core.environments.multi_turn.replies import checked_replies
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.streaming import KeptCompletion, StreamingGeneration
-from nemo_rl_core.rollouts.batch import joined
-from nemo_rl_core.rollouts.engine import (
-    CompletionResult,
-    Episode,
-    RolloutPlace,
-    as_batch,
-    held_results,
-)
+from nemo_rl_core.rollouts.engine import Episode, RolloutIndex, joined_requests, results_of
 from nemo_rl_core.rollouts.episode import MultiTurnEpisode, played_rollouts
-from nemo_rl_core.rollouts.pending import PendingRollout, PendingStep, held_rollouts
+from nemo_rl_core.rollouts.pending import PendingRollout, PendingStep, remote_rollouts
+from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.types import Prompt, Rollout
 
 _MAX_WAIT_SECONDS = 1.0
 _TURN_POLL_SECONDS, _DRAW_POLL_SECONDS = 0.05, 0.25
-"""Before each poll while no caller waits, of turns, which the environment is to answer, and of
-single turns, which are only scored: the engine must be free for new weights, and to compute."""
+"""Pauses before each poll while no caller waits: of turns that the environment answers, and of
+single turns, which are only scored. The engine must be free to compute and to take new weights."""
 _AWAITED_POLL_SECONDS = 0.001
-"""The same while a caller waits in `take`, so that it can see that the wait is over."""
+"""Pause while a caller waits in `take`, so that it soon sees that the wait is over."""
 _CLOSE_SECONDS = 5.0
 _MAX_RESTARTS_IN_A_ROW = 2
 _FOREVER = float("inf")
 T = TypeVar("T")
 OnDraw = Callable[[int, Sequence[Rollout]], Sequence[Prompt] | None]
-"""Gets a step's number and the rollouts of one of its draws; returns the prompts of the next."""
+"""Takes a step's number and the rollouts of a draw; returns the prompts of the next draw."""
 
 
 def no_more(step: int, rollouts: Sequence[Rollout]) -> None:
-    """An `OnDraw` of steps that need no further draw."""
+    """An `OnDraw` for steps that need no further draw."""
 
 
 class RolloutStream(AbstractContextManager["RolloutStream"]):
-    """Asks an engine for the rollouts of steps to come, and hands them out step by step.
+    """Requests rollouts of upcoming steps from an engine, and returns them step by step.
 
-    Steps are handed out in order, and the rollouts of a step by group and sample, whatever order
-    they came in. So what is trained on when does not depend on time; only which version of the
-    weights drew a token does, and that is in the record.
+    Steps are returned in order, and the rollouts of a step by group and sample, regardless of the
+    order in which they finish. Timing therefore does not change the training data of a step; only
+    the version of the weights that drew a token does, and the record has that version.
 
-    A lost engine is started again only in the caller's `begin`, `take` or `exclusive`: while the
-    model trains, the weights that the engine had exist no more.
+    A lost engine is restarted only in the caller's `begin`, `take` or `exclusive`: while the model
+    trains, the weights that the engine had no longer exist.
 
     Args:
-        generation: Goes on generating between calls, for this stream alone.
-        episode: Makes the `Episode` of a prompt.
-        environment: Answers the policy's turns; None for single-turn episodes.
-        seed: The run's.
-        timeout_seconds: How long `take` waits before missing rollouts are sampled once more, and
-            again before they fail; None waits for ever.
-        holds: Whether completions stay where they are made.
-        on_draw: Gets the rollouts of each draw of a step as soon as all have ended, mostly in the
-            stream's thread, and returns the prompts of the step's next draw, or None where the step
-            needs no more. By default no step does. There is one call at a time, which the
-            environment may be under way beside.
+        generation: Engine that generates between calls, only for this stream.
+        timeout_seconds: Seconds that `take` waits before it samples missing rollouts again, and
+            again before they fail; None waits forever.
+        on_draw: Called with the rollouts of each draw of a step as soon as all have ended, mostly
+            in the stream's thread; returns the prompts of the step's next draw, or None if the step
+            is complete, which is the default. There is one call at a time; the environment may
+            run in parallel.
     """
 
     def __init__(
         self,
         generation: StreamingGeneration,
-        episode: Callable[[Prompt, RolloutPlace], Episode],
+        episode: Callable[[Prompt, RolloutIndex], Episode],
         environment: EnvironmentInterface | None,
         *,
         seed: int,
         timeout_seconds: float | None = None,
-        holds: bool = False,
         on_draw: OnDraw = no_more,
     ) -> None:
-        self._generation, self._holds = generation, holds
-        generation.keeps_completions = holds
+        self._generation = generation
+        generation.keeps_completions = True
         self._new_episode = episode
         self._environment = environment
         self._seed = seed
         self._timeout_seconds = timeout_seconds
         self._on_draw = on_draw
-        self._names = count()
+        self._request_ids = count()
         self._steps: dict[int, PendingStep] = {}
         self._in_flight: dict[int, PendingRollout] = {}
         self._num_restarts = generation.num_restarts
         self._num_restarts_in_a_row = 0
-        # Guards all above, the engine, and these: until when a caller waits in `take`, whether one
-        # will soon, and what the thread has raised.
+        # Guards the engine, all attributes above, and the four below.
         self._lock = threading.Condition()
-        self._deadline: float | None = None
-        self._polls_next = False
-        self._lost: WorkerLostError | None = None
-        self._failure: BaseException | None = None
-        # Guard the environment and `on_draw`; where several locks are needed, `on_draw`'s is taken
-        # first, and that of the engine last.
+        self._deadline: float | None = None  # until which a caller waits in `take`
+        self._polls_next = False  # the thread polls without a pause
+        self._lost: WorkerLostError | None = None  # an engine that is not restarted yet
+        self._failure: BaseException | None = None  # of the thread
+        # Guard the environment and `on_draw`. Locks are acquired in the order `_draw_lock`,
+        # `_environment_lock`, `_lock`.
         self._environment_lock = threading.Lock()
         self._draw_lock = threading.Lock()
         self._is_closed = False
@@ -123,11 +111,8 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         """Submits a step's rollouts and returns at once.
 
         Args:
-            prompts: `P` prompts.
-            num_generations_per_prompt: G.
-            step: Not begun before.
-            next_version: Begins them with the weights of this version, which the caller hands to
-                the engine next. A lost engine is then left to that.
+            next_version: Version of the weights that the rollouts begin with, which the caller
+                sends to the engine next. That call then restarts a lost engine, not this one.
         """
         may_restart = next_version is None
         with self._lock:
@@ -141,101 +126,96 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
     def _begin_draw(
         self, step: int, prompts: Sequence[Prompt], *, may_restart: bool, first_version: int = 0
     ) -> None:
-        """Submits further rollouts of a step, whose groups follow those of its draws before."""
-        wanted = self._steps[step]
-        places = [
-            (prompt, RolloutPlace(self._seed, step, group, sample))
-            for group, prompt in enumerate(prompts, start=wanted.num_prompts)
-            for sample in range(wanted.num_generations_per_prompt)
+        """Submits further rollouts of a step, whose groups follow those of its earlier draws."""
+        pending = self._steps[step]
+        requested = [
+            (prompt, RolloutIndex(self._seed, step, group, sample))
+            for group, prompt in enumerate(prompts, start=pending.num_prompts)
+            for sample in range(pending.num_generations_per_prompt)
         ]
-        wanted.num_prompts += len(prompts)
-        wanted.draw = [PendingRollout(*each, self._new_episode(*each)) for each in places]
-        self._submit(wanted.draw, may_restart=may_restart, first_version=first_version)
+        pending.num_prompts += len(prompts)
+        pending.draw = [PendingRollout(*each, self._new_episode(*each)) for each in requested]
+        self._submit(pending.draw, may_restart=may_restart, first_version=first_version)
 
-    def look(self) -> None:
-        """Has the thread poll at once, for a caller that will take a step soon; returns at once.
+    def poll_soon(self) -> None:
+        """Makes the thread poll now, for a caller that will take a step soon; returns at once.
 
-        What has ended since the last poll is then handed out beside what the caller does before.
+        Rollouts that have ended since the last poll are then processed in parallel to the caller.
         """
         with self._lock:
             self._polls_next = self._must_poll()
             self._lock.notify_all()
 
     def take(self, step: int) -> Sequence[Rollout]:
-        """Waits until a step needs no further draw, while those of later steps go on.
+        """Waits until a step needs no further draw; later steps continue.
 
         Returns:
-            All that were begun, by group and sample; one that never came has an error.
+            All rollouts that were begun, by group and sample; one that never arrived has an error.
 
         Raises:
-            WorkerLostError: If the engine's worker is lost time and again before it completes
-                anything.
-            Exception: What `on_draw` has raised for this step.
+            WorkerLostError: If the engine's worker is lost repeatedly before it completes anything.
+            Exception: If `on_draw` has raised it for this step.
         """
         with self._lock:
-            self._resubmit_after_restart(may_restart=True)  # of what a lost engine has kept, too
-            wanted = self._steps[step]
+            self._resubmit_after_restart(may_restart=True)  # and completions that were kept
+            pending = self._steps[step]
         try:
-            while not self._is_drawn(wanted):
+            while not self._wait_until_drawn(pending):
                 self._end_draws()
         finally:
             with self._lock:
                 self._deadline = None
                 del self._steps[step]
-        if wanted.failure is not None:
-            raise wanted.failure
-        return joined(wanted.drawn)
+        if pending.failure is not None:
+            raise pending.failure
+        return RemoteRollouts.joined(pending.drawn)
 
     def _rollouts_of(
         self, draw: Sequence[PendingRollout], *, may_restart: bool
-    ) -> Sequence[Rollout] | None:
-        """The rollouts of a draw, all of which have ended; held ones by reference.
+    ) -> RemoteRollouts | None:
+        """Returns the rollouts of a draw that has ended.
 
-        None where an engine is lost with what it kept: some have then not ended any more.
+        Returns None if an engine is lost with completions that it kept, which then start again.
         """
-        if not self._holds:
-            return [each.rollout() for each in draw]
         if self._environment is not None:
-            return played_rollouts([each.asked for each in draw], [each.played() for each in draw])
+            return played_rollouts(
+                [each.requested for each in draw], [each.played() for each in draw]
+            )
         kept = dict(each.kept for each in draw if each.kept is not None)
         completions = self._call_engine(
-            partial(self._generation.hand_over, kept), may_restart=may_restart
+            partial(self._generation.take_remotely, kept), may_restart=may_restart
         )
-        return None if completions is None else held_rollouts(draw, completions)
+        return None if completions is None else remote_rollouts(draw, completions)
 
-    def _is_drawn(self, wanted: PendingStep) -> bool:
-        """Waits until a step needs no further draw; each may take until a deadline of its own.
+    def _wait_until_drawn(self, pending: PendingStep) -> bool:
+        """Waits until a step needs no further draw; each draw has a separate deadline.
 
         Returns:
-            False where a draw has ended though the stream's thread did not look: it may wait for a
-            reward or for the environment just then, and hand nothing out.
+            False if a draw has ended that the stream's thread did not process, because it waits
+            for a reward or for the environment.
         """
         with self._lock:
-            draw, self._deadline = wanted.draw, self._new_deadline()
+            draw, self._deadline = pending.draw, self._new_deadline()
             self._lock.notify_all()
-            while not wanted.is_drawn:
+            while not pending.is_drawn:
                 if self._failure is not None:
                     raise self._failure
                 left = self._deadline - time.monotonic()
-                if left > 0 and wanted.draw is draw:
+                if left > 0 and pending.draw is draw:
                     self._lock.wait(min(left, _MAX_WAIT_SECONDS))
                     continue
-                if left <= 0 and wanted.missing:
+                if left <= 0 and pending.missing:
                     if self._environment is None:
                         self._poll()  # the thread does not while it scores another step's draw
-                    self._retry(wanted.missing)
-                    if wanted.has_ended_draw:
+                    self._retry(pending.missing)
+                    if pending.has_ended_draw:
                         return False
-                draw, self._deadline = wanted.draw, self._new_deadline()
+                draw, self._deadline = pending.draw, self._new_deadline()
             return True
 
     @contextmanager
     def exclusive(self, *, with_environment: bool = False) -> Generator[None]:
-        """Holds the engine, for new weights or a restart.
-
-        Args:
-            with_environment: Hold the environment too, once a step under way has returned.
-        """
+        """Locks the engine, for new weights or a restart."""
         if with_environment:
             with self._environment_lock, self._lock:
                 yield
@@ -245,14 +225,14 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
 
     @contextmanager
     def environment_alone(self) -> Generator[None]:
-        """Waits until a step of the environment under way has returned, and lets none begin."""
+        """Waits until a step of the environment under way returns, and blocks further ones."""
         with self._environment_lock:
             yield
 
     def close(self) -> None:
-        """Ends the thread; what is under way is forgotten, and given up by the engine's next user.
+        """Ends the thread and drops all requests; the engine's next user cancels them.
 
-        Waits no longer than some seconds for an environment, or an engine, that hangs.
+        Waits only some seconds for an environment, or an engine, that hangs.
         """
         self._is_closed = True
         if self._lock.acquire(timeout=_CLOSE_SECONDS):
@@ -264,7 +244,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         self.close()
 
     def _run(self) -> None:
-        """The thread: polls the engine, steps the environment, submits the next turns."""
+        """Polls the engine, steps the environment and submits the next turns, in the thread."""
         try:
             while True:
                 with self._lock:
@@ -283,8 +263,8 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 self._end_draws()
                 with self._lock:
                     self._lock.notify_all()
-        # Named fault boundary: an exception in a thread would be lost, and `SystemExit`, as of a
-        # user's hook, without a word; `take` raises it.
+        # Broad on purpose: an exception in a thread would be lost, a `SystemExit` of a user's hook
+        # even silently; `take` raises it.
         except BaseException as error:  # noqa: BLE001 (raised by take)
             with self._lock:
                 self._failure = error
@@ -298,45 +278,46 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         return self._is_closed or self._polls_next or self._deadline is not None
 
     def _must_poll(self) -> bool:
-        """Whether there may be completions, which nobody waits for while the engine is lost."""
+        """Whether there may be completions; not while the engine is lost and no caller waits."""
         is_awaited = self._deadline is not None
         return bool(self._in_flight or self._ended_draws()) and (is_awaited or self._lost is None)
 
     def _ended_draws(self) -> list[int]:
-        """The steps of draws that `on_draw` has not got yet."""
-        return [step for step, wanted in self._steps.items() if wanted.has_ended_draw]
+        """Returns the steps whose draw has ended and was not passed to `on_draw` yet."""
+        return [step for step, pending in self._steps.items() if pending.has_ended_draw]
 
     def _end_draws(self) -> None:
-        """Hands out draws that have ended, and begins those that their steps need next."""
+        """Passes draws that have ended to `on_draw`, and begins the next draws."""
         with self._lock:
             ended = self._ended_draws()
         for step in ended:
             with self._lock:
                 may_restart = self._deadline is not None
-                self._resubmit_after_restart(may_restart=may_restart)  # new engines kept nothing
-                wanted = self._steps.get(step)
-                if self._is_closed or wanted is None or not wanted.has_ended_draw:
-                    continue  # its caller has gone, or an engine was lost with what it kept
-                found = self._rollouts_of(wanted.draw, may_restart=may_restart)
-                if found is None:
+                # A restarted engine has kept no completions.
+                self._resubmit_after_restart(may_restart=may_restart)
+                pending = self._steps.get(step)
+                if self._is_closed or pending is None or not pending.has_ended_draw:
+                    continue  # its caller has left, or an engine was lost with the draw
+                rollouts = self._rollouts_of(pending.draw, may_restart=may_restart)
+                if rollouts is None:
                     continue
-                wanted.drawn.append(found)
-                wanted.draw = []
+                pending.drawn.append(rollouts)
+                pending.draw = []
             more = None
             try:
                 with self._draw_lock:
-                    more = self._on_draw(step, found)
-            # Named fault boundary: it is the step's, whose turn may not have come.
+                    more = self._on_draw(step, rollouts)
+            # Broad on purpose: `take` raises the error for its step.
             except Exception as error:  # noqa: BLE001 (raised by take)
-                wanted.failure = error
+                pending.failure = error
             with self._lock:
                 if more is not None and step in self._steps:
                     self._begin_draw(step, more, may_restart=self._deadline is not None)
                 else:
-                    wanted.is_drawn = True
+                    pending.is_drawn = True
 
     def _poll(self) -> list[PendingRollout]:
-        """Rollouts with a new completion, which is now part of their episode."""
+        """Adds new completions to their episodes; returns the rollouts that got one."""
         wait_seconds = 0.0
         if self._deadline is not None:
             wait_seconds = max(0.0, min(self._deadline - time.monotonic(), _MAX_WAIT_SECONDS))
@@ -345,43 +326,37 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             may_restart=self._deadline is not None,
         )
         completed, turns = [], {}
-        for name, made in answers or []:
-            pending = self._in_flight.get(name)
+        for request_id, made in answers or []:
+            pending = self._in_flight.get(request_id)
             if pending is None:
-                continue  # given up, and finished in the same moment
+                continue  # cancelled, but finished at the same time
             self._num_restarts_in_a_row = 0
-            if isinstance(made, KeptCompletion) and self._environment is not None:
-                turns[name] = made
+            assert isinstance(made, KeptCompletion)
+            if self._environment is not None:
+                turns[request_id] = made
                 continue
-            del self._in_flight[name]
-            if isinstance(made, KeptCompletion):
-                pending.kept = name, made
-            else:
-                pending.episode.add_completion(
-                    CompletionResult(
-                        made.token_ids, made.logprobs, made.truncated, made.weight_versions
-                    )
-                )
+            del self._in_flight[request_id]
+            pending.kept = request_id, made
             completed.append(pending)
         return completed + self._take_turns(turns)
 
     def _take_turns(self, kept: dict[int, KeptCompletion]) -> list[PendingRollout]:
-        """Has engines put turns into the object store, and adds them to their episodes.
+        """Makes engines put turns into the object store, and adds these to their episodes.
 
-        Those of a lost engine stay under way, and are asked for again.
+        The turns of a lost engine stay under way and are requested again.
         """
         if not kept:
             return []
-        requests = {name: self._in_flight[name].episode.request() for name in kept}
-        before = {name: each.before.row for name, each in requests.items() if each.before}
+        requests = {each: self._in_flight[each].episode.request() for each in kept}
+        before = {key: each.before.row for key, each in requests.items() if each.before}
         completions = self._call_engine(
-            partial(self._generation.hand_over, kept, before),
+            partial(self._generation.take_remotely, kept, before),
             may_restart=self._deadline is not None,
         )
         if completions is None:
             return []
-        completed = [self._in_flight.pop(name) for name in kept]
-        for pending, turn in zip(completed, held_results(completions), strict=True):
+        completed = [self._in_flight.pop(each) for each in kept]
+        for pending, turn in zip(completed, results_of(completions), strict=True):
             pending.episode.add_completion(turn)
         return completed
 
@@ -400,32 +375,34 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         with self._lock:
             for (_, episode), reply in zip(episodes, replies, strict=True):
                 episode.add_observation(reply)
-            # Not those that were retried, or have failed, during the environment's step.
-            go_on = [each for each, episode in episodes if each.episode is episode]
+            # Without episodes that were retried, or failed, during the environment's step.
+            live = [each for each, episode in episodes if each.episode is episode]
             self._submit(
-                [each for each in go_on if not each.is_over],
+                [each for each in live if not each.is_over],
                 may_restart=self._deadline is not None,
             )
 
     def _submit(
         self, pending: Sequence[PendingRollout], *, may_restart: bool, first_version: int = 0
     ) -> None:
-        # The engine's next user has names from 0 on as well: after a slow reward or environment, a
-        # closed stream must not ask for anything under them.
+        # The engine's next user counts request ids from 0 as well: after a slow reward or
+        # environment, a closed stream must not submit requests with the same ids.
         if not pending or self._is_closed:
             return
-        names = [next(self._names) for _ in pending]
-        self._in_flight.update(zip(names, pending, strict=True))
-        requests = as_batch([each.episode.request() for each in pending])
-        # Later turns and further draws come before what later steps have asked for.
-        requests["priorities"] = torch.tensor([each.place.step for each in pending])
-        submit = partial(self._generation.submit, names, requests, first_version=first_version)
+        request_ids = [next(self._request_ids) for _ in pending]
+        self._in_flight.update(zip(request_ids, pending, strict=True))
+        requests = joined_requests([each.episode.request() for each in pending]).batch()
+        # Later turns and further draws come before the requests of later steps.
+        requests["priorities"] = torch.tensor([each.index.step for each in pending])
+        submit = partial(
+            self._generation.submit, request_ids, requests, first_version=first_version
+        )
         self._call_engine(submit, may_restart=may_restart)
 
     def _call_engine(self, call: Callable[[], T], *, may_restart: bool) -> T | None:
-        """What a call of the engine returns; None where its worker is lost.
+        """Calls the engine; returns None if its worker is lost.
 
-        The worker is then restarted, now or, without `may_restart`, by the next call that may.
+        The worker is then restarted now or, without `may_restart`, by the next call that may.
         """
         returned = None
         try:
@@ -442,10 +419,10 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         return returned
 
     def _resubmit_after_restart(self, *, may_restart: bool) -> None:
-        """Submits all requests again if the worker is new, which knows of none."""
+        """Submits all requests again if the worker is new."""
         is_new = self._generation.num_restarts > self._num_restarts
         if may_restart and self._lost is not None and not is_new:
-            # It lives, and was out of reach for one call, with which completions may have gone.
+            # The worker is alive, but was unreachable for one call that may have lost completions.
             self._generation.restart(self._lost)
         if self._generation.num_restarts > self._num_restarts:
             self._num_restarts, self._lost = self._generation.num_restarts, None
@@ -459,18 +436,18 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             self._submit([*unanswered, *kept], may_restart=may_restart)
 
     def _retry(self, missing: Sequence[PendingRollout]) -> None:
-        """Samples rollouts again from their first token, or fails those of the second attempt."""
-        names = {id(each): name for name, each in self._in_flight.items()}
-        stuck = [names[id(each)] for each in missing if id(each) in names]
-        for name in stuck:
-            del self._in_flight[name]
+        """Samples rollouts again from their first token; fails them after the second attempt."""
+        id_of = {id(each): request_id for request_id, each in self._in_flight.items()}
+        stuck = [id_of[id(each)] for each in missing if id(each) in id_of]
+        for request_id in stuck:
+            del self._in_flight[request_id]
         self._call_engine(lambda: self._generation.cancel(stuck), may_restart=True)
         for each in missing:
             if each.num_attempts > 1:
                 each.failure = f"no answer within {self._timeout_seconds:g} s, twice"
             else:
                 each.num_attempts += 1
-                each.episode = self._new_episode(each.prompt, each.place)
+                each.episode = self._new_episode(each.prompt, each.index)
         again = [each for each in missing if each.failure is None]
         self._submit(again, may_restart=True)
 

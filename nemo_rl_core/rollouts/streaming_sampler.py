@@ -1,14 +1,12 @@
 """A sampler for a trainer that does not wait for its engine."""
 
-from functools import partial
-
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.rollouts.stream import OnDraw, RolloutStream, no_more
 
 
 class StreamingSampler(Sampler):
-    """A `Sampler` whose engine goes on generating between calls."""
+    """A `Sampler` whose engine keeps generating between calls."""
 
     _engine_class = StreamingGeneration
     generation: StreamingGeneration
@@ -19,18 +17,16 @@ class StreamingSampler(Sampler):
         *,
         seed: int,
         timeout_seconds: float | None = None,
-        holds: bool = False,
         on_draw: OnDraw = no_more,
     ) -> RolloutStream:
-        """Rollouts of steps to come, as `RolloutStream` has it; there is one at a time."""
+        """Opens a `RolloutStream`; there is one at a time."""
         self._close_stream()
         self._stream = RolloutStream(
             self.generation,
-            partial(self.engine.episode, holds=holds),
+            self.engine.episode,
             self.environment,
             seed=seed,
             timeout_seconds=timeout_seconds,
-            holds=holds,
             on_draw=on_draw,
         )
         return self._stream

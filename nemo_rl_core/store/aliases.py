@@ -1,9 +1,6 @@
-"""Names of models that move: `production`, `staging`. Each has the record of all its moves.
+"""Movable names of models, such as `production` and `staging`, with the record of their moves.
 
-The records lie in `aliases/` of the store, or where `NEMO_RL_ALIASES` says, which may be a folder
-of an object store that machines and a cluster share. A stage of a run decides whether its candidate
-is better (`tasks/promote.py`), and moves the alias that its recipe names. People and services move
-others.
+They are in `aliases/` of the store or in `NEMO_RL_ALIASES`, which may be in an object store.
 """
 
 import json
@@ -25,24 +22,15 @@ from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 
 PREFIX = "alias:"
-"""What a model's name begins with that is looked up here."""
 ALIASES = "NEMO_RL_ALIASES"
-"""The variable with a folder, or an address of an object store, in place of the store's own."""
 
 _NAME = re.compile(ALIAS_NAME)
-_MARK = ".json"
+_SUFFIX = ".json"
 
 
 @dataclass(frozen=True)
 class AliasMove:
-    """One move of an alias.
-
-    Attributes:
-        model: The artifact: its name in the store, a folder elsewhere, or an address.
-        content_hash: Of the artifact, as its manifest has it.
-        stage: What made it.
-        since: When the alias came to mean it, in ISO 8601.
-    """
+    """One move of an alias to an artifact: its name in the store, a folder, or an address."""
 
     model: str
     content_hash: str
@@ -52,99 +40,86 @@ class AliasMove:
 
 @dataclass(frozen=True)
 class Alias:
-    """A name, and what it has meant, the present last."""
+    """A name with its moves, the current one last."""
 
     name: str
     moves: tuple[AliasMove, ...]
 
     @property
     def current(self) -> AliasMove:
-        """What it means."""
+        """The model that it refers to."""
         return self.moves[-1]
 
     @property
     def former(self) -> AliasMove | None:
-        """What it meant before."""
+        """The model that it referred to before; None for the first."""
         return self.moves[-2] if len(self.moves) > 1 else None
 
 
 class Aliases:
-    """The aliases of a store, or of a place that several share.
-
-    Args:
-        store: Whose artifacts are meant by their names.
-        place: A folder or an address; None is that of the environment, else `aliases/` in it.
+    """The aliases of a store, or of a location that several stores share.
 
     Example:
         >>> Aliases(Store.default()).move("production", "export-1a2b")   # doctest: +SKIP
     """
 
-    def __init__(self, store: Store, place: str | None = None) -> None:
+    def __init__(self, store: Store, location: str | None = None) -> None:
         self._store = store
-        own = str(store.root / "aliases")
-        self._place = place or os.environ.get(ALIASES) or own
-        self._is_remote = remote.is_remote(self._place)
-        self._is_shared = self._place != own
+        default = str(store.root / "aliases")
+        self._location = location or os.environ.get(ALIASES) or default
+        self._is_remote = remote.is_remote(self._location)
+        self._is_shared = self._location != default
 
     def names(self) -> list[str]:
         """All aliases, sorted."""
         if self._is_remote:
-            found = remote.names(self._place)
+            files = remote.names(self._location)
         else:
-            folder = Path(self._place).expanduser()
-            found = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        own = (name.removesuffix(_MARK) for name in found if name.endswith(_MARK))
-        return sorted(name for name in own if _NAME.fullmatch(name))
+            folder = Path(self._location).expanduser()
+            files = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        aliases = (name.removesuffix(_SUFFIX) for name in files if name.endswith(_SUFFIX))
+        return sorted(name for name in aliases if _NAME.fullmatch(name))
 
     def get(self, name: str) -> Alias:
-        """An alias with its moves.
-
-        Raises:
-            StoreError: If there is none of that name, or its record cannot be read.
-        """
+        """Returns an alias with its moves."""
         moves = self._read(name)
         if not moves:
             raise StoreError(
-                f"there is no alias {name!r} in {self._place}",
+                f"there is no alias {name!r} in {self._location}",
                 expected=f"one of {', '.join(self.names())}" if self.names() else "an alias",
                 got=name,
-                fix=f"make it: nemo-rl promote MODEL {name}; or set {ALIASES} to where it lies",
+                fix=f"create it: nemo-rl promote MODEL {name}; or set {ALIASES} to its location",
             )
         return Alias(name, moves)
 
     def move(self, name: str, model: str) -> Alias:
-        """Lets an alias mean a model; nothing changes where it does so already.
-
-        Args:
-            name: Lower-case letters, digits, `_`, `-` and `.`.
-            model: An artifact of the store by its name, a folder of an artifact, or its address.
-
-        Raises:
-            StoreError: If that is no artifact with a model, or the name is none.
-        """
+        """Points an alias to a model: the name, folder or address of an artifact; idempotent."""
         if not _NAME.fullmatch(name):
             raise StoreError(
-                f"{name!r} is no name for an alias",
+                f"{name!r} is not a valid name for an alias",
                 expected="lower-case letters, digits, '_', '-' and '.', such as production",
                 got=name,
             )
-        known, manifest = self._artifact(model)
-        with self._alone():
+        recorded_name, manifest = self._artifact(model)
+        with self._locked():
             moves = self._read(name)
             if not moves or (moves[-1].model, moves[-1].content_hash) != (
-                known,
+                recorded_name,
                 manifest.content_hash,
             ):
                 now = datetime.now(UTC).isoformat(timespec="seconds")
-                moves = (*moves, AliasMove(known, manifest.content_hash, manifest.stage, now))
+                moves = (
+                    *moves,
+                    AliasMove(recorded_name, manifest.content_hash, manifest.stage, now),
+                )
                 self._write(name, moves)
         return Alias(name, moves)
 
     def refuse_folder(self, folder: str) -> None:
-        """Raises StoreError if aliases are in a bucket, where none can mean a local folder."""
+        """Raises StoreError if aliases are in a bucket, which cannot refer to local folders."""
         if self._is_remote:
             raise StoreError(
-                f"aliases in {self._place} cannot mean a folder of this machine",
+                f"aliases in {self._location} cannot refer to a folder of this machine",
                 expected="the address of an artifact, such as s3://BUCKET/export-1a2b",
                 got=folder,
                 fix="copy the folder into the bucket and name its address: nemo-rl promote "
@@ -153,11 +128,7 @@ class Aliases:
             )
 
     def located(self, name: str) -> str:
-        """The transformers folder that an alias means now, as a path or an address.
-
-        Raises:
-            StoreError: If there is no such alias, or its artifact is gone or another one by now.
-        """
+        """Returns the transformers folder that an alias refers to, as a path or an address."""
         current = self.get(name).current
         if remote.is_remote(current.model):
             _, manifest = self._artifact(current.model)
@@ -175,15 +146,15 @@ class Aliases:
             manifest = Manifest.read(path)
         if manifest.content_hash != current.content_hash:
             raise StoreError(
-                f"the model of the alias {name!r} is another one than was promoted",
+                f"the model of the alias {name!r} is not the one that was promoted",
                 expected=current.content_hash,
                 got=manifest.content_hash,
-                fix=f"if that is meant: nemo-rl promote {current.model} {name}",
+                fix=f"if this is intended: nemo-rl promote {current.model} {name}",
             )
         return folder
 
     def artifacts(self) -> Iterator[str]:
-        """What aliases mean and meant before, so that neither is removed from a store."""
+        """Yields the current and former models of all aliases, to be kept in a store."""
         for name in self.names():
             alias = self.get(name)
             for each in (alias.current, alias.former):
@@ -198,7 +169,6 @@ class Aliases:
         return Path(model).expanduser()
 
     def _artifact(self, model: str) -> tuple[str, Manifest]:
-        """What is written down of a model, and its manifest."""
         if remote.is_remote(model):
             address = model.rstrip("/").removesuffix("/model")
             remote.read(f"{address}/model/config.json")
@@ -208,25 +178,25 @@ class Aliases:
         folder = folder.parent if folder.name == "model" else folder
         if not (folder / MANIFEST).is_file() or not (folder / "model" / "config.json").is_file():
             raise StoreError(
-                f"{model} is no artifact with a model",
-                expected=f"a folder with {MANIFEST} and model/config.json, as a run exports it",
+                f"{model} is not an artifact with a model",
+                expected=f"a folder with {MANIFEST} and model/config.json, as exported by a run",
                 got="not both in " + str(folder),
                 fix="name an artifact of `nemo-rl runs RUN`, its folder, or its address",
             )
         self.refuse_folder(str(folder))
-        # A store may be moved, and a shared folder of aliases is read beside other stores.
-        is_own = folder.parent == self._store.artifacts.resolve() and not self._is_shared
-        return folder.name if is_own else str(folder), Manifest.read(folder)
+        # A store may be moved, and shared aliases are read with other stores.
+        is_in_store = folder.parent == self._store.artifacts.resolve() and not self._is_shared
+        return folder.name if is_in_store else str(folder), Manifest.read(folder)
 
-    def _alone(self) -> AbstractContextManager[None]:
+    def _locked(self) -> AbstractContextManager[None]:
         if self._is_remote:
-            return nullcontext()  # object stores have no locks: of two moves at once, one is kept
-        folder = Path(self._place).expanduser()
+            return nullcontext()  # object stores have no locks: one of two concurrent moves is lost
+        folder = Path(self._location).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-        return locks.held(folder / ".lock", "promote")
+        return locks.locked(folder / ".lock", "promote")
 
     def _path(self, name: str) -> str:
-        return f"{self._place.rstrip('/')}/{name}{_MARK}"
+        return f"{self._location.rstrip('/')}/{name}{_SUFFIX}"
 
     def _read(self, name: str) -> tuple[AliasMove, ...]:
         if not _NAME.fullmatch(name):
@@ -234,8 +204,8 @@ class Aliases:
         path = self._path(name)
         try:
             if self._is_remote:
-                found = f"{name}{_MARK}" in remote.names(self._place)
-                text = remote.read(path) if found else b"[]"
+                exists = f"{name}{_SUFFIX}" in remote.names(self._location)
+                text = remote.read(path) if exists else b"[]"
             else:
                 local = Path(path).expanduser()
                 text = local.read_bytes() if local.is_file() else b"[]"
@@ -258,11 +228,7 @@ class Aliases:
 
 
 def located(name: str) -> str:
-    """The folder or address of a model whose name may be an alias; other names as they are.
-
-    Raises:
-        StoreError: As for `Aliases.located`.
-    """
+    """Resolves a model's name if it is an alias; returns other names unchanged."""
     if not name.startswith(PREFIX):
         return name
     return Aliases(Store.default()).located(name.removeprefix(PREFIX))

@@ -1,4 +1,4 @@
-"""Ancestors of an artifact: written beside its manifest, and read back as a tree."""
+"""Ancestors of an artifact: written next to its manifest and read back as a tree."""
 
 import json
 from collections import deque
@@ -18,10 +18,8 @@ class Ancestor:
 
     Attributes:
         depth: 1 for a parent, 2 for its parent.
-        ref: The reference in its child's manifest.
-        state: "changed" if its folder holds another artifact or manifest; "recorded" if its files
+        state: "changed" if its folder has another artifact or manifest; "recorded" if its files
             are not on this machine, but its manifest is in `ancestors.json`.
-        manifest: None unless found or recorded.
     """
 
     depth: int
@@ -31,17 +29,13 @@ class Ancestor:
 
 
 def write_ancestors(folder: Path, parents: Iterable[Path]) -> None:
-    """Writes `ancestors.json` of an artifact from the manifests of its parents and their ancestors.
-
-    Raises:
-        StoreError: If a parent has no valid manifest, or the disk refuses.
-    """
-    known: dict[str, Manifest] = {}
+    """Writes `ancestors.json` from the manifests of the parents and their ancestors."""
+    manifests: dict[str, Manifest] = {}
     for parent in parents:
-        known |= recorded_ancestors(parent)
+        manifests |= recorded_ancestors(parent)
         manifest = Manifest.read(parent)
-        known[manifest.ref(parent).key] = manifest
-    dumped = {key: known[key].model_dump(mode="json") for key in sorted(known)}
+        manifests[manifest.ref(parent).key] = manifest
+    dumped = {key: manifests[key].model_dump(mode="json") for key in sorted(manifests)}
     write_atomic(folder / ANCESTORS, json.dumps(dumped, indent=1) + "\n")
 
 
@@ -55,45 +49,36 @@ def recorded_ancestors(folder: Path) -> dict[str, Manifest]:
 
 
 def ancestry_of(folder: Path) -> list[Ancestor]:
-    """Returns every ancestor of an artifact once, nearest first, from disk or `ancestors.json`.
-
-    Raises:
-        StoreError: If the folder has no valid manifest.
-    """
+    """Returns every ancestor of an artifact once, nearest first, from disk or `ancestors.json`."""
     return ancestry(Manifest.read(folder), recorded_ancestors(folder))
 
 
 def ancestry(manifest: Manifest, recorded: Mapping[str, Manifest] | None = None) -> list[Ancestor]:
-    """Returns every ancestor once, nearest first; a missing one ends its branch.
-
-    Args:
-        manifest: Manifest of the artifact.
-        recorded: `recorded_ancestors` of it, for ancestors that are not on this machine.
-    """
-    found: list[Ancestor] = []
+    """Returns every ancestor once, nearest first; a missing one ends its branch."""
+    ancestors: list[Ancestor] = []
     seen: set[tuple[str, str]] = set()
-    waiting = deque((1, parent) for parent in manifest.parents)
-    while waiting:
-        depth, ref = waiting.popleft()
+    queue = deque((1, parent) for parent in manifest.parents)
+    while queue:
+        depth, ref = queue.popleft()
         # One artifact has a different path in each pod.
         identity = (ref.key, "" if ref.name else ref.path)
         if identity in seen:
             continue
         seen.add(identity)
         ancestor = _look_up(depth, ref, recorded or {})
-        found.append(ancestor)
+        ancestors.append(ancestor)
         if ancestor.manifest is not None:
-            waiting.extend((depth + 1, parent) for parent in ancestor.manifest.parents)
-    return found
+            queue.extend((depth + 1, parent) for parent in ancestor.manifest.parents)
+    return ancestors
 
 
 def _look_up(depth: int, ref: ParentRef, recorded: Mapping[str, Manifest]) -> Ancestor:
     folder = Path(ref.path)
     if not (folder / MANIFEST).is_file():
-        known = recorded.get(ref.key)
-        if known is not None and not ref.is_of(known):
+        record = recorded.get(ref.key)
+        if record is not None and not ref.is_of(record):
             return Ancestor(depth, ref, "changed")
-        return Ancestor(depth, ref, "recorded" if known else "missing", known)
+        return Ancestor(depth, ref, "recorded" if record else "missing", record)
     try:
         manifest = Manifest.read(folder)
     except StoreError:

@@ -1,9 +1,7 @@
-"""What is no part of a stage's result, and so of no digest of its source.
+"""Modules that do not affect a stage's result and so are left out of digests of its source.
 
-`tests/unit/store/test_digest_scope.py` holds the lists to what they claim: it names everything that
-modules in a key take from those that only report, and what that returns.
-`tests/workflows/test_opened_sources.py` runs stages, looks at every file of the project that any of
-their processes opens, and runs them again with reports that are wrong.
+`tests/unit/store/test_digest_scope.py` checks the lists; `tests/workflows/test_opened_sources.py`
+runs stages and checks every file of the project that their processes open.
 """
 
 REPORTING = frozenset(
@@ -18,18 +16,14 @@ REPORTING = frozenset(
         *("nemo_rl_core.telemetry.budget", "nemo_rl_core.telemetry.cost"),
         *("nemo_rl_core.telemetry.curves", "nemo_rl_core.telemetry.decks"),
         *("nemo_rl_core.telemetry.display", "nemo_rl_core.telemetry.display_lines"),
-        *("nemo_rl_core.telemetry.events", "nemo_rl_core.telemetry.gpu_seconds"),
-        "nemo_rl_core.telemetry.gpu_use",
-        *("nemo_rl_core.telemetry.intervals", "nemo_rl_core.telemetry.live_display"),
-        *("nemo_rl_core.telemetry.logger_facade", "nemo_rl_core.telemetry.machine_sampler"),
-        "nemo_rl_core.telemetry.nvml",
+        *("nemo_rl_core.telemetry.events", "nemo_rl_core.telemetry.gpu_use"),
+        *("nemo_rl_core.telemetry.intervals", "nemo_rl_core.telemetry.logger_facade"),
         *("nemo_rl_core.telemetry.timer", "nemo_rl_core.telemetry.trackers"),
         *("nemo_rl_core.telemetry.tracking", "nemo_rl_core.telemetry.usage"),
-        *("nemo_rl_core.telemetry.waiting", "nemo_rl_core.trainers.peer_arguments"),
+        *("nemo_rl_core.telemetry.waiting", "nemo_rl_core.trainers.fit.peer_arguments"),
     ]
 )
-"""They tell of the run, in texts, pictures, times and costs; what they return becomes no number of
-a result."""
+"""Modules that report on the run (texts, plots, times, costs) and do not affect its result."""
 
 MACHINERY = frozenset(
     [
@@ -41,11 +35,11 @@ MACHINERY = frozenset(
         *("nemo_rl_core.store.shown_texts", "nemo_rl_core.store.source_digest"),
         *("nemo_rl_core.store.source_files", "nemo_rl_core.store.store"),
         "nemo_rl_core.store.watching",
-        "tasks.platform",
+        *("tasks.flyte", "tasks.local_run", "tasks.plan_tasks", "tasks.planning", "tasks.pods"),
+        *("tasks.ray_cluster", "tasks.stage"),
     ]
 )
-"""They decide on machines, containers, folders and keys: where a result is made and how it is
-known, and not what it is."""
+"""Modules that choose machines, containers, folders and keys, but do not affect results."""
 
 NOT_OF_THE_RESULT = REPORTING | MACHINERY
 
@@ -54,11 +48,10 @@ RECORDS_ARE_THE_RESULT = {
         ["nemo_rl_core.store.ancestry", "nemo_rl_core.store.manifest"]
     )
 }
-"""Stages whose result is made of records, by module: what reads them counts there."""
+"""Modules of stages that compute results from records, with the readers that count there."""
 
 MINOR_VERSION_COUNTS = frozenset(["flytekit"])
-"""Packages that carry inputs and results and compute nothing: of their versions, the first two
-numbers count."""
+"""Packages that only transport inputs and results: only major and minor version count."""
 
 NOT_RUN_BY_STAGES = {
     "nemo_rl_core.algorithms.dpo": {
@@ -73,18 +66,17 @@ NOT_RUN_BY_STAGES = {
     },
     "nemo_rl_core.trainers.base": {
         "nemo_rl_core.models.policy.pretrained",
-        "nemo_rl_core.trainers.defaults",
-        "nemo_rl_core.trainers.fit_request",
-        "nemo_rl_core.trainers.fitting",
+        "nemo_rl_core.trainers.fit.defaults",
+        "nemo_rl_core.trainers.fit.fitting",
+        "nemo_rl_core.trainers.fit.request",
     },
-    "nemo_rl_core.trainers.own": {
+    "nemo_rl_core.trainers.fit.custom": {
         "nemo_rl_core.models.policy.pretrained",
     },
 }
-"""Imports that serve calls from Python alone (`fit`, `from_pretrained`, `register_...`), by the
-module that has them: a stage calls `run`, and what only the others need must not make it run again.
+"""Imports only for calls from Python (`fit`, `from_pretrained`, `register_...`), by importing
+module. Stages call `run`, so changes of these imports must not make stages run again.
 
-A trainer is one class for both, so `fit` is reached wherever a trainer is: without the entry of
-`trainers.base`, every source of data would be part of the key of every training. A judge is an
-engine of vLLM, in every stage that samples; only calls from Python make an asynchronous one of its
-class."""
+`fit` and `run` are methods of one class: without the entry of `trainers.base`, the code of every
+data source would be part of the key of every training. A judge is an engine of vLLM, in every stage
+that samples; only calls from Python create an asynchronous one."""

@@ -1,8 +1,7 @@
 """Atomic writes, syncing, deletion and hashing of files.
 
-A file is written beside its final path under a name that ends in `ASIDE`; a folder to delete is
-first renamed to end in `DISCARDED`. A killed process leaves only such names behind, so that nothing
-unfinished is taken for a result.
+Unfinished files end in `ASIDE` and folders to delete in `DISCARDED`, so that a killed process
+leaves nothing that could be mistaken for a result.
 """
 
 import errno
@@ -35,14 +34,7 @@ _EXPLANATIONS = {
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turns errors of the disk (full, read-only, no permission) into a StoreError.
-
-    Args:
-        path: Named in the message if the error names no file.
-
-    Raises:
-        StoreError: For errors that a user can fix; any other OSError passes unchanged.
-    """
+    """Turns errors of the disk (full, read-only, no permission) into a StoreError."""
     try:
         yield
     except OSError as error:
@@ -59,11 +51,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Yields a temporary path, whose file replaces `path` on a clean exit.
-
-    Raises:
-        StoreError: If the disk refuses; `path` is then unchanged.
-    """
+    """Yields a temporary path, whose file replaces `path` on a clean exit."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{ASIDE}")
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,11 +65,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Replaces a file's content atomically.
-
-    Raises:
-        StoreError: If the disk refuses; the old content then stays.
-    """
+    """Replaces a file's content atomically."""
     with written_aside(path) as aside:
         aside.write_bytes(data.encode() if isinstance(data, str) else data)
 
@@ -96,12 +80,7 @@ def fsync(path: Path) -> None:
 
 
 def fsync_tree(folder: Path, *, synced: Collection[str] = ()) -> None:
-    """Syncs every file and folder under `folder`, contents before the entries that name them.
-
-    Args:
-        folder: The folder.
-        synced: Relative paths of files that their writers have synced.
-    """
+    """Syncs every file except `synced`, and then the folders that list them."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             if Path(parent, name).relative_to(folder).as_posix() not in synced:
@@ -110,7 +89,7 @@ def fsync_tree(folder: Path, *, synced: Collection[str] = ()) -> None:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Relative POSIX paths of every finished file below `folder`, sorted; links are followed."""
+    """Returns sorted relative POSIX paths of finished files below `folder`; follows links."""
     paths = (
         Path(parent, name).relative_to(folder)
         for parent, _, names in os.walk(folder, followlinks=True)
@@ -120,55 +99,44 @@ def list_files(folder: Path) -> list[str]:
 
 
 def hash_file(path: Path) -> str:
-    """The sha256 of a file's content, in hex.
-
-    Raises:
-        OSError: If it cannot be read, or is a pipe or device.
-    """
+    """Returns the SHA-256 digest of a file's content, in hex; refuses pipes and devices."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    tell = _told_of_hashing.get()
+    report = _hashing_report.get()
     with path.open("rb") as file:
-        if tell is None:
+        if report is None:
             return hashlib.file_digest(file, "sha256").hexdigest()
         digest = hashlib.sha256()
         while block := file.read(_HASHED_AT_ONCE):
             digest.update(block)
-            tell(len(block))
+            report(len(block))
         return digest.hexdigest()
 
 
 _HASHED_AT_ONCE = 4 * 2**20
-_told_of_hashing: ContextVar[Callable[[int], object] | None] = ContextVar(
-    "told_of_hashing", default=None
+_hashing_report: ContextVar[Callable[[int], object] | None] = ContextVar(
+    "hashing_report", default=None
 )
 
 
 @contextmanager
-def while_hashing(tell: Callable[[int], object]) -> Iterator[None]:
-    """Within it, `tell` is called with the size of each block that this thread hashes."""
-    token = _told_of_hashing.set(tell)
+def while_hashing(report: Callable[[int], object]) -> Iterator[None]:
+    """Calls `report` with the size of each block that this thread hashes in the body."""
+    token = _hashing_report.set(report)
     try:
         yield
     finally:
-        _told_of_hashing.reset(token)
+        _hashing_report.reset(token)
 
 
 def hash_folder(
     folder: Path, *, exclude: Sequence[str] = (), hash_of: Callable[[Path], str] = hash_file
 ) -> str:
-    """One sha256 over the relative paths and contents of a folder's files.
+    """Returns one sha256 over the relative paths and contents of a folder's files.
 
     Location, times, permissions, empty folders and leftovers of killed writers do not count.
-
-    Args:
-        folder: The folder to hash.
-        exclude: `fnmatch` patterns for the whole relative path: `manifest.json` excludes only the
-            one at the top, `*.log` files at any depth.
-        hash_of: Returns the sha256 of a file's content.
-
-    Raises:
-        FileNotFoundError: If there is no such folder (an absent folder is not an empty one).
+    `exclude` has `fnmatch` patterns for the full relative path: `manifest.json` excludes only the
+    top-level one, `*.log` files at any depth.
     """
     return digest_of(hash_files(folder, exclude=exclude, hash_of=hash_of))
 
@@ -176,11 +144,7 @@ def hash_folder(
 def hash_files(
     folder: Path, *, exclude: Sequence[str] = (), hash_of: Callable[[Path], str] = hash_file
 ) -> dict[str, str]:
-    """The sha256 of each file of a folder by its relative path; arguments as of `hash_folder`.
-
-    Raises:
-        FileNotFoundError: If there is no such folder.
-    """
+    """Returns the sha256 of each file by its relative path; arguments as in `hash_folder`."""
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder to hash", str(folder))
     return {
@@ -191,11 +155,11 @@ def hash_files(
 
 
 def digest_of(digests: Mapping[str, str]) -> str:
-    """One sha256 over relative paths and the sha256 of their contents, as `hash_folder` has it."""
+    """Combines the sha256 of files by relative path into the hash of `hash_folder`."""
     digest = hashlib.sha256()
     for name in sorted(digests):
-        # A path contains any byte but NUL, and a digest has a fixed length, so that different
-        # folders give different input to the hash.
+        # Paths contain no NUL and digests have a fixed length, so different folders give
+        # different inputs to the hash.
         digest.update(os.fsencode(name) + b"\0" + bytes.fromhex(digests[name]))
     return digest.hexdigest()
 
@@ -208,11 +172,7 @@ def discard(path: Path) -> None:
 
 
 def mark_discarded(path: Path) -> Path | None:
-    """Renames a folder so that it counts as deleted; `sweep_discarded` removes it.
-
-    Returns:
-        The new path; None if the folder is missing.
-    """
+    """Renames an existing folder so that it counts as deleted; `sweep_discarded` removes it."""
     doomed = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{DISCARDED}")
     try:
         return path.rename(doomed)
@@ -221,14 +181,14 @@ def mark_discarded(path: Path) -> Path | None:
 
 
 def sweep_discarded(parent: Path) -> None:
-    """Finishes the deletions that killed processes left behind in `parent`."""
+    """Finishes deletions in `parent` that killed processes began."""
     for doomed in parent.glob(f".*{DISCARDED}"):
-        # Errors are ignored, since the process that discarded it may still be deleting it.
+        # The process that discarded it may still be deleting it.
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes unfinished and half-deleted files below a folder that no other process writes."""
+    """Removes unfinished and half-deleted files below a folder without other writers."""
     for path in sorted(folder.rglob(".*~")):
         if path.name.endswith((ASIDE, DISCARDED)):
             if path.is_dir():

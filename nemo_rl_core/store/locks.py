@@ -1,9 +1,8 @@
-"""Locks that the kernel releases when their process ends, killed or not.
+"""Locks that the kernel releases when their process ends or is killed.
 
-There are two kinds. Work is locked exclusively: one lock file each, which contains the id of the
-process. Artifacts in use are locked shared: one byte per name in one file of the store, so that a
-run with a thousand artifacts has one file open. The bytes are locked for the open file, not for the
-process (`F_OFD_SETLK`, Linux), so that locks also work between two users within one process.
+Work is locked exclusively, with one file each. Artifacts in use have shared locks: one byte per
+name in one file of the store. They belong to the open file, not to the process (`F_OFD_SETLK`,
+Linux), so they also work between two users within one process.
 """
 
 import fcntl
@@ -24,8 +23,8 @@ _shared: dict[Path, int] = {}
 
 
 def _forget_locks_in_child() -> None:
-    # A lock lasts as long as any process has the file open. A worker of a pool that outlives its
-    # killed parent would keep it for ever; closing the copy here does not release the parent's.
+    # A lock lasts while any process has the file open. A pool worker that outlives its killed
+    # parent would keep it forever; closing the copy here does not release the parent's lock.
     for descriptor in _open_locks:
         os.close(descriptor)
     _open_locks.clear()
@@ -36,13 +35,8 @@ os.register_at_fork(after_in_child=_forget_locks_in_child)
 
 
 @contextmanager
-def held(path: Path, stage: str) -> Iterator[None]:
-    """Holds a lock file, after waiting for its holder.
-
-    Args:
-        path: The lock file; created if missing.
-        stage: Name of the stage, logged when this process must wait.
-    """
+def locked(path: Path, stage: str) -> Iterator[None]:
+    """Locks a file for the body; waits while another process has the lock."""
     lock = _acquire(path, stage)
     try:
         with storage_errors(path):
@@ -54,8 +48,8 @@ def held(path: Path, stage: str) -> Iterator[None]:
 
 
 @contextmanager
-def held_if_free(path: Path) -> Iterator[bool]:
-    """Holds a lock file if it is free; yields whether it is held."""
+def locked_if_free(path: Path) -> Iterator[bool]:
+    """Locks a file for the body if it is free; yields whether it was free."""
     lock = _open(path)
     try:
         try:
@@ -69,22 +63,15 @@ def held_if_free(path: Path) -> Iterator[bool]:
 
 
 def share(path: Path, name: str) -> None:
-    """Marks a name as used by this process until it ends or calls `release`.
-
-    Waits while another process holds it by `exclusive`, which takes a moment.
-
-    Args:
-        path: The file of the store with all marks.
-        name: Name of the used artifact or run.
-    """
+    """Marks a name as used by this process until it ends or calls `release`."""
     lock = _shared.get(path)
     if lock is None or not _is_at(lock, path):
         lock = _shared[path] = _open(path)
-    _lock_byte(lock, fcntl.F_OFD_SETLKW, fcntl.F_RDLCK, name)
+    fcntl.fcntl(lock, fcntl.F_OFD_SETLKW, _one_byte(fcntl.F_RDLCK, name))
 
 
 def unshare(path: Path) -> None:
-    """Removes all marks that this process has set by `share` in a file."""
+    """Removes all marks of this process (`share`) from a file."""
     lock = _shared.pop(path, None)
     if lock is not None:
         _close(lock)
@@ -92,16 +79,11 @@ def unshare(path: Path) -> None:
 
 @contextmanager
 def exclusive(path: Path, name: str) -> Iterator[bool]:
-    """Locks a name exclusively; yields False if any process, this one included, uses it.
-
-    Args:
-        path: The file of the store with all marks.
-        name: Name of the artifact or run.
-    """
+    """Locks a name exclusively; yields False if any process, including this one, uses it."""
     lock = _open(path)
     try:
         try:
-            _lock_byte(lock, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, name)
+            fcntl.fcntl(lock, fcntl.F_OFD_SETLK, _one_byte(fcntl.F_WRLCK, name))
             free = True
         except BlockingIOError:
             free = False
@@ -111,7 +93,7 @@ def exclusive(path: Path, name: str) -> Iterator[bool]:
 
 
 def is_shared(path: Path, name: str) -> bool:
-    """True if any process, this one included, uses a name; writes nothing."""
+    """Returns whether any process, including this one, uses a name; writes nothing."""
     try:
         lock = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -124,12 +106,8 @@ def is_shared(path: Path, name: str) -> bool:
     return kind != fcntl.F_UNLCK
 
 
-def _lock_byte(lock: int, command: int, kind: int, name: str) -> None:
-    fcntl.fcntl(lock, command, _one_byte(kind, name))
-
-
 def _one_byte(kind: int, name: str) -> bytes:
-    # A collision of two names (one pair in 2**56) would only keep both of them.
+    # A collision of two names (1 in 2**56) would only keep both.
     offset = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, offset, 1, 0)
 
@@ -156,7 +134,7 @@ def _open(path: Path) -> int:
 
 
 def _close(lock: int) -> None:
-    if lock in _open_locks:  # else this is a forked child, where it is closed already
+    if lock in _open_locks:  # else this is a forked child, which closed it already
         _open_locks.remove(lock)
         os.close(lock)
 

@@ -27,7 +27,6 @@ _CHOOSE_KERNELS = (
     "ONEDNN_MAX_CPU_ISA",
     "VLLM_ATTENTION_BACKEND",
 )
-"""Variables by which libraries choose kernels."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _VECTOR_FLAGS = re.compile(r"avx|amx|fma|f16c|sse4|asimd|sve|bf16|i8mm")
@@ -36,21 +35,17 @@ _VECTOR_FLAGS = re.compile(r"avx|amx|fma|f16c|sse4|asimd|sve|bf16|i8mm")
 class Machine(BaseModel):
     """The kind of a machine; no host name, so that a manifest can be published.
 
-    The last bits of sums depend on it: libraries choose kernels by the instruction set, and divide
-    sums among threads.
+    The last bits of sums depend on it: libraries choose kernels by the instruction set and split
+    sums between threads.
 
     Attributes:
-        cpu_model: The model name of the processor.
-        cores: Number of logical cores.
         instruction_set: The processor's vector extensions, such as "avx2 avx512f fma".
-        threads: Threads of each worker; of a stage without workers, the libraries' default.
-        driver: Version of NVIDIA's driver on the machine of the stage's own process; empty without
-            one. CUDA's version is part of torch's.
-        variables: Variables of the environment that choose kernels, those that are set.
-        processes: `process_numerics` of those that computed, by what they did: "training",
-            "generation"; "stage" for a stage without workers. Without their variables.
-        process_variables: Of the same processes: the variables that have another value than in
-            `variables`, as on the pods of workers; empty for one that is not set there. None in
+        driver: Version of NVIDIA's driver on the machine of the stage's process; empty without one.
+            CUDA's version is part of torch's.
+        processes: `process_numerics` of the computing processes without their variables, by role:
+            "training", "generation", or "stage" for a stage without workers.
+        process_variables: For each process of `processes`, the variables whose values differ from
+            `variables`, as on the pods of workers; "" for a variable that is not set there. None in
             records of earlier versions.
     """
 
@@ -67,11 +62,7 @@ class Machine(BaseModel):
 
     @classmethod
     def current(cls, threads: int | None = None) -> "Machine":
-        """Returns this machine.
-
-        Args:
-            threads: Threads of each worker; None for the libraries' default.
-        """
+        """Returns this machine; without `threads`, workers have the libraries' default."""
         cpuinfo = Path("/proc/cpuinfo")
         model, extensions = read_cpuinfo(cpuinfo.read_text() if cpuinfo.exists() else "")
         return cls(
@@ -83,57 +74,47 @@ class Machine(BaseModel):
             variables=_variables(),
         )
 
-    def with_processes(self, found: Mapping[str, Mapping[str, str]]) -> "Machine":
-        """Returns this machine with a record of the processes that computed.
-
-        Args:
-            found: `process_numerics` of each, by what it did.
-        """
-        numerics, apart = {}, {}
-        for does, each in found.items():
-            numerics[does] = {name: each[name] for name in each if name not in _CHOOSE_KERNELS}
-            apart[does] = {
-                name: each.get(name, "")
+    def with_processes(self, processes: Mapping[str, Mapping[str, str]]) -> "Machine":
+        """Returns this machine with `process_numerics` of the computing processes, by role."""
+        numerics, different = {}, {}
+        for role, values in processes.items():
+            numerics[role] = {name: values[name] for name in values if name not in _CHOOSE_KERNELS}
+            different[role] = {
+                name: values.get(name, "")
                 for name in _CHOOSE_KERNELS
-                if each.get(name) != self.variables.get(name)
+                if values.get(name) != self.variables.get(name)
             }
-        return self.model_copy(update={"processes": numerics, "process_variables": apart})
+        return self.model_copy(update={"processes": numerics, "process_variables": different})
 
-    def variable_in(self, does: str, name: str) -> str:
-        """Returns a variable as the process that did this had it; empty if it was not set."""
-        apart = (self.process_variables or {}).get(does, {})
-        return apart.get(name, self.variables.get(name, ""))
+    def variable_in(self, role: str, name: str) -> str:
+        """Returns a variable's value in the process of a role; empty if it was not set."""
+        different = (self.process_variables or {}).get(role, {})
+        return different.get(name, self.variables.get(name, ""))
 
 
 def process_numerics(worker: Any = None) -> dict[str, str]:
-    """What the bits of this process's results follow, as its libraries have it.
+    """Returns the settings of this process's libraries that affect the bits of its results.
 
-    Imports nothing: who computes has torch already.
-
-    Args:
-        worker: Which computes here; its method `kernels`, where it has one, names others.
-
-    Returns:
-        By name: threads, torch's choice of vector extensions, TF32, and on a GPU its name, driver
-        and libraries; variables that choose kernels, by their own names. Empty without torch.
+    Imports nothing, since a process that computes has imported torch already; empty without torch.
+    A worker's method `kernels`, if present, adds entries.
     """
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
-    found = {
+    numerics = {
         "threads": str(torch.get_num_threads()),
         "cpu_capability": str(torch.backends.cpu.get_cpu_capability()),
         "float32_matmul_precision": str(torch.get_float32_matmul_precision()),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
     }
     if torch.cuda.is_available():
-        found |= {
+        numerics |= {
             "gpu": str(torch.cuda.get_device_name()),
             "driver": _driver(),
             "cuda": str(torch.version.cuda),
             "cudnn": str(torch.backends.cudnn.version()),
         }
-    return {**found, **_variables(), **getattr(worker, "kernels", dict)()}
+    return {**numerics, **_variables(), **getattr(worker, "kernels", dict)()}
 
 
 def _variables() -> dict[str, str]:
@@ -141,7 +122,7 @@ def _variables() -> dict[str, str]:
 
 
 def read_cpuinfo(text: str) -> tuple[str, str]:
-    """Returns model and vector extensions of the first processor, as Linux names them."""
+    """Returns model and vector extensions of the first processor, in Linux's names."""
     first, _, _ = text.partition("\n\n")
     fields = {
         name.strip(): value.strip()
@@ -153,8 +134,8 @@ def read_cpuinfo(text: str) -> tuple[str, str]:
 
 def read_driver(text: str) -> str:
     """Returns the version in the text of NVIDIA's kernel module; empty if it has none."""
-    found = re.search(r"Kernel Module .*?(\d+\.[\d.]+)", text)
-    return found[1] if found else ""
+    match = re.search(r"Kernel Module .*?(\d+\.[\d.]+)", text)
+    return match[1] if match else ""
 
 
 @cache

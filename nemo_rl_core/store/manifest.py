@@ -1,8 +1,7 @@
-"""The manifest in an artifact's folder: what it is, what made it, and of which parents.
+"""The manifest in an artifact's folder: its kind, its maker and its parents.
 
-The manifest contains times and versions, so the content hash leaves it out. Two other hashes cover
-it: its own checksum detects damage, and a hash in the manifests of its children, which covers its
-ancestors in turn, detects a forged lineage.
+The content hash leaves it out. Its own checksum detects damage, and a hash in the manifests of its
+children, which covers its ancestors in turn, detects a forged lineage.
 """
 
 import hashlib
@@ -27,8 +26,8 @@ MANIFEST = "manifest.json"
 """Name of the file; exclude it from hashes: `hash_folder(folder, exclude=(MANIFEST,))`."""
 
 ANCESTORS = "ancestors.json"
-"""File with the manifests of all ancestors, by name. Used outside of the store: on a cluster every
-stage has its own disk, and an exported model leaves the store."""
+"""File with the manifests of all ancestors, by name. Used outside of the store: on a cluster each
+stage has a separate disk, and exported models leave the store."""
 
 _PACKAGES = (
     "datasets",
@@ -57,7 +56,7 @@ _CHECKSUM = "checksum"
 _VARYING_FIELDS = frozenset(
     {"choices", "cost", "created_at", "git_commit", "git_dirty", "machine", "packages", "run"}
 )
-"""Fields about when and where an artifact was made, which differ when it is made again."""
+"""Fields that may differ when the artifact is made again."""
 
 
 class _Record(BaseModel):
@@ -68,12 +67,7 @@ class ParentRef(_Record):
     """An artifact that another was made from.
 
     Attributes:
-        kind: Kind of the artifact, as in its manifest.
-        stage: Stage that made it.
-        content_hash: Content hash in its manifest.
-        path: Its folder on the machine that read it.
-        name: Name in its manifest, which does not depend on the folder.
-        role: Name of the stage's input.
+        path: Folder of the artifact on the machine that read it.
         manifest_hash: `Manifest.lasting_hash` of the artifact that was read.
     """
 
@@ -86,7 +80,7 @@ class ParentRef(_Record):
     manifest_hash: str = ""
 
     def is_of(self, manifest: "Manifest") -> bool:
-        """True if a manifest is the referenced one, or of the same artifact made again."""
+        """Returns whether a manifest is the referenced one, or of the same artifact made again."""
         return (
             manifest.content_hash == self.content_hash
             and self.manifest_hash in ("", manifest.lasting_hash)  # older references lack it
@@ -102,24 +96,18 @@ class Cost(_Record):
     """The cost of making an artifact, without its parents.
 
     For a stage that was killed and resumed, `tokens` counts all attempts; the other fields count
-    the last attempt. A run's own record counts the tokens of its attempt.
+    the last attempt. The history counts only the tokens of each run's attempt.
 
     Attributes:
-        wall_seconds: Wall time of the stage.
-        cpu_seconds: CPU time of its processes, workers included.
         gpu_seconds: Number of GPUs times the wall seconds.
         tokens: Tokens in the loss; generated tokens if nothing was trained.
         generated_tokens: Tokens sampled by engines.
         trained_tokens: Tokens of all sequences that were trained on, prompts included.
         flops: FLOPs that the model needs for them; see `nemo_rl_core.telemetry.model_flops`.
-        mfu: Model FLOPs utilization; None without GPUs or for a GPU whose peak is unknown.
-        device: The kind of GPU; empty without any.
         peak_memory_gib: Peak memory of all workers, summed.
-        peak_gpu_gib: The most of one GPU that the trainer's torch has held.
-        peak_engine_gpu_gib: The most of one GPU that a worker of an engine has held, by NVML; where
-            that does not know the worker, what all processes held of it.
-        money: Price in `currency`; None without a price table.
-        currency: Currency of `money`.
+        peak_gpu_gib: Peak memory of torch on one GPU of the trainer.
+        peak_engine_gpu_gib: Peak memory of an engine's worker on one GPU, from NVML; of all
+            processes if NVML does not list the worker.
     """
 
     wall_seconds: float = 0.0
@@ -138,11 +126,11 @@ class Cost(_Record):
     currency: str = ""
 
     def plus(self, other: "Cost") -> "Cost":
-        """Returns the sum of two costs, without MFU; of the peak memory the larger one."""
+        """Returns the sum of two costs, without MFU and with the larger peak memory."""
         money = [each.money for each in (self, other) if each.money is not None]
-        added = ["wall_seconds", "cpu_seconds", "gpu_seconds", "flops"]
-        added += ["tokens", "generated_tokens", "trained_tokens"]
-        summed = {name: getattr(self, name) + getattr(other, name) for name in added}
+        names = ["wall_seconds", "cpu_seconds", "gpu_seconds", "flops"]
+        names += ["tokens", "generated_tokens", "trained_tokens"]
+        summed = {name: getattr(self, name) + getattr(other, name) for name in names}
         return Cost(
             **summed,
             peak_memory_gib=max(self.peak_memory_gib, other.peak_memory_gib),
@@ -162,28 +150,15 @@ class Manifest(_Record):
     """Description and lineage of an artifact.
 
     Attributes:
-        kind: Such as "dataset", "model", "checkpoint", "evaluation", "promotion".
-        format: Format of its files, such as "parquet" or "hf".
-        stage: The stage that made it.
+        kind: Kind of artifact, such as "dataset", "model", "checkpoint", "evaluation", "promotion".
         name: Name of its folder in a store; a downloaded or copied folder may have another name.
         content_hash: Hash of its files, without times and costs.
-        weights_hash: Hash of the weights alone; None without weights.
-        step: The training step; None if it has none.
-        config_hash: `config_hash(config)`.
-        config: The fields that the stage read, as JSON.
-        seed: The seed of the stage.
-        git_commit: None outside of a repository; `git_dirty` likewise.
-        source_digest: Digest of the source that the stage ran.
-        numerics_version: That the stage declared when it ran.
-        packages: Versions of installed packages.
-        parents: The artifacts that the stage read.
-        cost: The cost of making it.
-        figures: Results of an evaluation or comparison, by name.
-        choices: What settings that may be `auto` were on the machine that made it, by their paths
-            in a recipe: `{"training.attention": "varlen"}`.
+        weights_hash: Hash of only the weights; None without weights.
+        git_commit: Commit of the code; None outside of a repository, as is `git_dirty`.
+        choices: Values chosen for settings that are `auto`, by their paths in a recipe:
+            `{"training.attention": "varlen"}`.
         run: The run on a cluster that made it; None for local runs, which the history records.
-        created_at: UTC, ISO 8601.
-        machine: The machine that made it.
+        created_at: Creation time in UTC, ISO 8601.
 
     Example:
         >>> manifest = Manifest(kind="dataset", format="parquet", stage="prepare_data",
@@ -216,11 +191,7 @@ class Manifest(_Record):
     machine: Machine = Field(default_factory=Machine.current)
 
     def write(self, folder: Path) -> Path:
-        """Writes `manifest.json` with its checksum into the artifact's folder; returns its path.
-
-        Raises:
-            StoreError: If the disk refuses.
-        """
+        """Writes `manifest.json` with its checksum into the artifact's folder; returns its path."""
         path = folder / MANIFEST
         fields = json.loads(self.model_dump_json())
         fields[_CHECKSUM] = config_hash(fields)
@@ -229,24 +200,12 @@ class Manifest(_Record):
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Reads the manifest of an artifact's folder.
-
-        Raises:
-            StoreError: If it is missing or damaged.
-        """
+        """Reads the manifest of an artifact's folder."""
         return cls.parse((folder / MANIFEST).read_bytes, where=str(folder))
 
     @classmethod
     def parse(cls, read: Callable[[], bytes], *, where: str) -> "Manifest":
-        """Reads a manifest that may lie in an object store.
-
-        Args:
-            read: Returns the bytes of the file.
-            where: The folder or address of the artifact, for messages.
-
-        Raises:
-            StoreError: If it is missing or damaged.
-        """
+        """Reads a manifest from bytes, such as from an object store; `where` is named in errors."""
         try:
             fields = json.loads(read())
             checksum = fields.pop(_CHECKSUM, None)  # older manifests have none
@@ -263,10 +222,7 @@ class Manifest(_Record):
 
     @property
     def lasting_hash(self) -> str:
-        """The sha256 of the fields that stay equal when the artifact is made again.
-
-        It covers the hashes of the parents, but not their paths.
-        """
+        """Sha256 of the fields that stay when the artifact is made again, without paths."""
         left_out: dict[str, Any] = dict.fromkeys(_VARYING_FIELDS, True)
         left_out["parents"] = {"__all__": {"path"}}
         # Defaults are excluded, so that a field added later changes no older hash.
@@ -297,14 +253,10 @@ def package_versions() -> dict[str, str]:
 
 
 def config_hash(config: object) -> str:
-    """Returns the sha256 of a config's canonical JSON: the order of keys and sets does not count.
-
-    Args:
-        config: pydantic models, dataclasses, mappings, sequences, sets, paths, enums and scalars,
-            nested in any way.
+    """Returns the sha256 of a config's canonical JSON: the order of keys and sets does not matter.
 
     Raises:
-        TypeError: For any other type, which may have no stable JSON.
+        TypeError: For a type that may have no stable JSON.
         ValueError: For NaN or infinity.
     """
     text = json.dumps(

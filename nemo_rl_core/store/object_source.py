@@ -1,12 +1,12 @@
 """Source digests of a user's objects: reward functions, environments, policies.
 
-What can be imported counts by the source of its module, as in a recipe (`user_source`). What cannot
-(a cell of a notebook, a script, a lambda, a function in a function) counts by its compiled code, by
-the values that it closes over, and by the globals that it reads, at any depth. So comments and
-layout do not count, and a helper in another cell does.
+Importable objects count by the source of their module. Others (a cell of a notebook, a lambda, a
+nested function) count by their compiled code, the values that they close over, and the globals
+that they read, at any depth. So comments do not count, but a helper in another cell does.
 """
 
 import copyreg
+import dis
 import functools
 import hashlib
 import operator
@@ -30,34 +30,30 @@ from types import (
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from nemo_rl_core.store.code_objects import content_of, globals_read, modules_imported
 from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.source_files import OWN_PACKAGES
 from nemo_rl_core.store.user_source import read_user_source
 
+_READS = ("LOAD_GLOBAL", "LOAD_NAME")
 _PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, type(Ellipsis)])
-_NO_PART = frozenset(
+_IGNORED_ATTRIBUTES = frozenset(
     [
         *("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__"),
         *("_abc_impl", "__orig_bases__", "__parameters__"),
         *("__pydantic_core_schema__", "__pydantic_serializer__", "__pydantic_validator__"),
     ]
 )
-"""Attributes of classes that are caches, such as those of an `ABC`, or made from the others."""
+"""Attributes of classes that are caches, such as those of an `ABC`, or derived from others."""
 _WEAK = (weakref.ref, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
-"""Caches, as of `functools.singledispatch`: what they refer to belongs to something else."""
+"""Caches, such as in `functools.singledispatch`; their contents belong to other objects."""
 _SLOTS = (MemberDescriptorType, GetSetDescriptorType)
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 
 
 class ObjectSource(NamedTuple):
-    """What an object runs.
+    """The digest of an object, modules and files of its code, and types that cannot be compared.
 
-    Attributes:
-        digest: 16 hex digits; equal objects have equal ones.
-        unknown: Names of the types of values that cannot be compared. Their objects have another
-            digest in every process.
-        code: Modules and files of the code.
+    Objects with such an `unknown` type have a different digest in every process.
     """
 
     digest: str
@@ -66,7 +62,7 @@ class ObjectSource(NamedTuple):
 
 
 def object_source(value: Any) -> ObjectSource:
-    """The digest of an object's code and of all that it refers to.
+    """Computes the digest of an object's code and of everything that it refers to.
 
     Example:
         >>> object_source(lambda text: len(text)) == object_source(lambda text: len(text))
@@ -81,8 +77,6 @@ def object_source(value: Any) -> ObjectSource:
 
 
 class _Walk:
-    """Collects the parts of one digest; each object once."""
-
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.unknown: list[str] = []
@@ -115,10 +109,9 @@ class _Walk:
         self._add_instance(value)
 
     def add_all(self, name: str, values: Iterable[Any]) -> None:
-        """Adds several values under a name, and their number."""
-        found = list(values)
-        self.parts.append(f"{name} {len(found)}")
-        for each in found:
+        items = list(values)
+        self.parts.append(f"{name} {len(items)}")
+        for each in items:
             self.add(each)
 
     def add_mapping(self, value: Mapping[Any, Any]) -> None:
@@ -134,38 +127,42 @@ class _Walk:
     def add_function(self, function: FunctionType) -> None:
         self.code.add(function.__code__.co_filename)
         is_importable = self._add_module_of(function)
-        # Of several lambdas in a module, and functions in functions, each has its own code.
+        # A module and a name do not identify a lambda or a nested function, so its code is added.
         if not is_importable or "<" in function.__qualname__:
             self.add_code(function.__code__, function.__doc__)
         if not is_importable:
-            read = {
+            used_globals = {
                 name: function.__globals__[name]
-                for name in sorted(set(globals_read(function.__code__)))
+                for name in sorted(set(_globals_read(function.__code__)))
                 if name in function.__globals__
             }
-            self.add_mapping(read)
-        cells = [content_of(each) for each in function.__closure__ or ()]
+            self.add_mapping(used_globals)
+        cells = [_content_of(each) for each in function.__closure__ or ()]
         self.add_all("closes over", cells)
         self.add_all("defaults", function.__defaults__ or ())
         self.add_mapping(function.__kwdefaults__ or {})
 
     def add_code(self, code: CodeType, doc: str | None = None) -> None:
-        """Compiled code without its places in a file; the docstring is its first constant."""
+        """Adds compiled code without line numbers; the docstring is its first constant."""
         constants = list(code.co_consts)
         if doc is not None and constants[:1] == [doc]:
             constants[0] = None
         self.parts.append(code.co_code.hex())
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
         self.add_all("code", (*names, code.co_flags, code.co_exceptiontable, *constants))
-        for module in modules_imported(code):
+        for module in _modules_imported(code):
             self.parts.append(f"import {module} {_source_of_module(module)}")
 
     def add_class(self, cls: type) -> None:
         if self._add_module_of(cls) and "<" not in cls.__qualname__:
             return
         self.add_all("bases", cls.__bases__)
-        own = {name: part for name, part in sorted(vars(cls).items()) if name not in _NO_PART}
-        self.add_mapping(own)
+        parts = {
+            name: part
+            for name, part in sorted(vars(cls).items())
+            if name not in _IGNORED_ATTRIBUTES
+        }
+        self.add_mapping(parts)
 
     def add_module(self, module: ModuleType) -> None:
         self.parts.append(f"module {module.__name__} {_source_of_module(module.__name__)}")
@@ -193,14 +190,14 @@ class _Walk:
         if not _is_installed(cls.__module__):
             self.add_all("instance", (cls, object.__getstate__(value)))
             self.add_all("content", (kind(value) for kind in cls.__mro__ if kind in _VALUES))
-            if not any(map(_has_own_state, cls.__mro__)):
+            if not any(map(_has_hidden_state, cls.__mro__)):
                 return
         if hasattr(value, "untyped_storage"):
             self._add_tensor(value)
             return
         try:
             made = copyreg.dispatch_table.get(cls, operator.methodcaller("__reduce_ex__", 4))(value)
-        # Named fault boundary: any object may refuse to be pickled, with any error.
+        # Broad on purpose: any object may refuse to be pickled, with any error.
         except Exception:  # noqa: BLE001
             self.unknown.append(f"{cls.__module__}.{cls.__qualname__}")
             self.parts.append(uuid4().hex)
@@ -209,14 +206,14 @@ class _Walk:
         self.add_all("made by", map(_comparable, parts))
 
     def _add_tensor(self, tensor: Any) -> None:
-        """A tensor of torch, whose pickle contains addresses."""
+        """Adds a torch tensor, whose pickle contains addresses."""
         data = tensor.detach().cpu().contiguous().flatten().view(sys.modules["torch"].uint8)
         digest = hashlib.sha256(data.numpy().tobytes()).hexdigest()
         self.add_all("tensor", (str(tensor.dtype), tuple(tensor.shape), digest))
 
 
 def _comparable(part: Any) -> Any:
-    """A part of a reduced object, without iterators and the address in pydantic's decorators."""
+    """Returns a part of a reduced object without iterators and pydantic's addresses."""
     match part:
         case (None, {"cls_ref": _, **others}):
             return others
@@ -226,14 +223,13 @@ def _comparable(part: Any) -> Any:
             return part
 
 
-def _has_own_state(cls: type) -> bool:
-    """Whether instances of an installed class have a state besides their attributes: a deque."""
+def _has_hidden_state(cls: type) -> bool:
+    """Whether instances of an installed class have state besides attributes, like a deque."""
     is_other = cls is not object and cls not in _VALUES and _is_installed(cls.__module__)
     return is_other and not vars(cls).keys().isdisjoint(("__reduce__", "__reduce_ex__"))
 
 
 def _is_installed(module: str) -> bool:
-    """Whether a module comes with Python or a package, which has a version."""
     if module.partition(".")[0] in sys.stdlib_module_names:
         return module != "__main__"
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -242,7 +238,7 @@ def _is_installed(module: str) -> bool:
 
 @functools.cache
 def _source_of_module(module: str) -> str:
-    """A digest of a module's source, or its package's version; empty if it cannot be imported."""
+    """Returns a digest of a module's source or its package's version; empty if not importable."""
     top = module.partition(".")[0]
     if module == "__main__":
         return ""
@@ -253,6 +249,36 @@ def _source_of_module(module: str) -> str:
     return source_digest(module)
 
 
+def _globals_read(code: CodeType) -> Iterator[str]:
+    for each in _codes(code):
+        for instruction in dis.get_instructions(each):
+            if instruction.opname in _READS:
+                yield str(instruction.argval)
+
+
+def _modules_imported(code: CodeType) -> list[str]:
+    modules = {
+        str(instruction.argval)
+        for instruction in dis.get_instructions(code)
+        if instruction.opname == "IMPORT_NAME" and instruction.argval
+    }
+    return sorted(modules)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
+
+
+def _content_of(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
 _CONTAINERS: dict[type, Callable[[_Walk, Any], None]] = {
     list: lambda walk, value: walk.add_all("list", value),
     tuple: lambda walk, value: walk.add_all("tuple", value),
@@ -261,7 +287,7 @@ _CONTAINERS: dict[type, Callable[[_Walk, Any], None]] = {
     frozenset: _Walk.add_set,
 }
 _VALUES = {*_CONTAINERS, int, float, complex, str, bytes}
-"""Types whose subclasses have a content besides their attributes."""
+"""Types whose subclasses have content besides their attributes."""
 _KINDS: tuple[tuple[Any, Callable[[_Walk, Any], None]], ...] = (
     (CodeType, _Walk.add_code),
     (FunctionType, _Walk.add_function),

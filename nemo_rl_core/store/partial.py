@@ -1,9 +1,7 @@
-"""Artifacts of which only a part was downloaded: what is here is verified, the rest is known.
+"""Partly downloaded artifacts: present files are verified, the others are listed.
 
-An artifact has the sha256 of each of its files in `digests.json`, whose own digest is the content
-hash of the manifest. So a file can be verified without the others. A folder that lacks files of
-its artifact names them, with their digests, in `left_out.json`; to the hashes of the folder they
-count as if they were there.
+The digest of `digests.json` is the content hash, so each file can be verified without the others.
+A folder that lacks files lists them in `left_out.json`; hashes of the folder include them.
 """
 
 import json
@@ -20,30 +18,17 @@ LEFT_OUT = "left_out.json"
 
 
 def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
-    """Writes the sha256 of the files that an artifact's content hash covers, by relative path.
-
-    Raises:
-        StoreError: If the disk refuses.
-    """
+    """Writes the sha256 of the files that an artifact's content hash covers, by relative path."""
     write_atomic(folder / DIGESTS, _text(digests))
 
 
 def read_digests(folder: Path) -> dict[str, str]:
-    """Reads what `write_digests` has written.
-
-    Raises:
-        OSError: If it is missing, as in artifacts of earlier versions.
-        ValueError: If it is damaged.
-    """
+    """Reads the file of `write_digests`; artifacts of earlier versions have none."""
     return _read(folder / DIGESTS)
 
 
 def write_left_out(folder: Path, digests: Mapping[str, str]) -> None:
-    """Names the files of an artifact that were not downloaded; none of them makes it whole.
-
-    Raises:
-        StoreError: If the disk refuses.
-    """
+    """Lists the files of an artifact that were not downloaded; no files mean a complete one."""
     if digests:
         write_atomic(folder / LEFT_OUT, _text(digests))
     else:
@@ -51,7 +36,7 @@ def write_left_out(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def left_out(folder: Path) -> dict[str, str]:
-    """Returns the sha256 of the files that were not downloaded, by relative path; mostly none."""
+    """Returns the sha256 of the files that were not downloaded, by relative path."""
     try:
         named = _read(folder / LEFT_OUT)
     except (OSError, ValueError):
@@ -66,7 +51,7 @@ def left_out(folder: Path) -> dict[str, str]:
 def _read(path: Path) -> dict[str, str]:
     content = json.loads(path.read_bytes())
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is no JSON object")
+        raise ValueError(f"{path} is not a JSON object")
     for name, digest in content.items():
         checked_name(name, source=str(path))
         if not SHA256.fullmatch(str(digest)):

@@ -1,9 +1,8 @@
-"""Inputs that user code has read while a stage ran, and how they compare with the present ones.
+"""Records of inputs that user code read in a stage, and their comparison with current inputs.
 
-A cache key covers the source of user code. The files, modules and environment variables that this
-code reads are only known after a run (`nemo_rl_core.store.watching`). They are recorded for each
-artifact in `reads/ARTIFACT.json` of the store: a later hit on the artifact counts only if every
-recorded input is unchanged. An artifact without a record is a hit.
+The files, modules and variables that user code reads are only known after a run (`watching`). They
+are recorded in `reads/ARTIFACT.json` of the store: a later cache hit counts only if every recorded
+input is unchanged. An artifact without a record is always a hit.
 """
 
 import hashlib
@@ -27,11 +26,10 @@ The digest of a missing input is empty. A path below the current directory begin
 
 _RECORD = TypeAdapter(list[Reads])
 _MAX_KEPT = 32
-"""Number of different sets of inputs that are kept for one artifact."""
 
 
 def present_digest(name: str) -> str:
-    """Returns the digest that an input has now; empty if it does not exist."""
+    """Returns the current digest of an input; empty if it does not exist."""
     kind, _, rest = name.partition(" ")
     if kind == "variable":
         return digest_of_variable(rest, os.environ.get(rest))
@@ -54,12 +52,12 @@ def digest_of_variable(name: str, value: str | None) -> str:
 
 
 def changed_inputs(reads: Mapping[str, str]) -> list[str]:
-    """Returns the names of the recorded inputs that differ now."""
+    """Returns the names of the recorded inputs that have changed."""
     return [name for name, digest in reads.items() if present_digest(name) != digest]
 
 
 def read_record(path: Path) -> list[Reads]:
-    """Returns the sets of inputs in a record, the newest first; none without a record."""
+    """Returns the sets of inputs in a record, newest first; none without a record."""
     try:
         return _RECORD.validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -75,24 +73,14 @@ def is_current(path: Path) -> bool:
 
 
 def add_to_record(path: Path, reads: Reads) -> None:
-    """Adds a set of inputs to a record.
-
-    An empty set is not added: it would make every later hit count.
-
-    Raises:
-        StoreError: If the disk refuses.
-    """
+    """Adds a set of inputs to a record, unless it is empty: every later hit would count then."""
     earlier = read_record(path)
     if reads and reads not in earlier[:1]:
         write_record(path, [reads, *(each for each in earlier if each != reads)][:_MAX_KEPT])
 
 
 def write_record(path: Path, sets: list[Reads]) -> None:
-    """Writes a record.
-
-    Raises:
-        StoreError: If the disk refuses.
-    """
+    """Writes a record."""
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(sets, indent=1, sort_keys=True))
@@ -104,7 +92,6 @@ def _digest_of_names(folder: Path) -> str:
 
 
 def _digest_of_source(path: Path) -> str:
-    """The digest of a module's code, in which comments do not count."""
     try:
         return read_source(path, path.stem).digest
     except (SyntaxError, ValueError):
@@ -112,7 +99,7 @@ def _digest_of_source(path: Path) -> str:
 
 
 def recorded_names(record: Path) -> list[str]:
-    """Returns the artifacts in the record of a stage and its key, the newest first."""
+    """Returns the names of artifacts in the record of a stage and key, newest first."""
     try:
         fields = json.loads(record.read_text())
         return [str(fields["artifact"]), *map(str, fields.get("earlier", ()))]

@@ -1,16 +1,14 @@
-"""Rows and models in an object store: what lies under an address now, and its bytes.
+"""Listings and contents of rows and models in object stores.
 
-An object is known by its address, size and version (S3's ETag, the generation of GCS). A run asks
-for the listing once, when it begins, and its digest is part of the key of the rows: an object more,
-or another one under its name, is other data.
+An object is identified by its address, size and version (S3's ETag, the generation of GCS). The
+digest of a listing is part of the key of the rows, so changed objects count as other data.
 """
 
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -32,36 +30,24 @@ _CREDENTIALS = {
 
 @dataclass(frozen=True)
 class RemoteObject:
-    """An object of a listing.
-
-    Attributes:
-        address: With its scheme.
-        size: In bytes.
-        version: What the store calls this content.
-        written: When, in seconds since 1970, by the store's clock; None where it does not say.
-    """
+    """An object of a listing, with the store's identifier of its content."""
 
     address: str
     size: int
     version: str
-    written: float | None = field(default=None, compare=False)
 
     @property
     def digest(self) -> str:
-        """Of address, size and version."""
+        """Digest of address, size and version."""
         return sha256(f"{self.address}\t{self.size}\t{self.version}".encode()).hexdigest()
 
 
 class NothingThereError(DataError):
-    """A bucket that answers, without an object at the address."""
+    """The bucket exists, but has no object at the address."""
 
 
 def is_remote(name: str) -> bool:
-    """Whether rows lie in an object store.
-
-    Raises:
-        DataError: For an address of a kind that is not read.
-    """
+    """Whether a name is an address in an object store; refuses an unsupported kind of address."""
     scheme, separator, _ = name.partition("://")
     if separator and scheme not in SCHEMES:
         raise DataError(
@@ -74,26 +60,22 @@ def is_remote(name: str) -> bool:
 
 
 def listing(address: str) -> list[RemoteObject]:
-    """The data objects under an address, sorted by it.
+    """Returns the data objects under an address, sorted by their addresses.
 
-    Args:
-        address: Of an object; of a folder, whose objects are taken without those of folders in it;
-            or with `*`, `?` or `**`.
-
-    Raises:
-        DataError: If the store cannot be asked, or has no such object.
+    The address is that of an object or a folder (without its subfolders), or a pattern with `*`,
+    `?` or `**`.
     """
     files = _file_system(address)
     try:
         with _explained(address):
-            found = _found(files, address)
+            entries = _matching(files, address)
     except NothingThereError:
         _refuse_missing_bucket(files, address)
         raise
     objects = sorted(
         (
             _object(address, each)
-            for each in found
+            for each in entries
             if each["type"] == "file" and each["name"].lower().endswith(_SUFFIXES)
         ),
         key=lambda each: each.address,
@@ -103,35 +85,30 @@ def listing(address: str) -> list[RemoteObject]:
         raise NothingThereError(
             f"there is no data under {address}",
             expected=f"an object, a folder of objects or a pattern, of {', '.join(_SUFFIXES)}",
-            got=f"{len(found)} objects of other kinds" if found else "an empty listing",
+            got=f"{len(entries)} objects of other kinds" if entries else "an empty listing",
             fix="correct data.train or data.validation in the recipe",
         )
     suffixes = sorted({PurePosixPath(each.address).suffix.lower() for each in objects})
     if len(suffixes) > 1:
         raise DataError(
             f"{address} cannot be read as one data set",
-            expected="objects of one suffix",
-            got=f"objects of {' and '.join(suffixes)}",
+            expected="objects with the same suffix",
+            got=f"objects with {' and '.join(suffixes)}",
             fix=f"name one kind, such as {address.rstrip('/')}/*{suffixes[0]}",
         )
     return objects
 
 
 def tree(address: str) -> list[RemoteObject]:
-    """All objects under a folder, and under those in it, sorted by their addresses.
-
-    Raises:
-        DataError: If the store cannot be asked, or has no such object.
-        UnsafePathError: If the name of an object leads out of the folder.
-    """
+    """Returns all objects in a folder and its subfolders, sorted by their addresses."""
     files = _file_system(address)
     with _explained(address):
-        found = [_object(address, each) for each in files.find(address, detail=True).values()]
-        # Consoles mark a folder by an empty object.
-        found = [each for each in found if each.size or not each.address.endswith("/")]
-        if not found:
+        files_below = [_object(address, each) for each in files.find(address, detail=True).values()]
+        # Web consoles mark a folder by an empty object.
+        files_below = [each for each in files_below if each.size or not each.address.endswith("/")]
+        if not files_below:
             raise FileNotFoundError(address)
-    objects = sorted(found, key=lambda each: each.address)
+    objects = sorted(files_below, key=lambda each: each.address)
     if objects[0].address == address:
         raise DataError(
             f"{address} is an object",
@@ -146,63 +123,47 @@ def tree(address: str) -> list[RemoteObject]:
 
 
 def names(address: str) -> list[str]:
-    """The names of the objects in a folder; none where there is no such folder.
-
-    Raises:
-        DataError: If the store cannot be asked.
-    """
+    """Returns the names of the objects in a folder; none if it does not exist."""
     files = _file_system(address)
     with _explained(address):
-        found = files.find(address, maxdepth=1)
-    return [PurePosixPath(each).name for each in found]
+        paths = files.find(address, maxdepth=1)
+    return [PurePosixPath(each).name for each in paths]
 
 
 def read(address: str) -> bytes:
-    """The bytes of a small object.
-
-    Raises:
-        DataError: If the store cannot be asked, or has no such object.
-    """
+    """Returns the bytes of a small object."""
     files = _file_system(address)
     with _explained(address):
-        found: bytes = files.cat_file(address)
-    return found
+        data: bytes = files.cat_file(address)
+    return data
 
 
 def write(address: str, content: bytes) -> None:
-    """Writes a small object, whole or not at all.
-
-    Raises:
-        DataError: If the store refuses.
-    """
+    """Writes a small object atomically."""
     files = _file_system(address)
     with _explained(address):
         files.pipe_file(address, content)
 
 
-def content(objects: Sequence[RemoteObject]) -> str:
-    """What is known of objects before they are read, with a digest of their listing."""
+def describe_content(objects: Sequence[RemoteObject]) -> str:
+    """Describes objects before they are read: number, size and digest of their listing."""
     digest = sha256("\n".join(each.digest for each in objects).encode()).hexdigest()
     size = sum(each.size for each in objects)
     return f"{len(objects)} objects of {size} bytes {digest}"
 
 
-def fetch(each: RemoteObject, path: Path) -> None:
-    """Writes an object into a file, which then holds all of it or does not exist.
-
-    Raises:
-        DataError: If it cannot be read, or is another version by now.
-    """
-    with written_aside(path) as partial, _explained(each.address):
-        files = _file_system(each.address)
-        files.get_file(each.address, str(partial))
-        now = files.info(each.address)
-        if (now["size"], _version(now)) != (each.size, each.version):
+def fetch(source: RemoteObject, path: Path) -> None:
+    """Downloads an object into a file, completely or not at all; refuses one that has changed."""
+    with written_aside(path) as partial, _explained(source.address):
+        files = _file_system(source.address)
+        files.get_file(source.address, str(partial))
+        now = files.info(source.address)
+        if (now["size"], _version(now)) != (source.size, source.version):
             raise DataError(
-                f"{each.address} has changed while it was read",
-                expected=f"version {each.version}",
+                f"{source.address} has changed while it was read",
+                expected=f"version {source.version}",
                 got=f"version {_version(now)}",
-                fix="run again when what writes it has ended",
+                fix="run again when its writer has finished",
             )
 
 
@@ -210,7 +171,7 @@ def _scheme(address: str) -> str:
     return address.partition("://")[0]
 
 
-def _found(files: Any, address: str) -> Sequence[Mapping[str, Any]]:
+def _matching(files: Any, address: str) -> Sequence[Mapping[str, Any]]:
     if any(letter in address for letter in "*?["):
         return [*files.glob(address, detail=True).values()]
     info = files.info(address)
@@ -220,12 +181,8 @@ def _found(files: Any, address: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _object(address: str, info: Mapping[str, Any]) -> RemoteObject:
-    written = info.get("LastModified") or info.get("updated")
-    if isinstance(written, str):  # of GCS
-        written = datetime.fromisoformat(written)
-    seconds = written.timestamp() if isinstance(written, datetime) else None
     name = f"{_scheme(address)}://{info['name']}"
-    return RemoteObject(name, info["size"], _version(info), seconds)
+    return RemoteObject(name, info["size"], _version(info))
 
 
 def _version(info: Mapping[str, Any]) -> str:
@@ -234,19 +191,19 @@ def _version(info: Mapping[str, Any]) -> str:
 
 
 def _file_system(address: str) -> Any:
-    """A file system that keeps no listings: what lies there may have changed a moment ago."""
+    """Returns a file system that does not cache listings, since objects may change."""
     import fsspec
 
     scheme = _scheme(address)
-    options = _flytes_access(os.environ) if scheme == "s3" else {}
+    options = _flyte_access(os.environ) if scheme == "s3" else {}
     return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
 
 
-def _flytes_access(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What Flyte tells its containers of a store that is not Amazon's, unless AWS's names do."""
-    own = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_PROFILE")
+def _flyte_access(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Returns Flyte's settings of a store that is not Amazon's, unless AWS's variables are set."""
+    aws_variables = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_PROFILE")
     endpoint = environment.get("FLYTE_AWS_ENDPOINT")
-    if not endpoint or any(name in environment for name in own):
+    if not endpoint or any(name in environment for name in aws_variables):
         return {}
     return {
         "endpoint_url": endpoint,
@@ -256,11 +213,7 @@ def _flytes_access(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _refuse_missing_bucket(files: Any, address: str) -> None:
-    """Refuses a bucket of S3 that is not there; other clients say the same of an empty one.
-
-    Raises:
-        DataError: If there is no such bucket.
-    """
+    """Refuses a missing S3 bucket; for other stores it looks the same as an empty one."""
     if _scheme(address) != "s3":
         return
     bucket = "/".join(address.split("/")[:3])
@@ -273,14 +226,13 @@ def _refuse_missing_bucket(files: Any, address: str) -> None:
             got=f"no {bucket}",
             fix="correct the address in the recipe, or make the bucket",
         ) from error
-    # Named fault boundary: who may list objects need not be allowed to look at the bucket.
+    # Broad on purpose: listing objects may be allowed without access to the bucket.
     except Exception:
-        logger.debug("%s could not be looked at", bucket, exc_info=True)
+        logger.debug("%s could not be inspected", bucket, exc_info=True)
 
 
 @contextmanager
 def _explained(address: str) -> Iterator[None]:
-    """Turns errors of the stores' libraries into one that says what to do."""
     try:
         yield
     except NemoRLError:
@@ -292,7 +244,7 @@ def _explained(address: str) -> Iterator[None]:
             got="no such bucket or object",
             fix="correct the address in the recipe, or upload what is missing",
         ) from error
-    # Named fault boundary: the stores' libraries raise errors of many classes.
+    # Broad on purpose: the stores' libraries raise errors of many classes.
     except Exception as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         is_refused = isinstance(error, PermissionError) or any(

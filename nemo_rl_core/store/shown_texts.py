@@ -1,11 +1,8 @@
-"""Texts of this project's sources that are only shown, and so are no part of a cache key.
+"""Removes texts that are only displayed from this project's sources before cache keys are made.
 
-These are the texts of errors that end a stage, of log lines, of waits on the display, and of decks
-and summaries. They become empty in the syntax tree; the code around them stays, with its calls.
-A text that may reach a model or a number stays too: errors of Python count in the packages of
-`SAID_TO_MODELS`, where a tool's `ValueError` is an answer to the model.
-
-The sources of users keep all their texts, since their code may do with them what it likes.
+They become empty in the syntax tree; the surrounding code stays. Texts that may reach a model or a
+number stay, too: Python's errors count in the packages of `SHOWN_TO_MODELS`, where a tool's
+`ValueError` is an answer to the model. User code keeps all its texts.
 """
 
 import ast
@@ -13,15 +10,15 @@ from collections.abc import Iterator
 
 from nemo_rl_core import errors
 
-SAID_TO_MODELS = ("nemo_rl_core.environments", "nemo_rl_core.games", "nemo_rl_core.rollouts")
-"""Packages in which the text of one of Python's errors may become a part of a conversation."""
+SHOWN_TO_MODELS = ("nemo_rl_core.environments", "nemo_rl_core.games", "nemo_rl_core.rollouts")
+"""Packages in which the text of a Python error may become part of a conversation."""
 
 ERRORS = frozenset(
     name
     for name, each in vars(errors).items()
     if isinstance(each, type) and issubclass(each, errors.NemoRLError)
 )
-"""The project's errors: no handler gives their texts to a model or makes numbers of them."""
+"""The project's errors; no handler passes their texts to a model or computes with them."""
 
 _PYTHON_ERRORS = frozenset(
     ["AssertionError", "NotImplementedError", "RuntimeError", "TypeError", "ValueError"]
@@ -32,43 +29,35 @@ _DISPLAYED = frozenset(
         *("completions_html", "curve_svg", "curves", "curves_svg"),
     ]
 )
-"""Functions that show texts and return nothing but texts for decks."""
+"""Functions that display texts or return texts for decks."""
 _LOGGERS = frozenset(["_LOG", "_log", "logger"])
 _LEVELS = frozenset(["critical", "debug", "error", "exception", "info", "warning"])
 _RESULTS = frozenset(["StageResult", "made"])
 _OF_RESULTS = frozenset(["deck", "summary"])
-"""Arguments of these calls that make files which no content hash covers."""
-_NAMES_ALONE = frozenset(["nemo_rl_core.errors"])
-"""Modules of which only the classes and their bases count: the rest makes texts."""
+"""Arguments of these calls for files that no content hash covers."""
+_ONLY_CLASSES = frozenset(["nemo_rl_core.errors"])
+"""Modules of which only classes and their bases count, since the rest creates texts."""
 
 
 def drop_shown_texts(tree: ast.Module, module: str) -> None:
-    """Empties the texts of a module of this project that are only shown.
-
-    Args:
-        tree: Of the whole file; it is changed.
-        module: Its name; a package's ends in `.__init__`.
-    """
-    if module in _NAMES_ALONE:
+    """Replaces displayed texts by empty strings in the syntax tree of a module of this project."""
+    if module in _ONLY_CLASSES:
         classes = [each for each in tree.body if isinstance(each, ast.ClassDef)]
         for each in classes:
             each.body = [ast.Pass()]
         tree.body = [*classes]
         return
-    said = any(module == each or module.startswith(f"{each}.") for each in SAID_TO_MODELS)
-    _Shown(tree, python_errors=frozenset() if said else _PYTHON_ERRORS).visit(tree)
+    reaches_models = any(
+        module == each or module.startswith(f"{each}.") for each in SHOWN_TO_MODELS
+    )
+    _Shown(tree, python_errors=frozenset() if reaches_models else _PYTHON_ERRORS).visit(tree)
 
 
 class _Shown(ast.NodeVisitor):
-    """Finds the calls that show a text, and empties the strings among their arguments.
-
-    Args:
-        tree: Of the whole file, whose own subclasses of errors count as errors.
-        python_errors: Errors of Python whose texts are only shown.
-    """
+    """Empties the strings in arguments of calls that display a text."""
 
     def __init__(self, tree: ast.Module, *, python_errors: frozenset[str]) -> None:
-        self._shows = ERRORS | {*_own_errors(tree)} | _DISPLAYED
+        self._shows = ERRORS | {*_local_errors(tree)} | _DISPLAYED
         self._python_errors = python_errors
 
     def visit_Raise(self, node: ast.Raise) -> None:
@@ -111,7 +100,6 @@ def _empty(call: ast.Call) -> None:
 
 
 def _name(call: ast.Call) -> str:
-    """`C` of `C(...)` and of `module.C(...)`."""
     function = call.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
@@ -126,8 +114,7 @@ def _logs(call: ast.Call) -> bool:
     )
 
 
-def _own_errors(tree: ast.Module) -> Iterator[str]:
-    """Classes of the file that are made of one of the project's errors."""
+def _local_errors(tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and any(
             isinstance(base, ast.Name) and base.id in ERRORS for base in node.bases

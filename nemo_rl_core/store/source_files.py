@@ -1,7 +1,6 @@
 """Analysis of a source file for cache keys: a digest of its code, and its references.
 
-Parsing every module of the project takes longer than importing it, so results are cached next to
-the compiled modules, by the content of each file.
+Results are cached by the content of each file, since parsing takes longer than importing.
 """
 
 import ast
@@ -20,11 +19,9 @@ from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.shown_texts import ERRORS, drop_shown_texts
 
 OWN_PACKAGES = ("nemo_rl_core", "tasks", "workflows")
-"""The packages of this project."""
 _IMPORTING = ("import_module", "__import__")
 _MAX_KEPT = 4096
-_is_news = Event()
-"""Whether this process has unwritten results."""
+_has_new_results = Event()
 
 
 @dataclass(frozen=True)
@@ -32,57 +29,46 @@ class SourceFile:
     """The analysis of a file.
 
     Attributes:
-        digest: Digest of the syntax tree, without comments, docstrings and layout; of this
-            project's files also without texts that are only shown (`shown_texts`).
-        imports: Dotted names of modules, and names in modules, that it imports anywhere, without
-            imports for type checking.
-        strings: Strings that may be names of modules, as in registries: `package.module:Class`.
-        lazy: The table `_PUBLIC` of a package with lazy imports: from name to module, which may be
-            relative.
-        beside: Files and folders next to it that it refers to by `Path(__file__).with_name(...)`.
+        digest: Digest of the syntax tree, without comments, docstrings and displayed texts.
+        imports: Dotted names of modules, and names in modules, except those for type checking.
+        strings: Strings that may name modules, such as in registries: `package.module:Class`.
+        lazy: The table `_PUBLIC` of a package with lazy imports, from name to module.
+        adjacent: Files and folders next to it, as in `Path(__file__).with_name(...)`.
     """
 
     digest: str
     imports: list[str]
     strings: list[str]
     lazy: dict[str, str]
-    beside: list[str]
+    adjacent: list[str]
 
 
 def read_source(path: Path, module: str) -> SourceFile:
-    """Analyses a source file.
-
-    Args:
-        path: A Python file.
-        module: Its name, to resolve relative imports; a package's name ends in `.__init__`.
-
-    Raises:
-        SyntaxError: If it is not valid Python.
-    """
+    """Analyzes a source file; a package's module name ends in `.__init__`, for relative imports."""
     content = path.read_bytes()
     key = hashlib.sha256(module.encode() + b"\0" + content).hexdigest()
-    known = _known()
-    if key not in known:
-        known[key] = _analysed(ast.parse(content), module)
-        _is_news.set()
-    return known[key]
+    cached = _cached()
+    if key not in cached:
+        cached[key] = _analyse(ast.parse(content), module)
+        _has_new_results.set()
+    return cached[key]
 
 
 def keep_sources() -> None:
-    """Writes this process's results for later ones; failures are ignored."""
-    if not _is_news.is_set():
+    """Writes this process's results for later processes; ignores failures."""
+    if not _has_new_results.is_set():
         return
-    _is_news.clear()
-    known = _known()
+    _has_new_results.clear()
+    cached = _cached()
     # Entries of deleted files are dropped.
-    kept = list(known)[-_MAX_KEPT:]
-    table = {key: asdict(known[key]) for key in kept}
+    newest = list(cached)[-_MAX_KEPT:]
+    table = {key: asdict(cached[key]) for key in newest}
     with suppress(OSError, NemoRLError):
         write_atomic(_table_path(), json.dumps(table))
 
 
 @cache
-def _known() -> dict[str, SourceFile]:
+def _cached() -> dict[str, SourceFile]:
     try:
         table = json.loads(_table_path().read_text())
         return {key: SourceFile(**fields) for key, fields in table.items()}
@@ -91,19 +77,18 @@ def _known() -> dict[str, SourceFile]:
 
 
 def _table_path() -> Path:
-    """Depends on the versions of Python and of what analyses, and on the names of errors."""
-    here = Path(__file__)
-    texts = here.with_name("shown_texts.py").read_bytes()
-    known = " ".join([platform.python_version(), *sorted(ERRORS)])
-    version = hashlib.sha256(known.encode() + here.read_bytes() + texts).hexdigest()
-    return here.parent / "__pycache__" / f"sources.{version[:16]}.json"
+    module_file = Path(__file__)
+    texts = module_file.with_name("shown_texts.py").read_bytes()
+    versions = " ".join([platform.python_version(), *sorted(ERRORS)])
+    version = hashlib.sha256(versions.encode() + module_file.read_bytes() + texts).hexdigest()
+    return module_file.parent / "__pycache__" / f"sources.{version[:16]}.json"
 
 
-def _analysed(tree: ast.Module, module: str) -> SourceFile:
+def _analyse(tree: ast.Module, module: str) -> SourceFile:
     nodes = list(_executed(tree))
     constants = {node.value for node in nodes if isinstance(node, ast.Constant)}
     imports = {name for node in nodes for name in _imported(node, module)}
-    beside = {name for node in nodes for name in _beside(node)}
+    adjacent = {name for node in nodes for name in _adjacent(node)}
     strings = sorted(each for each in constants if isinstance(each, str) and _is_name(each))
     lazy = _lazy_names(tree)
     if not any(_reads_docstrings(node) for node in nodes):
@@ -117,12 +102,11 @@ def _analysed(tree: ast.Module, module: str) -> SourceFile:
         imports=sorted(imports),
         strings=strings,
         lazy=lazy,
-        beside=sorted(beside),
+        adjacent=sorted(adjacent),
     )
 
 
 def _executed(tree: ast.Module) -> Iterator[ast.AST]:
-    """All nodes, except code for type checking."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
@@ -152,7 +136,7 @@ def _imported(node: ast.AST, module: str) -> Iterator[str]:
 
 
 def _imported_by_call(node: ast.Call, module: str) -> Iterator[str]:
-    """The module in `import_module("name")`."""
+    """Yields the module in `import_module("name")`."""
     function = getattr(node.func, "attr", getattr(node.func, "id", ""))
     match node.args:
         case [ast.Constant(str(name)), *_] if function in _IMPORTING:
@@ -174,8 +158,8 @@ def _lazy_names(tree: ast.Module) -> dict[str, str]:
     return {}
 
 
-def _beside(node: ast.AST) -> Iterator[str]:
-    """The name in `Path(__file__).with_name("name")`."""
+def _adjacent(node: ast.AST) -> Iterator[str]:
+    """Yields the name in `Path(__file__).with_name("name")`."""
     match node:
         case ast.Call(func=ast.Attribute(attr="with_name") as function, args=[ast.Constant(name)]):
             if ast.unparse(function.value) == "Path(__file__)":

@@ -1,7 +1,4 @@
-"""The run on a cluster that makes an artifact, recorded in its manifest.
-
-On a cluster no stage can write the history database. On one machine the run's recorder writes it.
-"""
+"""The run on a cluster that makes an artifact, recorded in its manifest instead of the history."""
 
 import time
 from collections.abc import Mapping
@@ -10,15 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StageRun(BaseModel):
-    """One attempt of a stage.
-
-    Attributes:
-        execution: Name of the execution in Flyte.
-        workflow: Such as `workflows.grpo.grpo`.
-        task: Such as `tasks.train_sft.train_sft`.
-        attempt: 1 for the first.
-        started_at: Seconds since 1970.
-    """
+    """One attempt of a stage; the number `attempt` counts from 1."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

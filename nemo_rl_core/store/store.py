@@ -1,14 +1,12 @@
-"""The store: one folder with everything that a later run can reuse.
+"""The store: a folder with everything that later runs can reuse.
 
 Work in progress is in `work/<stage>-<key>` under a lock. A finished stage is renamed from there to
 `artifacts/<stage>-<hash>`, which the record `work/<stage>-<key>.done` names. The record is written
-before the rename and counts only if the artifact exists, so that a kill between the two costs
-nothing. A process holds the artifacts that it has made or found until its run ends, so that no
-other process removes them.
+before the rename and counts only if the artifact exists, so a kill between the two does no harm.
 
 Parents and cached artifacts are verified against their manifests before use: each file is hashed
-once, and again if it has changed. `nemo-rl verify` reads every file every time, since a disk can
-damage a file without changing its times.
+once, and again if it has changed. `nemo-rl verify` always reads every file, since a disk can damage
+a file without changing its times.
 """
 
 import errno
@@ -36,7 +34,7 @@ from nemo_rl_core.store.reads import changed_inputs, is_current, read_record, re
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
-"""A model's card, in its folder. It names commit and machine, so hashes leave it out."""
+"""File name of a model's card. It names commit and machine, so hashes exclude it."""
 
 VOLATILE = (
     MANIFEST,
@@ -50,8 +48,7 @@ VOLATILE = (
     LEFT_OUT,
     f"model/{CARD}",
 )
-"""Files with times, costs, hashes or the maker of an artifact; its content hash has none of them.
-"""
+"""Files with times, costs, hashes or the maker of an artifact; the content hash excludes them."""
 
 HashOfFile = Callable[[Path], str]
 
@@ -63,10 +60,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True)
 class Store:
-    """A folder for artifacts, caches, runs and work in progress.
-
-    Args:
-        root: Made absolute; created on first use.
+    """A folder for artifacts, caches, runs and work in progress, created on first use.
 
     Example:
         >>> with store.work_folder("train_sft", key) as folder:            # doctest: +SKIP
@@ -83,7 +77,7 @@ class Store:
 
     @classmethod
     def default(cls) -> "Store":
-        """The store in NEMO_RL_HOME, else `~/.nemo_rl`."""
+        """Returns the store in NEMO_RL_HOME, else `~/.nemo_rl`."""
         return cls(Path(os.environ.get("NEMO_RL_HOME") or "~/.nemo_rl"))
 
     @property
@@ -108,12 +102,12 @@ class Store:
 
     @property
     def inputs(self) -> Path:
-        """What stages on a cluster have downloaded, for as long as they run."""
+        """Downloads of stages on a cluster while they run."""
         return self.root / "inputs"
 
     @property
     def models(self) -> Path:
-        """Models from outside, in the HF layout."""
+        """Models from other sources, in the HF layout."""
         return self.root / "models"
 
     @property
@@ -123,12 +117,12 @@ class Store:
 
     @property
     def reads(self) -> Path:
-        """Inputs that user code has read, a file per artifact; see `nemo_rl_core.store.reads`."""
+        """Inputs that user code read, one file per artifact; see `nemo_rl_core.store.reads`."""
         return self.root / "reads"
 
     @property
     def gpu_seconds(self) -> Path:
-        """What attempts on a cluster have used, a folder an execution; see `telemetry.budget`."""
+        """GPU-seconds of attempts on a cluster, by execution; see `telemetry.budget`."""
         return self.cache / "gpu_seconds"
 
     @property
@@ -142,16 +136,13 @@ class Store:
         return self.root / "in_use.lock"
 
     def create(self) -> None:
-        """Creates the root, which only this user can open; an existing folder stays as it is."""
+        """Creates the root with access only for this user; keeps an existing folder."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def check_writable(self, *, min_free_mib: int = 256) -> None:
-        """Creates the folders and writes to each, so that a run fails before it starts.
+        """Creates the folders and writes to each, so that a run fails early.
 
-        Permission bits do not apply to root and do not show quotas; a synced probe does.
-
-        Raises:
-            StoreError: If a folder cannot be written or the disk is nearly full.
+        Permission bits do not apply to root or show quotas, so a probe is written and synced.
         """
         for folder in (self.root, self.artifacts, self.cache, self.runs, self.work, self.models):
             try:
@@ -166,7 +157,7 @@ class Store:
         free_mib = shutil.disk_usage(self.root).free / 2**20
         if free_mib < min_free_mib:
             raise StoreError(
-                f"the disk that holds the store {self.root} is nearly full",
+                f"the disk of the store {self.root} is nearly full",
                 expected=f"at least {min_free_mib} MiB free",
                 got=f"{free_mib:.0f} MiB",
                 fix="free some space, or point NEMO_RL_HOME at another disk",
@@ -185,30 +176,22 @@ class Store:
 
     @contextmanager
     def work_folder(self, stage: str, key: str) -> Iterator[Path]:
-        """Locks and yields the folder in which a stage with these inputs works.
+        """Locks and yields the work folder of a stage with these inputs.
 
-        Files of an earlier, killed process are still in it. A second process waits until the first
+        It may have files of an earlier, killed process. A second process waits until the first
         ends; call `published` next, since the first may have finished the stage.
-
-        Args:
-            stage: Name of the stage.
-            key: Key of its inputs, such as a hex digest.
-
-        Raises:
-            StoreError: If the folder cannot be created.
-            ValueError: If stage and key do not make a file name.
         """
         folder = self.work / _work_name(stage, key)
         with files.storage_errors(folder):
             self.create()
             self.work.mkdir(exist_ok=True)
-        with locks.held(folder.with_name(folder.name + ".lock"), stage):
+        with locks.locked(folder.with_name(folder.name + ".lock"), stage):
             files.sweep_discarded(self.work)
             with files.storage_errors(folder):
                 for torn in self.work.glob(f".{_record_path(folder).name}.*{files.ASIDE}"):
                     torn.unlink()
                 if folder.exists() and self.published(stage, key):
-                    files.discard(folder)  # a process was killed while it dropped a duplicate
+                    files.discard(folder)  # a process was killed while deleting a duplicate
                 folder.mkdir(exist_ok=True)
             try:
                 yield folder
@@ -218,18 +201,7 @@ class Store:
     def publish(self, folder: Path, *, stage: str, content_hash: str) -> Path:
         """Turns a work folder into an artifact atomically; call it inside `work_folder`.
 
-        Args:
-            folder: The folder that `work_folder` yielded. It is moved.
-            stage: Name of the stage.
-            content_hash: Hash of the content; at least 16 characters. If an artifact with this hash
-                exists, it is kept and `folder` is deleted.
-
-        Returns:
-            The artifact's folder.
-
-        Raises:
-            StoreError: If the disk refuses; the work folder then stays.
-            ValueError: If `folder` is not a work folder of the stage, or the hash is too short.
+        An existing artifact with this hash of at least 16 characters is kept; `folder` is deleted.
         """
         if folder.parent != self.work or not folder.name.startswith(f"{stage}-"):
             raise ValueError(f"{folder} is not a work folder of stage {stage!r} in {self.work}")
@@ -255,10 +227,9 @@ class Store:
         return target
 
     def published(self, stage: str, key: str) -> Path | None:
-        """Returns the artifact that a stage with these inputs has made; None if it does not exist.
+        """Returns the artifact of a stage with these inputs, locked as in `hold`; None without any.
 
-        An artifact whose user code has read files or variables that differ now does not count; see
-        `nemo_rl_core.store.reads`. The artifact is locked from then on; see `hold`.
+        An artifact does not count if files or variables that its user code read have changed.
         """
         artifact = self._recorded(stage, key)
         return artifact if artifact is not None and self.hold(artifact) else None
@@ -268,13 +239,7 @@ class Store:
     ) -> None:
         """Deletes the artifact of these inputs if it is unwanted and no process uses it.
 
-        Call it inside `work_folder`, before `published`. A damaged manifest stays for
-        `set_aside_damaged`.
-
-        Args:
-            stage: Name of the stage.
-            key: Key of its inputs.
-            is_unwanted: Decides by the manifest.
+        Call it inside `work_folder`, before `published`. A damaged manifest stays.
         """
         artifact = self._recorded(stage, key)
         if artifact is None:
@@ -298,11 +263,11 @@ class Store:
         return next((each for each in artifacts if each.is_dir() and self.is_current(each)), None)
 
     def is_current(self, artifact: Path) -> bool:
-        """Whether everything that user code has read for an artifact of this store is unchanged."""
+        """Whether all inputs that user code read for an artifact are unchanged."""
         return is_current(self.reads / f"{artifact.name}.json")
 
     def changed_inputs(self, stage: str, key: str) -> list[str]:
-        """Inputs of user code that differ from those of the newest artifact of a stage."""
+        """Returns inputs of user code that changed since the newest artifact of a stage."""
         for name in recorded_names(_record_path(self.work / _work_name(stage, key))):
             record = resolve_below(self.reads, f"{name}.json", source="a record of a stage")
             for reads in read_record(record):
@@ -310,15 +275,7 @@ class Store:
         return []
 
     def set_aside(self, path: Path) -> Path:
-        """Moves a damaged artifact or record into `damaged/`.
-
-        Returns:
-            Its new path.
-
-        Raises:
-            FileNotFoundError: If it does not exist.
-            StoreError: If the disk refuses.
-        """
+        """Moves a damaged artifact or record into `damaged/`; returns its new path."""
         aside = self.damaged / f"{path.name}.{uuid.uuid4().hex[:8]}"
         with files.storage_errors(path):
             aside.parent.mkdir(exist_ok=True)
@@ -328,10 +285,7 @@ class Store:
         return aside
 
     def hold(self, folder: Path) -> bool:
-        """Keeps `nemo-rl gc` of any process from removing a folder while this process uses it.
-
-        Args:
-            folder: An artifact or the folder of a run. A folder outside of the store is not locked.
+        """Protects an artifact or a run's folder from `nemo-rl gc` while this process uses it.
 
         Returns:
             True if the folder exists. It stays until this process ends or calls `release`, unless
@@ -342,12 +296,12 @@ class Store:
         return folder.is_dir()
 
     def release(self) -> None:
-        """Releases everything that this process holds, at the end of a run."""
+        """Releases all folders of `hold`, at the end of a run."""
         locks.unshare(self.marks)
 
 
 def artifact_name(stage: str, content_hash: str) -> str:
-    """Name of the folder that `Store.publish` creates."""
+    """Returns the name of the folder that `Store.publish` creates."""
     return f"{stage}-{content_hash[:16]}"
 
 
@@ -368,13 +322,8 @@ def _remove_if_empty(folder: Path) -> None:
         logger.debug("%s stays: it contains work, or was published", folder)
 
 
-def is_volatile(name: str) -> bool:
-    """Whether an artifact's content hash leaves a file out, by its relative path."""
-    return name in VOLATILE
-
-
 def content_digests(folder: Path, hash_of: HashOfFile = hash_file) -> dict[str, str]:
-    """The sha256 of each file that the content hash covers, left out ones among them."""
+    """Returns the sha256 of each file in the content hash, including those not downloaded."""
     return {**left_out(folder), **files.hash_files(folder, exclude=VOLATILE, hash_of=hash_of)}
 
 
@@ -386,30 +335,26 @@ def hash_content(folder: Path, hash_of: HashOfFile = hash_file) -> str:
 def hash_weights(folder: Path, hash_of: HashOfFile = hash_file) -> str | None:
     """Computes the `weights_hash` of an artifact's manifest; None without a model."""
     model, prefix = folder / "model", "model/"
-    known = {
+    digests = {
         name.removeprefix(prefix): digest
         for name, digest in left_out(folder).items()
         if name.startswith(prefix)
     }
     if model.is_dir():
-        known |= files.hash_files(model, exclude=(CARD,), hash_of=hash_of)
-    return files.digest_of(known) if known or model.is_dir() else None
+        digests |= files.hash_files(model, exclude=(CARD,), hash_of=hash_of)
+    return files.digest_of(digests) if digests or model.is_dir() else None
 
 
 def damage(folder: Path, hash_of: HashOfFile = hash_file) -> str:
     """Describes the damage of an artifact in one line; empty if it is intact.
 
-    Args:
-        folder: The artifact, in a store or elsewhere.
-        hash_of: Returns the sha256 of a file's content.
-
     Raises:
-        OSError: If the folder cannot be read for a reason that is no damage, such as too many open
-            files; likewise `StoreError`.
+        OSError: If the folder cannot be read for another reason, such as too many open files.
+        StoreError: If the manifest cannot be read for such a reason.
     """
     try:
         manifest = Manifest.read(folder)
-        # Weights are a part of the content: no file is read twice.
+        # Weights are part of the content; the cache avoids reading files twice.
         return "; ".join(_differences(folder, manifest, functools.cache(hash_of)))
     except (OSError, StoreError) as error:
         cause = error.__cause__ or error
@@ -432,63 +377,48 @@ def _differences(folder: Path, manifest: Manifest, hash_of: HashOfFile) -> Itera
             yield _differs("weights", manifest.weights_hash, weights)
 
 
-def _differs(part: str, recorded: str, found: str) -> str:
-    return f"the hash of its {part} was {recorded[:12]} and is {found[:12]}"
+def _differs(part: str, recorded: str, actual: str) -> str:
+    return f"the hash of its {part} was {recorded[:12]} and is {actual[:12]}"
 
 
 def damage_of_changed_files(store: Store, folder: Path) -> str:
-    """As `damage`, but reads only files that have changed since they were last hashed.
-
-    Args:
-        store: The store with the cache of hashes.
-        folder: An artifact. One outside of the store, such as a download, is read completely.
-    """
+    """The same as `damage`, but reads only files that changed since they were last hashed."""
     if folder.parent != store.artifacts:
         return damage(folder)
-    known = HashCache(folder, store.verified / f"{folder.name}.json")
-    if damage(folder, known):
+    hashes = HashCache(folder, store.verified / f"{folder.name}.json")
+    if damage(folder, hashes):
         # The cache itself may be damaged, so the files decide.
         return damage(folder)
-    known.save()
+    hashes.save()
     return ""
 
 
 def set_aside_damaged(store: Store, folder: Path) -> bool:
-    """Moves a damaged artifact to `damaged/`; call it inside `work_folder`.
+    """Moves a damaged artifact to `damaged/` with a warning; call it inside `work_folder`.
 
-    The stage's lock keeps a second process from moving the artifact that the first has rebuilt. A
-    process that reads the damaged artifact keeps its open files, and can open no more.
-
-    Returns:
-        True if it was damaged; a warning describes the damage and the new location.
-
-    Raises:
-        StoreError: If the disk refuses.
+    The stage's lock keeps a second process from moving the artifact that the first rebuilt. A
+    process that reads the damaged artifact keeps its open files, but cannot open others.
     """
     problem = damage_of_changed_files(store, folder) if folder.is_dir() else ""
     if not problem:
         return False
     aside = store.set_aside(folder)
-    logger.warning("%s is damaged and is made again: %s; moved to %s", folder.name, problem, aside)
+    logger.warning("%s is damaged and is rebuilt: %s; moved to %s", folder.name, problem, aside)
     return True
 
 
 def refuse_damaged(store: Store, folder: Path) -> None:
-    """Checks an artifact before a stage reads it.
-
-    Raises:
-        StoreError: If it is damaged.
-    """
+    """Raises if an artifact that a stage is about to read is damaged."""
     problem = damage_of_changed_files(store, folder)
     if problem:
         is_stored = folder.is_relative_to(store.root)
-        edit = "edit an artifact in a task with @cached_task that returns what make gives"
+        edit = "edit an artifact in a task with @cached_task that returns the result of make"
         raise StoreError(
-            f"the artifact in {folder} is {'damaged' if is_stored else 'not as its stage made it'}",
-            expected="the content that its stage made",
+            f"the artifact in {folder} {'is damaged' if is_stored else 'has changed'}",
+            expected="the content that its stage wrote",
             got=problem,
             fix=f"run the same command again, which rebuilds it; on a cluster with "
-            f"--overwrite-cache. If a task of yours changed it: {edit} (docs/workflows.md)"
+            f"--overwrite-cache. If one of your tasks changed it: {edit} (docs/workflows.md)"
             if is_stored
             else f"{edit} (docs/workflows.md), or copy it from its store again",
         )

@@ -1,8 +1,6 @@
-"""Source digests of a user's module and of the user's modules that it imports.
+"""Source digests of a module outside of this project, and of further such modules that it imports.
 
-No module is imported for this. Installed packages count by version, and files that a module refers
-to by `Path(__file__).with_name(...)` by content. What else the code reads is only known when it
-runs; see `nemo_rl_core.store.watching`.
+No module is imported for this. Installed packages count by version.
 """
 
 import importlib
@@ -23,14 +21,7 @@ _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platl
 
 
 class UserSource(NamedTuple):
-    """What a user's module reaches.
-
-    Attributes:
-        digest: Digests of modules and versions of packages, separated by spaces; empty if there is
-            no such module.
-        imports: Dotted names that its modules import.
-        files: The files and folders that the digest covers; those of packages count by version.
-    """
+    """Source, imports and files that a user's module reaches; `files` has none of packages."""
 
     digest: str
     imports: list[str]
@@ -38,38 +29,30 @@ class UserSource(NamedTuple):
 
 
 def user_source(module: str) -> str:
-    """Returns digests of the user's modules that `module` reaches, and package versions.
-
-    Args:
-        module: Its import name; modules of the current directory are included, as for a reward
-            function.
-
-    Returns:
-        Digests separated by spaces; empty if there is no such module.
-    """
+    """Returns digests of the user modules that `module` reaches; empty if it does not exist."""
     return read_user_source(module).digest
 
 
 def read_user_source(module: str, *, without: Collection[str] = ()) -> UserSource:
-    """As `user_source`, without what lies in these packages."""
+    """Returns digests, imports and files of `user_source`, excluding some packages."""
     importlib.invalidate_caches()
-    found: dict[str, UserSource] = {}
-    waiting = [module]
-    while waiting:
-        name = waiting.pop()
+    sources: dict[str, UserSource] = {}
+    queue = [module]
+    while queue:
+        name = queue.pop()
         for spec in _specs(name):
             top = spec.name.partition(".")[0]
-            if spec.name not in found and top not in {*sys.stdlib_module_names, *without}:
-                found[spec.name] = _content(spec)
-                waiting += found[spec.name].imports
-    digests = sorted({each.digest for each in found.values() if each.digest})
-    imports = {name for each in found.values() for name in each.imports}
-    files = {file for each in found.values() for file in each.files}
+            if spec.name not in sources and top not in {*sys.stdlib_module_names, *without}:
+                sources[spec.name] = _content(spec)
+                queue += sources[spec.name].imports
+    digests = sorted({each.digest for each in sources.values() if each.digest})
+    imports = {name for each in sources.values() for name in each.imports}
+    files = {file for each in sources.values() for file in each.files}
     return UserSource(" ".join(digests), sorted(imports), sorted(files))
 
 
 def _specs(name: str) -> list[ModuleSpec]:
-    """The packages and the module of a dotted name, which may end in a name in the module."""
+    """Finds the packages and the module of a dotted name, which may end in a name in it."""
     if name == "__main__":
         return _main_file()
     top, *inner = name.split(".")
@@ -77,25 +60,23 @@ def _specs(name: str) -> list[ModuleSpec]:
         spec = find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])
     except (ImportError, ValueError):
         return []  # the stage that calls it raises the error
-    found = []
+    specs = []
     while spec is not None:
-        found.append(spec)
-        places = spec.submodule_search_locations
-        if not inner or places is None:
+        specs.append(spec)
+        locations = spec.submodule_search_locations
+        if not inner or locations is None:
             break
-        spec = PathFinder.find_spec(f"{spec.name}.{inner.pop(0)}", list(places))
-    return found
+        spec = PathFinder.find_spec(f"{spec.name}.{inner.pop(0)}", list(locations))
+    return specs
 
 
 def _main_file() -> list[ModuleSpec]:
-    """The file that Python was started with."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     spec = spec_from_file_location("__main__", file) if file else None
     return [spec] if spec else []
 
 
 def _content(spec: ModuleSpec) -> UserSource:
-    """A module by itself: its digest, the names that it imports, and its files."""
     origin = Path(spec.origin) if spec.has_location and spec.origin else None
     if origin is None:
         return UserSource("", [], [])  # built-in, or a folder without an `__init__`
@@ -108,13 +89,13 @@ def _content(spec: ModuleSpec) -> UserSource:
         source = read_source(origin, file_name)
     except (SyntaxError, ValueError):
         return UserSource(hash_file(origin), [], [origin])  # the stage raises the error
-    beside = [path for name in source.beside if (path := origin.with_name(name)).exists()]
-    contents = [hash_folder(each) if each.is_dir() else hash_file(each) for each in beside]
-    return UserSource("".join([source.digest, *contents]), source.imports, [origin, *beside])
+    adjacent = [path for name in source.adjacent if (path := origin.with_name(name)).exists()]
+    contents = [hash_folder(each) if each.is_dir() else hash_file(each) for each in adjacent]
+    return UserSource("".join([source.digest, *contents]), source.imports, [origin, *adjacent])
 
 
 def package_version(package: str) -> str:
-    """The installed version of what a package is imported from; empty if it is not installed."""
+    """Returns the installed version of a package's distribution; empty if not installed."""
     names = _distributions().get(package, [])
     return ",".join(f"{name}=={metadata.version(name)}" for name in sorted(set(names)))
 

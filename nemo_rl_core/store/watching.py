@@ -1,13 +1,12 @@
 """Records what user code opens, imports and reads from the environment in this process.
 
 Importing this module installs an audit hook (`sys.addaudithook`) and a recording `os.environ`. Each
-read is attributed to the files of user code on the stack, up to the first frame of this project:
-reward functions, environments, trainers and backends, wherever a library of theirs opens the file.
-What the project itself or a user's script reads at its top level does not count: the former is part
-of the source digest, the values of the latter are part of the object's digest.
+read is attributed to the files of user code on the stack, up to the first frame of this project.
+Reads by the project and by the top level of a user's script do not count: the former are part of
+the source digest, the values of the latter are part of the object's digest.
 
-Reads in other processes are merged by `absorb`. Not seen are files that C code opens itself
-(pyarrow, SQLite) and files that a started program opens.
+`absorb` merges reads in other processes. Files that C code (pyarrow, SQLite) or a started program
+opens are not detected.
 """
 
 import functools
@@ -50,29 +49,23 @@ _VOLATILE_VARIABLE = re.compile(
     r"|CUDA_VISIBLE_DEVICES|PYTEST_.*|.*_PROXY|.*(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS)",
     re.IGNORECASE,
 )
-"""Variables of the machine, the session or an account, which decide on no result."""
+"""Variables of the machine, the session or an account, which do not affect results."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _IS_WORKER = sys.argv[:1] != [] and sys.argv[0].endswith("default_worker.py")
-"""Whether this process is one of Ray's workers, which run nothing but stages."""
+"""Whether this process is a Ray worker, which runs only stages."""
 _MAX_HASHED_AT_ONCE = 16 * 2**20
 _CHANGED = "changed while it was read"
 _VIEWS = ("<frozen os>", "<frozen _collections_abc>", os.__file__)
 """Files of the methods that read `os.environ` for their caller."""
 
 _DEPTH = 4
-"""Frames of this module between a function that walks the stack and what is observed."""
+"""Number of frames of this module between a function that walks the stack and the observed code."""
 
 Who = Literal["user", "library", "project"]
 
 
 class Report(NamedTuple):
-    """Everything that user code of a process has read.
-
-    Attributes:
-        readers: Names of inputs by the file of the code that read them.
-        digests: Digests of the inputs by name, with absolute paths.
-        written: Files that the process has written.
-    """
+    """All inputs that user code of a process read, by file of the code, and its written files."""
 
     readers: dict[str, set[str]]
     digests: Reads
@@ -80,17 +73,13 @@ class Report(NamedTuple):
 
 
 class Watch:
-    """The user code that a stage runs.
-
-    Args:
-        code: Names of modules and paths of files of user code, of which the stage is known to run.
-    """
+    """The user code (names of modules and paths of files) that a stage runs."""
 
     def __init__(self, code: Collection[str]) -> None:
         self.code = set(code)
 
     def reads(self) -> Reads:
-        """Returns what this code and the modules that it imports have read in this process."""
+        """Returns the inputs that this code and the modules it imports read in this process."""
         files = {file for each in list(self.code) for file in _files_of(each)}
         names = {name for file in files for name in list(_readers.get(file, ()))}
         kept = [name for name in sorted(names) if name.partition(" ")[2] not in _written]
@@ -100,7 +89,7 @@ class Watch:
 _readers: dict[str, set[str]] = {}
 _digests: Reads = {}
 _states: dict[str, tuple[int, int, int]] = {}
-"""Size, time and inode of each file when it was read last."""
+"""Size, time and inode of each file when it was last read."""
 _written: set[str] = set()
 _watches: list[Watch] = []
 _thread = threading.local()
@@ -108,7 +97,7 @@ _thread = threading.local()
 
 @contextmanager
 def watching(code: Collection[str] = ()) -> Iterator[Watch]:
-    """Yields the watch of a stage; code that reads something meanwhile belongs to it."""
+    """Yields the watch of a stage; code that reads inputs in the body is added to it."""
     watch = Watch(code)
     _watches.append(watch)
     try:
@@ -118,7 +107,7 @@ def watching(code: Collection[str] = ()) -> Iterator[Watch]:
 
 
 def report() -> Report:
-    """Returns what user code of this process has read, for the process that started it."""
+    """Returns the inputs that user code of this process read, for its parent process."""
     return Report(
         {reader: set(names) for reader, names in list(_readers.items())},
         {name: _settled(name) for name in list(_digests)},
@@ -126,57 +115,55 @@ def report() -> Report:
     )
 
 
-def absorb(found: Report) -> None:
+def absorb(worker: Report) -> None:
     """Merges the reads of a worker.
 
-    Inputs that only the worker has are left out, such as variables that its launcher has set: they
+    Inputs that only the worker has are left out, such as variables set by its launcher, since they
     cannot be compared here.
     """
-    known: set[str] = set()
-    for name, digest in found.digests.items():
+    shared: set[str] = set()
+    for name, digest in worker.digests.items():
         present = _digests.get(name) or present_digest(name)
         is_variable = name.startswith("variable ")
         if (present == digest) if is_variable else (present or not digest):
-            known.add(name)
+            shared.add(name)
             _digests[name] = digest
-    _written.update(found.written)
-    for reader, names in found.readers.items():
-        if names & known:
-            _readers.setdefault(reader, set()).update(names & known)
+    _written.update(worker.written)
+    for reader, names in worker.readers.items():
+        if names & shared:
+            _readers.setdefault(reader, set()).update(names & shared)
             for watch in _watches:
                 watch.code.add(reader)
 
 
 def _files_of(code: str) -> list[str]:
-    """The files of a module or of a file of user code, and of the modules that it imports."""
-    module, found = code, []
+    module, files_of_code = code, []
     if os.sep in code or code.startswith("<"):
-        found = [_file_of(code)]
+        files_of_code = [_file_of(code)]
         main = getattr(sys.modules["__main__"], "__file__", None)
-        module = "__main__" if main is not None and found == [_absolute(main)] else ""
+        module = "__main__" if main is not None and files_of_code == [_absolute(main)] else ""
     files = read_user_source(module, without=OWN_PACKAGES).files if module else []
-    return [*found, *(_absolute(each) for each in files)]
+    return [*files_of_code, *(_absolute(each) for each in files)]
 
 
 def _file_of(name: str) -> str:
-    """The path in a code object; cells of a notebook may have a name in its stead."""
+    """Returns the path in a code object; cells of a notebook may have a name instead."""
     return name if name.startswith("<") else _absolute(name)
 
 
 def _absolute(path: Any) -> str:
-    """An absolute path, in which links are kept: another target is another content."""
+    """Returns an absolute path with unresolved links, since a link may get another target."""
     return os.path.abspath(os.fsdecode(path))  # noqa: PTH100
 
 
 def _relative(name: str) -> str:
-    """The name of an input, with a path relative to the current directory if it is below it."""
+    """Returns the name of an input, with a relative path if below the current directory."""
     kind, _, path = name.partition(" ")
     below = path.removeprefix(f"{Path.cwd()}/")
     return name if below == path else f"{kind} ./{below}"
 
 
 def _settled(name: str) -> str:
-    """The digest of an input; a large file is hashed when it is asked for first."""
     digest = _digests.get(name, "")
     if not digest and name in _states:
         is_same = _state(name.partition(" ")[2]) == _states[name]
@@ -185,13 +172,13 @@ def _settled(name: str) -> str:
 
 
 def _state(path: str) -> tuple[int, int, int] | None:
-    """Size, time and inode of a file; None for folders, devices and missing files."""
+    """Returns size, time and inode of a file; None for folders, devices and missing files."""
     try:
-        found = Path(path).stat()
+        status = Path(path).stat()
     except OSError:
         return None
-    is_file = stat.S_ISREG(found.st_mode)
-    return (found.st_size, found.st_mtime_ns, found.st_ino) if is_file else None
+    is_file = stat.S_ISREG(status.st_mode)
+    return (status.st_size, status.st_mtime_ns, status.st_ino) if is_file else None
 
 
 def _note(name: str, readers: Collection[str], digest: Callable[[], str] | None = None) -> None:
@@ -224,7 +211,6 @@ def _opened(path: Any, mode: Any = None, flags: Any = 0) -> None:
 
 
 def _missed(path: Any) -> None:
-    """Notes a file whose existence user code has tested, and that is not there."""
     if isinstance(path, int):
         return
     readers, _ = _code_on_stack()
@@ -238,7 +224,7 @@ def _renamed(_source: Any, target: Any, *_: Any) -> None:
 
 
 def _wrote(path: str) -> None:
-    """Notes a written file. What a stage writes is not an input; what is written before it is."""
+    """Records a written file: files written during a stage are not inputs, earlier ones are."""
     if _watches or _IS_WORKER:
         _written.add(path)
     else:
@@ -256,7 +242,6 @@ def _listed(path: Any = None, *_: Any) -> None:
 
 
 def _executed(code: Any) -> None:
-    """Notes a module that user code imports in whatever way, or a file that it executes."""
     if not isinstance(code, CodeType) or code.co_name != "<module>":
         return
     readers, _ = _code_on_stack()
@@ -277,7 +262,7 @@ def _read_variable(name: Any) -> None:
     if frame is None or not isinstance(name, str) or _is_volatile(name):
         return
     if getattr(_thread, "copied", None) == (frame.f_code, frame.f_lasti):
-        return  # a copy of the environment, as for another process
+        return  # a copy of the environment, such as for another process
     readers, _ = _code_on_stack()
     if readers:
         _digests.pop(f"variable {name}", None)
@@ -295,7 +280,7 @@ def _value(name: str) -> str | None:
 
 
 def _caller() -> FrameType | None:
-    """The frame that reads `os.environ`, if it is one of user code."""
+    """Returns the frame that reads `os.environ`, if it is user code."""
     frame: FrameType | None = sys._getframe(_DEPTH)
     while frame is not None and frame.f_code.co_filename in _VIEWS:
         frame = frame.f_back
@@ -303,9 +288,9 @@ def _caller() -> FrameType | None:
 
 
 def _code_on_stack() -> tuple[list[str], bool]:
-    """Files of the user code that runs, and whether the import system itself runs within it."""
+    """Returns files of the running user code, and whether it runs the import system."""
     frame: FrameType | None = sys._getframe(_DEPTH)
-    found: list[str] = []
+    code: list[str] = []
     is_import = False
     while frame is not None:
         who = _who_runs(frame)
@@ -314,15 +299,15 @@ def _code_on_stack() -> tuple[list[str], bool]:
         if who == "user":
             is_script = frame.f_globals.get("__name__") == "__main__"
             if not (is_script and frame.f_code.co_name == "<module>"):
-                found.append(_file_of(frame.f_code.co_filename))
-        elif not found and frame.f_code.co_filename.startswith("<frozen importlib"):
+                code.append(_file_of(frame.f_code.co_filename))
+        elif not code and frame.f_code.co_filename.startswith("<frozen importlib"):
             is_import = True
         frame = frame.f_back
-    return found, is_import
+    return code, is_import
 
 
 def _imports_directly() -> bool:
-    """Whether the innermost frame that is not of the import system is one of user code."""
+    """Whether the innermost frame outside of the import system is user code."""
     frame: FrameType | None = sys._getframe(_DEPTH)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -385,13 +370,13 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _safely(note: Callable[..., None], *arguments: Any) -> None:
-    """Notes a read. Files that are read for the digest do not count."""
+    """Records a read, except files that are read for the digest itself."""
     if getattr(_thread, "is_noting", False):
         return
     _thread.is_noting = True
     try:
         note(*arguments)
-    # Named fault boundary: what only observes a program must not end it.
+    # Broad on purpose: an observer must not end the program.
     except Exception:  # noqa: BLE001
         pass
     finally:
@@ -399,7 +384,7 @@ def _safely(note: Callable[..., None], *arguments: Any) -> None:
 
 
 class _RecordingEnviron(os._Environ[str]):
-    """`os.environ` that notes which variables user code reads."""
+    """`os.environ` that records which variables user code reads."""
 
     def __getitem__(self, key: str) -> str:
         _safely(_read_variable, key)
@@ -417,8 +402,6 @@ def _copied() -> None:
 
 
 def _recording_stat(stat: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
-    """`os.stat`, on which tests for existence are based, noting files that are not there."""
-
     @functools.wraps(stat)
     def recorded(path: Any, **options: Any) -> os.stat_result:
         try:

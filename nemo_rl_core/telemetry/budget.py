@@ -1,37 +1,90 @@
-"""A limit of GPU-hours of a run: the stage that reaches it saves, and ends the run.
+"""A limit of GPU-hours for a run: the stage that reaches it saves a checkpoint and ends the run.
 
-The limit changes no result, so no stage reads it and it is part of no key. On one machine, the
-stages of a run share a process, which counts. On a cluster, every attempt of a stage notes on the
-shared volume what it uses, lost ones and those of other stages included; of an ancestor that the
-execution has made and the volume does not know, the manifest says it.
+On one machine, the stages of a run share a process, which keeps the total. On a cluster, every
+attempt of a stage records its usage on the shared volume. The usage of attempts that are not
+recorded there is read from the manifests of ancestors that the same execution made.
 """
 
+import json
 import os
+import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from nemo_rl_core.errors import ConfigError, ResourceError
 from nemo_rl_core.store.ancestry import ancestry_of
+from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.stage_run import StageRun
-from nemo_rl_core.telemetry.gpu_seconds import AttemptRecord
+from nemo_rl_core.store.store import Store
+
+WRITE_EVERY_SECONDS = 20.0
+
+
+class AttemptRecord:
+    """The GPU-seconds of one attempt on the shared volume, next to those of the other attempts.
+
+    It is updated while the attempt runs, so the usage of a killed one is known to within
+    `WRITE_EVERY_SECONDS`.
+    """
+
+    def __init__(self, run: StageRun) -> None:
+        self._run = run
+        self._folder = Store.default().gpu_seconds / run.execution
+        self._path = self._folder / f"{run.task}-{run.attempt}-{uuid4().hex[:8]}.json"
+
+    def write(self, gpu_seconds: float) -> None:
+        """Writes the usage of the attempt so far."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        record = {"run": self._run.model_dump(), "gpu_seconds": gpu_seconds}
+        write_atomic(self._path, json.dumps(record))
+
+    def read_others(self) -> dict[StageRun, float]:
+        """Returns GPU-seconds of all other attempts of the execution."""
+        records = [
+            json.loads(path.read_text())
+            for path in self._folder.glob("[!.]*.json")
+            if path != self._path
+        ]
+        return {StageRun(**each["run"]): each["gpu_seconds"] for each in records}
+
+    @contextmanager
+    def updated(self, update: Callable[[], None]) -> Iterator[None]:
+        """Calls `update` at the start, regularly during the body, and at the end.
+
+        After the first call, errors of the volume do not end the stage.
+        """
+        ended = threading.Event()
+
+        def repeat() -> None:
+            while not ended.wait(WRITE_EVERY_SECONDS):
+                with suppress(OSError):
+                    update()
+
+        thread = threading.Thread(target=repeat, name="gpu-seconds", daemon=True)
+        update()
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            with suppress(OSError):
+                update()
+
 
 LIMIT = "NEMO_RL_MAX_GPU_HOURS"
-"""The variable with the limit."""
+"""Environment variable with the limit."""
 
 
 @dataclass
 class RunSpending:
-    """What the stages of a run on one machine have used.
-
-    Attributes:
-        gpu_seconds: Of those that have ended.
-        max_gpu_hours: The limit of its recipe; None without one.
-    """
+    """Usage of the stages of a run on one machine."""
 
     gpu_seconds: float = 0.0
     max_gpu_hours: float | None = None
@@ -39,13 +92,10 @@ class RunSpending:
 
 @dataclass
 class StageBudget:
-    """What a stage may still use.
+    """The remaining GPU time of a stage.
 
     Attributes:
-        limit_seconds: GPU-seconds of the run.
-        earlier_seconds: GPU-seconds that it used outside of this attempt of the stage.
-        num_gpus: How many the stage holds.
-        began: By `time.monotonic`.
+        earlier_seconds: GPU-seconds of the run outside of this attempt of the stage.
     """
 
     limit_seconds: float
@@ -54,14 +104,14 @@ class StageBudget:
     began: float
 
     @property
-    def own_seconds(self) -> float:
-        """GPU-seconds of this attempt of the stage up to now."""
+    def attempt_seconds(self) -> float:
+        """GPU-seconds of this attempt of the stage so far."""
         return self.num_gpus * (time.monotonic() - self.began)
 
     @property
     def spent_seconds(self) -> float:
-        """GPU-seconds of the run up to now."""
-        return self.earlier_seconds + self.own_seconds
+        """GPU-seconds of the run so far."""
+        return self.earlier_seconds + self.attempt_seconds
 
     @property
     def is_spent(self) -> bool:
@@ -69,18 +119,14 @@ class StageBudget:
         return self.spent_seconds >= self.limit_seconds
 
     def error(self, *, step: int | None = None) -> ResourceError:
-        """What ends the run.
-
-        Args:
-            step: The step that was saved; None before the first.
-        """
-        then = "starts" if step is None else f"goes on from step {step}"
+        """Returns the error that ends the run, after the last saved step."""
+        action = "starts" if step is None else f"resumes from step {step}"
         return ResourceError(
             "the run has used its GPU-hours",
             expected=f"at most {self.limit_seconds / 3600:.4g} GPU-hours ({LIMIT}, or "
             "budget.max_gpu_hours of the recipe)",
             got=f"{self.spent_seconds / 3600:.4g} on {self.num_gpus} GPUs",
-            fix=f"raise it and start the same command again: the stage {then}",
+            fix=f"raise the limit and run the same command again: the stage {action}",
         )
 
 
@@ -90,11 +136,7 @@ _current: ContextVar[StageBudget | None] = ContextVar("stage_budget", default=No
 
 @contextmanager
 def counted_run(max_gpu_hours: float | None = None) -> Iterator[RunSpending]:
-    """Within it, stages of this process count as one run.
-
-    Args:
-        max_gpu_hours: Its limit, where `NEMO_RL_MAX_GPU_HOURS` says no other.
-    """
+    """Counts the stages in the body as one run, whose limit `NEMO_RL_MAX_GPU_HOURS` overrides."""
     spending = RunSpending(max_gpu_hours=max_gpu_hours)
     token = _spending.set(spending)
     try:
@@ -107,16 +149,7 @@ def counted_run(max_gpu_hours: float | None = None) -> Iterator[RunSpending]:
 def stage_budget(
     num_gpus: int, parents: Iterable[Path], run: StageRun | None
 ) -> Iterator[StageBudget | None]:
-    """Within it, a stage's loop ends when the run has reached its limit.
-
-    Args:
-        num_gpus: How many the stage holds; one without GPUs has no limit.
-        parents: Folders of the artifacts that it reads.
-        run: The execution on a cluster; None on one machine.
-
-    Raises:
-        ResourceError: If the limit was reached before.
-    """
+    """Ends the loop of the stage in the body when the run reaches its limit of GPU-hours."""
     limit, began = limit_from(os.environ.get(LIMIT)), time.monotonic()
     spending = _spending.get()
     if limit is None and spending is not None:
@@ -141,28 +174,23 @@ def stage_budget(
 
 @contextmanager
 def _counted_attempt(budget: StageBudget, parents: Iterable[Path], run: StageRun) -> Iterator[None]:
-    """Within it, the volume knows what the attempt uses, and the attempt what all others do."""
-    record, ancestors = AttemptRecord(run), _of_execution(parents, run.execution)
+    record, ancestors = AttemptRecord(run), _ancestor_seconds(parents, run.execution)
 
-    def note() -> None:
-        budget.earlier_seconds = sum((ancestors | record.of_others()).values())
-        record.note(budget.own_seconds)
+    def update() -> None:
+        budget.earlier_seconds = sum((ancestors | record.read_others()).values())
+        record.write(budget.attempt_seconds)
 
-    with record.kept(note):
+    with record.updated(update):
         yield
 
 
 def current_budget() -> StageBudget | None:
-    """The budget of the stage that runs; None without a limit."""
+    """Returns the budget of the running stage; None without a limit."""
     return _current.get()
 
 
 def limit_from(text: str | None) -> float | None:
-    """The limit that the variable's text says, in GPU-hours; None for no text.
-
-    Raises:
-        ConfigError: If it is no positive number.
-    """
+    """Parses the value of the variable `LIMIT` in GPU-hours; None if it is empty."""
     if not text:
         return None
     try:
@@ -171,7 +199,7 @@ def limit_from(text: str | None) -> float | None:
         hours = -1.0
     if not 0 < hours < float("inf"):
         raise ConfigError(
-            f"{LIMIT} is no number of GPU-hours",
+            f"{LIMIT} is not a number of GPU-hours",
             expected="a positive number, such as 12.5",
             got=text,
             fix=f"correct {LIMIT}, or unset it",
@@ -179,8 +207,7 @@ def limit_from(text: str | None) -> float | None:
     return hours
 
 
-def _of_execution(parents: Iterable[Path], execution: str) -> dict[StageRun, float]:
-    """GPU-seconds of the attempts of an execution whose artifacts led to a stage."""
+def _ancestor_seconds(parents: Iterable[Path], execution: str) -> dict[StageRun, float]:
     made: dict[StageRun, float] = {}
     for folder in parents:
         for manifest in (Manifest.read(folder), *(each.manifest for each in ancestry_of(folder))):

@@ -1,4 +1,4 @@
-"""Consoles for tables: as wide as the terminal, and never cut in a pipe or a file."""
+"""Consoles for tables, as wide as the terminal and unlimited in pipes and files."""
 
 import sys
 from typing import TextIO
@@ -9,14 +9,10 @@ _WIDTH_OF_FILES = 4096
 
 
 def console_on(stream: TextIO | None = None, *, whole_lines: bool = False) -> Console:
-    """A console without highlighting on a stream; None for stdout.
+    """Returns a console without highlighting on a stream, by default stdout.
 
-    rich takes 80 columns for what is no terminal, and cuts the ids of runs there.
-
-    Args:
-        stream: What is written to.
-        whole_lines: Leaves lines whole on a terminal, too, which breaks them itself: rich cuts
-            those of a tree.
+    Outside of terminals, rich assumes 80 columns, which would truncate the ids of runs. With
+    `whole_lines`, terminals wrap the lines of a tree instead of rich truncating them.
     """
     stream = stream or sys.stdout
     width = None if stream.isatty() and not whole_lines else _WIDTH_OF_FILES

@@ -50,14 +50,14 @@ def model_flops_utilization(
 class Prices(FrozenConfig):
     """Prices per hour; a missing price is unknown, and then the total is unknown too.
 
-    They are in a YAML file that `NEMO_RL_PRICES` names, such as
-    `{currency: USD, cpu_core_hour: 0.04, gpu_hour: {H100: 2.5}}`. Prices are not part of a recipe:
-    another price makes nothing run again.
+    They are in the YAML file named by `NEMO_RL_PRICES`, such as
+    `{currency: USD, cpu_core_hour: 0.04, gpu_hour: {H100: 2.5}}`. Prices are not part of a recipe,
+    so a new price makes nothing run again.
 
     Attributes:
         currency: Name of the currency.
         cpu_core_hour: Price of one core, for CPU time.
-        gpu_hour: Price of a GPU by a part of its name, for the time that a stage holds it.
+        gpu_hour: Price of a GPU by part of its name, for the time that a stage reserves it.
     """
 
     currency: str = "USD"
@@ -66,11 +66,7 @@ class Prices(FrozenConfig):
 
     @classmethod
     def from_environment(cls) -> "Prices | None":
-        """Reads the price table that `NEMO_RL_PRICES` names; None without one.
-
-        Raises:
-            ConfigError: If it cannot be read.
-        """
+        """Reads the price table named by `NEMO_RL_PRICES`; None without one."""
         path = os.environ.get(PRICES)
         if not path:
             return None
@@ -95,7 +91,12 @@ class Prices(FrozenConfig):
 @cache
 def gpu_name() -> str:
     """Name of this machine's first GPU; empty without one."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return query_first_gpu("name")
+
+
+def query_first_gpu(fields: str) -> str:
+    """Returns properties of this machine's first GPU from its driver; empty without one."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):

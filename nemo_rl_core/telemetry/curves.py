@@ -8,22 +8,13 @@ from collections.abc import Mapping, Sequence
 _WIDTH, _HEIGHT = 420, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 408, 28, 176
 _MAX_CHARACTERS = 400
-_COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df", "#bf8700", "#0a7ea4", "#bf3989", "#57606a")
+_COLORS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df", "#bf8700", "#0a7ea4", "#bf3989", "#57606a")
 
 _Point = tuple[float, float]
 
 
 def curve_svg(title: str, xs: Sequence[float], ys: Sequence[float]) -> str:
-    """Returns an inline SVG of one curve, with its range on both axes and its last value.
-
-    Args:
-        title: Title above the curve.
-        xs: Values of the horizontal axis, such as steps.
-        ys: One value per x. NaN and infinity leave a gap.
-
-    Raises:
-        ValueError: If `xs` and `ys` differ in length.
-    """
+    """Returns an inline SVG of one curve, with its ranges and last value; NaN leaves a gap."""
     runs = _finite_runs(xs, ys)
     points = [point for run in runs for point in run]
     parts = [_label(_LEFT, 16, title, size=13)]
@@ -35,24 +26,19 @@ def curve_svg(title: str, xs: Sequence[float], ys: Sequence[float]) -> str:
 
 
 def curves_svg(title: str, lines: Mapping[str, Sequence[_Point]]) -> str:
-    """Returns an inline SVG of several curves on the same axes, with a legend below.
-
-    Args:
-        title: Title above the curves.
-        lines: Points by name of the curve; values that are not finite leave a gap.
-    """
+    """Returns an inline SVG of named curves on the same axes, with a legend; NaN leaves a gap."""
     runs = {
         name: _finite_runs([x for x, _ in points], [y for _, y in points])
         for name, points in lines.items()
     }
-    every = [point for each in runs.values() for run in each for point in run]
+    all_points = [point for each in runs.values() for run in each for point in run]
     parts = [_label(_LEFT, 16, title, size=13)]
-    parts += [_axes(every, last=False)] if every else []
+    parts += [_axes(all_points, last=False)] if all_points else []
     for index, (name, each) in enumerate(runs.items()):
-        colour = _COLOURS[index % len(_COLOURS)]
-        parts += _lines(each, every, colour) if each else []
+        color = _COLORS[index % len(_COLORS)]
+        parts += _lines(each, all_points, color) if each else []
         y = _HEIGHT + 14 * (index + 1)
-        parts.append(f'<path d="M{_LEFT},{y - 4} h16" stroke="{colour}" stroke-width="3"/>')
+        parts.append(f'<path d="M{_LEFT},{y - 4} h16" stroke="{color}" stroke-width="3"/>')
         parts.append(_label(_LEFT + 22, y, name))
     return _svg(parts, height=_HEIGHT + 14 * len(lines) + 8)
 
@@ -61,9 +47,6 @@ def completions_html(rows: Sequence[Mapping[str, object]]) -> str:
     """Returns a table of completions, one row per mapping such as `{"prompt": …, "reward": …}`.
 
     Values are shown as text: markup and control characters are escaped, long values are cut.
-
-    Args:
-        rows: The columns are the keys of all rows, in order of first appearance.
     """
     columns = list(dict.fromkeys(key for row in rows for key in row))
     if not columns:
@@ -111,23 +94,24 @@ def _axes(points: list[_Point], *, last: bool = True) -> str:
     return frame + "".join(labels)
 
 
-def _lines(runs: list[list[_Point]], points: list[_Point], colour: str = _COLOURS[0]) -> list[str]:
+def _lines(runs: list[list[_Point]], points: list[_Point], color: str = _COLORS[0]) -> list[str]:
     xs, ys = zip(*points, strict=True)
 
     def point(x: float, y: float) -> str:
-        across = _LEFT + (_RIGHT - _LEFT) * _fraction(x, min(xs), max(xs))
-        down = _BOTTOM - (_BOTTOM - _TOP) * _fraction(y, min(ys), max(ys))
+        across = _LEFT + (_RIGHT - _LEFT) * fraction(x, min(xs), max(xs))
+        down = _BOTTOM - (_BOTTOM - _TOP) * fraction(y, min(ys), max(ys))
         return f"{across:.1f},{down:.1f}"
 
     # A run of one point has no length: its round cap makes it visible.
     return [
         f'<polyline points="{" ".join(point(x, y) for x, y in [run[0], *run])}" fill="none" '
-        f'stroke="{colour}" stroke-width="2" stroke-linecap="round"/>'
+        f'stroke="{color}" stroke-width="2" stroke-linecap="round"/>'
         for run in runs
     ]
 
 
-def _fraction(value: float, low: float, high: float) -> float:
+def fraction(value: float, low: float, high: float) -> float:
+    """Returns the position of a value between two bounds, 0 to 1."""
     # Halves first: the difference of two huge values of opposite sign would overflow.
     span = high / 2 - low / 2
     return (value / 2 - low / 2) / span if span else 0.5

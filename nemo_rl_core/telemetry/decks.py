@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _ROWS_SHOWN = 40
-_LOSSES = {
+_FAILURES = {
     "num_failed_rollouts": "rollouts failed",
     "num_engine_restarts": "engine restarts",
     "num_environment_restarts": "environment actors replaced",
@@ -32,12 +32,7 @@ _COLUMNS = ["prompt", "completion", "answer", "reward", "advantage", "truncated"
 
 
 def curves(folder: Path, names: Sequence[str]) -> tuple[str, str]:
-    """Curves of `metrics.jsonl`, by name.
-
-    Returns:
-        One line with the first metric's first and last values and the losses and restarts, and the
-        curves as HTML.
-    """
+    """Returns a line with the change of the first metric and failures, and charts as HTML."""
     lines = MetricsFile(folder / "metrics.jsonl").read()
     steps = [line.metrics["global_step"] for line in lines]
     charts = "".join(
@@ -48,29 +43,29 @@ def curves(folder: Path, names: Sequence[str]) -> tuple[str, str]:
     )
     course = [line.metrics[names[0]] for line in lines if names[0] in line.metrics]
     summary = [f"{names[0]} {course[0]:.3f} → {course[-1]:.3f}"] if course else []
-    for name, words in _LOSSES.items():
+    for name, words in _FAILURES.items():
         total = sum(line.metrics.get(name, 0.0) for line in lines)
         summary += [f"{words} {total:.0f}"] if total else []
     return ", ".join(summary), charts
 
 
 def training_deck(folder: Path) -> tuple[str, str]:
-    """Curves and completions of any training: as `curves`, of the metrics that it has."""
+    """Returns the result of `curves` for the usual metrics of a training, with completions."""
     lines = MetricsFile(folder / "metrics.jsonl").read()
-    found = {name for line in lines for name in line.metrics} - {"global_step"}
-    names = [name for name in _USUAL if name in found] or sorted(found)[:2]
+    recorded = {name for line in lines for name in line.metrics} - {"global_step"}
+    names = [name for name in _USUAL if name in recorded] or sorted(recorded)[:2]
     summary, deck = curves(folder, names) if names else ("", "")
     has_rollouts = any((folder / "rollouts").glob("step_*.parquet"))
     return summary, deck + (last_rollouts(folder) if has_rollouts else "")
 
 
 def records(frame: "pd.DataFrame") -> list[dict[str, Any]]:
-    """The rows of a frame as dictionaries."""
+    """Returns the rows of a frame as dictionaries."""
     return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
 
 
 def last_rollouts(folder: Path) -> str:
-    """A table of completions of the last step, best and worst rewards first."""
+    """Returns a table of completions of the last step with the lowest and highest rewards."""
     import pandas as pd
 
     newest = sorted((folder / "rollouts").glob("step_*.parquet"))[-1]

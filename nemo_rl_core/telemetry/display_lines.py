@@ -32,7 +32,7 @@ _COST_COLUMNS: tuple[tuple[str, Callable[[Cost], str]], ...] = (
 def summary_table(records: Sequence[StageRecord]) -> Table:
     """Returns the table at the end of a run: one row per stage and the totals, no empty columns.
 
-    Notes are left out: each was printed when its stage ended.
+    Notes are left out, since each was printed when its stage ended.
     """
     table = Table(title="stages")
     for heading in ("stage", "state"):
@@ -68,8 +68,8 @@ def _gib(size: float) -> str:
 
 
 def _scaled(flops: float) -> str:
-    """Three digits with an SI prefix: 159 M, 2.1 T."""
-    rounded = float(f"{flops:.3g}")  # rounded first, so that 999.9 G becomes 1 T and not 1e+03 G
+    """Formats three digits with an SI prefix, such as 159 M or 2.1 T."""
+    rounded = float(f"{flops:.3g}")  # round first, so that 999.9 G becomes 1 T, not 1e+03 G
     power = min(max(int(math.log10(rounded)) // 3, 0), len(_PREFIXES) - 1)
     return f"{rounded / 1000**power:.3g} {_PREFIXES[power]}".rstrip()
 
@@ -79,7 +79,7 @@ def _state_label(record: StageRecord) -> str:
 
 
 def stage_line(record: StageRecord) -> str:
-    """The line of a finished stage."""
+    """Returns the line of a finished stage."""
     parts = [f"{record.name}  {_state_label(record)}"]
     if record.state != "cached":
         parts.append(f"{record.seconds:.1f} s")
@@ -87,7 +87,7 @@ def stage_line(record: StageRecord) -> str:
 
 
 def step_parts(report: StepReport) -> list[str]:
-    """Reward (or else loss) and speed of a step."""
+    """Returns the reward (or else loss) and speed of a step as text."""
     parts = [
         f"{key} {report.metrics[key]:.3f}" for key in ("reward", "loss") if key in report.metrics
     ][:1]
@@ -112,25 +112,25 @@ def validation_line(report: StepReport) -> str:
 
 
 class Now:
-    """The stage that runs and what is waited for, each with the time since its start."""
+    """The running stage and the current wait, each with the time since its start."""
 
     def __init__(self) -> None:
         self.stage, self.wait = "", Waiting("")
         self._stage_began = self._wait_began = time.perf_counter()
 
     def start(self, stage: str) -> None:
-        """Begins a stage; "" for none."""
+        """Sets the running stage; "" for none."""
         self.stage, self._stage_began = stage, time.perf_counter()
 
     def wait_for(self, wait: Waiting) -> None:
-        """Begins a wait, or takes how far the same one has come."""
+        """Starts a wait, or updates the progress of the current one."""
         if wait.text != self.wait.text:
             self._wait_began = time.perf_counter()
         self.wait = wait
 
     @property
     def elapsed(self) -> str:
-        """Time since the stage's start; empty where none runs."""
+        """Time since the stage's start; empty without a stage."""
         return clock(time.perf_counter() - self._stage_began) if self.stage else ""
 
     @property
@@ -139,22 +139,19 @@ class Now:
         return time.perf_counter() - self._wait_began
 
     def waited(self) -> str:
-        """What is waited for, how far it is, and since when; empty for nothing."""
+        """Returns the text, progress and duration of the wait; empty without one."""
         if not self.wait.text:
             return ""
         parts = [self.wait.text, _amount(self.wait), clock(self.seconds_waited)]
         return "  ".join(part for part in parts if part)
 
     def line(self) -> str:
-        """Both in a line; empty where nothing goes on.
-
-        Example: `evaluate  0:12  starting the engine  0:10`
-        """
+        """Returns stage and wait, such as `evaluate  0:12  starting the engine  0:10`, or ""."""
         return "  ".join(part for part in (self.stage, self.elapsed, self.waited()) if part)
 
 
 def _amount(wait: Waiting) -> str:
-    """Such as `12.3 of 40.1 MB` or `3 of 7 files`; empty where nothing is counted."""
+    """Returns text such as `12.3 of 40.1 MB` or `3 of 7 files`; empty without a unit."""
     if not wait.unit:
         return ""
     if wait.unit == "bytes":
@@ -166,21 +163,21 @@ def _amount(wait: Waiting) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A duration as `0:05`, `12:34` or `1:02:03`."""
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole // 60 % 60
-    short = f"{minutes}:{whole % 60:02d}"
+    """Formats a duration as `0:05`, `12:34` or `1:02:03`."""
+    total_seconds = round(seconds)
+    hours, minutes = total_seconds // 3600, total_seconds // 60 % 60
+    short = f"{minutes}:{total_seconds % 60:02d}"
     return f"{hours}:{short:0>5}" if hours else short
 
 
 class TimeLeft:
-    """Time left, from the steps seen so far: a resumed stage does not start at step 0."""
+    """Remaining time from the observed steps, since a resumed stage does not start at step 0."""
 
     def __init__(self) -> None:
         self._stage, self._first_step, self._start = "", 0, 0.0
 
     def time_left(self, report: StepReport) -> str:
-        """Such as `0:42 left`; empty at the first step that is seen."""
+        """Returns text such as `0:42 left`; empty for the first observed step."""
         now = time.monotonic()
         if report.stage != self._stage or report.step <= self._first_step:
             self._stage, self._first_step, self._start = report.stage, report.step, now

@@ -26,12 +26,8 @@ class StageRecord:
     """A stage has ended: one line of the table at the end of a run.
 
     Attributes:
-        name: Name of the stage, with the iteration if it has one.
-        state: "cached" if its artifact existed, "stopped" if it was ended from outside.
-        seconds: Wall seconds in this run.
-        tokens: Tokens generated and trained on.
+        state: "cached" if its artifact existed, "stopped" if it was interrupted.
         peak_memory_gib: Peak memory of all its processes, summed.
-        note: A short summary, such as an accuracy.
         cost: Cost in this run; zero if the artifact existed.
     """
 
@@ -53,35 +49,25 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class StageResumed:
-    """The running stage has resumed from a save of an earlier run.
-
-    Attributes:
-        step: The last finished step, counted over the whole run like `global_step`.
-    """
+    """The running stage has resumed after `step`, numbered over the full run like `global_step`."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class StageSaved:
-    """The running stage has written a checkpoint, from which another run can go on.
-
-    Attributes:
-        step: The last finished step, counted over the whole run like `global_step`.
-    """
+    """The running stage has saved a checkpoint of `step`, numbered like `global_step`."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What the run waits for has changed, or has come further.
+    """A wait of the run has started, ended, or made progress.
 
     Attributes:
-        text: Such as "starting Ray"; empty when the wait is over.
-        done: How much of it is done.
-        total: The amount when it is over; None where that is not known.
-        unit: Of both: "bytes", or a noun in the plural; empty without an amount.
+        text: Description, such as "starting Ray"; empty when the wait is over.
+        unit: Unit of both amounts: "bytes" or a plural noun; empty without an amount.
     """
 
     text: str
@@ -92,12 +78,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class MachineSample:
-    """The load of the machine at one second of the run.
-
-    Attributes:
-        second: Seconds since the start of the run.
-        figures: Values by name; names end with the unit: `memory_used_gib`.
-    """
+    """The load of the machine at one second of the run, by names that end with the unit."""
 
     second: int
     figures: dict[str, float]
@@ -105,11 +86,7 @@ class MachineSample:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactMade:
-    """The running stage has made an artifact; not published for a cached one.
-
-    Attributes:
-        folder: Its folder in the store.
-    """
+    """The running stage has made an artifact in the store; not published for a cached one."""
 
     folder: Path
 
@@ -133,11 +110,7 @@ _lock = threading.Lock()
 
 
 def subscribe(subscriber: Subscriber) -> Callable[[], None]:
-    """Calls `subscriber` with every event from now on, on the thread that publishes it.
-
-    Returns:
-        The function that unsubscribes it.
-    """
+    """Calls `subscriber` with every event, on the publishing thread; returns how to unsubscribe."""
     with _lock:
         _subscribers.append(subscriber)
     return lambda: unsubscribe(subscriber)
@@ -153,13 +126,13 @@ def unsubscribe(subscriber: Subscriber) -> None:
 def publish(event: Event) -> None:
     """Calls every subscriber with an event.
 
-    A subscriber that raises (such as for a closed terminal) is unsubscribed and logged: a display
-    must never end a run.
+    A subscriber that raises (such as for a closed terminal) is unsubscribed and logged, since a
+    display must never end a run.
     """
     with _lock:
         subscribers = tuple(_subscribers)
-    # Called outside the lock: a subscriber may log, which takes the lock of a log handler, while
-    # another thread that logs holds that one and publishes.
+    # Outside of the lock: a subscriber may log and so take a log handler's lock, while another
+    # thread that has that lock publishes.
     for subscriber in subscribers:
         try:
             subscriber(event)
@@ -169,8 +142,8 @@ def publish(event: Event) -> None:
 
 
 @contextmanager
-def labelled(label: str) -> Iterator[None]:
-    """Within it, reports name the stage with a label, so that equal stages of a run stay apart.
+def labeled(label: str) -> Iterator[None]:
+    """Adds a label to the stage's name in reports, to distinguish equal stages of a run.
 
     Example: `grpo_iteration 1 (seed 0, learning_rate 0.0002)`
     """

@@ -26,7 +26,7 @@ def sampled_figures(figures: Mapping[str, float]) -> dict[str, str]:
         {'pass@4': '0.500 [0.250, 0.750]'}
     """
     return {
-        f"{found[1]}@{found[2]}": with_interval(figures, name)
+        f"{match[1]}@{match[2]}": with_interval(figures, name)
         for name in figures
-        if (found := _SAMPLED.fullmatch(name)) and f"{name}_low" in figures
+        if (match := _SAMPLED.fullmatch(name)) and f"{name}_low" in figures
     }

@@ -1,4 +1,4 @@
-"""Logging to several trackers, none of which can stop or slow training."""
+"""Logging to several trackers without stopping or slowing training."""
 
 import logging
 import queue
@@ -15,10 +15,10 @@ MAX_WAITING = 10_000
 
 
 Outcome = Literal["succeeded", "failed", "stopped"]
-"""How what a tracker was told of has ended; "stopped" from outside."""
+"""Outcome of a run or stage; "stopped" means interrupted."""
 
 Part = Literal["run", "stage"]
-"""What a tracker was told of: a whole run, or one stage, which others of its run may follow."""
+"""The part that a tracker records: a full run, or one stage of several."""
 
 
 class Tracker(Protocol):
@@ -40,9 +40,9 @@ OpenTracker = Callable[[], Tracker]
 class LoggerFacade:
     """Logs every step to every tracker, each on its own thread. A context manager.
 
-    A tracker that raises is logged once and loses that step; the next step is tried again. One that
-    blocks (a server that never answers) delays nothing: its steps wait in a bounded queue. The
-    complete record of training is `MetricsFile`.
+    If a tracker raises, the error is logged once and the step is lost; the next step is tried
+    again. A tracker that blocks (a server that never answers) delays nothing: its steps wait in a
+    bounded queue. The complete record of training is `MetricsFile`.
 
     Args:
         trackers: Functions that open trackers, by name; called on the tracker's thread at the first
@@ -61,7 +61,7 @@ class LoggerFacade:
         self._close_seconds = close_seconds
 
     def log_metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Queues the metrics of a step for every tracker, and returns at once."""
+        """Queues the metrics of a step for every tracker and returns immediately."""
         for each in self._queues:
             each.put(_Step(stage, step, dict(metrics)))
 
@@ -78,13 +78,8 @@ class LoggerFacade:
     def __exit__(
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
     ) -> None:
-        self.close(_outcome_of(error))
-
-
-def _outcome_of(error: BaseException | None) -> Outcome:
-    if error is None:
-        return "succeeded"
-    return "failed" if isinstance(error, Exception) else "stopped"
+        failure: Outcome = "failed" if isinstance(error, Exception) else "stopped"
+        self.close("succeeded" if error is None else failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +90,6 @@ class _Step:
 
 
 class _TrackerQueue:
-    """A tracker with its queue of steps and its thread."""
-
     def __init__(self, name: str, open_tracker: OpenTracker) -> None:
         self._name, self._open = name, open_tracker
         self._waiting: queue.Queue[_Step | None] = queue.Queue(MAX_WAITING + 1)
@@ -167,8 +160,8 @@ class _TrackerQueue:
 
 def with_unique_names(named: Sequence[tuple[str, OpenTracker]]) -> dict[str, OpenTracker]:
     """Makes names unique: further trackers of one kind get a number."""
-    found: dict[str, OpenTracker] = {}
+    unique: dict[str, OpenTracker] = {}
     for name, opener in named:
-        num_before = sum(known.partition(" ")[0] == name for known in found)
-        found[f"{name} {num_before + 1}" if num_before else name] = opener
-    return found
+        num_before = sum(other.partition(" ")[0] == name for other in unique)
+        unique[f"{name} {num_before + 1}" if num_before else name] = opener
+    return unique

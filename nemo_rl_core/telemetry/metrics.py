@@ -14,8 +14,8 @@ from nemo_rl_core.types import StepReport
 class MetricsFile:
     """Appends step reports to a JSONL file with a single writer.
 
-    A line counts once its newline is written; a torn last line of a killed process is ignored, and
-    overwritten by the next append.
+    A line counts once its newline is written; an incomplete last line of a killed process is
+    ignored and overwritten by the next append.
 
     Example:
         >>> metrics = MetricsFile(folder / "metrics.jsonl")                    # doctest: +SKIP
@@ -30,7 +30,7 @@ class MetricsFile:
         """Appends a report and syncs the file.
 
         Raises:
-            StoreError: If the disk refuses; the file is then unchanged.
+            StoreError: If writing fails; the file is then unchanged.
         """
         values = {each.name: getattr(report, each.name) for each in fields(report)}
         line = json.dumps(values).encode() + b"\n"
@@ -38,7 +38,7 @@ class MetricsFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.touch()
             with self.path.open("r+b") as file:
-                end = _drop_torn_line(file)
+                end = _drop_incomplete_line(file)
                 try:
                     file.write(line)
                     file.flush()
@@ -48,23 +48,15 @@ class MetricsFile:
                     raise
 
     def read(self) -> list[StepReport]:
-        """Reads every complete report, in order; empty without a file.
-
-        Raises:
-            StoreError: If a line other than a torn last one is damaged.
-        """
+        """Reads every complete report, in order; empty without a file."""
         return [
-            self._parse(number, line) for number, line in enumerate(self._whole_lines(), start=1)
+            self._parse(number, line) for number, line in enumerate(self._complete_lines(), start=1)
         ]
 
     def truncate_after(self, step: int) -> None:
-        """Drops the reports of later steps, which a resumed run reports again; atomic.
-
-        Raises:
-            StoreError: If a line is damaged or the disk refuses.
-        """
+        """Drops the reports of later steps, which a resumed run reports again; atomic."""
         if self.path.exists():
-            lines = self._whole_lines()
+            lines = self._complete_lines()
             kept = [
                 line
                 for number, line in enumerate(lines, start=1)
@@ -72,7 +64,7 @@ class MetricsFile:
             ]
             write_atomic(self.path, b"".join(line + b"\n" for line in kept))
 
-    def _whole_lines(self) -> list[bytes]:
+    def _complete_lines(self) -> list[bytes]:
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
@@ -91,8 +83,8 @@ class MetricsFile:
             ) from error
 
 
-def _drop_torn_line(file: BinaryIO) -> int:
-    """Truncates after the last newline; returns the length, to which the file is positioned."""
+def _drop_incomplete_line(file: BinaryIO) -> int:
+    """Truncates after the last newline and seeks to the end; returns the length."""
     end = file.seek(0, os.SEEK_END)
     if end:
         file.seek(end - 1)

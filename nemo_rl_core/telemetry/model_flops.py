@@ -1,10 +1,10 @@
-"""What a model computes for a token, from its config and the headers of its files.
+"""FLOPs of a model per token, from its config and the headers of its files.
 
-FLOPs are those that the model needs, as in appendix B of PaLM (https://arxiv.org/abs/2204.02311):
+They are the FLOPs that the model needs, as in appendix B of PaLM (https://arxiv.org/abs/2204.02311):
 `2 N` per token forward and `4 N` backward for the `N` weights in matrix products, and for attention
-the products `QKᵀ` and weights times `V`, over the causal half only. Recomputation does not count,
-so it lowers MFU. Costs count by them, and so does the packing of shared prefixes, which decides in
-which order sums are taken: this module is part of every training's key, and `cost` of none.
+the products `QKᵀ` and weights times `V`, only over the causal half. Recomputation does not count,
+so it lowers MFU. Both costs and the packing of shared prefixes use them. Packing affects the order
+of sums, so this module is part of every training's key, unlike `cost`.
 """
 
 import json
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 Phase = Literal["training", "scoring", "generation"]
-"""Forward and backward; one forward pass; forward token by token."""
+"""Forward and backward pass; one forward pass; forward token by token."""
 
 _PASSES: dict[Phase, int] = {"training": 3, "scoring": 1, "generation": 1}
-"""In units of a forward pass: a backward pass is two."""
+"""FLOPs in units of a forward pass; a backward pass is two."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class ModelFlops:
     """The sizes of a model that determine its FLOPs.
 
     Attributes:
-        num_multiplied: Weights in matrix products per token: all except an embedding table that is
-            only looked up, and of a mixture of experts only the active ones.
+        num_multiplied: Number of weights in matrix products per token, without embedding tables
+            and inactive experts.
         num_layers: Number of attention layers.
         attention_width: Number of heads times head size.
 
@@ -46,16 +46,13 @@ class ModelFlops:
 
     @property
     def pairs_per_token(self) -> float:
-        """What a token costs besides attention, in pairs of tokens of which attention costs it.
-
-        A pair takes `4 · width` FLOPs a layer, one product for its score and one for its value.
-        """
+        """Cost of a token besides attention, in units of the attention of one pair of tokens."""
         return self.num_multiplied / (2.0 * self.num_layers * self.attention_width)
 
     def flops(
         self, phase: Phase, lengths: "Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]"
     ) -> float:
-        """FLOPs of complete causal sequences of these lengths, prompts included."""
+        """Returns the FLOPs of complete causal sequences of these lengths, including prompts."""
         import numpy as np
 
         each = np.asarray(lengths, np.int64)
@@ -69,7 +66,7 @@ def model_shape(folder: Path) -> ModelFlops:
     """Reads the sizes of a model in the transformers layout from config and file headers."""
     config = json.loads((folder / "config.json").read_text())
     config = config.get("text_config", config)
-    # Models with other keys count without attention: accounting must not end a run.
+    # Models with other keys count without attention, since accounting must not end a run.
     hidden, heads = config.get("hidden_size", 0), config.get("num_attention_heads", 0)
     width = heads * (config.get("head_dim") or hidden // max(heads, 1))
     num_experts = config.get("num_experts") or config.get("num_local_experts") or 1
@@ -79,18 +76,17 @@ def model_shape(folder: Path) -> ModelFlops:
         multiplied += prod(shape) * (share if ".experts." in name else 1)
         if len(shape) == 2 and shape[0] == config.get("vocab_size"):
             tables.append(prod(shape))
-    # By one of its tables of all tokens, the head, a model multiplies; it looks up in the others.
+    # One table over the vocabulary is the head, which is multiplied; the others are looked up.
     multiplied -= sum(sorted(tables)[1:])
     return ModelFlops(multiplied, config.get("num_hidden_layers", 0), width)
 
 
 def num_parameters(folder: Path) -> int:
-    """How many weights the files of a model have."""
+    """Returns the number of weights in the files of a model."""
     return sum(map(prod, _shapes(folder).values()))
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
-    """Shapes of all tensors, from the headers of the safetensors files."""
     shapes: dict[str, list[int]] = {}
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as stream:

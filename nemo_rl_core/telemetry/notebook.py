@@ -1,4 +1,4 @@
-"""The display of a run in a Jupyter notebook: one output of a cell, which changes while it runs."""
+"""The display of a run in a Jupyter notebook: one cell output that is updated."""
 
 import io
 import sys
@@ -26,10 +26,10 @@ def in_notebook() -> bool:
 
 
 class NotebookDisplay(PlainDisplay):
-    """The lines of a plain display: one for each stage that has ended, the last one of the other.
+    """Shows one line per finished stage and the last line of the running one.
 
-    It needs no widgets: the cell's output is replaced (`update_display_data`), by steps at most
-    four times a second. A saved notebook keeps the last state alone.
+    It needs no widgets: the cell's output is replaced (`update_display_data`), for steps at most
+    four times per second. A saved notebook keeps only the last state.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class NotebookDisplay(PlainDisplay):
         self._show()
 
     def show_table(self, table: Table, lines: Sequence[str]) -> None:
-        """Shows the stages as a table in place of their lines, and lines below it."""
+        """Shows the stages as a table instead of their lines, and lines below it."""
         headings = "".join(f"<th>{escape(str(each.header))}</th>" for each in table.columns)
         columns = [[_text(cell) for cell in each.cells] for each in table.columns]
         rows = [
@@ -97,8 +97,6 @@ class NotebookDisplay(PlainDisplay):
 
 
 class _Lines(io.TextIOBase):
-    """A stream whose lines are passed to a function."""
-
     def __init__(self, take: Callable[[str], None]) -> None:
         self._take = take
 

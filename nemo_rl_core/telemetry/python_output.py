@@ -1,8 +1,8 @@
-"""The output of a training that a program or a notebook has started.
+"""The output of a training started by a program or a notebook.
 
-The program keeps its streams: what it prints appears where it would, in a terminal above the live
-line. The output of libraries and workers goes to the run's log: what is written to the descriptors
-1 and 2 and to `sys.stderr`, and Ray's copies of its workers' lines.
+The program keeps its streams: its prints appear as usual, in a terminal above the live line. Output
+of libraries and workers goes to the run's log: everything written to the descriptors 1 and 2 and to
+`sys.stderr`, and Ray's copies of its workers' lines.
 """
 
 import io
@@ -16,29 +16,24 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_rl_core.telemetry.console import console_on
-from nemo_rl_core.telemetry.display import Display, choose_display, show_on
+from nemo_rl_core.telemetry.display import Display, RichDisplay, choose_display, show_on
 from nemo_rl_core.telemetry.display_lines import summary_table
 from nemo_rl_core.telemetry.events import StageRecord
-from nemo_rl_core.telemetry.live_display import RichDisplay
 from nemo_rl_core.telemetry.notebook import NotebookDisplay, in_notebook
 from nemo_rl_core.telemetry.run_log import redirect_descriptors
 
 _RAY = "ray_"
-"""Ray's threads that copy the output of workers have names that begin with this."""
+"""Prefix of the names of Ray's threads that copy the output of workers."""
 
 
 class ProgramOutput:
-    """The display of one training.
-
-    Attributes:
-        display: Shows events.
-    """
+    """The display of one training."""
 
     def __init__(self, display: Display, stream: TextIO) -> None:
         self.display, self._stream = display, stream
 
     def closing(self, records: Sequence[StageRecord], lines: Sequence[str]) -> None:
-        """Shows the table of the stages, and lines below it."""
+        """Shows the table of the stages and lines below it."""
         self.display.close()
         table = summary_table(records)
         if isinstance(self.display, NotebookDisplay):
@@ -52,12 +47,8 @@ class ProgramOutput:
 
 @contextmanager
 def program_output(log_path: Path) -> Iterator[ProgramOutput]:
-    """Shows events within it on stderr or in the notebook; other output goes to the log.
-
-    Raises:
-        StoreError: If the log cannot be opened.
-    """
-    given = sys.stdout, sys.stderr
+    """Shows events on stderr or in the notebook; redirects other output to the log."""
+    original = sys.stdout, sys.stderr
     with ExitStack() as stack:
         screen = _screen(stack)
         terminal = stack.enter_context(redirect_descriptors(log_path))
@@ -65,22 +56,22 @@ def program_output(log_path: Path) -> Iterator[ProgramOutput]:
         display = NotebookDisplay() if in_notebook() else choose_display(screen)
         stack.callback(display.close)
         stack.callback(show_on(display))
-        printed = terminal if _is_on(given[0], 1) else given[0]
+        printed = terminal if _is_on(original[0], 1) else original[0]
         note = display.note if isinstance(display, RichDisplay) and printed.isatty() else None
         shown = _Printed(printed, log, note), _Printed(screen, log, note)
         hidden = _Printed(log, log, None)
         sys.stdout, sys.stderr = shown[0], hidden
-        stack.enter_context(_root_handlers_on(given, shown[1]))
+        stack.enter_context(_root_handlers_on(original, shown[1]))
         try:
             yield ProgramOutput(display, screen)
         finally:
-            sys.stdout, sys.stderr = given
-            for stream, before in zip((*shown, hidden), (*given, given[1]), strict=True):
+            sys.stdout, sys.stderr = original
+            for stream, before in zip((*shown, hidden), (*original, original[1]), strict=True):
                 stream.end(before)
 
 
 def _screen(stack: ExitStack) -> TextIO:
-    """The stream that stderr is now, which stays after descriptors are redirected."""
+    """Returns a stream to the current stderr that remains after redirecting descriptors."""
     if not _is_on(sys.stderr, 2):
         return sys.stderr
     stream = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace")
@@ -95,12 +86,12 @@ def _is_on(stream: Any, descriptor: int) -> bool:
 
 
 @contextmanager
-def _root_handlers_on(given: tuple[Any, Any], stream: "_Printed") -> Iterator[None]:
-    """The program's own logging appears, too: its handlers write to the redirected streams."""
+def _root_handlers_on(original: tuple[Any, Any], stream: "_Printed") -> Iterator[None]:
+    """Redirects handlers of the program's own logging, so that it appears, too."""
     moved = [
         (each, each.stream)
         for each in logging.getLogger().handlers
-        if isinstance(each, logging.StreamHandler) and each.stream in given
+        if isinstance(each, logging.StreamHandler) and each.stream in original
     ]
     for handler, _ in moved:
         handler.setStream(stream)
@@ -112,20 +103,14 @@ def _root_handlers_on(given: tuple[Any, Any], stream: "_Printed") -> Iterator[No
 
 
 class _Printed(io.TextIOBase):
-    """What the program prints, without what Ray prints.
-
-    Args:
-        stream: Where it goes.
-        log: Where Ray's lines go.
-        note: Shows a whole line above a live display on the same terminal; None without one.
-    """
+    """The program's output, separated from Ray's, with full lines above a live display if any."""
 
     def __init__(self, stream: TextIO, log: TextIO, note: Callable[[str], None] | None) -> None:
         self._stream, self._log, self._note = stream, log, note
         self._begun = ""
 
     def end(self, stream: TextIO) -> None:
-        """Passes all on to a stream from now on: libraries keep `sys.stdout` as they found it."""
+        """Forwards further output to a stream, for libraries that keep this `sys.stdout`."""
         self.flush()
         self._stream, self._log, self._note = stream, stream, None
 

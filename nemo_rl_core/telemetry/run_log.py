@@ -1,4 +1,4 @@
-"""The log file of a run: logging of libraries, and output to the terminal's descriptors.
+"""The log file of a run: logging of libraries, and stdout and stderr.
 
 Output of C++ code and child processes is captured by redirecting the descriptors. This must happen
 before Ray starts, since a child inherits the descriptors.
@@ -49,12 +49,7 @@ class _RedactingFormatter(logging.Formatter):
 
 
 class RunLog:
-    """The log file of one run. A context manager; `close` restores the loggers.
-
-    Attributes:
-        folder: `runs/<utc timestamp>-<short id>` in the store.
-        path: `run.log` in it.
-    """
+    """The log `run.log` in the folder of a run. A context manager; `close` restores the loggers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / "run.log"
@@ -72,31 +67,27 @@ class RunLog:
 
     @classmethod
     def start(cls, store: Store) -> "RunLog":
-        """Opens the log of a new run in the store.
-
-        Raises:
-            StoreError: If the store cannot be written.
-        """
+        """Opens the log of a new run in the store."""
         with storage_errors(store.root):
             store.create()
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:6]}"
         return cls(store.runs / name)
 
     def route(self) -> None:
-        """Routes the libraries' logging to the file; our warnings are also published as notes.
+        """Routes the libraries' logging to the file; also publishes our warnings as notes.
 
         Libraries install handlers when they are imported, so this is repeated at the start of every
         stage.
         """
         for name in (*LIBRARIES, OURS):
             library = logging.getLogger(name)
-            ours: list[logging.Handler] = [self._file]
+            handlers: list[logging.Handler] = [self._file]
             if name == OURS:
-                ours.append(self._notes)
+                handlers.append(self._notes)
             if name not in self._before:
                 self._before[name] = (library.handlers, library.propagate, library.level)
-            if library.handlers != ours or library.propagate:
-                library.handlers, library.propagate = ours, False
+            if library.handlers != handlers or library.propagate:
+                library.handlers, library.propagate = handlers, False
                 library.setLevel(logging.INFO)
 
     def trace(self, error: BaseException) -> None:
@@ -136,13 +127,9 @@ class _NoteHandler(logging.Handler):
 
 @contextmanager
 def redirect_descriptors(log_path: Path) -> Iterator[TextIO]:
-    """Redirects descriptors 1 and 2 to a file, for this process and its later children.
+    """Redirects stdout and stderr (descriptors 1 and 2) to a file, also for later child processes.
 
-    Yields:
-        A stream on the original descriptor 1, for the display.
-
-    Raises:
-        StoreError: If the file cannot be opened.
+    Yields a stream on the original descriptor 1, for the display.
     """
     with storage_errors(log_path):
         log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -164,4 +151,4 @@ def redirect_descriptors(log_path: Path) -> Iterator[TextIO]:
         try:
             terminal.close()
         except OSError:
-            logger.info("the terminal went away", exc_info=True)
+            logger.info("the terminal is closed", exc_info=True)

@@ -23,10 +23,7 @@ class Timer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time spent inside to the phase, also if it raises.
-
-        A nested phase counts in both.
-        """
+        """Adds the time of the body to the phase, also if it raises; nested phases count twice."""
         start = time.perf_counter()
         try:
             yield
@@ -35,7 +32,7 @@ class Timer:
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
 
     def divide(self, phase: str, part: str, seconds: float) -> None:
-        """Counts so many seconds of a phase as those of another one.
+        """Moves seconds from one phase to another.
 
         Example:
             >>> timer = Timer()
@@ -59,7 +56,7 @@ def peak_memory_gib(pids: Iterable[int] = ()) -> float:
     """Sums the peak resident memory of processes, in GiB; without pids, of this process.
 
     Reads `VmHWM` in `/proc`, since `ru_maxrss` includes the process before its exec. Shared memory
-    counts in each process, so that the sum is an upper bound. Ended processes count 0.
+    counts in each process, so the sum is an upper bound. Ended processes count 0.
     """
     kib = (_peak_kib(pid) for pid in (tuple(pids) or (os.getpid(),)))
     return sum(kib) / 2**20

@@ -1,4 +1,4 @@
-"""Trackers that could not record a run, found before it starts."""
+"""Checks of trackers before a run starts."""
 
 import netrc
 import os
@@ -32,14 +32,7 @@ _OTLP: Final = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPO
 
 
 def check_trackers(tracking: TrackingConfig) -> Iterator[str]:
-    """Refuses trackers that cannot work, and yields a warning for each that may not.
-
-    Args:
-        tracking: The section of the recipe.
-
-    Raises:
-        ConfigError: Names the tracker by its path in the recipe.
-    """
+    """Refuses trackers that cannot work, and yields warnings for those that may not."""
     for index, tracker in enumerate(tracking.trackers):
         path = f"tracking.trackers.{index}"
         _require_library(tracker, path)
@@ -60,10 +53,10 @@ def _require_library(tracker: TrackerConfig, path: str) -> None:
     if name is None:
         return
     try:
-        is_there = find_spec(name) is not None
-    except ModuleNotFoundError:  # the package that would hold the module
-        is_there = False
-    if not is_there:
+        is_installed = find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        is_installed = False
+    if not is_installed:
         raise ConfigError(
             f"{path}: the library of the tracker {tracker.kind!r} is not installed",
             expected=f"the Python package {name}",
@@ -97,7 +90,7 @@ def _require_writable(tracker: TrackerConfig, path: str) -> None:
 
 
 def _require_store(tracker: MlflowTracker, path: str) -> None:
-    """Opens the client, which knows what addresses the installed MLflow can use."""
+    """Opens the client, which checks the address against the installed MLflow."""
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
 
@@ -106,7 +99,7 @@ def _require_store(tracker: MlflowTracker, path: str) -> None:
     except MlflowException as error:
         address = tracker.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         raise ConfigError(
-            f"{path}: the installed MLflow cannot record there",
+            f"{path}: the installed MLflow cannot use this address",
             expected="the address of a server, in tracking_uri or MLFLOW_TRACKING_URI",
             got=redacted(f"{address or 'no address'}: {error.message[:160]}"),
             fix="start `mlflow server` and set tracking_uri: http://localhost:5000; or install "

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +17,74 @@ from nemo_rl_core.config.tracking import (
     WandbTracker,
 )
 from nemo_rl_core.telemetry.logger_facade import Outcome, Part, Tracker
-from nemo_rl_core.telemetry.otlp import Otlp
+
+_REQUEST_SECONDS = 5
+"""Timeout of one push with retries: half of the time that a run waits for its trackers."""
+_NO_LETTER = re.compile(r"[^a-zA-Z0-9_]+")
+
+
+class Otlp:
+    """Gauges of which a thread of OpenTelemetry's SDK pushes the latest value per interval.
+
+    Every metric is a gauge `nemo_rl_NAME` with the labels `run`, `stage`, and others of the run.
+    `nemo_rl_step` and `nemo_rl_last_step_time_seconds` of each stage are for alerts when a run
+    makes no progress. At the end there are `nemo_rl_stage_end_time_seconds` and
+    `nemo_rl_run_end_time_seconds`, with the label `outcome`.
+
+    Args:
+        labels: Further labels of all metrics; empty ones are left out.
+        part: The part that `close` ends; for a stage, the end of the run is not pushed.
+    """
+
+    def __init__(
+        self, config: OtlpTracker, run: str, labels: Mapping[str, str], *, part: Part = "run"
+    ) -> None:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.resources import Resource
+
+        exporter = OTLPMetricExporter(endpoint=config.endpoint, timeout=_REQUEST_SECONDS)
+        reader = PeriodicExportingMetricReader(exporter, 1000 * config.every_seconds)
+        # `OTEL_RESOURCE_ATTRIBUTES` of the environment is merged in.
+        resource = Resource.create({"service.name": "nemo-rl", "service.instance.id": run})
+        self._provider = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
+        self._meter = self._provider.get_meter("nemo_rl")
+        self._part, self._stages = part, set[str]()
+        self._labels = {"run": run, **{name: value for name, value in labels.items() if value}}
+
+    def log_metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Sets the metrics of a step for the next push."""
+        self._stages.add(stage)
+        labels = {**self._labels, "stage": stage}
+        for name, value in metrics.items():
+            self._set(name, value, labels)
+        self._set("step", step, labels)
+        self._set("last_step_time_seconds", time.time(), labels)
+
+    def close(self, outcome: Outcome) -> None:
+        """Pushes the last metrics and the end times of the stages and the run."""
+        labels, now = {**self._labels, "outcome": outcome}, time.time()
+        for stage in self._stages:
+            self._set("stage_end_time_seconds", now, {**labels, "stage": stage})
+        if self._part == "run":
+            self._set("run_end_time_seconds", now, labels)
+        self._provider.shutdown(timeout_millis=1000 * _REQUEST_SECONDS)
+
+    def _set(self, name: str, value: float, labels: Mapping[str, str]) -> None:
+        # The meter returns the same instrument for the same name.
+        self._meter.create_gauge(metric_name(name)).set(value, labels)
+
+
+def metric_name(name: str) -> str:
+    """Returns the name of a metric in Prometheus.
+
+    Example:
+        >>> metric_name("gpu0_percent"), metric_name("by tag/math: share")
+        ('nemo_rl_gpu0_percent', 'nemo_rl_by_tag_math_share')
+    """
+    return f"nemo_rl_{_NO_LETTER.sub('_', name).strip('_')}"
+
 
 _MLFLOW_STATES: Mapping[Outcome, str] = {
     "succeeded": "FINISHED",
@@ -30,19 +98,9 @@ def open_tracker(
     run: str,
     labels: Mapping[str, str] = MappingProxyType({}),
     *,
-    of: Part = "run",
+    part: Part = "run",
 ) -> Tracker:
-    """Opens a tracker.
-
-    Args:
-        config: The tracker's config.
-        run: Name of the run in the tracker.
-        labels: What else tells the run from others, for trackers with labels.
-        of: What ends with the tracker, for those that tell a run's end from that of a stage.
-
-    Raises:
-        ImportError: If its library is not installed; the library may raise other errors.
-    """
+    """Opens a tracker of a run, or of a stage that ends with it."""
     match config:
         case JsonLinesTracker():
             return JsonLines(Path(config.path))
@@ -53,11 +111,11 @@ def open_tracker(
         case WandbTracker():
             return Wandb(config, run)
         case OtlpTracker():
-            return Otlp(config, run, labels, of=of)
+            return Otlp(config, run, labels, part=part)
 
 
 def _group(stage: str) -> str:
-    """The name of a stage in characters that every service accepts in names of metrics.
+    """Returns a stage's name in characters that every service accepts in metric names.
 
     Example:
         >>> _group("grpo_iteration 1 (seed 0, learning_rate 0.0002)")
@@ -67,7 +125,6 @@ def _group(stage: str) -> str:
 
 
 def _tags(stage: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Prefixes names with the stage, by which services group them."""
     return {f"{_group(stage)}/{name}": value for name, value in metrics.items()}
 
 
@@ -78,11 +135,7 @@ class JsonLines:
         self._path = path.expanduser()
 
     def log_metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds one line.
-
-        Raises:
-            OSError: If the disk refuses.
-        """
+        """Adds one line."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
             file.write(json.dumps({"stage": stage, "step": step, **metrics}) + "\n")
@@ -117,9 +170,11 @@ class Mlflow:
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=config.tracking_uri)
-        known = self._client.get_experiment_by_name(config.experiment)
+        existing = self._client.get_experiment_by_name(config.experiment)
         experiment = (
-            known.experiment_id if known else self._client.create_experiment(config.experiment)
+            existing.experiment_id
+            if existing
+            else self._client.create_experiment(config.experiment)
         )
         self._run = self._client.create_run(experiment, run_name=run).info.run_id
 

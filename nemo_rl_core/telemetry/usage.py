@@ -1,8 +1,6 @@
 """Resource usage of this process and its workers: CPU seconds, tokens, FLOPs.
 
-Callers of a model count tokens by `count`, and owners of other processes register by `watch` to
-report CPU time. A stage records the difference over its work (`Spent`). The CPU time of a worker
-that dies is lost since the last reading.
+The CPU time of a crashed worker since its last reading is lost.
 """
 
 import os
@@ -26,13 +24,9 @@ class Spent:
 
     Attributes:
         cpu_seconds: CPU time of this process, its ended children, and the workers.
-        generated_tokens: Tokens sampled by engines.
         trained_tokens: Tokens of sequences that were trained on, prompts included.
-        flops: See `nemo_rl_core.telemetry.model_flops`.
-        device: The kind of GPU of the workers; empty without any.
-        peak_gpu_gib: The most that torch has held of a trainer's GPU, since its worker started.
-        peak_engine_gpu_gib: The most that a worker of an engine has held of its GPU.
-        processes: `store.machine.process_numerics` of the workers, by what they did.
+        peak_gpu_gib: Peak memory of torch on a trainer's GPU since its worker started.
+        processes: `store.machine.process_numerics` of the workers, by role.
     """
 
     cpu_seconds: float = 0.0
@@ -46,7 +40,7 @@ class Spent:
 
 
 _TIMEOUT_SECONDS, _LAST_TIMEOUT_SECONDS = 2.0, 30.0
-"""The last reading may wait for a worker that hashes files which its user code has read."""
+"""Timeouts of readings; the last one may wait for a worker that hashes files of user code."""
 
 _lock = threading.Lock()
 _total = Spent()
@@ -61,14 +55,7 @@ def count(
     *,
     num_generated: int = 0,
 ) -> None:
-    """Counts work on complete sequences.
-
-    Args:
-        phase: The kind of work.
-        shape: Sizes of the model.
-        lengths: Tokens of each sequence, prompt and completion.
-        num_generated: Number of sampled tokens.
-    """
+    """Counts work on complete sequences."""
     import numpy as np
 
     with _lock:
@@ -78,35 +65,30 @@ def count(
 
 
 def saw_gpu(gpu: GpuUse) -> None:
-    """Records the GPU of a worker, as that has found it."""
+    """Records the GPU use of a trainer's worker."""
     with _lock:
         _total.device = gpu.name
         _total.peak_gpu_gib = max(_total.peak_gpu_gib, gpu.peak_gib)
 
 
 def saw_engine_gpu(gpu: GpuUse) -> None:
-    """As `saw_gpu`, of a worker of an engine."""
+    """Records the GPU use of an engine's worker."""
     with _lock:
         _total.device = _total.device or gpu.name
         _total.peak_engine_gpu_gib = max(_total.peak_engine_gpu_gib, gpu.peak_gib)
 
 
-def saw_process(does: str, numerics: dict[str, str]) -> None:
-    """Records what the bits of a worker's results follow, as that has found it.
-
-    Args:
-        does: "training" or "generation".
-        numerics: Of one of the workers, which are of one kind.
-    """
+def saw_process(role: str, numerics: dict[str, str]) -> None:
+    """Records settings that affect the bits of a worker's results, by role ("training")."""
     with _lock:
-        _total.processes[does] = numerics
+        _total.processes[role] = numerics
 
 
 class Owner(Protocol):
     """An owner of other processes."""
 
     def cpu_seconds(self, timeout_seconds: float) -> Mapping[str, float]:
-        """CPU seconds by process, each since its start; without those that answer too late."""
+        """Returns CPU seconds since its start by process, without those that time out."""
 
 
 def watch(owner: Owner) -> None:
@@ -115,25 +97,25 @@ def watch(owner: Owner) -> None:
 
 
 def unwatch(owner: Owner) -> None:
-    """Reads the owner's processes a last time; does nothing if they are not watched."""
+    """Reads the owner's processes for the last time; does nothing if they are not watched."""
     if owner in _owners:
         _owners.discard(owner)
         _seen.update(owner.cpu_seconds(_LAST_TIMEOUT_SECONDS))
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process, its ended children, and all workers."""
+    """Returns user and system time of this process, its ended children, and all workers."""
     for owner in list(_owners):
         _seen.update(owner.cpu_seconds(_TIMEOUT_SECONDS))
-    own = os.times()
-    return sum(own[:4]) + sum(_seen.values())
+    times = os.times()
+    return sum(times[:4]) + sum(_seen.values())
 
 
 @contextmanager
 def measured() -> Iterator[Spent]:
-    """Measures the usage inside, also of work that fails.
+    """Measures the usage of the body, also if it fails.
 
-    A worker started inside counts from its start.
+    A worker started in the body counts from its start.
     """
     spent = Spent()
     before, start = Spent(**vars(_total)), cpu_seconds()
@@ -149,7 +131,7 @@ def measured() -> Iterator[Spent]:
         spent.device, spent.peak_gpu_gib = _total.device, _total.peak_gpu_gib
         spent.peak_engine_gpu_gib = _total.peak_engine_gpu_gib
         spent.processes = dict(_total.processes)
-        # A stage around this one has seen these workers and GPUs too.
+        # These workers and GPUs count for an enclosing stage, too.
         _total.processes = {**before.processes, **_total.processes}
         _total.device = _total.device or before.device
         _total.peak_gpu_gib = max(_total.peak_gpu_gib, before.peak_gpu_gib)

@@ -1,7 +1,4 @@
-"""What a run waits for, for its display: Ray, an engine, a download.
-
-Waits nest, and the innermost is shown. Outside of a run nobody subscribes, and nothing is shown.
-"""
+"""Reports what a run is waiting for to the display; of nested waits, the innermost is shown."""
 
 import os
 import threading
@@ -21,13 +18,7 @@ _lock = threading.Lock()
 
 
 class Wait:
-    """A wait that is going on.
-
-    Args:
-        text: What is waited for, such as "starting Ray".
-        total: The amount when it is over; None where that is not known.
-        unit: Of the amount: "bytes", or a noun in the plural.
-    """
+    """A wait in progress; the unit of its amount is "bytes" or a plural noun."""
 
     def __init__(self, text: str, total: float | None = None, unit: str = "") -> None:
         self._text, self._unit = text, unit
@@ -35,19 +26,19 @@ class Wait:
         self._published = 0.0
 
     def advance(self, amount: float = 1) -> None:
-        """Adds to what is done; may be called from any thread, and often."""
+        """Adds to the done amount; may be called from any thread, and often."""
         with _lock:
             self._done += amount
         self._publish_sometimes()
 
     def reach(self, done: float, total: float | None = None) -> None:
-        """Sets what is done, and the total where it is known only now."""
+        """Sets the done amount, and the total if given."""
         with _lock:
             self._done, self._total = done, self._total if total is None else total
         self._publish_sometimes()
 
     def event(self) -> Waiting:
-        """The wait as it is now."""
+        """Returns the current state of the wait."""
         return Waiting(self._text, self._done, self._total, self._unit)
 
     def _publish_sometimes(self) -> None:
@@ -59,12 +50,7 @@ class Wait:
 
 @contextmanager
 def waiting(text: str, *, total: float | None = None, unit: str = "") -> Iterator[Wait]:
-    """Shows within it what the run waits for, and for how long.
-
-    Args:
-        text: What is waited for, such as "starting Ray".
-        total: The amount when it is over, for a wait that calls `advance`.
-        unit: Of the amount: "bytes", or a noun in the plural.
+    """Shows a wait with its duration while the body runs.
 
     Example:
         >>> with waiting("hashing the model", total=3, unit="files") as wait:
@@ -85,13 +71,9 @@ def waiting(text: str, *, total: float | None = None, unit: str = "") -> Iterato
 
 @contextmanager
 def waiting_for_files(text: str, *folders: Path) -> Iterator[None]:
-    """As `waiting`, and shows how many bytes come to lie in folders meanwhile.
+    """Shows a wait with the number of bytes that are added to folders.
 
-    For libraries that download or write without a word: their progress bars go to the run's log.
-
-    Args:
-        text: What is waited for, such as "downloading org/model".
-        folders: Where its files come to lie; they need not exist yet.
+    For libraries that report no progress; their progress bars go to the run's log.
     """
     with waiting(text, unit="bytes") as wait:
         before, over = _num_bytes(folders), threading.Event()
@@ -111,7 +93,7 @@ def waiting_for_files(text: str, *folders: Path) -> Iterator[None]:
 
 @contextmanager
 def waiting_for_hashes(text: str) -> Iterator[None]:
-    """As `waiting`, and shows how many bytes this thread hashes within it."""
+    """Shows a wait with the number of bytes that this thread hashes in the body."""
     with waiting(text, unit="bytes") as wait, while_hashing(wait.advance):
         yield
 

@@ -1,1 +1,1 @@
-"""What every training loop shares."""
+"""The training loop and its parts, shared by all algorithms."""

@@ -1,14 +1,14 @@
-"""What every trainer does: set up, loop, validate, save, and call back.
+"""The base of all trainers: setup, the loop, validation, saving and callbacks.
 
-An algorithm fills in what its steps work on and what one of them does. There is one loop an
-algorithm: a stage of a pipeline calls `run` on the folders of its artifacts, and `fit` makes such
-folders from whatever a user has at hand and calls `run` too.
+A subclass implements loading of batches and one training step. Every algorithm has one loop: a
+stage of a pipeline calls `run` on the folders of its artifacts; `fit` creates such folders from
+the user's model and data, then calls `run`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
 
@@ -26,20 +26,24 @@ from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.models.policy.own import OwnPolicy
+from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.models.policy.pretrained import PretrainedPolicy
 from nemo_rl_core.telemetry.timer import Timer
 from nemo_rl_core.trainers.callbacks import Callback, Callbacks
-from nemo_rl_core.trainers.defaults import with_defaults_of
-from nemo_rl_core.trainers.fit_request import FitRequest, FittedTrainer
-from nemo_rl_core.trainers.fitting import TrainResult, as_tracking, fit
+from nemo_rl_core.trainers.fit.custom import CustomParts
+from nemo_rl_core.trainers.fit.defaults import with_defaults_of
+from nemo_rl_core.trainers.fit.fitting import TrainResult, as_tracking, fit
+from nemo_rl_core.trainers.fit.overrides import nested_overrides, refuse_unclaimed
+from nemo_rl_core.trainers.fit.peer_calls import TrainerArguments, fit_arguments, read_arguments
+from nemo_rl_core.trainers.fit.request import FitRequest, TrainerForFit
 from nemo_rl_core.trainers.gpu_load import load_of_trainer
 from nemo_rl_core.trainers.loop import Checkpointed, RunResult, RunSpec, StepLoop, StepRange
-from nemo_rl_core.trainers.overrides import nested_overrides, refuse_unclaimed
-from nemo_rl_core.trainers.own import OwnParts
-from nemo_rl_core.trainers.peer_calls import TrainerArguments, fit_arguments, in_our_words
-from nemo_rl_core.trainers.plain import PlainSettings, plain_settings
-from nemo_rl_core.trainers.sections import rows_per_step, steps_of
+from nemo_rl_core.trainers.sections import (
+    PlainSettings,
+    plain_settings,
+    rows_per_step,
+    steps_of,
+)
 from nemo_rl_core.trainers.validation import ValidationRunner
 
 if TYPE_CHECKING:
@@ -55,46 +59,46 @@ _FIT_OPTIONS = (
 
 
 class BaseTrainer(ABC, Generic[S, C]):
-    """One algorithm's loop.
+    """The training loop of one algorithm.
 
-    A subclass says what a step does with a batch (`_train_step`), and usually how a data set
-    becomes batches (`_load`; else they are lists of rows). It names the class of its settings,
-    which hold one section named after the algorithm, a `LoopConfig`. One that names none has its
-    loop in the section `loop`, and a section of its own that is an open mapping.
+    A subclass implements `_train_step`, and usually `_load`, which turns a data set into batches
+    (lists of rows by default). It names the class of its settings, which have a section named
+    after the algorithm, a `LoopConfig`. Without such a class, the loop is configured in the
+    section `loop`, and the section named after the algorithm accepts any keys.
 
     Args:
-        settings: An instance of `settings_class`, or what makes one: a mapping with the section of
-            the algorithm, and `seed`, `cluster`, `training` and so on where they are not the
-            defaults. A `HuggingFacePolicy` or `MegatronPolicy` stands for its model and options;
-            after `fit` it has what was learnt. Any other `PolicyInterface` is trained itself, in
-            this process; `model` then names the model whose tokenizer the data is written with, or
-            the policy has an attribute `model_name`.
-        session: Where the workers run, or a cluster of your own; by default that of the policy,
-            or of the settings' cluster.
-        **overrides: Settings by name, beside a policy; as those of `from_pretrained`. `generation`
-            may be a `GenerationInterface`, which samples in place of an engine of the trainer's.
+        settings: An instance of `settings_class`, or a mapping with its fields: the section of
+            the algorithm, plus `seed`, `cluster`, `training` and so on where they differ from the
+            defaults. A `HuggingFacePolicy` or `MegatronPolicy` provides its model and options;
+            after `fit` it has the trained weights. Any other `PolicyInterface` is trained itself,
+            in this process; `model`, or the policy's attribute `model_name`, then names the model
+            whose tokenizer encodes the data.
+        session: Session or cluster that the workers run on; by default that of the policy, or one
+            of the settings' cluster.
+        **overrides: Settings by name, the same as in `from_pretrained`. `generation` may be a
+            `GenerationInterface`, which samples instead of an engine started by the trainer.
 
     Attributes:
-        algorithm: The name of the section, and of the algorithm; by default that of the class,
-            small and without `Trainer`.
-        settings_class: What `settings` is checked against.
-        refuses_own: By `policy` and `engine`, why the algorithm takes none of the user's.
-        settings: As checked.
-        model: What `fit` trains, where `from_pretrained` was told.
-        policy: The model in training, while a run goes on.
-        step: The number of the step that goes on, counted from 1.
-        timer: Measures the phases of that step.
+        algorithm: Name of the algorithm and of its section; by default the name of the class in
+            lower case without `Trainer`.
+        settings_class: Class that `settings` is validated against.
+        refuses_custom: Reason why the algorithm accepts no custom part, by `policy` and `engine`.
+        settings: The validated settings.
+        model: Model that `fit` trains, if one was named.
+        policy: The model in training, during a run.
+        step: 1-based number of the current step.
+        timer: Timer of the phases of the current step.
 
     Raises:
-        ConfigError: For a setting that does not exist (names the nearest one) or does not fit.
+        ConfigError: For a setting that does not exist (names the nearest one) or is invalid.
     """
 
     algorithm: ClassVar[str]
     settings_class: ClassVar[type[TrainerSettings]]
-    refuses_own: ClassVar[Mapping[str, str]] = {}
+    refuses_custom: ClassVar[Mapping[str, str]] = {}
 
     settings: S
-    policy: "Policy | OwnPolicy"
+    policy: "Policy | CustomPolicyAdapter"
     step: int
     timer: Timer
     model: str | Path | ModelConfig | None = None
@@ -121,17 +125,17 @@ class BaseTrainer(ABC, Generic[S, C]):
         session: ClusterSession | RayVirtualCluster | None = None,
         **overrides: Any,
     ) -> None:
-        arguments = self._in_our_words(settings, overrides)
+        arguments = self._read_arguments(settings, overrides)
         settings, overrides, self._fit_arguments = (
             arguments.settings,
             arguments.overrides,
             arguments.fit,
         )
-        self._given = settings if isinstance(settings, PretrainedPolicy) else None
-        self._own = OwnParts.taken_from(settings, overrides, self.settings_class)
-        self._refuse_unfit(self._own)
-        session = session or (self._given.cluster if self._given else None)
-        session = session or self._own.session
+        self._pretrained = settings if isinstance(settings, PretrainedPolicy) else None
+        self._custom = CustomParts.taken_from(settings, overrides, self.settings_class)
+        self._refuse_unfit(self._custom)
+        session = session or (self._pretrained.cluster if self._pretrained else None)
+        session = session or self._custom.session
         self._session = (
             ClusterSession(session) if isinstance(session, RayVirtualCluster) else session
         )
@@ -151,12 +155,12 @@ class BaseTrainer(ABC, Generic[S, C]):
             settings = with_defaults_of(self.model, settings, type(self))
         refuse_unclaimed(self.settings_class, self.algorithm, dict(settings), overrides)
         self.settings = cast("S", self._checked(settings))
-        self._own.refuse_without(self._policy_methods(), algorithm=self.algorithm)
+        self._custom.refuse_without(self._policy_methods(), algorithm=self.algorithm)
 
     @classmethod
-    def _in_our_words(cls, settings: Any, overrides: dict[str, Any]) -> TrainerArguments:
+    def _read_arguments(cls, settings: Any, overrides: dict[str, Any]) -> TrainerArguments:
         field = cls.settings_class.model_fields.get(cls.algorithm)
-        return in_our_words(
+        return read_arguments(
             settings,
             overrides,
             trainer=cls.__name__,
@@ -165,12 +169,11 @@ class BaseTrainer(ABC, Generic[S, C]):
         )
 
     @classmethod
-    def _refuse_unfit(cls, own: OwnParts) -> None:
-        """Refuses a policy or an engine of the user's that the algorithm cannot use."""
-        own.refuse_unfit(cls.refuses_own, algorithm=cls.algorithm)
+    def _refuse_unfit(cls, parts: CustomParts) -> None:
+        parts.refuse_unfit(cls.refuses_custom, algorithm=cls.algorithm)
 
     def _policy_methods(self) -> dict[str, str]:
-        """Methods besides `train` that these settings call on a custom policy, with their use."""
+        """Returns the methods besides `train` that these settings call on a custom policy."""
         return {}
 
     @classmethod
@@ -187,55 +190,53 @@ class BaseTrainer(ABC, Generic[S, C]):
     def from_pretrained(
         cls, model: str | Path | ModelConfig | PolicyInterface, **overrides: Any
     ) -> Self:
-        """A trainer of a model, with every setting at its default but those given.
+        """Creates a trainer of a model with default settings, except the given overrides.
 
-        The defaults follow the model: a pretrained one gets the learning rate, completion length
-        and type that such models are trained with, and the GPUs of this machine. What was chosen is
-        logged, and part of the recorded config.
+        The defaults depend on the model: a pretrained model gets a suitable learning rate,
+        completion length and dtype, and the GPUs of this machine. The choices are logged and
+        recorded in the config.
 
         Args:
-            model: A hub name, a folder in the transformers layout, the config of a model, also as
-                the mapping that stands in a recipe, or a policy, as the constructor takes it.
-            **overrides: Settings by name, wherever they stand: `learning_rate` of the algorithm's
-                section, `max_new_tokens` of `generation`, `seed`, or a whole section as a mapping.
+            model: A hub name, a folder in the transformers layout, the config of a model (also as
+                a mapping, like in a recipe), or a policy, the same as in the constructor.
+            **overrides: Settings by name from any section: `learning_rate` of the algorithm's
+                section, `max_new_tokens` of `generation`, `seed`, or a full section as a mapping.
 
         Raises:
-            ConfigError: For a name that is no setting, or one of several sections.
+            ConfigError: For a name that is not a setting, or that several sections have.
         """
         if isinstance(model, PolicyInterface):
             return cls(model, **overrides)
         named: str | Path | ModelConfig = as_model(model)
-        own = OwnParts.taken_from(named, overrides, cls.settings_class)
-        cls._refuse_unfit(own)
+        custom = CustomParts.taken_from(named, overrides, cls.settings_class)
+        cls._refuse_unfit(custom)
         config = cls._build_config_from_pretrained(named, **overrides)
         refuse_unclaimed(cls.settings_class, cls.algorithm, config, overrides)
         trainer = cls(with_defaults_of(named, config, cls))
-        trainer.model, trainer._own = named, own
-        trainer._session = own.session or trainer._session
+        trainer.model, trainer._custom = named, custom
+        trainer._session = custom.session or trainer._session
         return trainer
 
     @classmethod
     def _build_config_from_pretrained(
         cls, model: str | Path | ModelConfig, **kwargs: Any
     ) -> dict[str, Any]:
-        """The overrides as nested mappings; a subclass adds what only it knows.
+        """Returns the overrides as nested mappings; a subclass may handle more names.
 
-        Args:
-            model: What is trained; not read here.
-            **kwargs: The overrides. One that stands nowhere in what is returned is refused.
+        The caller refuses any name that is not in the result.
         """
         return nested_overrides(cls.settings_class, cls.algorithm, kwargs)
 
-    @property
+    @cached_property
     def config(self) -> C:
-        """The section of the settings that says how the loop runs: the algorithm's own."""
+        """The algorithm's section of the settings, which configures the loop."""
         is_plain = isinstance(self.settings, PlainSettings)
         section: C = getattr(self.settings, "loop" if is_plain else self.algorithm)
         return section
 
     @property
     def session(self) -> ClusterSession:
-        """Where the workers run; started when first asked for."""
+        """The session that the workers run in; started on first access."""
         if self._session is None:
             self._session = connect(self.settings.cluster)
         return self._session
@@ -253,86 +254,85 @@ class BaseTrainer(ABC, Generic[S, C]):
         tracking: TrackingConfig | Mapping[str, Any] | None = None,
         **row_format: Any,
     ) -> TrainResult:
-        """Trains on any data, in the store, with lineage.
+        """Trains on any data and records the result in the store, with lineage.
 
         Args:
             dataset: A hub name, a file or folder, a list of dicts, a `datasets.Dataset`: see
-                `DataModule.of`. None takes what the trainer was made with, as TRL's are.
-            reward_fn: A function of `completion` and what it names of the row (`prompt`, `answer`,
-                `metadata`, any column), one of lists of these, a list of such functions, or an
-                environment; for algorithms that score completions. None: the environment of the
-                settings.
-            reward_weights: Of the functions of a list; None weighs each by 1.
-            validation: Rows that are never trained on, in the same forms; None holds some out.
-            reference: The reference or teacher; None takes the model itself.
+                `DataModule.of`. None uses the data that the constructor was given, as in TRL.
+            reward_fn: A function of `completion` and of columns of the row by name (`prompt`,
+                `answer`, `metadata`, any other), a function of lists of these, a list of such
+                functions, or an environment; for algorithms that score completions. None uses the
+                environment of the settings.
+            reward_weights: Weights of a list of functions; None weighs each by 1.
+            validation: Rows that are never trained on, in the same forms; None splits some off.
+            reference: The reference or teacher model; None uses the model itself.
             callbacks: Called in order at each hook.
-            name: Of the run: an interrupted one of the same name and inputs is continued.
-            tracking: Trackers, as a recipe names them: `{"trackers": [{"kind": "tensorboard",
-                "folder": "logs"}]}`. The run is recorded in the store without any.
-            **row_format: How the data's columns are read, such as `columns`, `answer_pattern` or
-                `system_prompt`: see `DataModule.of`.
+            name: Name of the run; an interrupted run of the same name and inputs is continued.
+            tracking: Trackers, the same as in a recipe: `{"trackers": [{"kind": "tensorboard",
+                "folder": "logs"}]}`. The store records the run with or without them.
+            **row_format: Options for reading the data's columns, such as `columns`,
+                `answer_pattern` or `system_prompt`: see `DataModule.of`.
 
         Raises:
-            NemoRLError: For what cannot be used, before any worker starts.
+            NemoRLError: For unusable inputs, before any worker starts.
         """
-        given = {
+        arguments = {
             "dataset": dataset,
             "reward_fn": reward_fn,
             "reward_weights": reward_weights,
             "validation": validation,
             "callbacks": callbacks,
         }
-        asked = fit_arguments(self._fit_arguments, given, row_format)
-        RowFormat.of(row_format, beside=_FIT_OPTIONS)
+        inputs = fit_arguments(self._fit_arguments, arguments, row_format)
+        RowFormat.of(row_format, other_names=_FIT_OPTIONS)
 
         def run(artifacts: Mapping[str, Path], work: Path, scorer: "Scorer | None") -> RunResult:
             spec = self.run_spec(artifacts, work, scorer=scorer)
-            return self.run(spec, callbacks=asked["callbacks"])
+            return self.run(spec, callbacks=inputs["callbacks"])
 
         request = FitRequest(
             self._model_to_train(reference),
-            asked["dataset"],
-            validation=asked["validation"],
-            reward_fn=asked["reward_fn"],
+            inputs["dataset"],
+            validation=inputs["validation"],
+            reward_fn=inputs["reward_fn"],
             reference=reference,
             name=name,
-            reward_weights=asked["reward_weights"],
+            reward_weights=inputs["reward_weights"],
             row_format=row_format,
             tracking=as_tracking(tracking),
-            parts=self._own.objects,
-            stoppers=[each for each in asked["callbacks"] if each.stops],
+            parts=self._custom.objects,
+            stoppers=[callback for callback in inputs["callbacks"] if callback.stops],
         )
-        result = fit(FittedTrainer(self.algorithm, type(self), self.settings, run), request)
-        if self._given is not None:
-            self._given.go_on_from(result.checkpoint)
+        result = fit(TrainerForFit(self.algorithm, type(self), self.settings, run), request)
+        if self._pretrained is not None:
+            self._pretrained.resume_from(result.checkpoint)
         return result
 
     def _model_to_train(self, reference: Any) -> str | Path | ModelConfig:
-        """The model, which stands beside no reference if the policy is the user's own."""
         if self.model is None:
             raise ConfigError(
                 f"this {type(self).__name__} has no model to train",
                 fix=f"make it with {type(self).__name__}.from_pretrained(model, ...)"
-                if self._own.policy is None
+                if self._custom.policy is None
                 else f"name the model whose tokenizer it has, {type(self).__name__}(policy, "
                 "model=FOLDER)",
             )
-        if self._own.policy is not None and reference is not None:
+        if self._custom.policy is not None and reference is not None:
             raise ConfigError(
-                "a policy of your own compares with a reference of its own",
+                "a custom policy cannot be combined with reference=...",
                 got=f"reference={reference!r}",
-                fix=f"load it in {type(self._own.policy).__name__}, and leave reference out",
+                fix=f"load it in {type(self._custom.policy).__name__}, and leave reference out",
             )
         return self.model
 
     def train(self, dataset: Any = None, **options: Any) -> TrainResult:
-        """As `fit`, by the name that it has beside a policy: `DPOTrainer(policy).train(rows)`."""
+        """Alias of `fit`, for calls such as `DPOTrainer(policy).train(rows)`."""
         return self.fit(dataset, **options)
 
     def run_spec(
         self, artifacts: Mapping[str, Path], work: Path, *, scorer: "Scorer | None"
     ) -> RunSpec:
-        """The spec of a first iteration on artifacts by role, as `fit` has them."""
+        """Returns the spec of a first iteration on artifacts by role."""
         base = artifacts["base"] / "model"
         return RunSpec(
             train=artifacts["train"],
@@ -344,12 +344,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         )
 
     def run(self, spec: RunSpec, *, callbacks: Sequence[Callback] = ()) -> RunResult:
-        """Trains, from the last save where an earlier attempt left one.
-
-        Args:
-            spec: What to read and where to write.
-            callbacks: Called in order at each hook.
-        """
+        """Trains, resuming from the last save of an earlier attempt if there is one."""
         steps = self._steps(spec)
         loop = StepLoop(
             spec.work,
@@ -361,21 +356,21 @@ class BaseTrainer(ABC, Generic[S, C]):
         )
         if loop.is_finished:
             return loop.finish()
-        called = Callbacks(self, callbacks)
-        self._loop, self._may_stop, self.step = loop, called.may_stop, 0
+        hooks = Callbacks(self, callbacks)
+        self._loop, self._may_stop, self.step = loop, hooks.may_stop, 0
         with ExitStack() as resources:
             self._set_up(spec, resources)
             every = self.config.validate_every_num_steps
             validation = ValidationRunner(self._validate, every_num_steps=every, last=steps.last)
-            called.call("on_fit_begin")
-            # A save that nobody reads but this loop has no whole model in it.
-            on_save = partial(called.call, "on_save") if called.handles("on_save") else None
+            hooks.call("on_fit_begin")
+            # Saves that only this loop reads have no full model.
+            on_save = partial(hooks.call, "on_save") if hooks.handles("on_save") else None
             steps_left = loop.steps(self._trained(), on_save=on_save, before_save=self._before_save)
             with closing(steps_left) as left:
                 for step in left:
-                    self._run_step(step, steps, loop, called, validation)
-            called.call("on_fit_end")
-            # A trainer of a user's may have no policy, and a policy of theirs no choices.
+                    self._run_step(step, steps, loop, hooks, validation)
+            hooks.call("on_fit_end")
+            # A custom trainer may have no policy, and a custom policy no choices.
             choices = getattr(getattr(self, "policy", None), "choices", {})
             return loop.finish(peak_memory_gib=self._peak_memory_gib(), choices=choices)
 
@@ -384,35 +379,35 @@ class BaseTrainer(ABC, Generic[S, C]):
         step: int,
         steps: StepRange,
         loop: StepLoop,
-        called: Callbacks,
+        hooks: Callbacks,
         validation: ValidationRunner,
     ) -> None:
         self.step, self.timer = step, Timer()
         epoch = self._batches.epoch(step - 1)
         if step == steps.first or epoch != self._batches.epoch(step - 2):
-            called.call("on_epoch_begin", epoch)
-        called.call("on_step_begin", step)
+            hooks.call("on_epoch_begin", epoch)
+        hooks.call("on_step_begin", step)
         metrics = self._train_step(self._batches.batch(step - 1))
-        metrics |= validation.after_step(step, called)
-        metrics |= self._replacements()
+        metrics |= validation.after_step(step, hooks)
+        metrics |= self._restart_metrics()
         loop.report(step, metrics, self.timer.take())
-        called.call("on_step_end", step, metrics)
+        hooks.call("on_step_end", step, metrics)
         if step == loop.last or epoch != self._batches.epoch(step):
-            called.call("on_epoch_end", epoch, metrics)
+            hooks.call("on_epoch_end", epoch, metrics)
 
     @property
     def history(self) -> Sequence[Mapping[str, float]]:
-        """Metrics of each step that has ended, those before a resume included."""
+        """Metrics of all finished steps, including those before a resume."""
         return self._loop.history
 
     def stop(self, reason: str) -> None:
         """Ends the run after this step; for callbacks.
 
         The step is saved, its model is the result, and the run's state is `stopped`. It is
-        validated only if its number asks for that.
+        validated only if validation is due after this step anyway.
 
         Raises:
-            ConfigError: If no step is under way, or no callback says that it may stop the run.
+            ConfigError: If no step is in progress, or no callback declares `stops = True`.
         """
         if self.step < 1:
             raise ConfigError(
@@ -430,44 +425,44 @@ class BaseTrainer(ABC, Generic[S, C]):
         self._loop.stop(self.step, reason)
 
     def _load(self, spec: RunSpec) -> PromptLoader[Any]:
-        """The rows of `spec.train`, ready to be dealt out in batches of `global_batch_size`."""
+        """Loads the rows of `spec.train` in batches of `global_batch_size`."""
         size = rows_per_step(self.config).global_batch_size
         return PromptLoader(load_records(spec.train), batch_size=size, seed=self.settings.seed)
 
     @abstractmethod
     def _train_step(self, batch: list[Any]) -> dict[str, float]:
-        """One step on a batch of what `_load` deals; returns metrics that reruns repeat."""
+        """Trains on one batch of `_load`; returns metrics that are equal in reruns."""
 
     def _validate(self) -> dict[str, float]:
-        """Figures on held-out rows; none unless an algorithm has such."""
+        """Computes metrics on held-out rows; none by default."""
         return {}
 
-    def _replacements(self) -> dict[str, float]:
-        """How many workers were lost and replaced in this step, by kind; none where all must last.
+    def _restart_metrics(self) -> dict[str, float]:
+        """Counts the workers that were replaced in this step, by kind; empty by default.
 
-        Figures that a rerun without the loss does not repeat.
+        A rerun without the failures has different counts.
         """
         return {}
 
     def _stage(self, spec: RunSpec) -> str:
-        """What reports call the run."""
+        """Returns the name of the run in reports."""
         return self.algorithm
 
     def _steps(self, spec: RunSpec) -> StepRange:
-        """Which steps the run has: `num_steps`, or an iteration's share of them."""
+        """Returns the steps of the run: `num_steps`, or an iteration's part of them."""
         return steps_of(self.config, spec.iteration)
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
-        """Makes ready whatever steps need; `resources` ends with the run."""
-        self._batches = self._load(spec)  # first: rows of a wrong kind must start no worker
+        """Prepares everything that steps need; `resources` is closed after the run."""
+        self._batches = self._load(spec)  # first, so that invalid rows fail before workers start
         self.policy = self._make_policy(spec)
         if spec.resume is not None:
             self.policy.load_checkpoint(spec.resume)
 
-    def _make_policy(self, spec: RunSpec) -> "Policy | OwnPolicy":
-        if self._own.policy is None:
+    def _make_policy(self, spec: RunSpec) -> "Policy | CustomPolicyAdapter":
+        if self._custom.policy is None:
             return Policy(self.session, self._training_setup(spec))
-        return OwnPolicy(self._own.policy)
+        return CustomPolicyAdapter(self._custom.policy)
 
     def _training_setup(self, spec: RunSpec) -> TrainingSetup:
         return TrainingSetup(
@@ -481,11 +476,11 @@ class BaseTrainer(ABC, Generic[S, C]):
         )
 
     def _trained(self) -> Checkpointed:
-        """What a checkpoint holds."""
+        """Returns the state to save in checkpoints."""
         return self.policy
 
     def _before_save(self) -> None:
-        """Writes what a step leaves besides its checkpoint, metrics and timings."""
+        """Writes other files of a step, besides its checkpoint, metrics and timings."""
 
     def _peak_memory_gib(self) -> float:
         return self.policy.peak_memory_gib()

@@ -19,14 +19,7 @@ Metrics = Mapping[str, float]
 
 
 class RunningTrainer(Protocol):
-    """What hooks can read of every trainer; that of an algorithm has more.
-
-    Attributes:
-        algorithm: The algorithm's name, and that of its section.
-        policy: The model in training.
-        step: The number of the step that goes on, counted from 1.
-        timer: Measures the phases of that step.
-    """
+    """The attributes of every trainer that hooks may read; subclasses have more."""
 
     algorithm: ClassVar[str]
     step: int
@@ -34,7 +27,7 @@ class RunningTrainer(Protocol):
 
     @property
     def settings(self) -> "TrainerSettings":
-        """All that the trainer was told."""
+        """All settings of the trainer."""
         ...
 
     @property
@@ -49,7 +42,7 @@ class RunningTrainer(Protocol):
 
     @property
     def history(self) -> Sequence[Metrics]:
-        """Metrics of each step that has ended, those before a resume included."""
+        """Metrics of all finished steps, including those before a resume."""
         ...
 
     def stop(self, reason: str) -> None:
@@ -58,15 +51,15 @@ class RunningTrainer(Protocol):
 
 
 class Callback:
-    """Does nothing; override the hooks that you want.
+    """Base of callbacks; every hook does nothing until overridden.
 
-    A hook may read the trainer. `trainer.stop(reason)` ends the run after the step, with a
+    Hooks may read the trainer. `trainer.stop(reason)` ends the run after the step, with a
     checkpoint and a result; an exception ends it as failed. After a resume, hooks are called for
-    the steps that are run again, and for no step that an earlier attempt saved.
+    the steps that are run again, but not for steps that an earlier attempt saved.
 
     Attributes:
         stops: Whether hooks may call `trainer.stop`. The source and the fields of such a callback
-            are then part of the key of a run with a name.
+            are then part of the key of a named run.
 
     Example:
         >>> class PrintLoss(Callback):
@@ -77,33 +70,33 @@ class Callback:
     stops: ClassVar[bool] = False
 
     def on_fit_begin(self, trainer: RunningTrainer) -> None:
-        """Workers are ready and no step has been run."""
+        """Called when workers are ready, before the first step."""
 
     def on_fit_end(self, trainer: RunningTrainer) -> None:
-        """The last step has been saved; workers still run."""
+        """Called after the last step is saved; workers still run."""
 
     def on_epoch_begin(self, trainer: RunningTrainer, epoch: int) -> None:
-        """The next step takes the first rows of pass `epoch` (from 0) over the data."""
+        """Called before the first step of pass `epoch` (from 0) over the data."""
 
     def on_epoch_end(self, trainer: RunningTrainer, epoch: int, metrics: Metrics) -> None:
-        """The last step of the pass has ended, or of the run; `metrics` are that step's."""
+        """Called after the last step of the pass or run, with that step's `metrics`."""
 
     def on_step_begin(self, trainer: RunningTrainer, step: int) -> None:
-        """Step `step` begins, counted from 1 over the whole run."""
+        """Called before each step; `step` counts from 1 over the full run."""
 
     def on_step_end(self, trainer: RunningTrainer, step: int, metrics: Metrics) -> None:
-        """The optimizer has made its step."""
+        """Called after the optimizer step."""
 
     def on_validation_begin(self, trainer: RunningTrainer, step: int) -> None:
-        """Held-out rows are about to be looked at, after step `step`."""
+        """Called before validation after step `step`."""
 
     def on_validation_end(self, trainer: RunningTrainer, step: int, metrics: Metrics) -> None:
-        """They have been; names begin with `validation_`."""
+        """Called after validation; names of metrics begin with `validation_`."""
 
     def on_save(self, trainer: RunningTrainer, step: int, checkpoint: Path) -> None:
-        """A checkpoint is on the disk, whole, with `model/`.
+        """Called when a complete checkpoint with `model/` is on disk.
 
-        Without a callback that has this hook, checkpoints of a run under way have no `model/`.
+        Without a callback that has this hook, checkpoints during a run have no `model/`.
         """
 
 
@@ -111,7 +104,7 @@ class Callback:
 class EarlyStopping(Callback):
     """Stops a run once a metric has not improved for `patience` values in a row.
 
-    Metrics of validation have a value only in the steps that validate.
+    Validation metrics have values only in steps that validate.
 
     Attributes:
         metric: Name of the metric, such as `validation_mean_reward` or `validation_loss`.
@@ -170,15 +163,7 @@ class EarlyStopping(Callback):
 
 
 class Callbacks:
-    """A trainer's callbacks, called in order.
-
-    Args:
-        trainer: Given to every hook.
-        callbacks: Instances of `Callback`.
-
-    Raises:
-        TypeError: If one of them is something else.
-    """
+    """A trainer's callbacks, called in order; each must be an instance of `Callback`."""
 
     def __init__(self, trainer: RunningTrainer, callbacks: Iterable[Callback]) -> None:
         self._trainer = trainer
@@ -188,17 +173,17 @@ class Callbacks:
                 raise TypeError(f"callbacks must be instances of Callback, got {callback!r}")
 
     def handles(self, hook: str) -> bool:
-        """Whether a callback has a hook of that name of its own."""
+        """Whether any callback overrides the hook."""
         default = getattr(Callback, hook)
         hooks = (getattr(each, hook) for each in self._callbacks)
         return any(getattr(each, "__func__", each) is not default for each in hooks)
 
     @property
     def may_stop(self) -> bool:
-        """Whether one of them may stop the run."""
+        """Whether any callback may stop the run."""
         return any(each.stops for each in self._callbacks)
 
     def call(self, hook: str, *arguments: Any) -> None:
-        """Calls the hook of that name of each."""
+        """Calls the named hook of every callback."""
         for callback in self._callbacks:
             getattr(callback, hook)(self._trainer, *arguments)

@@ -1,4 +1,4 @@
-"""What a trainer asks of its GPUs, for settings of `training` that are `auto`."""
+"""GPU load of a trainer, used to choose settings of `training` that are `auto`."""
 
 import json
 import logging
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.config.environment import own_bundles_of_scorers
+from nemo_rl_core.config.environment import dedicated_bundles_of_scorers
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings, TrainerSettings
 from nemo_rl_core.config.training import open_choices
 from nemo_rl_core.data.loader import load_records
@@ -16,7 +16,7 @@ from nemo_rl_core.planning.cpu_hours import hours_warning
 from nemo_rl_core.planning.load import ScorerLoad, StageLoad
 from nemo_rl_core.planning.scorers import scorers_of
 from nemo_rl_core.planning.sizes import ModelSizes, sizes_of
-from nemo_rl_core.planning.stages import Rollouts, TrainingPlace, reads_reference, training_stage
+from nemo_rl_core.planning.stages import Rollouts, StageSetup, training_stage
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.sections import steps_of
 
@@ -28,16 +28,10 @@ _TEXTS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
 def load_of_trainer(
     algorithm: str, config: LoopConfig, settings: TrainerSettings, spec: RunSpec
 ) -> StageLoad | None:
-    """The load of a run, as `nemo-rl plan` has that of the stage.
+    """Returns the load of a run, the same as `nemo-rl plan` computes for the stage.
 
-    Args:
-        algorithm: Name of its section.
-        config: That section.
-        settings: Of the trainer.
-        spec: Whose models are on this machine.
-
-    Returns:
-        None where no GPU is used, nothing is to be chosen, or a model cannot be counted.
+    None if no GPU is used, no setting is `auto`, or a model's size is unknown. The models of `spec`
+    are on this machine.
     """
     if not settings.cluster.num_gpus or not open_choices(settings.training):
         return None
@@ -54,12 +48,8 @@ def warn_of_hours(
 ) -> None:
     """Logs that a training may take hours on the CPU cores of this machine.
 
-    Args:
-        algorithm: Name of the algorithm's section.
-        config: Section of the algorithm.
-        settings: All settings of the trainer.
-        start: The transformers folder of the first weights.
-        train: The data set folder; rows are taken at the mean length of the first ones.
+    `start` is the transformers folder of the first weights. Rows of the data set folder `train` are
+    taken at the mean length of the first ones.
     """
     if settings.cluster.num_gpus:
         return
@@ -88,12 +78,12 @@ def _stage(
         rollouts = Rollouts(
             settings.generation, settings.max_prompt_tokens, settings.max_rollout_tokens
         )
-    is_read = reference is not None and reads_reference(algorithm, config)
+    is_read = reference is not None and config.reads_reference
     return training_stage(
         algorithm,
         algorithm,
         config,
-        TrainingPlace(settings.training, settings.cluster, settings.dtype),
+        StageSetup(settings.training, settings.cluster, settings.dtype),
         sizes=_sizes(start),
         reference=_sizes(reference) if is_read and reference else None,
         rollouts=rollouts,
@@ -101,17 +91,17 @@ def _stage(
 
 
 def _with_scorers(load: StageLoad, settings: TrainerSettings, spec: RunSpec) -> StageLoad:
-    """With the models that score, but those that are in no folder: their memory is left out."""
+    """Adds the scoring models; memory of models that are not in a folder is left out."""
     if not isinstance(settings, RolloutSettings) or spec.scorer is not None:
         return load
     of_run = _sizes(spec.reward_model) if spec.reward_model else None
     scorers: tuple[ScorerLoad, ...] = ()
     try:
-        scorers = tuple(scorers_of(settings.environment, _config_in, of_run=of_run))
+        scorers = tuple(scorers_of(settings.environment, _config_in, run_sizes=of_run))
     except OSError as error:
-        _LOG.warning("what scores was not planned: %s", error)
-    own = own_bundles_of_scorers(settings.environment)
-    return replace(load, scorers=scorers, own_scorers=own)
+        _LOG.warning("memory of the scorers was not planned: %s", error)
+    dedicated = dedicated_bundles_of_scorers(settings.environment)
+    return replace(load, scorers=scorers, own_scorers=dedicated)
 
 
 def _sizes(folder: Path) -> ModelSizes:
@@ -119,5 +109,5 @@ def _sizes(folder: Path) -> ModelSizes:
 
 
 def _config_in(folder: str) -> Mapping[str, Any]:
-    read: Mapping[str, Any] = json.loads((Path(folder).expanduser() / "config.json").read_text())
-    return read
+    config: Mapping[str, Any] = json.loads((Path(folder).expanduser() / "config.json").read_text())
+    return config

@@ -1,4 +1,4 @@
-"""A loop of steps that is reported, saved, and resumed where the last save left off."""
+"""A loop of steps with reports, checkpoints and resuming from the last checkpoint."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 BEST = "keep_best"
 """Key of the best step among the choices of a manifest."""
 STOPPED = "stopped"
-"""Key of the reason for which a callback stopped a run, among the choices of a manifest."""
+"""Key of the reason why a callback stopped a run, among the choices of a manifest."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ class RunSpec:
 
     Attributes:
         train: A data set folder.
-        start: The transformers folder whose weights training begins with.
-        work: Where checkpoints and metrics go; an interrupted run in it is continued.
+        start: The transformers folder with the initial weights.
+        work: Folder for checkpoints and metrics; an interrupted run in it is continued.
         validation: A data set folder that is never trained on, or None.
-        reference: The transformers folder of the reference policy or of a teacher, where the
-            algorithm has such.
-        reference_logprobs: A folder of the reference's logprobs of `train`, where they are cached.
-        resume: An artifact whose `trainer/` the optimizer goes on from, or None for a new one.
-        iteration: 1-based; which steps, prompts and seeds are next in a run of several iterations.
-        scorer: Scores completions in place of the environment that the settings name.
+        reference: The transformers folder of the reference policy or teacher, if the algorithm
+            has one.
+        reference_logprobs: A folder with cached logprobs of `train` under the reference.
+        resume: An artifact with a `trainer/` to restore the optimizer from; None for a new one.
+        iteration: 1-based iteration of the run; it selects steps, prompts and seeds.
+        scorer: Scorer that replaces the environment of the settings.
         reward_model: A sequence classifier's folder, for an environment `reward_model` that names
             no model.
-        replay: A folder of rollouts of each step (see `RolloutRecords`), which are trained on
-            again in place of new ones: no engine runs, and nothing is scored or validated.
+        replay: A folder of recorded rollouts (see `RolloutRecords`) to train on again: no engine
+            runs, and nothing is scored or validated.
     """
 
     train: Path
@@ -70,47 +70,40 @@ OnSave = Callable[[int, Path], None]
 
 @dataclass(frozen=True)
 class StepRange:
-    """The steps of one stage, counted over the whole run.
-
-    Attributes:
-        first: 1-based number of the first step.
-        last: Number of the last step, inclusive.
-    """
+    """The steps of one stage, numbered from 1 over the full run, both inclusive."""
 
     first: int
     last: int
 
 
 class Checkpointed(Protocol):
-    """What a loop saves and goes on from: a policy, or several models at once."""
+    """State that a training loop saves and resumes from: one policy or several models."""
 
     def save_checkpoint(self, path: Path) -> None:
-        """Writes everything that the next step depends on into an existing empty folder."""
+        """Writes the complete state into an existing empty folder."""
         ...
 
     def load_checkpoint(self, path: Path) -> None:
-        """Goes on from there, to the bit."""
+        """Restores the saved state; training continues bitwise identically."""
         ...
 
 
 @runtime_checkable
 class SavesInBackground(Checkpointed, BackgroundWriter, Protocol):
-    """What need not stand still while it is saved."""
+    """State that may change while a checkpoint is being written."""
 
 
 @runtime_checkable
 class SavesShards(SavesInBackground, Protocol):
-    """What can be saved without a whole model, for nothing but to go on from there."""
+    """State that can be saved without `model/`, only for resuming."""
 
     def start_sharded_checkpoint(self, path: Path) -> None:
-        """As `start_checkpoint`, without the folder `model/`."""
+        """Starts a checkpoint like `start_checkpoint`, but without the folder `model/`."""
         ...
 
 
 @dataclass(frozen=True)
-class _ShardsAlone:
-    """A writer of checkpoints that have no `model/`."""
-
+class _ShardsOnly:
     trained: SavesShards
 
     def start_checkpoint(self, path: Path) -> None:
@@ -125,16 +118,16 @@ class _ShardsAlone:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run of a trainer leaves.
+    """The result of a trainer's run.
 
     Attributes:
-        folder: The work folder, now with `model/`, `trainer/`, `metrics.jsonl`, and what else the
-            trainer wrote.
-        step: Number of the step whose model it is: the last one, or the best.
-        num_tokens: Tokens trained on in all steps, also those before a resume.
-        peak_memory_gib: The most memory that the workers have held.
-        choices: What settings that may be `auto` were, by their paths in a recipe.
-        best: The best step with its metric, as text, where `model/` is the model of that step.
+        folder: The work folder, now with `model/`, `trainer/`, `metrics.jsonl` and other files of
+            the trainer.
+        step: Number of the step that the model is from: the last one or the best.
+        num_tokens: Tokens trained on in all steps, including those before a resume.
+        peak_memory_gib: Peak memory of the workers, in GiB.
+        choices: Values chosen for settings that are `auto`, by their paths in a recipe.
+        best: The best step with its metric, as text, if `model/` is from that step.
         stopped: The reason for which a callback stopped the run; empty for a complete run.
     """
 
@@ -147,12 +140,7 @@ class RunResult:
     stopped: str = ""
 
     def made(self, *, summary: str = "", deck: str = "") -> StageResult:
-        """The folder as the content of a checkpoint artifact.
-
-        Args:
-            summary: One line for the table at the end of a run.
-            deck: HTML for Flyte's deck.
-        """
+        """Describes the folder as the content of a checkpoint artifact."""
         notes = {BEST: self.best, STOPPED: self.stopped}
         parts = (summary, self.best and f"model of {self.best}", self.stopped)
         return StageResult(
@@ -168,17 +156,17 @@ class RunResult:
 
 
 class StepLoop:
-    """Counts steps, writes metrics, saves every so often, and resumes to the bit.
+    """Counts steps, writes metrics, saves regularly, and resumes bitwise identically.
 
     Args:
-        work: Folder of the stage, kept until the stage is done; may hold an earlier attempt.
-        stage: Name for reports.
-        steps: Which steps to run.
-        save_every_num_steps: How often to save; the last step is always saved.
-        keep_latest: How many checkpoints to keep while the run is under way.
-        keep_best: Which to keep besides, and whether the best or the last is the result. Of a
-            finished run `best.json` has the best step; its model is left in `best/` unless it is
-            the result or the last.
+        work: Folder of the stage, kept until the stage is done; may contain an earlier attempt.
+        stage: Name of the stage in reports.
+        steps: The steps to run.
+        save_every_num_steps: Number of steps between saves; the last step is always saved.
+        keep_latest: Number of checkpoints to keep during the run.
+        keep_best: Further checkpoints to keep, and whether the best or the last is the result.
+            After the run, `best.json` has the best step; its model is left in `best/` unless it
+            is the result or the last.
 
     Example:
         >>> for step in loop.steps(policy):                              # doctest: +SKIP
@@ -203,12 +191,14 @@ class StepLoop:
         self._keep_best = keep_best
         self._warned = False
         self._pending: PendingSave | None = None
-        self._all_have_models = False
-        self._before_save: Callable[[], None] = _nothing_else
+        self._on_save: OnSave | None = None
+        self._before_save: Callable[[], None] | None = None
         self._last_metrics: dict[str, float] = {}
         self._stopped = ""
         self._history: list[dict[str, float]] = []
         self._metrics = MetricsFile(work / "metrics.jsonl")
+        self._marker = work / "finished.json"
+        self._stop_record = work / "stopped.json"
 
     def steps(
         self,
@@ -217,25 +207,23 @@ class StepLoop:
         on_save: OnSave | None = None,
         before_save: Callable[[], None] | None = None,
     ) -> Generator[int]:
-        """Numbers of the steps left to do; saves after a step's body has run.
+        """Yields the numbers of the remaining steps; saves after a step's body has run.
 
-        To be closed (`contextlib.closing`) where a body may raise, so that a save that is being
-        written is finished first.
+        Close it (`contextlib.closing`) if a body may raise, so that a save in progress is
+        finished first.
 
         Args:
-            trained: What is saved, and resumed from the last save before the first step.
-            on_save: Told the step and the folder of every save; each then has a `model/`. Without
-                it, only the last save has one, and those that `keep_best` keeps.
-            before_save: Writes what else a step leaves. A run that goes on from a save does not do
-                its steps again, and so would never write it.
+            trained: State to save; it is restored from the last save before the first step.
+            on_save: Called with the step and the folder of every save; each then has a `model/`.
+                Without it, only the last save and those that `keep_best` keeps have one.
+            before_save: Writes other files of the steps. It is called before each save, because a
+                resumed run does not repeat saved steps and so would never write them.
 
         Raises:
-            KeyboardInterrupt: After a step and its save, where `stop_request.ask` was called.
+            KeyboardInterrupt: After a step and its save, if `stop_request.ask` was called.
             ResourceError: After a save, when the run has used its GPU-hours.
         """
-        call = on_save or _ignore
-        self._all_have_models = on_save is not None
-        self._before_save = before_save or _nothing_else
+        self._on_save, self._before_save = on_save, before_save
         with stop_request.listened_to():
             step = self._resume(trained)
             while step < self._range.last:
@@ -243,42 +231,41 @@ class StepLoop:
                 try:
                     yield step
                 except GeneratorExit:
-                    # The step has failed; what was saved before it must not be lost with it.
+                    # The step failed; finish the save from before it.
                     with suppress(NemoRLError):
-                        self._advance(call, wait=True)
+                        self._advance(wait=True)
                     raise
-                self._end_step(step, trained, call)
-            self._advance(call, wait=True)
+                self._end_step(step, trained)
+            self._advance(wait=True)
 
-    def _end_step(self, step: int, trained: Checkpointed, call: OnSave) -> None:
-        self._advance(call, wait=False)
+    def _end_step(self, step: int, trained: Checkpointed) -> None:
+        self._advance(wait=False)
         is_last, budget = step == self._range.last, current_budget()
         is_spent, stops = budget is not None and budget.is_spent, stop_request.is_asked()
         if is_last or stops or is_spent or (step - self._range.first + 1) % self._save_every == 0:
-            self._advance(call, wait=True)
-            self._save(step, trained, call)
+            self._advance(wait=True)
+            self._save(step, trained)
         if is_last or not (stops or is_spent):
             return
-        self._advance(call, wait=True)
+        self._advance(wait=True)
         if budget is not None and is_spent:
             raise budget.error(step=step)
         raise KeyboardInterrupt
 
-    def _save(self, step: int, trained: Checkpointed, on_save: OnSave) -> None:
-        self._before_save()
+    def _save(self, step: int, trained: Checkpointed) -> None:
+        if self._before_save is not None:
+            self._before_save()
         metrics = self._last_metrics
         self._warn_without_metric(step)
         if isinstance(trained, SavesInBackground):
             writer = self._writer(step, trained)
             self._pending = self._checkpoints.start(step, writer, metrics=metrics)
-            self._advance(on_save, wait=False)
+            self._advance(wait=False)
         else:
             folder = self._checkpoints.save(step, trained.save_checkpoint, metrics=metrics)
-            publish(StageSaved(step))
-            on_save(step, folder)
+            self._report_saved(step, folder)
 
     def _warn_without_metric(self, step: int) -> None:
-        """Says once that a checkpoint lacks the metric that compares checkpoints."""
         if self._keep_best is None or self._warned or self._keep_best.metric in self._last_metrics:
             return
         self._warned = True
@@ -291,18 +278,18 @@ class StepLoop:
         )
 
     def _writer(self, step: int, trained: SavesInBackground) -> BackgroundWriter:
-        """Writes the model only where another than this loop reads it."""
+        """Returns a writer that omits the model if only this loop reads the checkpoint."""
         needs_model = (
             step == self._range.last
-            or self._all_have_models
+            or self._on_save is not None
             or self._checkpoints.would_be_best(step, self._last_metrics)
         )
         if needs_model or not isinstance(trained, SavesShards):
             return trained
-        return _ShardsAlone(trained)
+        return _ShardsOnly(trained)
 
-    def _advance(self, on_save: OnSave, *, wait: bool) -> None:
-        """Takes the checkpoint that is being saved, if any, as far as it is, or to its end."""
+    def _advance(self, *, wait: bool) -> None:
+        """Completes a pending save if it is written; waits for it if `wait` is set."""
         save = self._pending
         if save is None:
             return
@@ -311,8 +298,12 @@ class StepLoop:
         elif not save.poll():
             return
         self._pending = None
-        publish(StageSaved(save.step))
-        on_save(save.step, save.folder)
+        self._report_saved(save.step, save.folder)
+
+    def _report_saved(self, step: int, folder: Path) -> None:
+        publish(StageSaved(step))
+        if self._on_save is not None:
+            self._on_save(step, folder)
 
     def _resume(self, trained: Checkpointed) -> int:
         latest = self._checkpoints.latest(verify=True)
@@ -322,7 +313,7 @@ class StepLoop:
             publish(StageResumed(done))
         self._metrics.truncate_after(done - self._range.first + 1)
         self._history = [line.metrics for line in self._metrics.read()]
-        stop = self._read(self._stop_record)
+        stop = self._recorded_stop()
         if stop and stop["step"] == done:
             self._stop_at(done, stop["reason"])
         else:
@@ -331,7 +322,7 @@ class StepLoop:
 
     @property
     def history(self) -> Sequence[Mapping[str, float]]:
-        """Metrics of each step until now, those before a resume included."""
+        """Metrics of all steps so far, including those before a resume."""
         return self._history
 
     @property
@@ -340,7 +331,7 @@ class StepLoop:
         return self._range.last
 
     def stop(self, step: int, reason: str) -> None:
-        """Makes a step that is under way the last one; a resumed run stops there, too."""
+        """Makes the current step the last one, also for a resumed run."""
         record = {"step": step, "reason": reason}
         files.write_atomic(self._stop_record, json.dumps(record))
         self._stop_at(step, reason)
@@ -351,22 +342,18 @@ class StepLoop:
         self._stopped = f"stopped at step {taken} of {planned}: {reason}"
         self._range = StepRange(self._range.first, step)
 
-    @property
-    def _stop_record(self) -> Path:
-        return self._work / "stopped.json"
-
-    @staticmethod
-    def _read(record: Path) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {}
-        return found
+    def _recorded_stop(self) -> dict[str, Any]:
+        record = self._stop_record
+        values: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {}
+        return values
 
     def report(self, step: int, metrics: dict[str, float], timings: dict[str, float]) -> None:
         """Records a step and shows it.
 
         Args:
-            step: Number over the whole run.
-            metrics: Values that are equal in every rerun; `num_valid_tokens`, where it is among
-                them, counts the tokens trained on.
+            step: Number of the step in the full run.
+            metrics: Values that are equal in every rerun; `num_valid_tokens`, if present, counts
+                the tokens trained on.
             timings: Seconds of the step's phases; tokens per second are added.
         """
         rate = metrics.get("num_valid_tokens", 0.0) / max(sum(timings.values()), 1e-9)
@@ -384,32 +371,26 @@ class StepLoop:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every step is done and only `finish` may be left."""
+        """Whether all steps are done, so that only `finish` remains."""
         return self._marker.exists()
-
-    @property
-    def _marker(self) -> Path:
-        return self._work / "finished.json"
 
     def finish(
         self, *, peak_memory_gib: float = 0.0, choices: Mapping[str, str] | None = None
     ) -> RunResult:
-        """Moves the last checkpoint to where an artifact has it; goes on if killed in the middle.
+        """Moves the last checkpoint to its path in the artifact; continues an interrupted move.
 
-        Args:
-            peak_memory_gib: Of the workers; ignored where an earlier call has written its own.
-            choices: As `RunResult.choices`; ignored likewise.
+        Arguments are ignored if an earlier call recorded them.
         """
-        stop = self._read(self._stop_record)
-        if stop and not self._stopped:  # an earlier process made all steps
+        stop = self._recorded_stop()
+        if stop and not self._stopped:  # an earlier process did all steps
             self._stop_at(stop["step"], stop["reason"])
         if not self.is_finished:
-            found = {"peak_memory_gib": peak_memory_gib, "choices": dict(choices or {})}
-            files.write_atomic(self._marker, json.dumps(found))
+            outcome = {"peak_memory_gib": peak_memory_gib, "choices": dict(choices or {})}
+            files.write_atomic(self._marker, json.dumps(outcome))
         best = self._best_step()
-        hands_out_best = best is not None and self._hands_out_best
-        step = best if best is not None and hands_out_best else self._range.last
-        if best is not None and best != self._range.last and not hands_out_best:
+        returns_best = best is not None and self._returns_best
+        step = best if best is not None and returns_best else self._range.last
+        if best is not None and best != self._range.last and not returns_best:
             self._leave_model(best)
         checkpoint = self._checkpoints.path(step)
         parts = [part for part in checkpoint.glob("*") if part.is_dir()]  # none: moved already
@@ -417,33 +398,33 @@ class StepLoop:
             part.rename(self._work / part.name)
         files.discard(self._checkpoints.root)
         lines = self._metrics.read()
-        found = json.loads(self._marker.read_text())
+        outcome = json.loads(self._marker.read_text())
         return RunResult(
             folder=self._work,
             step=step,
             num_tokens=int(sum(line.metrics.get("num_valid_tokens", 0.0) for line in lines)),
-            peak_memory_gib=found["peak_memory_gib"],
-            choices=found.get("choices", {}),  # what an earlier version wrote has none
+            peak_memory_gib=outcome["peak_memory_gib"],
+            choices=outcome.get("choices", {}),  # earlier versions wrote none
             stopped=self._stopped,
-            best=self._described(step, lines) if hands_out_best else "",
+            best=self._described(step, lines) if returns_best else "",
         )
 
     @property
-    def _hands_out_best(self) -> bool:
+    def _returns_best(self) -> bool:
         return self._keep_best is not None and self._keep_best.result == "best"
 
     def _best_step(self) -> int | None:
-        """The best step with a model; None without `keep_best`, or if no step has the metric."""
+        """Returns the best step with a model; None without `keep_best` or its metric."""
         if self._keep_best is None:
             return None
         record = self._work / "best.json"
-        if not record.exists():  # before anything is moved: no checkpoint is complete after that
+        if not record.exists():  # nothing is moved yet; afterwards no checkpoint is complete
             best = self._checkpoints.best()
-            # Without a model it was not among the best when it was saved; those are damaged now.
+            # A best step without a model was not the best when saved; the better ones are damaged.
             step = best[0] if best and (best[1] / "model").is_dir() else None
             files.write_atomic(record, json.dumps({"step": step}))
-        found: int | None = json.loads(record.read_text())["step"]
-        return found
+        best_step: int | None = json.loads(record.read_text())["step"]
+        return best_step
 
     def _leave_model(self, step: int) -> None:
         target = self._work / "best"
@@ -455,11 +436,3 @@ class StepLoop:
         metric = self._keep_best.metric
         (value,) = [line.metrics[metric] for line in lines if line.metrics["global_step"] == step]
         return f"step {step} of {self._range.last}, {metric} {value:.6g}"
-
-
-def _ignore(step: int, folder: Path) -> None:
-    pass
-
-
-def _nothing_else() -> None:
-    pass

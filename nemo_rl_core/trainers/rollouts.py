@@ -1,6 +1,6 @@
-"""What algorithms share that learn from completions of their own policy.
+"""Base of trainers that learn from completions of their policy.
 
-They sample, score and record rollouts, and take several optimizer steps on those of one step.
+They sample, score and record rollouts, and make one or more optimizer steps per step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,13 +26,19 @@ from nemo_rl_core.environments.rewards.retries import num_retries
 from nemo_rl_core.evals.evaluate import greedy_rollouts
 from nemo_rl_core.evals.metrics import accuracy_metrics
 from nemo_rl_core.functional.protocols import LossFunction
+from nemo_rl_core.models.generation.custom import CustomEngineAdapter
 from nemo_rl_core.models.generation.engine import Generation
-from nemo_rl_core.models.generation.own import OwnGeneration
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.models.policy.own import OwnPolicy
-from nemo_rl_core.rollouts.batch import refuse_too_many_failures, valid_rollouts
+from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
+from nemo_rl_core.rollouts.batch import (
+    groups_of,
+    refuse_too_many_failures,
+    rollout_batch,
+    valid_rollouts,
+)
 from nemo_rl_core.rollouts.records import RolloutRecords
+from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.rollouts.sampler import Sampler, mean_metrics
 from nemo_rl_core.trainers.base import BaseTrainer
 from nemo_rl_core.trainers.loop import RunSpec
@@ -49,9 +55,9 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     The algorithm's section names `num_prompts_per_step` and `num_generations_per_prompt`.
 
     Attributes:
-        sampler: The engine, with the weights that the last `_roll_out` gave it, and the scorer;
-            None where recorded rollouts are trained on again.
-        records: Where each step's rollouts are written.
+        sampler: The engine, with the weights of the last `_roll_out`, and the scorer; None in a
+            replay of recorded rollouts.
+        records: Records of each step's rollouts.
     """
 
     sampler_class: ClassVar[type[Sampler]] = Sampler
@@ -62,19 +68,21 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     _held_out: Sequence[Prompt]
     _num_restarts: tuple[int, int]
     _num_retries = 0
-    _of_environment: list[tuple[int, dict[str, float]]]
+    _group_size: int
+    _environment_metrics: list[tuple[int, dict[str, float]]]
 
     def _policy_methods(self) -> dict[str, str]:
         return {"generate": "completions, unless there is an engine: generation=engine"}
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         self._check_context(spec.start)
+        self._group_size = samples_per_step(self.config).num_generations_per_prompt
         super()._set_up(spec, resources)
         self.records = RolloutRecords(spec.work / "rollouts")
         resources.callback(self.records.finish)
         self._replayed = RolloutRecords(spec.replay) if spec.replay is not None else None
         self.sampler, self._held_out, self._num_restarts = None, [], (0, 0)
-        self._of_environment = []
+        self._environment_metrics = []
         if self._replayed is not None:
             return
         if isinstance(self.policy, Policy):
@@ -87,12 +95,12 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
                 scorer=spec.scorer,
                 reward_model=spec.reward_model,
                 gate=self.config.gate if isinstance(self.config, Gated) else None,
-                generation=self._own_generation(spec),
+                generation=self._custom_generation(spec),
             )
         )
-        if self._own.engine is None and isinstance(self.sampler.generation, Generation):
+        if self._custom.engine is None and isinstance(self.sampler.generation, Generation):
             self._finish_generation(self.sampler)  # an engine is awake when it has started
-        self._num_restarts = self.sampler.num_restarts  # a scorer may have served others before
+        self._num_restarts = self.sampler.num_restarts  # a scorer may have been used before
         self._num_retries = num_retries()
         if spec.validation is not None:
             self._held_out = load_prompts(spec.validation, self.sampler.tokenizer)
@@ -101,28 +109,31 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         self.records.finish()
 
     def _sampler_settings(self) -> RolloutSettings:
-        """What the sampler and its engines are started with."""
         return self.settings
 
-    def _make_policy(self, spec: RunSpec) -> Policy | OwnPolicy:
+    def _make_policy(self, spec: RunSpec) -> Policy | CustomPolicyAdapter:
         made = super()._make_policy(spec)
-        if isinstance(made, OwnPolicy):
-            return OwnPolicy(made.policy, temperature=self.settings.generation.temperature)
+        if isinstance(made, CustomPolicyAdapter):
+            return CustomPolicyAdapter(
+                made.policy, temperature=self.settings.generation.temperature
+            )
         return made
 
-    def _own_generation(self, spec: RunSpec) -> Generation | OwnGeneration | None:
-        """The engine of the user's, or the policy's own generation; None for one to be started."""
-        engine = self._own.engine or (self.policy if isinstance(self.policy, OwnPolicy) else None)
+    def _custom_generation(self, spec: RunSpec) -> Generation | CustomEngineAdapter | None:
+        """Returns a custom engine, or a custom policy that generates; None to start an engine."""
+        engine = self._custom.engine or (
+            self.policy if isinstance(self.policy, CustomPolicyAdapter) else None
+        )
         if engine is None or isinstance(engine, Generation):
             return engine
-        return OwnGeneration(
+        return CustomEngineAdapter(
             engine,
             self.settings.generation,
             stop_token_ids=stop_token_ids(spec.start, load_tokenizer(spec.start)),
         )
 
     def _check_context(self, model_folder: Path) -> None:
-        """Before any worker starts: vLLM says the same a minute later, and less plainly."""
+        """Checks lengths before any worker starts; vLLM would fail a minute later, less clearly."""
         prompt, new = self.settings.max_prompt_tokens, self.settings.max_rollout_tokens
         refuse_long_rollouts(
             prompt,
@@ -131,7 +142,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             limit=sampling_length(model_folder),
             context=context_length(model_folder),
         )
-        # Raises where the longest sequence that can come up would fit into no micro-batch.
+        # Raises an error if the longest possible sequence does not fit into a micro-batch.
         plan_microbatches([prompt + new], max_tokens=self.config.max_tokens_per_microbatch)
 
     def _load(self, spec: RunSpec) -> PromptLoader[Prompt]:
@@ -142,74 +153,67 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         size = samples_per_step(self.config).num_prompts_per_step
         return PromptLoader(prompts, batch_size=size, seed=self.settings.seed)
 
-    def _roll_out(self, prompts: list[Prompt], *, first_place: int = 0) -> Sequence[Rollout]:
-        """Gives the engine the policy's weights, rolls every prompt out, and scores.
+    def _roll_out(self, prompts: list[Prompt], *, first_group: int = 0) -> Sequence[Rollout]:
+        """Updates the engine's weights, rolls out every prompt, and scores.
 
         Args:
             prompts: `P` prompts.
-            first_place: Of the first one within the step, where a step rolls out more than once.
+            first_group: Index of the first prompt within the step, if a step draws more than once.
 
         Returns:
-            `P * G` rollouts; those of one prompt lie next to each other. Some may have an error
-            instead of a reward. Of a replayed run, what was recorded at this step.
-
-        Raises:
-            RewardError: If too many could not be scored.
+            `P * G` rollouts, grouped by prompt. Some may have an error instead of a reward. In a
+            replay, the recorded rollouts of this step.
         """
         if self.sampler is None:
             return self._recorded()
         with self.timer.phase("sync"):
             self._update_weights(self.sampler, last_step=self.step - 1)
         with self.timer.phase("rollout"):
-            rollouts = self._run(self.sampler, prompts, first_place)
-        return self._scored(self.sampler, rollouts)
-
-    def _run(self, sampler: Sampler, prompts: list[Prompt], first_place: int) -> Sequence[Rollout]:
-        """The engine's rollouts, with their tokens here or where they are made."""
-        engine, size = sampler.engine, samples_per_step(self.config).num_generations_per_prompt
-        if self._holds_rollouts and engine.holds:
-            self._release_policy()
-            return engine.run_held(
-                prompts,
-                num_generations_per_prompt=size,
-                step=self.step,
-                first_place=first_place,
-                discards_weights=self._discards_weights,
-            )
-        with self._awake(sampler):
-            return engine.run(
-                prompts, num_generations_per_prompt=size, step=self.step, first_place=first_place
-            )
-
-    @property
-    def _holds_rollouts(self) -> bool:
-        """Whether tokens stay with an engine that can keep them, since nothing here reads them."""
-        return False
-
-    def _scored(self, sampler: Sampler, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        """With rewards, as the environment adapts them to all rollouts of the draw."""
+            rollouts = self._run(self.sampler, prompts, first_group)
         with self.timer.phase("reward"):
-            scored, metrics = sampler.post_process(sampler.score(rollouts))
-        self._of_environment.append((len(valid_rollouts(scored)), metrics))
+            scored, metrics = self.sampler.post_process(self.sampler.score(rollouts))
+        self._environment_metrics.append((len(valid_rollouts(scored)), metrics))
         return scored
+
+    def _run(self, sampler: Sampler, prompts: list[Prompt], first_group: int) -> Sequence[Rollout]:
+        """Returns the engine's rollouts."""
+        self._release_policy()
+        return sampler.engine.run(
+            prompts,
+            num_generations_per_prompt=self._group_size,
+            step=self.step,
+            first_group=first_group,
+            releases_memory=True,
+            discards_weights=self._discards_weights,
+        )
+
+    def _batch(self, rollouts: Sequence[Rollout]) -> BatchedDataDict:
+        """Returns the scored rollouts as a batch with `group_ids [B]`.
+
+        A custom policy gets local tensors here; other policies read remote columns in their ranks.
+        """
+        valid = valid_rollouts(rollouts)
+        batch = rollout_batch(valid)
+        # Groups are numbered within the step: a prompt may be sampled twice.
+        batch["group_ids"] = groups_of(valid)
+        return batch if isinstance(self.policy, Policy) else batch.fetched()
 
     def _record(
         self, rollouts: Sequence[Rollout], *, advantages: Tensor | None = None
     ) -> dict[str, float]:
-        """Writes the step's rollouts; returns the environment's metrics of all that were drawn."""
-        found, self._of_environment = mean_metrics(self._of_environment), []
-        self.records.save(self.step, rollouts, advantages=advantages, environment_metrics=found)
-        return {f"environment_{name}": value for name, value in found.items()}
+        """Writes the step's rollouts; returns the environment's metrics of all draws."""
+        metrics, self._environment_metrics = mean_metrics(self._environment_metrics), []
+        self.records.save(self.step, rollouts, advantages=advantages, environment_metrics=metrics)
+        return {f"environment_{name}": value for name, value in metrics.items()}
 
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
-        """Gives the engine the policy's weights, as they are after that step."""
         sampler.generation.update_weights(cast("Policy", self.policy))
 
     @contextmanager
     def _awake(self, sampler: Sampler) -> Iterator[None]:
-        """Engine and trainer share a GPU: its memory is the engine's only while it generates.
+        """Gives the shared GPU's memory to the engine while it generates.
 
-        After the update of weights, which wakes the engine as well: they have a place then.
+        Enter it after the update of weights, which wakes the engine and needs memory for them.
         """
         self._release_policy()
         sampler.generation.prepare_for_generation()
@@ -217,7 +221,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         self._finish_generation(sampler)
 
     def _release_policy(self) -> None:
-        """Before an engine generates: a proof may have called the policy's weights back."""
+        """Frees GPU memory before generation: a proof may have loaded the policy's weights."""
         if isinstance(self.policy, Policy) and self.policy.offloads_weights:
             self.policy.release_memory()
 
@@ -226,19 +230,18 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
 
     @property
     def _discards_weights(self) -> bool:
-        """Every use of an engine begins with new weights; the user's own may have other uses."""
-        return self._own.engine is None
+        """Whether every use of the engine begins with new weights; a custom one has other uses."""
+        return self._custom.engine is None
 
-    def _recorded(self) -> list[Rollout]:
+    def _recorded(self) -> Sequence[Rollout]:
         assert self._replayed is not None
-        rollouts = self._replayed.load(self.step)
-        self._of_environment = [(1, self._replayed.environment_metrics(self.step))]
+        rollouts = RemoteRollouts.of(self._replayed.load(self.step))
+        self._environment_metrics = [(1, self._replayed.environment_metrics(self.step))]
         limit = self.settings.rollouts.max_failed_fraction
         refuse_too_many_failures(rollouts, max_failed_fraction=limit)
         return rollouts
 
     def _validate(self) -> dict[str, float]:
-        """Greedy accuracy and mean reward on the held-out prompts."""
         if self.sampler is None or not self._held_out:
             return {}
         self._update_weights(self.sampler, last_step=self.step)
@@ -246,8 +249,8 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             drawn = greedy_rollouts(self.sampler, self._held_out)
         return accuracy_metrics(self.sampler.score(drawn))
 
-    def _replacements(self) -> dict[str, float]:
-        """Restarts of the engine, replaced actors and retried rewards of this step."""
+    def _restart_metrics(self) -> dict[str, float]:
+        """Counts restarts of the engine, replaced actors and retried rewards of this step."""
         before, retries_before = self._num_restarts, self._num_retries
         self._num_retries = num_retries()
         if self.sampler is not None:
@@ -262,12 +265,14 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         }
 
     def _peak_memory_gib(self) -> float:
-        own = super()._peak_memory_gib()
-        return own if self.sampler is None else own + self.sampler.generation.peak_memory_gib()
+        policy = super()._peak_memory_gib()
+        return (
+            policy if self.sampler is None else policy + self.sampler.generation.peak_memory_gib()
+        )
 
 
 _STEP_METRICS = frozenset({"grad_norm", "learning_rate"})
-"""Figures of an optimizer step as such, each of which counts once."""
+"""Metrics of an optimizer step, which are not means over tokens."""
 
 
 def train_in_parts(
@@ -278,21 +283,12 @@ def train_in_parts(
     size: int | None,
     sequence_means: frozenset[str] = frozenset(),
 ) -> dict[str, float]:
-    """One optimizer step on each of consecutive parts of the batch.
+    """Makes one optimizer step on each of several consecutive parts of `size` rows.
 
-    Rollouts that could not be scored may leave fewer rows than were asked for. There are then as
-    many parts as come nearest to `size` rows each, and their sizes differ by at most one: a part of
-    a few rows would make a whole optimizer step of their noise. Every row is in exactly one part.
-
-    Args:
-        policy: What is trained.
-        batch: `B` rows.
-        loss_fn: The loss.
-        size: Rows a part; None takes all at once.
-        sequence_means: The metrics of the loss that are means over sequences, not over tokens.
-
-    Returns:
-        The parts' metrics as `combined` has them.
+    Failed rollouts may leave fewer rows than requested. The number of parts is then chosen so that
+    their sizes are nearest to `size` and differ by at most one: an optimizer step on a few rows
+    would be noisy. Every row is in exactly one part; without `size` there is one part.
+    `sequence_means` names metrics of the loss that are means over sequences, not over tokens.
     """
     parts, num_sequences, start = [], [], 0
     for rows in _part_sizes(batch.size, size):
@@ -308,10 +304,10 @@ def train_in_parts(
 
 
 def combined(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of several optimizer steps as if they were one.
+    """Merges the metrics of several optimizer steps as if they were one.
 
-    A metric is a mean over tokens, so that each step counts by its `num_valid_tokens`, which are
-    summed; `grad_norm` and `learning_rate` are means over the steps.
+    Metrics are means over tokens, so that each step is weighted by its `num_valid_tokens`, which
+    are summed; `grad_norm` and `learning_rate` are means over the steps.
     """
     num_tokens = [part["num_valid_tokens"] for part in parts]
     by_token, by_step = _means(parts, num_tokens), _means(parts, [1.0] * len(parts))
@@ -320,7 +316,7 @@ def combined(parts: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def num_parts(num_rows: int, size: int | None) -> int:
-    """How many optimizer steps `train_in_parts` takes."""
+    """Returns the number of optimizer steps of `train_in_parts`."""
     return 1 if size is None else max((2 * num_rows + size) // (2 * size), 1)
 
 
@@ -331,7 +327,7 @@ def _part_sizes(num_rows: int, size: int | None) -> list[int]:
 
 
 def _means(parts: Sequence[dict[str, float]], weights: Sequence[float]) -> dict[str, float]:
-    """Weighted means; 0 where nothing has a weight, as the mean of no tokens is in a loss."""
+    """Computes weighted means; 0 without weights, like the mean of no tokens in a loss."""
     total = sum(weights) or 1.0
     return {
         name: sum(weight * part[name] for part, weight in zip(parts, weights, strict=True)) / total

@@ -1,11 +1,13 @@
-"""What trainers read of an algorithm's section besides the fields of `LoopConfig`.
+"""Fields of an algorithm's section that trainers read besides those of `LoopConfig`.
 
-A section is matched by its fields, so that a config of one's own need not inherit from these.
+A section is matched by its fields, so a custom config need not inherit from these protocols.
 """
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from nemo_rl_core.config.trainer import GateConfig, LoopConfig
+from pydantic import PositiveInt, create_model
+
+from nemo_rl_core.config.trainer import GateConfig, LoopConfig, TrainerSettings
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers.loop import StepRange
 
@@ -33,7 +35,7 @@ class RowsPerStep(Protocol):
 
 @runtime_checkable
 class SamplesPerStep(Protocol):
-    """Steps on `num_generations_per_prompt` completions of each of `num_prompts_per_step`."""
+    """Steps on `num_prompts_per_step` prompts, `num_generations_per_prompt` completions each."""
 
     num_prompts_per_step: int
     num_generations_per_prompt: int
@@ -41,21 +43,37 @@ class SamplesPerStep(Protocol):
 
 @runtime_checkable
 class Gated(Protocol):
-    """Steps that compare the engine's logprobs with the trainer's, which may be `gate` apart."""
+    """Steps with a `gate` on the difference between the engine's and the trainer's logprobs."""
 
     gate: GateConfig
 
 
-def steps_of(config: LoopConfig, iteration: int) -> StepRange:
-    """The steps of a run, or of one iteration, counted over the whole run.
+class PlainLoop(LoopConfig):
+    """`num_steps` steps of `global_batch_size` rows each."""
 
-    Args:
-        config: The algorithm's section.
-        iteration: 1-based; of no account where a run is one stage.
+    num_steps: PositiveInt = 100
+    global_batch_size: PositiveInt = 32
 
-    Raises:
-        ConfigError: If the section has neither number.
+
+class PlainSettings(TrainerSettings):
+    """Settings of trainers without a settings class: a loop, and a section with any keys."""
+
+    loop: PlainLoop = PlainLoop()
+
+
+def plain_settings(algorithm: str) -> type[PlainSettings]:
+    """Creates a settings class with a section of that name, which may have any keys.
+
+    Example:
+        >>> plain_settings("myalgo")(myalgo={"my_param": 2.0}).myalgo
+        {'my_param': 2.0}
     """
+    section: Any = (dict[str, Any], {})
+    return create_model(f"{algorithm}_settings", __base__=PlainSettings, **{algorithm: section})
+
+
+def steps_of(config: LoopConfig, iteration: int) -> StepRange:
+    """Returns the steps of a run or of one iteration (from 1), numbered over the full run."""
     if isinstance(config, StepsOfRun):
         return StepRange(1, config.num_steps)
     if isinstance(config, StepsOfIteration):
@@ -65,32 +83,23 @@ def steps_of(config: LoopConfig, iteration: int) -> StepRange:
 
 
 def rows_per_step(config: LoopConfig) -> RowsPerStep:
-    """The section, which has `global_batch_size`.
-
-    Raises:
-        ConfigError: If it has not.
-    """
+    """Returns the section; raises `ConfigError` if it lacks `global_batch_size`."""
     if isinstance(config, RowsPerStep):
         return config
     raise _lacks(config, "global_batch_size")
 
 
 def samples_per_step(config: LoopConfig) -> SamplesPerStep:
-    """The section, which has `num_prompts_per_step` and `num_generations_per_prompt`.
-
-    Raises:
-        ConfigError: If it has not.
-    """
+    """Returns the section; raises `ConfigError` if it lacks the fields of `SamplesPerStep`."""
     if isinstance(config, SamplesPerStep):
         return config
     raise _lacks(config, "num_prompts_per_step and num_generations_per_prompt")
 
 
 def _lacks(config: LoopConfig, fields: str) -> ConfigError:
-    """The error for a section without fields that its trainer reads."""
     name = type(config).__name__
     return ConfigError(
-        f"the section {name} lacks what its trainer reads",
+        f"the section {name} lacks fields that its trainer reads",
         expected=f"the fields {fields}",
         got=", ".join(type(config).model_fields),
         fix=f"add them to {name}, or override the method of the trainer that reads them",

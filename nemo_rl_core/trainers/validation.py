@@ -1,4 +1,4 @@
-"""When held-out rows are looked at, and under which names the figures are reported."""
+"""Validation on held-out rows: its schedule and the names of its metrics."""
 
 from collections.abc import Callable
 
@@ -11,11 +11,11 @@ from nemo_rl_core.types import VALIDATION_PREFIX
 
 
 class ValidationRunner:
-    """Validates every so many steps, and after the last one.
+    """Validates at regular intervals and after the last step.
 
     Args:
-        validate: Figures on held-out rows, by name.
-        every_num_steps: None: never.
+        validate: Function that computes metrics on held-out rows.
+        every_num_steps: Number of steps between validations; None for never.
         last: Number of the last step.
     """
 
@@ -31,25 +31,22 @@ class ValidationRunner:
         return self._every is not None and (step == self._last or step % self._every == 0)
 
     def after_step(self, step: int, callbacks: Callbacks) -> dict[str, float]:
-        """The figures under names that begin with `validation_`; empty when it is not time yet."""
+        """Returns metrics with names that begin with `validation_`; empty if none are due."""
         if not self.is_due(step):
             return {}
         callbacks.call("on_validation_begin", step)
-        figures = {f"{VALIDATION_PREFIX}{name}": value for name, value in self._validate().items()}
-        callbacks.call("on_validation_end", step, figures)
-        return figures
+        metrics = {f"{VALIDATION_PREFIX}{name}": value for name, value in self._validate().items()}
+        callbacks.call("on_validation_end", step, metrics)
+        return metrics
 
 
 @torch.no_grad()
 def loss_metrics(
     loss_fn: LossFunction, model_output: torch.Tensor, batch: BatchedDataDict
 ) -> dict[str, float]:
-    """The metrics of a loss over a whole batch, without training on it.
+    """Computes the metrics of a loss on a full batch without training.
 
-    Args:
-        loss_fn: The loss.
-        model_output: What the loss takes first, such as logprobs `[B, T-1]`.
-        batch: As for training.
+    `model_output` is the first argument of the loss, such as logprobs `[B, T-1]`.
     """
     mask = batch["token_mask"] * batch["sample_mask"][:, None]
     _, metrics = loss_fn(

@@ -35,11 +35,8 @@ class Change:
     """Differences between the config of a model and the config of the model before it.
 
     Attributes:
-        stage: Stage that made the model.
-        before: Stage that made the model before it.
         shared: Differences in fields that both stages read.
         single: Fields that only one of the stages reads.
-        commits: Commits of the earlier and the later code, if they differ.
     """
 
     stage: str
@@ -55,7 +52,7 @@ class Change:
 
 
 def rows(graph: AncestryGraph) -> list[Row]:
-    """One row per artifact of the graph, nearest first."""
+    """Returns one row per artifact of the graph, nearest first."""
     stages = {one.id: _stage(one) for one in graph.artifacts}
     parents: dict[str, list[Parent]] = {}
     for link in graph.parentage:
@@ -75,35 +72,35 @@ def rows(graph: AncestryGraph) -> list[Row]:
 
 
 def changes(graph: AncestryGraph) -> list[Change]:
-    """Compares each model with one that it was made from, preferably of the same stage."""
-    known = {one.id: one.artifact for one in graph.artifacts if one.artifact is not None}
-    found = []
-    for child in known.values():
+    """Compares each model with one of its parents, preferably of the same stage."""
+    by_id = {one.id: one.artifact for one in graph.artifacts if one.artifact is not None}
+    result = []
+    for child in by_id.values():
         if child.kind not in _MODELS:
             continue
         ids = [link.parent for link in graph.parentage if link.child == child.id]
-        parents = [known[i] for i in dict.fromkeys(ids) if i in known and known[i].kind in _MODELS]
+        parents = [by_id[i] for i in dict.fromkeys(ids) if i in by_id and by_id[i].kind in _MODELS]
         if parents:
             same_stage = [
                 one for one in parents if base_stage(one.stage) == base_stage(child.stage)
             ]
-            found.append(_change(same_stage[0] if same_stage else parents[0], child))
-    return found
+            result.append(_change(same_stage[0] if same_stage else parents[0], child))
+    return result
 
 
 def base_stage(stage: str) -> str:
-    """`grpo_iteration 2` is `grpo_iteration`, and `prepare_data validation` is `prepare_data`."""
+    """Returns the name without its number or part: `grpo_iteration` for `grpo_iteration 2`."""
     return stage.partition(" ")[0]
 
 
 def _change(before: ArtifactRow, after: ArtifactRow) -> Change:
     commits = before.manifest.get("git_commit"), after.manifest.get("git_commit")
-    found = differences(before.manifest.get("config", {}), after.manifest.get("config", {}))
+    fields = differences(before.manifest.get("config", {}), after.manifest.get("config", {}))
     return Change(
         stage=after.stage,
         before=before.stage,
-        shared=[one for one in found if MISSING not in (one.before, one.after)],
-        single=[one for one in found if MISSING in (one.before, one.after)],
+        shared=[one for one in fields if MISSING not in (one.before, one.after)],
+        single=[one for one in fields if MISSING in (one.before, one.after)],
         commits=(commits[0], commits[1])
         if commits[0] and commits[1] and commits[0] != commits[1]
         else None,

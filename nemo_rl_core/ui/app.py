@@ -1,5 +1,7 @@
 """The application: routes, middleware and error pages."""
 
+import threading
+import time
 from collections.abc import Collection
 
 from starlette.applications import Starlette
@@ -12,20 +14,53 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from nemo_rl_core.errors import NemoRLError, NotRecordedError
+from nemo_rl_core.history.database import path_of
+from nemo_rl_core.history.queries import History
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.guard import Guard
-from nemo_rl_core.ui.history_source import HistorySource
 from nemo_rl_core.ui.pages import artifacts, compare, executions, nodes
-from nemo_rl_core.ui.templating import STATIC, render
+from nemo_rl_core.ui.templating import STATIC, render_message
+
+_SWEEP_SECONDS = 5.0
+
+
+class HistorySource:
+    """Provides the history of a store; the file may appear, be replaced or vanish at any time."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._lock = threading.Lock()
+        self._history: History | None = None
+        self._file: tuple[int, int] | None = None
+        self._swept = 0.0
+
+    def is_empty(self) -> bool:
+        """True if the store has no recorded run."""
+        return self._identity() is None
+
+    def history(self) -> History:
+        """Returns the current history."""
+        with self._lock:
+            file = self._identity()
+            if self._history is None or file is None or file != self._file:
+                # The earlier connection is not closed: another thread may be querying it.
+                self._history = History(self.store)
+                self._file, self._swept = self._identity(), time.monotonic()
+            elif time.monotonic() - self._swept > _SWEEP_SECONDS:
+                self._swept = time.monotonic()
+                self._history.sweep()
+            return self._history
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            status = path_of(self.store).stat()
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
 
 
 def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
-    """Builds the application that shows a store.
-
-    Args:
-        store: The store. It may be empty, and may get its first run later.
-        hosts: Host names under which the page is served, besides `localhost` and IP addresses.
-    """
+    """Builds the application that shows a store, at `localhost`, IP addresses and `hosts`."""
     app = Starlette(
         routes=[
             Route("/", executions.index),
@@ -58,7 +93,7 @@ def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
 
 
 class _Static(StaticFiles):
-    """Static files, cached for ever: their URLs contain a digest of the content."""
+    """Static files, cached forever, since their URLs contain a digest of the content."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -69,12 +104,12 @@ class _Static(StaticFiles):
 def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = error.detail if error.detail != "Not Found" else "There is no page at this address."
-    return _message(request, "Not found", text, status=error.status_code)
+    return render_message(request, "Not found", text, status=error.status_code)
 
 
 def _not_recorded(request: Request, error: Exception) -> Response:
     assert isinstance(error, NemoRLError)
-    return _message(
+    return render_message(
         request,
         "Not found",
         f"{error.problem[0].upper()}{error.problem[1:]}.",
@@ -86,7 +121,7 @@ def _not_recorded(request: Request, error: Exception) -> Response:
 def _unreadable(request: Request, error: Exception) -> Response:
     assert isinstance(error, NemoRLError)
     facts = (("Expected", error.expected), ("Found", error.got), ("Fix", error.fix))
-    return _message(
+    return render_message(
         request,
         "The history cannot be shown",
         f"{error.problem[0].upper()}{error.problem[1:]}.",
@@ -96,30 +131,13 @@ def _unreadable(request: Request, error: Exception) -> Response:
 
 
 def _file_unreadable(request: Request, error: Exception) -> Response:
-    return _message(
+    return render_message(
         request,
         "A file cannot be read",
-        "It is damaged, or was removed while it was read.",
+        "It is damaged, or was removed during reading.",
         status=503,
-        facts=[("Found", str(error)), ("Fix", "Reload; if it stays, run `nemo-rl verify`.")],
-    )
-
-
-def _message(
-    request: Request,
-    heading: str,
-    text: str,
-    *,
-    status: int,
-    facts: list[tuple[str, str]] | None = None,
-) -> Response:
-    return render(
-        request,
-        "message.html",
-        status=status,
-        heading=heading,
-        text=text,
-        facts=facts or [],
-        command="",
-        matches=[],
+        facts=[
+            ("Found", str(error)),
+            ("Fix", "Reload; if the problem persists, run `nemo-rl verify`."),
+        ],
     )

@@ -4,62 +4,41 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nemo_rl_core.telemetry.curves import fraction
 from nemo_rl_core.ui.text import NONE
 
 WIDTH, HEIGHT = 420, 200
 LEFT, RIGHT, TOP, BOTTOM = 60, 410, 14, 172
 _TICK_LENGTH = 7
 _MAX_POINTS = 360
-"""A bucket of steps is about a pixel wide; its lowest and highest value are both kept."""
+"""A bucket of steps is about one pixel wide; its lowest and highest value are both kept."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a chart.
-
-    Attributes:
-        label: Name of the series.
-        points: `(step, value)` pairs, sorted by step.
-        colour: Index of the line's style, equal for lines that belong together.
-    """
+    """One line of a chart; lines that belong together have the same color index."""
 
     label: str
     points: Sequence[Point]
-    colour: int = 0
+    color: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A series as SVG polylines.
-
-    Attributes:
-        label: Name of the series.
-        strokes: The points of each polyline; more than one where values are missing.
-        last: The last finite value, as text.
-        count: Number of values in the series.
-        colour: Index of the line's style.
-    """
+    """A series as SVG polylines, several where values are missing."""
 
     label: str
     strokes: list[str]
     last: str
     count: int
-    colour: int = 0
+    color: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart of one metric.
-
-    Attributes:
-        title: The metric's name.
-        lines: In the order of the series.
-        ticks_x: `(x, text)` along the axis of steps.
-        ticks_y: `(y, text)` along the axis of values.
-        axis: Unit of the horizontal axis.
-    """
+    """A chart of one metric, with the position and text of each tick."""
 
     title: str
     lines: list[Line]
@@ -88,7 +67,7 @@ def chart(title: str, series: Sequence[Series], *, axis: str = "steps") -> Chart
     """Returns the series on shared axes; values that are not finite leave a gap."""
     finite = [p for one in series for p in one.points if math.isfinite(p[1])]
     if not finite:
-        empty = [Line(one.label, [], NONE, len(one.points), one.colour) for one in series]
+        empty = [Line(one.label, [], NONE, len(one.points), one.color) for one in series]
         return Chart(title, empty, [], [])
     xs, ys = [x for x, _ in finite], [y for _, y in finite]
     box = (min(xs), max(xs), min(ys), max(ys))
@@ -103,7 +82,7 @@ def chart(title: str, series: Sequence[Series], *, axis: str = "steps") -> Chart
 
 
 def _tick(value: float) -> str:
-    """Four significant digits if they fit into the margin, else two."""
+    """Formats with four significant digits if they fit into the margin, else two."""
     text = f"{value:.4g}"
     return text if len(text) <= _TICK_LENGTH else f"{value:.2g}"
 
@@ -116,22 +95,22 @@ def _line(series: Series, box: tuple[float, float, float, float]) -> Line:
             strokes.append([])
             continue
         last = f"{y:.4g}"
-        across = LEFT + (RIGHT - LEFT) * _fraction(x, box[0], box[1])
+        across = LEFT + (RIGHT - LEFT) * fraction(x, box[0], box[1])
         strokes[-1].append(f"{across:.1f},{_down(y, box):.1f}")
     # A stroke of one point has no length: doubled, its round cap shows it.
     polylines = [" ".join(s if len(s) > 1 else s * 2) for s in strokes if s]
-    return Line(series.label, polylines, last, len(series.points), series.colour)
+    return Line(series.label, polylines, last, len(series.points), series.color)
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """The lowest and the highest value of each bucket of steps: all that a chart can show."""
+    """Returns the lowest and the highest value of each bucket of steps."""
     if len(points) <= _MAX_POINTS:
         return list(points)
     width = math.ceil(2 * len(points) / _MAX_POINTS)
     kept: list[Point] = []
     for start in range(0, len(points), width):
         chunk = points[start : start + width]
-        # NaN is neither lowest nor highest; a bucket of nothing else stays a gap.
+        # NaN is neither lowest nor highest; a bucket of only NaN remains a gap.
         bucket = [p for p in chunk if math.isfinite(p[1])] or chunk[:1]
         ends = {min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])}
         kept += sorted(ends)
@@ -141,10 +120,4 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def _down(y: float, box: tuple[float, float, float, float]) -> float:
-    return BOTTOM - (BOTTOM - TOP) * _fraction(y, box[2], box[3])
-
-
-def _fraction(value: float, low: float, high: float) -> float:
-    # Halves first: the difference of two huge values of opposite sign would overflow.
-    span = high / 2 - low / 2
-    return (value / 2 - low / 2) / span if span else 0.5
+    return BOTTOM - (BOTTOM - TOP) * fraction(y, box[2], box[3])

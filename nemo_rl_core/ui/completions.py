@@ -32,9 +32,6 @@ class Filter:
     """A filter of completions.
 
     Attributes:
-        low: The lowest reward; None for any.
-        high: The highest reward; None for any.
-        text: Substring of prompt or completion; case-insensitive.
         only: "" for all, else `error`, `truncated`, `correct` or `wrong`.
         order: "" as in the file, else `best` or `worst` reward first.
     """
@@ -53,16 +50,14 @@ class Filter:
         if self.high is not None and (reward is None or reward > self.high):
             return False
         if self.text:
-            wanted = self.text.casefold()
-            if not any(
-                wanted in str(row.get(k) or "").casefold() for k in ("prompt", "completion")
-            ):
+            text = self.text.casefold()
+            if not any(text in str(row.get(k) or "").casefold() for k in ("prompt", "completion")):
                 return False
         return _PASSES[self.only](row) if self.only in _PASSES else True
 
 
 def _is_correct(row: dict[str, Any]) -> bool:
-    """Returns the column `correct`; for rollouts, which lack it, whether the reward is positive."""
+    """Returns the column `correct`, or for rollouts whether the reward is positive."""
     correct = row["correct"]
     return (row["reward"] or 0) > 0 if correct is None else bool(correct)
 
@@ -76,14 +71,14 @@ _PASSES: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps whose rollouts an artifact holds, in order."""
-    found = (folder / _ROLLOUTS).glob("step_*.parquet")
-    numbers = (path.stem.removeprefix("step_") for path in found)
+    """Returns the steps with rollouts in an artifact, in order."""
+    files = (folder / _ROLLOUTS).glob("step_*.parquet")
+    numbers = (path.stem.removeprefix("step_") for path in files)
     return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def file_of(folder: Path, step: int | None) -> Path | None:
-    """The file with the rows of a step, or of an evaluation if `step` is None; None if missing."""
+    """Returns the file with the rows of a step, or of an evaluation; None if missing."""
     path = (
         folder / "rows.parquet" if step is None else folder / _ROLLOUTS / f"step_{step:06d}.parquet"
     )
@@ -91,7 +86,7 @@ def file_of(folder: Path, step: int | None) -> Path | None:
 
 
 def has_completions(folder: Path) -> bool:
-    """True if an artifact has completions to show."""
+    """Returns whether an artifact has completions to show."""
     if steps(folder):
         return True
     path = file_of(folder, None)
@@ -101,21 +96,17 @@ def has_completions(folder: Path) -> bool:
         return True  # the page of the completions shows the error
 
 
-def read(path: Path, wanted: Filter) -> tuple[list[dict[str, Any]], int]:
-    """Reads the rows that pass the filter, and counts all rows.
-
-    Raises:
-        OSError: If the file is missing, or is not a parquet file.
-    """
+def read(path: Path, row_filter: Filter) -> tuple[list[dict[str, Any]], int]:
+    """Reads the rows that pass the filter and counts all rows."""
     import pyarrow.parquet as pq
 
     columns = [name for name in _COLUMNS if name in _columns(path)]
     with _arrow_errors_as_os_errors():
-        found: list[dict[str, Any]] = pq.read_table(path, columns=columns).to_pylist()
-    rows = [_row(index, values) for index, values in enumerate(found)]
-    kept = [row for row in rows if wanted.passes(row)]
-    if wanted.order in ("best", "worst"):
-        sign = -1 if wanted.order == "best" else 1
+        values_of_rows: list[dict[str, Any]] = pq.read_table(path, columns=columns).to_pylist()
+    rows = [_row(index, values) for index, values in enumerate(values_of_rows)]
+    kept = [row for row in rows if row_filter.passes(row)]
+    if row_filter.order in ("best", "worst"):
+        sign = -1 if row_filter.order == "best" else 1
         scored = [row for row in kept if row.get("reward") is not None]
         kept = sorted(scored, key=lambda row: sign * row["reward"]) + [
             row for row in kept if row.get("reward") is None
@@ -124,7 +115,7 @@ def read(path: Path, wanted: Filter) -> tuple[list[dict[str, Any]], int]:
 
 
 def _row(index: int, values: dict[str, Any]) -> dict[str, Any]:
-    """Fills missing columns with None, and replaces rewards that are not numbers by None."""
+    """Fills missing columns with None and replaces non-numeric rewards by None."""
     row = {**dict.fromkeys(_COLUMNS), **values, "index": index}
     if not isinstance(row["reward"], (int, float)) or math.isnan(row["reward"]):
         row["reward"] = None
@@ -141,7 +132,6 @@ def _columns(path: Path) -> list[str]:
 
 @contextmanager
 def _arrow_errors_as_os_errors() -> Iterator[None]:
-    """Turns pyarrow's errors into OSError."""
     import pyarrow as pa
 
     try:

@@ -10,8 +10,8 @@ CostLines = Sequence[tuple[str, str]]
 
 
 def total_cost(costs: Sequence[Mapping[str, float | str | None]]) -> CostLines:
-    """Sums the costs of several nodes; empty if none has a cost. Of peaks the largest counts."""
-    known = [
+    """Sums the costs of several nodes, with the largest peak; empty if none has a cost."""
+    recorded = [
         {
             name: value
             for name, value in cost.items()
@@ -20,13 +20,13 @@ def total_cost(costs: Sequence[Mapping[str, float | str | None]]) -> CostLines:
         for cost in costs
         if cost
     ]
-    if not known:
+    if not recorded:
         return ()
 
     def total(name: str) -> float:
-        return sum(float(cost.get(name, 0)) for cost in known)
+        return sum(float(cost.get(name, 0)) for cost in recorded)
 
-    peak = max(float(cost.get("peak_memory_gib", 0)) for cost in known)
+    peak = max(float(cost.get("peak_memory_gib", 0)) for cost in recorded)
     lines = [("of work", duration(total("wall_seconds")))]
     if total("gpu_seconds"):
         lines.append(("of GPUs", duration(total("gpu_seconds"))))

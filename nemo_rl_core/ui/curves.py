@@ -1,4 +1,4 @@
-"""The metrics of a run: one line per training, whose iterations are joined."""
+"""The metrics of a run: one line per training loop, with all of its iterations."""
 
 import functools
 import math
@@ -29,27 +29,15 @@ _GLOBAL_STEP = "global_step"
 
 @dataclass(frozen=True)
 class StageCurves:
-    """The metrics of all calls of one task.
-
-    Attributes:
-        task: Full name of the task.
-        nodes: The calls, in order.
-        names: Names of the metrics, the most used ones first.
-    """
+    """The metrics of all calls of one task."""
 
     task: str
     nodes: tuple[Node, ...]
     names: tuple[str, ...]
 
 
-def stages(history: History, execution: str, *, wanted: str = "") -> list[StageCurves]:
-    """The tasks of a run that have metrics.
-
-    Args:
-        history: The database that holds them.
-        execution: Id of the run.
-        wanted: Only metrics whose name contains this; case-insensitive.
-    """
+def stages(history: History, execution: str, *, text: str = "") -> list[StageCurves]:
+    """Returns the tasks of a run that have metrics."""
     by_task: dict[str, list[Node]] = {}
     names: dict[str, set[str]] = {}
     measured = history.metric_names_of(execution)
@@ -57,7 +45,7 @@ def stages(history: History, execution: str, *, wanted: str = "") -> list[StageC
         if node.kind == "task" and node.id in measured:
             by_task.setdefault(node.task, []).append(node)
             names.setdefault(node.task, set()).update(measured[node.id])
-    chosen = {task: ordered(names[task], wanted) for task in by_task}
+    chosen = {task: ordered(names[task], text) for task in by_task}
     return [
         StageCurves(task, tuple(nodes), chosen[task])
         for task, nodes in by_task.items()
@@ -65,19 +53,19 @@ def stages(history: History, execution: str, *, wanted: str = "") -> list[StageC
     ]
 
 
-def ordered(names: Iterable[str], wanted: str = "") -> tuple[str, ...]:
-    """Sorts names of metrics: the usual ones first, then alphabetically.
+def ordered(names: Iterable[str], text: str = "") -> tuple[str, ...]:
+    """Sorts names of metrics: those of `_FIRST` in its order, then the rest alphabetically.
 
-    Leaves out the step, and the machine's metrics, which `machine_load` shows.
+    Leaves out the step and the machine's metrics, which `machine_load` shows.
     """
     measured = [n for n in names if n != _GLOBAL_STEP and not n.startswith(machine_load.PREFIX)]
-    kept = [n for n in measured if wanted.casefold() in n.casefold()]
+    kept = [n for n in measured if text.casefold() in n.casefold()]
     return tuple(sorted(kept, key=lambda n: (_FIRST.index(n) if n in _FIRST else len(_FIRST), n)))
 
 
 @dataclass
 class _Training:
-    """Calls of a task whose steps follow on from each other, such as the iterations of a stage."""
+    """Calls of a task with consecutive steps, such as the iterations of a stage."""
 
     key: tuple[int | None, str]
     label: str
@@ -88,20 +76,15 @@ class _Training:
 def series(
     history: History, nodes: Sequence[Node], names: Sequence[str]
 ) -> dict[str, list[Series]]:
-    """Returns the lines of each metric, one line per training.
+    """Returns the lines of each metric, one line per training loop.
 
-    Iterations of a stage are joined to one line, by the step of the training where it is known.
-    Two trainings of one run, such as points of a sweep or two supervised starts, stay apart.
-
-    Args:
-        history: The database that holds them.
-        nodes: Calls of one task, in order.
-        names: Names of the metrics.
+    Iterations of a stage are joined to one line, by the step of the full run if it is known. Two
+    training loops of one run, such as points of a sweep or two supervised starts, are two lines.
     """
     trainings: list[_Training] = []
     for node in nodes:
-        # Finished nodes are read once, so that a page that reloads while a later iteration runs
-        # reads only the running node.
+        # Finished nodes are read once, so that a page that reloads during a later iteration reads
+        # only the running node.
         read = _points if node.ended_at is None else _points_once
         measured = read(history, node.id, node.started_at, tuple(names))
         if not measured:
@@ -119,8 +102,8 @@ def series(
     labels = _unique_labels([each.label for each in trainings])
     return {
         name: [
-            Series(label, each.points[name], colour)
-            for colour, (label, each) in enumerate(zip(labels, trainings, strict=True))
+            Series(label, each.points[name], color)
+            for color, (label, each) in enumerate(zip(labels, trainings, strict=True))
             if name in each.points
         ]
         for name in names
@@ -142,7 +125,7 @@ def _unique_labels(labels: Sequence[str]) -> list[str]:
 def _points(
     history: History, node: int, _started_at: float, names: tuple[str, ...]
 ) -> dict[str, list[Point]]:
-    """A node's curves. The start time is in the cache key, as ids of removed nodes are reused."""
+    """Returns a node's curves. The start time is for the cache: ids of removed nodes are reused."""
     curves = history.metrics(node, names=[*names, _GLOBAL_STEP])
     steps = {step: at for step, at in curves.get(_GLOBAL_STEP, ()) if math.isfinite(at)}
     return {

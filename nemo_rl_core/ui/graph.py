@@ -9,26 +9,19 @@ from nemo_rl_core.ui.ancestry import base_stage
 from nemo_rl_core.ui.text import duration, visible
 
 _MAX_OPEN_CHILDREN, _MAX_ALL_OPEN = 12, 40
-"""A dynamic or sub-workflow with more children starts closed. In a run with more nodes than the
-second limit all start closed, except those in which a node runs or failed."""
+"""A dynamic or sub-workflow with more children is initially closed. In a run with more nodes than
+the second limit, all of them are initially closed, except those with a running or failed node."""
 _OPEN_STATES = ("running", "failed")
 
 
-def of_execution(
+def execution_graph(
     nodes: Sequence[Node],
     edges: Sequence[Edge],
     *,
     artifacts: Collection[tuple[int, str]],
     now: float,
 ) -> dict[str, Any]:
-    """The stages of a run, nested as they called each other.
-
-    Args:
-        nodes: Nodes of the run.
-        edges: Edges of the run.
-        artifacts: `(node, name)` of the outputs that are artifacts; the others are plain values.
-        now: End time to use for nodes that are still running.
-    """
+    """Returns the stages of a run, nested; `artifacts` are outputs that are not plain values."""
     num_children = Counter(node.parent for node in nodes)
     return {
         "direction": "TB",
@@ -58,10 +51,10 @@ def of_execution(
     }
 
 
-def of_ancestry(graph: AncestryGraph) -> dict[str, Any]:
-    """An artifact and its ancestors: data at the top, the artifact at the bottom.
+def ancestry_graph(graph: AncestryGraph) -> dict[str, Any]:
+    """Returns an artifact and its ancestors: data at the top, the artifact at the bottom.
 
-    Many artifacts of one stage, such as a long training's iterations, share one closed box.
+    Many artifacts of one stage, such as iterations of a long training, share one closed box.
     """
     boxes = _stage_boxes(graph)
     return {
@@ -97,10 +90,10 @@ def of_ancestry(graph: AncestryGraph) -> dict[str, Any]:
 
 
 def _stage_boxes(graph: AncestryGraph) -> dict[str, dict[str, Any]]:
-    """One box per stage with many artifacts, by stage; it links to the rows of the table."""
+    """Returns one box per stage with many artifacts, with a link to their rows in the table."""
     by_stage: dict[str, list[GraphArtifact]] = {}
     for one in graph.artifacts:
-        if one.depth and one.artifact is not None:  # the root stands alone
+        if one.depth and one.artifact is not None:  # the root is not in a box
             by_stage.setdefault(_base(one), []).append(one)
     return {
         stage: {
@@ -119,7 +112,7 @@ def _stage_boxes(graph: AncestryGraph) -> dict[str, dict[str, Any]]:
 
 
 def _span(stage: str, members: Sequence[GraphArtifact]) -> str:
-    """Such as `grpo_iteration 1 to 98` if the artifacts are numbered consecutively."""
+    """Returns text such as `grpo_iteration 1 to 98` for consecutive artifacts."""
     suffixes = [one.artifact.stage.partition(" ")[2] for one in members if one.artifact]
     numbers = sorted(int(suffix) for suffix in suffixes if suffix.isdecimal())
     numbered = numbers == list(range(numbers[0], numbers[0] + len(members))) if numbers else False

@@ -1,6 +1,6 @@
-"""Middleware that checks every request, and restricts what a browser may do with the response.
+"""Middleware that checks every request and restricts what a browser may do with the response.
 
-The page has no login, because it listens on this machine alone. Two things could still reach it
+The page has no login, because it listens only on this machine. Two things could still reach it
 from outside: another site in the same browser, and a name that is rebound to 127.0.0.1. The first
 cannot embed or read a page; the second is refused by its Host header.
 """
@@ -23,7 +23,7 @@ POLICY = (
 DECK_POLICY = (
     "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'self'"
 )
-"""A deck is HTML of a stage: shown without scripts, network, forms or an origin of its own."""
+"""Policy for decks, which are HTML of stages: no scripts, network, forms or same origin."""
 
 HEADERS = {
     "content-security-policy": POLICY,
@@ -36,12 +36,7 @@ HEADERS = {
 
 
 class Guard:
-    """ASGI middleware: GET and HEAD only, known hosts only, strict headers on every response.
-
-    Args:
-        app: The application behind the guard.
-        hosts: Host names under which the page is served, besides `localhost` and IP addresses.
-    """
+    """ASGI middleware: only GET and HEAD, only known hosts, strict headers on every response."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] = ()) -> None:
         self._app = app
@@ -68,12 +63,12 @@ class Guard:
 
         try:
             await (self._refusal(scope) or self._app)(scope, receive, send_guarded)
-        # Named fault boundary: the server's response to an error lacks the headers.
+        # Broad on purpose: the server's own response to an error lacks the headers.
         except Exception:
             if has_started:
                 raise
             logger.exception("the page %s failed", scope["path"])
-            answer = PlainTextResponse("This page failed; the terminal shows why.\n", 500)
+            answer = PlainTextResponse("This page failed; see the terminal for the reason.\n", 500)
             await answer(scope, receive, send_guarded)
 
     def _refusal(self, scope: Scope) -> PlainTextResponse | None:

@@ -1,8 +1,4 @@
-"""The HTTP server of the page, with bounds on what a client may send and how long it may take.
-
-uvicorn waits without end for the headers of a request and for a client that does not read its
-response, and its faster parser has no bound on headers.
-"""
+"""The HTTP server of the page; unlike uvicorn's, it limits size and duration of requests."""
 
 import asyncio
 import contextlib
@@ -16,13 +12,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from nemo_rl_core.ui.guard import HEADERS
 
 MAX_HEADER_BYTES = 32 * 1024
-"""Largest request line and headers together."""
+"""Maximum size of the request line and headers together."""
 MAX_CONNECTIONS = 256
-"""At once; later ones are answered with 503."""
+"""Maximum number of open connections; others are answered with 503."""
 IDLE_SECONDS = 10.0
-"""Longest time without a response in progress: to send a request, and between two requests."""
+"""Maximum time to send a request, and between two requests."""
 READ_SECONDS = 60.0
-"""Longest time for which a client may leave a response unread."""
+"""Maximum time for which a client may leave a response unread."""
 
 
 def create_server(app: Starlette) -> uvicorn.Server:
@@ -47,35 +43,35 @@ class BoundedProtocol(H11Protocol):
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Starts the time in which the first request must arrive."""
+        """Starts the timer for the first request."""
         super().connection_made(transport)
         self._restart_idle()
         if len(self.connections) > MAX_CONNECTIONS:
             self._refuse(503, "Too many connections are open.\n")
 
     def on_response_complete(self) -> None:
-        """Starts the time in which the next request must arrive."""
+        """Starts the timer for the next request."""
         self._restart_idle()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Starts the time in which the client must read."""
+        """Starts the timer for reading by the client."""
         super().pause_writing()
         self._unread = self.loop.call_later(READ_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stops the time in which the client must read."""
+        """Stops the timer for reading by the client."""
         super().resume_writing()
         _cancel(self._unread)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops all times."""
+        """Stops all timers."""
         super().connection_lost(exc)
         _cancel(self._idle)
         _cancel(self._unread)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what is not HTTP, or has too many headers."""
+        """Refuses requests that are not HTTP or have too many headers."""
         self._refuse(400, f"{msg}\n")
 
     def _refuse(self, status: int, text: str) -> None:

@@ -1,9 +1,10 @@
-"""Templates, and responses rendered from them."""
+"""Templates and responses rendered from them."""
 
 import functools
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -23,15 +24,7 @@ _LIVE_SECONDS = 2
 def render(
     request: Request, template: str, *, status: int = 200, live: bool = False, **context: Any
 ) -> HTMLResponse:
-    """Renders a page.
-
-    Args:
-        request: The request.
-        template: File name of the template.
-        status: HTTP status.
-        live: Whether the browser reloads the page every two seconds.
-        **context: Variables of the template; `section` names the active entry of the menu.
-    """
+    """Renders a page, which the browser reloads every two seconds if it is live."""
     page = (
         environment()
         .get_template(template)
@@ -49,16 +42,31 @@ def render(
     return HTMLResponse(page, status_code=status)
 
 
+def render_message(
+    request: Request,
+    heading: str,
+    text: str,
+    *,
+    facts: Sequence[tuple[str, str]] = (),
+    command: str = "",
+    matches: Sequence[str] = (),
+    **options: Any,
+) -> HTMLResponse:
+    """Renders a page with only a text, and facts, a command or artifacts that may help."""
+    options |= {"heading": heading, "text": text, "facts": facts, "command": command}
+    return render(request, "message.html", matches=matches, **options)
+
+
 def link(request: Request, **changed: object) -> str:
-    """The query string of this page with some parameters changed."""
-    given = [(key, value) for key, value in request.query_params.multi_items() if value]
-    kept = [(key, value) for key, value in given if key not in changed]
+    """Returns the query string of this page with some parameters changed."""
+    parameters = [(key, value) for key, value in request.query_params.multi_items() if value]
+    kept = [(key, value) for key, value in parameters if key not in changed]
     return "?" + urlencode([*kept, *((key, str(value)) for key, value in changed.items())])
 
 
 @functools.cache
 def environment() -> Environment:
-    """The Jinja environment; all values are escaped."""
+    """Returns the Jinja environment; all values are escaped."""
     jinja = Environment(
         loader=PackageLoader("nemo_rl_core.ui"),
         autoescape=True,
@@ -86,7 +94,7 @@ def environment() -> Environment:
 
 @functools.cache
 def static_address(name: str) -> str:
-    """The URL of a static file, with a digest of its content so that browsers can cache it."""
+    """Returns the URL of a static file with a digest of its content, for browser caches."""
     digest = hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:12]
     return f"/static/{name}?{digest}"
 
@@ -94,11 +102,11 @@ def static_address(name: str) -> str:
 def _finalize(value: object) -> object:
     if isinstance(value, (Markup, Undefined)) or value is None:
         return value
-    return text.visible(redacted(str(value)))  # records of earlier versions may have secrets
+    return text.visible(redacted(str(value)))  # records of earlier versions may contain secrets
 
 
 def _quoted(value: object) -> str:
-    # A file name may contain bytes that are not valid text; its link is broken, the page is not.
+    # A file name may contain invalid bytes; this breaks only its link, not the page.
     return quote(str(value), safe="/", errors="replace")
 
 

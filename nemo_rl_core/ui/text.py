@@ -7,7 +7,7 @@ import unicodedata
 from datetime import UTC, datetime
 from typing import Any
 
-# Everything but printable ASCII, line feed and tab is checked; most of it is harmless.
+# Everything except printable ASCII, line feed and tab is checked; most of it is harmless.
 _SUSPECT = re.compile(r"[^\x20-\x7e\n\t]")
 _HARMLESS_CATEGORIES = "LMNPSZ"
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
@@ -19,7 +19,7 @@ NONE = "\u2013"
 def visible(text: str) -> str:
     r"""Escapes control, format, surrogate and private characters.
 
-    A terminal's colours, a reversed writing direction or half a surrogate pair would garble the
+    A terminal's colors, a reversed writing direction or half a surrogate pair would garble the
     page or fail to encode. Markup is escaped by the template.
 
     Example:
@@ -38,7 +38,7 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def cut(value: object, length: int = 400) -> str:
-    """Cuts a text to `length` characters, and appends the number of omitted ones.
+    """Cuts a text to `length` characters and appends the number of omitted ones.
 
     Example:
         >>> cut("abcdef", 4)
@@ -50,38 +50,38 @@ def cut(value: object, length: int = 400) -> str:
     return f"{text[:length]}… ({len(text) - length:,} more characters)"
 
 
-def duration(seconds: float | None) -> str:  # noqa: PLR0911  (one line a unit)
-    """Such as `40 ms`, `0.4 s`, `2 min 5 s`, `3 h 20 min`; a dash if not finite."""
+def duration(seconds: float | None) -> str:  # noqa: PLR0911  (one line per unit)
+    """Formats a duration, such as `40 ms`, `0.4 s`, `2 min 5 s`; a dash if not finite."""
     if seconds is None or not math.isfinite(seconds):
         return NONE
     if seconds < 0.1:
         return f"{1000 * max(0.0, seconds):.0f} ms"
     if seconds < 10:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < _MINUTE:
-        return f"{whole} s"
-    if whole < _HOUR:
-        return f"{whole // _MINUTE} min {whole % _MINUTE} s"
-    if whole < _DAY:
-        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
-    return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"
+    rounded = round(seconds)
+    if rounded < _MINUTE:
+        return f"{rounded} s"
+    if rounded < _HOUR:
+        return f"{rounded // _MINUTE} min {rounded % _MINUTE} s"
+    if rounded < _DAY:
+        return f"{rounded // _HOUR} h {rounded % _HOUR // _MINUTE} min"
+    return f"{rounded // _DAY} d {rounded % _DAY // _HOUR} h"
 
 
 def moment(seconds: float | None) -> str:
-    """A Unix time in UTC, to the second; a dash for None."""
+    """Formats a Unix time in UTC with seconds; a dash for None."""
     if seconds is None:
         return NONE
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def iso(seconds: float) -> str:
-    """A Unix time in UTC, in ISO 8601 for the attribute `datetime`."""
+    """Formats a Unix time in UTC in ISO 8601, for the attribute `datetime`."""
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def size(num_bytes: float) -> str:
-    """Such as `512 B`, `1.5 MiB`."""
+    """Formats a size, such as `512 B` or `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -90,7 +90,7 @@ def size(num_bytes: float) -> str:
 
 
 def number(value: object) -> str:
-    """A number with four significant digits; a dash for None."""
+    """Formats a number with four significant digits; a dash for None."""
     if value is None:
         return NONE
     if isinstance(value, float):
@@ -99,12 +99,12 @@ def number(value: object) -> str:
 
 
 def readable(value: Any) -> str:
-    """A JSON value, indented; a string unchanged."""
+    """Formats a JSON value with indentation; returns strings unchanged."""
     if isinstance(value, str):
         return value
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 
 def short_stage(name: str) -> str:
-    """`tasks.grpo_iteration.grpo_iteration` is `grpo_iteration`."""
+    """Returns `grpo_iteration` for `tasks.grpo_iteration.grpo_iteration`."""
     return cut(name.rpartition(".")[2], 120)

@@ -1,6 +1,6 @@
-"""What the recipes of all workflows share, and the records of the stages that they share.
+"""Common parts of the recipes of all workflows, and the configs of the stages that they share.
 
-Whatever is wrong with a recipe is refused in a few lines, when it is read.
+Mistakes in a recipe are reported in a few lines, when it is read.
 """
 
 import logging
@@ -19,12 +19,11 @@ from pydantic import (
 )
 
 from nemo_rl_core.algorithms.sft.config import SFTConfig
+from nemo_rl_core.config.algorithm import Algorithm
 from nemo_rl_core.config.base import FrozenConfig, collecting_contradictions, refuse_unknown_keys
-from nemo_rl_core.config.budget import BudgetConfig
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.data import DataConfig, FileData
 from nemo_rl_core.config.defaults import (
-    LEARNING_RATES,
     DefaultsContext,
     as_sentence,
     defaults_of_pretrained,
@@ -36,7 +35,7 @@ from nemo_rl_core.config.defaults import (
 from nemo_rl_core.config.environment import (
     EnvironmentConfig,
     EnvironmentWorkers,
-    own_bundles_of_scorers,
+    dedicated_bundles_of_scorers,
 )
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.export import ExportConfig
@@ -48,25 +47,19 @@ from nemo_rl_core.config.generation import (
 )
 from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig, SmallModel
-from nemo_rl_core.config.placement import OwnBundles
+from nemo_rl_core.config.placement import DedicatedBundles
 from nemo_rl_core.config.single_turn import ExactMatch
-from nemo_rl_core.config.tracking import TrackingConfig
+from nemo_rl_core.config.tracking import BudgetConfig, TrackingConfig
 from nemo_rl_core.config.trainer import (
+    LoopConfig,
     RolloutLimits,
     RolloutSettings,
     TrainerSettings,
-    refuse_judge_beside_others,
+    algorithm_of,
+    refuse_busy_judge_gpu,
     refuse_scorers_in_actors,
 )
 from nemo_rl_core.config.training import DTensorTraining, Head, TrainingConfig
-from nemo_rl_core.environments.contents import (
-    data_content,
-    located_model,
-    model_content,
-    pinned,
-    reward_content,
-    with_source,
-)
 from nemo_rl_core.errors import ConfigError
 from tasks.recipes.recipe_file import refuse_unwritable, with_base
 
@@ -80,15 +73,15 @@ class RecipeError(click.ClickException):
 
 
 class Recipe(FrozenConfig):
-    """Base of a workflow's input: whatever is wrong with it is said in a few lines.
+    """Base of a workflow's input, which reports mistakes in a few lines.
 
-    A key `recipe` names another recipe to begin with: one of `workflows/recipes` by its name, or a
-    file. What stands beside it is laid over it, key by key: `{recipe: grpo_arithmetic, seed: 1}`.
+    A key `recipe` names a base recipe: one of `workflows/recipes` by its name, or a
+    file. The other keys are merged into it, key by key: `{recipe: grpo_arithmetic, seed: 1}`.
 
     Attributes:
-        recipe: Another recipe to begin with: the name of one of `workflows/recipes`, or a file.
-        tracking: Where metrics go besides the run's own record.
-        budget: What the run may cost.
+        recipe: Base recipe: the name of one of `workflows/recipes`, or a file.
+        tracking: Trackers of metrics in addition to the history.
+        budget: Limit of the run's cost.
     """
 
     shorthands: ClassVar[frozenset[str]] = frozenset({"recipe"})
@@ -97,7 +90,7 @@ class Recipe(FrozenConfig):
     budget: BudgetConfig = BudgetConfig()
 
     @property
-    def experiments(self) -> "Sequence[Recipe]":
+    def experiments(self) -> "Sequence[PipelineRecipe]":
         """The recipes that are checked against this machine before anything starts."""
         return ()
 
@@ -109,7 +102,7 @@ class Recipe(FrozenConfig):
                 if isinstance(value, dict):
                     value = with_base(value)
                     refuse_unwritable(value)
-                    # First, since a recipe within a recipe (a sweep's) knows no path from the top.
+                    # First, since a nested recipe (that of a sweep) does not know its path.
                     refuse_unknown_keys(cls, value, handler)
                 validated: Self = handler(value)
         except ValidationError as error:
@@ -126,9 +119,9 @@ _default_names: dict[int, str] = {}
 
 
 def default_recipe(kind: type[AnyRecipe], name: str) -> AnyRecipe:
-    """The recipe `name` of `workflows/recipes` as a workflow's default.
+    """Returns the recipe `name` of `workflows/recipes`, as a workflow's default.
 
-    `pyflyte run ... --help` shows it by this name (see `tasks/platform/command_help.py`).
+    `pyflyte run ... --help` shows it by this name (see `tasks/local_run/command_help.py`).
     """
     recipe = kind.model_validate({"recipe": name})
     _default_names[id(recipe)] = name
@@ -136,27 +129,27 @@ def default_recipe(kind: type[AnyRecipe], name: str) -> AnyRecipe:
 
 
 def default_name(value: object) -> str | None:
-    """The name under which `default_recipe` made a recipe; None for everything else."""
+    """Returns the name with which `default_recipe` made a recipe; None for other values."""
     return _default_names.get(id(value))
 
 
 class PipelineRecipe(Recipe):
-    """What every recipe may say; a recipe file holds only what differs from these defaults.
+    """Settings of every pipeline; a recipe file only needs those that differ from the defaults.
 
     Attributes:
         seed: Seed of weights, data, sampling and order.
         model: The model to start from.
-        data: Where rows come from.
-        environment: How a completion is scored, and what answers it.
+        data: Source of the rows.
+        environment: How completions are scored and answered.
         environment_workers: Processes that run the environment; None runs it in the trainer's
             process.
         sft: The supervised start; None leaves it out.
-        training: The training backend, and how a model is spread over ranks.
+        training: The training backend, and how a model is sharded over ranks.
         rollouts: Limits of a rollout, and of failures.
         generation: The engine, and how completions are sampled.
         cluster: The shape of the cluster, ranks and threads.
         evaluation: How a checkpoint is evaluated; None evaluates none.
-        promotion: How much better a model must be to be promoted; None gives no verdict.
+        promotion: Required improvement for a promotion; None gives no verdict.
         export: Which model is exported.
     """
 
@@ -178,26 +171,26 @@ class PipelineRecipe(Recipe):
     @classmethod
     def _follow_the_model(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Self:
         if not isinstance(value, dict):
-            kept: Self = handler(value)
-            return kept
-        found: dict[str, Any] = {}
-        # What is wrong with the values is said by their validation.
+            unchanged: Self = handler(value)
+            return unchanged
+        chosen: dict[str, Any] = {}
+        # Validation reports problems of the values.
         with suppress(ConfigError, ValidationError):
-            found = _chosen_for(cls, laid := with_base(value))
-            value = filled(laid, found)
+            chosen = _chosen_settings(cls, merged := with_base(value))
+            value = filled(merged, chosen)
             if _shape(value) != "laptop":
                 value = with_judges_of_gpus(value)
         validated: Self = handler(value)
-        _tell(found)
+        _log_choices(chosen)
         return validated
 
     @model_validator(mode="after")
     def _engines_and_judges_have_gpus(self) -> Self:
         for sampling, reward, path in self.samplings:
-            own = (*sampling.own_bundles, *own_bundles_of_scorers(reward, path))
-            self.cluster.refuse_unplaced(own)
+            bundles = (*sampling.dedicated_bundles, *dedicated_bundles_of_scorers(reward, path))
+            self.cluster.refuse_unplaced(bundles)
             refuse_scorers_in_actors(reward, self.environment_workers)
-            refuse_judge_beside_others(self.cluster, sampling, reward)
+            refuse_busy_judge_gpu(self.cluster, sampling, reward)
         return self
 
     @model_validator(mode="after")
@@ -214,18 +207,18 @@ class PipelineRecipe(Recipe):
 
     @property
     def trains_on(self) -> tuple[str, ...]:
-        """The kinds of rows that the recipe can train on, by `data/row_kinds.py`."""
+        """Kinds of rows that the recipe can train on; see `data/row_kinds.py`."""
         return ("prompts", "lone_prompts") if self.sft is None else ("prompts",)
 
     @property
     def reads_validation(self) -> bool:
         """Whether a stage that trains validates, or measures, on the validation rows of `data`."""
-        sections = (getattr(self, name, None) for name in LEARNING_RATES)
-        return any(each and each.validate_every_num_steps for each in sections)
+        sections = (section for _, section in self if isinstance(section, LoopConfig))
+        return any(section.validate_every_num_steps for section in sections)
 
     @property
     def compares_pairs(self) -> bool:
-        """Whether models are measured on held-out pairs if there are no questions."""
+        """Whether models are measured on held-out pairs if questions are missing."""
         return False
 
     @property
@@ -235,44 +228,44 @@ class PipelineRecipe(Recipe):
 
     @property
     def samplings(self) -> list[tuple[SamplingConfig, EnvironmentConfig, str]]:
-        """Of each kind of stage that samples: engines, what scores, and the latter's path."""
+        """Engines, scoring environment and its path, for each kind of stage that samples."""
         used: list[tuple[SamplingConfig, EnvironmentConfig, str]] = []
         if self.samples_rows:
             used.append((self.generation, self.environment, "environment"))
         if self.evaluation is not None:
             evaluated = self.evaluation.generation or self.generation
-            used.append((evaluated, self.measure, self.path_of_measure))
+            used.append((evaluated, self.evaluation_environment, self.evaluation_environment_path))
         return used
 
     @property
-    def own_bundles(self) -> tuple[OwnBundles, ...]:
-        """What engines and scorers have beside the workers, in the stage in which that is most."""
-        found = [
-            (*sampling.own_bundles, *own_bundles_of_scorers(reward, path))
+    def dedicated_bundles(self) -> tuple[DedicatedBundles, ...]:
+        """Bundles of engines and scorers besides the workers, in the stage that needs most."""
+        by_stage = [
+            (*sampling.dedicated_bundles, *dedicated_bundles_of_scorers(reward, path))
             for sampling, reward, path in self.samplings
         ]
-        return max(found, key=lambda own: sum(each.number for each in own), default=())
+        return max(by_stage, key=lambda bundles: sum(each.number for each in bundles), default=())
 
     @property
-    def path_of_measure(self) -> str:
-        """The path of `measure` in the recipe."""
+    def evaluation_environment_path(self) -> str:
+        """Path of `evaluation_environment` in the recipe."""
         is_separate = self.evaluation is not None and self.evaluation.environment is not None
         return "evaluation.environment" if is_separate else "environment"
 
     @property
     def experiments(self) -> "list[PipelineRecipe]":
-        """The experiment itself."""
+        """The recipe itself."""
         return [self]
 
     @property
-    def measure(self) -> EnvironmentConfig:
+    def evaluation_environment(self) -> EnvironmentConfig:
         """The environment that decides whether a completion is right."""
         separate = None if self.evaluation is None else self.evaluation.environment
         return separate or self.environment
 
     @property
     def evaluation_data(self) -> DataConfig | None:
-        """The section `evaluation.data`, where there is one."""
+        """The section `evaluation.data`, if there is one."""
         return None if self.evaluation is None else self.evaluation.data
 
     @property
@@ -282,52 +275,52 @@ class PipelineRecipe(Recipe):
 
     @property
     def models(self) -> list[ModelConfig]:
-        """Every model that must be there before a run begins."""
+        """Models that must exist before a run begins."""
         return [self.model]
 
     @property
     def sampled_models(self) -> list[ModelConfig]:
-        """Those of them that an engine of the recipe samples from."""
+        """Models that an engine of the recipe samples from."""
         return self.models
 
     @property
     def trained_heads(self) -> list[Head]:
-        """The heads with which the recipe trains its model."""
+        """Heads with which the recipe trains its model."""
         return ["lm"]
 
     @property
     def rewards(self) -> list[EnvironmentConfig]:
-        """Every environment that must be able to score."""
+        """Environments that must be able to score."""
         return [reward for _, reward, _ in self.samplings]
 
     def refuse_contradictions(self) -> None:
-        """Refuses settings that are right by themselves and do not go together.
+        """Refuses settings that are valid by themselves but contradict each other.
 
         Raises:
             ConfigError: For the first such setting.
         """
 
 
-def _chosen_for(kind: type[PipelineRecipe], values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a recipe leaves to its model: for a pretrained one, by path.
+def _chosen_settings(kind: type[PipelineRecipe], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns defaults, by path, for settings that a recipe with a pretrained model omits.
 
-    The shape of the cluster is stated in a recipe, since it is part of the result, and not read off
-    the machine that happens to read the recipe.
+    The recipe states the shape of the cluster, since it is part of the result; it is not derived
+    from the machine that reads the recipe.
     """
     model = values.get("model")
     if isinstance(model, BaseModel):
         model = model.model_dump()
     if not isinstance(model, Mapping):
         return {}
-    found: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     is_pretrained = model.get("kind", "pretrained") == "pretrained"
     dtype = model.get("dtype", "auto" if is_pretrained else "float32")
     if dtype == "auto":
         dtype = "bfloat16" if _shape(values) != "laptop" else "float32"
-        found["model.dtype"] = dtype
+        chosen["model.dtype"] = dtype
     if is_pretrained:
-        found |= _of_algorithms(kind, {**values, "dtype": dtype})
-    return found | _of_gpus(values, dtype)
+        chosen |= _algorithm_settings(kind, {**values, "dtype": dtype})
+    return chosen | _gpu_settings(values, dtype)
 
 
 def _shape(values: Mapping[str, Any]) -> Any:
@@ -336,48 +329,47 @@ def _shape(values: Mapping[str, Any]) -> Any:
     return shape or "laptop"
 
 
-def _of_gpus(values: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    """What follows from the GPUs of the cluster, whatever the model."""
+def _gpu_settings(values: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     cluster, evaluation = values.get("cluster") or {}, values.get("evaluation")
     engines = {"generation": values.get("generation")}
     if isinstance(evaluation, Mapping) and isinstance(evaluation.get("generation"), Mapping):
         engines["evaluation.generation"] = evaluation["generation"]
-    found: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for path, section in engines.items():
-        found |= engines_of_gpus(cluster, section, path=path)
-    return found | float32_of_gpus(cluster, values.get("training"), engines, dtype=dtype)
+        chosen |= engines_of_gpus(cluster, section, path=path)
+    return chosen | float32_of_gpus(cluster, values.get("training"), engines, dtype=dtype)
 
 
-def _of_algorithms(kind: type[PipelineRecipe], values: Mapping[str, Any]) -> dict[str, Any]:
-    sections = [""]  # without an algorithm: the length of completions
-    for section in LEARNING_RATES:
-        field = kind.model_fields.get(section)
+def _algorithm_settings(kind: type[PipelineRecipe], values: Mapping[str, Any]) -> dict[str, Any]:
+    algorithms: list[Algorithm | None] = [None]  # for the length of completions
+    for section, field in kind.model_fields.items():
         # A stage that a recipe leaves out stays out.
         is_run = isinstance(values.get(section), Mapping) or (
-            field is not None and field.default is not None and section not in values
+            field.default is not None and section not in values
         )
-        sections += [section] * (field is not None and is_run)
-    found: dict[str, Any] = {}
-    for section in sections:
-        found |= defaults_of_pretrained(
-            values, section=section, samples=True, context=DefaultsContext()
+        algorithm = algorithm_of(kind, section)
+        algorithms += [algorithm] * (algorithm is not None and is_run)
+    chosen: dict[str, Any] = {}
+    for algorithm in algorithms:
+        chosen |= defaults_of_pretrained(
+            values, algorithm=algorithm, samples=True, context=DefaultsContext()
         )
-    return found
+    return chosen
 
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
-def _tell(found: Mapping[str, Any]) -> None:
-    """Logs what was chosen, once a process: a recipe is read several times in a run."""
-    sentence = as_sentence(found)
-    if found and sentence not in _told:
-        _told.add(sentence)
+def _log_choices(chosen: Mapping[str, Any]) -> None:
+    """Logs the chosen settings once per process: a recipe is read several times in a run."""
+    sentence = as_sentence(chosen)
+    if chosen and sentence not in _logged:
+        _logged.add(sentence)
         _LOG.warning("chosen for the recipe's model: %s", sentence)
 
 
 class ModelTaskConfig(FrozenConfig):
-    """What `prepare_model` reads; the seed only where weights are drawn."""
+    """Config of `prepare_model`; it has the seed only if weights are drawn."""
 
     model: ModelConfig
     content: str
@@ -385,23 +377,25 @@ class ModelTaskConfig(FrozenConfig):
 
     @classmethod
     def of(cls, config: PipelineRecipe) -> "ModelTaskConfig":
-        """The recipe's share."""
+        """Extracts the config from a recipe."""
+        from nemo_rl_core.environments.contents import located_model, model_content
+
         seed = config.seed if isinstance(config.model, SmallModel) else None
         model = located_model(config.model)
         return cls(model=model, content=model_content(model), seed=seed)
 
 
 class DataTaskConfig(FrozenConfig):
-    """What `prepare_data` reads; the seed only where rows are drawn or held out.
+    """Config of `prepare_data`; it has the seed only if rows are drawn or held out.
 
     Attributes:
-        data: Where rows come from; of the hub, with the commit that it has when the run begins.
-        content: The digest of files, or of the listing of an object store when the run begins.
-        seed: For drawn and held-out rows.
+        data: Source of the rows; for the hub, with the commit at the start of the run.
+        content: Digest of files, or of the listing of an object store, at the start of the run.
+        seed: Seed for drawn and held-out rows.
         completions_are_trained: Whether the recipe has a supervised start, so that prompts with
             their completions must fit the model's context.
-        read_as: What the columns were taken for. The stage fills it in when it has read them, so
-            that it is part of the recorded config.
+        read_as: How the columns were interpreted. The stage sets it when it has read them, so that
+            it is part of the recorded config.
     """
 
     data: DataConfig
@@ -412,7 +406,9 @@ class DataTaskConfig(FrozenConfig):
 
     @classmethod
     def of(cls, config: PipelineRecipe) -> "DataTaskConfig":
-        """The recipe's share."""
+        """Extracts the config from a recipe."""
+        from nemo_rl_core.environments.contents import data_content, pinned
+
         read_whole = isinstance(config.data, FileData) and config.data.validation is not None
         seed = None if read_whole else config.seed
         return cls(
@@ -424,55 +420,59 @@ class DataTaskConfig(FrozenConfig):
 
 
 class SFTTaskConfig(TrainerSettings):
-    """What `train_sft` reads; without `sft` there is no warm start."""
+    """Config of `train_sft`; without `sft` nothing is fine-tuned."""
 
     sft: SFTConfig | None
 
     @classmethod
     def of(cls, config: PipelineRecipe) -> "SFTTaskConfig":
-        """The recipe's share."""
+        """Extracts the config from a recipe."""
         return cls(sft=config.sft, **trainer_fields(config))
 
 
 class EvaluationTaskConfig(RolloutSettings):
-    """What `evaluate` reads."""
+    """Config of `evaluate`."""
 
     reward_content: str
     evaluation: EvaluationConfig
 
     @classmethod
     def of(cls, config: PipelineRecipe) -> "EvaluationTaskConfig | None":
-        """The recipe's share; None where evaluation is off."""
+        """Extracts the config from a recipe; None if evaluation is off."""
         if config.evaluation is None:
             return None
         sampling = config.evaluation.generation or config.generation
         fields = rollout_fields(
             config.replace(
-                environment=config.measure, data=config.question_data, generation=sampling
+                environment=config.evaluation_environment,
+                data=config.question_data,
+                generation=sampling,
             )
         )
         del fields["training"]  # evaluation trains nothing, whatever the backend
-        # Said once, here and in `ChooseQuestionsTaskConfig`.
+        # Recorded elsewhere: the data in `ChooseQuestionsTaskConfig`, the others as fields of this.
         evaluation = config.evaluation.replace(environment=None, data=None, generation=None)
         return cls(evaluation=evaluation, **fields)
 
 
 class PromotionTaskConfig(FrozenConfig):
-    """What `promote` reads."""
+    """Config of `promote`."""
 
     promotion: PromotionConfig
     confidence: float = Field(gt=0.5, lt=1)
 
     @classmethod
     def of(cls, config: PipelineRecipe) -> "PromotionTaskConfig | None":
-        """The recipe's share; None without a verdict."""
+        """Extracts the config from a recipe; None without a verdict."""
         if config.evaluation is None or config.promotion is None:
             return None
         return cls(promotion=config.promotion, confidence=config.evaluation.confidence)
 
 
 def trainer_fields(config: PipelineRecipe) -> dict[str, Any]:
-    """The fields of `TrainerSettings` in a recipe."""
+    """Returns the fields of `TrainerSettings` in a recipe."""
+    from nemo_rl_core.environments.contents import with_source
+
     return {
         "training": with_source(config.training),
         "cluster": config.cluster,
@@ -482,7 +482,9 @@ def trainer_fields(config: PipelineRecipe) -> dict[str, Any]:
 
 
 def rollout_fields(config: PipelineRecipe) -> dict[str, Any]:
-    """The fields of `RolloutSettings` in a recipe, and the content of what scores."""
+    """Returns the fields of `RolloutSettings` in a recipe, with the content of its rewards."""
+    from nemo_rl_core.environments.contents import reward_content, with_source
+
     return {
         **trainer_fields(config),
         "environment": config.environment,

@@ -1,30 +1,15 @@
 """The recipe of a distillation."""
 
-from typing import Any, NamedTuple
-
-from flytekit.types.error.error import FlyteError
-
 from nemo_rl_core.algorithms.distillation.config import DistillationConfig, DistillationSettings
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
-from tasks.platform.failures import failure_handler, leave_record
-from tasks.platform.stage import plan_task
-from tasks.recipes.common import (
-    DataTaskConfig,
-    EvaluationTaskConfig,
-    ModelTaskConfig,
-    PipelineRecipe,
-    SFTTaskConfig,
-    rollout_fields,
-)
-from tasks.recipes.verdict import ChooseQuestionsTaskConfig, VerdictConfig
+from tasks.recipes.common import PipelineRecipe
 
 
 class Teacher(FrozenConfig):
-    """The model that is learnt from, and how it is trained first, if it has to be.
+    """The model to learn from, and its own training, if there is any.
 
     Attributes:
         model: The teacher's model.
@@ -36,10 +21,10 @@ class Teacher(FrozenConfig):
 
 
 class DistillationRecipe(PipelineRecipe):
-    """All of a distillation; `model` and `sft` are the student's.
+    """Recipe of a distillation; `model` and `sft` are the student's.
 
     Attributes:
-        teacher: The model that is learnt from.
+        teacher: The model to learn from.
         distillation: On-policy distillation.
     """
 
@@ -57,51 +42,11 @@ class DistillationRecipe(PipelineRecipe):
         return [self.model]
 
     def refuse_contradictions(self) -> None:
-        """Rollouts are drawn."""
+        """Refuses settings that are not valid for sampled rollouts."""
         refuse_for_training(self.generation)
 
 
 class DistillationTaskConfig(DistillationSettings):
-    """What `train_student` reads."""
+    """Config of `train_student`."""
 
     reward_content: str
-
-
-class DistillationPlan(NamedTuple):
-    """The settings of each stage."""
-
-    teacher: ModelTaskConfig
-    teacher_sft: SFTTaskConfig
-    model: ModelTaskConfig
-    data: DataTaskConfig
-    questions: ChooseQuestionsTaskConfig
-    sft: SFTTaskConfig
-    distillation: DistillationTaskConfig
-    evaluation: EvaluationTaskConfig | None
-    verdict: VerdictConfig
-    export: ExportConfig
-
-
-@plan_task
-def plan_distillation(config: DistillationRecipe) -> DistillationPlan:
-    """Deals the recipe out to the stages."""
-    fields: dict[str, Any] = rollout_fields(config)
-    of_teacher = config.replace(model=config.teacher.model, sft=config.teacher.sft)
-    return DistillationPlan(
-        teacher=ModelTaskConfig.of(of_teacher),
-        teacher_sft=SFTTaskConfig.of(of_teacher),
-        model=ModelTaskConfig.of(config),
-        data=DataTaskConfig.of(config),
-        questions=ChooseQuestionsTaskConfig.of(config),
-        sft=SFTTaskConfig.of(config),
-        distillation=DistillationTaskConfig(distillation=config.distillation, **fields),
-        evaluation=EvaluationTaskConfig.of(config),
-        verdict=VerdictConfig.of(config),
-        export=config.export,
-    )
-
-
-@failure_handler
-def record_failure(config: DistillationRecipe, err: FlyteError | None = None) -> None:
-    """After `workflows/distill.py`."""
-    leave_record("distill", "distill", config, err)

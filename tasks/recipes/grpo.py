@@ -1,9 +1,5 @@
 """The recipe of a GRPO run."""
 
-from typing import NamedTuple
-
-from flytekit.types.error.error import FlyteError
-
 from nemo_rl_core.algorithms.grpo.advantage_config import GDPO
 from nemo_rl_core.algorithms.grpo.config import (
     GRPOConfig,
@@ -13,47 +9,36 @@ from nemo_rl_core.algorithms.grpo.config import (
     refuse_sampling_ahead,
 )
 from nemo_rl_core.config.environment import EnvironmentConfig, WeightedSum
-from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.generation import refuse_for_training
-from nemo_rl_core.config.trainer import refuse_judge_beside_others
+from nemo_rl_core.config.trainer import refuse_busy_judge_gpu
 from nemo_rl_core.errors import ConfigError
-from tasks.platform.failures import failure_handler, leave_record
-from tasks.platform.stage import plan_task
-from tasks.recipes.common import (
-    DataTaskConfig,
-    EvaluationTaskConfig,
-    ModelTaskConfig,
-    PipelineRecipe,
-    SFTTaskConfig,
-    rollout_fields,
-)
-from tasks.recipes.verdict import ChooseQuestionsTaskConfig, VerdictConfig
+from tasks.recipes.common import PipelineRecipe
 
 
 class GRPORecipe(PipelineRecipe):
-    """All of a GRPO run.
+    """Recipe of a GRPO run.
 
     Attributes:
         grpo: Group-relative policy optimization.
-        measure_base: Evaluates the model before its supervised start, too, for the figures of all
-            three: as it came, after SFT, and after GRPO.
+        measure_base: Whether to evaluate the model before its supervised start, too, for figures of
+            all three: the original model, after SFT, and after GRPO.
     """
 
     grpo: GRPOSchedule = GRPOSchedule()
     measure_base: bool = False
 
     def refuse_contradictions(self) -> None:
-        """GRPO must fit what it samples and what scores."""
+        """Refuses settings of GRPO that do not fit its sampling and scoring."""
         if self.measure_base and self.evaluation is None:
             raise ConfigError(
-                "measure_base evaluates a model, and the recipe switches evaluation off",
+                "measure_base evaluates a model, but the recipe switches evaluation off",
                 expected="measure_base: false, or a section evaluation",
                 got="measure_base: true with evaluation: null",
                 fix="leave one of the two out",
             )
         if self.measure_base and self.sft is None:
             raise ConfigError(
-                "measure_base evaluates the model before its supervised start, and there is none",
+                "measure_base evaluates the model before its supervised start, but it has none",
                 expected="a section sft, or measure_base: false",
                 got="measure_base: true without sft",
                 fix="leave measure_base out: the model is evaluated before GRPO in any case",
@@ -62,19 +47,10 @@ class GRPORecipe(PipelineRecipe):
 
 
 def refuse_unfit(grpo: GRPOConfig, reward: EnvironmentConfig, recipe: PipelineRecipe) -> None:
-    """Refuses settings of GRPO that what it samples and what scores do not fit.
-
-    Args:
-        grpo: The settings.
-        reward: What scores in it.
-        recipe: Says what is sampled.
-
-    Raises:
-        ConfigError: For the first such setting.
-    """
+    """Refuses settings of GRPO that do not fit its sampling and scoring."""
     refuse_for_training(recipe.generation)
     refuse_sampling_ahead(grpo, recipe.generation)
-    refuse_judge_beside_others(
+    refuse_busy_judge_gpu(
         recipe.cluster, recipe.generation, reward, samples_ahead=grpo.asynchronous is not None
     )
     try:
@@ -93,45 +69,6 @@ def refuse_unfit(grpo: GRPOConfig, reward: EnvironmentConfig, recipe: PipelineRe
 
 
 class GRPOTaskConfig(GRPOSettings):
-    """What `grpo_iteration` reads."""
+    """Config of `grpo_iteration`."""
 
     reward_content: str
-
-
-class GRPOPlan(NamedTuple):
-    """The settings of each stage."""
-
-    model: ModelTaskConfig
-    data: DataTaskConfig
-    questions: ChooseQuestionsTaskConfig
-    sft: SFTTaskConfig
-    grpo: GRPOTaskConfig
-    num_iterations: int
-    base_evaluation: EvaluationTaskConfig | None
-    evaluation: EvaluationTaskConfig | None
-    verdict: VerdictConfig
-    export: ExportConfig
-
-
-@plan_task
-def plan_grpo(config: GRPORecipe) -> GRPOPlan:
-    """Deals the recipe out to the stages."""
-    evaluation = EvaluationTaskConfig.of(config)
-    return GRPOPlan(
-        model=ModelTaskConfig.of(config),
-        data=DataTaskConfig.of(config),
-        questions=ChooseQuestionsTaskConfig.of(config),
-        sft=SFTTaskConfig.of(config),
-        grpo=GRPOTaskConfig(grpo=config.grpo.iteration, **rollout_fields(config)),
-        num_iterations=config.grpo.num_iterations,
-        base_evaluation=evaluation if config.measure_base else None,
-        evaluation=evaluation,
-        verdict=VerdictConfig.of(config),
-        export=config.export,
-    )
-
-
-@failure_handler
-def record_failure(config: GRPORecipe, err: FlyteError | None = None) -> None:
-    """After `workflows/grpo.py`."""
-    leave_record("grpo", "grpo", config, err)

@@ -1,4 +1,4 @@
-"""Where preference pairs come from, and what the stages read that make and measure them."""
+"""Source of preference pairs, and configs of the stages that make and measure them."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -11,11 +11,11 @@ from tasks.recipes.common import PipelineRecipe, rollout_fields, trainer_fields
 
 
 class PairsFromRollouts(FrozenConfig):
-    """The best against the worst of several completions that the policy itself samples.
+    """The best and the worst of several completions that the policy itself samples.
 
     Attributes:
         num_generations_per_prompt: Completions to choose from, scored by the environment.
-        margin: By more than how much their rewards must differ.
+        margin: Difference of the rewards that a pair must exceed.
     """
 
     kind: Literal["rollouts"] = "rollouts"
@@ -55,7 +55,7 @@ class PairRecipe(PipelineRecipe):
 
     @property
     def trains_on(self) -> tuple[str, ...]:
-        """Preference pairs where they are the data's, and prompts to sample them from otherwise."""
+        """Preference pairs if they come from the data, otherwise prompts to sample them from."""
         return super().trains_on if self.samples_rows else ("preferences",)
 
     @property
@@ -65,20 +65,20 @@ class PairRecipe(PipelineRecipe):
 
 
 class PairTaskConfig(RolloutSettings):
-    """What `sample_pairs` reads."""
+    """Config of `sample_pairs`."""
 
     pairs: PairsFromRollouts
     reward_content: str
 
 
 class PairPlan(FrozenConfig):
-    """How a workflow gets its pairs; `rollouts` is None where they come from the data."""
+    """How a workflow gets its pairs; `rollouts` is None if they come from the data."""
 
     rollouts: PairTaskConfig | None
 
     @classmethod
     def of(cls, config: PairRecipe) -> "PairPlan":
-        """The recipe's share."""
+        """Extracts the config from a recipe."""
         if isinstance(config.pairs, PairsFromData):
             return cls(rollouts=None)
         fields: dict[str, Any] = rollout_fields(config)
@@ -87,11 +87,11 @@ class PairPlan(FrozenConfig):
 
 
 class ReferenceTaskConfig(TrainerSettings):
-    """What `cache_reference_logprobs` reads: no learning rate, no beta, no batch size."""
+    """Config of `cache_reference_logprobs`: no learning rate, no beta, no batch size."""
 
     @classmethod
     def of(cls, config: PipelineRecipe) -> "ReferenceTaskConfig":
-        """The recipe's share."""
+        """Extracts the config from a recipe."""
         fields = trainer_fields(config)
-        del fields["seed"]  # nothing is drawn
+        del fields["seed"]  # the stage draws no random numbers
         return cls(**fields)

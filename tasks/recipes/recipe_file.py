@@ -1,4 +1,4 @@
-"""Files of recipes: read whole or refused in a few lines, and laid over one another."""
+"""Reads and merges recipe files, and reports mistakes in a few lines."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -26,11 +26,11 @@ _MAX_INTEGER: Final = 2**63
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file; an empty file is an empty mapping.
+    """Returns the mapping in a YAML or JSON file; an empty file is an empty mapping.
 
     Raises:
-        ConfigError: If it is no regular file of at most 1 MiB with one UTF-8 document, a mapping
-            without repeated keys, cycles and integers of more than 64 bits.
+        ConfigError: If it is not a regular file of at most 1 MiB with one UTF-8 document, a mapping
+            without repeated keys, cycles or integers of more than 64 bits.
     """
     text = text_of(path)
     try:
@@ -41,14 +41,14 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         raise not_yaml(path, error) from error
     except yaml.YAMLError as error:  # a character that YAML does not allow
-        raise ConfigError(f"{path} is no YAML", got=str(error).splitlines()[0]) from error
+        raise ConfigError(f"{path} is not YAML", got=str(error).splitlines()[0]) from error
     except RecursionError as error:
         raise too_deep(path) from error
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{path} is no recipe",
+            f"{path} is not a recipe",
             expected="a map of sections",
             got={"list": "a list", "str": "a text"}.get(kind := type(values).__name__, kind),
             fix="begin each line with the name of a section or setting, as in `seed: 1`",
@@ -58,14 +58,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def with_base(values: dict[str, Any], *, named: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The values laid over those of the recipe that they name, if they do.
+    """Merges the values into those of the recipe that they name, if they name one.
 
     Args:
-        values: Of a recipe.
+        values: Values of a recipe.
         named: The recipes that led to it, each of which names the next.
-
-    Raises:
-        ConfigError: If there is no such recipe, it cannot be read, or it leads back to itself.
     """
     if "recipe" not in values:
         return values
@@ -78,12 +75,12 @@ def with_base(values: dict[str, Any], *, named: tuple[Path, ...] = ()) -> dict[s
         raise ConfigError(
             f"{at + ': ' if at else ''}there is no recipe {name[:200]!r}",
             expected=f"a .yaml file, or one of {', '.join(choices)}",
-            got=f"{name[:200]}{_beside(path)}",
+            got=name[:200] + ("" if path.is_absolute() else f", looked for in {Path.cwd()}"),
             fix=f"did you mean {meant!r}?" if meant else None,
         )
     if path.resolve() in named:
         raise ConfigError(
-            "the recipes begin with each other",
+            "the base recipes form a circle",
             expected="a key `recipe` that leads to a recipe without one",
             got=" -> ".join(each.name for each in (*named, path)),
             fix=f"remove the key `recipe` from {path}, or name another",
@@ -93,10 +90,7 @@ def with_base(values: dict[str, Any], *, named: tuple[Path, ...] = ()) -> dict[s
 
 
 def refuse_unwritable(values: Mapping[str, Any]) -> None:
-    """Refuses what YAML and JSON can say and no record can hold, all of it at once.
-
-    Args:
-        values: Nested mappings and lists, as from a recipe.
+    """Refuses all values that YAML and JSON allow and records cannot store.
 
     Raises:
         ConfigError: For integers of more than 64 bits, and halves of surrogate pairs in text.
@@ -112,17 +106,13 @@ def refuse_unwritable(values: Mapping[str, Any]) -> None:
     )
 
 
-def _beside(path: Path) -> str:
-    """Where a relative name of a file was looked for."""
-    return "" if path.is_absolute() else f", looked for in {Path.cwd()}"
-
-
 def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Maps are merged; everything else is replaced, and so is a map of another `kind`.
+    """Merges mappings; other values are replaced, and so are mappings of another `kind`.
 
-    A `training` section of another `backend` is replaced, too: its settings are those of the other.
+    A `training` section is also replaced if its `backend` changes, since backends have different
+    settings.
 
-    A preset stands for the fields that it sets: named in the changes, it wins over the base.
+    A preset counts as the fields that it sets: in the changes, it overrides the base.
     """
     preset = PRESETS.get(str(changes.get("preset")), {})
     base = without_keys(base, {*preset})
@@ -135,17 +125,17 @@ def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same_kind(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Whether changes without a kind are meant for what is there.
+    """Whether changes without a kind are meant for the existing section.
 
-    `model: {name: ...}` alone is a pretrained model, so it replaces one of another kind; other
-    fields without a kind are changes of the model that the base recipe has.
+    `model: {name: ...}` is a pretrained model, so it replaces one of another kind; other fields
+    without a kind change the model of the base recipe.
     """
     if key == "training":
-        unnamed = old.get("backend", "dtensor")
-        return bool(new.get("backend", unnamed) == unnamed)
+        backend = old.get("backend", "dtensor")
+        return bool(new.get("backend", backend) == backend)
     bare_name = key == "model" and "name" in new
-    unsaid = "pretrained" if bare_name else old.get("kind")
-    return bool(new.get("kind", unsaid) == old.get("kind", unsaid))
+    default_kind = "pretrained" if bare_name else old.get("kind")
+    return bool(new.get("kind", default_kind) == old.get("kind", default_kind))
 
 
 def _unwritable(value: Any, path: tuple[Any, ...], top: Any) -> Iterator[str]:
@@ -158,7 +148,7 @@ def _unwritable(value: Any, path: tuple[Any, ...], top: Any) -> Iterator[str]:
         got = f"{float(value):.3g}" if abs(value) < 10**300 else "over 300 digits"
         problem = f"is too large (got {got})"
     elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-        problem = f"holds half of a surrogate pair (got {value!r:.60})"
+        problem = f"contains half of a surrogate pair (got {value!r:.60})"
     if problem is not None:
         at = place_of(top, path)
         yield f"{at + ': ' if at else ''}{dotted(path)} {problem}"

@@ -1,16 +1,12 @@
-"""The recipe of a sweep: a GRPO recipe, and fields of it that take several values each."""
+"""The recipe of a sweep: a GRPO recipe, and several values for some of its fields."""
 
 from itertools import product
 from typing import Any, NoReturn
 
-from flytekit.types.error.error import FlyteError
 from pydantic import Field, PositiveInt, field_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.errors import ConfigError
-from tasks.platform.failures import failure_handler, leave_record
-from tasks.platform.local import on_cluster
-from tasks.platform.stage import plan_task
 from tasks.recipes.common import (
     DataTaskConfig,
     EvaluationTaskConfig,
@@ -25,20 +21,20 @@ from tasks.recipes.grpo import GRPORecipe, GRPOTaskConfig
 from tasks.recipes.verdict import ChooseQuestionsTaskConfig
 
 Value = bool | int | float | str
-"""What a field may be set to. Lists, not tuples, hold them: flytekit knows no tuples in records."""
+"""Values of a field. They are in lists, not tuples: flytekit has no tuples in records."""
 
 SEED = "seed"
-"""The field over which figures are averaged."""
+"""The field over which metrics are averaged."""
 
 
 class SweepRecipe(Recipe):
-    """Every combination of the values is a whole GRPO run; equal stages of them are run once.
+    """Runs GRPO completely for every combination of values; equal stages are run once.
 
     Attributes:
         base: A GRPO recipe.
-        over: Values by field, sections parted by dots: `{seed: [0, 1], grpo.learning_rate: [...]}`.
-        concurrency: Points at a time, on a cluster; on one machine they take turns.
-        min_success_ratio: The share of points that must end well for a summary.
+        over: Values by field, with dots for sections: `{seed: [0, 1], grpo.learning_rate: [...]}`.
+        concurrency: Points at a time, on a cluster; on one machine they run one after the other.
+        min_success_ratio: Share of points that must succeed for a summary.
         confidence: Level of the intervals over seeds, and of the test that a setting is the best.
     """
 
@@ -67,7 +63,7 @@ class SweepRecipe(Recipe):
         if base.budget.max_gpu_hours is not None:
             raise ConfigError(
                 "a sweep has one limit of GPU-hours for all of its points",
-                expected="budget.max_gpu_hours beside base",
+                expected="budget.max_gpu_hours next to base",
                 got=f"base.budget.max_gpu_hours: {base.budget.max_gpu_hours}",
                 fix="move it out of base",
             )
@@ -75,22 +71,18 @@ class SweepRecipe(Recipe):
 
     @property
     def points(self) -> list[dict[str, Value]]:
-        """Every combination of values, by field."""
+        """Returns every combination of values, by field."""
         return [
             dict(zip(self.over, values, strict=True)) for values in product(*self.over.values())
         ]
 
     @property
     def experiments(self) -> list[PipelineRecipe]:
-        """One a point."""
+        """One recipe per point."""
         return [self.experiment(point) for point in self.points]
 
     def experiment(self, point: dict[str, Value]) -> GRPORecipe:
-        """The recipe of one point.
-
-        Raises:
-            RecipeError: For a field that the recipe has not, or a value that it cannot take.
-        """
+        """Returns the recipe of one point."""
         words: dict[str, Any] = self.base.model_dump(mode="json")
         for name, value in point.items():
             *sections, field = name.split(".")
@@ -115,8 +107,8 @@ class SweepRecipe(Recipe):
             )
         if recipe.cluster.lifetime == "run":
             _refuse(
-                "the points of a sweep run side by side, each on a Ray cluster of its own",
-                expected="base.cluster.lifetime: stage, or not said",
+                "the points of a sweep run in parallel, each on its own Ray cluster",
+                expected="base.cluster.lifetime: stage, or unset",
                 got="run",
                 fix="leave it out, or run one recipe by itself",
             )
@@ -128,14 +120,7 @@ def _refuse(problem: str, *, expected: str, got: str, fix: str) -> NoReturn:
 
 
 class PointTaskConfig(FrozenConfig):
-    """Config of `sweep_point`.
-
-    Attributes:
-        point: Values of the swept fields, which name the point in the run's record and output.
-        grpo: The GRPO run.
-        num_iterations: Number of its iterations.
-        evaluation: The evaluation of its last checkpoint.
-    """
+    """Config of `sweep_point`."""
 
     point: dict[str, Value]
     grpo: GRPOTaskConfig
@@ -144,7 +129,7 @@ class PointTaskConfig(FrozenConfig):
 
 
 class PointPlan(FrozenConfig):
-    """What one point begins with, and its own stage."""
+    """The start of one point, and its own stage."""
 
     model: ModelTaskConfig
     data: DataTaskConfig
@@ -171,7 +156,7 @@ class PointPlan(FrozenConfig):
 
 
 class SummaryTaskConfig(FrozenConfig):
-    """What `summarize_sweep` reads: the values of each point, in the order of the reports."""
+    """Config of `summarize_sweep`: the values of each point, in the order of the reports."""
 
     points: list[dict[str, Value]]
     confidence: float
@@ -184,37 +169,3 @@ class SweepPlan(FrozenConfig):
     concurrency: int
     min_success_ratio: float
     summary: SummaryTaskConfig
-
-
-@plan_task
-def plan_sweep(config: SweepRecipe) -> SweepPlan:
-    """Deals the recipe out to the points."""
-    if on_cluster():
-        _refuse_other_shapes(config)
-    return SweepPlan(
-        points=[PointPlan.of(config.experiment(point), point) for point in config.points],
-        concurrency=config.concurrency,
-        min_success_ratio=config.min_success_ratio,
-        summary=SummaryTaskConfig(points=config.points, confidence=config.confidence),
-    )
-
-
-def _refuse_other_shapes(config: SweepRecipe) -> None:
-    """Refuses GPUs on a cluster, where one mapped task has all points, and that without any."""
-    for point in config.points:
-        experiment = config.experiment(point)
-        asked = [f"{each.path} {each.number}" for each in experiment.own_bundles]
-        if experiment.cluster.shape != "laptop" or asked:
-            raise ConfigError(
-                "the points of a sweep have no GPUs on a cluster",
-                expected="base.cluster.shape laptop, and no placement: {own: n}",
-                got=", ".join([f"shape {experiment.cluster.shape}", *asked]),
-                fix="schedule or run each point as a pipeline of its own, `nemo-rl run grpo RECIPE "
-                "KEY=VALUE --remote`, or run the sweep on one machine with GPUs",
-            )
-
-
-@failure_handler
-def record_failure(config: SweepRecipe, err: FlyteError | None = None) -> None:
-    """After `workflows/sweep.py`."""
-    leave_record("sweep", "sweep", config, err)

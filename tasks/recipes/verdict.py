@@ -16,7 +16,7 @@ from tasks.recipes.common import (
 )
 from tasks.recipes.pairs import ReferenceTaskConfig
 
-_LOG = logging.getLogger(f"nemo_rl_core.{__name__}")  # the run's log takes this one's
+_LOG = logging.getLogger(f"nemo_rl_core.{__name__}")  # prefix of the run's log
 
 
 class QuestionsTaskConfig(FrozenConfig):
@@ -33,7 +33,7 @@ class ChooseQuestionsTaskConfig(FrozenConfig):
         data: The data set of the questions; None asks held-out rows of the recipe's data.
         trains_on: The kinds of rows that the recipe can train on.
         reads_validation: Whether the validation rows must be of these kinds, too.
-        compares_pairs: Whether held-out pairs give the verdict if there are no questions.
+        compares_pairs: Whether held-out pairs give the verdict if questions are missing.
         needs_verdict: Whether the export depends on a verdict.
     """
 
@@ -46,15 +46,15 @@ class ChooseQuestionsTaskConfig(FrozenConfig):
 
     @classmethod
     def of(cls, config: PipelineRecipe) -> "ChooseQuestionsTaskConfig":
-        """The recipe's share."""
+        """Extracts the config from a recipe."""
         data = config.evaluation_data
-        asked = None
+        questions = None
         if data is not None:
-            asked = DataTaskConfig.of(config.replace(data=data))
-            asked = asked.replace(completions_are_trained=False)
+            questions = DataTaskConfig.of(config.replace(data=data))
+            questions = questions.replace(completions_are_trained=False)
         return cls(
             evaluates=config.evaluation is not None,
-            data=None if asked is None else QuestionsTaskConfig(questions=asked),
+            data=None if questions is None else QuestionsTaskConfig(questions=questions),
             trains_on=list(config.trains_on),
             reads_validation=config.reads_validation,
             compares_pairs=config.compares_pairs,
@@ -63,15 +63,7 @@ class ChooseQuestionsTaskConfig(FrozenConfig):
 
 
 def refuse_missing_verdict(config: ChooseQuestionsTaskConfig, kind: str) -> None:
-    """Says that no answers are measured, or refuses it where the export needs them.
-
-    Args:
-        config: The recipe's share.
-        kind: The kind of the rows, which hold no questions.
-
-    Raises:
-        ConfigError: If `export.model` is `promoted` and nothing else gives a verdict.
-    """
+    """Logs that no answers are evaluated, or raises if the export needs them."""
     words = described_kind(kind)
     if config.needs_verdict and not config.compares_pairs:
         raise ConfigError(
@@ -101,21 +93,14 @@ class PairEvaluationTaskConfig(FrozenConfig):
 
 
 class PairVerdictConfig(FrozenConfig):
-    """Settings of a verdict on held-out pairs: of their logprobs, and of what is made of them."""
+    """Settings of a verdict on held-out pairs: logprobs, and the decision."""
 
     logprobs: ReferenceTaskConfig
     evaluation: PairEvaluationTaskConfig
 
 
 class VerdictConfig(FrozenConfig):
-    """Settings of the stages that measure a trained model and decide on its promotion.
-
-    Attributes:
-        cluster: The shape of the run's cluster.
-        evaluation: Settings of the evaluation on questions; None leaves it out.
-        promotion: Settings of the verdict; None leaves it out.
-        pairs: Settings of the evaluation on held-out pairs, if there are no questions.
-    """
+    """Settings of the stages that measure a trained model and decide on its promotion."""
 
     cluster: ClusterConfig
     evaluation: EvaluationTaskConfig | None
@@ -124,7 +109,7 @@ class VerdictConfig(FrozenConfig):
 
     @classmethod
     def of(cls, config: PipelineRecipe, pairs: PairVerdictConfig | None = None) -> "VerdictConfig":
-        """The recipe's share."""
+        """Extracts the config from a recipe."""
         return cls(
             cluster=config.cluster,
             evaluation=EvaluationTaskConfig.of(config),

@@ -14,7 +14,7 @@ from nemo_rl_core.errors import ConfigError
 
 _MAX_BYTES: Final = 2**20
 _MAX_NODES: Final = 100_000
-"""With aliases counted as often as they stand: ten lines of them can mean billions."""
+"""Maximum number of values, with aliases expanded: ten lines of aliases can mean billions."""
 _MAX_DEPTH: Final = 64
 _UTF_16: Final = (b"\xff\xfe", b"\xfe\xff")
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
@@ -23,8 +23,21 @@ _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 class RecipeLoader(yaml.SafeLoader):
     """Reads numbers as YAML 1.2 does, unlike PyYAML, which follows YAML 1.1.
 
-    `1e-5` is a number. `1:30:00` and `0777` are texts, and not 5400 and 511.
+    `1e-5` is a number. `1:30:00` and `0777` are text, and not 5400 and 511.
     """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Returns the next node; stops at a depth that takes PyYAML seconds to read (quadratic)."""
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise RecursionError
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's)
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
@@ -64,19 +77,19 @@ class Placing(SafeConstructor):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._name = _called(path)
+        self._name = _shown_path(path)
 
     def construct_yaml_map(self, node: Any) -> Generator[dict[Any, Any], None, None]:
-        """A mapping with the place of each key."""
+        """Yields a mapping with the location of each key."""
         placed = PlacedDict()
         yield placed
         placed.update(self.construct_mapping(node))
         for key, _ in node.value:
-            # A merge (`<<`) has been replaced by the pairs that it stands for.
+            # A merge (`<<`) has been replaced by its pairs.
             placed.places[self.construct_object(key)] = self._at(key)
 
     def construct_yaml_seq(self, node: Any) -> Generator[list[Any], None, None]:
-        """A list with the place of each item."""
+        """Yields a list with the location of each item."""
         placed = PlacedList()
         yield placed
         placed.extend(self.construct_sequence(node))
@@ -94,27 +107,28 @@ Placing.yaml_constructors = {
 }
 
 
-def _called(path: Path) -> str:
-    """The path as a user writes it: from the folder that he is in, where it lies in that."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+def _shown_path(path: Path) -> str:
+    current = Path.cwd()
+    return str(path.relative_to(current) if path.is_relative_to(current) else path)
 
 
 def text_of(path: Path) -> str:
-    """The text of a regular file of at most 1 MiB in UTF-8."""
+    """Returns the text of a regular file of at most 1 MiB in UTF-8."""
     expected = "a YAML file of at most 1 MiB"
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError) as error:
         got = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"{str(path)[:200]} cannot be read", expected=expected, got=got
         ) from error
-    if not stat.S_ISREG(found.st_mode):
-        got = "a folder" if stat.S_ISDIR(found.st_mode) else "a device, pipe or socket"
-        raise ConfigError(f"{path} is no recipe", expected=expected, got=got)
-    if found.st_size > _MAX_BYTES:
-        raise ConfigError(f"{path} is no recipe", expected=expected, got=f"{found.st_size:,} bytes")
+    if not stat.S_ISREG(status.st_mode):
+        got = "a folder" if stat.S_ISDIR(status.st_mode) else "a device, pipe or socket"
+        raise ConfigError(f"{path} is not a recipe", expected=expected, got=got)
+    if status.st_size > _MAX_BYTES:
+        raise ConfigError(
+            f"{path} is not a recipe", expected=expected, got=f"{status.st_size:,} bytes"
+        )
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -132,9 +146,9 @@ def text_of(path: Path) -> str:
 
 
 def refuse_hostile(root: yaml.Node, path: Path) -> None:
-    """Refuses what would be read without an end, or of which a part would be lost."""
+    """Refuses documents that never end, or of which a part would be lost."""
     num_nodes = 0
-    # Entered nodes are those on the way from the root, and are left by the second entry.
+    # Entered nodes are those on the path from the root; the second entry leaves a node.
     stack, entered = [(root, False)], set[int]()
     while stack:
         node, is_left = stack.pop()
@@ -143,7 +157,11 @@ def refuse_hostile(root: yaml.Node, path: Path) -> None:
             continue
         num_nodes += 1
         if id(node) in entered or num_nodes > _MAX_NODES:
-            got = "an alias to what it stands in" if id(node) in entered else "aliases of aliases"
+            got = (
+                "an alias to a node that contains it"
+                if id(node) in entered
+                else "aliases of aliases"
+            )
             raise ConfigError(
                 f"{path}, line {node.start_mark.line + 1}: the document has no end",
                 expected=f"at most {_MAX_NODES:,} values, aliases written out",
@@ -171,7 +189,7 @@ def _refuse_repeated(node: yaml.MappingNode, path: Path) -> None:
         line = key.start_mark.line + 1
         if key.value in seen:
             raise ConfigError(
-                f"{path}, line {line}: the key {key.value!r} stands twice in one section",
+                f"{path}, line {line}: the key {key.value!r} appears twice in one section",
                 expected="each key once",
                 got=f"{key.value!r} in lines {seen[key.value]} and {line}",
                 fix="remove one of them",
@@ -180,16 +198,16 @@ def _refuse_repeated(node: yaml.MappingNode, path: Path) -> None:
 
 
 def too_deep(path: Path) -> ConfigError:
-    """The error for a document with too many levels."""
+    """Returns the error for a document with too many levels."""
     return ConfigError(
         f"{path} is nested too deeply", expected=f"at most {_MAX_DEPTH} levels", got="more"
     )
 
 
 def not_yaml(path: Path, error: yaml.MarkedYAMLError) -> ConfigError:
-    """The error for text that is no YAML, with its line and the fix."""
+    """Returns the error for text that is not YAML, with its line and the fix."""
     mark = error.problem_mark or error.context_mark
-    place = f"{path}, line {mark.line + 1}" if mark else str(path)
+    location = f"{path}, line {mark.line + 1}" if mark else str(path)
     problem = error.problem or str(error)
     fix = "correct this line, or the one before it"
     if "'\\t'" in problem:
@@ -200,4 +218,4 @@ def not_yaml(path: Path, error: yaml.MarkedYAMLError) -> ConfigError:
         fix = "write a smaller number, or put it into quotes if it is a text"
     elif "could not determine a constructor" in problem:
         fix = "remove the tag that begins with !"
-    return ConfigError(f"{place}: this is no YAML", got=problem, fix=fix)
+    return ConfigError(f"{location}: this is not YAML", got=problem, fix=fix)

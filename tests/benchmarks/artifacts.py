@@ -1,11 +1,11 @@
-"""CPU seconds that a stage's own process spends on its artifact at the end, before and now.
+"""Measures the CPU seconds of a stage's process for its artifact, previously and now.
 
     .venv/bin/python -m tests.benchmarks.artifacts [GIB] [REPETITIONS]
 
-Both sides take turns with the same shards of 128 MiB of random bytes, which the last save has sent
-to moto's server in a process of its own. `head` is how it was done before: this process hashes the
-files and flytekit uploads them. `store` takes the digests of the save and has the server copy its
-objects; without a Ray cluster it is this process that asks for the copies.
+Both sides take turns with the same 128 MiB shards of random bytes, which the last save has sent to
+moto's server in a separate process. `head` is the previous way: this process hashes the files and
+flytekit uploads them. `store` uses the digests of the save and lets the server copy its objects;
+without a Ray cluster, this process requests the copies.
 """
 
 import logging
@@ -21,9 +21,9 @@ from nemo_rl_core.checkpoints.manager import CheckpointManager, after_each_save
 from nemo_rl_core.store.manifest import MANIFEST
 from nemo_rl_core.store.partial import write_digests
 from nemo_rl_core.store.store import content_digests
-from tasks.platform.attempts import StageAttempt
-from tasks.platform.object_stores import close_sessions_at_exit
-from tasks.platform.uploads import uploaded
+from tasks.stage.attempts import StageAttempt
+from tasks.stage.container import close_sessions_at_exit
+from tasks.stage.uploads import uploaded
 from tests.benchmarks.saves import Shards, access_to, served, spent_by
 
 _SHARD_BYTES = 128 * 2**20
@@ -54,7 +54,7 @@ def _take_turns(root: Path, access: FileAccessProvider, gib: float, number: int)
 
 
 def main() -> None:
-    """Prints a line a turn and side."""
+    """Prints one line per turn and side."""
     logging.getLogger("tasks").setLevel(logging.ERROR)  # there is no Ray cluster
     gib, repetitions = float((sys.argv[1:] or ["1"])[0]), int((sys.argv[2:] or ["3"])[0])
     close_sessions_at_exit()

@@ -1,10 +1,10 @@
-"""What the asynchronous loop costs itself: engine and trainer wait in place of computing.
+"""Measures the overhead of the asynchronous loop with an engine and a trainer that only wait.
 
 python -m tests.benchmarks.asynchronous_loop [SECONDS]
 
-The policy takes SECONDS for its optimizer step, the engine and the rewards as long together
-(`tests/waiting.py`). So a loop without any cost of its own would be twice as fast as the
-synchronous one. `.ci/check_speed.py` holds the ratio.
+The policy takes SECONDS for its optimizer step; the engine and the rewards together take as long
+(`tests/waiting.py`). A loop without overhead would be twice as fast as the synchronous one.
+`.ci/check_speed.py` checks the ratio.
 """
 
 import statistics
@@ -22,7 +22,7 @@ NUM_STEPS, NUM_WARM = 12, 3
 
 
 class Clock(Callback):
-    """Notes when each step has ended."""
+    """Records when each step ended."""
 
     def __init__(self) -> None:
         self.ended_at: list[float] = []
@@ -34,19 +34,19 @@ class Clock(Callback):
 def step_seconds(
     kind: type[GRPOTrainer], folder: Path, seconds: float, reward_seconds: float, num_steps: int
 ) -> float:
-    """The median of a run's steps but the first ones.
+    """Returns the median step time of a run without its first steps.
 
     Args:
-        kind: Of the loop.
-        folder: Is made.
-        seconds: For an optimizer step, and for completions and rewards together.
-        reward_seconds: For the rewards of a step.
-        num_steps: Of the run.
+        kind: Kind of the loop.
+        folder: Work folder to create.
+        seconds: Seconds per optimizer step, and per step for completions and rewards together.
+        reward_seconds: Seconds per step for the rewards.
+        num_steps: Steps of the run.
     """
 
     def reward(prompts: list[str], responses: list[str]) -> list[float]:
         time.sleep(reward_seconds)
-        return [float(place % 7) for place in range(len(responses))]
+        return [float(index % 7) for index in range(len(responses))]
 
     WaitingPolicy.seconds, WaitingEngine.seconds = seconds, seconds - reward_seconds
     clock = Clock()
@@ -56,7 +56,7 @@ def step_seconds(
 
 
 def compared(seconds: float, reward_seconds: float, num_steps: int = NUM_STEPS) -> list[float]:
-    """Seconds a step, synchronous and asynchronous; the arguments are those of `step_seconds`."""
+    """Returns seconds per step, synchronous and asynchronous; see `step_seconds`."""
     with tempfile.TemporaryDirectory() as scratch:
         return [
             step_seconds(kind, Path(scratch) / kind.__name__, seconds, reward_seconds, num_steps)
@@ -65,7 +65,7 @@ def compared(seconds: float, reward_seconds: float, num_steps: int = NUM_STEPS) 
 
 
 def main() -> None:
-    """Prints seconds a step of both loops."""
+    """Prints seconds per step of both loops."""
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 0.5
     for reward_seconds in (0.0, seconds / 2):
         by_turns, ahead = compared(seconds, reward_seconds)

@@ -1,12 +1,12 @@
-"""CPU time and memory of the controller in a step of RL over many ranks that compute nothing.
+"""CPU time and memory of the controller in an RL step over many ranks that compute nothing.
 
-`python -m tests.benchmarks.controller` prints the table of docs/results.md; with `--others`, 64
-ranks of 64 sequences with other advantages, or of conversations; with `--ray`, what a call of a
-rank costs this process when Ray carries it.
+`python -m tests.benchmarks.controller` prints the table of docs/results.md; `--others` measures 64
+ranks with 64 sequences and other advantages, or conversations; `--ray` measures the cost of a rank
+call in this process when Ray carries it.
 
-The trainer, the sampler, the policy and the engines' side on the controller are the real ones;
-workers are those of `fake_ranks.py`, one engine and one copy of the model a rank. Rewards are drawn
-at once, and weights are not handed over. Prompts have 512 tokens, groups 16 completions.
+The trainer, sampler, policy and the engine's controller side are the real ones; workers are those
+of `fake_ranks.py`, with one engine and one copy of the model per rank. Rewards are drawn
+immediately and weights are not sent. Prompts have 512 tokens, groups 16 completions.
 """
 
 import argparse
@@ -27,20 +27,20 @@ from rich.table import Table
 
 from nemo_rl_core.algorithms import GRPOTrainer, PPOTrainer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.deal import deal_rows
+from nemo_rl_core.distributed.packing.row_shards import shard_rows
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 from nemo_rl_core.environments.adapt import as_scorer
 from nemo_rl_core.models.generation.engine import Generation
-from nemo_rl_core.models.policy import where_held
+from nemo_rl_core.models.policy import remote_compute
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 from nemo_rl_core.trainers.callbacks import Callback, Metrics, RunningTrainer
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
-from tests.benchmarks.beside.inputs import model_folder, prompts, saved
-from tests.benchmarks.beside.rows_machine import LONG
+from tests.benchmarks.comparison.inputs import model_folder, prompts, saved
+from tests.benchmarks.comparison.rows_machine import LONG
 from tests.benchmarks.fake_ranks import DrawnRewards, FakeSession, Talk
 
 GROUP, PROMPT_TOKENS = 16, 512
@@ -52,14 +52,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo": ("ppo", {"num_epochs_per_rollout": 1}),
     "three turns": ("grpo", {}),
 }
-"""Algorithms and settings, of all of which `--others` measures one size of a step."""
+"""Algorithms and settings; `--others` measures one step size of each."""
 SHORT, LONGEST = (512, 1024), (512, 3584)
 """The shortest and the longest completion: sequences of 1,024 to 1,536 and to 4,096 tokens."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step of the controller took: CPU-seconds, and GiB above what was held before it."""
+    """Cost of a step on the controller: CPU-seconds, and GiB above the memory in use before it."""
 
     cpu_seconds: float
     peak_gib: float
@@ -69,7 +69,7 @@ class Step:
 
 
 class _OnController(RolloutTrainer[Any, Any]):
-    """Hands no weights over; records are pickled for a task, as for Ray."""
+    """Sends no weights; records are pickled for a task, as with Ray."""
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
@@ -79,7 +79,7 @@ class _OnController(RolloutTrainer[Any, Any]):
             session.elsewhere.call(write)
             return int
 
-        self.records = RolloutRecords(spec.work / "rollouts", start, most_tokens_here=0)
+        self.records = RolloutRecords(spec.work / "rollouts", start, max_local_tokens=0)
 
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
         generation = sampler.generation
@@ -110,8 +110,10 @@ class _Measured(Callback):
     def on_step_end(self, trainer: RunningTrainer, step: int, metrics: Metrics) -> None:
         spent = self._session.elsewhere
         seconds = time.process_time() - spent.seconds - self._before
-        held = peak_memory_gib() - self._held
-        self.steps.append(Step(seconds, held, spent.num_bytes, spent.num_calls, spent.num_stored))
+        peak_gib = peak_memory_gib() - self._held
+        self.steps.append(
+            Step(seconds, peak_gib, spent.num_bytes, spent.num_calls, spent.num_stored)
+        )
 
 
 def steps(
@@ -122,7 +124,7 @@ def steps(
     num_steps: int = 4,
     kind: str = "grpo",
 ) -> list[Step]:
-    """Steps over so many ranks and sequences; the first, which imports, is left out."""
+    """Runs steps over that many ranks and sequences; without the first, which imports."""
     torch.set_num_threads(1)
     base = model_folder(scratch, LONG)
     num_prompts = sequences // GROUP
@@ -158,7 +160,7 @@ def steps(
 
 class _Rank:
     def nothing(self) -> None:
-        """A call that carries nothing."""
+        """Does nothing."""
 
 
 def _keep(_: Any, batch: Any, **__: Any) -> tuple[None, dict[str, Any]]:
@@ -166,25 +168,29 @@ def _keep(_: Any, batch: Any, **__: Any) -> tuple[None, dict[str, Any]]:
 
 
 def ray_microseconds(num_ranks: int = 8, num_rounds: int = 60) -> dict[str, float]:
-    """CPU time of this process for a call of a rank, of all its threads, when Ray carries it.
+    """Returns the CPU time of a rank call in all threads of this process when Ray carries it.
 
-    A rank has 64 rows of all ranks' blocks; it returns a value, and a block that stays with it.
+    A rank has 64 rows of all ranks' blocks; it returns a value and keeps a block.
     """
     import ray
 
     ray.init(num_cpus=num_ranks, include_dashboard=False, log_to_driver=False)
-    found: dict[str, float] = {}
+    microseconds: dict[str, float] = {}
     with RayVirtualCluster([num_ranks], use_gpus=False, num_cpus_per_bundle=0.1) as cluster:
         workers = RayWorkerGroup(cluster, _Rank)
         size = SEQUENCES_A_RANK[-1] * num_ranks
         batch = BatchedDataDict({"input_lengths": torch.arange(size) % 97 + 2})
 
         def with_rows() -> None:
-            dealt = deal_rows(batch, num_ranks=num_ranks)
+            shards = shard_rows(batch, num_ranks=num_ranks)
             answers = workers.run_all_workers_on_parts(
-                _keep, dealt.parts, axis="data_parallel", common_kwargs={"loss": None}, num_held=1
+                _keep,
+                shards.parts,
+                axis="data_parallel",
+                common_kwargs={"loss": None},
+                num_remote=1,
             )
-            batch.update(where_held.joined([each for _, each in answers], dealt, ["logprobs"]))
+            batch.update(remote_compute.joined([each for _, each in answers], shards, ["logprobs"]))
 
         calls: dict[str, Callable[[], object]] = {
             "with rows and a block that is kept": with_rows,
@@ -195,10 +201,10 @@ def ray_microseconds(num_ranks: int = 8, num_rounds: int = 60) -> dict[str, floa
             before = time.process_time()
             for _ in range(num_rounds):
                 call()
-            found[name] = 1e6 * (time.process_time() - before) / (num_rounds * num_ranks)
+            microseconds[name] = 1e6 * (time.process_time() - before) / (num_rounds * num_ranks)
         workers.shutdown()
     ray.shutdown()
-    return found
+    return microseconds
 
 
 def main() -> None:
@@ -207,21 +213,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--ray", action="store_true")
     parser.add_argument("--others", action="store_true")
-    asked = parser.parse_args()
-    if asked.ray:
+    options = parser.parse_args()
+    if options.ray:
         rounds = [ray_microseconds() for _ in range(3)]
         for name in rounds[0]:
             low, middle, high = sorted(each[name] for each in rounds)
             Console().print(f"a call {name}: {middle:.0f} µs ({low:.0f} to {high:.0f})")
         return
     rows: list[tuple[str, int, int, tuple[int, int]]]
-    if asked.others:
+    if options.others:
         rows = [(kind, 64, 64, SHORT) for kind in KINDS]
     else:
         sizes = itertools.product(RANKS, SEQUENCES_A_RANK, (SHORT, LONGEST))
         rows = [("grpo", *each) for each in sizes]
     with tempfile.TemporaryDirectory() as scratch:
-        table = _measured(Path(scratch), rows, asked.steps)
+        table = _measured(Path(scratch), rows, options.steps)
     Console(width=140).print(table)
 
 
@@ -233,8 +239,8 @@ def _measured(
     )
     for kind, ranks, each, new in rows:
         sequences = ranks * each
-        found = steps(scratch, ranks, sequences, new, num_steps, kind)
-        times = sorted(1e3 * step.cpu_seconds for step in found)
+        measured = steps(scratch, ranks, sequences, new, num_steps, kind)
+        times = sorted(1e3 * step.cpu_seconds for step in measured)
         table.add_row(
             kind,
             f"{ranks:,}",
@@ -242,9 +248,9 @@ def _measured(
             f"{new[0] + PROMPT_TOKENS:,} to {new[1] + PROMPT_TOKENS:,}",
             f"{statistics.median(times):.1f} ({times[0]:.1f} to {times[-1]:.1f})",
             f"{1e3 * statistics.median(times) / sequences:.2f}",
-            f"{1024 * max(step.peak_gib for step in found):.0f}",
-            f"{found[0].num_bytes / 2**20:.1f} MiB, {found[0].num_calls:,} calls, "
-            f"{found[0].num_stored:,} stored",
+            f"{1024 * max(step.peak_gib for step in measured):.0f}",
+            f"{measured[0].num_bytes / 2**20:.1f} MiB, {measured[0].num_calls:,} calls, "
+            f"{measured[0].num_stored:,} stored",
         )
     return table
 

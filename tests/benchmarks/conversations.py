@@ -1,8 +1,9 @@
-"""What steps of GRPO on conversations take on Ray: seconds, and CPU time of the controller.
+"""Measures GRPO steps on conversations on Ray: seconds, and CPU time of the controller.
 
 `python -m tests.benchmarks.conversations` runs 24 steps of 128 conversations of four turns,
-synchronous and asynchronous, on a Qwen2 of two layers of 128 with random weights: one engine of
-vLLM and one rank, a thread a process. The medians of docs/results.md are of the last 20 steps.
+synchronously and asynchronously, on a Qwen2 of two layers of 128 with random weights: one vLLM
+engine and one rank, one thread per process. The medians of docs/results.md are of the last 20
+steps.
 """
 
 import os
@@ -46,17 +47,17 @@ KINDS: dict[str, tuple[type[GRPOTrainer], dict[str, Any]]] = {
 
 
 class Chat:
-    """Answers `1=` to turns that stop at a digit, four of them."""
+    """Answers `1=` to turns that stop at a digit, four times."""
 
     first_stop_strings = tuple("0123456789")
 
     def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
-        said = [log[-1]["content"] for log in message_log_batch]
+        turns = [log[-1]["content"] for log in message_log_batch]
         return EnvironmentReturn(
-            observations=[{"role": "environment", "content": "1="}] * len(said),
+            observations=[{"role": "environment", "content": "1="}] * len(turns),
             metadata=list(metadata),
-            next_stop_strings=[list(self.first_stop_strings)] * len(said),
-            rewards=torch.tensor([text.count("7") + 0.1 * len(text) for text in said]),
+            next_stop_strings=[list(self.first_stop_strings)] * len(turns),
+            rewards=torch.tensor([text.count("7") + 0.1 * len(text) for text in turns]),
             terminateds=torch.tensor([len(log) == 2 * NUM_TURNS for log in message_log_batch]),
         )
 
@@ -76,7 +77,7 @@ class _Measured(Callback):
 
 
 def main() -> None:
-    """Prints a line each."""
+    """Prints one line per kind."""
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["NEMO_RL_HOME"] = scratch
         model = Path(scratch) / "model"
@@ -91,7 +92,7 @@ def main() -> None:
                 for each in (measured.seconds, measured.cpu_seconds)
             )
             Console().print(f"{kind}: {seconds:.2f} s, {1e3 * cpu:.0f} CPU-ms of the controller")
-            sessions.shutdown()  # so that no engine of the other kind is left
+            sessions.shutdown()  # so that no engine of the other kind remains
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Ranks that compute nothing, in place of Ray's workers: the controller's code is the real one.
+"""Ranks that compute nothing instead of Ray workers; the controller's code is the real one.
 
-What ranks would do is done here in no time that counts: `elsewhere` collects the seconds of this
-process that are not the controller's. What the controller does for Ray counts, as far as it can
-without Ray: what is stored and the arguments of every call are pickled, and answers are read from
-pickles. Calls and references themselves are Ray's.
+The work of ranks is done here and does not count: `elsewhere` collects the seconds of this process
+that are not the controller's. The controller's work for Ray counts as far as possible without Ray:
+stored values and the arguments of every call are pickled, and answers are read from pickles. Only
+the calls and references themselves would be Ray's.
 """
 
 import pickle
@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_rl_core.distributed.held_rows import InProcess
 from nemo_rl_core.distributed.named_sharding import NamedSharding
+from nemo_rl_core.distributed.remote_columns import InProcess
 from nemo_rl_core.environments.interfaces import EnvironmentReturn, Scorer
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.functional.advantages import Moments
-from nemo_rl_core.models.generation import where_made
-from nemo_rl_core.models.policy import where_held
+from nemo_rl_core.models.generation import remote_completions
+from nemo_rl_core.models.policy import remote_compute
 from nemo_rl_core.types import Rollout
 
 _DERIVED = ("advantages", "returns", "old_values")
-"""Columns that ranks derive of their rows."""
+"""Columns that ranks derive from their rows."""
 _OF_STEPS = (
     "loss",
     "grad_norm",
@@ -43,7 +43,7 @@ _OF_STEPS = (
 
 
 class Elsewhere:
-    """The CPU seconds of this process that stand for others' work, and bytes given to them."""
+    """CPU seconds of this process that represent other processes' work, and bytes sent to them."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -51,24 +51,24 @@ class Elsewhere:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Work of another process."""
+        """Counts the block as work of another process."""
         before = time.process_time()
         yield
         self.seconds += time.process_time() - before
 
     def store(self, value: Any) -> None:
-        """Pickles what Ray would pickle once, into its store; it counts as the controller's."""
+        """Pickles a value that Ray would pickle once; counts as the controller's work."""
         self.num_bytes += len(pickle.dumps(value, protocol=5))
         self.num_stored += 1
 
     def call(self, arguments: Any) -> None:
-        """Pickles what Ray would pickle for a call of a rank; it counts as the controller's."""
+        """Pickles the arguments of a rank call as Ray would; counts as the controller's work."""
         self.num_bytes += len(pickle.dumps(arguments, protocol=5))
         self.num_calls += 1
 
 
 class Unread:
-    """A reference to a block that nobody may read."""
+    """A reference to a block that must not be read."""
 
     def __reduce__(self) -> Any:
         return Unread, ()
@@ -90,8 +90,8 @@ class FakeSession:
     """Worker groups of ranks that compute nothing.
 
     Args:
-        num_ranks: Of training, and as many engines.
-        new_tokens: The shortest and the longest completion.
+        num_ranks: Number of training ranks and of engines.
+        new_tokens: Shortest and longest completion, in tokens.
     """
 
     def __init__(self, num_ranks: int, new_tokens: tuple[int, int]) -> None:
@@ -135,7 +135,7 @@ class FakeWorkers:
     def run_all_workers_on_parts(
         self,
         function: Callable[..., Any],
-        wholes: Sequence[Sequence[Any]],
+        shared_parts: Sequence[Sequence[Any]],
         *,
         axis: str,
         common_kwargs: Mapping[str, Any],
@@ -143,28 +143,30 @@ class FakeWorkers:
     ) -> list[Any]:
         self._elsewhere.store((function, common_kwargs))
         parts = []
-        for whole in wholes:
-            self._elsewhere.store(whole)
-            parts += [(Unread(), place) for place in range(len(whole))]
+        for block in shared_parts:
+            self._elsewhere.store(block)
+            parts += [(Unread(), index) for index in range(len(block))]
         called = zip(parts, self._sharding.along(axis), strict=True)
         for part, _ranks in called:
             self._elsewhere.call((Unread(), *part))
         with self._elsewhere.work():
             answers = [
-                self._answer(function, part, common_kwargs) for whole in wholes for part in whole
+                self._answer(function, part, common_kwargs)
+                for block in shared_parts
+                for part in block
             ]
             sent = [pickle.dumps(answer) for answer in answers]
         return [pickle.loads(answer) for answer in sent]  # noqa: S301
 
-    def _answer(self, function: Callable[..., Any], batch: Any, asked: Mapping[str, Any]) -> Any:
-        if function is where_made.generate:
+    def _answer(
+        self, function: Callable[..., Any], batch: Any, call_kwargs: Mapping[str, Any]
+    ) -> Any:
+        if function is remote_completions.complete:
             return self._completions(batch)
-        if function is where_made.go_on:
-            return self._turns(batch)
         metrics = dict.fromkeys(_OF_STEPS, 0.0) | {"num_valid_tokens": 1.0}
-        if function is where_held.train_step:
+        if function is remote_compute.train_step:
             return metrics
-        assert function is where_held.compute_together, "rows that are not held"
+        assert function is remote_compute.compute_together, "rows are not remote"
         sums = dict.fromkeys(("num_off", "error", "kl", "ratio"), 0.0)
         zeros = np.zeros(len(batch["input_lengths"]), np.float32)
         figures = {
@@ -173,19 +175,23 @@ class FakeWorkers:
             "mean_advantages": zeros,
             "kl_penalties": zeros,
         }
-        columns = (*asked["scores"], "prev_logprobs", *_DERIVED)
-        found = {name: figures[name] for name in asked["figures"]}
-        return where_held.HeldAnswer(columns, metrics, found, 0.0), Unread()
+        derived = _DERIVED if call_kwargs["derived"] is not None else ()
+        gradients = ("prev_logprobs",) if call_kwargs["loss_fn"] is not None else ()
+        columns = (*call_kwargs["scores"], *derived, *gradients)
+        reported = {name: figures[name] for name in call_kwargs["figures"]}
+        return remote_compute.RankAnswer(columns, metrics, reported, 0.0), Unread()
 
-    def _completions(self, batch: Mapping[str, Any]) -> Any:
-        starts = np.array(list(map(len, batch["prompts"])))[batch["prompt"]]
-        return self._lengths(starts), Unread(), Unread()
-
-    def _turns(self, batch: Mapping[str, Any]) -> Any:
-        found = self._lengths(batch["input_lengths"] + batch.get("before_lengths", 0))
-        size = len(found["truncated"])
-        said = {"texts": [f"{place:0200d}" for place in range(size)], "last_token_ids": [5] * size}
-        return found, Unread(), InProcess(said)
+    def _completions(self, requests: remote_completions.Requests) -> Any:
+        starts = np.array(list(map(len, requests.prompts)))[requests.prompt_indices]
+        lengths = self._lengths(starts + requests.columns.get("before_lengths", 0))
+        if "max_new_tokens" not in requests.columns:  # single turns, whose texts nobody reads
+            return lengths, Unread(), Unread()
+        size = len(requests)
+        replies = {
+            "texts": [f"{index:0200d}" for index in range(size)],
+            "last_token_ids": [5] * size,
+        }
+        return lengths, Unread(), InProcess(replies)
 
     def _lengths(self, starts: Any) -> dict[str, Any]:
         least, most = self._new_tokens
@@ -198,7 +204,7 @@ class FakeWorkers:
 
 
 class Talk:
-    """Answers with two hundred characters to all turns but the third."""
+    """Answers with two hundred characters to all turns except the third."""
 
     def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
         is_last = torch.tensor([len(log) == 6 for log in message_log_batch])
@@ -213,7 +219,7 @@ class Talk:
 
 
 class DrawnRewards(Scorer):
-    """Rewards at once: what an environment takes is its own."""
+    """Rewards without delay: the time of an environment is not measured."""
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         rewards: list[float | RewardError] = []

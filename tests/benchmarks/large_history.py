@@ -1,4 +1,4 @@
-"""A record of 1,000 runs and 100,000 nodes, and how long each question to it takes.
+"""Times each query on a history of 1,000 runs and 100,000 nodes.
 
 `python tests/benchmarks/large_history.py STORE [--runs 1000] [--nodes 100]`
 """
@@ -26,7 +26,7 @@ STEPS_WITH_METRICS = 20
 
 
 def fill(store: Store, *, num_runs: int, num_nodes: int) -> None:
-    """Writes the record: every run is a chain of iterations, every tenth run is all hits.
+    """Writes the history: every run is a chain of iterations; every tenth run is all cache hits.
 
     The curves of the first run are long.
     """
@@ -59,10 +59,10 @@ def _fill_run(
 ) -> None:
     first = run * num_nodes + 1
     cached = run % 10 == 9
-    for place in range(num_nodes):
-        node, began = first + place, START + 600 * run + 5 * place
-        group = place - place % 10
-        parent = None if place == group else first + group
+    for index in range(num_nodes):
+        node, began = first + index, START + 600 * run + 5 * index
+        group = index - index % 10
+        parent = None if index == group else first + group
         kind = "dynamic" if parent is None else "task"
         source = node - num_nodes if cached else None
         artifact = f"grpo_iteration-{(source or node):016x}"
@@ -74,7 +74,7 @@ def _fill_run(
                 node,
                 execution,
                 parent,
-                f"grpo_iteration {place}",
+                f"grpo_iteration {index}",
                 kind,
                 "cached" if cached and kind == "task" else "succeeded",
                 began,
@@ -95,13 +95,13 @@ def _fill_run(
             "INSERT INTO node_outputs VALUES (?, 'o0', 'CheckpointArtifact', '{}', ?)",
             (node, artifact),
         )
-        if place:
+        if index:
             database.execute(
                 "INSERT INTO edges VALUES (?, ?, ?, 'o0', 'start')", (execution, node - 1, node)
             )
         if not cached:
-            _fill_artifact(database, store, artifact, node, place)
-        if place % 10 == 1:
+            _fill_artifact(database, store, artifact, node, index)
+        if index % 10 == 1:
             steps = 5000 if run == 0 else STEPS_WITH_METRICS
             database.executemany(
                 "INSERT INTO metrics VALUES (?, ?, ?, ?)",
@@ -110,10 +110,10 @@ def _fill_run(
 
 
 def _fill_artifact(
-    database: sqlite3.Connection, store: Store, artifact: str, node: int, place: int
+    database: sqlite3.Connection, store: Store, artifact: str, node: int, index: int
 ) -> None:
-    """The settings change with every tenth iteration."""
-    config = {"learning_rate": 0.001 * (1 + place // 10)}
+    """Writes an artifact; the settings change with every tenth iteration."""
+    config = {"learning_rate": 0.001 * (1 + index // 10)}
     manifest = {"kind": "checkpoint", "config": config, "parents": []}
     digest = f"{node:064x}"
     database.execute(
@@ -121,14 +121,14 @@ def _fill_artifact(
         "'2026-01-01T00:00:00+00:00', ?, ?)",
         (
             artifact,
-            f"grpo_iteration {place}",
+            f"grpo_iteration {index}",
             digest,
             to_stored(store, store.artifacts / artifact),
             json.dumps(manifest),
             node,
         ),
     )
-    if place:
+    if index:
         parent = f"grpo_iteration-{node - 1:016x}"
         database.execute(
             "INSERT INTO artifact_parents VALUES (?, ?, ?, 'start')",
@@ -137,7 +137,7 @@ def _fill_artifact(
 
 
 def questions(history: History, num_runs: int, num_nodes: int) -> dict[str, Callable[[], object]]:
-    """What the pages ask."""
+    """Returns the queries that the pages run."""
     middle = num_runs // 2
     execution = f"2023{middle:06d}-run"
     last = f"grpo_iteration-{(middle * num_nodes + num_nodes):016x}"
@@ -169,8 +169,8 @@ def questions(history: History, num_runs: int, num_nodes: int) -> dict[str, Call
 
 
 def measure(store: Store, *, num_runs: int, num_nodes: int, repeats: int = 7) -> dict[str, float]:
-    """Milliseconds of each question, the median of some repeats."""
-    found = {}
+    """Returns the median milliseconds of each query."""
+    milliseconds = {}
     with History(store) as history:
         for name, ask in questions(history, num_runs, num_nodes).items():
             times = []
@@ -178,8 +178,8 @@ def measure(store: Store, *, num_runs: int, num_nodes: int, repeats: int = 7) ->
                 began = time.perf_counter()
                 ask()
                 times.append(1000 * (time.perf_counter() - began))
-            found[name] = statistics.median(times)
-    return found
+            milliseconds[name] = statistics.median(times)
+    return milliseconds
 
 
 def main() -> None:

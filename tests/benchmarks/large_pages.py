@@ -1,11 +1,11 @@
-"""How long each page takes on a store of 1,000 runs and 100,000 nodes: asked for, and in a browser.
+"""Times each page on a store of 1,000 runs and 100,000 nodes, as an answer and in a browser.
 
-`python tests/benchmarks/large_pages.py STORE [--browser] [--repeats 20]`; a STORE without a history
-is filled first by `large_history.py`.
+`python tests/benchmarks/large_pages.py STORE [--browser] [--repeats 20]`; an empty STORE is filled
+first by `large_history.py`.
 
-On two quiet cores in a browser, 9 openings, medians: 41 ms (an artifact that is looked for) to
-79 ms (the last page of executions). The 95th percentile of so few is an estimate: 147 ms at most,
-of an ancestry of 100.
+On two quiet cores in a browser, 9 openings, medians: 41 ms (an artifact looked up) to 79 ms (the
+last page of executions). The 95th percentile of so few is an estimate: 147 ms at most, for an
+ancestry of 100.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def fill(store: Store) -> None:
 
 
 def pages() -> dict[str, str]:
-    """Every page, about the middle of the history."""
+    """Returns every page, about the middle of the history."""
     middle = RUNS // 2
     run, other = f"2023{middle:06d}-run", f"2023{middle + 3:06d}-run"
     node = middle * NODES + 2
@@ -65,8 +65,8 @@ def pages() -> dict[str, str]:
     }
 
 
-def asked(store: Store, repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each answer, without a network."""
+def response_times(store: Store, repeats: int) -> dict[str, list[float]]:
+    """Returns milliseconds of each answer, without a network."""
     client = TestClient(create_app(store), base_url="http://localhost", follow_redirects=False)
 
     def ask(path: str) -> None:
@@ -75,8 +75,8 @@ def asked(store: Store, repeats: int) -> dict[str, list[float]]:
     return _times(ask, repeats)
 
 
-def opened(store: Store, repeats: int) -> dict[str, list[float]]:
-    """Milliseconds until a browser has loaded each page, its graph drawn where it has one."""
+def load_times(store: Store, repeats: int) -> dict[str, list[float]]:
+    """Returns milliseconds until a browser has loaded each page, including its graph if any."""
     from playwright.sync_api import sync_playwright
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -88,22 +88,22 @@ def opened(store: Store, repeats: int) -> dict[str, list[float]]:
             arguments = ["--headless", "--no-sandbox", "--disable-gpu"]
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
             page = browser.new_page()
-            found = _times(lambda path: page.goto(address + path, wait_until="load"), repeats)
+            times = _times(lambda path: page.goto(address + path, wait_until="load"), repeats)
             browser.close()
         server.should_exit = True
         thread.join()
-    return found
+    return times
 
 
 def _times(act: Callable[[str], object], repeats: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for name, path in pages().items():
         act(path)  # the first time compiles templates and fills SQLite's cache
         for _ in range(repeats):
             began = time.perf_counter()
             act(path)
-            found.setdefault(name, []).append(1000 * (time.perf_counter() - began))
-    return found
+            times.setdefault(name, []).append(1000 * (time.perf_counter() - began))
+    return times
 
 
 def main() -> None:
@@ -115,7 +115,7 @@ def main() -> None:
     store = Store(arguments.store)
     if not (store.root / "history.db").exists():
         fill(store)
-    measure = opened if arguments.browser else asked
+    measure = load_times if arguments.browser else response_times
     click.echo("median    p95 [ms]")
     for name, times in measure(store, arguments.repeats).items():
         p95 = statistics.quantiles(times, n=20)[-1]

@@ -1,16 +1,21 @@
-"""How quick this machine is, beside which every time of a test run is reported.
+"""Speed of this machine, reported with the times of every test run.
 
 `python tests/benchmarks/machine.py` prints its cores and the CPU-seconds of ten million additions
-in a plain loop: 0.5 to 0.8 on a quick core, 3 on a slow or shared one.
+in a plain loop: 0.5 to 0.8 on a quick core, 3 on a slow or shared one. `python
+tests/benchmarks/machine.py 2000 COMMAND` runs a command and fails if it takes more CPU time, with
+its child processes, than 2,000 such loops.
 """
 
 import os
+import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 
 def loop_seconds() -> float:
-    """CPU-seconds of the loop; of globals, as a script has them."""
+    """Returns the CPU-seconds of the loop, which uses globals like a script."""
     names: dict[str, int] = {"x": 0}
     started = time.process_time()
     exec("for i in range(10_000_000): x += i", names)
@@ -18,15 +23,36 @@ def loop_seconds() -> float:
 
 
 def processor() -> str:
-    """The model of the processor; empty where Linux does not say."""
+    """Returns the model of the processor; empty if Linux does not report it."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
 
 
-if __name__ == "__main__":
+def main(arguments: list[str]) -> int:
+    """Prints the machine, or runs a command and bounds its CPU time.
+
+    Args:
+        arguments: Empty, or the largest CPU time in loops, followed by a command.
+
+    Returns:
+        The exit code of the command, or 1 if it succeeded but took too long.
+    """
+    exit_code, loop, cpu_time = 0, loop_seconds(), ""
+    if arguments:
+        exit_code = subprocess.run(arguments[1:], check=False).returncode
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        loop = min(loop, loop_seconds())  # other processes may have slowed one of them
+        seconds = used.ru_utime + used.ru_stime
+        cpu_time = f"; {seconds:,.0f} CPU-s, at most {float(arguments[0]) * loop:,.0f} here"
+        exit_code = exit_code or int(seconds > float(arguments[0]) * loop)
     load = os.getloadavg()[0]
     print(  # noqa: T201
         f"machine: {len(os.sched_getaffinity(0))} cores ({processor()}), load {load:.1f}; "
-        f"10 M additions in {loop_seconds():.2f} CPU-s"
+        f"10 M additions in {loop:.2f} CPU-s{cpu_time}"
     )
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

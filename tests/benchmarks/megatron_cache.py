@@ -1,9 +1,9 @@
-"""What the KV cache of Megatron's generation saves; `python tests/benchmarks/megatron_cache.py`.
+"""Measures the gain of Megatron's KV cache; `python tests/benchmarks/megatron_cache.py`.
 
-A model of SmolLM2-135M's shape, with random weights and a fifth of its layers, draws greedily on
-one thread: once as the engine does it, and once with all tokens of all rows anew for each next one,
-which is the same engine with an empty cache for every token. Both draw the same tokens; their runs
-alternate. Measured as CPU time, for others were at work on the machine.
+A model of SmolLM2-135M's shape, with random weights and a fifth of its layers, samples greedily on
+one thread: once as in the engine, and once by recomputing all tokens of all rows for each next one,
+which is the same engine with an empty cache for every token. Both produce the same tokens; their
+runs alternate. Measured as CPU time, because the machine was shared.
 
 Eight rows of 64 prompt tokens and 64 new ones take 2.9 s (2.8 to 3.0) with the cache and 28.5 s
 (28.2 to 28.6) without it, 9.9 times as long (9.6 to 10.2 in three pairs).
@@ -41,13 +41,13 @@ SHAPE = LlamaConfig(
 
 
 def prompts() -> torch.Tensor:
-    """`[B, T]`, no two alike."""
+    """Returns distinct prompts, `[B, T]`."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(SHAPE.vocab_size, (NUM_ROWS, NUM_PROMPT_TOKENS), generator=generator)
 
 
 def cached(engine: Any) -> torch.Tensor:
-    """`[B, T + new]` as the engine draws them."""
+    """Samples with the engine's cache, `[B, T + new]`."""
     batch = BatchedDataDict(
         {
             "input_ids": prompts(),
@@ -60,7 +60,7 @@ def cached(engine: Any) -> torch.Tensor:
 
 
 def recomputed(engine: Any) -> torch.Tensor:
-    """`[B, T + new]`, with an empty cache for each token."""
+    """Samples with an empty cache for each token, `[B, T + new]`."""
     from nemo_rl_core.backends.training.megatron.kv_cache import KeyValueCache
 
     ids = prompts()
@@ -73,7 +73,7 @@ def recomputed(engine: Any) -> torch.Tensor:
 
 
 def engine_of(folder: Path) -> Any:
-    """Random weights under a tokenizer that has nothing to do with them, and no stop token."""
+    """Returns an engine with random weights, an unrelated tokenizer and no stop token."""
     from nemo_rl_core.backends.generation.megatron import MegatronInferenceBackend
 
     materialize(ModelFromConfig(hidden_size=32, num_layers=2, num_heads=2), folder, seed=0)
@@ -91,14 +91,14 @@ def engine_of(folder: Path) -> Any:
 
 
 def seconds_of(draw: Callable[[Any], torch.Tensor], engine: Any) -> tuple[float, torch.Tensor]:
-    """CPU time of one call, with what it drew."""
+    """Returns the CPU time of one call and its tokens."""
     start = time.process_time()
     ids = draw(engine)
     return time.process_time() - start, ids
 
 
 def compare() -> Table:
-    """Medians, and the least and largest, of runs that alternate; and of their ratios."""
+    """Returns median, minimum and maximum of alternating runs and of their ratios."""
     with TemporaryDirectory() as folder:
         torch.manual_seed(0)
         engine = engine_of(Path(folder) / "model")

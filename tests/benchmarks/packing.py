@@ -1,12 +1,12 @@
-"""How evenly and how fast sequences are packed; `python tests/benchmarks/packing.py`.
+"""Measures how evenly and how fast sequences are packed; `python tests/benchmarks/packing.py`.
 
-Measured on one thread of an AMD EPYC, with numpy 2, as CPU time, for others were at work on it; on
-an idle core that is the time one waits.
+Measured on one thread of an AMD EPYC, with numpy 2, as CPU time, because the machine was shared; on
+an idle core the wall time is the same.
 
-Steps of 4,096 sequences of exp(N(6, 1)) tokens in micro-batches of 16,384, against work divided
-evenly without any filler: with shared rows, 2 ranks take 1.6 % longer, 8 ranks 2.9 %, and 64 ranks,
-which have three micro-batches each, 12.5 %. A plan takes 0.02 s; 65,536 sequences of 1,024 to 4,096
-tokens over 1,024 ranks take 0.87 s, where they took 22 s (on an Intel Xeon, one run).
+Steps of 4,096 sequences of exp(N(6, 1)) tokens in micro-batches of 16,384, against evenly divided
+work without padding: with shared rows, 2 ranks take 1.6 % longer, 8 ranks 2.9 %, and 64 ranks, with
+three micro-batches each, 12.5 %. A plan takes 0.02 s; 65,536 sequences of 1,024 to 4,096 tokens
+over 1,024 ranks take 0.87 s, previously 22 s (on an Intel Xeon, one run).
 """
 
 import time
@@ -27,16 +27,17 @@ def draw_lengths(num_sequences: int) -> list[int]:
 
 
 def ranks_table(num_sequences: int = 4_096, max_tokens: int = 16_384) -> Table:
-    """How much longer a step takes than with all work divided evenly, and the tokens' fill.
+    """Compares the time of a step with evenly divided work, and the tokens' fill.
 
     Ranks wait for each other in every micro-batch: the step takes the sum, over micro-batches, of
-    the costliest one, all rows counted as full. Even is the cost of the sequences alone, divided by
-    the ranks. Fill is tokens over rows times row length, empty micro-batches left out.
+    the costliest one, with all rows counted as full. Even is the cost of the sequences without
+    padding, divided by the ranks. Fill is tokens over rows times row length, without empty
+    micro-batches.
     """
     table = Table("ranks", "plan", "CPU seconds", "micro-batches each", "over even", "fill")
     lengths = draw_lengths(num_sequences)
     for num_ranks in (1, 2, 8, 64):
-        for name, share_rows in (("shared rows", True), ("rows of their own", False)):
+        for name, share_rows in (("shared rows", True), ("separate rows", False)):
             start = time.process_time()
             plans = plan_for_ranks(
                 lengths, num_ranks=num_ranks, max_tokens=max_tokens, share_rows=share_rows
@@ -60,7 +61,7 @@ def _over_even(plans: list[list[Microbatch]], lengths: list[int]) -> float:
 
 
 def _cost(part: Microbatch, lengths: list[int]) -> int:
-    if len(part.rows) == 1:  # one row alone has no filler beside its sequences
+    if len(part.rows) == 1:  # a single row has no padding
         return sum(sequence_flops(lengths[index]) for index in part.indices)
     return len(part.rows) * sequence_flops(part.row_length)
 

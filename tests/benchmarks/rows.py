@@ -1,8 +1,8 @@
-"""What a data set costs to read and check; `python tests/benchmarks/rows.py [ROWS ...]`.
+"""Measures reading and checking a data set; `python tests/benchmarks/rows.py [ROWS ...]`.
 
 Short rows of parquet and of jsonl, a million by default, through `DataModule.of` without a
-tokenizer, each kind and size in a process of its own: rows a CPU second, the seconds, and the
-process's peak memory.
+tokenizer, each kind and size in a separate process: rows per CPU second, seconds, and the process's
+peak memory.
 """
 
 import json
@@ -32,7 +32,7 @@ KINDS = [
 
 
 def columns_of(kind: str, numbers: range) -> dict[str, list[Any]]:
-    """Different rows of the columns of a kind."""
+    """Returns distinct rows in the columns of a kind."""
     if kind == "messages":
         return {
             "messages": [
@@ -52,7 +52,7 @@ def columns_of(kind: str, numbers: range) -> dict[str, list[Any]]:
 
 
 def write(path: Path, kind: str, num_rows: int) -> None:
-    """Writes a file of so many rows, some at a time."""
+    """Writes a file of that many rows in chunks."""
     if path.suffix == ".jsonl":
         with path.open("w") as lines:
             for start in range(0, num_rows, _ROWS_AT_ONCE):
@@ -68,7 +68,7 @@ def write(path: Path, kind: str, num_rows: int) -> None:
 
 
 def measure(path: Path) -> tuple[float, float, float]:
-    """CPU seconds, seconds, and the peak in GiB."""
+    """Returns CPU seconds, seconds and the peak in GiB."""
     cpu, clock = time.process_time(), time.monotonic()
     DataModule.of(str(path))
     seconds = time.monotonic() - clock

@@ -1,12 +1,12 @@
-"""CPU seconds to hand a save to an object store, and to begin with it: an archive, and shards.
+"""CPU seconds to send a save to an object store and to load it: as an archive, and as shards.
 
     .venv/bin/python tests/benchmarks/saves.py [GIB] [REPETITIONS]
 
 Both sides take turns with the same files of random bytes (four shards in a checkpoint) and moto's
-server in a process of its own. `archive` is how it was done before: the head packs the folder into
-a tar file on the volume and uploads it with flytekit, and downloads and unpacks it. `shards` is
-`ObjectSaves`: every file from where it lies, with the digests that ranks have computed in the
-background, and each digest compared on arrival.
+server in a separate process. `archive` is the previous way: the head packs the folder into a tar
+file on the volume, uploads it with flytekit, and downloads and unpacks it. `shards` is
+`ObjectSaves`: every file from its original path, with the digests that ranks computed in the
+background, each compared on arrival.
 """
 
 import os
@@ -47,7 +47,7 @@ time.sleep(1e6)
 
 
 class Shards:
-    """Writes random shards, and says what it has written."""
+    """Writes random shards and returns their descriptions."""
 
     def __init__(self, shard_bytes: int, num_shards: int = _NUM_SHARDS) -> None:
         self._bytes, self._num_shards = shard_bytes, num_shards
@@ -66,15 +66,15 @@ class Shards:
         return describe_written(self._path, files.list_files(self._path))
 
 
-def spent_by(what: Callable[[], Any]) -> tuple[float, float]:
-    """CPU and wall seconds of this process."""
+def spent_by(work: Callable[[], Any]) -> tuple[float, float]:
+    """Returns CPU and wall seconds of this process."""
 
     def cpu() -> float:
-        own = resource.getrusage(resource.RUSAGE_SELF)
-        return own.ru_utime + own.ru_stime
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return usage.ru_utime + usage.ru_stime
 
     before, start = cpu(), time.monotonic()
-    what()
+    work()
     return cpu() - before, time.monotonic() - start
 
 
@@ -97,8 +97,8 @@ def _unpack(folder: Path, access: FileAccessProvider, address: str) -> None:
 
 def _take_turns(root: Path, access: FileAccessProvider, gib: float, number: int) -> None:
     shards, folder = Shards(int(gib * 2**30) // _NUM_SHARDS), root / "work"
-    place = f"s3://bucket/{number}"
-    saves = ObjectSaves(access.get_filesystem_for_path(place), place)
+    address = f"s3://bucket/{number}"
+    saves = ObjectSaves(access.get_filesystem_for_path(address), address)
     manager = CheckpointManager(folder / "checkpoints")
     published: list[Any] = []
     with after_each_save(published.append):
@@ -106,14 +106,14 @@ def _take_turns(root: Path, access: FileAccessProvider, gib: float, number: int)
     names, lies_in = [f"shard-{each}" for each in range(_NUM_SHARDS)], published[0].folder
     spent = {"hashed by ranks": spent_by(lambda: describe_written(lies_in, names))}
     spent["shards, sent"] = spent_by(lambda: saves.save(folder, published[0]))
-    spent["archive, sent"] = spent_by(lambda: _archive(folder, access, f"{place}/work.tar"))
+    spent["archive, sent"] = spent_by(lambda: _archive(folder, access, f"{address}/work.tar"))
     for side in ("shards", "archive"):
         (root / side).mkdir()
-    other = ObjectSaves(access.get_filesystem_for_path(place), f"{place}-next")
-    other.take_over(place)
+    other = ObjectSaves(access.get_filesystem_for_path(address), f"{address}-next")
+    other.take_over(address)
     spent["shards, received"] = spent_by(lambda: other.restore(root / "shards"))
     spent["archive, received"] = spent_by(
-        lambda: _unpack(root / "archive", access, f"{place}/work.tar")
+        lambda: _unpack(root / "archive", access, f"{address}/work.tar")
     )
     for what, (cpu, wall) in spent.items():
         sys.stdout.write(f"{number} {what:<18} {cpu / gib:6.2f} CPU-s {wall / gib:6.1f} s a GiB\n")
@@ -122,7 +122,7 @@ def _take_turns(root: Path, access: FileAccessProvider, gib: float, number: int)
 
 @contextmanager
 def served() -> Iterator[str]:
-    """The address of moto's server in a process of its own."""
+    """Yields the address of moto's server in a separate process."""
     server = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
@@ -132,13 +132,13 @@ def served() -> Iterator[str]:
 
 
 def access_to(endpoint: str, root: str, number: int) -> FileAccessProvider:
-    """As flytekit gives it to a container."""
+    """Returns the file access that flytekit gives to a container."""
     store = S3Config(endpoint=endpoint, access_key_id="a", secret_access_key="b")
     return FileAccessProvider(f"{root}/sandbox", f"s3://bucket/{number}", DataConfig(s3=store))
 
 
 def main() -> None:
-    """Prints a line a turn and side."""
+    """Prints one line per turn and side."""
     gib, repetitions = float((sys.argv[1:] or ["1"])[0]), int((sys.argv[2:] or ["3"])[0])
     with served() as endpoint:
         for number in range(repetitions):

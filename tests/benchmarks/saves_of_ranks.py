@@ -1,12 +1,12 @@
-"""Seconds for which a save keeps ranks from training: with a model for others, and as shards.
+"""Measures how long a save blocks training: as a complete model, and as shards.
 
     .venv/bin/python -m tests.benchmarks.saves_of_ranks [RANKS] [MILLIONS] [TURNS]
 
 FSDP2 over gloo. `whole` is `start_checkpoint`: weights are gathered, and rank 0 writes them before
-training goes on. `shards` is `start_sharded_checkpoint`: every rank copies its shards, and writes
-the copy in the background. Both take turns on the same weights; a step comes between, and is
-written beside. Of each turn the slowest rank counts. Seconds of the thread that trains are less
-than those of the clock by what it waits for: other ranks, the disk, and processes beside.
+training continues. `shards` is `start_sharded_checkpoint`: every rank copies its shards and writes
+the copy in the background. Both take turns on the same weights; a step runs in between while the
+files are written. The slowest rank of each turn counts. Seconds of the training thread exclude
+waiting for other ranks, the disk and other processes.
 """
 
 import statistics
@@ -31,7 +31,7 @@ from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank
 
 Turn = dict[str, tuple[float, float, float]]
-"""By side: seconds of the clock and of the thread that training waits, and until all is written."""
+"""By side: blocked seconds of the clock and of the training thread, and until all is written."""
 _WIDTH, _MLP = 768, 2048
 _LAYER = 4 * _WIDTH**2 + 3 * _WIDTH * _MLP
 
@@ -54,7 +54,7 @@ def _turns(folder: Path, saves: Path, num_turns: int) -> list[Turn]:
     )
     batch = collate([[3, 4, 5, 6, 7, 8]] * 4, [[True] * 6] * 4)
     backend.train_step(batch, NLLLoss())
-    found = []
+    turns = []
     for number in range(num_turns + 1):
         turn: Turn = {}
         for side in ("whole", "shards"):
@@ -75,15 +75,15 @@ def _turns(folder: Path, saves: Path, num_turns: int) -> list[Turn]:
             if rank() == 0:
                 for file in sorted(path.rglob("*"), reverse=True):
                     file.unlink() if file.is_file() else file.rmdir()
-        found.append(turn)
+        turns.append(turn)
     backend.shutdown()
-    return found[1:]  # the first makes groups and threads
+    return turns[1:]  # the first creates groups and threads
 
 
 def main() -> None:
-    """Prints a line for each side."""
+    """Prints one line per side."""
     num_ranks, millions, num_turns = (
-        int(given) for given in (*sys.argv[1:], *("2", "85", "5")[len(sys.argv) - 1 :])
+        int(argument) for argument in (*sys.argv[1:], *("2", "85", "5")[len(sys.argv) - 1 :])
     )
     with tempfile.TemporaryDirectory() as root:
         folder, saves = Path(root) / "model", Path(root) / "saves"

@@ -1,11 +1,11 @@
-"""Training with prefixes shared and not, on the same rows: CPU-seconds, taken in turns.
+"""Trains with and without shared prefixes on the same rows; CPU-seconds, in turns.
 
     .venv/bin/python tests/benchmarks/shared_prefixes.py
 
 A Qwen2 of four layers and hidden size 128 (0.99 M weights) in float32, one thread, the backend in
-this process; a row is the logprobs of a batch and one optimizer step of GRPO on it. Medians of 15
-pairs of turns, and of their ratios with the smallest and largest; two cores (AMD EPYC) with others
-at work (load 3), torch 2.13:
+this process; each row measures the logprobs of a batch and one GRPO optimizer step on it. Medians
+of 15 pairs of turns, and of their ratios with the smallest and largest; two shared cores (AMD EPYC,
+load 3), torch 2.13:
 
     prompts x completions, tokens   tokens laid out   logprobs, s       optimizer step, s
     32 x 16, 6 + 3 to 4             5120 to 1840      0.199 to 0.095    0.655 to 0.264
@@ -115,10 +115,10 @@ def measure(folder: Path, case: tuple[int, int, int, int, int]) -> None:
                 seconds.setdefault((name, share), []).append(cpu_seconds(work))
     figures = []
     for name in ("logprobs", "step"):
-        shared, alone = (seconds[name, share][2:] for share in (True, False))
-        ratios = [a / s for a, s in zip(alone, shared, strict=True)]
+        shared, separate = (seconds[name, share][2:] for share in (True, False))
+        ratios = [a / s for a, s in zip(separate, shared, strict=True)]
         figures.append(
-            f"{statistics.median(alone):.3f} to {statistics.median(shared):.3f} s, "
+            f"{statistics.median(separate):.3f} to {statistics.median(shared):.3f} s, "
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         )
     prompts, group, prompt, fewest, most = case

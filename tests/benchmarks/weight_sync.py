@@ -1,17 +1,17 @@
-"""How long weights take from one process to another; `python tests/benchmarks/weight_sync.py`.
+"""Times a transfer of weights between processes; `python tests/benchmarks/weight_sync.py`.
 
-The weights of SmolLM2-135M in float32, with its shapes and random values. A whole sync packs
-buckets, takes their checksums, hands them over, checks what arrived and copies it into the
-receiver's own tensors. A plain copy moves the same bytes as one block: into shared memory by one
-process, out of it into memory of its own by the other, all of it touched before.
+The weights of SmolLM2-135M in float32, with its shapes and random values. A full sync packs
+buckets, computes their checksums, sends them, verifies the received bytes and copies them into the
+receiver's tensors. A plain copy moves the same bytes as one block: one process copies them into
+shared memory, the other out of it into its memory, all of it touched before.
 
 On two quiet cores, 9 repetitions, medians and spread: a plain copy takes 0.063 s (0.058 to 0.069)
-through shared memory and 0.127 s (0.107 to 0.150) through gloo, a whole sync 0.106 s (0.092 to
+through shared memory and 0.127 s (0.107 to 0.150) through gloo, a full sync 0.106 s (0.092 to
 0.124; 1.7 times as long) and 0.248 s (0.218 to 0.270; 2.0 times). With a dozen other programs on
 the same cores it was 1.4 and 2.0 times.
 
 The second table is of `Generation.update_weights`, from a policy to an engine over transformers:
-0.112 s (0.099 to 0.127), and 1.37 s for the first, for which the system hands out its memory.
+0.112 s (0.099 to 0.127), and 1.37 s for the first, for which the system allocates its memory.
 """
 
 import mmap
@@ -39,12 +39,9 @@ from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import join_process_group, rank
 from nemo_rl_core.distributed.session import connect, shutdown
-from nemo_rl_core.distributed.weight_sync import (
-    SENDER,
-    Endpoint,
-    LinkSpec,
-    TransportName,
-)
+from nemo_rl_core.distributed.weight_sync.link import Endpoint
+from nemo_rl_core.distributed.weight_sync.messages import SENDER, LinkSpec
+from nemo_rl_core.distributed.weight_sync.routes import TransportName
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
 
@@ -55,7 +52,7 @@ PLAIN_NETWORK = "plain copy through gloo"
 
 
 def model() -> LlamaForCausalLM:
-    """Of the shape of SmolLM2-135M, on torch's default device; its head is its embedding."""
+    """Returns a model of SmolLM2-135M's shape on torch's default device, with a tied head."""
     config = LlamaConfig(
         vocab_size=49_152,
         hidden_size=576,
@@ -69,13 +66,13 @@ def model() -> LlamaForCausalLM:
 
 
 def shapes() -> dict[str, torch.Size]:
-    """Of the weights, by name."""
+    """Returns the shapes of the weights by name."""
     with torch.device("meta"):
         return {name: p.shape for name, p in model().named_parameters()}
 
 
 def measure(links: dict[str, LinkSpec], sizes: dict[str, torch.Size]) -> dict[str, list[float]]:
-    """Seconds of every repetition, by way; the ways take turns."""
+    """Returns seconds of every repetition by way; the ways take turns."""
     join_process_group()
     flat = torch.ones(sum(size.numel() for size in sizes.values()))
     if rank() == 0:
@@ -96,7 +93,7 @@ def measure(links: dict[str, LinkSpec], sizes: dict[str, torch.Size]) -> dict[st
             way()
             dist.barrier()
             seconds[name].append(time.perf_counter() - start)
-    # The first one touches memory that later ones find warm.
+    # The first one touches memory, so that it is warm for later ones.
     return {name: values[1:] for name, values in seconds.items()}
 
 
@@ -135,26 +132,26 @@ def _sync(link: LinkSpec, tensors: dict[str, torch.Tensor]) -> Callable[[], None
 
 
 def transfer_seconds() -> dict[str, list[float]]:
-    """Seconds of every repetition, by way."""
+    """Returns seconds of every repetition by way."""
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in TRANSPORTS]
     links = {
         name: LinkSpec("127.0.0.1", store.port, 1, name, timeout_seconds=600.0, token="secret")
         for name, store in zip(TRANSPORTS, stores, strict=True)
     }
-    found: dict[str, list[float]] = run_ranks(measure, links, shapes(), world_size=2)[0]
-    return found
+    seconds: dict[str, list[float]] = run_ranks(measure, links, shapes(), world_size=2)[0]
+    return seconds
 
 
 def table() -> Table:
-    """Median and spread of each way, and its ratio to the plain copy."""
+    """Returns median and spread of each way, and its ratio to the plain copy."""
     sizes, seconds = shapes(), transfer_seconds()
     num_bytes = 4 * sum(size.numel() for size in sizes.values())
     columns = ("way", "median", "least", "most", "GiB/s", "over the plain copy")
-    found = Table(*columns, title=f"{num_bytes / 2**20:.0f} MiB, {NUM_REPETITIONS} repetitions")
+    rows = Table(*columns, title=f"{num_bytes / 2**20:.0f} MiB, {NUM_REPETITIONS} repetitions")
     plain = statistics.median(seconds[PLAIN])
     for name, values in seconds.items():
         median = statistics.median(values)
-        found.add_row(
+        rows.add_row(
             name,
             f"{median:.3f} s",
             f"{min(values):.3f} s",
@@ -162,11 +159,11 @@ def table() -> Table:
             f"{num_bytes / 2**30 / median:.2f}",
             f"{median / plain:.2f}",
         )
-    return found
+    return rows
 
 
 def update_seconds() -> list[float]:
-    """Of `Generation.update_weights`, from a real policy to a real engine, in two Ray workers."""
+    """Times `Generation.update_weights` from a real policy to a real engine, in two Ray workers."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model"
         materialize(ModelFromConfig(), path, seed=0)  # for its tokenizer
@@ -185,15 +182,15 @@ def update_seconds() -> list[float]:
 
 
 def update_table() -> Table:
-    """The first update, which opens the link and touches the memory, and the later ones."""
+    """Tabulates the first update, which opens the link and touches the memory, and later ones."""
     first, *later = update_seconds()
     columns = ("update", "median", "least", "most")
     title = f"policy to engine, {NUM_REPETITIONS} repetitions, load {os.getloadavg()[0]:.1f}"
-    found = Table(*columns, title=title)
+    rows = Table(*columns, title=title)
     for name, values in (("first", [first]), ("later", later)):
         figures = statistics.median(values), min(values), max(values)
-        found.add_row(name, *[f"{each:.3f} s" for each in figures])
-    return found
+        rows.add_row(name, *[f"{each:.3f} s" for each in figures])
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whole runs, and what harms them from outside."""
+"""Fixtures for complete runs, and faults that come from outside."""
 
 import os
 import signal
@@ -24,18 +24,18 @@ _GIVE_UP_SECONDS = 300.0
 
 
 class Killer(Callback):
-    """Kills one of this process's workers, or its children's, in the middle of a method (SIGKILL).
+    """Kills a worker of this process or of its children in the middle of a method (SIGKILL).
 
-    Ray shows in the title of a process what it is at: `ray::VllmBackend.generate`.
+    Ray shows in the title of a process which method it runs: `ray::VllmBackend.generate`.
 
     Args:
-        methods: Any of them will do; such as `VllmBackend.generate`.
-        step: The step at whose beginning the look-out begins.
-        wait_seconds: From when the worker is seen at it to the signal.
-        when: Says, after `start`, whether the look-out begins now.
+        methods: Methods to wait for, such as `VllmBackend.generate`.
+        step: Step at whose beginning the watch starts.
+        wait_seconds: Delay from seeing the worker in the method to the signal.
+        when: Condition that starts the watch, checked after `start`.
 
     Attributes:
-        killed: The titles of those that were killed.
+        killed: Titles of the killed processes.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Killer(Callback):
         self._thread.start()
 
     def join(self) -> list[str]:
-        """What was killed, once it was; nothing where nothing was at it."""
+        """Returns the titles of killed processes, once killed; empty if none ran a method."""
         self._thread.join(_GIVE_UP_SECONDS)
         return self.killed
 
@@ -68,7 +68,7 @@ class Killer(Callback):
         deadline = time.monotonic() + _GIVE_UP_SECONDS
         while not self._when() and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
-        # A list of the processes takes longer than what is looked for may.
+        # Listing the processes takes longer than some methods.
         pids: list[int] = []
         listed_until = 0.0
         while time.monotonic() < deadline:
@@ -104,7 +104,7 @@ def session() -> Iterator[ClusterSession]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As the one of all tests, but with heads of 32: the smallest that vLLM on a CPU knows."""
+    """The shared tiny model with heads of 32: the smallest that vLLM on a CPU supports."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
     config = ModelFromConfig(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2)
     materialize(config, folder, seed=0)

@@ -1,4 +1,4 @@
-"""Bad input through the real command: refused early, in a few lines, with the fix."""
+"""Bad input to the real command is refused early, in a few lines, with the fix."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
 
 @pytest.fixture
 def refused(run_grpo: Callable[..., Finished]) -> Callable[..., Finished]:
-    """Runs a recipe that must be refused before any worker is started."""
+    """Runs a recipe that must be refused before any worker starts."""
 
     def run(recipe: dict[str, Any]) -> Finished:
         before = dict(sessions._sessions)
@@ -83,11 +83,11 @@ def runs(store: Path) -> list[Path]:
         ),
         (
             {"data": {"kind": "file", "train": "no.jsonl", "validation": "no.jsonl"}},
-            ["names what is missing", "expected:", "data.train: no file /", "/no.jsonl", "fix:"],
+            ["names missing files", "expected:", "data.train: no file /", "/no.jsonl", "fix:"],
         ),
         (
             {"environment": {"kind": "reward_model", "model": "some/model"}},
-            ["'reward_model' gives scores, which do not say what is right", "fix: say"],
+            ["'reward_model' gives scores, which do not tell right from wrong", "fix: set"],
         ),
         (
             {"grpo": {"preset": "dapo"}},
@@ -99,7 +99,7 @@ def runs(store: Path) -> list[Path]:
         ),
         (
             {"training": {"tensor_parallel_size": 2}},
-            ["1 workers cannot hold whole copies", "fix: set cluster.num_workers to 2"],
+            ["1 workers cannot hold complete copies", "fix: set cluster.num_workers to 2"],
         ),
         (
             {"environment": {"kind": "reward_model"}},
@@ -115,7 +115,7 @@ def runs(store: Path) -> list[Path]:
         ),
     ],
 )
-def test_what_a_recipe_cannot_have_is_refused_before_a_run_begins(
+def test_invalid_recipes_are_refused_before_a_run_begins(
     refused: Callable[..., Finished], own_store: Path, recipe: dict[str, Any], words: list[str]
 ) -> None:
     finished = refused(recipe)
@@ -125,7 +125,7 @@ def test_what_a_recipe_cannot_have_is_refused_before_a_run_begins(
     assert runs(own_store) == []
 
 
-def test_a_gpu_that_is_not_there_is_refused_at_once(
+def test_missing_gpus_are_refused_at_once(
     refused: Callable[..., Finished], own_store: Path
 ) -> None:
     import torch
@@ -163,7 +163,7 @@ def test_prompts_longer_than_the_context_of_a_model_folder_are_refused(
 
 
 @pytest.mark.parametrize("text", ["{seed: }", "no-such-file.yaml"])
-def test_a_recipe_that_is_neither_json_nor_a_file_is_refused(
+def test_recipes_that_are_neither_json_nor_a_file_are_refused(
     run_grpo: Callable[..., Finished], own_store: Path, text: str
 ) -> None:
     finished = run_grpo(text)
@@ -187,8 +187,8 @@ def test_prompts_without_answers_are_refused_where_the_reward_needs_them(
     for word in (
         "the train data set lacks the column answer, which the environment 'exact' needs",
         "expected: the column answer in every row",
-        "got: answer: missing from all 2 rows. Columns that there are: prompt",
-        "fix: add the column to the data, or choose a reward that needs none",
+        "got: answer: missing from all 2 rows. Existing columns: prompt",
+        "fix: add the column to the data, or choose a reward that does not need it",
     ):
         assert word in finished.text
     assert runs(own_store) == []
@@ -203,7 +203,7 @@ LONG = "1+" * 20 + "1="
         ([], ["the train data set is empty", "expected: at least one row", "fix:"]),
         (
             [*ROWS, {"prompt": " ", "answer": "1"}, {"prompt": "", "answer": "1"}],
-            ["prompt is empty: rows 8, 9", "fix: mend or remove these rows of", "train.jsonl"],
+            ["prompt is empty: rows 8, 9", "fix: correct or remove these rows of", "train.jsonl"],
         ),
         (
             [*ROWS, {"prompt": LONG, "answer": "21"}],
@@ -244,5 +244,5 @@ def test_bad_rows_are_named_before_a_worker_starts(
     assert log.parent.name in finished.text.replace(" ", "")  # the frame breaks long lines
     assert "Traceback" in log.read_text()
     assert "DataError" in log.read_text()
-    # What was done is kept: the model is not made again once the rows are mended.
+    # Completed work is kept: the model is not created again once the rows are fixed.
     assert list((own_store / "artifacts").glob("prepare_model-*"))

@@ -1,4 +1,4 @@
-"""The command of a user, whose engine is killed in the middle of a step."""
+"""The user's command, with its engine killed in the middle of a step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Iteration:
-    """What a run said, and what its iteration made."""
+    """Output of a run and the artifact of its iteration."""
 
     output: str
     artifact: Path
 
     def figures(self, name: str) -> list[float]:
-        """That metric of every step."""
+        """Returns that metric of every step."""
         return [metrics[name] for metrics in step_metrics(self.artifact)]
 
 
 def run_iteration(store: Path, *, save_every_num_steps: int) -> Iteration:
-    """When it saves changes no weight, but is a reason to train again; the rest is cached."""
+    """Runs one iteration; changing `save_every_num_steps` retrains with unchanged weights."""
     grpo = {**SMALL["grpo"], "save_every_num_steps": save_every_num_steps}
     before = iterations(store)
     finished = run({**SMALL, "grpo": grpo}, store)
@@ -44,7 +44,7 @@ def run_iteration(store: Path, *, save_every_num_steps: int) -> Iteration:
 
 
 def iterations(store: Path) -> set[Path]:
-    """The artifacts of GRPO."""
+    """Returns the artifacts of GRPO."""
     return {path.parent for path in store.glob("artifacts/grpo_iteration-*/manifest.json")}
 
 
@@ -68,7 +68,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_a_step_costs_nothing(
     assert restarts[0] == 0
     assert sum(restarts) == 1
     assert disturbed.figures("num_failed_rollouts") == [0] * NUM_STEPS
-    # Heard of on the terminal, in the table at the end, and in the log.
+    # Reported on the terminal, in the final table and in the log.
     assert "worker 0 of 'generation' died; the engine is started again" in disturbed.output
     stage = [line for line in disturbed.output.splitlines() if "grpo_iteration 1  ran" in line]
     assert "engine restarts 1" in stage[0]

@@ -1,6 +1,6 @@
-"""Whole runs in which something hangs, dies or fails: they end, and lose what they say they lost.
+"""Complete runs in which something hangs, dies or fails: they end, and lose only what they report.
 
-Every fault comes from outside: a reward that looks at a file, a signal to a process.
+Every fault comes from outside: a reward that reads a file, a signal to a process.
 """
 
 import json
@@ -17,14 +17,14 @@ from nemo_rl_core.errors import RewardError, WorkerLostError
 from nemo_rl_core.rollouts.batch import valid_rollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.trainers.callbacks import Callback
-from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.trainers.fit.fitting import TrainResult
 from nemo_rl_core.types import Rollout
 from tests.training import Watch, assert_equal_weights, replay
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("session")]
 
 NUM_STEPS, SAVE_EVERY, NUM_ROWS = 4, 2, 16
-# A prompt comes up in one step alone, so that what is said of one concerns that step.
+# Each prompt occurs in one step only, so that its faults concern that step.
 ROWS = [{"prompt": f"{n}+{n % 7}=", "answer": str(n + n % 7)} for n in range(10, 34)]
 REWARD = """
 import json, time
@@ -60,12 +60,12 @@ TRAINER = ("DTensorBackend.compute_together", "DTensorBackend.train_step")
 
 
 class Runs:
-    """Runs of one kind of trainer, with a reward that does what files beside it say.
+    """Runs of one kind of trainer; files in its folder control the reward.
 
     Args:
-        kind: A key of `KINDS`.
-        model: Where they start.
-        folder: Of the reward.
+        kind: Key of `KINDS`.
+        model: Model to start from.
+        folder: Folder of the reward.
     """
 
     def __init__(self, kind: str, model: Path, folder: Path) -> None:
@@ -87,7 +87,7 @@ class Runs:
         return result
 
     def afflict(self, fault: str, *rollouts: Rollout) -> None:
-        """The reward hangs on these, raises, or is slow."""
+        """Lets the reward hang on these rollouts, raise, or be slow."""
         pairs = [[rollout.prompt.text, rollout.text] for rollout in rollouts]
         (self._folder / fault).write_text(json.dumps(pairs))
 
@@ -96,7 +96,7 @@ class Runs:
             (self._folder / fault).unlink(missing_ok=True)
 
     def replay(self, result: TrainResult, records: RolloutRecords, work: Path) -> Path:
-        """Trains again on records, where no engine and no reward is; returns the model's folder."""
+        """Trains again on records without an engine or a reward; returns the model's folder."""
         ahead = {"max_staleness": 0} if self._kind == "ahead" else None
         trainer = KINDS[self._kind].from_pretrained("unused", asynchronous=ahead, **SETTINGS)
         replay(trainer, result, records.folder, work)
@@ -112,7 +112,7 @@ def runs(
 ) -> Iterator[Runs]:
     folder = tmp_path_factory.mktemp("reward")
     with pytest.MonkeyPatch.context() as patch:
-        # Each kind of trainer finds its own: a module is imported once.
+        # Each kind of trainer imports a separate module: a module is imported once.
         name = f"faulty_reward_{folder.name}".replace("-", "_")
         (folder / f"{name}.py").write_text(REWARD)
         patch.syspath_prepend(folder)
@@ -135,12 +135,12 @@ def recorded(result: TrainResult, step: int) -> list[Rollout]:
     return RolloutRecords(result.folder / "rollouts").load(step)
 
 
-def said(rollouts: Sequence[Rollout]) -> list[tuple[int, ...]]:
+def token_ids(rollouts: Sequence[Rollout]) -> list[tuple[int, ...]]:
     return [rollout.completion.token_ids for rollout in rollouts]
 
 
 def counts(result: TrainResult, name: str) -> list[float]:
-    """That figure, step by step."""
+    """Returns that metric step by step."""
     assert [metrics["global_step"] for metrics in result.metrics] == [1, 2, 3, 4]
     return [metrics[name] for metrics in result.metrics]
 
@@ -158,20 +158,20 @@ def test_a_reward_that_hangs_on_a_row_costs_that_row(
     result = runs.fit()
     assert counts(result, "num_failed_rollouts") == [0, 1, 0, 0]
     assert counts(result, "failed_fraction")[1] == 1 / NUM_ROWS
-    # The first time among other rows, the second time alone.
+    # The first time with other rows, the second time by itself.
     assert counts(result, "num_environment_restarts") == [0, 2, 0, 0]
     failed = [each for step in range(1, 5) for each in recorded(result, step) if each.error]
     assert [(each.prompt.id, each.text, each.reward) for each in failed] == [
         (lost.prompt.id, lost.text, None)
     ]
     assert "nothing within 5 s" in str(failed[0].error)
-    assert said(recorded(result, 2)) == said(recorded(undisturbed, 2))
-    # What is left was trained on, and the lost one was not: as if it had never been.
+    assert token_ids(recorded(result, 2)) == token_ids(recorded(undisturbed, 2))
+    # Only the remaining rows were trained on, as if the lost one had never existed.
     others = RolloutRecords(tmp_path / "others")
     for step in range(1, NUM_STEPS + 1):
         others.save(step, valid_rollouts(recorded(result, step)))
     assert_equal_weights(result.folder, runs.replay(result, others, tmp_path / "work"))
-    # And as if the reward had refused it at once.
+    # The same as if the reward had refused it at once.
     runs.heal()
     runs.afflict("raise", lost)
     refused = runs.fit()
@@ -201,13 +201,13 @@ def test_an_engine_that_is_killed_while_it_generates_costs_nothing(
     assert kill.join()[0].removeprefix("ray::").startswith(ENGINE)
     assert counts(result, "num_engine_restarts") == [0, 1, 0, 0]
     assert counts(result, "num_failed_rollouts") == [0, 0, 0, 0]
-    assert said(recorded(result, 2)) == said(recorded(undisturbed, 2))
+    assert token_ids(recorded(result, 2)) == token_ids(recorded(undisturbed, 2))
     records = RolloutRecords(result.folder / "rollouts")
     assert_equal_weights(result.folder, runs.replay(result, records, tmp_path / "work"))
     assert_equal_weights(result.folder, undisturbed.folder)
 
 
-def test_a_trainer_that_is_killed_stops_the_run_which_then_goes_on_from_its_save(
+def test_a_killed_trainer_stops_the_run_which_resumes_from_its_save(
     runs: Runs, undisturbed: TrainResult, killer: Callable[..., Any]
 ) -> None:
     kill = killer(*TRAINER, step=4)
@@ -219,15 +219,16 @@ def test_a_trainer_that_is_killed_stops_the_run_which_then_goes_on_from_its_save
     result = runs.fit(callbacks=[watch], name="killed trainer")
     assert watch.steps == [3, 4]
     assert_equal_weights(result.folder, undisturbed.folder)
-    assert [said(recorded(result, step)) for step in (1, 2, 3, 4)] == [
-        said(recorded(undisturbed, step)) for step in (1, 2, 3, 4)
+    assert [token_ids(recorded(result, step)) for step in (1, 2, 3, 4)] == [
+        token_ids(recorded(undisturbed, step)) for step in (1, 2, 3, 4)
     ]
 
 
 class SaveIsWritten(Callback):
-    """Lets a step end when the trainer has written the save before it.
+    """Lets a step end once the trainer has written the save before it.
 
-    It writes while steps go on, and until a step ends after that, the save dies with the trainer.
+    Saves are written while steps continue; until a step ends after that, a save dies with the
+    trainer.
     """
 
     def __init__(self, *, step: int) -> None:
@@ -238,7 +239,7 @@ class SaveIsWritten(Callback):
             time.sleep(0.01)
 
 
-def test_too_many_failures_stop_the_run_until_the_reward_is_mended(
+def test_too_many_failures_stop_the_run_until_the_reward_is_fixed(
     runs: Runs, undisturbed: TrainResult
 ) -> None:
     lost = recorded(undisturbed, 3)[:2]

@@ -1,4 +1,4 @@
-"""Bad input in a process of its own: what a user sees, and the exit code of the shell."""
+"""Bad input in a separate process: what the user sees, and the exit code."""
 
 import json
 import os

@@ -1,11 +1,11 @@
-"""Attention over packed rows on a GPU: comparisons and timings, a line of JSON for each.
+"""Attention over packed rows on a GPU: comparisons and timings, one line of JSON per case.
 
-Standalone: needs torch, transformers and nemo_rl_core alone. `lengths` makes a case a timing.
+Standalone: only needs torch, transformers and nemo_rl_core. `lengths` makes a case a timing.
 
     python tests/gpu/attention.py '[{"model": "qwen2", "attention": "varlen"}]'
     python tests/gpu/attention.py '[{"attention": "varlen", "lengths": "64 x 128"}]'
 
-`flash_attention` chooses the version behind `varlen`; 3 and 4 need `deterministic: false`.
+`flash_attention` chooses the version that computes `varlen`; 3 and 4 need `deterministic: false`.
 """
 
 import json
@@ -112,7 +112,7 @@ def computed(config: PreTrainedConfig, options: dict[str, Any]) -> tuple[Any, di
 
 
 def agree(options: dict[str, Any]) -> dict[str, Any]:
-    """Distances to a dense mask in float32, of the kernel and of a dense mask in its dtype."""
+    """Returns distances of the kernel and of a dense mask in its dtype to a float32 mask."""
     config = MODELS[options["model"]]
     want, want_gradients = computed(config, {"attention": "sdpa", "dtype": "float32"})
     distances = {}
@@ -121,9 +121,9 @@ def agree(options: dict[str, Any]) -> dict[str, Any]:
         logprobs, gradients = computed(config, {**options, "attention": attention, **version})
         cosines, norms = [], []
         for parameter, gradient in want_gradients.items():
-            found = gradients[parameter]
-            cosines.append(torch.cosine_similarity(found.flatten(), gradient.flatten(), 0).item())
-            norms.append(((found - gradient).norm() / gradient.norm()).item())
+            actual = gradients[parameter]
+            cosines.append(torch.cosine_similarity(actual.flatten(), gradient.flatten(), 0).item())
+            norms.append(((actual - gradient).norm() / gradient.norm()).item())
         difference = (logprobs - want).abs()
         distances[name] = {
             "largest": difference.max().item(),
@@ -136,7 +136,7 @@ def agree(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def timed(options: dict[str, Any]) -> dict[str, Any]:
-    """Median time and memory of forward and backward of 8192 tokens, 4 layers of 1.5 B's shape."""
+    """Measures time and memory of forward and backward: 8192 tokens, 4 layers of 1.5 B."""
     packed = packed_model(LARGE, {"recompute": True, **options})
     batch, plan = batch_of((LENGTHS[options["lengths"]],), 32768)
     torch.cuda.reset_peak_memory_stats()
@@ -156,7 +156,7 @@ def timed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def result(options: dict[str, Any]) -> dict[str, Any]:
-    """A case's figures, or its error, after which the others still run."""
+    """Returns a case's figures, or its error, so that the other cases still run."""
     try:
         if options.get("deterministic", True):
             compute_deterministically()

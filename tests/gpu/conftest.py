@@ -1,7 +1,7 @@
-"""What one GPU must show, in the order of the files: `make test-gpu`.
+"""Checks that need one GPU, in the order of the files: `make test-gpu`.
 
-Figures are recorded, not asserted, but for what must hold on any GPU: agreement with the CPU, equal
-checksums, memory that does not grow.
+Figures are recorded and not asserted, except for what must hold on any GPU: agreement with the CPU,
+equal checksums, and memory that does not grow.
 """
 
 import json
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def model_1_5b(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 of 1.5 B random weights, with the tokenizer of sums."""
+    """Creates a Qwen2 with 1.5 B random weights and the tokenizer of sums."""
     folder = tmp_path_factory.mktemp("large") / "model"
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -56,12 +56,12 @@ def model_1_5b(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def on_device() -> Callable[..., Any]:
-    """Runs a program of this folder, with or without the GPU, and returns what it prints last."""
+    """Returns a function that runs a program of this folder and returns its last line of output."""
     return _on_device
 
 
 def _on_device(program: str, *arguments: str, gpu: bool) -> Any:
-    """What a program of this folder prints last, run by itself with or without the GPU."""
+    """Runs a program of this folder with or without the GPU; returns its last line of output."""
     environment = os.environ if gpu else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, Path(__file__).parent / program, *arguments],

@@ -1,4 +1,4 @@
-"""Kernels of attention over packed rows, against a dense mask in float32; then their speed."""
+"""Attention kernels over packed rows, compared with a dense float32 mask; then their speed."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_core.backends.training.flash_attention import GENERATIONS, NEWER, installed
+from nemo_rl_core.backends.experimental.flash_attention import GENERATIONS, NEWER, installed
 
 USABLE = [
     version
@@ -20,7 +20,7 @@ USABLE = [
     and torch.cuda.is_available()
     and torch.cuda.get_device_capability()[0] in GENERATIONS[version]
 ]
-"""Versions of FlashAttention beside torch's own that are installed for this GPU."""
+"""Installed versions of FlashAttention for this GPU other than torch's built-in one."""
 
 AGREEING: list[dict[str, Any]] = [
     {"model": model, "attention": attention}
@@ -68,7 +68,7 @@ def _kernel(options: dict[str, Any]) -> tuple[str, int | None]:
 
 @cache
 def figures(attention: str, version: int | None) -> tuple[dict[str, dict[str, Any]], str]:
-    """Figures of all cases of a kernel, from a process of their own, and what else it said."""
+    """Returns the figures of all cases of a kernel, from a separate process, and its stderr."""
     cases = [each for each in [*AGREEING, *TIMED] if _kernel(each) == (attention, version)]
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("attention.py"), json.dumps(cases)],
@@ -77,50 +77,53 @@ def figures(attention: str, version: int | None) -> tuple[dict[str, dict[str, An
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    found = [json.loads(line) for line in lines]
-    return dict(zip(map(named, cases), found, strict=False)), done.stderr[-4000:]
+    results = [json.loads(line) for line in lines]
+    return dict(zip(map(named, cases), results, strict=False)), done.stderr[-4000:]
 
 
 def figures_of(options: dict[str, Any]) -> dict[str, Any]:
-    every, said = figures(*_kernel(options))
-    assert named(options) in every, f"the process ended before: {said}"
-    found = every[named(options)]
-    assert "error" not in found, found["error"]
-    sys.stderr.write(f"\n{json.dumps(found)}\n")
-    return found
+    every, output = figures(*_kernel(options))
+    assert named(options) in every, f"the process ended early: {output}"
+    actual = every[named(options)]
+    assert "error" not in actual, actual["error"]
+    sys.stderr.write(f"\n{json.dumps(actual)}\n")
+    return actual
 
 
 @pytest.mark.parametrize("options", AGREEING, ids=named)
-def test_a_kernel_agrees_with_a_dense_mask(options: dict[str, Any]) -> None:
-    found = figures_of(options)
-    kernel, dense = found["kernel"], found["dense"]
-    assert kernel["finite"], found
+def test_kernel_agrees_with_dense_mask(options: dict[str, Any]) -> None:
+    actual = figures_of(options)
+    kernel, dense = actual["kernel"], actual["dense"]
+    assert kernel["finite"], actual
     if options.get("dtype") == "float32":
-        assert kernel["largest"] < 1e-3, found
-        assert kernel["gradient"] < 1e-3, found
+        assert kernel["largest"] < 1e-3, actual
+        assert kernel["gradient"] < 1e-3, actual
     else:
-        # As far from float32 as the dense mask in 16 bits is, but for chance.
-        assert kernel["mean"] < 2 * dense["mean"] + 1e-3, found
-        assert kernel["gradient"] < 2 * dense["gradient"] + 1e-2, found
+        # As far from float32 as the dense mask in 16 bits, up to chance.
+        assert kernel["mean"] < 2 * dense["mean"] + 1e-3, actual
+        assert kernel["gradient"] < 2 * dense["gradient"] + 1e-2, actual
 
 
 @pytest.mark.parametrize("options", TIMED, ids=named)
 def test_speed(options: dict[str, Any]) -> None:
-    found = figures_of(options)
+    actual = figures_of(options)
     dense = figures_of({"attention": "sdpa", "lengths": options["lengths"]})
-    # A mask of all pairs costs what sequences do not.
-    assert options["attention"] == "sdpa" or found["median_ms"] < dense["median_ms"], (found, dense)
+    # A mask of all pairs costs more than separate sequences.
+    assert options["attention"] == "sdpa" or actual["median_ms"] < dense["median_ms"], (
+        actual,
+        dense,
+    )
 
 
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
-def test_three_steps_are_those_under_a_mask(
+def test_three_steps_match_a_dense_mask(
     tiny_model: Path, backend: str, on_device: Callable[..., Any]
 ) -> None:
     options = {"backend": backend, "dtype": "bfloat16", "folder": str(tiny_model), "steps": 3}
     options |= {"lengths": [11, 4, 7, 2], "vocabulary": 16, "tokens": 24, "recompute": True}
-    found, expected = (
+    actual, expected = (
         on_device("train.py", json.dumps({**options, "attention": each}), gpu=True)["losses"]
         for each in ("varlen", "sdpa")
     )
-    sys.stderr.write(f"\n{backend}: varlen {found}, sdpa {expected}\n")
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-2, atol=2e-2)
+    sys.stderr.write(f"\n{backend}: varlen {actual}, sdpa {expected}\n")
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=2e-2, atol=2e-2)

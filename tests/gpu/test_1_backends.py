@@ -1,4 +1,4 @@
-"""Both training backends on a GPU: agreement with the CPU, then speed and memory of 1.5 B."""
+"""Both training backends on a GPU: agreement with the CPU, then speed and memory at 1.5 B."""
 
 import json
 import sys
@@ -20,15 +20,15 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
-def test_three_steps_are_those_of_a_cpu(
+def test_three_steps_match_the_cpu(
     tiny_model: Path, backend: str, on_device: Callable[..., Any]
 ) -> None:
     options = {"backend": backend, "dtype": "float32", "folder": str(tiny_model), "steps": 3}
     options |= {"lengths": [11, 4, 7, 2], "vocabulary": 16, "tokens": 24}
-    found, expected = (
+    actual, expected = (
         on_device("train.py", json.dumps(options), gpu=each)["losses"] for each in (True, False)
     )
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -43,6 +43,6 @@ def test_speed_and_memory(model_1_5b: Path, case: str, on_device: Callable[..., 
         "tokens": NUM_TOKENS,
         **CASES[case],
     }
-    found = on_device("train.py", json.dumps(options), gpu=True)
-    sys.stderr.write(f"\n{case}: {json.dumps(found)}\n")
-    assert found["losses"] == sorted(found["losses"], reverse=True)  # the batch is the same
+    actual = on_device("train.py", json.dumps(options), gpu=True)
+    sys.stderr.write(f"\n{case}: {json.dumps(actual)}\n")
+    assert actual["losses"] == sorted(actual["losses"], reverse=True)  # the batch is the same

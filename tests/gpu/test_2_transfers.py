@@ -1,4 +1,4 @@
-"""Weights between two processes of one GPU."""
+"""Weight transfers between two processes on one GPU."""
 
 import sys
 import time
@@ -11,13 +11,14 @@ import torch
 from torch import multiprocessing
 from torch.distributed import TCPStore
 
-from nemo_rl_core.distributed.weight_sync import SENDER, Endpoint, LinkSpec
-from nemo_rl_core.planning.routes import TransportName
+from nemo_rl_core.distributed.weight_sync.link import Endpoint
+from nemo_rl_core.distributed.weight_sync.messages import SENDER, LinkSpec
+from nemo_rl_core.distributed.weight_sync.routes import TransportName
 
 NUM_TRANSFERS = 5
 NUM_TENSORS = 20
-TENSOR_SIZE = 64 * 1024**2  # of bfloat16: 128 MiB
-NUM_PARTS = {3: 5}  # of that size; the largest tensor goes in pieces, by CUDA IPC
+TENSOR_SIZE = 64 * 1024**2  # in bfloat16: 128 MiB
+NUM_PARTS = {3: 5}  # in units of that size; the largest tensor is sent in pieces, by CUDA IPC
 
 
 def weights(transfer: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -35,7 +36,7 @@ def weights(transfer: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def exchange(group_rank: int, port: int, transport: TransportName, results: Any) -> None:
-    """One end; puts seconds, digest, free memory, and for each weight whether it is right."""
+    """Runs one end; puts seconds, digest, free memory, and whether each weight is right."""
     endpoint = Endpoint(LinkSpec("127.0.0.1", port, 1, transport, 60.0, "secret"), group_rank)
     for transfer in range(NUM_TRANSFERS):
         started = time.perf_counter()
@@ -50,13 +51,13 @@ def exchange(group_rank: int, port: int, transport: TransportName, results: Any)
 
 
 def compare(transfer: int, right: list[bool], named: Iterator[tuple[str, torch.Tensor]]) -> None:
-    arrived = list(named)  # all at once, as an engine takes them
+    arrived = list(named)  # all at once, like an engine
     for (name, tensor), (expected_name, expected) in zip(arrived, weights(transfer), strict=True):
         right.append(name == expected_name and torch.equal(tensor.cuda(), expected))
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shared_memory"])
-def test_what_arrives_is_what_was_sent_and_memory_stays_free(
+def test_received_weights_equal_the_sent_ones_and_memory_stays_free(
     transport: TransportName,
 ) -> None:
     spawn = multiprocessing.get_context("spawn")
@@ -68,16 +69,16 @@ def test_what_arrives_is_what_was_sent_and_memory_stays_free(
     ]
     for end in ends:
         end.start()
-    found = [results.get(timeout=300) for _ in range(2 * NUM_TRANSFERS)]
+    actual = [results.get(timeout=300) for _ in range(2 * NUM_TRANSFERS)]
     for end in ends:
         end.join()
     assert [end.exitcode for end in ends] == [0, 0]
-    sent = {transfer: rest for rank, transfer, *rest in found if rank == SENDER}
-    got = {transfer: rest for rank, transfer, *rest in found if rank != SENDER}
+    sent = {transfer: rest for rank, transfer, *rest in actual if rank == SENDER}
+    got = {transfer: rest for rank, transfer, *rest in actual if rank != SENDER}
     sys.stderr.write(f"\n{transport}, seconds: {[rest[1] for rest in sent.values()]}\n")
     for transfer in range(NUM_TRANSFERS):
         assert sent[transfer][0] == got[transfer][0]
         assert got[transfer][3] == [True] * NUM_TENSORS
-    # After the first transfer, which starts what a process keeps.
+    # After the first transfer, since a process keeps some of what it allocates.
     free = [rest[2] for transfer, rest in sorted(sent.items()) if transfer]
     assert max(free) - min(free) < TENSOR_SIZE

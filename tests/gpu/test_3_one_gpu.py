@@ -1,4 +1,4 @@
-"""Trainer and engine in turns on one GPU, and a whole run on it."""
+"""Trainer and engine that take turns on one GPU, and a full run on it."""
 
 import json
 import os
@@ -45,13 +45,13 @@ def session() -> Iterator[ClusterSession]:
 
 
 def used_mib() -> int:
-    """Memory that all processes hold of the GPU."""
+    """Returns the memory that all processes use on the GPU, in MiB."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
-def test_in_turns_they_agree_and_memory_does_not_grow(
+def test_trainer_and_engine_agree_in_turns_and_memory_does_not_grow(
     offload: Offload, session: ClusterSession, model_1_5b: Path
 ) -> None:
     policy = Policy(
@@ -77,7 +77,7 @@ def test_in_turns_they_agree_and_memory_does_not_grow(
     asleep, awake = [], []
     for _ in range(NUM_ROUNDS):
         engine.update_weights(policy)
-        policy.release_memory()  # a proof has called the weights back
+        policy.release_memory()  # a proof has moved the weights back
         engine.prepare_for_generation()
         output = engine.generate(prompts, greedy=False)
         awake.append(used_mib())
@@ -89,13 +89,13 @@ def test_in_turns_they_agree_and_memory_does_not_grow(
         check_consistency(batch, GateConfig())
         policy.train(batch, NLLLoss())
     sys.stderr.write(f"\n{offload}: MiB with the engine awake {awake}, asleep {asleep}\n")
-    # Of 1.5 B weights in float32, 5.8 GiB, and twice that in moments, once there are any.
+    # 1.5 B weights in float32 are 5.8 GiB, and their moments twice that.
     stays = {"none": 17, "optimizer": 6, "all": 0}[offload] * 1024
     assert asleep[-1] < stays + 8 * 1024
-    assert asleep[-1] - asleep[1] < 256  # after the optimizer has its moments
+    assert asleep[-1] - asleep[1] < 256  # once the optimizer has its moments
 
 
-def test_a_whole_run_and_a_second_out_of_the_cache(tmp_path: Path) -> None:
+def test_full_run_and_a_second_one_from_the_cache(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(json.dumps(RECIPE))
     command = [Path(sys.executable).with_name("pyflyte"), "run", "workflows/grpo.py", "grpo"]
     command += ["--config", tmp_path / "recipe.yaml"]

@@ -1,4 +1,4 @@
-"""A few optimizer steps on one batch, in a process of its own; prints losses, speed and memory."""
+"""A few optimizer steps on one batch in a separate process; prints losses, speed and memory."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The table of answers, completions and right verdicts of the grader `math`."""
+"""Tables of the graders: verdicts of `math`, and rows with their reference solutions."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         kind: Name of the group of examples.
-        answer: The reference answer.
+        answer: Reference answer.
         completion: A completion.
         score: 1 if it is right, else 0.
     """
@@ -30,6 +30,11 @@ ROWS = [
     Verdict(*json.loads(line))
     for line in (Path(__file__).parent / "math.jsonl").read_text("utf-8").splitlines()
 ]
+SOLUTIONS = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "solutions.jsonl").read_text("utf-8").splitlines()
+]
+"""Rows of published formats, each with the name of its format."""
 KNOWN_FAULTS = {
     row
     for row in ROWS

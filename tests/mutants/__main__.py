@@ -28,9 +28,9 @@ MAX_SECONDS = 600
 """A run that takes longer ends and counts as a failure of its tests."""
 
 
-def main(wanted: str = "") -> int:
+def main(text: str = "") -> int:
     """Runs the mutants and returns the exit status."""
-    chosen = [mutant for mutant in MUTANTS if wanted in f"{mutant.file} {mutant.old}"]
+    chosen = [mutant for mutant in MUTANTS if text in f"{mutant.file} {mutant.old}"]
     start, num_noticed = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as folder:
         scratch = copy(Path(folder))

@@ -21,7 +21,7 @@ class Mutant(NamedTuple):
 
 _ALGORITHMS = "nemo_rl_core/algorithms"
 _FUNCTIONAL = "nemo_rl_core/functional"
-_HELD = "algorithms/grpo/test_held_training.py"
+_REMOTE = "algorithms/grpo/test_remote_training.py"
 _PACKING = "nemo_rl_core/distributed/packing"
 
 
@@ -86,9 +86,9 @@ MUTANTS: list[Mutant] = [
             "algorithms/grpo/test_expected_gradients.py",
             "algorithms/grpo/test_grpo_loss.py",
         ],
-        ("return weight * ratio.detach()", "return weight"),
-        ("return weight * ratio.detach()", "return ratio.detach()"),
-        ("return weight * ratio.detach()", "return weight * ratio"),
+        ("weight * ratio.detach() if", "weight if"),
+        ("weight * ratio.detach() if", "ratio.detach() if"),
+        ("weight * ratio.detach() if", "weight * ratio if"),
         ("values = weight * _policy_loss", "values = _policy_loss"),
         ("denominator=num_sequences)\n        case", "denominator=num_tokens)\n        case"),
         ("num_sequences * max_tokens", "num_tokens * max_tokens"),
@@ -101,8 +101,8 @@ MUTANTS: list[Mutant] = [
         f"{_ALGORITHMS}/dpo/loss.py",
         ["algorithms/dpo/test_dpo_loss.py"],
         (
-            "sequences.rewards[chosen] - sequences.rewards[rejected]\n    # A",
-            "sequences.rewards[rejected] - sequences.rewards[chosen]\n    # A",
+            "sequences.rewards[chosen] - sequences.rewards[rejected]\n    # C",
+            "sequences.rewards[rejected] - sequences.rewards[chosen]\n    # C",
         ),
         ("global_valid_seqs / 2)", "global_valid_seqs)"),
         ("config.beta * baseline", "baseline"),
@@ -121,7 +121,7 @@ MUTANTS: list[Mutant] = [
         f"{_ALGORITHMS}/dpo/data.py",
         ["algorithms/dpo/test_dpo_data.py"],
         ("pairs[(index + 1) % len(pairs)]", "pairs[index]"),
-        ("example.loss_mask[own:]", "example.loss_mask[start:]"),
+        ("example.loss_mask[prompt_length:]", "example.loss_mask[start:]"),
     ),
     # Advantages.
     *_mutants(
@@ -134,7 +134,7 @@ MUTANTS: list[Mutant] = [
             "groups.centered * (groups.sizes - 1) / (groups",
         ),
         ("(squares + counts * (means - mean).square()).sum()", "squares.sum()"),
-        ("max(found.count - 1, 1)", "found.count"),
+        ("max(moments.count - 1, 1)", "moments.count"),
         ("total + weight * group_normalized", "total + group_normalized"),
         ("torch.unique_consecutive if is_sorted else torch.unique", "torch.unique_consecutive"),
         ("shares = 1 / groups.sizes", "shares = torch.ones_like(groups.sizes)"),
@@ -163,7 +163,7 @@ MUTANTS: list[Mutant] = [
             'token_mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])',
         ),
         ('outcomes - batch["kl_penalties"]', 'outcomes + batch["kl_penalties"]'),
-        ('mask * ~batch["truncated"] if', "mask if"),
+        ('mask * ~batch["truncated"]', "mask"),
         ("rewards + overlong_penalty(", "rewards - overlong_penalty("),
         ('rewards = group_centered(rewards, batch["group_ids"])', "pass"),
         (
@@ -185,16 +185,16 @@ MUTANTS: list[Mutant] = [
     # Rollouts.
     *_mutants(
         f"{_ALGORITHMS}/grpo/trainer.py",
-        [f"{_HELD}::test_sequences_that_are_off_are_not_trained_on"],
+        [f"{_REMOTE}::test_inconsistent_sequences_are_not_trained_on"],
         ('if consistency["num_inconsistent_sequences"]:', "if False:"),
     ),
     *_mutants(
         f"{_ALGORITHMS}/grpo/trainer.py",
         [
-            f"{_HELD}::test_held_rollouts_train_to_the_same_bits[sequences that are off, "
+            f"{_REMOTE}::test_remote_rollouts_train_bitwise_identically[sequences that are off, "
             "truncated ones left out]"
         ],
-        ('BatchedDataDict({**given, "sample_mask": compared})', "BatchedDataDict(given)"),
+        ('BatchedDataDict({**data, "sample_mask": compared})', "BatchedDataDict(data)"),
     ),
     *_mutants(
         "nemo_rl_core/rollouts/engine.py",
@@ -203,23 +203,31 @@ MUTANTS: list[Mutant] = [
         ("return first + sample", "return first"),
     ),
     *_mutants(
-        "nemo_rl_core/rollouts/held.py",
-        ["rollouts/test_held.py", "rollouts/test_held_turns.py"],
+        "nemo_rl_core/rollouts/remote_rollouts.py",
+        ["rollouts/test_remote_rollouts.py", "rollouts/test_remote_turns.py"],
         ("part.prompt + prompts", "part.prompt"),
-        ("part.place + completions", "part.place"),
+        ("part.completion + completions", "part.completion"),
         ("(row + rows, each)", "(row, each)"),
         ('0 if name == "input_ids" else 1', "0"),
         ("rewards[rows] = scored.rewards", "rewards[: len(rows)] = scored.rewards"),
     ),
     *_mutants(
         "nemo_rl_core/rollouts/batch.py",
-        ["rollouts/test_batch.py", "algorithms/grpo/test_grpo_data.py", "rollouts/test_held.py"],
-        (" + rollout.completion.num_unread_tokens", ""),
-        ("values[_written(completions)]", "values[: int(batch['token_mask'].sum())]"),
+        [
+            "rollouts/test_batch.py",
+            "algorithms/grpo/test_grpo_data.py",
+            "rollouts/test_remote_rollouts.py",
+        ],
+        ('batch["rollout_lengths"] += torch.tensor(num_unread)', "pass"),
         (
             'batch["sample_mask"].bool(), advantages, 0.0',
             'batch["sample_mask"].bool() | True, advantages, 0.0',
         ),
+    ),
+    *_mutants(
+        "nemo_rl_core/models/generation/remote_completions.py",
+        ["rollouts/test_batch.py", "algorithms/grpo/test_grpo_data.py"],
+        ("flat_tensor(values, kind)[written]", "flat_tensor(values, kind)[: int(mask.sum())]"),
     ),
     *_mutants(
         f"{_ALGORITHMS}/grpo/dynamic_sampling.py",
@@ -248,7 +256,7 @@ MUTANTS: list[Mutant] = [
             "max_rows = max_tokens // row_length\n    rows = [[first]]",
             "max_rows = max_tokens // row_length + 1\n    rows = [[first]]",
         ),
-        ("(left - length, row)", "(left, row)"),
+        ("(room - length, row)", "(room, row)"),
         (
             "torch.arange(row_length, device=device) - used[:, None]",
             "torch.arange(row_length, device=device) - 0 * used[:, None]",
@@ -260,7 +268,7 @@ MUTANTS: list[Mutant] = [
         f"{_PACKING}/prefixes.py",
         ["distributed/test_packing_prefixes.py"],
         ("pairs_per_token * overlap", "pairs_per_token"),
-        ("torch.where(of[1:] == of[:-1], first, 0)", "first"),
+        ("torch.where(ordered[1:] == ordered[:-1], first, 0)", "first"),
         (
             "torch.where(differs.any(1), differs.int().argmax(1), ids.shape[1])",
             "differs.int().argmax(1)",
@@ -270,12 +278,12 @@ MUTANTS: list[Mutant] = [
         f"{_PACKING}/ranks.py",
         ["distributed/test_sharding.py", "distributed/test_packing_prefixes.py"],
         (".reorder_data(self.order)", ""),
-        ("min(ways, key=_step_cost)", "max(ways, key=_step_cost)"),
+        ("min(options, key=_step_cost)", "max(options, key=_step_cost)"),
     ),
     *_mutants(
-        f"{_PACKING}/deal.py",
-        ["distributed/test_packing_deal.py"],
-        ("np.where(turn % 2, num_shares - 1 - place, place)", "place"),
+        f"{_PACKING}/row_shards.py",
+        ["distributed/test_packing_row_shards.py"],
+        ("np.where(turn % 2, num_shares - 1 - position, position)", "position"),
         ("(total + cost, share)", "(total, share)"),
     ),
     # Promotion.

@@ -1,4 +1,4 @@
-"""What tests of GRPO that samples ahead share: rows, settings, and the process of an engine."""
+"""Helpers of tests of asynchronous GRPO: rows, settings, and the process of an engine."""
 
 import os
 from typing import Any
@@ -26,12 +26,12 @@ COMMON: dict[str, Any] = {
 
 
 def batch_of(rollouts: list[Rollout]) -> BatchedDataDict:
-    """The batch of GRPO, with a reward of 0 for each."""
+    """Returns the batch of GRPO, with a reward of 0 for each rollout."""
     return grpo_batch([rollout.scored(0.0) for rollout in rollouts])
 
 
 def worker_pid(engine: Generation) -> int:
-    """The number of the process of its first worker."""
+    """Returns the process id of the engine's first worker."""
     import ray
 
     worker = engine._workers._workers[0]

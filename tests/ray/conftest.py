@@ -1,4 +1,4 @@
-"""One Ray runtime and one engine for all tests that need such."""
+"""One Ray runtime and one engine for all tests that need them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,7 +31,7 @@ MAX_PROMPT_TOKENS = 16
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As the one of all tests, but with heads of 32: the smallest that vLLM on a CPU knows."""
+    """The shared tiny model with heads of 32: the smallest that vLLM on a CPU supports."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
     config = ModelFromConfig(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2)
     materialize(config, folder, seed=0)
@@ -56,13 +56,13 @@ def generation_setup(tiny_model: Path) -> GenerationSetup:
 
 @pytest.fixture
 def engine(session: ClusterSession, generation_setup: GenerationSetup) -> VllmGeneration:
-    """The shared engine, with the first weights of the tiny model."""
+    """The shared engine, with the initial weights of the tiny model."""
     return VllmGeneration(session, generation_setup)
 
 
 @pytest.fixture(scope="session")
 def long_setup(generation_setup: GenerationSetup) -> GenerationSetup:
-    """Completions of exactly 200 tokens, so that there is a middle."""
+    """Completions of exactly 200 tokens, so that they can be interrupted."""
     config = generation_setup.config.model_copy(update={"max_new_tokens": LONG})
     return replace(
         generation_setup,
@@ -74,13 +74,13 @@ def long_setup(generation_setup: GenerationSetup) -> GenerationSetup:
 
 @pytest.fixture
 def streaming_engine(session: ClusterSession, long_setup: GenerationSetup) -> StreamingGeneration:
-    """Of long completions, which takes requests at any time."""
+    """An engine of long completions that accepts requests at any time."""
     return StreamingGeneration(session, long_setup)
 
 
 @pytest.fixture
 def rollouts(streaming_engine: StreamingGeneration, tiny_model: Path) -> SingleTurnRollouts:
-    """By the streaming engine."""
+    """Rollouts by the streaming engine."""
     return SingleTurnRollouts(streaming_engine, load_tokenizer(tiny_model), seed=0)
 
 
@@ -88,7 +88,7 @@ def rollouts(streaming_engine: StreamingGeneration, tiny_model: Path) -> SingleT
 def stream(
     streaming_engine: StreamingGeneration, rollouts: SingleTurnRollouts
 ) -> Iterator[RolloutStream]:
-    """A stream of the streaming engine's."""
+    """A stream of the streaming engine."""
     with RolloutStream(streaming_engine, rollouts.episode, None, seed=0) as stream:
         yield stream
 
@@ -99,18 +99,18 @@ def prompts(tiny_model: Path) -> list[Prompt]:
     tokenizer = load_tokenizer(tiny_model)
     return [
         Prompt(
-            id=str(place),
-            text=(text := f"{7 * place % 23}+{13 * place % 17}="),
+            id=str(index),
+            text=(text := f"{7 * index % 23}+{13 * index % 17}="),
             token_ids=tuple(prompt_token_ids(tokenizer, text)),
-            answer=str(7 * place % 23 + 13 * place % 17),
+            answer=str(7 * index % 23 + 13 * index % 17),
             task="arithmetic",
         )
-        for place in range(12)
+        for index in range(12)
     ]
 
 
 class MakePolicy:
-    """Sets the shared training worker up anew."""
+    """Sets the shared training worker up again."""
 
     def __init__(self, session: ClusterSession, setup: TrainingSetup) -> None:
         self._session = session

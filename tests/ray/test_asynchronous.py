@@ -1,4 +1,4 @@
-"""Asynchronous GRPO: weights change in the middle of completions, and the trainer goes on."""
+"""Asynchronous GRPO: weights change in the middle of completions while the trainer continues."""
 
 import os
 import signal
@@ -26,15 +26,16 @@ from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.trainers.callbacks import Callback
-from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.trainers.fit.fitting import TrainResult
 from nemo_rl_core.types import Prompt
 from tests.ray.ahead import COMMON, LONG, ROWS, batch_of, worker_pid
 from tests.training import assert_equal_weights, replay
+from tests.unit.algorithms.grpo.test_remote_training import read_locally
 
 pytestmark = pytest.mark.slow
 
 G = 2
-# Hands weights over between two steps, too, and must leave the samples as they are.
+# Also sends weights between two steps, which must not change the samples.
 SETTINGS: dict[str, Any] = {**COMMON, "validate_every_num_steps": 1}
 
 
@@ -60,13 +61,13 @@ def test_a_stream_gives_the_rollouts_of_the_engine(
     for one, other in zip(streamed[0], at_once, strict=True):
         assert one.completion.token_ids == other.completion.token_ids
         assert one.completion.weight_versions == (0,) * LONG
-        # Two steps share the engine's batches here, which changes how sums are rounded.
+        # Two steps share the engine's batches here, which changes the rounding of sums.
         gap = torch.tensor(one.completion.logprobs) - torch.tensor(other.completion.logprobs)
         assert gap.abs().max() < 1e-5
     assert streamed[1][0].completion.token_ids != streamed[0][0].completion.token_ids
 
 
-def test_every_token_is_of_the_weights_that_it_names(
+def test_every_token_comes_from_the_weight_version_it_names(
     engine: StreamingGeneration, stream: RolloutStream, prompts: list[Prompt], make_policy: Callable
 ) -> None:
     stream.begin(prompts, num_generations_per_prompt=1, step=1)
@@ -93,7 +94,7 @@ def test_every_token_is_of_the_weights_that_it_names(
         assert (made["generation_logprobs"] - others).abs()[of_version].max() > 0.01
 
 
-def test_what_does_not_come_is_asked_for_again_and_then_given_up(
+def test_missing_completions_are_requested_again_and_then_dropped(
     session: ClusterSession,
     long_setup: GenerationSetup,
     engine: StreamingGeneration,
@@ -102,12 +103,12 @@ def test_what_does_not_come_is_asked_for_again_and_then_given_up(
 ) -> None:
     with RolloutStream(engine, rollouts.episode, None, seed=0, timeout_seconds=1e-4) as stream:
         stream.begin(prompts, num_generations_per_prompt=1, step=1)
-        found = stream.take(1)
-    assert [each.group for each in found] == list(range(len(prompts)))
-    failed = [each for each in found if each.error is not None]
+        completed = stream.take(1)
+    assert [each.group for each in completed] == list(range(len(prompts)))
+    failed = [each for each in completed if each.error is not None]
     assert failed
     assert all("twice" in str(each.error) and each.reward is None for each in failed)
-    # What was given up does not come back to whoever asks next.
+    # Dropped requests do not reach later callers.
     again = StreamingGeneration(session, long_setup)
     with RolloutStream(again, rollouts.episode, None, seed=0) as patient:
         patient.begin(prompts, num_generations_per_prompt=1, step=1)
@@ -115,7 +116,7 @@ def test_what_does_not_come_is_asked_for_again_and_then_given_up(
 
 
 @pytest.mark.thorough
-def test_a_lost_engine_owes_nothing(
+def test_a_lost_engine_has_no_outstanding_requests(
     session: ClusterSession,
     engine: StreamingGeneration,
     stream: RolloutStream,
@@ -129,13 +130,13 @@ def test_a_lost_engine_owes_nothing(
     stream.begin(prompts, num_generations_per_prompt=G, step=1)
     pid = worker_pid(engine)
     threading.Timer(0.1, os.kill, (pid, signal.SIGKILL)).start()
-    found = stream.take(1)
+    completed = stream.take(1)
     assert engine.num_restarts == 1
     assert worker_pid(engine) != pid
-    assert [each.completion.token_ids for each in found] == [
+    assert [each.completion.token_ids for each in completed] == [
         each.completion.token_ids for each in expected
     ]
-    assert {version for each in found for version in each.completion.weight_versions} == {5}
+    assert {version for each in completed for version in each.completion.weight_versions} == {5}
 
 
 @pytest.mark.thorough
@@ -149,27 +150,27 @@ def test_an_engine_that_is_stuck_is_replaced(
     with RolloutStream(engine, rollouts.episode, None, seed=0) as stream:
         stream.begin(prompts, num_generations_per_prompt=1, step=1)
         os.kill(worker_pid(engine), signal.SIGSTOP)
-        found = stream.take(1)
+        completed = stream.take(1)
     assert engine.num_restarts == 1
-    assert [each.completion.token_ids for each in found] == [
+    assert [each.completion.token_ids for each in completed] == [
         each.completion.token_ids for each in expected
     ]
 
 
 def break_a_weight(backend: Any) -> None:
-    """The next step of the engine raises, for a matrix has lost its columns."""
+    """Removes the columns of a matrix, so that the next step of the engine raises."""
     runner = backend._llm.llm_engine.model_executor.driver_worker.worker.model_runner
     norm = dict(runner.get_model().named_parameters())["model.norm.weight"]
-    backend.whole = norm.data
+    backend.intact = norm.data
     norm.data = norm.data[:1].repeat(3)
 
 
-def mend_it(backend: Any) -> None:
+def restore_the_weight(backend: Any) -> None:
     runner = backend._llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    dict(runner.get_model().named_parameters())["model.norm.weight"].data = backend.whole
+    dict(runner.get_model().named_parameters())["model.norm.weight"].data = backend.intact
 
 
-def test_what_an_engine_raises_is_heard_once(
+def test_an_error_of_an_engine_is_reported_once(
     session: ClusterSession,
     long_setup: GenerationSetup,
     engine: StreamingGeneration,
@@ -185,20 +186,20 @@ def test_what_an_engine_raises_is_heard_once(
         stream.begin(prompts, num_generations_per_prompt=1, step=1)
         with pytest.raises(WorkerError, match="worker 0 of 'generation' raised"):
             stream.take(1)
-    ray.get(worker.__ray_call__.remote(mend_it))
-    # The same worker, and whoever uses it next: nothing is left of what went wrong.
+    ray.get(worker.__ray_call__.remote(restore_the_weight))
+    # The same worker works for the next user: nothing is left of the failure.
     engine = StreamingGeneration(session, long_setup)
     with RolloutStream(engine, rollouts.episode, None, seed=0) as stream:
         stream.begin(prompts, num_generations_per_prompt=1, step=1)
-        found = stream.take(1)
+        completed = stream.take(1)
     assert engine._workers._workers[0] is worker
-    assert [each.completion.token_ids for each in found] == [
+    assert [each.completion.token_ids for each in completed] == [
         each.completion.token_ids for each in expected
     ]
 
 
 class Chat:
-    """Says `1=` until the policy has spoken four times; a turn of the policy ends at a digit."""
+    """Answers `1=` until the policy has had four turns; a turn of the policy ends at a digit."""
 
     first_stop_strings = tuple("0123456789")
 
@@ -210,7 +211,7 @@ class Chat:
     def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
         self.asked_at.append(time.monotonic())
         self.is_asked = True
-        time.sleep(0.05)  # so that not all is over before anybody could look
+        time.sleep(0.05)  # so that some are still running when the test looks
         self.is_asked = False
         turns = [sum(each["role"] == "assistant" for each in log) for log in message_log_batch]
         self.num_over += sum(turn == 4 for turn in turns)
@@ -228,7 +229,7 @@ class Chat:
         return batch, {"calls_at_once": float(self.is_asked)}
 
 
-def test_conversations_go_on_while_nobody_waits(
+def test_conversations_continue_while_nobody_waits(
     engine: StreamingGeneration, tiny_model: Path, prompts: list[Prompt]
 ) -> None:
     chat = Chat()
@@ -237,7 +238,7 @@ def test_conversations_go_on_while_nobody_waits(
     rollouts = MultiTurnRollouts(engine, tokenizer, chat, seed=0, bounds=bounds)
     expected = rollouts.run(prompts, num_generations_per_prompt=G, step=1)
     num_turns = {len(each.turn_rewards) for each in expected}
-    assert num_turns == {4}  # else not all would be over when the count says so
+    assert num_turns == {4}  # otherwise the count would not prove that all are done
     chat.num_over = 0
     with RolloutStream(engine, rollouts.episode, chat, seed=0) as stream:
         stream.begin(prompts, num_generations_per_prompt=G, step=1)
@@ -245,11 +246,11 @@ def test_conversations_go_on_while_nobody_waits(
         while chat.num_over < len(expected) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert chat.num_over == len(expected)
-        found = stream.take(1)
-    assert [each.completion.token_ids for each in found] == [
+        completed = stream.take(1)
+    assert [each.completion.token_ids for each in completed] == [
         each.completion.token_ids for each in expected
     ]
-    assert [(each.messages, each.turn_rewards, each.group, each.sample) for each in found] == [
+    assert [(each.messages, each.turn_rewards, each.group, each.sample) for each in completed] == [
         (each.messages, each.turn_rewards, each.group, each.sample) for each in expected
     ]
 
@@ -272,7 +273,7 @@ def ahead(session: ClusterSession, tiny_model: Path) -> TrainResult:
     return fitted(AsyncGRPOTrainer, tiny_model, max_staleness=2)
 
 
-def test_without_staleness_the_weights_are_those_of_training_by_turns(
+def test_without_staleness_the_weights_equal_those_of_synchronous_training(
     by_turns: TrainResult, tiny_model: Path
 ) -> None:
     in_step = fitted(AsyncGRPOTrainer, tiny_model, max_staleness=0)
@@ -280,18 +281,18 @@ def test_without_staleness_the_weights_are_those_of_training_by_turns(
 
 
 @pytest.mark.parametrize("advantage", ["group_normalized", "reinforce_plus_plus"])
-def test_tokens_that_stay_and_tokens_that_are_brought_give_the_same_bits(
+def test_remote_and_fetched_tokens_train_bitwise_identically(
     session: ClusterSession, tiny_model: Path, advantage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: dict[str, Any] = {"max_staleness": 0, "advantage": {"kind": advantage}}
-    held = fitted(AsyncGRPOTrainer, tiny_model, **settings)
-    monkeypatch.setattr(AsyncGRPOTrainer, "_holds_rollouts", property(lambda _: False))
+    remote = fitted(AsyncGRPOTrainer, tiny_model, **settings)
+    read_locally(monkeypatch)
     brought = fitted(AsyncGRPOTrainer, tiny_model, **settings)
-    assert_equal_weights(held.folder, brought.folder)
-    assert held.metrics == brought.metrics
+    assert_equal_weights(remote.folder, brought.folder)
+    assert remote.metrics == brought.metrics
     for step in range(1, 5):
         ours, theirs = (
-            RolloutRecords(result.folder / "rollouts").load(step) for result in (held, brought)
+            RolloutRecords(result.folder / "rollouts").load(step) for result in (remote, brought)
         )
         assert ours == theirs
 
@@ -311,10 +312,10 @@ def test_samples_are_as_old_as_allowed_and_no_older(ahead: TrainResult) -> None:
     assert max(ages.values()) <= 2
 
 
-def test_engine_and_trainer_agree_at_every_hand_over(ahead: TrainResult) -> None:
+def test_engine_and_trainer_agree_at_every_weight_update(ahead: TrainResult) -> None:
     for metrics in ahead.metrics:
         assert 1 <= metrics["handover_mult_prob_error"] < 1.001
-        # Missing where no token was drawn with the trainer's weights.
+        # Missing if no token was sampled with the trainer's weights.
         assert 1 <= metrics.get("token_mult_prob_error", 1) < 1.001
 
 
@@ -323,17 +324,17 @@ def replayed(result: TrainResult, work: Path, **settings: Any) -> list[dict[str,
     return replay(trainer, result, result.folder / "rollouts", work)
 
 
-def test_a_replay_gives_the_weights_that_time_has_made(ahead: TrainResult, tmp_path: Path) -> None:
+def test_a_replay_gives_the_same_weights(ahead: TrainResult, tmp_path: Path) -> None:
     seen = replayed(ahead, tmp_path / "work", asynchronous={"max_staleness": 2}, **SETTINGS)
     assert_equal_weights(tmp_path / "work", ahead.folder)
     assert all(0 <= each["staleness"] <= each["staleness_max"] <= 2 for each in seen)
-    # The replay reads all tokens here; while they were trained on, ranks read their own.
+    # The replay reads all tokens here; in the run, each rank read its own.
     for ours, theirs in zip(seen, ahead.metrics, strict=True):
         assert ours.items() <= theirs.items()
 
 
 class Busy(Callback):
-    """Keeps the trainer busy after each step; the engine's worker may be lost meanwhile."""
+    """Keeps the trainer busy after each step; the engine's worker may be lost in the meantime."""
 
     def __init__(self, kill_in: int) -> None:
         self._kill_in = kill_in
@@ -364,7 +365,7 @@ def test_turns_are_taken_while_the_trainer_is_busy(
     trainer = AsyncGRPOTrainer.from_pretrained(tiny_model, **settings)
     result = trainer.fit(ROWS, reward_fn=chat, callbacks=[busy])
     answered = [sum(begin < moment < end for moment in chat.asked_at) for begin, end in busy.hours]
-    # While the trainer is busy after a step, the rollouts of the step after the next are made.
+    # While the trainer is busy after a step, the rollouts of the step after the next are produced.
     assert answered[2] > 0
     assert kill_in == 2 or answered[1] > 0
     assert answered[3] == 0
@@ -374,7 +375,7 @@ def test_turns_are_taken_while_the_trainer_is_busy(
     assert all(metrics["staleness_max"] <= 1 for metrics in result.metrics)
     again = replayed(result, tmp_path / "work", **settings)
     assert_equal_weights(tmp_path / "work", result.folder)
-    # The environment has seen whole draws, and never while it answered.
+    # The environment was called with full draws, and never during another call.
     for metrics in [*result.metrics, *again]:
         assert metrics["environment_calls_at_once"] == 0
         assert metrics["sampling_importance_ratio"] > 0

@@ -1,4 +1,4 @@
-"""Dynamic sampling of asynchronous GRPO: draws of later steps follow each other in training."""
+"""Dynamic sampling of asynchronous GRPO: draws of later steps continue during training."""
 
 import os
 import signal
@@ -17,10 +17,10 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
-from nemo_rl_core.rollouts.engine import CompletionRequest, as_batch
+from nemo_rl_core.rollouts.engine import CompletionRequest, joined_requests
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.trainers.callbacks import Callback
-from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.trainers.fit.fitting import TrainResult
 from nemo_rl_core.types import Prompt, Rollout
 from tests.ray.ahead import COMMON, NUM_STEPS, ROWS, worker_pid
 from tests.training import Watch, assert_equal_weights, replay
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def seven(prompt: str, response: str) -> float:
-    """Equal in many groups of a model with random weights."""
+    """Often equal within a group of a model with random weights."""
     return float("7" in response)
 
 
@@ -65,11 +65,11 @@ def by_turns(session: ClusterSession, tiny_model: Path) -> TrainResult:
     return fitted(tiny_model, None)
 
 
-def test_without_staleness_the_draws_are_those_of_training_by_turns(
+def test_without_staleness_the_draws_equal_those_of_synchronous_training(
     by_turns: TrainResult, tiny_model: Path
 ) -> None:
     draws = [metrics["num_draws"] for metrics in by_turns.metrics]
-    assert max(draws) > 1  # else it would show nothing
+    assert max(draws) > 1  # otherwise the test would show nothing
     in_step = fitted(tiny_model, 0)
     assert_equal_weights(in_step.folder, by_turns.folder)
     assert asked_and_said(in_step) == asked_and_said(by_turns)
@@ -79,7 +79,7 @@ def test_without_staleness_the_draws_are_those_of_training_by_turns(
 
 
 class Faults(Callback):
-    """The engine's worker is lost after step 1, and the run after step 3, past its save."""
+    """Loses the engine's worker after step 1, and the run after step 3, past its save."""
 
     def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
         if step == 1:
@@ -88,7 +88,7 @@ class Faults(Callback):
             raise RuntimeError("the run is lost")
 
 
-def test_a_run_that_is_lost_and_resumed_is_the_undisturbed_one(
+def test_a_lost_and_resumed_run_equals_an_undisturbed_one(
     by_turns: TrainResult, tiny_model: Path
 ) -> None:
     with pytest.raises(RuntimeError, match="the run is lost"):
@@ -101,7 +101,7 @@ def test_a_run_that_is_lost_and_resumed_is_the_undisturbed_one(
     assert asked_and_said(result) == asked_and_said(by_turns)
 
 
-def test_draws_ahead_are_as_old_as_allowed_and_are_replayed_to_the_bit(
+def test_asynchronous_draws_are_as_old_as_allowed_and_replay_bitwise(
     session: ClusterSession, tiny_model: Path, tmp_path: Path
 ) -> None:
     ahead = fitted(tiny_model, 2)
@@ -138,7 +138,7 @@ class Hopeless:
 
 
 @pytest.mark.thorough
-def test_a_step_whose_draw_cannot_be_scored_stops_the_run_when_it_comes(
+def test_a_step_with_a_failed_draw_stops_the_run_when_it_is_reached(
     session: ClusterSession, tiny_model: Path
 ) -> None:
     watch = Watch()
@@ -173,7 +173,7 @@ def test_rewards_are_computed_while_the_trainer_is_busy(
     settings = {"dynamic_sampling": None}
     fitted(tiny_model, 1, reward_fn=slow_reward, callbacks=[busy], settings=settings)
     calls = [sum(moment < end for moment in called_at) for _, end in busy.hours]
-    # After step 2, or while it is recorded, come the rewards of step 3, and after step 3 the last.
+    # The rewards of step 3 follow step 2 or its recording; the last rewards follow step 3.
     assert calls[0] < calls[1] < calls[2] == calls[3]
 
 
@@ -195,25 +195,25 @@ def test_the_engine_has_its_requests_before_the_trainer_checks_its_weights(
         noted(name)
     fitted(tiny_model, 0, settings={"dynamic_sampling": None})
     of_steps = ["_transfer_weights", "submit", "_checked"] * NUM_STEPS
-    # Each of a validation's transfers, here one at the end, is checked at once.
+    # Each transfer of a validation, here one at the end, is checked immediately.
     assert calls[: len(of_steps)] == of_steps
     assert calls[len(of_steps) :] in ([], ["_transfer_weights", "_checked"])
 
 
 class Digits:
-    """Two turns; the reward is that of `seven`, over both."""
+    """Two turns; the reward is `seven` over both."""
 
     first_stop_strings = tuple("0123456789")
 
     def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
         turns = [sum(each["role"] == "assistant" for each in log) for log in message_log_batch]
-        said = ["".join(each["content"] for each in log[1:]) for log in message_log_batch]
+        texts = ["".join(each["content"] for each in log[1:]) for log in message_log_batch]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": "+"}] * len(turns),
             metadata=list(metadata),
             next_stop_strings=[list(self.first_stop_strings)] * len(turns),
             rewards=torch.tensor(
-                [float(turn == 2 and "7" in text) for turn, text in zip(turns, said, strict=True)]
+                [float(turn == 2 and "7" in text) for turn, text in zip(turns, texts, strict=True)]
             ),
             terminateds=torch.tensor([turn == 2 for turn in turns]),
         )
@@ -223,7 +223,7 @@ class Digits:
 
 
 @pytest.mark.thorough
-def test_games_are_drawn_again_ahead_as_well(session: ClusterSession, tiny_model: Path) -> None:
+def test_dynamic_sampling_of_games_samples_ahead(session: ClusterSession, tiny_model: Path) -> None:
     games = {"rollouts": {"max_turns": 4, "max_rollout_tokens": 24}}
     results = [
         fitted(tiny_model, each, reward_fn=Digits(), settings=games) for each in (None, 0, 1)
@@ -232,7 +232,7 @@ def test_games_are_drawn_again_ahead_as_well(session: ClusterSession, tiny_model
     assert_equal_weights(results[1].folder, results[0].folder)
     assert asked_and_said(results[1]) == asked_and_said(results[0])
     for result in results:
-        # Of each draw by itself.
+        # Computed for each draw separately.
         assert [metrics["environment_rows"] for metrics in result.metrics] == [16.0] * NUM_STEPS
 
 
@@ -242,7 +242,9 @@ def test_requests_of_earlier_steps_come_first(
     config = generation_setup.config.model_copy(update={"max_num_seqs": 1, "max_new_tokens": 200})
     setup = replace(generation_setup, config=config, max_model_len=216, stop_token_ids=())
     engine = StreamingGeneration(session, setup)
-    requests = as_batch([CompletionRequest(each.token_ids, seed=7) for each in prompts[:6]])
+    requests = joined_requests(
+        [CompletionRequest(each.token_ids, seed=7) for each in prompts[:6]]
+    ).batch()
     later, earlier = list(range(6)), [10, 11]
     engine.submit(later, BatchedDataDict({**requests, "priorities": torch.full((6,), 2)}))
     engine.submit(
@@ -253,4 +255,4 @@ def test_requests_of_earlier_steps_come_first(
         order += [name for name, _ in engine.poll(wait_seconds=1.0)]
     assert [name for name in order if name in later] == later
     assert [name for name in order if name in earlier] == earlier
-    assert order.index(11) < order.index(5)  # in the order of their coming it would be the last
+    assert order.index(11) < order.index(5)  # in order of arrival it would be the last

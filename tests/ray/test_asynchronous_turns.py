@@ -3,8 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,16 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.rollouts.episode import Bounds
-from nemo_rl_core.rollouts.held import HeldRollouts
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
+from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.rollouts.stream import RolloutStream
-from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.trainers.fit.fitting import TrainResult
 from nemo_rl_core.types import Prompt
 from tests.conversations import ROOM, Chat
 from tests.ray.ahead import COMMON, LONG, NUM_STEPS, ROWS, worker_pid
 from tests.training import assert_equal_weights, replay
+from tests.unit.algorithms.grpo.test_remote_training import read_locally
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {**COMMON, "rollouts": ROOM}
 
 
 class Patient(Chat):
-    """Thinks a little; does what a test says before its third answer."""
+    """Waits a little; calls a test's hook before its third answer."""
 
     def __init__(self) -> None:
         self.num_asked: list[int] = []
@@ -63,28 +63,41 @@ def conversations(
     return MultiTurnRollouts(streaming_engine, tokenizer, chat, seed=0, bounds=bounds)
 
 
-@contextmanager
-def held_stream(
-    engine: StreamingGeneration, conversations: MultiTurnRollouts, chat: Patient
-) -> Iterator[RolloutStream]:
-    def episode(*asked: Any) -> Any:
-        return conversations.episode(*asked, holds=True)
-
-    with RolloutStream(engine, episode, chat, seed=0, holds=True) as stream:
-        yield stream
-
-
 def without_logprobs(rollouts: Sequence[Any]) -> list[Any]:
-    """The engine's batches differ, which changes how sums are rounded."""
+    """Drops logprobs: the engine's batches differ, which changes the rounding of sums."""
     return [
-        replace(each, completion=replace(each.completion.read(), logprobs=()))
-        if isinstance(rollouts, HeldRollouts)
-        else replace(each, completion=replace(each.completion, logprobs=()))
-        for each in rollouts
+        replace(each, completion=replace(each.completion.read(), logprobs=())) for each in rollouts
     ]
 
 
-def test_held_conversations_are_those_that_are_brought(
+def test_conversations_of_a_stream_equal_those_of_one_call_per_turn(
+    streaming_engine: StreamingGeneration,
+    conversations: MultiTurnRollouts,
+    chat: Patient,
+    prompts: list[Prompt],
+) -> None:
+    at_once = [
+        replace(each, completion=replace(each.completion.read(), weight_versions=()))
+        for each in conversations.run(prompts, num_generations_per_prompt=G, step=1)
+    ]
+    with RolloutStream(streaming_engine, conversations.episode, chat, seed=0) as stream:
+        for step in (1, 2):
+            stream.begin(prompts, num_generations_per_prompt=G, step=step)
+        remote, later = stream.take(1), stream.take(2)
+    assert isinstance(remote, RemoteRollouts)
+    assert [
+        replace(each, completion=replace(each.completion, weight_versions=()))
+        for each in without_logprobs(remote)
+    ] == [replace(each, completion=replace(each.completion, logprobs=())) for each in at_once]
+    assert {len(each.turn_rewards) for each in at_once} > {1}
+    for one, other in zip(remote, at_once, strict=True):
+        gap = torch.tensor(one.completion.logprobs) - torch.tensor(other.completion.logprobs)
+        assert gap.abs().max() < 1e-5
+    assert without_logprobs(later) != without_logprobs(remote)
+
+
+@pytest.mark.thorough
+def test_a_killed_engine_resumes_from_the_last_finished_turn(
     streaming_engine: StreamingGeneration,
     conversations: MultiTurnRollouts,
     chat: Patient,
@@ -92,38 +105,15 @@ def test_held_conversations_are_those_that_are_brought(
 ) -> None:
     with RolloutStream(streaming_engine, conversations.episode, chat, seed=0) as stream:
         stream.begin(prompts, num_generations_per_prompt=G, step=1)
-        brought = stream.take(1)
-    with held_stream(streaming_engine, conversations, chat) as stream:
-        for step in (1, 2):
-            stream.begin(prompts, num_generations_per_prompt=G, step=step)
-        held, later = stream.take(1), stream.take(2)
-    assert isinstance(held, HeldRollouts)
-    assert without_logprobs(held) == without_logprobs(brought)
-    assert {len(each.turn_rewards) for each in brought} > {1}
-    for one, other in zip(held, brought, strict=True):
-        gap = torch.tensor(one.completion.logprobs) - torch.tensor(other.completion.logprobs)
-        assert gap.abs().max() < 1e-5
-    assert without_logprobs(later) != without_logprobs(held)
-
-
-@pytest.mark.thorough
-def test_a_killed_engine_goes_on_from_the_last_turn_that_has_ended(
-    streaming_engine: StreamingGeneration,
-    conversations: MultiTurnRollouts,
-    chat: Patient,
-    prompts: list[Prompt],
-) -> None:
-    with held_stream(streaming_engine, conversations, chat) as stream:
-        stream.begin(prompts, num_generations_per_prompt=G, step=1)
         expected = without_logprobs(stream.take(1))
     num_asked, chat.num_asked = sum(chat.num_asked), []
     pid = worker_pid(streaming_engine)
     chat.before_the_third = lambda: os.kill(pid, signal.SIGKILL)
-    with held_stream(streaming_engine, conversations, chat) as stream:
+    with RolloutStream(streaming_engine, conversations.episode, chat, seed=0) as stream:
         stream.begin(prompts, num_generations_per_prompt=G, step=1)
         assert without_logprobs(stream.take(1)) == expected
     assert streaming_engine.num_restarts == 1
-    assert sum(chat.num_asked) == num_asked  # the environment is asked nothing twice
+    assert sum(chat.num_asked) == num_asked  # no call to the environment is repeated
 
 
 def fitted(
@@ -142,24 +132,25 @@ def assert_same_records(ours: TrainResult, theirs: TrainResult) -> None:
         assert one == other
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("further", [{}, {"dynamic_sampling": {"max_draws": 2}}])
-def test_without_staleness_the_weights_are_those_of_training_by_turns(
+def test_without_staleness_the_weights_equal_those_of_synchronous_training(
     session: ClusterSession, tiny_model: Path, further: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_turns = fitted(GRPOTrainer, tiny_model, **further)
-    held = fitted(AsyncGRPOTrainer, tiny_model, 0, **further)
-    assert_equal_weights(held.folder, by_turns.folder)
-    monkeypatch.setattr(AsyncGRPOTrainer, "_holds_rollouts", property(lambda _: False))
+    remote = fitted(AsyncGRPOTrainer, tiny_model, 0, **further)
+    assert_equal_weights(remote.folder, by_turns.folder)
+    read_locally(monkeypatch)
     brought = fitted(AsyncGRPOTrainer, tiny_model, 0, **further)
-    assert_equal_weights(held.folder, brought.folder)
-    assert held.metrics == brought.metrics
-    assert_same_records(held, brought)
+    assert_equal_weights(remote.folder, brought.folder)
+    assert remote.metrics == brought.metrics
+    assert_same_records(remote, brought)
 
 
-def test_a_replay_gives_the_weights_that_time_has_made(
+def test_a_replay_of_conversations_gives_the_same_weights(
     session: ClusterSession, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The replay reads all tokens here; while they were trained on, ranks read their own."""
+    """The replay reads all tokens here; in the run, each rank read its own."""
     ahead = fitted(AsyncGRPOTrainer, tiny_model, 2)
     trainer = AsyncGRPOTrainer.from_pretrained(
         "unused", asynchronous={"max_staleness": 2}, **SETTINGS

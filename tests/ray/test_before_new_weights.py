@@ -1,4 +1,4 @@
-"""What streaming engines do before they get new weights: end requests, and keep others for them."""
+"""Streaming engines before new weights: they finish requests and keep others for the update."""
 
 import os
 import signal
@@ -25,21 +25,21 @@ def engine(streaming_engine: StreamingGeneration) -> StreamingGeneration:
     return streaming_engine
 
 
-def test_what_is_nearly_complete_is_not_interrupted(engine: StreamingGeneration) -> None:
-    """After 71 of 150 tokens 79 are left, and 78 would be computed again behind a prompt of 7."""
+def test_nearly_complete_requests_are_not_interrupted(engine: StreamingGeneration) -> None:
+    """After 71 of 150 tokens 79 are left; 78 would be computed again after a prompt of 7."""
     prompt, first, later = list(range(5, 12)), 1, 2
     limits = {0: 150, 1: 150, 2: LONG}
     priorities = {0: first, 1: first, 2: later}
 
     def left(backend: Any) -> dict[int, int]:
         drawn = {
-            each.name: len(backend._state(each).detokenizer.output_token_ids)
+            each.request_id: len(backend._state(each).detokenizer.output_token_ids)
             for each in backend._running.values()
         }
         return {name: limits[name] - num_drawn for name, num_drawn in drawn.items()}
 
     def finished_after(num_drawn: int, backend: Any) -> list[dict[int, int]]:
-        """Tokens that are left, by request, before and after the first ones may be completed."""
+        """Returns remaining tokens by request, before and after the first ones may be completed."""
         backend._start(
             [
                 _PendingRequest(name, DecodingRequest(prompt, name, limit), priorities[name])
@@ -58,25 +58,25 @@ def test_what_is_nearly_complete_is_not_interrupted(engine: StreamingGeneration)
         import ray
 
         def drive(backend: Any) -> list[dict[int, int]]:
-            found = backend._between_steps(partial(finished_after, num_drawn, backend))
-            backend._new_finished(0.0)  # nobody asks for them
-            return found
+            remaining = backend._between_steps(partial(finished_after, num_drawn, backend))
+            backend._new_finished(0.0)  # nobody requests them
+            return remaining
 
-        found: list[dict[int, int]] = ray.get(
+        remaining: list[dict[int, int]] = ray.get(
             engine._workers._workers[0].__ray_call__.remote(drive)
         )
-        return found
+        return remaining
 
     for too_few in (0, 71):
         before, after = in_its_thread(too_few)
         assert before == after == {0: 150 - too_few, 1: 150 - too_few, 2: LONG - too_few}
     before, after = in_its_thread(72)
     assert before == {0: 78, 1: 78, 2: LONG - 72}
-    assert after == {2: LONG - 150}, "goes on meanwhile, and is not waited for"
+    assert after == {2: LONG - 150}, "continues meanwhile, without anybody waiting"
 
 
 def awaiting(engine: StreamingGeneration) -> int:
-    """How many requests the engine keeps for weights to come; all others have begun."""
+    """Returns the number of requests kept for new weights; all others have begun."""
     import ray
 
     (worker, *_) = engine._workers._workers
@@ -101,14 +101,14 @@ def test_requests_for_the_next_weights_begin_with_them(
     assert awaiting(engine) == 0
     ahead = stream.take(1)
     stream.begin(prompts, num_generations_per_prompt=1, step=1, next_version=2)  # are there
-    behind = stream.take(1)
-    for one, other, before in zip(ahead, behind, old, strict=True):
+    later = stream.take(1)
+    for one, other, before in zip(ahead, later, old, strict=True):
         assert set(one.completion.weight_versions) == {2}
         assert one.completion.token_ids == other.completion.token_ids
         assert one.completion.logprobs != before.completion.logprobs
 
 
-def test_requests_for_weights_that_never_come_can_be_given_up(
+def test_requests_for_weights_that_never_come_can_be_cancelled(
     engine: StreamingGeneration, stream: RolloutStream, prompts: list[Prompt], make_policy: Callable
 ) -> None:
     engine.update_weights(make_policy(), weight_version=1)
@@ -126,12 +126,12 @@ def test_requests_for_the_next_weights_survive_their_engine(
     engine.update_weights(policy, weight_version=1)
     stream.begin(prompts, num_generations_per_prompt=1, step=1, next_version=2)
     assert awaiting(engine) == len(prompts)
-    with stream.exclusive():  # as the trainer: nobody else may call an engine that is replaced
+    with stream.exclusive():  # like the trainer: nobody else may call an engine during replacement
         os.kill(worker_pid(engine), signal.SIGKILL)
         engine.update_weights(policy, weight_version=2)
-    found = stream.take(1)
+    completed = stream.take(1)
     assert engine.num_restarts == 1
-    assert {version for each in found for version in each.completion.weight_versions} == {2}
+    assert {version for each in completed for version in each.completion.weight_versions} == {2}
 
 
 def test_an_engine_that_is_lost_while_it_finishes_gets_the_next_weights(

@@ -1,4 +1,4 @@
-"""Trainer and engine in Ray: they agree on logprobs, before and after the weights change."""
+"""Trainer and engine in Ray agree on logprobs, before and after the weights change."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -70,8 +70,8 @@ def test_trainer_and_engine_agree_after_every_update(
     for step in (2, 3):
         policy.train(as_batch(rollouts), NLLLoss())
         after = weights_of(policy)
-        # Also the embedding, of which the engine's head keeps a copy in another layout: on a CPU,
-        # vLLM leaves that copy alone unless an update names the head (see _repack_heads).
+        # Also the embedding, which the engine's head copies in another layout: on a CPU,
+        # vLLM does not update that copy unless an update names the head (see _repack_heads).
         assert [name for name in before if torch.equal(before[name], after[name])] == []
         assert "model.embed_tokens.weight" in after
         assert "lm_head.weight" not in after
@@ -81,7 +81,7 @@ def test_trainer_and_engine_agree_after_every_update(
         before = after
 
 
-def test_a_folder_of_new_weights_replaces_all_of_the_old(
+def test_a_folder_of_new_weights_replaces_all_old_weights(
     engine: VllmGeneration, roll_out: Callable, make_policy: Callable, tmp_path: Path
 ) -> None:
     policy = make_policy()
@@ -91,7 +91,7 @@ def test_a_folder_of_new_weights_replaces_all_of_the_old(
     assert largest_difference(compared(roll_out(), policy)) < 1e-4
 
 
-def test_rollouts_are_equal_to_the_bit_when_repeated(
+def test_repeated_rollouts_are_bitwise_identical(
     session: ClusterSession,
     generation_setup: GenerationSetup,
     engine: VllmGeneration,
@@ -105,7 +105,7 @@ def test_rollouts_are_equal_to_the_bit_when_repeated(
     engine.update_weights(policy)
     other = roll_out()
     assert [r.completion.logprobs for r in other] != [r.completion.logprobs for r in first]
-    # The first weights again, as a later stage or a resumed run loads them.
+    # The first weights again, loaded the way a later stage or a resumed run does.
     VllmGeneration(session, generation_setup)
     assert roll_out() == first
 
@@ -119,7 +119,7 @@ def test_seed_and_step_change_the_samples(roll_out: Callable) -> None:
     assert tokens[0] != tokens[2]
 
 
-def test_samples_of_one_prompt_lie_together_and_differ(
+def test_samples_of_one_prompt_are_adjacent_and_differ(
     roll_out: Callable, prompts: list[Prompt], tokenizer
 ) -> None:
     rollouts = roll_out()
@@ -133,7 +133,7 @@ def test_samples_of_one_prompt_lie_together_and_differ(
         assert len({rollout.completion.token_ids for rollout in group}) > 1
 
 
-def test_samples_that_are_one_request_are_those_of_requests_of_their_own(
+def test_joined_requests_give_the_samples_of_separate_ones(
     engine: VllmGeneration,
 ) -> None:
     prompts = [prompt for prompt in ([5, 6, 7], [4]) for _ in range(4)]
@@ -145,11 +145,11 @@ def test_samples_that_are_one_request_are_those_of_requests_of_their_own(
         max_new_tokens=torch.tensor([6, 6, 6, 3, 6, 6, 6, 6]),
     )
     together = engine.generate(batch)
-    order = [6, 1, 3, 4, 0, 7, 2, 5]  # no row stands behind one that it could be joined to
-    alone = engine.generate(batch.select_indices(order))
+    order = [6, 1, 3, 4, 0, 7, 2, 5]  # no row follows one that it could be joined with
+    separate = engine.generate(batch.select_indices(order))
     names = ["output_ids", "logprobs", "generation_lengths", "truncated"]
     for name in names:
-        assert torch.equal(together[name][order], alone[name]), name
+        assert torch.equal(together[name][order], separate[name]), name
     assert len({tuple(row) for row in together["output_ids"].tolist()}) > 4
 
 
@@ -165,11 +165,11 @@ def test_a_completion_ends_with_a_stop_token_or_is_truncated(
         assert len(rollout.completion.logprobs) == len(inner) + 1
         if rollout.completion.truncated:
             assert len(inner) + 1 == MAX_NEW_TOKENS
-    # A model with random weights does either now and then: 1 of 19 tokens ends a completion.
+    # A model with random weights does both sometimes: 1 of 19 tokens ends a completion.
     assert len({rollout.completion.truncated for rollout in rollouts}) == 2
 
 
-def test_greedy_takes_the_likeliest_token_whatever_the_seed(
+def test_greedy_takes_the_likeliest_token_for_any_seed(
     roll_out: Callable, tiny_model: Path
 ) -> None:
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Engines prove themselves: what one computes with wrong weights never reaches a rollout."""
+"""Engines prove themselves: completions from wrong weights never reach a rollout."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,7 +36,7 @@ PROMPTS = BatchedDataDict(
 
 
 def mixture_of_experts(folder: Path, tokenizer_of: Path, *, expert_size: int) -> Path:
-    """A transformers folder: two layers of four experts, two of which see each token."""
+    """Creates a transformers folder: two layers of four experts, two of which see each token."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     tokenizer = load_tokenizer(tokenizer_of)
@@ -59,7 +59,7 @@ def mixture_of_experts(folder: Path, tokenizer_of: Path, *, expert_size: int) ->
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for name, weight in model.named_parameters():
-        if "experts" in name:  # whose part in the logits would be lost in rounding otherwise
+        if "experts" in name:  # otherwise rounding would hide their share in the logits
             torch.nn.init.normal_(weight, std=0.3)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -73,9 +73,9 @@ def largest_difference(engine: Generation, policy: Policy) -> float:
     return float(gap[batch["token_mask"]].abs().max())
 
 
-# 48 is no multiple of 32, to which vLLM pads experts on a CPU.
+# 48 is not a multiple of 32, to which vLLM pads experts on a CPU.
 @pytest.mark.parametrize("expert_size", [64, pytest.param(48, marks=pytest.mark.thorough)])
-def test_experts_are_right_by_every_way_that_weights_come(
+def test_experts_are_correct_for_every_way_of_loading_weights(
     expert_size: int, session: ClusterSession, generation_setup: GenerationSetup, tmp_path: Path
 ) -> None:
     model = mixture_of_experts(
@@ -119,19 +119,19 @@ def transformers_engine(
     engine.shutdown()
 
 
-def corrupt_transformers(own: Any) -> None:
+def corrupt_transformers(backend: Any) -> None:
     with torch.no_grad():
-        own._model.model.norm.weight.mul_(3)
+        backend._model.model.norm.weight.mul_(3)
 
 
-def corrupt_every_update_of_transformers(own: Any) -> None:
-    take = own.take_weights
+def corrupt_every_update_of_transformers(backend: Any) -> None:
+    take = backend.take_weights
 
     def take_and_corrupt(named_tensors: Iterator[Any]) -> None:
         take(named_tensors)
-        corrupt_transformers(own)
+        corrupt_transformers(backend)
 
-    own.take_weights = take_and_corrupt
+    backend.take_weights = take_and_corrupt
 
 
 def test_an_engine_that_was_loaded_wrongly_generates_nothing(
@@ -152,33 +152,33 @@ def test_an_engine_proves_the_first_weights_that_a_policy_sends(
     in_engine(transformers_engine, corrupt_every_update_of_transformers)
     with pytest.raises(ConsistencyError, match="engine and the trainer disagree"):
         transformers_engine.update_weights(policy)
-    # Nobody takes such an engine over: the next one of its name is a new one.
+    # Nobody reuses such an engine: the next one of its name is new.
     again = Generation(session, transformers_engine._setup, name="transformers")
     again.update_weights(policy)
     assert again.prove(policy) == pytest.approx(1, abs=1e-4)
 
 
-def corrupt_vllm(own: Any) -> None:
+def corrupt_vllm(backend: Any) -> None:
     with torch.no_grad():
-        own._model().get_parameter("model.norm.weight").mul_(3)
+        backend._model().get_parameter("model.norm.weight").mul_(3)
 
 
-def corrupt_vllm_once(own: Any) -> None:
-    own._between_steps(lambda: corrupt_vllm(own))
+def corrupt_vllm_once(backend: Any) -> None:
+    backend._between_steps(lambda: corrupt_vllm(backend))
 
 
-def corrupt_every_update_of_vllm(own: Any) -> None:
-    reload = own._reload
+def corrupt_every_update_of_vllm(backend: Any) -> None:
+    reload = backend._reload
 
     def reload_and_corrupt(named_tensors: list[Any], *, source: str) -> None:
         reload(named_tensors, source=source)
-        corrupt_vllm(own)
+        corrupt_vllm(backend)
 
-    own._reload = reload_and_corrupt
+    backend._reload = reload_and_corrupt
 
 
 class Corruption(Callback):
-    """Changes one tensor in the engine when two steps have been trained."""
+    """Changes one tensor in the engine after two training steps."""
 
     def __init__(self, corrupt: Callable[[Any], None]) -> None:
         self._corrupt = corrupt

@@ -1,4 +1,4 @@
-"""Who has the GPU when: the engine wakes after it was given weights, and sleeps before training."""
+"""Turns on the GPU: the engine wakes after new weights, and sleeps before training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from nemo_rl_core.algorithms import GRPOTrainer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.models.generation.engine import Generation
-from nemo_rl_core.models.generation.where_made import HeldCompletions
+from nemo_rl_core.models.generation.remote_completions import RemoteCompletions
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.rollouts.sampler import Sampler
 
@@ -30,7 +30,7 @@ TWO_STEPS: dict[str, Any] = {
 
 
 class NotedGeneration(Generation):
-    """The engine, and a list of what was asked of it."""
+    """The engine, with a list of its calls."""
 
     calls: ClassVar[list[str]] = []
 
@@ -42,13 +42,10 @@ class NotedGeneration(Generation):
         self.calls.append("wake")
         super().prepare_for_generation()
 
-    def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
-        self.calls.append("generate")
-        return super().generate(data, greedy)
-
-    def generate_held(self, *args: Any, **options: Any) -> HeldCompletions:
-        self.calls.append("wake, generate, sleep")
-        return super().generate_held(*args, **options)
+    def complete(self, *args: Any, **options: Any) -> RemoteCompletions:
+        sleeps = options["releases_memory"]
+        self.calls.append("wake, generate, sleep" if sleeps else "generate")
+        return super().complete(*args, **options)
 
     def finish_generation(self, **options: Any) -> None:
         super().finish_generation(**options)
@@ -88,14 +85,14 @@ def test_the_engine_is_awake_only_while_it_generates(
         **TWO_STEPS,
     )
     trainer.fit(PROMPTS, reward_fn=lambda prompt, response: response.count("7") + 0.1)
-    step = ["weights", "wake, generate, sleep", "trained"]  # what is held takes one call
+    step = ["weights", "wake, generate, sleep", "trained"]  # remote completions take one call
     validation = ["weights", "wake", "generate", "sleep"]
-    # At the start, since an engine is awake when it has started; and once more at the end, for the
-    # stage that comes next.
+    # At the start, since an engine is awake when it has started, and again at the end for the next
+    # stage.
     assert NotedGeneration.calls == ["sleep", *2 * step, *validation, "sleep"]
 
 
-def test_an_engine_that_sleeps_wakes_for_what_it_is_asked(
+def test_a_sleeping_engine_wakes_for_requests(
     engine: Generation, prompts: list[Any], make_policy: Callable[..., Policy]
 ) -> None:
     ids = torch.tensor([list(prompts[0].token_ids)])
@@ -106,12 +103,12 @@ def test_an_engine_that_sleeps_wakes_for_what_it_is_asked(
     again = engine.generate(batch, greedy=True)
     assert torch.equal(again["logprobs"], expected["logprobs"])
     engine.finish_generation()
-    engine.update_weights(make_policy())  # those that it had
+    engine.update_weights(make_policy())  # the same weights as before
     again = engine.generate(batch, greedy=True)
     assert torch.equal(again["logprobs"], expected["logprobs"])
 
 
-def test_a_run_is_the_same_wherever_the_trainer_waits(
+def test_a_run_does_not_depend_on_the_device_of_the_idle_trainer(
     session: ClusterSession, tiny_model: Path
 ) -> None:
     weights = []

@@ -1,4 +1,4 @@
-"""An engine that starts without weights computes what one does that has read them at its start."""
+"""An engine that starts without weights computes the same as one that read them at start."""
 
 import os
 from pathlib import Path
@@ -63,16 +63,16 @@ def make_model(name: str, folder: Path, tokenizer_of: Path, *, seed: int) -> Pat
 
 
 def completions(first: Path, second: Path, load_format: str) -> dict[str, Any]:
-    """Under the weights of a folder, then under others that are sent."""
+    """Completes with the weights of a folder, then with others that are sent."""
     config = VllmGenerationConfig(max_new_tokens=12)
     os.environ.update(engine_environment(config))
-    backend_module.load_format_of = lambda *_, **__: load_format  # as on a GPU
+    backend_module.load_format_of = lambda *_, **__: load_format  # like on a GPU
     backend = VllmBackend()
     backend.setup(
         GenerationSetup(model_folder=first, config=config, max_model_len=64, stop_token_ids=())
     )
-    # On CPUs vLLM leaves parameters empty whose numbers it has packed.
-    held = {float(each.abs().max()) for each in backend._model().parameters() if each.numel()}
+    # On CPUs vLLM leaves parameters empty after packing their numbers.
+    values = {float(each.abs().max()) for each in backend._model().parameters() if each.numel()}
     prompts = BatchedDataDict(
         {
             "input_ids": torch.arange(5, 13).view(2, 4),
@@ -80,12 +80,12 @@ def completions(first: Path, second: Path, load_format: str) -> dict[str, Any]:
             "seeds": torch.arange(2),
         }
     )
-    drawn = [backend.generate(prompts, greedy=False)]  # reads the folder where nothing was read
+    drawn = [backend.generate(prompts, greedy=False)]  # reads the folder if nothing was read
     backend.take_weights(stored_tensors(second))
     drawn.append(backend.generate(prompts, greedy=False))
     backend.load_weights(first)
     drawn.append(backend.generate(prompts, greedy=False))
-    return {"is_empty": held == {0.0}, "drawn": [dict(each) for each in drawn]}
+    return {"is_empty": values == {0.0}, "drawn": [dict(each) for each in drawn]}
 
 
 def of_both_starts(folders: dict[str, tuple[Path, Path]]) -> dict[str, list[dict[str, Any]]]:
@@ -95,7 +95,8 @@ def of_both_starts(folders: dict[str, tuple[Path, Path]]) -> dict[str, list[dict
     }
 
 
-def test_an_engine_that_starts_empty_draws_the_same_to_the_bit(
+@pytest.mark.thorough
+def test_an_engine_that_starts_empty_samples_bitwise_identically(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     folders = {

@@ -1,4 +1,4 @@
-"""Environments in actors: one that hangs or is killed costs the rows that it fails on, no more."""
+"""Environments in actors: one that hangs or is killed loses only the rows on which it fails."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ def score(prompt: str, response: str) -> float:
 def make(
     session: ClusterSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Scorer]]:
-    """Scorers in actors, ended after the test; by default of the function above."""
+    """Creates scorers in actors, ended after the test; by default of the function above."""
     (tmp_path / "odd_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
     made: list[Scorer] = []
@@ -79,33 +79,33 @@ def rollouts(*texts: str, task: str = "sums", metadata: str = "{}") -> list[Roll
 
 
 def assert_only(outcomes: list[float | RewardError], failures: dict[int, str], rows: list[Rollout]):
-    """The rows of `failures` have these words in their errors; the others have their scores."""
-    for place, (outcome, row) in enumerate(zip(outcomes, rows, strict=True)):
-        if place in failures:
+    """Asserts that the rows of `failures` have these errors, and that all others have scores."""
+    for index, (outcome, row) in enumerate(zip(outcomes, rows, strict=True)):
+        if index in failures:
             assert isinstance(outcome, RewardError)
-            assert failures[place] in str(outcome)
+            assert failures[index] in str(outcome)
             assert repr(row.text) in str(outcome)
         else:
             assert outcome == len(row.text) / 3
 
 
 @pytest.mark.slow
-def test_an_actor_that_dies_costs_the_row_that_kills_it(make: Callable[..., Scorer]) -> None:
+def test_an_actor_that_dies_loses_only_the_row_that_kills_it(make: Callable[..., Scorer]) -> None:
     rows = rollouts("a", "bb", "die", "cccc", "raise", "d", "ee")
     scorer = make(num_workers=2)
-    for _ in range(2):  # what has been replaced works as what was there
+    for _ in range(2):  # replaced actors work like the original ones
         outcomes = scorer.score(rows)
         assert_only(outcomes, {2: "the environment's actor died", 4: "no answer sheet"}, rows)
 
 
 class _Flaky(BaseHTTPRequestHandler):
-    """Answers each path with 503 the first time."""
+    """Answers the first request of each path with 503."""
 
-    asked: ClassVar[set[str]] = set()
+    requested: ClassVar[set[str]] = set()
 
     def do_GET(self) -> None:
-        status = 200 if self.path in self.asked else 503
-        self.asked.add(self.path)
+        status = 200 if self.path in self.requested else 503
+        self.requested.add(self.path)
         self.send_response(status)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -132,15 +132,15 @@ def test_an_environment_that_fails_all_the_time_stops_the_run(
 ) -> None:
     monkeypatch.setattr(actor_pool, "_MAX_FAILED_IN_A_ROW", 3)
     scorer = make()
-    with pytest.raises(WorkerError, match="3 calls after one another") as stopped:
+    with pytest.raises(WorkerError, match="3 consecutive calls") as stopped:
         scorer.score(rollouts(*["die"] * 6))
     assert "the last one died" in stopped.value.got
-    rows = rollouts("a", "bb", "die")  # a piece and a row alone: two failures
+    rows = rollouts("a", "bb", "die")  # a piece and a single row: two failures
     assert_only(scorer.score(rows), {2: "the environment's actor died"}, rows)
 
 
 @pytest.mark.thorough
-def test_an_actor_that_is_killed_from_outside_costs_nothing(
+def test_an_actor_killed_from_outside_loses_no_row(
     make: Callable[..., Scorer], tmp_path: Path
 ) -> None:
     def kill() -> None:
@@ -158,7 +158,7 @@ def test_an_actor_that_is_killed_from_outside_costs_nothing(
 
 
 @pytest.mark.thorough
-def test_a_reward_that_hangs_costs_its_row(make: Callable[..., Scorer]) -> None:
+def test_a_reward_that_hangs_loses_only_its_row(make: Callable[..., Scorer]) -> None:
     rows = rollouts("a", "hang", "bb", "cccc", "d", "ee", "f")
     outcomes = make(num_workers=2, call_timeout_seconds=8).score(rows)
     assert_only(outcomes, {1: "gave no answer"}, rows)
@@ -183,7 +183,7 @@ def test_scores_do_not_depend_on_the_number_of_actors(make: Callable[..., Scorer
 
 
 @pytest.mark.slow
-def test_what_a_reward_is_made_of_comes_back(make: Callable[..., Scorer]) -> None:
+def test_components_of_a_reward_are_returned(make: Callable[..., Scorer]) -> None:
     parts = [{"environment": ExactMatch()}, {"environment": RegexMatch(pattern="[0-9]+")}]
     config = WeightedSum.model_validate({"parts": parts})
     rows = rollouts("46", "47", "x")
@@ -191,7 +191,7 @@ def test_what_a_reward_is_made_of_comes_back(make: Callable[..., Scorer]) -> Non
     scored = score_rollouts(scorer, rows)
     assert scored == score_rollouts(make_scorer(config), rows)
     assert [each.components for each in scored] == [(1, 1), (0, 1), (0, 0)]
-    # The mean of each part has its name, from actors as from here.
+    # The mean of each component has its name, with actors and without.
     columns = {"reward_components": torch.tensor([each.components for each in scored]).float()}
     batch = {"rewards": torch.tensor([2.0, 1.0, 0.0]), **columns}
     for each in (scorer, make_scorer(config)):
@@ -200,15 +200,15 @@ def test_what_a_reward_is_made_of_comes_back(make: Callable[..., Scorer]) -> Non
 
 
 @pytest.mark.slow
-def test_a_game_goes_on_in_actors_as_it_does_here(make: Callable[..., Scorer]) -> None:
+def test_a_game_in_actors_equals_one_in_this_process(make: Callable[..., Scorer]) -> None:
     here = make_scorer(GuessNumberGame()).environment
-    there = make(GuessNumberGame(), num_workers=2).environment
+    remote = make(GuessNumberGame(), num_workers=2).environment
     logs, metadata = [], []
     for guess in range(7):
         logs.append([{"role": "user", "content": "0-6="}, {"role": "a", "content": str(guess)}])
         secret = {"secret": 3, "low": 0, "high": 6}
         metadata.append({"game": secret, "max_turns": 3} if guess != 4 else {})
-    replies = split(there.step(logs, metadata), 7)
+    replies = split(remote.step(logs, metadata), 7)
     assert replies == split(here.step(logs, metadata), 7)
     assert [reply.observation for reply in replies] == [
         "1-6=",
@@ -220,17 +220,17 @@ def test_a_game_goes_on_in_actors_as_it_does_here(make: Callable[..., Scorer]) -
         "0-5=",
     ]
     assert replies[4].error is not None
-    # More rows than a call has, and yet one batch: a third of all games is won.
+    # More rows than a call has, but one batch: a third of all games is won.
     batch = {"rewards": torch.tensor([0.0, 1.0, 0.0] * 4), "tasks": ["guess_number"] * 12}
-    rewards, metrics = post_process(there, batch)
+    rewards, metrics = post_process(remote, batch)
     assert rewards.tolist() == batch["rewards"].tolist()
     assert metrics == pytest.approx({"won_fraction": 1 / 3})
     with pytest.raises(RewardError, match=r"'GameEnvironment' failed(.|\n)*KeyError"):
-        there.global_post_process_and_metrics({"tasks": []})
+        remote.global_post_process_and_metrics({"tasks": []})
 
 
-def test_what_cannot_be_made_is_refused_in_its_own_words(make: Callable[..., Scorer]) -> None:
-    with pytest.raises(ConfigError, match="no regular expression"):
+def test_invalid_environments_are_refused_with_their_message(make: Callable[..., Scorer]) -> None:
+    with pytest.raises(ConfigError, match="not a valid regular expression"):
         make(RegexMatch(pattern="("))
 
 

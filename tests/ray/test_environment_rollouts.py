@@ -1,13 +1,13 @@
-"""Every kind of environment in a rollout with real vLLM, its rewards worked out by hand.
+"""Every kind of environment in a rollout with real vLLM, with hand-computed rewards.
 
-One tiny model is taught, within seconds, two or three replies to each prompt, so that what it
-samples is worth something, and not always the same.
+A tiny model is trained, within seconds, on two or three replies to each prompt, so that its samples
+earn rewards and vary.
 """
 
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -28,6 +28,11 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.rewards.llm_judge import question
 from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.models.generation.remote_completions import (
+    RemoteCompletions,
+    Requests,
+    full_requests,
+)
 from nemo_rl_core.rollouts.batch import rollout_batch, valid_rollouts
 from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
@@ -43,14 +48,14 @@ Said = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt, and all that the model is taught of it.
+    """A prompt and its training replies.
 
     Attributes:
-        prompt: Its text.
-        worth: What the policy may say, with the rewards of its turns, or None for an error.
-        answer: The row's.
-        metadata: The row's.
-        replies: What an environment answers to what the policy has said so far.
+        prompt: Text of the prompt.
+        worth: Rewards of each possible reply's turns, or None for an error.
+        answer: Answer of the row.
+        metadata: Metadata of the row.
+        replies: Answers of the environment, by the policy's turns so far.
     """
 
     prompt: str
@@ -60,12 +65,12 @@ class Row:
     replies: Mapping[Said, str] = field(default_factory=dict)
 
     def taught(self) -> Iterator[tuple[Said, str]]:
-        """Conversations, and how the policy goes on."""
-        for said in self.worth:
+        """Yields conversations and the policy's next turn."""
+        for turns in self.worth:
             log = [self.prompt]
-            for place, turn in enumerate(said):
+            for index, turn in enumerate(turns):
                 yield tuple(log), turn
-                log += [turn, self.replies.get(said[: place + 1], "")]
+                log += [turn, self.replies.get(turns[: index + 1], "")]
 
 
 SUM = Row("exact 2+3=", {("5",): (1,), ("6",): (0,)}, answer="5")
@@ -123,7 +128,7 @@ ROWS: dict[str, list[Row]] = {
     "reasoning_gym": [GYM],
     "function": [Row("function", {("four",): (4,), ("to",): (2,), ("boom",): None})],
     "python": [Row("function", {("four",): (4,), ("to",): (2,), ("boom",): (-1,)})],
-    "reward_model": [SUM],  # by hand: `scores_of_the_reward_model`
+    "reward_model": [SUM],  # computed by `scores_of_the_reward_model`
     "regex": [Row("regex", {("123",): (1,), ("12a",): (0,)})],
     "json_schema": [Row("json", {('{"a": 1}',): (1,), ('{"a": "b"}',): (0,), ('{"a"',): (0,)})],
     "llm_judge": [Row("judge", {("good",): (0.8,), ("bad",): (0.3,)})],
@@ -152,12 +157,12 @@ COMPONENTS = {("5",): (1.0, 1.0), ("6",): (0.0, 1.0)}
 
 
 def config_of(kind: str, folder: Path) -> dict[str, Any]:
-    """What a recipe says for the kind; `folder` has what it needs."""
+    """Returns the recipe section of a kind; `folder` has its files."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     digit = {"kind": "regex", "pattern": "[0-9]"}
     own: dict[str, dict[str, Any]] = {
-        "function": {"target": "said_by_the_model:length"},
-        "python": {"target": "said_by_the_model:Length", "arguments": {"boom": -1.0}},
+        "function": {"target": "custom_rewards:length"},
+        "python": {"target": "custom_rewards:Length", "arguments": {"boom": -1.0}},
         "reward_model": {"model": str(folder / "reward_model")},
         "regex": {"pattern": "[0-9]{3}"},
         "json_schema": {"json_schema": json.dumps(schema)},
@@ -206,7 +211,7 @@ def as_prompt(row: Row, tokenizer: Any) -> Prompt:
 
 
 def lessons(tokenizer: Any) -> Iterator[tuple[str, str]]:
-    """Prompts with completions: all replies of all rows, and the marks of the judge."""
+    """Yields prompts with completions: all replies of all rows, and the marks of the judge."""
     for row in {row.prompt: row for rows in ROWS.values() for row in rows}.values():
         for log, reply in row.taught():
             roles = ("user", "assistant") * len(log)
@@ -215,20 +220,20 @@ def lessons(tokenizer: Any) -> Iterator[tuple[str, str]]:
     (row,) = ROWS["llm_judge"]
     judge = LLMJudge.model_validate({**MODEL_AS_JUDGE, "judge": {"kind": "model", "model": "?"}})
     for (text,), worth in row.worth.items():
-        said = Rollout(as_prompt(row, tokenizer), Completion((), (), truncated=False), text)
+        rollout = Rollout(as_prompt(row, tokenizer), Completion((), (), truncated=False), text)
         assert worth is not None
-        yield question(judge, said), f"Mark: {10 * worth[0]:.0f}"
+        yield question(judge, rollout), f"Mark: {10 * worth[0]:.0f}"
 
 
 def byte_tokenizer() -> Any:
-    """One token a byte, in the form that transformers expects beside a Qwen2."""
+    """Returns a tokenizer with one token per byte, in the form that a Qwen2 folder needs."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
     special["unk_token"] = "<|endoftext|>"  # transformers would add it
     tokens = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    core = Tokenizer(models.BPE({token: place for place, token in enumerate(tokens)}, []))
+    core = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     template = build_arithmetic_tokenizer().chat_template
@@ -236,10 +241,10 @@ def byte_tokenizer() -> Any:
 
 
 def teach(model: Any, tokenizer: Any) -> float:
-    """Trains until every lesson is known by heart; returns the last loss."""
+    """Trains until the model has learned every lesson; returns the last loss."""
     examples = [supervised_example(tokenizer, *lesson) for lesson in lessons(tokenizer)]
     examples.sort(key=lambda each: len(each.token_ids))
-    # The judge's questions are ten times as long as all else: a batch of their own.
+    # The judge's questions are ten times as long as the others: a separate batch.
     batches = [
         collate([e.token_ids for e in part], [e.loss_mask for e in part])
         for part in (examples[:-2], examples[-2:])
@@ -263,7 +268,7 @@ def nll(model: Any, batch: BatchedDataDict) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that has learnt its lessons, a reward model, and what environments read."""
+    """A model that has learned its lessons, a reward model, and files of environments."""
     from transformers import (
         AutoModelForSequenceClassification,
         Qwen2Config,
@@ -292,7 +297,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         each.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     (folder / "passages.txt").write_text("Bread is made of flour.\nParis is the capital.\n")
-    shutil.copy(Path(__file__).with_name("said_by_the_model.py"), folder)
+    shutil.copy(Path(__file__).with_name("custom_rewards.py"), folder)
     return folder
 
 
@@ -301,20 +306,19 @@ Sent = dict[tuple[int, ...], list[Any]]
 
 
 class WatchedGeneration(Generation):
-    """The engine, and a note of what it was asked and what it sent."""
+    """The engine, with a record of its requests and answers."""
 
     sent: Sent
 
-    def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
-        output = super().generate(data, greedy)
-        for row, end in enumerate(output["unpadded_sequence_lengths"].tolist()):
-            start = int(data["input_lengths"][row])
-            asked = tuple(data["input_ids"][row, :start].tolist())
-            ids, logprobs = output["output_ids"][row], output["logprobs"][row]
-            self.sent[asked].append(
-                (tuple(ids[start:end].tolist()), tuple(logprobs[start:end].tolist()))
-            )
-        return output
+    def complete(self, requests: Requests, **options: Any) -> RemoteCompletions:
+        completions = super().complete(requests, **options)
+        (asked, _), columns = full_requests(requests.batch()), completions.tokens.fetched()
+        for row, end in enumerate(completions.input_lengths.tolist()):
+            start = int(asked["input_lengths"][row])
+            ids = columns["input_ids"][row].tolist()
+            logprobs = columns["generation_logprobs"][row, start - 1 : end - 1].tolist()
+            self.sent[tuple(ids[:start])].append((tuple(ids[start:end]), tuple(logprobs)))
+        return completions
 
 
 class WatchedSampler(Sampler):
@@ -324,17 +328,17 @@ class WatchedSampler(Sampler):
 
 @dataclass(frozen=True)
 class Played:
-    """What came of a kind of environment."""
+    """Results of a kind of environment."""
 
     kind: str
-    rollouts: list[Rollout]
+    rollouts: Sequence[Rollout]
     sent: Sent
     tokenizer: Any
 
 
 @contextmanager
 def sampling(kind: str, session: ClusterSession, folder: Path) -> Iterator[WatchedSampler]:
-    """The sampler of one kind; the engine is the same for all kinds."""
+    """Yields the sampler of one kind; all kinds share the engine."""
     environment = TypeAdapter(EnvironmentConfig).validate_python(config_of(kind, folder))
     settings = RolloutSettings(
         environment=environment,
@@ -355,7 +359,7 @@ def sampling(kind: str, session: ClusterSession, folder: Path) -> Iterator[Watch
 def played(
     request: pytest.FixtureRequest, session: ClusterSession, folder: Path
 ) -> Iterator[Played]:
-    """A step's rollouts of one kind."""
+    """Returns a step's rollouts of one kind."""
     with sampling(request.param, session, folder) as sampler:
         prompts = [as_prompt(row, sampler.tokenizer) for row in ROWS[request.param]]
         made = sampler.engine.run(prompts, num_generations_per_prompt=GROUP, step=1)
@@ -364,14 +368,14 @@ def played(
     session.discard("judge")
 
 
-def said_by_the_policy(rollout: Rollout) -> Said:
-    """Its turns as text; several where an environment answers."""
+def policy_turns(rollout: Rollout) -> Said:
+    """Returns the policy's turns as text; several if an environment answers."""
     turns = [text for role, text in rollout.messages if role == "assistant"]
     return tuple(turns) or (rollout.text,)
 
 
 def runs(rollout: Rollout) -> Iterator[tuple[bool, int, int]]:
-    """Stretches of tokens of one writer: whether that is the policy, and from where to where."""
+    """Yields runs of tokens by one writer: whether it is the policy, start and end."""
     start = 0
     for is_own, tokens in groupby(rollout.completion.token_mask):
         end = start + len(list(tokens))
@@ -391,16 +395,16 @@ def scores_of_the_reward_model(folder: Path, rollouts: list[Rollout]) -> list[fl
         return [float(model.score(each.last_hidden_state[0, -1])) for each in hidden]
 
 
-@pytest.mark.slow
-def test_rewards_are_those_worked_out_by_hand(played: Played, folder: Path) -> None:
+@pytest.mark.thorough
+def test_rewards_equal_hand_computed_ones(played: Played, folder: Path) -> None:
     rows = {row.prompt: row for row in ROWS[played.kind]}
     assert len(played.rollouts) == GROUP * len(rows)
-    known = [r for r in played.rollouts if said_by_the_policy(r) in rows[r.prompt.text].worth]
-    assert len(known) > 0.8 * len(played.rollouts), [r.text for r in played.rollouts]
-    worth = [rows[each.prompt.text].worth[said_by_the_policy(each)] for each in known]
+    taught = [r for r in played.rollouts if policy_turns(r) in rows[r.prompt.text].worth]
+    assert len(taught) > 0.8 * len(played.rollouts), [r.text for r in played.rollouts]
+    worth = [rows[each.prompt.text].worth[policy_turns(each)] for each in taught]
     if played.kind == "reward_model":
-        worth = [(each,) for each in scores_of_the_reward_model(folder / "reward_model", known)]
-    for rollout, turn_rewards in zip(known, worth, strict=True):
+        worth = [(each,) for each in scores_of_the_reward_model(folder / "reward_model", taught)]
+    for rollout, turn_rewards in zip(taught, worth, strict=True):
         if turn_rewards is None:
             assert rollout.reward is None
             assert rollout.error is not None and "no answer sheet" in rollout.error
@@ -410,8 +414,8 @@ def test_rewards_are_those_worked_out_by_hand(played: Played, folder: Path) -> N
         if rollout.messages:
             assert rollout.turn_rewards == pytest.approx(turn_rewards)
         if played.kind == "weighted_sum":
-            assert rollout.components == COMPONENTS[said_by_the_policy(rollout)]
-    # The model says different things, and they are worth different rewards.
+            assert rollout.components == COMPONENTS[policy_turns(rollout)]
+    # The model gives different replies, and they earn different rewards.
     for row in rows.values():
         rewards = {r.reward for r in played.rollouts if r.prompt.text == row.prompt}
         assert len(rewards) > 1
@@ -421,7 +425,7 @@ def test_rewards_are_those_worked_out_by_hand(played: Played, folder: Path) -> N
 
 
 @pytest.mark.slow
-def test_what_could_not_be_scored_is_counted_and_left_out(played: Played) -> None:
+def test_rollouts_without_a_score_are_counted_and_dropped(played: Played) -> None:
     (boom,) = [said for said, worth in ROWS["function"][0].worth.items() if worth is None]
     failed = [each for each in played.rollouts if each.error is not None]
     is_expected = played.kind == "function"
@@ -441,59 +445,59 @@ def test_tokens_are_those_that_the_engine_sent(played: Played) -> None:
         for is_own, start, end in runs(rollout):
             piece = (made.token_ids[start:end], made.logprobs[start:end])
             if is_own:
-                # Asked with all that came before, as it was, and answered so.
+                # Requested with the exact preceding tokens, and answered with these.
                 played.sent[asked + made.token_ids[:start]].remove(piece)
                 num_taken += 1
             else:
                 assert set(piece[1]) == {0}
                 text = played.tokenizer.decode(piece[0]).removeprefix("<eos>")
                 assert text == texts.pop(0)
-        assert rollout.text == "\n".join(said_by_the_policy(rollout))
+        assert rollout.text == "\n".join(policy_turns(rollout))
         if not made.truncated:
-            # What ends as a call of a tool does, and is none, is an answer.
+            # A malformed tool call that ends like one is an answer.
             is_stopped = played.kind in {"tools", "by_task"} and rollout.text.endswith("</tool>")
             assert is_stopped or made.token_ids[-1] == played.tokenizer.eos_token_id
     assert not any(played.sent.values())
-    assert num_taken == sum(len(said_by_the_policy(each)) for each in played.rollouts)
+    assert num_taken == sum(len(policy_turns(each)) for each in played.rollouts)
 
 
 @pytest.mark.slow
-def test_what_is_trained_on_is_what_the_policy_wrote(played: Played) -> None:
+def test_only_the_policys_tokens_are_trained_on(played: Played) -> None:
     rollouts = valid_rollouts(played.rollouts)
-    batch = rollout_batch(rollouts)
+    batch = rollout_batch(rollouts).fetched()
     for row, rollout in enumerate(rollouts):
-        whole = rollout.prompt.token_ids + rollout.completion.token_ids
-        trained = [place + 1 for place in batch["token_mask"][row].nonzero().flatten().tolist()]
+        tokens = rollout.prompt.token_ids + rollout.completion.token_ids
+        trained = [index + 1 for index in batch["token_mask"][row].nonzero().flatten().tolist()]
         first = len(rollout.prompt.token_ids)
-        own = [
-            first + place
+        expected = [
+            first + index
             for is_own, start, end in runs(rollout)
-            for place in range(start, end)
+            for index in range(start, end)
             if is_own
         ]
-        assert trained == own
-        said = played.tokenizer.decode([whole[place] for place in own], skip_special_tokens=True)
-        assert said == "".join(said_by_the_policy(rollout))
+        assert trained == expected
+        text = played.tokenizer.decode(
+            [tokens[index] for index in expected], skip_special_tokens=True
+        )
+        assert text == "".join(policy_turns(rollout))
     if played.kind in {"sliding_puzzle", "guess_number", "tools", "by_task"}:
-        several = [each for each in rollouts if len(said_by_the_policy(each)) > 1]
+        several = [each for each in rollouts if len(policy_turns(each)) > 1]
         assert several
         assert all(False in each.completion.token_mask for each in several)
 
 
 @pytest.mark.slow
-def test_a_game_goes_on_after_a_turn_that_the_engine_cut(
-    session: ClusterSession, folder: Path
-) -> None:
+def test_a_game_continues_after_a_truncated_turn(session: ClusterSession, folder: Path) -> None:
     bounds = Bounds(max_turns=3, max_tokens=160, max_new_tokens=1)
     with sampling("guess_number", session, folder) as sampler:
         engine, tokenizer = sampler.generation, sampler.tokenizer
         cut = MultiTurnRollouts(engine, tokenizer, sampler.environment, seed=5, bounds=bounds)
         rollouts = cut.run([as_prompt(GUESS, tokenizer)], num_generations_per_prompt=GROUP, step=1)
-    # 77 is cut to 7, which wins; 4 is cut before its stop token, and answered as ever.
-    said = {said_by_the_policy(each): each for each in rollouts}
-    assert {("7",), ("4", "7")} <= said.keys()
-    assert said["7",].turn_rewards == (1,)
-    rollout = said["4", "7"]
+    # 77 is truncated to 7, which wins; 4 is truncated before its stop token and answered as usual.
+    by_turns = {policy_turns(each): each for each in rollouts}
+    assert {("7",), ("4", "7")} <= by_turns.keys()
+    assert by_turns["7",].turn_rewards == (1,)
+    rollout = by_turns["4", "7"]
     assert rollout.turn_rewards == (0, 1)
     assert tokenizer.decode(rollout.completion.token_ids) == "4<eos>5-9=7"
     assert rollout.completion.token_mask == (True, *(False,) * 5, True)

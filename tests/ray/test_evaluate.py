@@ -1,4 +1,4 @@
-"""Evaluation of a model that knows its sums, and of one that does not."""
+"""Evaluates a model that was taught sums, and one that was not."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,14 +27,14 @@ SAMPLED = ("pass_at_1", "pass_at_2", "cons_at_2")
 def data(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [
         {
-            "id": f"sum-{place}",
-            "prompt": f"{place}+{place + 1}=",
-            "answer": str(2 * place + 1),
-            "completion": str(2 * place + 1),
+            "id": f"sum-{index}",
+            "prompt": f"{index}+{index + 1}=",
+            "answer": str(2 * index + 1),
+            "completion": str(2 * index + 1),
             "task": "arithmetic",
             "metadata": "{}",
         }
-        for place in range(NUM_ROWS)
+        for index in range(NUM_ROWS)
     ]
     tokenizer = load_tokenizer(tiny_model)
     folder = tmp_path_factory.mktemp("rows")
@@ -105,7 +105,7 @@ def test_a_model_that_was_taught_the_answers_gives_them(
     assert result.metrics["greedy_accuracy_low"] == pytest.approx(0.7575, abs=1e-4)
     assert result.metrics["truncated_fraction"] == 0.0
     assert result.metrics["pass_at_2"] > 0.9
-    assert greedy_outcomes(result.rows) == {f"sum-{place}": True for place in range(NUM_ROWS)}
+    assert greedy_outcomes(result.rows) == {f"sum-{index}": True for index in range(NUM_ROWS)}
     assert result.categories == {"arithmetic": result.metrics}
     again = evaluate(tmp_path / "model", data, session, config=config, settings=setup)
     assert again.rows == result.rows

@@ -1,4 +1,4 @@
-"""Engines in Ray: their words, several of them, rows with bounds of their own, lost workers."""
+"""Engines in Ray: documented names, several engines, bounds of rows, lost workers."""
 
 import os
 import signal
@@ -16,7 +16,8 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync import LinkSpec, WeightLink
+from nemo_rl_core.distributed.weight_sync.link import WeightLink
+from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
 from nemo_rl_core.errors import ConfigError, WorkerLostError
 from nemo_rl_core.models.generation import (
     HuggingFaceGeneration,
@@ -56,7 +57,7 @@ def assert_equal(one: BatchedDataDict, other: BatchedDataDict) -> None:
 
 
 def agree(one: BatchedDataDict, other: BatchedDataDict) -> bool:
-    """The same tokens, with the same logprobs but for rounding."""
+    """Whether the tokens are equal, and the logprobs up to rounding."""
     return (
         sequences(one) == sequences(other)
         and torch.equal(one["truncated"], other["truncated"])
@@ -64,11 +65,11 @@ def agree(one: BatchedDataDict, other: BatchedDataDict) -> bool:
     )
 
 
-def test_rows_know_nothing_of_one_another(engine: VllmGeneration, batch: BatchedDataDict) -> None:
-    whole = sequences(engine.generate(batch, greedy=False))
+def test_rows_are_independent(engine: VllmGeneration, batch: BatchedDataDict) -> None:
+    full = sequences(engine.generate(batch, greedy=False))
     for rows in (list(range(11, -1, -1)), [7], [3, 0, 5]):
         some = engine.generate(batch.select_indices(rows), greedy=False)
-        assert sequences(some) == [whole[row] for row in rows]
+        assert sequences(some) == [full[row] for row in rows]
 
 
 def test_stop_strings_and_bounds_of_rows(
@@ -85,17 +86,17 @@ def test_stop_strings_and_bounds_of_rows(
     stop_strings[stopped] = [text[1]]
     most = torch.full((len(starts),), 99)
     most[cut] = 2
-    given = {**batch, "stop_strings": stop_strings, "max_new_tokens": most}
-    output = engine.generate(BatchedDataDict(given), greedy=False)
+    limited = {**batch, "stop_strings": stop_strings, "max_new_tokens": most}
+    output = engine.generate(BatchedDataDict(limited), greedy=False)
     expected = list(lengths)
-    # A token of this vocabulary is a character.
+    # Each token of this vocabulary is one character.
     expected[stopped], expected[cut] = text.index(text[1]) + 1, 2
     assert output["generation_lengths"].tolist() == expected
     truncated = plain["truncated"].clone()
     truncated[stopped], truncated[cut] = False, True
     assert torch.equal(output["truncated"], truncated)
-    for ids, whole in zip(sequences(output), sequences(plain), strict=True):
-        assert ids == whole[: len(ids)]
+    for ids, unlimited in zip(sequences(output), sequences(plain), strict=True):
+        assert ids == unlimited[: len(ids)]
 
 
 def test_special_tokens_are_stop_strings(engine: VllmGeneration, batch: BatchedDataDict) -> None:
@@ -111,7 +112,7 @@ def test_special_tokens_are_stop_strings(engine: VllmGeneration, batch: BatchedD
 
 
 @pytest.mark.thorough
-def test_all_kinds_of_engines_agree_whatever_the_weights(
+def test_all_kinds_of_engines_agree_for_any_weights(
     engine: VllmGeneration,
     session: ClusterSession,
     tiny_model: Path,
@@ -163,7 +164,7 @@ def test_a_killed_workers_batch_is_the_same(
     many["seeds"] = torch.arange(many.size)
     expected = engine.generate(many, greedy=False)
     pid = worker_pid(engine)
-    # In the middle of the call: the 480 rows are more than are computed at once.
+    # In the middle of the call: 480 rows are more than run at once.
     killer = threading.Timer(0.05, os.kill, (pid, signal.SIGKILL))
     killer.start()
     output = engine.generate(many, greedy=False)
@@ -179,7 +180,7 @@ def test_a_worker_that_is_lost_twice_ends_the_call(
 ) -> None:
     from nemo_rl_core.config.generation import HuggingFaceGenerationConfig
 
-    # No engine answers that fast.
+    # No engine answers that quickly.
     config = HuggingFaceGenerationConfig(max_new_tokens=6, generate_timeout_seconds=1e-4)
     engine = Generation(session, replace(generation_setup, config=config), name="stuck")
     with pytest.raises(WorkerLostError, match="did not answer in time"):
@@ -211,7 +212,7 @@ def two_bundles(session: ClusterSession) -> Iterator[RayVirtualCluster]:
 
 
 @pytest.mark.thorough
-def test_the_documents_words_start_an_engine_a_bundle(
+def test_documented_options_start_one_engine_per_bundle(
     two_bundles: RayVirtualCluster, tiny_model: Path, batch: BatchedDataDict
 ) -> None:
     config = VllmConfig(
@@ -246,9 +247,9 @@ def test_the_documents_words_start_an_engine_a_bundle(
         assert ids[: starts[row]] == batch["input_ids"][row, : starts[row]].tolist()
         assert output["output_ids"][row, len(ids) :].tolist() == [1] * (width - len(ids))
     assert sequences(generator.generate(batch.slice(0, 1), greedy=False)) == [sequences(output)[0]]
-    # The only likeliest token is the greedy one.
+    # The greedy token is the only most likely one.
     assert sequences(generator.generate(batch, greedy=True)) == sequences(output)
-    # As users of the documents write it: no seeds, no lengths.
+    # The way users of the documents call it: no seeds, no lengths.
     ids = torch.tensor([[1, 2, 3, 4]])
     plain = BatchedDataDict({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     assert generator.generate(plain, greedy=True)["output_ids"][0, :4].tolist() == [1, 2, 3, 4]
@@ -256,7 +257,7 @@ def test_the_documents_words_start_an_engine_a_bundle(
 
 
 @pytest.mark.thorough
-def test_an_actor_of_the_documents_worker_draws_as_the_engine_does(
+def test_an_actor_of_the_documented_worker_samples_like_the_engine(
     engine: VllmGeneration, tiny_model: Path, batch: BatchedDataDict, make_policy: Callable
 ) -> None:
     import ray
@@ -286,7 +287,7 @@ def test_an_actor_of_the_documents_worker_draws_as_the_engine_does(
     trained = complete(greedy=False)
     assert not agree(trained, drawn)
     assert agree(trained, engine.generate(batch, greedy=False))
-    # Rows without lengths are whole, and draw the same from call to call.
+    # Rows without lengths are full, and sample the same in every call.
     ids = batch["input_ids"][:2, :3]
     once, again = (ray.get(actor.generate.remote(ids)) for _ in range(2))
     assert once["output_ids"][:, :3].tolist() == ids.tolist()
@@ -296,7 +297,7 @@ def test_an_actor_of_the_documents_worker_draws_as_the_engine_does(
 
 
 @pytest.mark.thorough
-def test_an_engine_over_two_workers_draws_as_one_does(
+def test_an_engine_over_two_workers_samples_like_one(
     two_bundles: RayVirtualCluster,
     engine: VllmGeneration,
     tiny_model: Path,
@@ -321,11 +322,11 @@ def test_an_engine_over_two_workers_draws_as_one_does(
     trained = engine.generate(batch, greedy=False)
     assert not agree(trained, expected)
     assert agree(split.generate(batch, greedy=False), trained)
-    # Both are called "generation"; each has a route of its own from the one trainer.
+    # Both are called "generation"; each has a separate route from the one trainer.
     for either in (engine, split, engine):
         either.update_weights(policy)
     assert agree(engine.generate(batch, greedy=False), trained)
-    # Nothing has a name by which it could stay behind, even while the engine runs.
+    # Nothing has a name under which it could remain, even while the engine runs.
     left = {path.name for path in Path("/dev/shm").iterdir()} - names
     assert [name for name in left if "cpushm" in name or "psm" in name] == []
     split.shutdown()

@@ -1,7 +1,7 @@
-"""What lm-evaluation-harness asks of a model, against transformers; the library need not be there.
+"""Compares the answers to lm-evaluation-harness with transformers; works without the library.
 
-`Adapter` is all that the library's class gets from this project. Where lm-eval is installed, the
-library's own encoding of pairs runs through it too.
+`Adapter` is everything that the library's class uses of this project. Where lm-eval is installed,
+the library's own encoding of pairs is tested too.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,12 @@ from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError, ModelError
-from nemo_rl_core.evals.harness import Adapter, harness_model
-from nemo_rl_core.evals.harness_requests import until, windows
+from nemo_rl_core.evals.harness import Adapter, harness_model, until, windows
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The library's Instance, as far as it is read."""
+    """The fields of the library's Instance that are read."""
 
     args: tuple[Any, ...]
 
@@ -41,7 +40,7 @@ def adapter(session: ClusterSession, tiny_model: Path, settings: RolloutSettings
 
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path) -> Callable[[list[int]], torch.Tensor]:
-    """Next-token logprobs `[T, V]` of a whole forward pass in transformers."""
+    """Next-token logprobs `[T, V]` of a full forward pass in transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
@@ -57,7 +56,7 @@ def test_loglikelihoods_are_those_of_transformers(
     adapter: Adapter, reference: Callable[[list[int]], torch.Tensor]
 ) -> None:
     pairs = [([1, 5, 14, 6], [17, 7]), ([1, 8], [9]), ([1], [4, 4, 4, 4]), ([1, 5], [])]
-    # The likeliest continuation of a context, found argmax by argmax.
+    # The most likely continuation of a context, computed argmax by argmax.
     context = [1, 5, 14]
     likeliest: list[int] = []
     for _ in range(3):
@@ -108,10 +107,10 @@ def test_texts_are_the_greedy_ones_up_to_a_stop_string(
     assert stopped == [written[0][: written[0].index(stop)]]
 
 
-def test_samples_are_drawn_at_the_engines_temperature_alone(adapter: Adapter) -> None:
+def test_samples_use_only_the_engines_temperature(adapter: Adapter) -> None:
     sampled = [Asked(("1+1=", {"do_sample": True, "temperature": 1.0, "until": ["\n"]}))] * 2
     assert adapter.generate_until(sampled) == adapter.generate_until(sampled)
-    with pytest.raises(ConfigError, match="another temperature"):
+    with pytest.raises(ConfigError, match="temperature of a task differs"):
         adapter.generate_until([Asked(("1+1=", {"do_sample": True, "temperature": 0.3}))])
 
 

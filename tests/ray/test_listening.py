@@ -69,7 +69,7 @@ class Listeners:
 @pytest.mark.slow
 def test_a_run_listens_on_loopback_only_with_a_new_token(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(PROGRAM)
-    home, found = tmp_path / "home", Listeners()
+    home, listeners = tmp_path / "home", Listeners()
     home.mkdir()
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
         changed = {
@@ -84,13 +84,13 @@ def test_a_run_listens_on_loopback_only_with_a_new_token(tmp_path: Path) -> None
             env={**os.environ, **changed},
         )
         while program.poll() is None:
-            found.look(program, Path(folder) / f"ray-{os.getuid()}")
+            listeners.look(program, Path(folder) / f"ray-{os.getuid()}")
             time.sleep(0.2)
     assert program.returncode == 0
-    assert {name for name, _ in found.addresses} >= PROCESSES
-    assert {address for _, address in found.addresses} == {"127.0.0.1"}, found.addresses
-    assert found.modes == {0o700}
-    (token,) = found.tokens
+    assert {name for name, _ in listeners.addresses} >= PROCESSES
+    assert {address for _, address in listeners.addresses} == {"127.0.0.1"}, listeners.addresses
+    assert listeners.modes == {0o700}
+    (token,) = listeners.tokens
     assert len(token) == 64
     assert not (home / ".ray").exists()
     assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o700

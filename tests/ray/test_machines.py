@@ -24,7 +24,7 @@ from nemo_rl_core.store.files import hash_file, list_files
 
 @pytest.fixture
 def nodes() -> Iterator[list[str]]:
-    """A head without CPUs, and two further nodes."""
+    """A head without CPUs, and two other nodes."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -38,7 +38,7 @@ def nodes() -> Iterator[list[str]]:
     yield sorted(added)
     ray.shutdown()
     cluster.shutdown()
-    # Other tests have the shared session, which starts Ray again; a second one would take its CPUs.
+    # Other tests use the shared session, which starts Ray again; a second one would take its CPUs.
     sessions._sessions.update(shared)
 
 
@@ -53,41 +53,41 @@ def transfers(folder: Path, machines: Sequence[str]) -> list[Transfer]:
     return made
 
 
-def write_places(system: Any, given: Sequence[Transfer]) -> None:
-    """In place of a transfer: each file gets a note of who was asked to move it."""
+def write_locations(system: Any, moves: Sequence[Transfer]) -> None:
+    """Instead of a transfer, records for each file which machine was asked to move it."""
     import os
 
     import ray
 
-    for each in given:
-        place = f"{ray.get_runtime_context().get_node_id()} {os.getpid()}"
-        Path(f"{each.path}.place").write_text(place)
+    for each in moves:
+        location = f"{ray.get_runtime_context().get_node_id()} {os.getpid()}"
+        Path(f"{each.path}.location").write_text(location)
 
 
-def places(given: Sequence[Transfer]) -> list[list[str]]:
-    return [Path(f"{each.path}.place").read_text().split() for each in given]
+def locations(moves: Sequence[Transfer]) -> list[list[str]]:
+    return [Path(f"{each.path}.location").read_text().split() for each in moves]
 
 
 @pytest.mark.slow
 def test_each_machine_moves_its_own_files(tmp_path: Path, nodes: list[str]) -> None:
     one, two = nodes
-    given = transfers(tmp_path, [one, two, "", two])
-    on_machines(write_places, None, given)
-    found = places(given)
-    assert [node for node, _ in found[:2]] == [one, two]
-    assert found[2][0] not in nodes  # of no known machine: this process, on the head
-    assert found[3][0] == two
-    # Machines of a cluster that is gone: one machine each.
+    moves = transfers(tmp_path, [one, two, "", two])
+    on_machines(write_locations, None, moves)
+    moved_by = locations(moves)
+    assert [node for node, _ in moved_by[:2]] == [one, two]
+    assert moved_by[2][0] not in nodes  # unknown machine: this process, on the head
+    assert moved_by[3][0] == two
+    # Machines of a cluster that no longer exists: one machine each.
     old = transfers(tmp_path, ["gone 1", "gone 2", "gone 1", "gone 3"])
-    on_machines(write_places, None, old)
-    assert [node for node, _ in places(old)] == [one, two, one, one]
-    # And what they move is moved, and checked there.
+    on_machines(write_locations, None, old)
+    assert [node for node, _ in locations(old)] == [one, two, one, one]
+    # The files that they move arrive and are verified there.
     system = fsspec.filesystem("file", auto_mkdir=True)
-    on_machines(send, system, given)
-    back = [Transfer(tmp_path / "back" / each.path.name, each.file) for each in given]
+    on_machines(send, system, moves)
+    back = [Transfer(tmp_path / "back" / each.path.name, each.file) for each in moves]
     on_machines(receive, system, back)
     assert [each.path.read_text() for each in back] == [f"shard {n}" for n in range(4)]
-    Path(given[1].file.address).write_text("other")
+    Path(moves[1].file.address).write_text("other")
     with pytest.raises(StoreError, match="is damaged"):
         on_machines(receive, system, back)
 
@@ -99,11 +99,11 @@ def test_the_machines_deliver_an_artifact(tmp_path: Path, nodes: list[str]) -> N
     saved = transfers(tmp_path, [one, two])
     on_machines(send, system, saved)
     # The files of a save are not read again, wherever they are.
-    place = str(tmp_path / "artifact")
+    target = str(tmp_path / "artifact")
     copies = [
         Transfer(
             Path("gone"),
-            replace(each.file, address=f"{place}/{each.path.name}"),
+            replace(each.file, address=f"{target}/{each.path.name}"),
             copied_from=each.file.address,
         )
         for each in saved
@@ -112,17 +112,17 @@ def test_the_machines_deliver_an_artifact(tmp_path: Path, nodes: list[str]) -> N
     for number in range(3):
         path = tmp_path / f"large-{number}"
         path.write_bytes(b"x" * LARGE_BYTES)
-        large.append(Transfer(path, StoredFile("", LARGE_BYTES, f"{place}/{path.name}")))
+        large.append(Transfer(path, StoredFile("", LARGE_BYTES, f"{target}/{path.name}")))
     on_machines(deliver, system, [*copies, *large])
     assert {
-        name: (tmp_path / "artifact" / name).stat().st_size for name in list_files(Path(place))
+        name: (tmp_path / "artifact" / name).stat().st_size for name in list_files(Path(target))
     } == {
         **{each.path.name: each.file.num_bytes for each in saved},
         **{each.path.name: LARGE_BYTES for each in large},
     }
     assert [Path(each.file.address).read_text() for each in copies] == ["shard 0", "shard 1"]
-    on_machines(write_places, None, large)
-    assert Counter(node for node, _ in places(large)) in ({one: 2, two: 1}, {one: 1, two: 2})
+    on_machines(write_locations, None, large)
+    assert Counter(node for node, _ in locations(large)) in ({one: 2, two: 1}, {one: 1, two: 2})
 
 
 def test_parts_are_of_about_equal_size() -> None:

@@ -17,7 +17,7 @@ from nemo_rl_core.models.validation import (
 )
 from nemo_rl_core.models.validation.diagnostics import random_prompts
 from nemo_rl_core.types import Prompt
-from tasks.cli import group
+from workflows.cli import group
 
 
 def test_trainer_and_engine_agree_until_one_of_them_learns(
@@ -42,7 +42,7 @@ def test_trainer_and_engine_agree_until_one_of_them_learns(
 
 
 @pytest.mark.thorough
-def test_the_command_passes_a_model_and_says_what_it_measured(tiny_model: Path) -> None:
+def test_the_command_accepts_a_model_and_reports_its_measurements(tiny_model: Path) -> None:
     for check, measured in {
         "decode-against-prefill": "token_mult_prob_error 1.0000",
         "max-model-len": "longest sequence 64 tokens",
@@ -52,13 +52,13 @@ def test_the_command_passes_a_model_and_says_what_it_measured(tiny_model: Path) 
         assert measured in result.stdout
 
 
-def test_the_command_refuses_what_is_no_model(tmp_path: Path) -> None:
+def test_the_command_refuses_a_folder_without_a_model(tmp_path: Path) -> None:
     result = CliRunner().invoke(group, ["check-model", str(tmp_path)])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "holds no model" in result.stderr
+    assert "is not a model" in result.stderr
 
 
-def test_pytest_takes_none_of_the_functions_for_a_test() -> None:
+def test_pytest_collects_none_of_the_functions() -> None:
     assert not validation.test_generation_consistency.__test__
     assert not validation.test_max_model_len_respected.__test__
 

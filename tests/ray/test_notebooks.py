@@ -1,4 +1,4 @@
-"""The notebooks of the documentation are executed, cell by cell, as a reader would."""
+"""Runs the notebooks of the documentation, cell by cell, like a reader."""
 
 import json
 import re
@@ -12,22 +12,22 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / notebooks.FOLDER
 
 
 def shown(cells: list[dict[str, Any]]) -> list[list[str]]:
-    """The forms of each cell's outputs, without what libraries write to stderr."""
-    found = []
+    """Returns the forms of each cell's outputs, without stderr of libraries."""
+    forms = []
     for cell in cells:
         outputs = [each for each in cell.get("outputs", []) if each.get("name") != "stderr"]
-        found.append([form for each in outputs for form in sorted(each.get("data", ["text"]))])
-    return found
+        forms.append([form for each in outputs for form in sorted(each.get("data", ["text"]))])
+    return forms
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_notebooks_run_and_show_what_is_stored(tmp_path: Path) -> None:
     executed = notebooks.execute(tmp_path)
     for name, notebook in executed.items():
         stored = json.loads((FOLDER / f"{name}.ipynb").read_text())
         assert shown(notebook.cells) == shown(stored["cells"]), name
     text = json.dumps(executed["train"])
-    # One output a training, which has become the closing table.
+    # One output per training, which has become the final table.
     assert len(re.findall(r"<th>stage</th>", text)) == 2
     assert "<td>grpo</td><td>ran</td>" in text
     assert "VllmBackend" not in text
@@ -37,7 +37,7 @@ def test_the_notebooks_run_and_show_what_is_stored(tmp_path: Path) -> None:
         assert f"<td>{stage}</td>" in lineage, stage
 
 
-def test_stored_outputs_are_short_and_name_no_machine() -> None:
+def test_stored_outputs_are_short_and_do_not_name_a_machine() -> None:
     for name in notebooks.NAMES:
         file = FOLDER / f"{name}.ipynb"
         text = file.read_text()

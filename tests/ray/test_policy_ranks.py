@@ -1,7 +1,7 @@
-"""A policy over two ranks: rows go out by data parallelism and come back in order.
+"""A policy over two ranks: rows are split by data parallelism and returned in order.
 
-The backend is a small one of this file, whose answers can be computed by hand: rank and row decide
-them. What real backends compute over ranks is tested beside them, without Ray.
+The backend is a small one in this file with hand-computable answers: rank and row determine them.
+Real backends over ranks are tested with their unit tests, without Ray.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,8 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import join_process_group, rank, world_size
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync import (
-    ReceivesWeights,
-    SendsWeights,
-    WeightLink,
-    combined_digest,
-    make_buckets,
-)
+from nemo_rl_core.distributed.weight_sync.link import ReceivesWeights, SendsWeights, WeightLink
+from nemo_rl_core.distributed.weight_sync.messages import combined_digest, make_buckets
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.policy import Policy
@@ -49,9 +44,9 @@ class SumBackend(SendsWeights):
         return ids, -ids.float()
 
     def get_values(self, batch: BatchedDataDict) -> torch.Tensor:
-        # Which rank computed a row, and how many micro-batches it was given.
-        place = rank() + 10 * len(batch.microbatches or ())
-        return torch.full(batch["input_ids"].shape, float(place))
+        # The rank that computed a row and its number of micro-batches.
+        code = rank() + 10 * len(batch.microbatches or ())
+        return torch.full(batch["input_ids"].shape, float(code))
 
     def train_step(self, batch: BatchedDataDict, loss_fn: Any) -> dict[str, float]:
         total = torch.tensor(float(loss_fn(batch)))
@@ -75,14 +70,14 @@ class SumBackend(SendsWeights):
 
 
 def batch_of(size: int, *, pairs: bool = False) -> BatchedDataDict:
-    """Rows of different lengths; row i holds the token i + 1, so that sums tell rows apart."""
+    """Returns rows of different lengths; row i has the token i + 1, so that sums identify rows."""
     lengths = torch.tensor([3 + (5 * row) % 4 for row in range(size)], dtype=torch.long)
-    places = torch.arange(6)
-    ids = torch.where(places < lengths[:, None], torch.arange(1, size + 1)[:, None], 0)
+    positions = torch.arange(6)
+    ids = torch.where(positions < lengths[:, None], torch.arange(1, size + 1)[:, None], 0)
     columns = {
         "input_ids": ids,
         "input_lengths": lengths,
-        "token_mask": places[1:] < lengths[:, None],
+        "token_mask": positions[1:] < lengths[:, None],
         "sample_mask": torch.ones(size),
     }
     if pairs:
@@ -134,7 +129,7 @@ def test_rows_come_back_in_order(policy: Policy, size: int) -> None:
     assert torch.equal(top["topk_logprobs"], -top["topk_ids"].float())
 
 
-def test_both_ranks_work_as_many_microbatches_and_pairs_stay_together(policy: Policy) -> None:
+def test_ranks_have_equally_many_microbatches_and_pairs_stay_together(policy: Policy) -> None:
     values = policy.get_values(batch_of(8, pairs=True))["values"]
     ranks, counts = values[:, 0] % 10, values[:, 0] // 10
     assert set(ranks.tolist()) == {0, 1}
@@ -183,19 +178,19 @@ def test_ranks_of_one_copy_see_the_same_rows(
     small_backend: None, policy: Policy, setup: TrainingSetup, cluster: RayVirtualCluster
 ) -> None:
     policy.shutdown()
-    whole = Policy(cluster, replace(setup, training=DTensorTraining(tensor_parallel_size=2)))
+    split = Policy(cluster, replace(setup, training=DTensorTraining(tensor_parallel_size=2)))
     batch = batch_of(5)
     assert torch.equal(
-        whole.get_logprobs(batch)["logprobs"], -batch["input_ids"][:, 1:] * batch["token_mask"]
+        split.get_logprobs(batch)["logprobs"], -batch["input_ids"][:, 1:] * batch["token_mask"]
     )
-    assert whole.train(batch, total_of_firsts) == {"loss": 15.0}
+    assert split.train(batch, total_of_firsts) == {"loss": 15.0}
     with pytest.raises(NotImplementedError, match="give the weights to an engine"):
-        whole.generate(batch, greedy=True)
-    whole.shutdown()
-    whole.shutdown()
+        split.generate(batch, greedy=True)
+    split.shutdown()
+    split.shutdown()
 
 
 def test_part_of_a_copy_is_refused_before_anything_starts(setup: TrainingSetup) -> None:
     two = RayVirtualCluster([2], use_gpus=False)
-    with pytest.raises(ConfigError, match="2 workers cannot hold whole copies"):
+    with pytest.raises(ConfigError, match="2 workers cannot hold complete copies"):
         Policy(two, replace(setup, training=DTensorTraining(tensor_parallel_size=4)))

@@ -1,4 +1,4 @@
-"""Several real ranks in Ray: they meet, share data by their axes, and fail as one."""
+"""Several real ranks in Ray: they meet, share data by their axes, and fail together."""
 
 import os
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_rl_core.distributed.held_rows import BlockParts, HeldRows, read_blocks
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.process_group import join_process_group, rank, world_size
+from nemo_rl_core.distributed.remote_columns import BlockParts, RemoteRows, read_blocks
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
@@ -21,9 +21,9 @@ GRID = NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"])
 
 
 class Rank:
-    """One of several, with a collective."""
+    """One of several ranks, with a collective."""
 
-    def place(self) -> tuple[int, int, str]:
+    def location(self) -> tuple[int, int, str]:
         return rank(), world_size(), os.environ["LOCAL_RANK"]
 
     def sum_of(self, value: float) -> float:
@@ -43,12 +43,12 @@ class Rank:
             os._exit(3)
         if rank() == failing:
             raise ValueError("no such row")
-        return self.sum_of(1.0)  # and waits there for the rank that failed
+        return self.sum_of(1.0)  # waits there for the rank that failed
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayVirtualCluster]:
-    # Four ranks on however few cores: a hundredth each, since the session holds a core of them.
+    # Four ranks on any number of cores: a hundredth each, since the session uses one of them.
     with RayVirtualCluster(
         [2, 2], use_gpus=False, max_colocated_worker_groups=3, num_cpus_per_bundle=0.01
     ) as cluster:
@@ -63,8 +63,8 @@ def ranks(session: ClusterSession, cluster: RayVirtualCluster) -> Iterator[RayWo
 
 
 def test_ranks_meet(ranks: RayWorkerGroup) -> None:
-    places = ranks.run_all_workers_single_data("place")
-    assert places == [(place, 4, str(place)) for place in range(4)]
+    locations = ranks.run_all_workers_single_data("location")
+    assert locations == [(rank, 4, str(rank)) for rank in range(4)]
     totals = ranks.run_all_workers_sharded_data(
         "sum_of", in_sharded_axes=GRID.names, value=[[1.0, 2.0], [3.0, 4.0]]
     )
@@ -77,28 +77,30 @@ def kept_total(worker: Rank, rows: Any, *, times: int) -> tuple[tuple[int, int],
 
 @pytest.mark.parametrize("axis", ["data_parallel", "tensor_parallel"])
 @pytest.mark.parametrize("ends", [[[2, 5]], [[2], [3]]])
-def test_neighbours_read_their_parts_of_what_is_stored_once(
+def test_neighbors_read_their_parts_of_one_stored_block(
     ranks: RayWorkerGroup, axis: str, ends: list[list[int]]
 ) -> None:
     """Rows of a block elsewhere; the other ranks at a coordinate read the same part."""
     import ray
 
-    rows = HeldRows.of_blocks([ray.put({"x": np.arange(1, 6)})], [5])
+    rows = RemoteRows.of_blocks([ray.put({"x": np.arange(1, 6)})], [5])
     starts = [0, 2]
-    wholes = [
-        BlockParts({"x": np.arange(1, 6)[start:], "held": rows[start:]}, np.array(inner))
+    shared = [
+        BlockParts({"x": np.arange(1, 6)[start:], "remote": rows[start:]}, np.array(inner))
         for start, inner in zip(starts, ends, strict=False)
     ]
     answers = ranks.run_all_workers_on_parts(
-        kept_total, wholes, axis=axis, common_kwargs={"times": 10}, num_held=1
+        kept_total, shared, axis=axis, common_kwargs={"times": 10}, num_remote=1
     )
     second = 2 if axis == "data_parallel" else 1
     assert [first for first, _ in answers] == [(0, 30), (second, 120)]
-    kept = [block["held"].fetched()["x"].tolist() for block in read_blocks([b for _, b in answers])]
+    kept = [
+        block["remote"].fetched()["x"].tolist() for block in read_blocks([b for _, b in answers])
+    ]
     assert kept == [[1, 2], [3, 4, 5]]
 
 
-def test_shards_go_where_their_axis_says(ranks: RayWorkerGroup) -> None:
+def test_shards_are_distributed_along_their_axis(ranks: RayWorkerGroup) -> None:
     def run(**axes: object) -> list[tuple[int, int]]:
         return ranks.run_all_workers_sharded_data("total", rows=[[1, 2], [3, 4, 5]], **axes)
 
@@ -115,7 +117,7 @@ def test_shards_go_where_their_axis_says(ranks: RayWorkerGroup) -> None:
         output_is_replicated=[tensor],
         common_kwargs={"times": 10},
     ) == [(0, 30), (2, 120)]
-    # The axis that is not named takes part at its first place only.
+    # Only the first coordinate of the unnamed axis takes part.
     assert run(in_sharded_axes=[data]) == [(0, 3), (2, 12)]
     assert run(in_sharded_axes=[tensor]) == [(0, 3), (1, 12)]
     by_both = [[[1], [2]], [[3], [4]]]
@@ -131,8 +133,8 @@ def test_the_rank_that_failed_is_named_not_those_it_left_waiting(
 ) -> None:
     workers = RayWorkerGroup(cluster, Rank, name="pair", num_workers=2)
     assert workers.run_all_workers_single_data("sum_of", 1.0) == [2.0, 2.0]
-    said = "worker 1 of 'pair' " + ("died" if die else "raised ValueError: no such row")
-    with pytest.raises(WorkerError, match=said):
+    message = "worker 1 of 'pair' " + ("died" if die else "raised ValueError: no such row")
+    with pytest.raises(WorkerError, match=message):
         workers.run_all_workers_single_data("fail_on", 1, die=die)
     assert workers.is_broken
     workers.shutdown()

@@ -80,13 +80,13 @@ def test_a_recipe_for_two_nodes_is_checked_against_the_cluster(
     assert "Qwen/Qwen3-30B-A3B" in output
     assert "without a network, name a folder on this machine" in output
     output = dry_run(head, tmp_path, "cluster.num_workers=24", "generation.num_engines=12")
-    assert "the Ray cluster is smaller than the cluster that is asked for" in output
+    assert "the Ray cluster is smaller than the requested cluster" in output
     assert "expected: 24 GPUs" in output
     assert "got: 16 GPUs" in output
 
 
 @pytest.mark.slow
-def test_an_address_where_nobody_listens_is_named_at_once(tmp_path: Path) -> None:
+def test_an_address_without_a_listener_is_named_immediately(tmp_path: Path) -> None:
     started = time.monotonic()
     output = dry_run({**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}, tmp_path)
     assert "the Ray cluster at 127.0.0.1:1 cannot be joined" in output

@@ -1,6 +1,6 @@
-"""Code blocks of NeMo RL's documents with real workers and engines, as they are written.
+"""Runs code blocks of NeMo RL's documents with real workers and engines.
 
-The blocks on clusters of GPUs run in a process whose Ray counts GPUs that this machine lacks.
+Blocks for clusters of GPUs run in a process whose Ray counts GPUs that this machine lacks.
 """
 
 import importlib
@@ -29,12 +29,12 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments import MathEnvironment
 from nemo_rl_core.models import HuggingFacePolicy, MegatronPolicy, VllmGeneration
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
-from tests.reference.code_blocks import SUMS, lay_out, run, source
+from tests.reference.code_blocks import SUMS, make_folders, run, source
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in SUMS]
 EXAMPLES = [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS]
-# As in conftest.py, so that all tests share one engine.
+# The same as in conftest.py, so that all tests share one engine.
 SMALL = {
     "cluster": {"num_threads": 1},
     "generation": {"max_new_tokens": 6, "kv_cache_gib": 1, "max_num_seqs": 64},
@@ -55,15 +55,15 @@ PAIR = {
 
 
 @pytest.fixture
-def place(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory in which the documents' models and data sets lie."""
-    lay_out(tmp_path, tiny_model)
+def model_folder(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory that contains the documents' models and data sets."""
+    make_folders(tmp_path, tiny_model)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def shut_down(names: dict[str, Any]) -> None:
-    """Ends what a block has started."""
+    """Stops the workers that a block has started."""
     for value in names.values():
         if hasattr(value, "shutdown") and not isinstance(value, type):
             value.shutdown()
@@ -71,9 +71,9 @@ def shut_down(names: dict[str, Any]) -> None:
 
 @pytest.mark.thorough
 def test_a_pipeline_is_composed(
-    session: ClusterSession, place: Path, engine: VllmGeneration, generation_setup: Any
+    session: ClusterSession, model_folder: Path, engine: VllmGeneration, generation_setup: Any
 ) -> None:
-    tokenizer = load_tokenizer(place / "llama2-7b")
+    tokenizer = load_tokenizer(model_folder / "llama2-7b")
     rows = BatchedDataLoader(ROWS[:6], tokenizer=tokenizer)
     (batch,) = rows
     padded = zip(batch["input_ids"], batch["input_lengths"], strict=True)
@@ -99,16 +99,16 @@ def test_a_pipeline_is_composed(
 
 
 @pytest.mark.thorough
-def test_one_interface_for_two_backends(session: ClusterSession, place: Path) -> None:
-    given = {"HuggingFacePolicy": HuggingFacePolicy, "MegatronPolicy": MegatronPolicy}
-    after = run("000_L128", {**given, "batch": BatchedDataDict(BATCH)})
+def test_one_interface_for_two_backends(session: ClusterSession, model_folder: Path) -> None:
+    names = {"HuggingFacePolicy": HuggingFacePolicy, "MegatronPolicy": MegatronPolicy}
+    after = run("000_L128", {**names, "batch": BatchedDataDict(BATCH)})
     assert after["generations"].size == 2
     assert (after["generations"]["generation_lengths"] >= 1).all()
     shut_down(after)
 
 
 @pytest.mark.thorough
-def test_a_policy_generates_and_trains(session: ClusterSession, place: Path) -> None:
+def test_a_policy_generates_and_trains(session: ClusterSession, model_folder: Path) -> None:
     after = run("004_L154", {"batch": BatchedDataDict(PAIR), "DPOLossFn": DPOLossFn})
     assert after["generations"].size == 2
     assert after["logprobs"]["logprobs"].shape == (2, 3)
@@ -117,7 +117,7 @@ def test_a_policy_generates_and_trains(session: ClusterSession, place: Path) -> 
 
 
 @pytest.mark.thorough
-def test_a_policy_samples_as_its_options_say(session: ClusterSession, place: Path) -> None:
+def test_a_policy_samples_as_its_options_say(session: ClusterSession, model_folder: Path) -> None:
     config = {**run("004_L520")["gen_config"], "max_new_tokens": 4}
     plain = HuggingFacePolicy("llama2-7b", session, max_new_tokens=4)
     greedy = plain.generate(BatchedDataDict(BATCH), greedy=True)
@@ -133,11 +133,11 @@ def test_a_policy_samples_as_its_options_say(session: ClusterSession, place: Pat
 
 @pytest.mark.thorough
 def test_the_complete_pipeline_and_its_validation(
-    session: ClusterSession, place: Path, capsys: pytest.CaptureFixture[str]
+    session: ClusterSession, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {"model_name": "meta-llama/Llama-2-7b-hf", "max_new_tokens": 4, "max_model_len": 64}
-    given = {"cluster": session, "vllm_config": config, "dataloader": [BatchedDataDict(PAIR)] * 2}
-    after = run("004_L558", given)
+    names = {"cluster": session, "vllm_config": config, "dataloader": [BatchedDataDict(PAIR)] * 2}
+    after = run("004_L558", names)
     assert after["ref_logprobs"]["logprobs"].shape == after["logprobs"]["logprobs"].shape
     assert after["loss"]["loss"] == pytest.approx(math.log(2), abs=1e-3)  # of the first steps
     after["generator"].update_weights(after["policy"].policy)
@@ -159,9 +159,9 @@ def test_rewards_as_a_function_and_callbacks(
     )
     run("002_L427", {"trainer": trainer, "data": EXAMPLES})
     run("002_L549", {"trainer": trainer, "data": EXAMPLES})
-    said = capsys.readouterr().out
-    assert "Epoch 0: " in said
-    assert "Step 100: loss=" in said
+    output = capsys.readouterr().out
+    assert "Epoch 0: " in output
+    assert "Step 100: loss=" in output
 
 
 @pytest.mark.thorough
@@ -169,11 +169,11 @@ def test_rewards_as_a_function_and_callbacks(
 def test_five_lines_with_all_their_defaults(
     session: ClusterSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: str
 ) -> None:
-    # A context of 516 tokens leaves room for completions of 4 behind prompts of 512.
+    # A context of 516 tokens leaves room for completions of 4 after prompts of 512.
     small = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 2}
     model = tmp_path / "tiny"
     materialize(ModelFromConfig(**small, max_position_embeddings=516), model, seed=0)
-    lay_out(tmp_path, model)
+    make_folders(tmp_path, model)
     monkeypatch.chdir(tmp_path)
     after = run(block, {"my_reward": lambda prompt, response: float(len(response))})
     if block == "002_L516":
@@ -185,7 +185,7 @@ def test_five_lines_with_all_their_defaults(
 
 @pytest.mark.thorough
 def test_an_asynchronous_engine_by_the_words_of_the_documents(
-    session: ClusterSession, place: Path
+    session: ClusterSession, model_folder: Path
 ) -> None:
     engine_options = {"async_engine": True, "max_model_len": 32, "precision": "float32"}
     sampling = {"model_name": "llama2-7b", "max_new_tokens": 4, "temperature": 1.0}
@@ -196,10 +196,10 @@ def test_an_asynchronous_engine_by_the_words_of_the_documents(
     assert engine.generate(prompts)["output_ids"].shape[0] == 2
     lengths = {"input_lengths": torch.tensor([4, 3]), "seeds": torch.tensor([0, 1])}
     engine.submit([7, 8], BatchedDataDict({"input_ids": BATCH["input_ids"], **lengths}))
-    found = dict(engine.poll(wait_seconds=60))
-    while len(found) < 2:
-        found |= dict(engine.poll(wait_seconds=60))
-    assert {*found} == {7, 8}
+    completions = dict(engine.poll(wait_seconds=60))
+    while len(completions) < 2:
+        completions |= dict(engine.poll(wait_seconds=60))
+    assert {*completions} == {7, 8}
     trainer = AsyncGRPOTrainer.from_pretrained(
         "llama2-7b",
         generation=engine,
@@ -213,7 +213,7 @@ def test_an_asynchronous_engine_by_the_words_of_the_documents(
 
 @pytest.fixture
 def myalgo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The package of the document's tree, with its trainer, beside the real algorithms."""
+    """Adds the package of the document's tree, with its trainer, to the real algorithms."""
     folder, *files = (line.split("#")[0].strip("├└─│ ") for line in source("002_L196").splitlines())
     package = tmp_path / Path(folder).name
     package.mkdir()
@@ -245,8 +245,8 @@ def test_an_algorithm_is_added(
     result = train(tiny_model, EXAMPLES, algorithm="myalgo", **options)
     assert [step["loss"] for step in result.metrics] == [0.5, 0.5]
     assert result.manifest.config["myalgo"] == {"my_param": 2.0}
-    given = {"config": {"myalgo": {"my_param": 2.0}}, "batch": EXAMPLES}
-    run("002_L488", given)["TestMyAlgoTrainer"]().test_train_step_returns_loss()
+    names = {"config": {"myalgo": {"my_param": 2.0}}, "batch": EXAMPLES}
+    run("002_L488", names)["TestMyAlgoTrainer"]().test_train_step_returns_loss()
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
-"""The examples of the reference documents, of algorithms, trainers, rewards and callbacks.
+"""Runs the reference documents' examples of algorithms, trainers, rewards and callbacks.
 
-`nemo_rl` is spelled `nemo_rl_core`; a tiny model and rows of ours stand where the documents name
-the hub's. Examples of backends, clusters, engines and converters have tests of their own.
+`nemo_rl` is spelled `nemo_rl_core`; a tiny model and rows of ours replace those of the hub.
+Examples of backends, clusters, engines and converters have separate tests.
 """
 
 import importlib
@@ -25,7 +25,7 @@ from nemo_rl_core.trainers.callbacks import Callback
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 9) for b in range(7)]
 PAIRS = [{"prompt": r["prompt"], "chosen": r["answer"], "rejected": "0"} for r in ROWS]
-# What the documents leave to defaults is small here; the engine is that of conftest.py.
+# Small values where the documents use defaults; the engine is that of conftest.py.
 OFFLINE = {"cluster": {"num_threads": 1}}
 SMALL = {
     **OFFLINE,
@@ -49,7 +49,7 @@ def batch_reward(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 class MyEnvironment(EnvironmentInterface):
-    """An environment that scores whole conversations."""
+    """An environment that scores complete conversations."""
 
     def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
         rewards = [score(log[0]["content"], log[-1]["content"]) for log in message_log_batch]
@@ -141,13 +141,13 @@ def test_callbacks(
     )
     result = trainer.fit(ROWS, callbacks=[MyCallback(), LoggingCallback()])
     losses = [step["loss"] for step in result.metrics]
-    # 40 rows are trained on (2 of 42 are held out), so an epoch is two steps.
-    said = [line for line in capsys.readouterr().out.splitlines() if ": " in line]
-    assert [line for line in said if line.startswith("Epoch")] == [
+    # 40 rows are trained on (2 of 42 are held out), so an epoch has two steps.
+    lines = [line for line in capsys.readouterr().out.splitlines() if ": " in line]
+    assert [line for line in lines if line.startswith("Epoch")] == [
         f"Epoch 0: {losses[1]}",
         f"Epoch 1: {losses[3]}",
     ]
-    assert [line for line in said if line.startswith("Step")] == [
+    assert [line for line in lines if line.startswith("Step")] == [
         f"Step 2: loss={losses[1]:.4f}",
         f"Step 4: loss={losses[3]:.4f}",
     ]
@@ -162,7 +162,9 @@ def test_setup_and_dpo_train(session: ClusterSession, tiny_model: Path) -> None:
     assert result.metrics[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
-def test_losses_are_found_beside_the_trainers(session: ClusterSession, make_policy: Any) -> None:
+def test_losses_are_importable_next_to_the_trainers(
+    session: ClusterSession, make_policy: Any
+) -> None:
     from nemo_rl_core.algorithms import DPOLossFn, GRPOLossFn
     from nemo_rl_core.distributed.batched_data_dict import collate
 
@@ -188,7 +190,7 @@ def test_losses_are_found_beside_the_trainers(session: ClusterSession, make_poli
     assert policy.train(batch, GRPOLossFn())["loss"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_loss_of_ones_own_is_a_function(session: ClusterSession, make_policy: Any) -> None:
+def test_a_custom_loss_is_a_function(session: ClusterSession, make_policy: Any) -> None:
     from nemo_rl_core.distributed.batched_data_dict import collate
 
     def likelihood(
@@ -213,7 +215,7 @@ def test_a_loss_of_ones_own_is_a_function(session: ClusterSession, make_policy: 
 MYALGO = {
     "config.py": '''
 class MyAlgoConfig(dict):
-    """What the section `myalgo` holds."""
+    """Section `myalgo`."""
 ''',
     "trainer.py": '''
 import torch
@@ -260,7 +262,7 @@ from nemo_rl_core.algorithms.myalgo.trainer import MyAlgoTrainer
 
 @pytest.fixture
 def myalgo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The package `nemo_rl_core.algorithms.myalgo`, from a folder beside the real ones."""
+    """Adds the package `nemo_rl_core.algorithms.myalgo` from another folder."""
     folder = tmp_path / "myalgo"
     folder.mkdir()
     for name, text in MYALGO.items():
@@ -272,7 +274,7 @@ def myalgo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del algorithms.myalgo
 
 
-def test_an_algorithm_of_ones_own(
+def test_a_custom_algorithm(
     session: ClusterSession, tiny_model: Path, myalgo: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registered = dict(_ALGORITHM_REGISTRY._registered)
@@ -288,7 +290,7 @@ def test_an_algorithm_of_ones_own(
         **OFFLINE,
     )
     assert len(result.metrics) == 3
-    # Token means of the same rows under the same weights, the one doubled by `my_param`.
+    # Token means of the same rows with the same weights, one doubled by `my_param`.
     for step in result.metrics:
         assert step["weighted_loss"] == pytest.approx(2 * step["loss"], rel=1e-5)
     assert result.manifest.config["myalgo"] == {"my_param": 2.0}
@@ -298,7 +300,7 @@ def test_an_algorithm_of_ones_own(
         myalgo.MyAlgoTrainer.from_pretrained(tiny_model, my_parm=2.0)
 
 
-def test_an_algorithm_of_ones_own_from_a_dict(
+def test_a_custom_algorithm_from_a_dict(
     session: ClusterSession, make_policy: Any, tiny_model: Path, myalgo: Any
 ) -> None:
     config = {"myalgo": {"my_param": 0.5}, "cluster": {"num_threads": 1}}

@@ -1,4 +1,4 @@
-"""The reference documents' examples of clusters, worker groups and policies by a model's name."""
+"""Runs the reference documents' examples of clusters, worker groups and policies by name."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ PAIRS = [
 
 
 class OwnPolicy:
-    """What a worker group makes one of in each bundle."""
+    """The class that a worker group creates in each bundle."""
 
     def train(self, batch: BatchedDataDict) -> int:
         return batch.size
@@ -62,7 +62,7 @@ def test_a_policy_by_name_and_a_trainer_for_it(
         trainer = DPOTrainer(policy, cluster, num_steps_per_iteration=2, num_pairs_per_step=4)
         result = trainer.train(PAIRS)
         assert result.metrics[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-        # The policy has the trained weights now, those of the checkpoint.
+        # The policy now has the trained weights of the checkpoint.
         trained = policy.get_logprobs(batch)["logprobs"]
         assert not torch.equal(trained, reference)
         again = HuggingFacePolicy(result.checkpoint, cluster)

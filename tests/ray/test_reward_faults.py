@@ -1,4 +1,4 @@
-"""Rewards that raise, or are no numbers, stop a run with their reason; scores are not made up."""
+"""Rewards that raise or are not numbers stop a run with their reason; scores are not invented."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +22,7 @@ def is_text(prompt: str, response: str) -> float:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -59,12 +60,12 @@ def test_a_bad_reward_stops_the_run_with_its_reason(
     assert finished.exit_code == 1
     for word in [f"bad_rewards:{name}", "got:", "fix:", *words]:
         assert word in finished.text
-    # Two of the errors with their places, each broken into lines by the frame.
+    # Two of the errors with their locations, each broken into lines by the frame.
     assert len(finished.message) < 14
     assert "Traceback" not in finished.output
     assert "evaluate  FAILED" in finished.output
     (log,) = (own_store / "runs").glob("*/run.log")
     assert "RewardError" in log.read_text()
-    # Ray and the engine were here before the run, and are left as they were.
+    # Ray and the engine existed before the run and are unchanged.
     assert session in sessions._sessions.values()
     assert session._groups["generation"][1] is running

@@ -1,4 +1,4 @@
-"""Rollouts from their beginning to the weights: several turns, failures, and a replay."""
+"""Rollouts from their start to the weights: several turns, failures, and a replay."""
 
 import math
 import statistics
@@ -17,12 +17,12 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.rollouts.batch import valid_rollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
-from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.trainers.fit.fitting import TrainResult
 from nemo_rl_core.types import Rollout
 from tests.training import assert_equal_weights, replay
 
 OFFLINE = {"cluster": {"num_threads": 1}, "save_every_num_steps": 9, "learning_rate": 0.01}
-# As in conftest.py, so that all tests share one engine.
+# The same as in conftest.py, so that all tests share one engine.
 ONLINE = {
     **OFFLINE,
     "generation": {"max_new_tokens": 6, "kv_cache_gib": 1, "max_num_seqs": 64},
@@ -34,14 +34,14 @@ PROMPTS = [{"prompt": f"{n}=", "answer": str(n)} for n in range(10, 34)]
 
 
 class Countdown:
-    """The policy names a digit a turn; the environment answers with what is left of the answer.
+    """The policy writes one digit per turn; the environment answers with the rest of the answer.
 
     Small digits earn most, and a 9 cannot be scored.
     """
 
     def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
-        said = [log[-1]["content"][:1] for log in message_log_batch]
-        digits = [int(text) if text.isdigit() else 0 for text in said]
+        texts = [log[-1]["content"][:1] for log in message_log_batch]
+        digits = [int(text) if text.isdigit() else 0 for text in texts]
         left = [int(m["answer"]) - digit for m, digit in zip(metadata, digits, strict=True)]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": f"{n % 10}="} for n in left],
@@ -60,7 +60,7 @@ class Countdown:
 
 
 def sometimes(prompt: str, response: str) -> float:
-    """A reward that fails for about a quarter of what random weights write."""
+    """Fails for about a quarter of the completions of random weights."""
     if "7" in response:
         raise LookupError("no sevens")
     return float(len(response))
@@ -68,7 +68,7 @@ def sometimes(prompt: str, response: str) -> float:
 
 @pytest.fixture(scope="module")
 def speaker(session: ClusterSession, tiny_model: Path) -> Path:
-    """The tiny model, after it has learnt to say one digit at a time."""
+    """The tiny model after learning to write one digit at a time."""
     rows = [{"prompt": f"{n}=", "completion": str(n * 7 % 9)} for n in range(100)]
     settings = {"num_steps": 12, "global_batch_size": 16, **OFFLINE}
     return SFTTrainer.from_pretrained(tiny_model, **settings).fit(rows).checkpoint
@@ -98,17 +98,17 @@ def without(metrics: dict[str, float], *names: str) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name not in names}
 
 
-def test_turns_are_played_masked_and_agreed_upon(game: TrainResult) -> None:
+def test_turns_are_played_and_masked_and_pass_the_gate(game: TrainResult) -> None:
     rollouts = [each for step in (1, 2) for each in recorded(game).load(step)]
     several = [each for each in rollouts if each.completion.generated]
     assert len(several) > len(rollouts) / 4
     for each in several:
-        own = each.completion.token_mask
-        # Turns of the policy between such of the environment, which are two characters each.
-        runs = [(is_own, len(list(run))) for is_own, run in groupby(own)]
+        by_policy = each.completion.token_mask
+        # Turns of the policy alternate with two characters of the environment.
+        runs = [(is_own, len(list(run))) for is_own, run in groupby(by_policy)]
         assert runs[0][0] and runs[-1][0]
         assert all(length == 2 for is_own, length in runs if not is_own)
-        pairs = list(zip(each.completion.logprobs, own, strict=True))
+        pairs = list(zip(each.completion.logprobs, by_policy, strict=True))
         assert all(value == 0 for value, is_own in pairs if not is_own)
         assert all(value < 0 for value, is_own in pairs if is_own)
         if each.error is None:
@@ -132,9 +132,9 @@ def test_tokens_of_the_environment_do_not_enter_the_loss(game: TrainResult) -> N
 
 
 def first_loss(rollouts: Sequence[Rollout]) -> float:
-    """By hand: with new weights the ratio is 1, so each token of the policy adds its advantage.
+    """Computes by hand: with new weights the ratio is 1, so each policy token adds its advantage.
 
-    The reference is the policy itself, so there is no penalty.
+    The reference is the policy itself, so the penalty is zero.
     """
     groups: dict[int, list[float]] = {}
     for each in rollouts:
@@ -161,7 +161,7 @@ def test_failures_are_counted_and_change_nothing_else(failing: TrainResult, tmp_
     counted = valid_rollouts(rollouts)
     assert metrics["reward"] == pytest.approx(statistics.mean(each.reward for each in counted))
     assert metrics["loss"] == pytest.approx(first_loss(counted), abs=1e-5)
-    # As if they had never been: the same weights from the others alone.
+    # As if they had never existed: the others give the same weights.
     others = RolloutRecords(tmp_path / "others")
     for step in (1, 2):
         others.save(
@@ -187,7 +187,7 @@ def test_a_replay_gives_the_same_weights_and_records(game: TrainResult, tmp_path
 
 
 class OldLogprobsFirst(GRPOTrainer):
-    """Computes old logprobs in a pass of their own, as several optimizer steps need them."""
+    """Computes old logprobs in a separate pass, as needed for several optimizer steps."""
 
     algorithm = "grpo"
 
@@ -196,23 +196,23 @@ class OldLogprobsFirst(GRPOTrainer):
 
 
 @pytest.mark.parametrize("is_off", [False, True], ids=["agreed", "one masked"])
-def test_old_logprobs_of_the_step_itself_are_those_of_their_own_pass(
+def test_old_logprobs_of_the_step_equal_those_of_a_separate_pass(
     game: TrainResult, tmp_path: Path, is_off: bool
 ) -> None:
     records = RolloutRecords(tmp_path / "records")
     for step in (1, 2):
         rollouts = recorded(game).load(step)
-        if is_off:  # far from what the trainer computes, past the gate's bound for a sequence
+        if is_off:  # far from the trainer's logprobs, beyond the gate's bound
             first = next(n for n, each in enumerate(rollouts) if each.error is None)
-            said = rollouts[first].completion
-            wrong = replace(said, logprobs=tuple(each - 9 for each in said.logprobs))
+            completion = rollouts[first].completion
+            wrong = replace(completion, logprobs=tuple(each - 9 for each in completion.logprobs))
             rollouts[first] = replace(rollouts[first], completion=wrong)
         environment = recorded(game).environment_metrics(step)
         records.save(step, rollouts, environment_metrics=environment)
     settings = {
         "num_steps_per_iteration": 2,
         "max_failed_fraction": 0.5,
-        # Other weights than those that sampled, from the second step on.
+        # From the second step, the weights differ from those that sampled.
         "gate": {"max_token_mult_prob_error": 100, "max_sequence_mult_prob_error": 1000},
         "advantage": {"kind": "reinforce_plus_plus"},
         **ONLINE,

@@ -1,4 +1,4 @@
-"""`nemo-rl serve`: a real vLLM server, asked over HTTP and ended by a signal."""
+"""`nemo-rl serve`: a real vLLM server, called over HTTP and stopped by a signal."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from nemo_rl_core.evals.chat import Chat
-from tasks.cli import group
+from workflows.cli import group
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -26,31 +26,31 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def asked(port: int, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def request(port: int, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
+        response: dict[str, Any] = json.load(answer)
+    return response
 
 
 def processes_of(group_id: int) -> list[str]:
-    """Command lines of the processes of a group, the dead ones left out."""
-    found = []
+    """Returns the command lines of a process group, without dead processes."""
+    commands = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if int(fields[2]) == group_id and fields[0] != "Z":
-            found.append(stat.parent.name)
-    return found
+            commands.append(stat.parent.name)
+    return commands
 
 
 @pytest.mark.slow
-def test_the_server_answers_as_the_chat_does_and_ends_at_a_signal(
+def test_the_server_answers_like_the_chat_and_ends_at_a_signal(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     port = free_port()
@@ -65,7 +65,7 @@ def test_the_server_answers_as_the_chat_does_and_ends_at_a_signal(
     try:
         while True:
             try:
-                models = asked(port, "/v1/models")
+                models = request(port, "/v1/models")
                 break
             except OSError:
                 assert server.poll() is None, Path(log.name).read_text()[-3000:]
@@ -77,9 +77,9 @@ def test_the_server_answers_as_the_chat_does_and_ends_at_a_signal(
         greedy = {"model": "small", "temperature": 0, "max_tokens": 6}
         for prompt in prompts:
             turn = {"role": "user", "content": prompt}
-            answer = asked(port, "/v1/chat/completions", {**greedy, "messages": [turn]})
+            answer = request(port, "/v1/chat/completions", {**greedy, "messages": [turn]})
             assert answer["choices"][0]["message"]["content"] == chat.answer(prompt)
-            answer = asked(port, "/v1/completions", {**greedy, "prompt": prompt})
+            answer = request(port, "/v1/completions", {**greedy, "prompt": prompt})
             assert answer["choices"][0]["text"] == chat.answer(prompt)
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=120) == 0
@@ -87,7 +87,7 @@ def test_the_server_answers_as_the_chat_does_and_ends_at_a_signal(
         if server.poll() is None:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
-    # vLLM's helpers see the end of the server's pipe a moment after it.
+    # vLLM's helpers see the end of the server's pipe shortly after it.
     deadline = time.monotonic() + 20
     while processes_of(server.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -95,7 +95,7 @@ def test_the_server_answers_as_the_chat_does_and_ends_at_a_signal(
     assert "Traceback" not in Path(log.name).read_text()
 
 
-def test_what_cannot_be_served_is_refused_before_the_engine_starts(
+def test_invalid_models_and_ports_are_refused_before_the_engine_starts(
     tiny_model: Path, tmp_path: Path, own_store: Path
 ) -> None:
     result = CliRunner().invoke(group, ["serve", "nowhere"])

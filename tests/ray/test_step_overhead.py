@@ -1,4 +1,4 @@
-"""Most of a step is spent within its phases."""
+"""Most of a step is spent in its phases."""
 
 import statistics
 import time
@@ -14,7 +14,7 @@ from nemo_rl_core.trainers.callbacks import Callback
 
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 18) for b in range(10)]
 MOST_OUTSIDE = 0.35
-"""Of a step; `make bench ROWS=overhead` has that of the default recipe, which is far lower."""
+"""Share of a step; `make bench ROWS=overhead` measures that of the default recipe, far lower."""
 
 
 def length(response: str) -> float:
@@ -22,7 +22,7 @@ def length(response: str) -> float:
 
 
 class Clock(Callback):
-    """When each step ended."""
+    """Records when each step ended."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -55,6 +55,6 @@ def test_a_step_spends_its_time_within_its_phases(
         for report in reports
     ]
     steps = [later - before for before, later in zip(clock.times, clock.times[1:], strict=False)]
-    # The first steps start what later ones find running.
+    # The first steps start processes that later ones reuse.
     outside = [1 - within / step for within, step in zip(inside[2:], steps[1:], strict=True)]
     assert statistics.median(outside) < MOST_OUTSIDE, outside

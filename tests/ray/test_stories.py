@@ -1,4 +1,4 @@
-"""What users come with, from Python: each story as somebody would write it.
+"""User stories in Python, each written the way a user would.
 
 The table of all stories is in docs/documents.md.
 """
@@ -18,7 +18,7 @@ from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.distributed.session import ClusterSession
 from tests.documents import REPOSITORY, blocks_of
 
-# As in conftest.py, so that all tests share one engine.
+# The same as in conftest.py, so that all tests share one engine.
 SMALL = {
     "cluster": {"num_threads": 1},
     "generation": {"max_new_tokens": 6, "kv_cache_gib": 1, "max_num_seqs": 64},
@@ -99,19 +99,19 @@ def _blocks_of_the_page() -> list[str]:
 
 
 def _options(text: str, function: str) -> dict[str, Any]:
-    """The literal options of the call of that name."""
+    """Returns the literal options of the call of that name."""
     (call,) = [
         node
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(function)
     ]
-    found = {}
+    options = {}
     for option in call.keywords:
         try:
-            found[str(option.arg)] = ast.literal_eval(option.value)
+            options[str(option.arg)] = ast.literal_eval(option.value)
         except ValueError:
             continue  # a name
-    return found
+    return options
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""Another temperature, which takes an engine of its own: the last test that uses one."""
+"""Another temperature, which needs a separate engine: the last test that uses one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,7 +48,7 @@ def test_logprobs_are_those_of_the_sampling_temperature(
     engine.update_weights(policy)
     batch = sample(2)
     assert difference(batch, policy.get_logprobs(batch)) < 1e-4
-    # The same weights under temperature 1 are far off: the test above can tell the two apart.
+    # The same weights at temperature 1 are far off: the test above can distinguish the two.
     policy.save_checkpoint(saved := _empty(tiny_model.parent / "saved"))
     plain = make_policy(model_folder=saved / "model")
     assert difference(batch, plain.get_logprobs(batch)) > 0.05

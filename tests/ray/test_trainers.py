@@ -1,4 +1,4 @@
-"""Every trainer, from five lines of Python: it trains, repeats itself, and goes on where it was."""
+"""Every trainer, in five lines of Python: it trains, is reproducible, and resumes."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.trainers.base import BaseTrainer
 from nemo_rl_core.trainers.callbacks import Callback
-from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.trainers.fit.fitting import TrainResult
 from nemo_rl_core.trainers.loop import RunSpec
 from tests.training import Watch
 
@@ -40,7 +40,7 @@ PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in SUMS]
 PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a, b in SUMS]
 
 ONE_THREAD = {"num_threads": 1}
-# The same everywhere, and as in conftest.py, so that all tests share one engine.
+# The same as in conftest.py, so that all tests share one engine.
 ENGINE = {
     "generation": {"max_new_tokens": 6, "kv_cache_gib": 1, "max_num_seqs": 64},
     "max_prompt_tokens": 16,
@@ -50,38 +50,38 @@ ONLINE = {**OFFLINE, **ENGINE, "num_prompts_per_step": 4, "num_generations_per_p
 
 
 def sevens(prompt: str, response: str) -> float:
-    """Something that a model with random weights writes often enough to learn from."""
+    """A pattern that a model with random weights writes often enough to learn from."""
     return response.count("7") + 0.1 * len(response)
 
 
-def fit_sft(model: Path, **asked: Any) -> TrainResult:
+def fit_sft(model: Path, **options: Any) -> TrainResult:
     trainer = SFTTrainer.from_pretrained(model, num_steps=4, global_batch_size=4, **OFFLINE)
-    return trainer.fit(PROMPTS, **asked)
+    return trainer.fit(PROMPTS, **options)
 
 
-def fit_dpo(model: Path, **asked: Any) -> TrainResult:
+def fit_dpo(model: Path, **options: Any) -> TrainResult:
     settings = {"num_steps_per_iteration": 4, "num_pairs_per_step": 4, **OFFLINE}
-    return DPOTrainer.from_pretrained(model, **settings).fit(PAIRS, **asked)
+    return DPOTrainer.from_pretrained(model, **settings).fit(PAIRS, **options)
 
 
-def fit_reward_model(model: Path, **asked: Any) -> TrainResult:
+def fit_reward_model(model: Path, **options: Any) -> TrainResult:
     settings = {"num_steps": 4, "num_pairs_per_step": 4, **OFFLINE}
-    return RewardModelTrainer.from_pretrained(model, **settings).fit(PAIRS, **asked)
+    return RewardModelTrainer.from_pretrained(model, **settings).fit(PAIRS, **options)
 
 
-def fit_grpo(model: Path, **asked: Any) -> TrainResult:
+def fit_grpo(model: Path, **options: Any) -> TrainResult:
     trainer = GRPOTrainer.from_pretrained(model, num_steps_per_iteration=4, **ONLINE)
-    return trainer.fit(PROMPTS, reward_fn=sevens, **asked)
+    return trainer.fit(PROMPTS, reward_fn=sevens, **options)
 
 
-def fit_ppo(model: Path, **asked: Any) -> TrainResult:
+def fit_ppo(model: Path, **options: Any) -> TrainResult:
     trainer = PPOTrainer.from_pretrained(model, num_steps_per_iteration=4, **ONLINE)
-    return trainer.fit(PROMPTS, reward_fn=sevens, **asked)
+    return trainer.fit(PROMPTS, reward_fn=sevens, **options)
 
 
-def fit_distillation(model: Path, **asked: Any) -> TrainResult:
+def fit_distillation(model: Path, **options: Any) -> TrainResult:
     trainer = DistillationTrainer.from_pretrained(model, num_steps=4, top_k=8, **ONLINE)
-    return trainer.fit(PROMPTS, reference=fit_sft(model).checkpoint, **asked)
+    return trainer.fit(PROMPTS, reference=fit_sft(model).checkpoint, **options)
 
 
 Fit = Callable[..., TrainResult]
@@ -110,7 +110,7 @@ class Steps(Callback):
 
 @pytest.fixture(scope="module")
 def straight(session: ClusterSession, tiny_model: Path) -> Callable[[Fit], TrainResult]:
-    """The run of a trainer that nothing interrupts, run once."""
+    """Runs a trainer without interruption, once."""
     results: dict[Fit, TrainResult] = {}
 
     def run(fit: Fit) -> TrainResult:
@@ -122,7 +122,7 @@ def straight(session: ClusterSession, tiny_model: Path) -> Callable[[Fit], Train
 
 
 def weights(result: TrainResult) -> dict[str, torch.Tensor]:
-    """Every tensor of every model that the run has saved, by file and name."""
+    """Returns every tensor of every model that the run has saved, by file and name."""
     return {
         f"{path.relative_to(result.folder)}/{name}": tensor
         for path in sorted(result.folder.rglob("model/*.safetensors"))
@@ -130,7 +130,7 @@ def weights(result: TrainResult) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_equal_to_the_bit(one: TrainResult, other: TrainResult) -> None:
+def assert_bitwise_identical(one: TrainResult, other: TrainResult) -> None:
     assert one.metrics == other.metrics
     ours, theirs = weights(one), weights(other)
     assert ours.keys() == theirs.keys()
@@ -151,8 +151,8 @@ def test_a_trainer_trains_on_a_list_of_dicts(
 
     is_scalar = fit is fit_reward_model
     kind = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
-    _, said = kind.from_pretrained(result.checkpoint, output_loading_info=True)
-    assert not said["missing_keys"] and not said["unexpected_keys"]
+    _, loading = kind.from_pretrained(result.checkpoint, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
     assert load_tokenizer(result.checkpoint).encode("1+2=")
     before = load_file(tiny_model / "model.safetensors")["model.norm.weight"]
     assert not torch.equal(weights(result)["model/model.safetensors/model.norm.weight"], before)
@@ -160,7 +160,7 @@ def test_a_trainer_trains_on_a_list_of_dicts(
     manifest = Manifest.read(result.folder)
     assert result.lineage_id == result.folder.name
     assert result.manifest == manifest
-    assert manifest.choices == {  # what is auto, on a CPU
+    assert manifest.choices == {  # the choices of `auto` on a CPU
         "training.attention": "sdpa",
         "training.activation_checkpointing": "false",
         "training.data_parallel_replicas": "1",
@@ -169,13 +169,13 @@ def test_a_trainer_trains_on_a_list_of_dicts(
     }
     parents = {(parent.kind, parent.stage) for parent in manifest.parents}
     data = {("dataset", "prepare_data train"), ("dataset", "prepare_data validation")}
-    # The teacher was trained here, and is the artifact itself.
+    # The teacher was trained here and is the artifact itself.
     teacher = {("checkpoint", "sft")} if fit is fit_distillation else set()
     assert parents == {("checkpoint", "prepare_model"), *teacher, *data}
 
 
 @CONDITIONS
-def test_a_stopped_run_goes_on_where_it_was_and_ends_the_same(
+def test_a_stopped_run_resumes_and_ends_the_same(
     fit: Fit, straight: Callable[[Fit], TrainResult], tiny_model: Path
 ) -> None:
     # A save after step 2; step 3 is done and lost.
@@ -184,22 +184,22 @@ def test_a_stopped_run_goes_on_where_it_was_and_ends_the_same(
     steps = Steps()
     result = fit(tiny_model, name="stopped", callbacks=[steps])
     assert steps.seen == [3, 4]
-    assert_equal_to_the_bit(result, straight(fit))
+    assert_bitwise_identical(result, straight(fit))
     if fit is fit_ppo:
         assert any(name.startswith("critic/model/") for name in weights(result))
 
 
 @CONDITIONS
-def test_a_rerun_is_equal_and_a_finished_name_is_not_run_again(
+def test_a_rerun_is_equal_and_a_finished_run_is_not_repeated(
     fit: Fit, straight: Callable[[Fit], TrainResult], tiny_model: Path
 ) -> None:
     steps = Steps()
     again = fit(tiny_model, name="straight", callbacks=[steps])
     assert (again.folder, steps.seen) == (straight(fit).folder, [])
-    if fit in (fit_sft, fit_grpo):  # the others have shown it when they went on
-        anew = fit(tiny_model)
-        assert anew.folder != again.folder
-        assert_equal_to_the_bit(anew, again)
+    if fit in (fit_sft, fit_grpo):  # the others show it when they resume
+        repeated = fit(tiny_model)
+        assert repeated.folder != again.folder
+        assert_bitwise_identical(repeated, again)
 
 
 @pytest.fixture
@@ -237,14 +237,14 @@ def test_the_first_loss_of_dpo_is_ln_2_with_cached_logprobs(
     masks = batch["token_mask"]
     trained = [tuple(row[mask].tolist()) for row, mask in zip(rows, masks, strict=True)]
     cached = [
-        replace(pair, reference_logprobs=(trained[2 * place], trained[2 * place + 1]))
-        for place, pair in enumerate(pairs)
+        replace(pair, reference_logprobs=(trained[2 * index], trained[2 * index + 1]))
+        for index, pair in enumerate(pairs)
     ]
     save_logprobs(cached, tmp_path / "cached")
     spec = replace(pairs_spec, reference_logprobs=tmp_path / "cached")
     assert first_loss(trainer, spec) == pytest.approx(LN_2, abs=1e-6)
 
-    # It is the cache that is read: with every chosen logprob lower by 1 a token, the log-ratio of a
+    # The cache is read: with every chosen logprob lower by 1 per token, the log-ratio of a
     # chosen sequence of n trained tokens is n, and the loss -log sigmoid(0.1 n) is below ln 2.
     lowered = []
     for pair in cached:
@@ -261,7 +261,7 @@ def test_the_first_loss_of_dpo_is_ln_2_with_cached_logprobs(
 def test_the_first_loss_of_a_reward_model_is_ln_2(
     straight: Callable[[Fit], TrainResult],
 ) -> None:
-    # The head begins at 0, so all scores are equal.
+    # The head starts at 0, so all scores are equal.
     assert straight(fit_reward_model).metrics[0]["loss"] == pytest.approx(LN_2, abs=1e-6)
 
 
@@ -295,12 +295,12 @@ def test_validation_is_reported_and_called_back(session: ClusterSession, tiny_mo
         seen[0][1]["validation_loss"],
         seen[1][1]["validation_loss"],
     ]
-    held_out = Path(next(p.path for p in result.manifest.parents if "validation" in p.stage))
-    assert len(load_frame(held_out)) == 2  # 5 % of 30 rows, rounded
+    validation = Path(next(p.path for p in result.manifest.parents if "validation" in p.stage))
+    assert len(load_frame(validation)) == 2  # 5 % of 30 rows, rounded
 
 
 class Hopeless:
-    """Gives every completion the same reward, so that no group teaches anything."""
+    """Gives every completion the same reward, so that no group has an advantage."""
 
     def __init__(self) -> None:
         self.num_scored = 0
@@ -319,19 +319,19 @@ def test_dynamic_sampling_draws_again_and_gives_up_at_its_bound(
     ).fit(PROMPTS, reward_fn=reward)
     assert result.metrics[0]["num_draws"] == 3.0
     assert result.metrics[0]["zero_variance_fraction"] == 1.0
-    # 3 draws of 4 prompts with 2 completions each; a first call may try how lists are taken.
+    # 3 draws of 4 prompts with 2 completions each; a first call may test how lists are accepted.
     assert 24 <= reward.num_scored <= 25
 
 
 def test_dynamic_sampling_fills_up_with_other_prompts(
     session: ClusterSession, tiny_model: Path
 ) -> None:
-    asked: list[str] = []
+    prompts: list[str] = []
 
     def only_small_sums(prompt: str, response: str) -> float:
-        # Groups of odd first operands are all equal; the others differ by the place in the run.
-        asked.append(prompt)
-        return float(len(asked)) if int(prompt[0]) % 2 == 0 else 0.0
+        # Groups of odd first operands are all equal; the others differ by the index in the run.
+        prompts.append(prompt)
+        return float(len(prompts)) if int(prompt[0]) % 2 == 0 else 0.0
 
     result = GRPOTrainer.from_pretrained(
         tiny_model, num_steps_per_iteration=1, dynamic_sampling={"max_draws": 6}, **ONLINE

@@ -1,4 +1,4 @@
-"""Transfers over machines whose GPUs Ray has only been told of: each rank sends to its own GPU."""
+"""Transfers over machines whose GPUs Ray only counts: each rank sends to its GPU."""
 
 import json
 import os
@@ -20,8 +20,9 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-from nemo_rl_core.distributed.weight_sync import ReceivesWeights, SendsWeights, WeightLink, link
-from nemo_rl_core.planning.routes import Location
+from nemo_rl_core.distributed.weight_sync import link
+from nemo_rl_core.distributed.weight_sync.link import ReceivesWeights, SendsWeights, WeightLink
+from nemo_rl_core.distributed.weight_sync.routes import Location
 
 BUCKET_BYTES = 4096
 
@@ -41,7 +42,7 @@ class Trainer(SendsWeights):
     def __init__(self):
         self.here, self.step = simulate(), 1
 
-    def place(self):
+    def location(self):
         return [self.here.machine, self.here.gpu, os.getpid()]
 
     def change(self, step):
@@ -67,7 +68,7 @@ class Engine(ReceivesWeights):
         sent = torch.arange(5000.0) * step
         return len(self.taken) == 9 and torch.equal(self.taken["embedding"], sent)
 
-    def place(self):
+    def location(self):
         from tests.simulated_gpus import SimulatedIpc
 
         return [self.here.machine, self.here.gpu, sorted(SimulatedIpc.mapped_from)]
@@ -79,7 +80,7 @@ for _ in range(2):
 machines.connect()
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.placement import OwnBundles
+from nemo_rl_core.config.placement import DedicatedBundles
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConsistencyError
@@ -97,10 +98,10 @@ def ask(group, method, *args):
 
 
 trainer = started(Trainer, "training", 4)
-found = {"trainer": ask(trainer, "place")}
+results = {"trainer": ask(trainer, "location")}
 for name, count, options in (
     ("colocated", 4, {}),
-    ("own", 2, {"cluster": session.beside(OwnBundles("generation", 2))}),
+    ("own", 2, {"cluster": session.dedicated_cluster(DedicatedBundles("generation", 2))}),
 ):
     engine = started(Engine, name, count, **options)
     for step in (1, 2):
@@ -108,22 +109,22 @@ for name, count, options in (
         way = WeightLink.between(trainer, engine, timeout_seconds=120)
         way.transfer()
         assert ask(engine, "has", step) == [True] * count
-    found[name] = ask(engine, "place")
-    found[name + " routes"] = [
+    results[name] = ask(engine, "location")
+    results[name + " routes"] = [
         [spec.sender, spec.transport, spec.num_receivers] for spec in way.specs.values()
     ]
-    found[name + " endpoints"] = ask(trainer, "endpoints")
+    results[name + " endpoints"] = ask(trainer, "endpoints")
     if name == "colocated":
         trainer.run_single_worker("change", 3, rank=2)
         try:
             way.transfer()
         except ConsistencyError as error:
-            found["refused"] = error.problem
-        found["links left"] = len(WeightLink.by_engine)
+            results["refused"] = error.problem
+        results["links left"] = len(WeightLink.by_engine)
     else:
         way.close()
-        found["closed"] = ask(trainer, "endpoints")
-print("FOUND " + json.dumps(found))
+        results["closed"] = ask(trainer, "endpoints")
+print("FOUND " + json.dumps(results))
 session.shutdown()
 ray.shutdown()
 machines.shutdown()
@@ -131,16 +132,16 @@ machines.shutdown()
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    # As for tests/ray/test_own_placement.py.
-    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as place:
+def results() -> dict[str, Any]:
+    # See tests/ray/test_dedicated_placement.py.
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM],
             capture_output=True,
             text=True,
             timeout=400,
             check=False,
-            env={**os.environ, "RAY_TMPDIR": place},
+            env={**os.environ, "RAY_TMPDIR": folder},
         )
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, done.stderr[-3000:]
@@ -148,24 +149,24 @@ def found() -> dict[str, Any]:
     return loaded
 
 
-def test_each_rank_sends_to_the_engine_on_its_gpu(found: dict[str, Any]) -> None:
-    assert len({tuple(place[:2]) for place in found["trainer"]}) == 4
-    assert len({place[0] for place in found["trainer"]}) == 2
-    assert found["colocated routes"] == [[rank, "cuda_ipc", 1] for rank in range(4)]
-    # An engine has mapped the memory of the trainer's rank on its own GPU, and of no other.
-    of_place = {(machine, gpu): pid for machine, gpu, pid in found["trainer"]}
-    for machine, gpu, mapped in found["colocated"]:
-        assert mapped == [of_place[machine, gpu]]
-    assert found["colocated endpoints"] == [[2 * 4096]] * 4
+def test_each_rank_sends_to_the_engine_on_its_gpu(results: dict[str, Any]) -> None:
+    assert len({tuple(location[:2]) for location in results["trainer"]}) == 4
+    assert len({location[0] for location in results["trainer"]}) == 2
+    assert results["colocated routes"] == [[rank, "cuda_ipc", 1] for rank in range(4)]
+    # An engine has mapped only the memory of the trainer's rank on its GPU.
+    of_location = {(machine, gpu): pid for machine, gpu, pid in results["trainer"]}
+    for machine, gpu, mapped in results["colocated"]:
+        assert mapped == [of_location[machine, gpu]]
+    assert results["colocated endpoints"] == [[2 * 4096]] * 4
 
 
-def test_engines_of_their_own_take_one_broadcast(found: dict[str, Any]) -> None:
-    assert found["own routes"] == [[0, "nccl", 2]]
-    assert all(mapped == [] for *_, mapped in found["own"])
-    assert found["own endpoints"] == [[2 * 4096], [], [], []]
-    assert found["closed"] == [[], [], [], []]
+def test_dedicated_engines_receive_one_broadcast(results: dict[str, Any]) -> None:
+    assert results["own routes"] == [[0, "nccl", 2]]
+    assert all(mapped == [] for *_, mapped in results["own"])
+    assert results["own endpoints"] == [[2 * 4096], [], [], []]
+    assert results["closed"] == [[], [], [], []]
 
 
-def test_ranks_that_have_sent_other_weights_are_named(found: dict[str, Any]) -> None:
-    assert found["refused"].startswith("rank 2 of the trainer has other weights")
-    assert found["links left"] == 0
+def test_ranks_that_have_sent_other_weights_are_named(results: dict[str, Any]) -> None:
+    assert results["refused"].startswith("rank 2 of the trainer sent weights that differ")
+    assert results["links left"] == 0

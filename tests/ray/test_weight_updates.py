@@ -1,4 +1,4 @@
-"""Weights on their way from real policies to real engines, and what comes when one end is lost."""
+"""Weight transfers from real policies to real engines, including the loss of either end."""
 
 import os
 import signal
@@ -20,14 +20,14 @@ from nemo_rl_core.config.training import DTensorTraining, MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync import WeightLink, link
-from nemo_rl_core.distributed.weight_sync.places import current_location
+from nemo_rl_core.distributed.weight_sync import link
+from nemo_rl_core.distributed.weight_sync.link import WeightLink
+from nemo_rl_core.distributed.weight_sync.routes import Location, current_location
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.planning.routes import Location
 
 HF = HuggingFaceGenerationConfig(max_new_tokens=6, generate_timeout_seconds=60)
 PROMPTS = BatchedDataDict(
@@ -41,7 +41,7 @@ Named = dict[str, torch.Tensor]
 
 
 def in_worker(group: RayWorkerGroup, function: Callable[[Any], Any]) -> list[Any]:
-    """What the function returns of every worker's own object, in its process."""
+    """Returns the function's result for the backend of every worker, computed in its process."""
     return group.run_all_workers_single_data("__ray_call__", function)
 
 
@@ -58,26 +58,28 @@ def train_once(policy: Policy) -> None:
 
 
 def sent_by(policy: Policy) -> Named:
-    def sent(own: Any) -> Named:
-        return {n: w.to(own.sent_dtype, copy=True) for n, w in own.named_weights()}
+    def sent(backend: Any) -> Named:
+        return {n: w.to(backend.sent_dtype, copy=True) for n, w in backend.named_weights()}
 
     return in_worker(policy.workers, sent)[0]
 
 
-def held_by_transformers(engine: Generation) -> list[Named]:
-    """Without the head, which is the embedding."""
-    held = in_worker(engine._workers, lambda own: dict(own._model.state_dict()))
-    assert all(each.pop("lm_head.weight").equal(each["model.embed_tokens.weight"]) for each in held)
-    return held
+def weights_in_transformers(engine: Generation) -> list[Named]:
+    """Returns the engine's weights without the head, which is the embedding."""
+    weights = in_worker(engine._workers, lambda backend: dict(backend._model.state_dict()))
+    assert all(
+        each.pop("lm_head.weight").equal(each["model.embed_tokens.weight"]) for each in weights
+    )
+    return weights
 
 
-def held_by_megatron(engine: Generation) -> list[Named]:
-    def whole(own: Any) -> Named:
+def weights_in_megatron(engine: Generation) -> list[Named]:
+    def full(backend: Any) -> Named:
         from nemo_rl_core.backends.training.megatron.weights import iter_hf_weights
 
-        return {name: weight.clone() for name, weight in iter_hf_weights(own._models)}
+        return {name: weight.clone() for name, weight in iter_hf_weights(backend._models)}
 
-    return in_worker(engine._workers, whole)
+    return in_worker(engine._workers, full)
 
 
 def assert_equal(one: Named, other: Named) -> None:
@@ -90,8 +92,8 @@ def transport_of(engine: Generation) -> str:
     return spec.transport
 
 
-def pages_held(policy: Policy) -> int:
-    """Bytes of the anonymous files that the trainer's processes hold for their receivers."""
+def shared_page_bytes(policy: Policy) -> int:
+    """Returns the bytes of the anonymous files that the trainer's processes map for receivers."""
 
     def count(_: Any) -> int:
         sizes = {}
@@ -106,7 +108,7 @@ def pages_held(policy: Policy) -> int:
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """No name in /dev/shm that was not there before."""
+    """Checks that no new name remains in /dev/shm."""
     folder = Path("/dev/shm")
     before = {path.name for path in folder.iterdir()}
     yield
@@ -127,7 +129,7 @@ def setup_with(setup: GenerationSetup, config: Any) -> GenerationSetup:
         pytest.param("streaming", marks=pytest.mark.thorough),
     ],
 )
-def test_an_engine_holds_what_the_policy_has_to_the_bit(
+def test_engine_weights_are_bitwise_identical_to_the_policys(
     kind: str,
     session: ClusterSession,
     generation_setup: GenerationSetup,
@@ -138,7 +140,7 @@ def test_an_engine_holds_what_the_policy_has_to_the_bit(
     policy = make_policy()
     for used_before in list(WeightLink.by_engine.values()):  # of other tests, with this trainer
         used_before.close()
-    # Pages of engines that are gone, if any, are freed by the first transfer: see `held` below.
+    # Pages of engines that are gone, if any, are freed by the first transfer: see `mapped` below.
     if kind == "streaming":
         engine: Generation = StreamingGeneration(session, generation_setup)
     elif kind == "vllm":
@@ -152,19 +154,19 @@ def test_an_engine_holds_what_the_policy_has_to_the_bit(
         assert transport_of(engine) == "cuda_ipc" if torch.cuda.is_available() else "shared_memory"
         outputs.append(engine.generate(PROMPTS, greedy=False))
         if kind == "hf":
-            assert_equal(held_by_transformers(engine)[0], sent_by(policy))
+            assert_equal(weights_in_transformers(engine)[0], sent_by(policy))
         # The link and its pages serve every update.
-        held = pages_held(policy)
-        assert held == sum(-(-w.nbytes // 16) * 16 for w in sent_by(policy).values()), update
+        mapped = shared_page_bytes(policy)
+        assert mapped == sum(-(-w.nbytes // 16) * 16 for w in sent_by(policy).values()), update
     assert not torch.equal(outputs[0]["logprobs"], outputs[1]["logprobs"])
     assert not torch.equal(outputs[1]["logprobs"], outputs[2]["logprobs"])
-    # The same weights by another way: through a folder.
+    # The same weights through a folder.
     policy.save_checkpoint(tmp_path)
     engine.load_weights(tmp_path / "model")
     again = engine.generate(PROMPTS, greedy=False)
     assert all(torch.equal(values, again[name]) for name, values in outputs[2].items())
     engine.shutdown()
-    assert pages_held(policy) == 0
+    assert shared_page_bytes(policy) == 0
 
 
 @pytest.fixture
@@ -201,8 +203,8 @@ def test_two_ranks_fill_two_engines(
         engine.update_weights(policy)
         sent = sent_by(policy)
         assert not any(torch.equal(sent[name], before[name]) for name in sent)
-        for held in held_by_transformers(engine):
-            assert_equal(held, sent)
+        for weights in weights_in_transformers(engine):
+            assert_equal(weights, sent)
 
 
 @pytest.mark.thorough
@@ -217,37 +219,37 @@ def test_two_tensor_parallel_ranks_of_megatron_fill_two_others(
     engine.update_weights(policy)
     sent = sent_by(policy)
     assert not any(torch.equal(sent[name], before[name]) for name in sent)
-    for held in held_by_megatron(engine):
-        assert_equal(held, sent)
+    for weights in weights_in_megatron(engine):
+        assert_equal(weights, sent)
 
 
-def die_while_receiving(own: Any) -> None:
-    """From now on, with the first tensor in its hands."""
+def die_while_receiving(backend: Any) -> None:
+    """Kills the worker at the first tensor of the next transfer."""
 
     def take(tensors: Iterator[Any]) -> None:
         next(tensors)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    own.take_weights = take
+    backend.take_weights = take
 
 
-def die_while_sending(own: Any) -> None:
-    weights_to_send = own.weights_to_send
+def die_while_sending(backend: Any) -> None:
+    weights_to_send = backend.weights_to_send
 
     def some() -> Iterator[Any]:
         yield next(weights_to_send())
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    own.weights_to_send = some
+    backend.weights_to_send = some
 
 
-def stop_while_receiving(own: Any) -> None:
+def stop_while_receiving(backend: Any) -> None:
     def take(tensors: Iterator[Any]) -> None:
         next(tensors)
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    own.take_weights = take
+    backend.take_weights = take
 
 
 @pytest.fixture
@@ -274,13 +276,13 @@ def test_an_engine_that_is_lost_in_a_transfer_is_started_again(
 ) -> None:
     policy = make_policy()
     engine.update_weights(policy)
-    held = pages_held(policy)
+    mapped = shared_page_bytes(policy)
     train_once(policy)
     in_worker(engine._workers, fault)
     engine.update_weights(policy)
     assert engine.num_restarts == 1
-    assert_equal(held_by_transformers(engine)[0], sent_by(policy))
-    assert pages_held(policy) == held  # what the lost one had mapped is gone
+    assert_equal(weights_in_transformers(engine)[0], sent_by(policy))
+    assert shared_page_bytes(policy) == mapped  # what the lost one had mapped is gone
     engine.update_weights(policy)
     assert engine.num_restarts == 1
 
@@ -295,7 +297,7 @@ def test_an_engine_that_died_between_two_transfers_is_started_again(
     os.kill(pid, signal.SIGKILL)
     engine.update_weights(policy)
     assert engine.num_restarts == 1
-    assert_equal(held_by_transformers(engine)[0], sent_by(policy))
+    assert_equal(weights_in_transformers(engine)[0], sent_by(policy))
 
 
 @pytest.mark.thorough
@@ -313,16 +315,16 @@ def test_a_trainer_that_is_lost_in_a_transfer_is_named_and_ends_it(
         engine.update_weights(policy)
     assert time.monotonic() - start < 100
     assert engine.num_restarts == 0
-    # The next stage begins with a trainer and an engine of its own.
+    # The next stage begins with a new trainer and a new engine.
     session.discard("training")
     policy = make_policy()
     again = Generation(session, engine._setup, name="transformers")
     again.update_weights(policy)
-    assert_equal(held_by_transformers(again)[0], sent_by(policy))
+    assert_equal(weights_in_transformers(again)[0], sent_by(policy))
 
 
 def be_elsewhere(_: Any) -> None:
-    """In a worker, whose methods Ray has bound already: what they ask is what can be changed."""
+    """Patches the function that a worker's methods call, since Ray has bound the methods."""
     link.current_location = lambda: Location("another machine", None)
 
 
@@ -343,12 +345,12 @@ def test_an_engine_on_another_machine_is_reached_over_the_network(
         in_worker(engine._workers, be_here)
     assert engine.num_restarts == 0  # a new worker would be here again
     assert transport_of(engine) == "gloo"
-    assert pages_held(policy) == 0
-    assert_equal(held_by_transformers(engine)[0], sent_by(policy))
+    assert shared_page_bytes(policy) == 0
+    assert_equal(weights_in_transformers(engine)[0], sent_by(policy))
 
 
 @pytest.mark.thorough
-def test_a_later_engine_and_a_later_policy_take_the_workers_over(
+def test_later_engines_and_policies_reuse_the_workers(
     session: ClusterSession, engine: Generation, make_policy: Callable[..., Policy]
 ) -> None:
     engine.update_weights(make_policy())
@@ -357,4 +359,4 @@ def test_a_later_engine_and_a_later_policy_take_the_workers_over(
     later = Generation(session, engine._setup, name="transformers")
     later.update_weights(policy)
     engine.update_weights(policy)
-    assert_equal(held_by_transformers(later)[0], sent_by(policy))
+    assert_equal(weights_in_transformers(later)[0], sent_by(policy))

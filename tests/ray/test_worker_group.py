@@ -1,4 +1,4 @@
-"""Worker groups: answers in order, errors with a name, nothing that waits for ever."""
+"""Worker groups: ordered answers, errors that name the worker, and no endless waits."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from nemo_rl_core.errors import DataError, MachineError, ResourceError, WorkerEr
 
 
 class Worker:
-    """What a test can ask of a worker."""
+    """Methods that tests call on a worker."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -44,11 +44,11 @@ class Worker:
         raise DataError("row 7 is empty", expected="text", got="''", fix="fill it")
 
     def misconfigure(self) -> None:
-        """What vLLM does with a wrong setting: pydantic's error holds what cannot be pickled."""
+        """Raises pydantic's error, like vLLM with a wrong setting; it cannot be pickled."""
         Limits(4, 2)
 
     def exhaust(self) -> None:
-        """Raises what torch's allocator raises on a full GPU."""
+        """Raises the error of torch's allocator on a full GPU."""
         import torch
 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -57,7 +57,7 @@ class Worker:
         os._exit(3)
 
     def print_when_dropping(self, *, is_ended: bool) -> str:
-        """What a `__del__` prints in which this process is ended, or which fails."""
+        """Returns the output of a `__del__` in which this process ends, or which fails."""
         with redirect_stderr(StringIO()) as printed:
             Dropped(is_ended=is_ended)
         return printed.getvalue()
@@ -84,7 +84,7 @@ class Limits:
 
 
 class Dropped:
-    """Ends its process when it goes, as Ray would from outside, or fails then."""
+    """Ends its process when it is deleted, like Ray from outside, or fails then."""
 
     def __init__(self, *, is_ended: bool) -> None:
         self._is_ended = is_ended
@@ -120,7 +120,7 @@ def test_a_worker_is_a_process_with_its_own_environment(group: RayWorkerGroup) -
     assert group.run_single_worker("environment", "ANSWER") == "42"
 
 
-def test_what_a_worker_raises_names_worker_and_cause(group: RayWorkerGroup) -> None:
+def test_an_error_of_a_worker_names_worker_and_cause(group: RayWorkerGroup) -> None:
     with pytest.raises(WorkerError) as caught:
         group.run_single_worker("divide", 0)
     assert caught.value.problem.startswith("worker 0 of 'echo' raised ZeroDivisionError: division")
@@ -131,7 +131,7 @@ def test_what_a_worker_raises_names_worker_and_cause(group: RayWorkerGroup) -> N
     assert group.run_single_worker("divide", 4) == 0.25
 
 
-def test_a_worker_without_gpu_memory_is_told_what_to_lower(group: RayWorkerGroup) -> None:
+def test_a_worker_without_gpu_memory_reports_what_to_lower(group: RayWorkerGroup) -> None:
     with pytest.raises(ResourceError) as caught:
         group.run_single_worker("exhaust")
     assert caught.value.problem == "worker 0 of 'echo' needs more GPU memory than there is"
@@ -151,16 +151,16 @@ def test_a_worker_whose_constructor_raises_is_not_a_lost_one(session: ClusterSes
     workers.shutdown()
 
 
-def test_what_ray_cannot_send_is_told_by_its_own_words(group: RayWorkerGroup) -> None:
+def test_errors_that_ray_cannot_send_keep_their_message(group: RayWorkerGroup) -> None:
     with pytest.raises(WorkerError) as caught:
         group.run_single_worker("misconfigure")
-    said = "worker 0 of 'echo' raised ValidationError: 1 validation error for Limits\n"
-    assert caught.value.problem.startswith(said)
+    message = "worker 0 of 'echo' raised ValidationError: 1 validation error for Limits\n"
+    assert caught.value.problem.startswith(message)
     assert "low is above high" in caught.value.problem
     assert ", in misconfigure" in caught.value.got
 
 
-def test_an_error_of_ours_is_raised_as_it_was(group: RayWorkerGroup) -> None:
+def test_errors_of_this_project_are_raised_unchanged(group: RayWorkerGroup) -> None:
     with pytest.raises(DataError) as caught:
         group.run_all_workers_single_data("refuse")
     assert str(caught.value) == "row 7 is empty\n  expected: text\n  got: ''\n  fix: fill it"
@@ -209,7 +209,7 @@ def test_a_worker_is_kept_until_its_key_changes(session: ClusterSession) -> None
         ([5_000, 5_000], False, "10000 CPU cores"),
     ],
 )
-def test_what_the_cluster_will_never_have_is_refused_at_once(
+def test_more_than_the_cluster_has_is_refused_at_once(
     session: ClusterSession, bundles: list[int], use_gpus: bool, missing: str
 ) -> None:
     start = time.monotonic()
@@ -221,18 +221,18 @@ def test_what_the_cluster_will_never_have_is_refused_at_once(
     assert "laptop" in caught.value.fix
 
 
-def test_bundles_that_others_hold_are_waited_for_and_then_refused(session: ClusterSession) -> None:
+def test_used_bundles_are_waited_for_and_then_refused(session: ClusterSession) -> None:
     import ray
 
     session.cluster.bundles()
     cores = int(ray.cluster_resources()["CPU"])
     with pytest.raises(ResourceError, match=r"did not free \d+ bundles") as caught:
-        # All cores, of which the session holds one.
+        # All cores, of which the session uses one.
         RayVirtualCluster([cores], use_gpus=False, wait_seconds=1).bundles()
     assert caught.value.got.endswith(f"of {cores} CPU")
 
 
-def test_a_group_too_many_is_refused_and_not_waited_for(session: ClusterSession) -> None:
+def test_a_group_beyond_the_cluster_is_refused_immediately(session: ClusterSession) -> None:
     with RayVirtualCluster([1], use_gpus=False, max_colocated_worker_groups=2) as cluster:
         first, second = (RayWorkerGroup(cluster, Worker, name=name) for name in ("one", "two"))
         with pytest.raises(ResourceError, match="no bundle of the cluster has room") as caught:
@@ -253,7 +253,7 @@ def test_a_cluster_counts_its_bundles() -> None:
 
 
 def test_two_cluster_settings_have_their_workers_in_one_process(session: ClusterSession) -> None:
-    """Both are called by their shape, and Ray refuses one name twice."""
+    """Both have the name of their shape, and Ray refuses duplicate names."""
     from nemo_rl_core.distributed import session as sessions
 
     config = ClusterConfig(num_threads=2)

@@ -1,9 +1,9 @@
-"""The code blocks of the five documents of NeMo RL that define the API, and how each is tested.
+"""Code blocks of the five documents of NeMo RL that define the API, and how each is tested.
 
-A file of `blocks/` is one block as its document has it, named by the document's number and the line
-of its fence. Only the package is renamed, `nemo_rl` to `nemo_rl_core`. Blocks use names that they
-do not define (`batch`, `cluster`, `dataset`): a test gives them. Models and data sets of the hub
-are folders of those relative names in the working directory (`lay_out`).
+Each file in `blocks/` is an unchanged block of a document, named by the number of the document and
+the line of the block. Only the package is renamed, `nemo_rl` to `nemo_rl_core`. Tests provide the
+names that blocks use and do not define (`batch`, `cluster`, `dataset`). Models and data sets of the
+hub are folders with these relative names in the working directory (`make_folders`).
 
 The documents are those of NeMo RL, under the Apache License 2.0:
 
@@ -28,7 +28,7 @@ NO_CODE = {
     "002_L162": "marked as Python, but a call followed by a drawn tree of what it calls",
     "003_L001": "a Mermaid diagram; its modules are in tests/unit/test_documented_names.py",
 }
-"""The blocks that nothing can run, each with its reason."""
+"""Blocks that cannot be run, with the reason."""
 
 MODELS = (
     "Qwen/Qwen2.5-1.5B",
@@ -37,13 +37,13 @@ MODELS = (
     "meta-llama/Llama-2-7b-hf",
     "meta-llama/Llama-3.1-8B-Instruct",
 )
-"""Every name of a model in the blocks."""
+"""Names of the models in the blocks."""
 
 SUMS = [(a, b) for a in range(1, 9) for b in range(1, 9)]
 
 
 def source(name: str) -> str:
-    """The text of a block, with this project's name of the package."""
+    """Returns the text of a block, with the package name of this project."""
     (file,) = BLOCKS.glob(f"{name}.*")
     return re.sub(r"\bnemo_rl\b", "nemo_rl_core", file.read_text())
 
@@ -52,28 +52,28 @@ def run(name: str, names: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Runs a block.
 
     Args:
-        name: Of its file, without the suffix.
-        names: That the block uses and does not define.
+        name: Name of its file, without the suffix.
+        names: Names that the block uses and does not define.
 
     Returns:
         All names after the block.
     """
-    known = {"__name__": f"block_{name}", **(names or {})}
-    exec(compile(source(name), f"{name}.py", "exec"), known)
-    return known
+    variables = {"__name__": f"block_{name}", **(names or {})}
+    exec(compile(source(name), f"{name}.py", "exec"), variables)
+    return variables
 
 
-def lay_out(folder: Path, model: Path) -> None:
+def make_folders(folder: Path, model: Path) -> None:
     """Makes the folders that the blocks name: one tiny model, and sums as data.
 
     Args:
-        folder: That becomes the working directory.
-        model: In the transformers layout.
+        folder: Future working directory.
+        model: Model folder in the transformers layout.
     """
     for name in MODELS:
-        place = folder / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.symlink_to(model, target_is_directory=True)
+        link = folder / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(model, target_is_directory=True)
     math = [
         {
             "problem": f"{a}+{b}=",

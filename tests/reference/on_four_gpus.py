@@ -1,7 +1,7 @@
-"""Runs a block of the documents that asks for GPUs: `python -m tests.reference.on_four_gpus`.
+"""Runs a block of the documents that requests GPUs: `python -m tests.reference.on_four_gpus`.
 
-Ray is told of 16 GPUs that need not be there: it places, starts and connects the workers that the
-block asks for, and these find no GPU and compute on the CPU.
+Ray is started with 16 GPUs that need not exist: it places, starts and connects the requested
+workers, which see no GPU and compute on the CPU.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.reference.code_blocks import lay_out, run
+from tests.reference.code_blocks import make_folders, run
 
 
 def scaled() -> None:
@@ -22,8 +22,8 @@ def scaled() -> None:
 
     from nemo_rl_core.distributed import RayVirtualCluster, RayWorkerGroup
 
-    given = {"RayVirtualCluster": RayVirtualCluster, "RayWorkerGroup": RayWorkerGroup}
-    group = run(sys.argv[1], {**given, "policy_class": Ranked})["worker_group"]
+    names = {"RayVirtualCluster": RayVirtualCluster, "RayWorkerGroup": RayWorkerGroup}
+    group = run(sys.argv[1], {**names, "policy_class": Ranked})["worker_group"]
     assert group.run_all_workers_single_data("rank") == [str(rank) for rank in range(16)]
 
 
@@ -70,8 +70,8 @@ def megatron() -> None:
     columns["attention_mask"] = torch.ones(2, 4, dtype=torch.long)
     columns["advantages"] = torch.ones(2)
     columns["generation_logprobs"] = torch.zeros(2, 3)
-    given = {"batch": BatchedDataDict(columns), "GRPOLossFn": GRPOLossFn}
-    after = run("004_L207", given)
+    names = {"batch": BatchedDataDict(columns), "GRPOLossFn": GRPOLossFn}
+    after = run("004_L207", names)
     assert after["logprobs"]["logprobs"].shape == (2, 3)
     assert after["generations"].size == 2
 
@@ -95,8 +95,8 @@ if __name__ == "__main__":
     folder = Path(sys.argv[2])
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "num_layers": 4}
     materialize(ModelFromConfig(**sizes, max_position_embeddings=4096), folder / "tiny", seed=0)
-    lay_out(folder, folder / "tiny")
+    make_folders(folder, folder / "tiny")
     ray.init(num_cpus=16, num_gpus=16, include_dashboard=False)
     os.chdir(folder)
     CHECKS[sys.argv[1]]()
-    sys.stdout.write(f"{sys.argv[1]} did what it says\n")
+    sys.stdout.write(f"{sys.argv[1]} succeeded\n")

@@ -1,18 +1,17 @@
-"""What the pinned versions of Kubernetes, KubeRay, Kueue and Flyte know: trees of keys and types.
+"""Keys and types that the pinned versions of Kubernetes, KubeRay, Kueue and Flyte accept, as trees.
 
-`derive.py` has written `kuberay.json`, `kueue.json` and `flyte.json` from the sources that they
-name. In a tree
+`derive.py` wrote `kuberay.json`, `kueue.json` and `flyte.json` from the sources that they name.
 
-| | is |
+| in a tree | meaning |
 |---|---|
 | `"string"`, `"integer"`, `"number"`, `"boolean"` | a value of that type; null leaves it out |
 | `"quantity"` | `500m`, `1Gi` or a number |
-| `"integer or string"`, `"any"` | as it says |
+| `"integer or string"`, `"any"` | an integer or a string; any value |
 | `"a|b"` | one of these words |
-| `"V1PodSpec"` | an object of Kubernetes' client, with its keys and types |
-| `[tree]` | a list of such |
-| `{"*": tree}` | a map with any keys; Flyte takes a list of such, too |
-| `{"key": tree, "other!": tree}` | an object with these keys, of which `other` must be there |
+| `"V1PodSpec"` | an object of the Kubernetes client, with its keys and types |
+| `[tree]` | a list of such values |
+| `{"*": tree}` | a map with any keys; Flyte also accepts a list of such maps |
+| `{"key": tree, "other!": tree}` | an object with these keys, of which `other` is required |
 """
 
 import json
@@ -38,22 +37,22 @@ _OF_PYTHON = {str: "string", int: "integer", float: "number", bool: "boolean", d
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The trees of a file, by the names in it.
+    """Loads the trees of a file by name.
 
     Args:
-        name: `kuberay`, `kueue` or `flyte`.
+        name: Name of the file, `kuberay`, `kueue` or `flyte`.
     """
-    found: dict[str, Any] = json.loads(Path(__file__).with_name(f"{name}.json").read_text())
-    return found
+    trees: dict[str, Any] = json.loads(Path(__file__).with_name(f"{name}.json").read_text())
+    return trees
 
 
 def problems(value: Any, tree: Any, path: str = "") -> Iterator[str]:
-    """What a version would not take of a value, each with its path.
+    """Yields the parts of a value that a version would reject, each with its path.
 
     Args:
-        value: As YAML has it.
-        tree: As above.
-        path: Of the value.
+        value: Value from YAML.
+        tree: Tree of keys and types.
+        path: Path of the value.
     """
     if value is None or tree == ANY:
         return
@@ -66,17 +65,17 @@ def problems(value: Any, tree: Any, path: str = "") -> Iterator[str]:
     elif tree in _TYPES:
         is_flag = isinstance(value, bool) and tree != "boolean"
         if is_flag or not isinstance(value, _TYPES[tree]):
-            yield f"{path}: {value!r} is no {tree}"
+            yield f"{path}: {value!r} is not of type {tree}"
     elif value not in tree.split("|"):
         yield f"{path}: {value!r} is none of {tree.replace('|', ', ')}"
 
 
 def _of_list(value: Any, tree: Any, path: str) -> Iterator[str]:
     if not isinstance(value, list):
-        yield f"{path}: {value!r} is no list"
+        yield f"{path}: {value!r} is not a list"
         return
-    for number, each in enumerate(value):
-        yield from problems(each, tree, f"{path}[{number}]")
+    for number, item in enumerate(value):
+        yield from problems(item, tree, f"{path}[{number}]")
 
 
 def _of_object(value: Any, tree: dict[str, Any], path: str) -> Iterator[str]:
@@ -84,15 +83,15 @@ def _of_object(value: Any, tree: dict[str, Any], path: str) -> Iterator[str]:
         yield from _of_list(value, tree, path)
         return
     if not isinstance(value, dict):
-        yield f"{path}: {value!r} is no map"
+        yield f"{path}: {value!r} is not a map"
         return
-    known = {key.rstrip("!"): each for key, each in tree.items()}
-    for key, each in value.items():
-        here = f"{path}.{key}".lstrip(".")
-        if key in known or "*" in known:
-            yield from problems(each, known.get(key, known.get("*")), here)
+    subtrees = {key.rstrip("!"): subtree for key, subtree in tree.items()}
+    for key, item in value.items():
+        item_path = f"{path}.{key}".lstrip(".")
+        if key in subtrees or "*" in subtrees:
+            yield from problems(item, subtrees.get(key, subtrees.get("*")), item_path)
         else:
-            yield f"{here}: no such key"
+            yield f"{item_path}: no such key"
     for key in tree:
         if key.endswith("!") and value.get(key.rstrip("!")) is None:
             yield f"{path}.{key.rstrip('!')}: is missing".lstrip(".")
@@ -100,12 +99,12 @@ def _of_object(value: Any, tree: dict[str, Any], path: str) -> Iterator[str]:
 
 @cache
 def of_kubernetes(name: str) -> dict[str, Any]:
-    """The tree of an object by the models of Kubernetes' client, one level deep.
+    """Returns the tree of an object from a model of the Kubernetes client, one level deep.
 
-    The client's models take the names of Python, too, which Kubernetes does not.
+    It has only the serialized names, since Kubernetes does not accept the client's Python names.
 
     Args:
-        name: Of a model, such as `V1PodSpec`.
+        name: Name of a model, such as `V1PodSpec`.
     """
     from kubernetes import client
 
@@ -121,10 +120,10 @@ def of_kubernetes(name: str) -> dict[str, Any]:
 
 
 def _bare(annotation: Any) -> Any:
-    """Without the possibility of None, and without what pydantic adds."""
+    """Removes None and the metadata of pydantic from an annotation."""
     if hasattr(annotation, "__metadata__"):
         return _bare(annotation.__origin__)
-    kinds = [each for each in get_args(annotation) if each is not type(None)]
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
     if get_origin(annotation) is Union and len(kinds) == 1:
         return _bare(kinds[0])
     return annotation

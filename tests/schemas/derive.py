@@ -1,8 +1,8 @@
-"""Writes `kuberay.json`, `flyte.json` and `kueue.json` from the projects' own sources.
+"""Writes `kuberay.json`, `flyte.json` and `kueue.json` from the sources of the projects.
 
-`python -m tests.schemas.derive KUBERAY FLYTE KUEUE`, each a clone with the tags below. CRDs are
-schemas already; a chart knows what its values and templates name; of Flyte's configuration the
-Go structs are read, with the types of their fields.
+`python -m tests.schemas.derive KUBERAY FLYTE KUEUE`, each a clone with the tags below. CRDs already
+are schemas; the keys of a chart are those in its values and templates; the configuration of Flyte
+comes from the Go structs and the types of their fields.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 KUBERAY, FLYTE, KUEUE = "v1.5.1", "v1.16.8", "v0.19.2"
-"""The operator's version whose API Flyte's version is built with, Flyte's, and Kueue's."""
+"""Versions of KubeRay (whose API this version of Flyte is built with), Flyte and Kueue."""
 
 _TEMPLATE = {"metadata": "V1ObjectMeta", "spec": "V1PodSpec"}
 _OF_CHARTS = {
@@ -32,7 +32,7 @@ _OF_CHARTS = {
     "securityContext": "V1SecurityContext",
     "tolerations": ["V1Toleration"],
 }
-"""Values that a chart hands to Kubernetes as they are."""
+"""Values that a chart passes to Kubernetes unchanged."""
 
 _KUEUE_KINDS = {
     "ClusterQueue": "clusterqueues",
@@ -50,7 +50,7 @@ _GO = {
     r"resource\.Quantity": "quantity",
     r"v1\.(\w+)": r"V1\1",
 }
-"""Types of fields by patterns, of which the first counts."""
+"""Types of fields by pattern; the first match counts."""
 
 _LOGS = ("flyteplugins/go/tasks/logs", "flyteplugins/go/tasks/pluginmachinery/tasklog")
 _SECTIONS: dict[str, tuple[str | tuple[str, ...], str]] = {
@@ -66,14 +66,14 @@ _SECTIONS: dict[str, tuple[str | tuple[str, ...], str]] = {
     "plugins.logs": (_LOGS, "LogConfig"),
     "plugins.ray": (("flyteplugins/go/tasks/plugins/k8s/ray", *_LOGS), "Config"),
 }
-"""Sections of Flyte's configuration that the files of `deployment/` have, and their structs.
+"""Sections of Flyte's configuration in the files of `deployment/`, and their structs.
 
-Where a struct has fields of other packages, their folders follow that of its own.
+If a struct has fields of other packages, their folders follow the folder of the struct.
 """
 
 
 class Tag:
-    """The files of a clone at a tag."""
+    """Files of a clone at a tag."""
 
     def __init__(self, clone: str, tag: str) -> None:
         self._clone, self._tag = clone, tag
@@ -85,20 +85,20 @@ class Tag:
         return self._git("ls-tree", "-r", "--name-only", self._tag, folder).split()
 
     def _git(self, *arguments: str) -> str:
-        whole = ["git", "-C", self._clone, *arguments]
-        return subprocess.run(whole, check=True, capture_output=True, text=True).stdout
+        command = ["git", "-C", self._clone, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def of_crd(schema: dict[str, Any]) -> Any:
-    """The tree of an OpenAPI schema, where a pod's template is Kubernetes' own."""
+    """Returns the tree of an OpenAPI schema; a pod template becomes objects of Kubernetes."""
     if {"containers"} <= schema.get("properties", {}).get("spec", {}).get("properties", {}).keys():
         return _TEMPLATE
     if schema.get("type") == "array":
         return [of_crd(schema["items"])]
     if "properties" in schema:
         needed = schema.get("required", [])
-        found = schema["properties"].items()
-        return {key + "!" * (key in needed): of_crd(each) for key, each in found}
+        properties = schema["properties"].items()
+        return {key + "!" * (key in needed): of_crd(value) for key, value in properties}
     if "additionalProperties" in schema:
         return {"*": of_crd(schema["additionalProperties"])}
     return _of_scalar(schema)
@@ -113,15 +113,15 @@ def _of_scalar(schema: dict[str, Any]) -> str:
 
 
 def of_chart(tag: Tag, folder: str) -> dict[str, Any]:
-    """The tree of a chart's values: the types of the defaults, and what templates name beside."""
+    """Returns the tree of a chart's values: types of the defaults, and other keys in templates."""
     tree: dict[str, Any] = _of_default("", yaml.safe_load(tag.read(f"{folder}/values.yaml")))
     for path in tag.paths(f"{folder}/templates"):
         for keys in re.findall(r"\.Values((?:\.\w[\w-]*)+)", tag.read(path)):
-            place: Any = tree
+            subtree: Any = tree
             for key in keys.split(".")[1:]:
-                if not isinstance(place, dict) or "*" in place:
+                if not isinstance(subtree, dict) or "*" in subtree:
                     break
-                place = place.setdefault(key, _OF_CHARTS.get(key, "any"))
+                subtree = subtree.setdefault(key, _OF_CHARTS.get(key, "any"))
     return tree
 
 
@@ -129,7 +129,7 @@ def _of_default(name: str, value: Any) -> Any:
     if name in _OF_CHARTS:
         return _OF_CHARTS[name]
     if isinstance(value, dict):
-        return {key: _of_default(key, each) for key, each in value.items()} or {"*": "any"}
+        return {key: _of_default(key, item) for key, item in value.items()} or {"*": "any"}
     if isinstance(value, list):
         return ["any"]
     names = {bool: "boolean", int: "integer", float: "number", str: "string"}
@@ -137,23 +137,23 @@ def _of_default(name: str, value: Any) -> Any:
 
 
 class Structs:
-    """The structs of a Go package, and of those after it, which have other names."""
+    """Structs of a Go package, and of further packages, which have other names."""
 
     def __init__(self, tag: Tag, *folders: str) -> None:
-        self._found: dict[str, str] = {}
+        self._structs: dict[str, str] = {}
         for folder in reversed(folders):
             for path in tag.paths(f"{folder}/"):
                 if path.endswith(".go") and "/" not in path[len(folder) + 1 :]:
-                    self._found |= dict(_STRUCT.findall(tag.read(path)))
+                    self._structs |= dict(_STRUCT.findall(tag.read(path)))
 
     def tree(self, name: str) -> dict[str, Any]:
-        """The tree of a struct."""
-        return dict(self._fields(self._found[name]))
+        """Returns the tree of a struct."""
+        return dict(self._fields(self._structs[name]))
 
     def _fields(self, body: str) -> Iterator[tuple[str, Any]]:
         for embedded in re.findall(r"^\s+(\w+)\s+`json:\",inline\"", body, re.M):
-            if embedded in self._found:
-                yield from self._fields(self._found[embedded])
+            if embedded in self._structs:
+                yield from self._fields(self._structs[embedded])
         for written, tag in re.findall(r"^\s+\w+\s+(\S+)\s+`json:\"([^\"]*)\"", body, re.M):
             yield tag.partition(",")[0], self._type(written)
 
@@ -161,10 +161,10 @@ class Structs:
         written = written.lstrip("*")
         if written.startswith("[]"):
             return [self._type(written[2:])]
-        if found := re.fullmatch(r"map\[[\w.]+\](.*)", written):
-            return {"*": self._type(found[1])}
+        if match := re.fullmatch(r"map\[[\w.]+\](.*)", written):
+            return {"*": self._type(match[1])}
         for name in (written, written.rpartition(".")[2]):
-            if name in self._found:
+            if name in self._structs:
                 return self.tree(name)
         for pattern, name in _GO.items():
             if match := re.fullmatch(pattern, written):
@@ -176,17 +176,17 @@ def main(kuberay_clone: str, flyte_clone: str, kueue_clone: str) -> None:
     """Writes the files."""
     kuberay, flyte = Tag(kuberay_clone, KUBERAY), Tag(flyte_clone, FLYTE)
     chart = "helm-chart/kuberay-operator"
-    found: dict[str, Any] = {"version": KUBERAY, "from": chart, "chart": of_chart(kuberay, chart)}
+    trees: dict[str, Any] = {"version": KUBERAY, "from": chart, "chart": of_chart(kuberay, chart)}
     for kind in ("RayCluster", "RayJob"):
-        found[kind] = _of_kind(kuberay, f"{chart}/crds/ray.io_{kind.lower()}s.yaml", "v1")
-    _write("kuberay", found)
+        trees[kind] = _of_kind(kuberay, f"{chart}/crds/ray.io_{kind.lower()}s.yaml", "v1")
+    _write("kuberay", trees)
     kueue, folder = Tag(kueue_clone, KUEUE), "config/components/crd/bases"
-    found = {"version": KUEUE, "from": folder}
+    trees = {"version": KUEUE, "from": folder}
     for kind, name in _KUEUE_KINDS.items():
-        found[kind] = _of_kind(kueue, f"{folder}/kueue.x-k8s.io_{name}.yaml", "v1beta2")
-    found["Configuration"] = Structs(kueue, "apis/config/v1beta2").tree("Configuration")
-    found["chart"] = of_chart(kueue, "charts/kueue")
-    _write("kueue", found)
+        trees[kind] = _of_kind(kueue, f"{folder}/kueue.x-k8s.io_{name}.yaml", "v1beta2")
+    trees["Configuration"] = Structs(kueue, "apis/config/v1beta2").tree("Configuration")
+    trees["chart"] = of_chart(kueue, "charts/kueue")
+    _write("kueue", trees)
     chart = "charts/flyte-binary"
     rules = flyte.read(f"{chart}/templates/clusterrole.yaml")
     rules = re.sub(r"(?m)^.*\{\{.*\n", "", rules.partition("\nrules:\n")[2])
@@ -206,14 +206,14 @@ def main(kuberay_clone: str, flyte_clone: str, kueue_clone: str) -> None:
 
 def _of_kind(tag: Tag, path: str, version: str) -> dict[str, Any]:
     crd = yaml.safe_load(tag.read(path))
-    (served,) = [each for each in crd["spec"]["versions"] if each["name"] == version]
+    (served,) = [item for item in crd["spec"]["versions"] if item["name"] == version]
     tree: dict[str, Any] = of_crd(served["schema"]["openAPIV3Schema"])
     return tree | {"metadata": "V1ObjectMeta"}
 
 
-def _write(name: str, found: dict[str, Any]) -> None:
+def _write(name: str, trees: dict[str, Any]) -> None:
     path = Path(__file__).with_name(f"{name}.json")
-    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(trees, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The RayJob that Flyte makes of a task: `constructRayJob` of its Ray plugin, in Python.
+"""The RayJob that Flyte creates for a task: `constructRayJob` of its Ray plugin, in Python.
 
-From flyteplugins/go/tasks/plugins/k8s/ray/ray.go and the plugin manager of Flyte 1.16.8, with the
-plugin's configuration of `deployment/production/values-s3.yaml`. Left out are what Flyte adds by
-its other configuration (tolerations, selectors, environment), and owner references.
+Translated from flyteplugins/go/tasks/plugins/k8s/ray/ray.go and the plugin manager of Flyte 1.16.8,
+with the plugin configuration of `deployment/production/values-s3.yaml`, without owner references
+and additions from other configuration (tolerations, selectors, environment).
 """
 
 from collections.abc import Mapping
@@ -21,31 +21,32 @@ _PORTS = [
 def ray_job(
     task: tasks_pb2.TaskTemplate, *, execution_labels: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The object that Flyte asks Kubernetes for.
+    """Returns the object that Flyte creates in Kubernetes.
 
     Args:
-        task: As it was registered, of the type `ray`.
-        execution_labels: Of the execution or its launch plan, which Flyte puts on every object.
+        task: Registered task of the type `ray`.
+        execution_labels: Labels of the execution or its launch plan, which Flyte puts on every
+            object.
     """
-    custom = whole(json_format.MessageToDict(task.custom))
-    cluster, given = custom["rayCluster"], dict(execution_labels or {})
+    custom = with_integers(json_format.MessageToDict(task.custom))
+    cluster, labels = custom["rayCluster"], dict(execution_labels or {})
     base = _container(task)
     head = cluster["headGroupSpec"]
-    own = task.metadata.metadata
+    metadata = task.metadata.metadata
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
         "metadata": {
             "name": "f0123456789abcdef-n0-0",
-            "labels": {**own.labels, **given},
-            "annotations": dict(own.annotations),
+            "labels": {**metadata.labels, **labels},
+            "annotations": dict(metadata.annotations),
         },
         "spec": {
             "entrypoint": " ".join(argument or "''" for argument in task.container.args),
             "shutdownAfterJobFinishes": custom.get("shutdownAfterJobFinishes", False),
             "ttlSecondsAfterFinished": custom.get("ttlSecondsAfterFinished", 0),
             "runtimeEnvYAML": custom.get("runtimeEnvYaml", ""),
-            "submitterPodTemplate": _pod([base], {}, given),
+            "submitterPodTemplate": _pod([base], {}, labels),
             "rayClusterSpec": {
                 "enableInTreeAutoscaling": cluster.get("enableAutoscaling", False),
                 "headGroupSpec": {
@@ -58,22 +59,22 @@ def ray_job(
                         "dashboard-host": "0.0.0.0",
                         "disable-usage-stats": "true",
                     },
-                    "template": _group("ray-head", base, head, given),
+                    "template": _group("ray-head", base, head, labels),
                 },
                 "workerGroupSpecs": [
-                    _workers(base, each, given) for each in cluster["workerGroupSpec"]
+                    _workers(base, group, labels) for group in cluster["workerGroupSpec"]
                 ],
             },
         },
     }
 
 
-def whole(value: Any) -> Any:
-    """A struct's numbers are floating; Go writes whole ones without a point."""
+def with_integers(value: Any) -> Any:
+    """Converts integral floats to integers: all numbers of a struct are floats."""
     if isinstance(value, dict):
-        return {key: whole(each) for key, each in value.items()}
+        return {key: with_integers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [whole(each) for each in value]
+        return [with_integers(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -100,13 +101,13 @@ def _container(task: tasks_pb2.TaskTemplate) -> dict[str, Any]:
     kinds = tasks_pb2.Resources.ResourceName
     names = {kinds.CPU: "cpu", kinds.MEMORY: "memory", kinds.GPU: "nvidia.com/gpu"}
     names[kinds.EPHEMERAL_STORAGE] = "ephemeral-storage"
-    asked = {names[each.name]: each.value for each in container.resources.requests}
+    requests = {names[entry.name]: entry.value for entry in container.resources.requests}
     return {
         "name": "f0123456789abcdef-n0-0",
         "image": container.image,
         "args": list(container.args),
-        "env": [{"name": each.key, "value": each.value} for each in container.env],
-        "resources": {"requests": asked, "limits": asked},
+        "env": [{"name": entry.key, "value": entry.value} for entry in container.env],
+        "resources": {"requests": requests, "limits": requests},
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 
@@ -114,20 +115,20 @@ def _container(task: tasks_pb2.TaskTemplate) -> dict[str, Any]:
 def _group(
     name: str, base: dict[str, Any], group: Mapping[str, Any], labels: Mapping[str, str]
 ) -> dict[str, Any]:
-    """A pod of the task's own specification, with the group's template laid over it."""
+    """Returns the pod of the task's specification, merged with the template of the group."""
     template = group["k8sPod"]
     address = {"fieldRef": {"fieldPath": "status.podIP"}}
-    own = {
+    container = {
         **base,
         "name": name,
         "args": [],
         "env": [*base["env"], {"name": "MY_POD_IP", "valueFrom": address}],
         "ports": _PORTS,
     }
-    # mergo.WithOverride and WithAppendSlice; containers meet by their names.
+    # mergo.WithOverride and WithAppendSlice; containers are merged by name.
     overlay = dict(template["podSpec"])
-    containers = {each["name"]: each for each in overlay.pop("containers")}
-    merged = laid_over(own, containers.get(name, {}))
+    containers = {item["name"]: item for item in overlay.pop("containers")}
+    merged = merge(container, containers.get(name, {}))
     metadata = template.get("metadata", {})
     pod = _pod([merged], overlay, {**labels, **metadata.get("labels", {})})
     pod["metadata"]["annotations"] = dict(metadata.get("annotations", {}))
@@ -143,10 +144,10 @@ def _pod(
     }
 
 
-def laid_over(base: Any, overlay: Any) -> Any:
-    """As mergo does: maps are merged, lists grow, other values replace."""
+def merge(base: Any, overlay: Any) -> Any:
+    """Merges like mergo: maps are merged, lists are appended, other values replaced."""
     if isinstance(base, dict) and isinstance(overlay, dict):
-        both = {key: laid_over(base[key], overlay[key]) for key in base.keys() & overlay.keys()}
+        both = {key: merge(base[key], overlay[key]) for key in base.keys() & overlay.keys()}
         return {**base, **overlay, **both}
     if isinstance(base, list) and isinstance(overlay, list):
         return [*base, *overlay]

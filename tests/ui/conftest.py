@@ -140,7 +140,7 @@ def _first_run(made: RecordedStore) -> None:
         for step in range(1, 5):
             values = {"reward": 0.1 * step * k, "loss": math.nan if step == 2 else 1 / step}
             writer.log_metrics(target, step, {"global_step": 4.0 * (k - 1) + step, **values})
-        for second in (20 * k, 20 * k + 1):  # the second of a run is not the step of a training
+        for second in (20 * k, 20 * k + 1):  # seconds of a run are not steps of a training
             sent = {"machine/network_sent_mib": 1000.0 + second, "machine/memory_total_gib": 8.0}
             writer.log_metrics(target, second, sent)
         after = made.artifact(name, f"6ad{k}", "checkpoint", before[0], data[0], lr=0.1 * k)
@@ -184,7 +184,7 @@ def _evaluation(folder: Path, *, right: int) -> None:
 
 
 def _rerun(made: RecordedStore) -> None:
-    """Everything from the cache but the evaluation, which finds more."""
+    """Everything is cached except the evaluation, which has better results."""
     writer = made.begin(RERUN, grpo={"num_iterations": 3})
     for stage in ("prepare_data", "train_sft", "grpo_iteration 1"):
         folder = made.store.artifacts / made.artifacts[stage]
@@ -208,7 +208,7 @@ def _rerun(made: RecordedStore) -> None:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedStore]:
-    """Four executions: one whole, its rerun, one that goes on, one that failed."""
+    """Four executions: a complete one, its rerun, a running one, and a failed one."""
     made = RecordedStore(Store(tmp_path_factory.mktemp("page") / "store"))
     _first_run(made)
     _rerun(made)
@@ -246,7 +246,7 @@ def _workflows() -> ModuleType:
 
 @contextmanager
 def served(store: Store) -> Iterator[str]:
-    """The page of a store on a free port, by the server that the command starts."""
+    """Serves a store on a free port with the server of the command."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = create_server(create_app(store))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -277,7 +277,7 @@ _ARGUMENTS = [
 
 @pytest.fixture(scope="session")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
-    """A browser with a profile of its own, closed at the end."""
+    """A browser with a separate profile, closed at the end."""
     if not CHROMIUM.exists():
         pytest.fail("no /usr/bin/chromium: run `bash deployment/chromium.sh` as root")
     with sync_playwright() as playwright:
@@ -301,9 +301,9 @@ def context(chromium: BrowserContext) -> Iterator[BrowserContext]:
 
 @pytest.fixture(scope="session")
 def real_store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """A pipeline of a few steps by the real command, and the same again.
+    """A pipeline of a few steps by the real command, and its rerun.
 
-    NEMO_RL_TEST_STORE names the store of an earlier session, which is then not made again.
+    NEMO_RL_TEST_STORE names the store of an earlier session, which is then reused.
     """
     if kept := os.environ.get("NEMO_RL_TEST_STORE"):
         return Store(Path(kept))
@@ -316,6 +316,6 @@ def real_store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 @pytest.fixture(scope="session")
 def address(real_store: Store) -> Iterator[str]:
-    """Where the page of the real store is served."""
+    """The address of the page of the real store."""
     with served(real_store) as address:
         yield address

@@ -21,7 +21,7 @@ WIDTH, HEIGHT = 1180, 760
 
 
 def pictures(store: Store) -> dict[str, tuple[str, str]]:
-    """By file name: the page's path and the colour scheme."""
+    """Returns the page's path and the color scheme by file name."""
     with History(store) as history:
         rerun, first, ahead = history.executions(workflow="grpo", limit=3).items
         exports = [one for one in history.artifacts_of(first.id) if one.stage == "export"]
@@ -38,12 +38,12 @@ def pictures(store: Store) -> dict[str, tuple[str, str]]:
 
 
 def write(browser: Browser, address: str, store: Store, folder: Path) -> None:
-    """One PNG a page."""
+    """Writes one PNG per page."""
     for name, (path, scheme) in pictures(store).items():
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)
         page.goto(address + path)
         page.wait_for_load_state("networkidle")
-        if name == "compare":  # below what differs
+        if name == "compare":  # below the differences
             page.get_by_text("grpo_iteration: reward").first.scroll_into_view_if_needed()
             page.mouse.wheel(0, HEIGHT // 2)
             page.wait_for_timeout(300)

@@ -1,4 +1,4 @@
-"""Bounds of the page's server on sizes, times and connections, over sockets."""
+"""Limits of the page's server on sizes, times and connections, over sockets."""
 
 import contextlib
 import re
@@ -30,7 +30,7 @@ def connected(port: int) -> Iterator[socket.socket]:
 
 
 def received(client: socket.socket) -> bytes:
-    """Everything until the server closes the connection."""
+    """Returns everything until the server closes the connection."""
     answer = b""
     with contextlib.suppress(ConnectionError):
         while part := client.recv(65536):
@@ -42,7 +42,7 @@ def has_headers(answer: bytes) -> bool:
     return all(f"\r\n{name}: ".encode() in answer.lower() for name in HEADERS)
 
 
-def test_headers_without_end_are_refused_and_fill_no_memory(port: int) -> None:
+def test_endless_headers_are_refused_and_use_no_memory(port: int) -> None:
     process = psutil.Process()
     before, sent = process.memory_info().rss, 0
     with connected(port) as client:
@@ -63,7 +63,7 @@ def test_headers_without_end_are_refused_and_fill_no_memory(port: int) -> None:
     "request_bytes",
     [b"\x16\x03\x01\x00\x00\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"x: " + b"a" * 40_000],
 )
-def test_what_is_not_http_is_refused_with_the_headers(port: int, request_bytes: bytes) -> None:
+def test_invalid_http_is_refused_with_the_headers(port: int, request_bytes: bytes) -> None:
     with connected(port) as client:
         client.sendall(request_bytes)
         answer = received(client)
@@ -93,7 +93,7 @@ def test_a_header_that_arrives_byte_by_byte_does_not_extend_the_time(port: int) 
     assert time.monotonic() - began < 15
 
 
-def test_more_connections_than_the_bound_are_refused_and_those_before_are_served(port: int) -> None:
+def test_connections_above_the_limit_are_refused_and_earlier_ones_are_served(port: int) -> None:
     with contextlib.ExitStack() as opened:
         clients = [opened.enter_context(connected(port)) for _ in range(60)]
         time.sleep(0.3)
@@ -106,8 +106,8 @@ def test_more_connections_than_the_bound_are_refused_and_those_before_are_served
         assert re.match(rb"HTTP/1.1 200 ", received(client))
 
 
-def test_a_response_that_nobody_reads_is_given_up(port: int, made) -> None:
-    """With it go its file and its memory."""
+def test_an_unread_response_is_aborted(port: int, made) -> None:
+    """Its file and memory are released."""
     artifact = made.artifacts["train_sft"]
     large = made.store.artifacts / artifact / "large.bin"
     large.write_bytes(b"\0" * 64 * 2**20)

@@ -35,7 +35,7 @@ def runs(history: History) -> tuple[Execution, Execution]:
 
 @pytest.fixture(scope="module")
 def nodes(history: History, runs) -> dict[str, Node]:
-    """By name; of the two evaluations the second."""
+    """Nodes by name; of the two evaluations, the second."""
     return {node.name: node for node in history.nodes(runs[0].id)}
 
 
@@ -84,12 +84,12 @@ def test_a_page_is_accessible_and_logs_no_errors(
     page.goto(address + pages[name])
     page.wait_for_timeout(300)
 
-    # Through DevTools, which the page's own policy does not bind.
+    # Through DevTools, which the page's policy does not restrict.
     page.evaluate((Path(__file__).parent / "vendor" / "axe.min.js").read_text())
-    found = page.evaluate("axe.run(document, {iframes: false})")
+    report = page.evaluate("axe.run(document, {iframes: false})")
     broken = [
         f"{rule['id']}: {node['html'][:200]}"
-        for rule in found["violations"]
+        for rule in report["violations"]
         for node in rule["nodes"]
     ]
     assert not broken, "\n".join(broken)
@@ -110,14 +110,14 @@ def test_a_page_fits_a_narrow_screen(
 def test_no_request_leaves_the_machine(
     context: BrowserContext, address: str, pages: dict[str, str]
 ) -> None:
-    asked: set[str] = set()
+    requested: set[str] = set()
     page = context.new_page()
-    page.on("request", lambda request: asked.add(request.url))
+    page.on("request", lambda request: requested.add(request.url))
     for path in pages.values():
         page.goto(address + path)
         page.wait_for_load_state("networkidle")
-    outside = [url for url in asked if not url.startswith((address + "/", "data:"))]
-    assert len(asked) > len(pages)
+    outside = [url for url in requested if not url.startswith((address + "/", "data:"))]
+    assert len(requested) > len(pages)
     assert outside == []
 
 
@@ -134,7 +134,7 @@ def test_the_graph_shows_the_run_as_it_was(
 
     kinds = {node.id: node.kind for node in recorded}
     artifacts = {(n.id, o.name) for n in recorded for o in history.node(n.id).outputs if o.artifact}
-    made = {  # what flowed from task to task as an artifact
+    made = {  # artifacts passed between tasks
         (edge.source, edge.target)
         for edge in history.edges(runs[0].id)
         if kinds[edge.source] == kinds[edge.target] == "task"
@@ -159,24 +159,24 @@ def _edges(page: Page) -> list[str]:
     return page.locator("[data-edge]").evaluate_all("all => all.map(e => e.dataset.edge)")
 
 
-def test_what_holds_other_nodes_can_be_closed_and_opened_by_keyboard(
+def test_nodes_with_inner_nodes_can_be_closed_and_opened_by_keyboard(
     context: BrowserContext, address: str, runs, nodes: dict[str, Node]
 ) -> None:
     page = context.new_page()
     page.goto(f"{address}/executions/{runs[0].id}/graph")
     page.wait_for_selector("[data-drawn]")
     before = page.locator(".graph a").count()
-    holder = nodes["grpo_iteration 1"].parent
-    toggle = page.locator(f'[data-toggle="{holder}"]')
+    outer = nodes["grpo_iteration 1"].parent
+    toggle = page.locator(f'[data-toggle="{outer}"]')
 
     toggle.focus()
     page.keyboard.press("Enter")
     expect(toggle).to_have_attribute("aria-expanded", "false")
     expect(toggle).to_be_focused()
     closed = page.locator(".graph a").count()
-    held = sum(node.parent == holder for node in nodes.values())
-    assert closed == before - held
-    assert any(str(holder) in edge.split() for edge in _edges(page))
+    num_inside = sum(node.parent == outer for node in nodes.values())
+    assert closed == before - num_inside
+    assert any(str(outer) in edge.split() for edge in _edges(page))
 
     page.keyboard.press(" ")
     expect(toggle).to_have_attribute("aria-expanded", "true")
@@ -204,7 +204,7 @@ def test_the_graph_moves_and_zooms_by_keyboard_and_buttons(
 
 
 def _view(page: Page) -> list[float]:
-    """How far the picture is moved, and its scale."""
+    """Returns the offset and the scale of the graph."""
     text = page.locator("[data-layer]").get_attribute("transform")
     return [float(number) for number in re.findall(r"-?[\d.]+", text)]
 
@@ -337,7 +337,7 @@ def test_two_runs_are_chosen_in_the_list_and_compared(
     assert chart.locator("polyline").count() == 2
 
 
-def test_the_keyboard_alone_reaches_the_content(context: BrowserContext, address: str) -> None:
+def test_the_content_can_be_reached_by_keyboard_only(context: BrowserContext, address: str) -> None:
     page = context.new_page()
     page.goto(address)
     page.keyboard.press("Tab")
@@ -351,10 +351,10 @@ def test_the_keyboard_alone_reaches_the_content(context: BrowserContext, address
     assert outline == "3px"
 
 
-def test_a_run_that_goes_on_is_shown_live(
+def test_a_running_run_is_shown_live(
     context: BrowserContext, address: str, real_store: Store
 ) -> None:
-    """Nodes, curves and states appear without a reload, and the asking ends with the run."""
+    """Nodes, curves and states appear without a reload, and requests end with the run."""
     writer = HistoryWriter(real_store, f"live-{time.time_ns()}")
     log = real_store.runs / "live" / "run.log"
     writer.begin(NewExecution("workflows.live.live", "", ["pyflyte"], {}, log))

@@ -13,7 +13,7 @@ import pytest
 
 def start(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", "from tasks.cli import main; main()", "ui", *arguments],
+        [sys.executable, "-c", "from workflows.cli import main; main()", "ui", *arguments],
         env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -31,10 +31,10 @@ def test_the_page_is_served_at_the_printed_address(made, by_option: bool) -> Non
     )
     try:
         line = process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+/", line)
-        assert found, line
+        match = re.search(r"http://127\.0\.0\.1:\d+/", line)
+        assert match, line
         assert root in line
-        answer = urllib.request.urlopen(found[0], timeout=500).read().decode()
+        answer = urllib.request.urlopen(match[0], timeout=500).read().decode()
         assert "20260101T000000Z-aaaaaa" in answer
     finally:
         process.send_signal(signal.SIGINT)
@@ -42,7 +42,7 @@ def test_the_page_is_served_at_the_printed_address(made, by_option: bool) -> Non
     assert stderr == ""
 
 
-def test_a_taken_port_is_explained(made) -> None:
+def test_a_port_in_use_is_explained(made) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = start("--port", str(taken.getsockname()[1]), NEMO_RL_HOME=str(made.store.root))
         _, stderr = process.communicate(timeout=500)
@@ -52,7 +52,7 @@ def test_a_taken_port_is_explained(made) -> None:
     assert "Traceback" not in stderr
 
 
-def test_an_address_that_others_reach_is_warned_of(made) -> None:
+def test_a_publicly_reachable_address_is_a_warning(made) -> None:
     process = start("--host", "0.0.0.0", "--port", "0", NEMO_RL_HOME=str(made.store.root))
     try:
         assert "there is no login" in process.stderr.readline()

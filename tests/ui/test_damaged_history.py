@@ -17,7 +17,7 @@ from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.store.manifest import Cost, Manifest
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.app import create_app
-from tasks.cli import group
+from workflows.cli import group
 
 RUN, SOUND = "20260101T000000Z-aaaaaa", "20260102T000000Z-bbbbbb"
 SECRET = "root:x:0:0"
@@ -119,7 +119,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def damaged(intact: Store, folder: Path, table: str, column: str, value: object) -> Store:
-    """A copy of the store, in which one column of the rows of the first run is damaged."""
+    """Copies the store and damages one column of the rows of the first run."""
     shutil.copytree(intact.root, folder)
     store = Store(folder)
     with closing(sqlite3.connect(store.root / "history.db")) as database:
@@ -137,7 +137,7 @@ def damaged(intact: Store, folder: Path, table: str, column: str, value: object)
 
 
 def every_answer(store: Store) -> Iterator[tuple[str, int, str, set[str]]]:
-    """Address, status, text and names of the headers of every page that links lead to."""
+    """Yields address, status, text and header names of every linked page."""
     client = TestClient(create_app(store), base_url="http://localhost")
     first = f"train_sft-{RUN[-6:]}{'a' * 10}"
     todo = ["/", "/nodes/1", "/nodes/2/deck", f"/compare?run={RUN}&run={SOUND}"]
@@ -163,7 +163,7 @@ def problems_of(
     column_of: tuple[str, str],
     most: int,
 ) -> list[str]:
-    """Answers and exceptions that a damaged row must not cause, for the first `most` values."""
+    """Returns answers and exceptions that a damaged row must not cause, for up to `most` values."""
     table, column = column_of
     problems: list[str] = []
     for number, value in enumerate(CASES[column_of][:most]):
@@ -217,10 +217,10 @@ def test_one_damaged_run_does_not_hide_the_others(
     assert "inputs: not JSON" in done.stderr
 
 
-def test_nothing_is_removed_while_a_row_is_damaged(
+def test_gc_removes_nothing_while_a_row_is_damaged(
     intact: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The artifacts that its run needs are not known."""
+    """The artifacts that its run needs are unknown."""
     store = damaged(intact, tmp_path / "store", "executions", "inputs", "{")
     before = sorted(store.artifacts.iterdir())
     monkeypatch.setenv("NEMO_RL_HOME", str(store.root))

@@ -1,4 +1,4 @@
-"""Which boxes of a graph start open, and which start closed."""
+"""Boxes of a graph that are initially open or closed."""
 
 import itertools
 from dataclasses import replace
@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 
 from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, GraphArtifact, Node, Parentage
-from nemo_rl_core.ui.graph import of_ancestry, of_execution
+from nemo_rl_core.ui.graph import ancestry_graph, execution_graph
 
 
 @pytest.mark.parametrize(("num_nodes", "opened"), [(13, True), (14, False)])
-def test_what_holds_many_nodes_is_drawn_closed(num_nodes: int, opened: bool) -> None:
-    drawn = of_execution(_loop(num_nodes), [], artifacts=set(), now=9.0)["nodes"]
+def test_a_node_with_many_inner_nodes_is_drawn_closed(num_nodes: int, opened: bool) -> None:
+    drawn = execution_graph(_loop(num_nodes), [], artifacts=set(), now=9.0)["nodes"]
     assert drawn[0]["open"] is opened
 
 
-def test_of_a_large_run_only_what_is_worth_a_look_is_drawn_open() -> None:
+def test_only_running_and_failed_nodes_of_a_large_run_are_drawn_open() -> None:
     states = ("succeeded", "running", "failed", "cached")
     nodes = [
         replace(
@@ -27,19 +27,19 @@ def test_of_a_large_run_only_what_is_worth_a_look_is_drawn_open() -> None:
         for index, state in enumerate(states, start=1)
         for node in _loop(12)
     ]
-    drawn = of_execution(nodes, [], artifacts=set(), now=9.0)["nodes"]
+    drawn = execution_graph(nodes, [], artifacts=set(), now=9.0)["nodes"]
     opened = [node["state"] for node in drawn if node["kind"] == "dynamic" and node["open"]]
     assert opened == ["running", "failed"]
 
 
-@pytest.mark.parametrize(("num_iterations", "held"), [(13, 0), (14, 13)])
-def test_many_ancestors_of_one_stage_are_held_by_a_closed_box(
-    num_iterations: int, held: int
+@pytest.mark.parametrize(("num_iterations", "num_inside"), [(13, 0), (14, 13)])
+def test_many_ancestors_of_one_stage_share_a_closed_box(
+    num_iterations: int, num_inside: int
 ) -> None:
-    """All but the artifact that was asked for."""
-    drawn = of_ancestry(_iterations(num_iterations))["nodes"]
-    assert sum(node["parent"] is not None for node in drawn) == held
-    if held:
+    """All except the requested artifact are in the box."""
+    drawn = ancestry_graph(_iterations(num_iterations))["nodes"]
+    assert sum(node["parent"] is not None for node in drawn) == num_inside
+    if num_inside:
         assert drawn[0]["label"] == "grpo_iteration 1 to 13"
         assert drawn[0]["href"] == "#grpo_iteration-13"
         assert not drawn[0]["open"]
@@ -51,7 +51,7 @@ def test_many_ancestors_of_one_stage_are_held_by_a_closed_box(
 
 
 def _iterations(number: int) -> AncestryGraph:
-    """The last of many iterations that began with a supervised model."""
+    """Returns the ancestry of the last of many iterations after a supervised start."""
     stages = [f"grpo_iteration {k}" for k in range(number, 0, -1)] + ["train_sft"]
     ids = [stage.replace(" ", "-") for stage in stages]
     rows = [
@@ -68,7 +68,7 @@ def _iterations(number: int) -> AncestryGraph:
 
 
 def _loop(num_nodes: int) -> list[Node]:
-    """A dynamic and what it holds."""
+    """Returns a dynamic workflow with inner nodes."""
     return [
         Node(
             id=number,

@@ -19,7 +19,7 @@ def test_addresses_and_known_names_are_served(made, host: str) -> None:
 )
 def test_a_rebound_name_is_refused(client: TestClient, host: str) -> None:
     answer = client.get("/", headers={"host": host})
-    # An address without its closing bracket is an address all the same.
+    # An address without its closing bracket is still an address.
     assert answer.status_code == (200 if host == "[::1" else 421)
 
 
@@ -67,7 +67,7 @@ def test_no_file_outside_an_artifact_is_served(client: TestClient, made, path: s
     assert client.get(f"/artifacts/{folder.name}/files/{path}").status_code == 404
 
 
-def test_a_file_that_is_no_text_is_saved_not_shown(client: TestClient, made) -> None:
+def test_a_binary_file_is_downloaded_not_shown(client: TestClient, made) -> None:
     base = f"/artifacts/{made.artifacts['evaluate']}/files"
 
     assert "attachment" in client.get(f"{base}/rows.parquet").headers["content-disposition"]

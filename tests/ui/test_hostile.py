@@ -76,9 +76,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
             packages={HOSTILE: HOSTILE},
         )
     )
-    given = [as_value(HOSTILE, HOSTILE, {"v": HOSTILE, "long": LONG})]
+    values = [as_value(HOSTILE, HOSTILE, {"v": HOSTILE, "long": LONG})]
     name = HOSTILE + LONG[:1000]
-    node = writer.begin_node(name, task=HOSTILE, kind="task", inputs=given, log_from=0)
+    node = writer.begin_node(name, task=HOSTILE, kind="task", inputs=values, log_from=0)
     other = writer.begin_node(f"{name} 2", task=HOSTILE, kind="task")
     writer.connect(node, HOSTILE, other, HOSTILE)
     for step, figure in enumerate(FIGURES):
@@ -101,26 +101,26 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def _every_page(client: TestClient) -> dict[str, str]:
-    """By address the text of each page that can be reached from the list, decks and files apart."""
+    """Returns the text by address of each page reachable from the list, except decks and files."""
     artifact = f"/artifacts/{quote(f'weird-{RUN}')}"
     todo = ["/", f"/compare?run={quote(RUN)}&run={quote(RUN)}"]
     todo += [f"{artifact}/completions?step={k}&order=best" for k in (1, 2, 3)]
     todo += [f"{artifact}/completions?step=2&low=0&only=wrong&text=a"]
-    found: dict[str, str] = {}
+    pages: dict[str, str] = {}
     while todo:
         address = todo.pop()
-        if address in found or address.startswith("/static/") or "/files/" in address:
+        if address in pages or address.startswith("/static/") or "/files/" in address:
             continue
         answer = client.get(address)
         assert answer.status_code == 200 or "completions" in address, address
         if not address.endswith("/deck"):
-            found[address] = answer.text
+            pages[address] = answer.text
             links = re.findall(r'(?:href|src)="(/[^"#]*)"', answer.text)
             todo += [html.unescape(link) for link in links]
-    return found
+    return pages
 
 
-def test_no_page_fails_or_takes_what_it_shows_for_its_own(store: Store) -> None:
+def test_no_page_fails_or_interprets_hostile_content(store: Store) -> None:
     pages = _every_page(TestClient(create_app(store), base_url="http://localhost"))
     assert len(pages) > 12
     for address, page in pages.items():

@@ -1,4 +1,4 @@
-"""Each page by its words, on a small history; the pictures are the browser tests' work."""
+"""The text of each page for a small history; the browser tests cover the rest."""
 
 import json
 import re
@@ -19,7 +19,7 @@ FIRST, RERUN, LIVE, FAILED = (f"20260101T00000{n}Z-{c * 6}" for n, c in enumerat
 
 
 class _Words(HTMLParser):
-    """The text of a page, its links, and every tag it has."""
+    """The text of a page, its links and its tags."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def graph(client: TestClient, path: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("query", "found"),
+    ("query", "expected"),
     [
         ("", [FAILED, LIVE, RERUN, FIRST]),
         ("state=failed", [FAILED]),
@@ -66,10 +66,10 @@ def graph(client: TestClient, path: str) -> dict:
         ("text=%25", []),
     ],
 )
-def test_executions_are_listed_and_filtered(client: TestClient, query: str, found: list) -> None:
+def test_executions_are_listed_and_filtered(client: TestClient, query: str, expected: list) -> None:
     page = read(client, f"/?{query}")
     links = [link.removeprefix("/executions/") for link in page.links]
-    assert [link for link in links if link in (FIRST, RERUN, LIVE, FAILED)] == found
+    assert [link for link in links if link in (FIRST, RERUN, LIVE, FAILED)] == expected
 
 
 def test_pages_of_a_list_keep_the_filter(made, tmp_path: Path) -> None:
@@ -182,21 +182,21 @@ def test_curves_join_the_iterations_of_a_stage(client: TestClient) -> None:
     assert "No metric has" in read(client, f"/executions/{FIRST}/curves?metric=zzz").text
 
 
-def test_the_machines_load_stands_apart_and_counts_seconds(client: TestClient, made) -> None:
+def test_the_machines_load_is_separate_and_over_seconds(client: TestClient, made) -> None:
     sent = 'aria-label="network_sent_mib over seconds 20 to {}: last value {}"'
     text = client.get(f"/executions/{FIRST}/curves").text
     assert text.index("Machine</h2>") < text.index(sent.format(41, 21))
-    assert text.count("<figure") == 3  # reward, loss, and this one; what is constant is not drawn
+    assert text.count("<figure") == 3  # reward, loss, and this one; constants are not shown
     assert sent.format(21, 1) in client.get(f"/nodes/{made.nodes['grpo_iteration 1']}").text
-    found = client.get(f"/executions/{FIRST}/curves?metric=network").text
-    assert sent.format(41, 21) in found and "No metric has" not in found
+    filtered = client.get(f"/executions/{FIRST}/curves?metric=network").text
+    assert sent.format(41, 21) in filtered and "No metric has" not in filtered
     cached = client.get(f"/nodes/{made.nodes['cached grpo_iteration 1']}").text
     assert "reward over steps" in cached and "network_sent_mib" not in cached
     assert "network_sent_mib" not in client.get(f"/compare?run={FIRST}&run={RERUN}").text
 
 
 @pytest.mark.parametrize("view", ["", "/graph", "/nodes", "/timeline", "/curves", "/log"])
-def test_only_what_goes_on_is_asked_for_again(client: TestClient, view: str) -> None:
+def test_only_pages_of_running_runs_reload(client: TestClient, view: str) -> None:
     assert 'data-live-seconds="2"' in client.get(f"/executions/{LIVE}{view}").text
     assert 'data-live-seconds="0"' in client.get(f"/executions/{FIRST}{view}").text
 
@@ -311,15 +311,15 @@ def test_completions_in_order_of_reward(client: TestClient, made) -> None:
     assert worst.index("four") > worst.index("alert(1)")
 
 
-@pytest.mark.parametrize("place", ["completion", "node", "execution", "log", "input"])
-def test_hostile_text_is_shown_as_text(client: TestClient, made, place: str) -> None:
+@pytest.mark.parametrize("location", ["completion", "node", "execution", "log", "input"])
+def test_hostile_text_is_shown_as_text(client: TestClient, made, location: str) -> None:
     path = {
         "completion": f"/artifacts/{made.artifacts['grpo_iteration 1']}/completions?step=1",
         "node": f"/nodes/{made.nodes['failed']}",
         "execution": f"/executions/{FAILED}",
         "log": f"/executions/{FIRST}/log",
         "input": f"/nodes/{made.nodes['grpo_iteration 2']}",
-    }[place]
+    }[location]
     answer = client.get(path).text
     page = _Words(answer)
 
@@ -356,7 +356,7 @@ def test_half_a_surrogate_pair_in_a_config_is_shown(client: TestClient) -> None:
         "/nodes/99999999999999999999999",
     ],
 )
-def test_what_is_not_there_is_a_page_that_helps(client: TestClient, path: str) -> None:
+def test_a_missing_item_is_a_page_with_a_fix(client: TestClient, path: str) -> None:
     page = read(client, path, status=404)
     assert "Not found" in page.text
     assert "/" in page.links
@@ -389,12 +389,12 @@ def test_a_history_of_a_newer_schema_is_explained(made, tmp_path: Path) -> None:
 
 
 def test_a_damaged_history_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "history.db").write_bytes(b"this is no database" * 100)
+    (tmp_path / "history.db").write_bytes(b"this is not a database" * 100)
     client = TestClient(create_app(Store(tmp_path)), base_url="http://localhost")
     assert "cannot be read" in read(client, "/", status=503).text
 
 
-def test_a_store_that_vanishes_under_the_page_is_an_empty_one(made, tmp_path: Path) -> None:
+def test_a_vanished_store_is_shown_as_empty(made, tmp_path: Path) -> None:
     root = tmp_path / "copy"
     shutil.copytree(made.store.root, root, symlinks=True)
     client = TestClient(create_app(Store(root)), base_url="http://localhost")
@@ -409,7 +409,7 @@ def test_a_store_that_vanishes_under_the_page_is_an_empty_one(made, tmp_path: Pa
 
 
 def test_pages_are_light(client: TestClient, made) -> None:
-    """All that one page needs, but for the graph's library and the completions themselves."""
+    """Everything that a page loads, except the graph's library and the completions."""
     parts = ["/static/style.css", "/static/live.js", "/static/graph.js", "/static/icon.svg"]
     rest = sum(len(client.get(part).content) for part in parts)
     heaviest = max(
@@ -423,5 +423,5 @@ def test_a_page_is_quick_while_a_run_writes(client: TestClient) -> None:
     began = time.process_time()
     for _ in range(20):
         client.get(f"/executions/{LIVE}/nodes")
-    # A fifth of a second on a machine that needs half of one for its loop.
+    # 0.2 s on a machine that needs 0.5 s for the loop.
     assert (time.process_time() - began) / 20 < 0.4 * loop_seconds()

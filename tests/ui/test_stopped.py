@@ -1,4 +1,4 @@
-"""A run that was stopped from outside, on its pages."""
+"""The pages of a run that was interrupted."""
 
 import html
 import re
@@ -12,7 +12,7 @@ from nemo_rl_core.store.manifest import Cost
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.app import create_app
 
-SAID = "stopped from outside (SIGTERM) at step 16 of 30 of train_sft, after 3 min 41 s"
+REASON = "stopped from outside (SIGTERM) at step 16 of 30 of train_sft, after 3 min 41 s"
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def client(tmp_path: Path) -> TestClient:
     node = writer.begin_node("train_sft", task="tasks.train_sft.train_sft", kind="task")
     cost = Cost(wall_seconds=221.0, tokens=500).model_dump()
     writer.end_node(node, NodeEnd("stopped", error="stopped from outside at step 16", cost=cost))
-    writer.end("stopped", f"{SAID}\n  go on with: make grpo")
+    writer.end("stopped", f"{REASON}\n  continue with: make grpo")
     return TestClient(create_app(store), base_url="http://127.0.0.1")
 
 
@@ -35,14 +35,12 @@ def shown(client: TestClient, path: str) -> str:
     return " ".join(html.unescape(text).split())
 
 
-def test_a_stopped_run_is_no_failed_one(client: TestClient) -> None:
+def test_a_stopped_run_is_not_a_failed_one(client: TestClient) -> None:
     page = shown(client, "/executions/cut")
-    assert f"The run was stopped from outside. {SAID} go on with: make grpo" in page
+    assert f"The run was interrupted. {REASON} continue with: make grpo" in page
     assert "The run failed" not in page
     assert "3 min 41 s of work, 500 tokens" in page
-    assert "This node was stopped from outside. stopped from outside at step 16" in shown(
-        client, "/nodes/1"
-    )
+    assert "This node was interrupted. stopped from outside at step 16" in shown(client, "/nodes/1")
 
 
 def test_stopped_runs_are_listed_and_chosen(client: TestClient) -> None:

@@ -1,4 +1,4 @@
-"""The pages of a sweep: a line per point, and evaluations compared point by point."""
+"""The pages of a sweep: one line per point, and evaluations compared by point."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def record_stage(writer: HistoryWriter, folder: Path, parent: int, point: dict[s
 
 
 def record_sweep(store: Store, execution: str) -> None:
-    """Four points of one iteration and an evaluation each; a later point solves more."""
+    """Records four points with one iteration and one evaluation each; later points solve more."""
     writer = HistoryWriter(store, execution)
     log = store.runs / execution / "run.log"
     log.parent.mkdir(parents=True)

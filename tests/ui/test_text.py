@@ -20,7 +20,7 @@ from nemo_rl_core.ui.text import NONE, cut, duration, iso, moment, number, size,
         ("<b>&", "<b>&"),  # escaping is the template's work
     ],
 )
-def test_what_would_garble_a_page_is_spelled_out(written: str, shown: str) -> None:
+def test_characters_that_would_garble_a_page_are_escaped(written: str, shown: str) -> None:
     assert visible(written) == shown
     shown.encode()
 
@@ -97,7 +97,7 @@ def test_huge_values_of_opposite_sign_fit_into_a_chart() -> None:
     assert line.strokes == ["60.0,172.0 410.0,14.0"]
 
 
-def test_the_newest_part_of_a_log_begins_with_a_whole_line(tmp_path) -> None:
+def test_the_newest_part_of_a_log_starts_with_a_full_line(tmp_path) -> None:
     path = tmp_path / "run.log"
     path.write_bytes(b"first\nsecond\nthird\xff\n")
 

@@ -9,8 +9,8 @@ import pytest
 
 from nemo_rl_core.store.store import Store
 
-# Every change of a name in a file system raises an audit event first: dying at the n-th one, for
-# every n, visits each state that a kill can leave behind.
+# Every change of a name in a file system raises an audit event first: dying at the n-th event, for
+# every n, covers each state that a kill can leave.
 _KILLED_AT = """
 import os, signal, sys
 _left = int(sys.argv[1])
@@ -35,7 +35,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts Python on a script; whatever still runs at the end of the test is killed."""
+    """Starts Python on a script; processes that still run at the end of the test are killed."""
     started: list[subprocess.Popen[str]] = []
 
     def start(script: str, *arguments: object) -> subprocess.Popen[str]:
@@ -54,7 +54,7 @@ def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 @pytest.fixture
 def run_killed_at(spawn: Callable[..., subprocess.Popen[str]]) -> Callable[[str, int, Path], bool]:
-    """Runs a script that is killed at its n-th change of the file system; False if it ended."""
+    """Runs a script and kills it at its n-th change of the file system; False if it ended first."""
 
     def run(script: str, moment: int, root: Path) -> bool:
         child = spawn(_KILLED_AT + script, moment, REPOSITORY, root)
@@ -67,7 +67,7 @@ def run_killed_at(spawn: Callable[..., subprocess.Popen[str]]) -> Callable[[str,
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 1 MiB. Mounting needs root; without, the test is skipped."""
+    """A disk of 1 MiB. Mounting needs root; the test is skipped without it."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]

@@ -1,4 +1,4 @@
-"""`make test-changed` leaves out no test that a change reaches."""
+"""`make test-changed` includes every test that a change reaches."""
 
 import json
 import subprocess
@@ -15,12 +15,12 @@ from pathlib import Path
 path = Path(sys.argv[1])
 spec = importlib.util.spec_from_file_location("a_test", path)
 spec.loader.exec_module(importlib.util.module_from_spec(spec))
-found = {
+loaded = {
     name: module.__file__
     for name, module in sys.modules.items()
     if name.partition(".")[0] in ("nemo_rl_core", "tasks", "workflows")
 }
-print(json.dumps({name: file for name, file in found.items() if file}))
+print(json.dumps({name: file for name, file in loaded.items() if file}))
 """
 
 
@@ -32,8 +32,8 @@ print(json.dumps({name: file for name, file in found.items() if file}))
         "tests/unit/algorithms/dpo/test_dpo_loss.py",
     ],
 )
-def test_whatever_a_test_imports_reaches_it(test: str) -> None:
-    """Held against what Python has loaded; packages load their `__init__` on the way."""
+def test_imported_files_reach_the_test(test: str) -> None:
+    """Compares with the modules that Python loaded, including `__init__` of parent packages."""
     done = subprocess.run(
         [sys.executable, "-c", LOADED, test], cwd=ROOT, check=True, capture_output=True, text=True
     )
@@ -51,7 +51,7 @@ def test_a_leaf_reaches_its_tests_and_few_others() -> None:
 
 
 def test_a_registered_class_reaches_the_tests_of_its_registry() -> None:
-    """Registries name classes by strings, which no import shows."""
+    """Registries name classes by strings, which imports do not show."""
     assert "tests/unit/test_registry.py" in reached_tests(["nemo_rl_core/registry.py"])
     reached = reached_tests(["nemo_rl_core/backends/generation/hugging_face.py"])
     assert "tests/ray/test_generation_engines.py" in reached

@@ -1,4 +1,4 @@
-"""The examples in docstrings say what is true."""
+"""The examples in docstrings are correct."""
 
 import doctest
 import importlib
@@ -21,7 +21,7 @@ def _modules_with_examples() -> list[str]:
 
 @pytest.mark.parametrize("name", _modules_with_examples())
 def test_examples(name: str) -> None:
-    for found in doctest.DocTestFinder().find(importlib.import_module(name)):
-        # An example that begins with a line to skip needs what no docstring can have, such as Ray.
-        if found.examples and doctest.SKIP not in found.examples[0].options:
-            assert doctest.DocTestRunner().run(found).failed == 0
+    for test in doctest.DocTestFinder().find(importlib.import_module(name)):
+        # An example whose first line is skipped needs something unavailable here, such as Ray.
+        if test.examples and doctest.SKIP not in test.examples[0].options:
+            assert doctest.DocTestRunner().run(test).failed == 0

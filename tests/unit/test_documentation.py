@@ -1,4 +1,4 @@
-"""README.md and docs/**/*.md: every block is what it says, commands exist, links lead somewhere."""
+"""README.md and docs/**/*.md: blocks pass their checks, commands exist and links resolve."""
 
 import json
 import os
@@ -31,16 +31,16 @@ SECTION = re.compile(r"`((\w+): \{[^`…]*\})`")
 INLINE = re.compile(r"`((?:make|nemo-rl|\.venv/bin/[\w-]+) [^`…]+)`")
 
 
-def test_every_block_has_a_language_and_a_mark_that_is_known() -> None:
+def test_every_block_has_a_known_language_and_mark() -> None:
     wrong = {str(block): list(form_problems(block)) for block in all_blocks()}
-    assert {place: problems for place, problems in wrong.items() if problems} == {}
+    assert {block: problems for block, problems in wrong.items() if problems} == {}
 
 
 def test_recipes_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     recipes = [block for block in all_blocks("yaml") if block.mark != "not run"]
     wrong = {str(block): recipe_problem(block.text) for block in recipes}
-    assert {place: problem for place, problem in wrong.items() if problem} == {}
+    assert {block: problem for block, problem in wrong.items() if problem} == {}
 
 
 def test_sections_within_a_line_are_accepted() -> None:
@@ -55,7 +55,7 @@ def test_sections_within_a_line_are_accepted() -> None:
 
 def test_commands_exist() -> None:
     wrong = {str(block): list(shell_problems(block.text)) for block in all_blocks("sh")}
-    assert {place: problems for place, problems in wrong.items() if problems} == {}
+    assert {block: problems for block, problems in wrong.items() if problems} == {}
 
 
 def test_commands_within_a_line_exist() -> None:
@@ -68,7 +68,7 @@ def test_commands_within_a_line_exist() -> None:
 
 
 def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, which has torch already; what registers something is marked `slow`."""
+    """Runs in this process, which has imported torch; blocks that register something are `slow`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "store"))
     blocks = [block for block in all_blocks("python") if block.mark != "slow"]
@@ -85,7 +85,7 @@ def test_slow_python_runs(tmp_path: Path) -> None:
             **os.environ,
             "PYTHONPATH": search,
             "NEMO_RL_HOME": str(tmp_path / "store"),
-            "HF_HUB_OFFLINE": "1",  # what would be fetched is refused at once
+            "HF_HUB_OFFLINE": "1",  # downloads are refused at once
         },
         capture_output=True,
         text=True,
@@ -94,12 +94,12 @@ def test_slow_python_runs(tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == {}
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_resolve() -> None:
     wrong = {page.name: list(link_problems(page)) for page in documents.pages()}
     assert {page: problems for page, problems in wrong.items() if problems} == {}
 
 
-def test_what_a_page_holds_is_found() -> None:
+def test_blocks_and_anchors_of_a_page_are_found() -> None:
     text = "a\n<!-- slow -->\n```python\nx = 1\n```\n\n- b\n\n  ```sh\n  make\n  ```\n"
     assert blocks_of(text) == [
         Block("page.md", 3, "python", "slow", "x = 1\n"),
@@ -118,7 +118,7 @@ def test_what_a_page_holds_is_found() -> None:
         ('```json\n{"a": 1}\n{"a": \n```', "not JSON"),
     ],
 )
-def test_a_wrong_fence_is_found(fence: str, problem: str) -> None:
+def test_wrong_fences_are_reported(fence: str, problem: str) -> None:
     (block,) = blocks_of(fence)
     assert next(form_problems(block)).startswith(problem)
 
@@ -129,35 +129,38 @@ def test_a_wrong_fence_is_found(fence: str, problem: str) -> None:
         ("grpo: {lerning_rate: 1}", "lerning_rate"),
         ("gpro: {}", "no pipeline's recipe has the sections gpro"),
         ("grpo: {num_generations_per_prompt: 1}", "num_generations_per_prompt is 1"),
-        ("generation: {temperature: 0}\ngrpo: {}", "must be drawn"),
+        ("generation: {temperature: 0}\ngrpo: {}", "must be sampled"),
         ("[1]", "a recipe is a map"),
     ],
 )
-def test_a_wrong_recipe_is_found(recipe: str, problem: str) -> None:
+def test_wrong_recipes_are_reported(recipe: str, problem: str) -> None:
     assert problem in (recipe_problem(recipe) or "")
 
 
 @pytest.mark.parametrize(
     ("commands", "problem"),
     [
-        ("make gpro", "make knows no target 'gpro'"),
-        ("make grpo CONFG=a.yaml", "make knows no variable 'CONFG'"),
-        ("make grpo CONFIG=workflows/recipes/none.yaml", "there is no workflows/recipes/none.yaml"),
+        ("make gpro", "make has no target 'gpro'"),
+        ("make grpo CONFG=a.yaml", "make has no variable 'CONFG'"),
+        (
+            "make grpo CONFIG=workflows/recipes/none.yaml",
+            "workflows/recipes/none.yaml does not exist",
+        ),
         (".venv/bin/nemo-rl rnus", "nemo-rl has no command 'rnus'"),
         (".venv/bin/nemo-rl gc --keep 3", "nemo-rl gc has no option --keep"),
         (".venv/bin/pyflyte run workflows/grpo.py gpro", "workflows/grpo.py has no workflow"),
-        (".venv/bin/nothing", ".venv/bin/nothing is not there"),
-        (".venv/bin/python -m nemo_rl_core.none", "there is no program nemo_rl_core.none"),
+        (".venv/bin/nothing", ".venv/bin/nothing does not exist"),
+        (".venv/bin/python -m nemo_rl_core.none", "program nemo_rl_core.none does not exist"),
         (".venv/bin/nemo-rl eval FOLDER --olny wrong", "nemo-rl eval has no option --olny"),
         (".venv/bin/nemo-rl rollouts shwo FOLDER", "nemo-rl rollouts has no command 'shwo'"),
-        ("sleepwalk", "sleepwalk is no program"),
-        ("A=1 bash deployment/none.sh | cat  # x", "there is no deployment/none.sh"),
+        ("sleepwalk", "sleepwalk is not a program"),
+        ("A=1 bash deployment/none.sh | cat  # x", "deployment/none.sh does not exist"),
         ("if true; then", "bash: line"),
     ],
 )
-def test_a_wrong_command_is_found(commands: str, problem: str) -> None:
-    (found,) = shell_problems(commands)
-    assert found.startswith(problem)
+def test_wrong_commands_are_reported(commands: str, problem: str) -> None:
+    (reported,) = shell_problems(commands)
+    assert reported.startswith(problem)
 
 
 def test_right_commands_pass() -> None:
@@ -166,7 +169,7 @@ def test_right_commands_pass() -> None:
     FOO=1 .venv/bin/nemo-rl gc --keep-runs 20 --dry-run | head
     .venv/bin/pyflyte --config flyte.yaml run --remote workflows/grpo.py grpo --config '{"seed": 1}'
     .venv/bin/nemo-rl eval FOLDER -n 5 && .venv/bin/nemo-rl rollouts show FOLDER --step 3
-    .venv/bin/python -m tasks.platform.images && ls deployment/ray/*.yaml docs/NAME.md
+    .venv/bin/python -m tasks.pods.images && ls deployment/ray/*.yaml docs/NAME.md
     """
     assert list(shell_problems(text)) == []
 
@@ -182,7 +185,7 @@ def test_right_commands_pass() -> None:
         ),
     ],
 )
-def test_wrong_python_is_found(block: Block, problem: str) -> None:
+def test_wrong_python_is_reported(block: Block, problem: str) -> None:
     assert problem in python_failures([block])["a.md:1"]
 
 
@@ -196,15 +199,15 @@ def test_blocks_of_a_page_share_their_names_and_pages_do_not() -> None:
     assert list(python_failures(blocks)) == ["b.md:1"]
 
 
-def test_a_wrong_link_is_found(tmp_path: Path) -> None:
+def test_wrong_links_are_reported(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     (tmp_path / "other.md").write_text("# One heading\n")
     page.write_text("[a](other.md#one-heading) [b](other.md#two) [c](none.md) [d](https://x.y)\n")
-    assert list(link_problems(page)) == ["other.md has no heading #two", "there is no none.md"]
+    assert list(link_problems(page)) == ["other.md has no heading #two", "none.md does not exist"]
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
-    """That mkdocs warns of a page that is not in the navigation is no help where it is twice."""
+    """Mkdocs warns of pages missing from the navigation, but not of pages that are in it twice."""
     text = (REPOSITORY / "mkdocs.yml").read_text()
     named = Counter(re.findall(r"(?m)^ +- (?:Home: )?([\w/-]+\.md)$", text))
     docs = REPOSITORY / "docs"
@@ -216,6 +219,6 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 def test_the_build_counts_warnings() -> None:
-    """With `--quiet` mkdocs drops warnings before it counts them, and a strict build passes."""
+    """With `--quiet`, mkdocs drops warnings before it counts them, and a strict build passes."""
     (line,) = re.findall(r"(?m)^\t.* -m mkdocs build(.*)$", (REPOSITORY / "Makefile").read_text())
     assert line == ""

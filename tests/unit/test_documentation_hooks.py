@@ -1,4 +1,4 @@
-"""What the build of the documentation does to pages."""
+"""Changes that the documentation build makes to pages."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def test_pictures_are_those_of_the_site(page: str, up: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "addresses"),
     [
         ('<script async src="https://a.b/c.js">', ["https://a.b/c.js"]),
         ("<link rel=stylesheet href=//a.b/c.css>", ["//a.b/c.css"]),
@@ -39,5 +39,5 @@ def test_pictures_are_those_of_the_site(page: str, up: str) -> None:
         ('<a href="https://a.b">x</a><script src="c.js"></script> url(data:x)', []),
     ],
 )
-def test_what_a_browser_would_fetch_is_found(text: str, found: list[str]) -> None:
-    assert hooks.fetched(text) == found
+def test_external_resources_are_detected(text: str, addresses: list[str]) -> None:
+    assert hooks.fetched(text) == addresses

@@ -1,4 +1,4 @@
-"""Every name that the reference documents place in a module is there."""
+"""Every name exists in the module that the reference documents name."""
 
 import importlib
 import subprocess
@@ -72,21 +72,21 @@ PLACED = [
 
 @pytest.mark.parametrize(("module", "names"), PLACED, ids=[module or "." for module, _ in PLACED])
 def test_a_module_of_the_documents_has_its_names(module: str, names: str) -> None:
-    found = importlib.import_module(f"nemo_rl_core.{module}".rstrip("."))
+    imported = importlib.import_module(f"nemo_rl_core.{module}".rstrip("."))
     for name in names.split():
-        assert getattr(found, name).__name__ is not None
+        assert getattr(imported, name).__name__ is not None
 
 
-def test_every_entry_of_the_table_leads_somewhere() -> None:
+def test_every_entry_of_the_table_resolves() -> None:
     for module, names in [*MODULES.items(), *NAMES.items()]:
-        found = importlib.import_module(f"nemo_rl_core.{module}")
+        imported = importlib.import_module(f"nemo_rl_core.{module}")
         for name in names:
-            assert getattr(found, name) is not None, (module, name)
+            assert getattr(imported, name) is not None, (module, name)
         with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-            _ = found.nothing
+            _ = imported.nothing
 
 
-def test_names_cost_nothing_until_they_are_asked_for() -> None:
+def test_names_are_imported_lazily() -> None:
     code = (
         "import sys, nemo_rl_core.utils.logger, nemo_rl_core.models.dtensor, nemo_rl_core.config\n"
         "assert not {'torch', 'ray', 'vllm'} & sys.modules.keys()"
@@ -100,6 +100,7 @@ def test_the_factory_makes_a_backend_by_name() -> None:
         BackendFactory.generation("vlm")
 
 
+@pytest.mark.slow
 def test_mathematics_is_an_environment() -> None:
     environment = MathEnvironment()
     try:
@@ -118,7 +119,7 @@ def test_mathematics_is_an_environment() -> None:
         environment.close()
 
 
-def test_rows_are_dealt_out_in_batches() -> None:
+def test_rows_are_split_into_batches() -> None:
     rows = [{"input_ids": [1] * length, "answer": str(length)} for length in (2, 3, 1)]
     loader = BatchedDataLoader(rows, batch_size=2)
     first, last = loader
@@ -134,7 +135,7 @@ def test_rewards_stand_in_for_a_loss() -> None:
     rewards = as_rewards([1.0, 0.0], num_rows=2)
     assert rewards is not None
     assert rewards.tolist() == [1.0, 0.0]
-    with pytest.raises(DataError, match="one reward a row"):
+    with pytest.raises(DataError, match="one reward per row"):
         as_rewards(torch.zeros(3), num_rows=2)
 
 

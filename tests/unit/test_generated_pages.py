@@ -12,7 +12,7 @@ from generate.types_as_text import default, type_text, unit
 from pydantic import Field, PositiveInt
 
 from nemo_rl_core.config.base import FrozenConfig
-from tasks.cli.pipelines import PIPELINES
+from workflows.cli import PIPELINES
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""docs/gpus.md: each point that would stop a run on GPUs has a test, which is there."""
+"""docs/gpus.md: each point that would stop a run on GPUs names an existing test."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ NUM_POINTS, NUM_DEFAULTS = 15, 14
 
 
 def rows(heading: str) -> Iterator[list[str]]:
-    """The cells of the tables with three columns below a heading, without their heads."""
+    """Yields the cells of the tables with three columns below a heading, without table heads."""
     section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
     for line in section.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -21,13 +21,13 @@ def rows(heading: str) -> Iterator[list[str]]:
             yield cells
 
 
-def test_every_test_that_is_named_exists() -> None:
+def test_every_named_test_exists() -> None:
     named = TEST.findall(PAGE)
     missing = []
     for path, name in named:
         file = REPOSITORY / path
-        found = ast.parse(file.read_text()).body if file.exists() else []
-        if name not in {each.name for each in found if isinstance(each, ast.FunctionDef)}:
+        statements = ast.parse(file.read_text()).body if file.exists() else []
+        if name not in {each.name for each in statements if isinstance(each, ast.FunctionDef)}:
             missing.append(f"{path}::{name}")
     assert len(named) > 40
     assert missing == []

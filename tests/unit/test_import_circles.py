@@ -1,4 +1,4 @@
-"""No file imports another that imports it back, at any depth, for types neither."""
+"""No file imports one that imports it back, at any depth, not even for types."""
 
 from graphlib import CycleError, TopologicalSorter
 
@@ -8,7 +8,7 @@ import pytest
 
 def test_no_two_files_import_each_other() -> None:
     graph = grimp.build_graph("nemo_rl_core", "tasks", "workflows", cache_dir=None)
-    # A package's `__init__` gives out what its modules define.
+    # A package's `__init__` re-exports names of its modules.
     packages = {module for module in graph.modules if graph.find_children(module)}
     files = graph.modules - packages
     imports = {

@@ -1,4 +1,4 @@
-"""What `make` gives to a pipeline, by what it would run."""
+"""Arguments that `make` passes to a pipeline, from its dry run."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def made(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`make --dry-run` without what a `make` around the tests hands on."""
+    """Runs `make --dry-run` without variables of an outer `make`."""
     environment = {name: text for name, text in os.environ.items() if "MAKE" not in name}
     return subprocess.run(
         ["make", "--dry-run", *arguments],
@@ -23,16 +23,16 @@ def made(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("config", "given"),
+    ("config", "argument"),
     [
         ("grpo_ci", "workflows/recipes/grpo_ci.yaml"),
         ("mine.yaml", "mine.yaml"),
         ('{"seed": 1, "grpo": {}}', '{"seed": 1, "grpo": {}}'),
     ],
 )
-def test_a_recipe_is_given_by_its_name_its_file_or_as_json(config: str, given: str) -> None:
+def test_a_recipe_is_given_by_its_name_its_file_or_as_json(config: str, argument: str) -> None:
     last = made("grpo", f"CONFIG={config}").stdout.splitlines()[-1]
-    assert last.endswith(f"pyflyte run workflows/grpo.py grpo --config '{given}'")
+    assert last.endswith(f"pyflyte run workflows/grpo.py grpo --config '{argument}'")
 
 
 @pytest.mark.parametrize("setting", ["seed=1", "grpo.learning_rate=1e-4"])

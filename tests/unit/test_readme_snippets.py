@@ -1,4 +1,4 @@
-"""README and docs show every environment, each as a recipe may have it.
+"""README and docs show every environment, each as a valid part of a recipe.
 
 Blocks and sections are checked in `test_documentation.py`.
 """
@@ -16,7 +16,7 @@ from tests.documents import REPOSITORY, prose
 
 PAGES = ("README.md", "docs/rewards.md", "docs/environments.md")
 TEXT = "\n".join((REPOSITORY / page).read_text() for page in PAGES if (REPOSITORY / page).exists())
-# `{kind: …}` alone is an environment.
+# `{kind: …}` by itself is an environment.
 ENVIRONMENTS = sorted(set(re.findall(r"`(\{kind: [^`]*\})`", prose(TEXT))))
 ADAPTER = TypeAdapter[Any](EnvironmentConfig)
 

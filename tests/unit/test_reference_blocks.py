@@ -1,4 +1,4 @@
-"""Code blocks of NeMo RL's documents that need no worker; `tests/reference` has them."""
+"""Code blocks of NeMo RL's documents that need no worker; the blocks are in `tests/reference`."""
 
 import importlib
 import inspect
@@ -22,12 +22,12 @@ from nemo_rl_core.environments import FunctionalRewardWrapper
 from nemo_rl_core.environments.adapt import as_scorer
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.protocols import LossFunction
+from nemo_rl_core.models.generation.custom import CustomEngineAdapter
 from nemo_rl_core.models.generation.interfaces import GenerationInterface
 from nemo_rl_core.models.generation.options import read_setup
-from nemo_rl_core.models.generation.own import OwnGeneration
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy.pretrained import HuggingFacePolicy, MegatronPolicy
-from tests.reference.code_blocks import BLOCKS, MODELS, NO_CODE, lay_out, run, source
+from tests.reference.code_blocks import BLOCKS, MODELS, NO_CODE, make_folders, run, source
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TESTS = ("unit/test_reference_blocks.py", "ray/test_reference_blocks.py")
@@ -48,14 +48,14 @@ DECLARED = {
     "004_L362": "nemo_rl_core.models.validation",
     "004_L388": "nemo_rl_core.models.validation",
 }
-"""Blocks that declare what the project has, and the module that has it."""
+"""Blocks that declare an interface of the project, and the module that contains it."""
 
 NOT_NAMED = {
-    ("GenerationDatumSpec", "__extra__"): "stands for further columns, which a batch may have",
-    ("GenerationOutputSpec", "__extra__"): "stands for further columns, which a batch may have",
+    ("GenerationDatumSpec", "__extra__"): "represents further columns of a batch",
+    ("GenerationOutputSpec", "__extra__"): "represents further columns of a batch",
     ("TrainingBackend.setup", "config"): "`setup`, a TrainingSetup; it is given by position",
 }
-"""Names of the declarations that the project's own lack, and why."""
+"""Declared names that the project lacks, and why."""
 
 COMMON = {
     "ABC": ABC,
@@ -84,9 +84,9 @@ def _registries_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory in which the documents' models and data sets lie."""
-    lay_out(tmp_path, tiny_model)
+def model_folder(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory that contains the documents' models and data sets."""
+    make_folders(tmp_path, tiny_model)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -106,7 +106,7 @@ def test_every_model_of_the_blocks_has_its_folder() -> None:
     assert {*named} == {*MODELS}
 
 
-def test_every_test_that_the_page_names_is_there() -> None:
+def test_every_test_that_the_page_names_exists() -> None:
     page = (REPOSITORY / "docs" / "documents.md").read_text()
     named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", page)
     files = [(file, test) for file, test in named if not file.startswith("nemo_rl_core/")]
@@ -121,22 +121,22 @@ def _parameters(function: Any) -> list[inspect.Parameter]:
 
 
 def _missing(name: str, documented: Any, real: Any) -> list[str]:
-    """Parameters of a documented function that the real one lacks or has at another place."""
+    """Returns parameters of a documented function that the real one lacks or has elsewhere."""
     if isinstance(documented, staticmethod | classmethod):
         documented = documented.__func__
     flexible = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
     ours = _parameters(real)
     wrong = []
-    for place, theirs in enumerate(_parameters(documented)):
+    for position, theirs in enumerate(_parameters(documented)):
         if theirs.kind in flexible:
             if all(each.kind is not theirs.kind for each in ours) and not _all_options(ours):
                 wrong.append(f"{name}: {theirs}")
-        elif len(ours) <= place or ours[place].kind in flexible:
+        elif len(ours) <= position or ours[position].kind in flexible:
             wrong.append(f"{name}: {theirs}")
-        elif ours[place].name != theirs.name and (name, theirs.name) not in NOT_NAMED:
-            wrong.append(f"{name}: {theirs} is {ours[place]}")
-        elif theirs.default not in (theirs.empty, ours[place].default):
-            wrong.append(f"{name}: the default of {theirs} is {ours[place].default}")
+        elif ours[position].name != theirs.name and (name, theirs.name) not in NOT_NAMED:
+            wrong.append(f"{name}: {theirs} is {ours[position]}")
+        elif theirs.default not in (theirs.empty, ours[position].default):
+            wrong.append(f"{name}: the default of {theirs} is {ours[position].default}")
     needed = [
         each.name
         for each in ours[len(_parameters(documented)) :]
@@ -146,7 +146,7 @@ def _missing(name: str, documented: Any, real: Any) -> list[str]:
 
 
 def _all_options(ours: list[inspect.Parameter]) -> bool:
-    """Whether a method takes options by name in place of `**kwargs`."""
+    """Whether a method takes options by name instead of `**kwargs`."""
     return any(each.kind is inspect.Parameter.KEYWORD_ONLY for each in ours)
 
 
@@ -161,7 +161,9 @@ def _differences(documented: Any, real: Any) -> list[str]:
             if key not in real.__annotations__ and (documented.__name__, key) not in NOT_NAMED
         ]
     bases = {GenerationInterface, PolicyInterface} & {*documented.__bases__}
-    wrong = [f"{real.__name__} is no {base.__name__}" for base in bases if base not in real.mro()]
+    wrong = [
+        f"{real.__name__} is not a {base.__name__}" for base in bases if base not in real.mro()
+    ]
     for name, method in vars(documented).items():
         if callable(method) and (name == "__init__" or not name.startswith("_")):
             wrong += _missing(f"{real.__name__}.{name}", method, getattr(real, name))
@@ -182,7 +184,7 @@ def test_a_declaration_is_that_of_the_project(block: str) -> None:
         assert _differences(value, getattr(module, name)) == [], name
 
 
-def test_the_tree_of_modules_is_there() -> None:
+def test_the_tree_of_modules_exists() -> None:
     folders: list[str] = []
     modules = []
     for line in source("002_L051").splitlines()[1:]:
@@ -199,7 +201,7 @@ def test_the_tree_of_modules_is_there() -> None:
         importlib.import_module(f"nemo_rl_core.{module}")
 
 
-def test_the_packages_of_the_reference_are_there() -> None:
+def test_the_packages_of_the_reference_exist() -> None:
     names = re.findall(r"nemo_rl_core/(nemo_rl_core[\w.]*)", source("000_L223"))
     assert len(names) == 6
     for name in names:
@@ -225,8 +227,8 @@ def test_the_least_policy(block: str) -> None:
 
 
 def test_a_custom_training_backend_is_found_by_its_name() -> None:
-    given = {"loss_value": 0.5, "logprobs": torch.zeros(1, 2)}
-    custom = run("002_L256", given)["CustomTrainingBackend"]
+    values = {"loss_value": 0.5, "logprobs": torch.zeros(1, 2)}
+    custom = run("002_L256", values)["CustomTrainingBackend"]
     assert run("002_L292")["backend"] is custom
     assert custom().train_step({}, None) == {"loss": 0.5}
     names = {"register_training_backend": register_training_backend, **COMMON}
@@ -276,31 +278,31 @@ def test_a_function_with_its_docstring() -> None:
     assert function["my_function"]("test") is None
 
 
-def test_a_custom_policy_is_trained_and_asked(place: Path) -> None:
+def test_a_custom_policy_is_trained_and_asked(model_folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    given = {**COMMON, "load_custom_model": AutoModelForCausalLM.from_pretrained}
-    policy = run("004_L406", given)["CustomPolicy"]("llama2-7b")
+    names = {**COMMON, "load_custom_model": AutoModelForCausalLM.from_pretrained}
+    policy = run("004_L406", names)["CustomPolicy"]("llama2-7b")
     batch = BatchedDataDict({"input_ids": torch.tensor([[1, 5, 6], [1, 7, 8]])})
     output = policy.generate(BatchedDataDict({**batch, "max_new_tokens": 4}), greedy=True)
     assert torch.equal(output["output_ids"][:, :3], batch["input_ids"])
     assert policy.get_logprobs(batch)["logprobs"].shape[:2] == (2, 3)
-    # It computes the loss and no gradient, so every step has that of the same weights.
+    # It computes the loss but no gradient, so every step has the loss of the same weights.
     trainer = SFTTrainer(policy, model="llama2-7b", num_steps=2, global_batch_size=8)
     rows = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(9)]
     first, second = (step["loss"] for step in trainer.fit(rows).metrics)
     assert first == pytest.approx(second)
 
 
-def test_a_custom_engine_without_weights_is_refused_by_name(place: Path) -> None:
-    given = {**COMMON, "load_custom_model": str}
-    engine = run("004_L451", given)["CustomGeneration"]("llama2-7b", top_k=3)
+def test_a_custom_engine_without_weights_is_refused_by_name(model_folder: Path) -> None:
+    names = {**COMMON, "load_custom_model": str}
+    engine = run("004_L451", names)["CustomGeneration"]("llama2-7b", top_k=3)
     assert isinstance(engine, GenerationInterface)
     with pytest.raises(ConfigError, match="CustomGeneration would sample from the weights that"):
-        OwnGeneration(engine, VllmGenerationConfig(), stop_token_ids=(2,))
+        CustomEngineAdapter(engine, VllmGenerationConfig(), stop_token_ids=(2,))
 
 
-def test_the_configurations_are_read(place: Path) -> None:
+def test_the_configurations_are_read(model_folder: Path) -> None:
     after = run("004_L483")
     options = HuggingFacePolicy(**after["hf_config"]).options()
     assert options["dtype"] == "bfloat16"

@@ -1,4 +1,4 @@
-"""Backends by name."""
+"""Backends are registered and found by name."""
 
 import pytest
 

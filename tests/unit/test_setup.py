@@ -1,4 +1,4 @@
-"""`deployment/setup.sh`: which requirements and which Python a `.venv` gets, without installing."""
+"""`deployment/setup.sh`: requirements and Python version of a `.venv`, without installing."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ SMI = "#!/bin/bash\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\n"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with no Python that can make an environment, and the programs on its PATH."""
+    """A checkout whose PATH has no Python that can create an environment."""
     shutil.copytree(REPOSITORY / "deployment", tmp_path / "deployment")
     shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
     (tmp_path / "bin").mkdir()
@@ -56,7 +56,7 @@ def kind_of(checkout: Path, *arguments: str) -> str:
 
 
 def test_an_environment_keeps_its_kind(checkout: Path) -> None:
-    """`make grpo` after `make setup EXTRA=gpu` must not install the CPU's packages."""
+    """`make grpo` after `make setup EXTRA=gpu` must not install the CPU packages."""
     (checkout / ".venv").mkdir()
     (checkout / ".venv" / ".kind").write_text("gpu\n")
     assert kind_of(checkout) == "gpu"
@@ -71,14 +71,15 @@ def test_a_new_environment_is_for_gpus_where_the_driver_lists_one(checkout: Path
     assert kind_of(checkout) == "gpu"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "version"), [("python3.12", "3.12.3"), ("python3", "3.11.2")])
-def test_both_versions_of_python_are_taken(checkout: Path, name: str, version: str) -> None:
+def test_both_python_versions_are_accepted(checkout: Path, name: str, version: str) -> None:
     program(checkout / "bin" / name, PYTHON.format(version=version, fits=0))
     assert f"set-up: a new .venv with Python {version}" in set_up(checkout)
     assert f"{name}-venv" in set_up(checkout)
 
 
-def test_another_version_of_python_is_refused(checkout: Path) -> None:
+def test_other_python_versions_are_refused(checkout: Path) -> None:
     program(checkout / "bin" / "python3", PYTHON.format(version="3.10.12", fits=1))
     refused = set_up(checkout)
     assert "neither Python 3.11 nor 3.12 was found" in refused

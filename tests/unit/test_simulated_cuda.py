@@ -1,4 +1,4 @@
-"""The simulated CUDA device refuses and counts what CUDA does."""
+"""The simulated CUDA device refuses and counts the same operations as CUDA."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,17 +27,17 @@ def on_gpu(*values: float) -> torch.Tensor:
         lambda: on_gpu(1, 2).normal_(generator=torch.Generator()),
     ],
 )
-def test_what_cuda_refuses_raises(refused: Callable[[], Any]) -> None:
+def test_operations_that_cuda_refuses_raise(refused: Callable[[], Any]) -> None:
     with simulated_cuda(), pytest.raises(CudaRuleError):
         refused()
 
 
-def test_a_tensor_on_the_gpu_becomes_no_array() -> None:
+def test_a_tensor_on_the_gpu_does_not_become_an_array() -> None:
     with simulated_cuda(), pytest.raises(TypeError, match="numpy"):
         on_gpu(1).numpy()
 
 
-def test_an_operator_without_a_deterministic_kernel_raises_where_it_is_asked_for() -> None:
+def test_an_operator_without_a_deterministic_kernel_raises_on_request() -> None:
     before = torch.are_deterministic_algorithms_enabled()
     try:
         with simulated_cuda():
@@ -75,9 +75,9 @@ def test_syncs_and_copies_are_recorded(
     run: Callable[[torch.Tensor], Any], expected: list[str]
 ) -> None:
     with simulated_cuda() as transfers:
-        given = on_gpu(1, 2, 3)
+        tensor = on_gpu(1, 2, 3)
         transfers.clear()
-        run(given)
+        run(tensor)
     assert [each.kind for each in transfers] == expected
 
 

@@ -1,4 +1,4 @@
-"""A pipeline of a few steps, run by the real command; three runs serve all tests."""
+"""A pipeline of a few steps with the real command; all tests share three runs."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def run_until() -> Callable[[dict[str, Any], Path, str], Run]:
 
 @pytest.fixture(scope="session")
 def first_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """From an empty store to the end."""
+    """A complete run that started from an empty store."""
     finished = run(RECIPE, tmp_path_factory.mktemp("first") / "store")
     assert finished.exit_code == 0, finished.output[-3000:]
     return finished
@@ -54,7 +54,7 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="session")
 def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The store of a run that was killed in its second iteration, between its last two saves."""
+    """Store of a run that was killed in its second iteration, between its last two saves."""
     store = tmp_path_factory.mktemp("killed") / "store"
     process = start(RECIPE, store)
     try:
@@ -67,7 +67,7 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def _wait_for_save(process: "subprocess.Popen[str]", store: Path, *, step: int) -> None:
-    """Until that step's checkpoint has its name, and is whole; steps go on while it is written."""
+    """Waits until the checkpoint of a step has its final name and is therefore complete."""
     deadline = time.monotonic() + 500
     while time.monotonic() < deadline:
         assert process.poll() is None, "the run ended before it could be killed"
@@ -79,7 +79,7 @@ def _wait_for_save(process: "subprocess.Popen[str]", store: Path, *, step: int) 
 
 @pytest.fixture(scope="session")
 def resumed_run(killed_run: Path) -> Run:
-    """The same command again after the kill."""
+    """Rerun of the same command after the kill."""
     finished = run(RECIPE, killed_run)
     assert finished.exit_code == 0, finished.output[-3000:]
     return finished

@@ -1,6 +1,6 @@
-"""Imports one workflow as `pyflyte-migrate` does, and prints what came of it as JSON.
+"""Imports one workflow as `pyflyte-migrate` does, and prints the result as JSON.
 
-A program of its own, since flyte-migrate replaces flytekit's decorators in the whole process.
+It is a separate program since flyte-migrate replaces flytekit's decorators in the entire process.
 
     python flyte2_probe.py workflows.grpo [ray] [shapes]
 """
@@ -15,25 +15,25 @@ _IGNORED = re.compile(r"@(\w+) args not supported by flyte-migrate and ignored: 
 
 
 class _Ignored(logging.Handler):
-    """Collects what flyte-migrate leaves out."""
+    """Collects the arguments that flyte-migrate ignores."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.arguments: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         if match := _IGNORED.search(record.getMessage()):
             names = re.findall(r"'(\w+)'", match[2])
-            self.found |= {f"`{name}` of @{match[1]}" for name in names}
+            self.arguments |= {f"`{name}` of @{match[1]}" for name in names}
 
 
-def probe(module: str, mended: set[str]) -> dict[str, object]:
-    """What came of an import: its error in one line, and what was left out.
+def probe(module: str, patched: set[str]) -> dict[str, object]:
+    """Imports a workflow and returns its error in one line and the ignored arguments.
 
     Args:
-        module: Such as `workflows.grpo`.
-        mended: What is taken as done, to see what stands behind it: `ray`, stages with Ray are
-            plain tasks; `shapes`, stages have the methods of `RayStageTask`.
+        module: Name of the module, such as `workflows.grpo`.
+        patched: Problems to patch in order to reveal the next one: `ray` makes stages with Ray
+            plain tasks; `shapes` gives stages the methods of `RayStageTask`.
     """
     import flyte_migrate  # type: ignore[import-not-found]
     from flyte._logging import logger  # type: ignore[import-not-found]
@@ -41,16 +41,16 @@ def probe(module: str, mended: set[str]) -> dict[str, object]:
 
     ignored = _Ignored()
     logger.addHandler(ignored)
-    if "ray" in mended:
+    if "ray" in patched:
         flyte_migrate._task._transform_plugin_config_v1_to_v2 = lambda _: None
-    if "shapes" in mended:
+    if "shapes" in patched:
         AsyncFunctionTaskTemplate.on_shape = AsyncFunctionTaskTemplate.on = lambda self, *_: self
     error = ""
     try:
         importlib.import_module(module)
-    except Exception as found:  # noqa: BLE001  (any error of an import is what is looked for)
-        error = f"{type(found).__name__}: {str(found).splitlines()[0]}"
-    return {"error": error, "ignored": sorted(ignored.found)}
+    except Exception as raised:  # noqa: BLE001  (any error of an import is a result)
+        error = f"{type(raised).__name__}: {str(raised).splitlines()[0]}"
+    return {"error": error, "ignored": sorted(ignored.arguments)}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Runs one stage in a process of its own, as a container of a cluster does.
+"""Runs one stage in a separate process, as a container of a cluster does.
 
-`python one_stage.py MODULE STAGE < INPUTS` prints what it made as JSON. Inputs and outputs are
-`{name: value}`, with an artifact as its fields, whose directory is a path.
+`python one_stage.py MODULE STAGE < INPUTS` prints its outputs as JSON. Inputs and outputs are
+`{name: value}`, with artifacts as mappings of their fields and directories as paths.
 """
 
 import importlib
@@ -13,11 +13,11 @@ from flytekit.types.directory import FlyteDirectory
 
 
 def main(module: str, stage: str) -> None:
-    """Runs a stage on the inputs of stdin, and prints its artifacts in the last line."""
+    """Runs a stage on the inputs from stdin, and prints its artifacts in the last line."""
     task = getattr(importlib.import_module(module), stage)
     kinds = task.python_interface.inputs
-    given = {name: _value(kinds[name], value) for name, value in json.load(sys.stdin).items()}
-    made = task(**given)
+    inputs = {name: _value(kinds[name], value) for name, value in json.load(sys.stdin).items()}
+    made = task(**inputs)
     outputs = made._asdict() if hasattr(made, "_asdict") else {stage: made}
     sys.stdout.write("\n" + json.dumps({name: _fields(each) for name, each in outputs.items()}))
 

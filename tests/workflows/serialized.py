@@ -1,9 +1,9 @@
-"""Serializes all workflows, tasks and launch plans in a process of its own; a script.
+"""Serializes all workflows, tasks and launch plans in a separate process; a script.
 
-python -m tests.workflows.serialized FOLDER
+    python -m tests.workflows.serialized FOLDER
 
-A process in which tests have run has other images (flytekit keeps their names), addresses of
-notices and graphs of dynamics.
+In a process that has run tests, flytekit would keep their image names, notification addresses and
+dynamic graphs.
 """
 
 import importlib
@@ -38,14 +38,14 @@ SETTINGS = SerializationSettings(
 
 @dataclass(frozen=True)
 class Package:
-    """What is registered, by name."""
+    """Registered entities by name."""
 
     tasks: dict[str, TaskSpec] = field(default_factory=dict)
     workflows: dict[str, WorkflowSpec] = field(default_factory=dict)
     plans: dict[str, LaunchPlan] = field(default_factory=dict)
 
     def stage(self, name: str) -> Any:
-        """The template of `tasks.MODULE.FUNCTION`, by `MODULE` where both have one name."""
+        """Returns the template of `tasks.MODULE.FUNCTION`, by `MODULE` if both names are equal."""
         module, _, function = name.partition(".")
         return self.tasks[f"tasks.{module}.{function or module}"].template
 
@@ -58,11 +58,11 @@ KINDS: dict[str, tuple[type, type]] = {
 
 
 def serialized(folder: Path, environment: Mapping[str, str]) -> Package:
-    """The package as a new process makes it.
+    """Serializes the package in a new process.
 
     Args:
-        folder: For the results.
-        environment: Of the process.
+        folder: Folder for the results.
+        environment: Environment variables of the process.
     """
     command = [sys.executable, "-m", "tests.workflows.serialized", str(folder)]
     subprocess.run(command, cwd=REPOSITORY, env=dict(environment), check=True)
@@ -74,19 +74,19 @@ def serialized(folder: Path, environment: Mapping[str, str]) -> Package:
 
 
 def _serialize(folder: Path) -> None:
-    """As `pyflyte package` does, but for tasks that are made for a shape."""
+    """Serializes as `pyflyte package` does, except for tasks that were made for a shape."""
     import workflows
-    from tasks.platform.ray_stage import by_shape
+    from tasks.ray_cluster.ray_stage import by_shape
 
     for module in pkgutil.iter_modules(workflows.__path__):
         importlib.import_module(f"workflows.{module.name}")
-    found: OrderedDict[Any, Any] = OrderedDict()
+    models: OrderedDict[Any, Any] = OrderedDict()
     for entity in [*FlyteEntities.entities, *flytekit.LaunchPlan.CACHE.values()]:
         if getattr(entity, "task_resolver", None) is not by_shape:
-            get_serializable(found, SETTINGS, entity)
+            get_serializable(models, SETTINGS, entity)
     for kind, (entities, _) in KINDS.items():
         (folder / kind).mkdir()
-        for entity, model in found.items():
+        for entity, model in models.items():
             if isinstance(entity, entities):
                 content = model.to_flyte_idl().SerializeToString()
                 (folder / kind / entity.name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""Edits of this project's source, one a row of the cache table."""
+"""Edits of this project's source, one per row of the cache table."""
 
 LOSS = "nemo_rl_core/algorithms/{}/loss.py"
 COMMENT = "\n# A remark about nothing.\n"
@@ -6,7 +6,7 @@ CODE = "\nANOTHER_CONSTANT = 1\n"
 EDITS: dict[str, tuple[list[str], str, str]] = {
     "a comment elsewhere": ([LOSS.format("ppo")], "", COMMENT),
     "a comment in each stage's source": ([], "", COMMENT),
-    "a docstring of the GRPO loss": ([LOSS.format("grpo")], '"""', '"""Said otherwise. '),
+    "a docstring of the GRPO loss": ([LOSS.format("grpo")], '"""', '"""Reworded. '),
     "the GRPO loss": ([LOSS.format("grpo")], "", CODE),
     "the DPO loss": ([LOSS.format("dpo")], "", CODE),
     "the SFT loss": ([LOSS.format("sft")], "", CODE),
@@ -27,14 +27,14 @@ EDITS: dict[str, tuple[list[str], str, str]] = {
         "",
         CODE,
     ),
-    "how reasoning-gym is drawn from": (
+    "sampling from reasoning-gym": (
         ["nemo_rl_core/data/datasets/reasoning_gym_draw.py"],
         "",
         CODE,
     ),
-    "what packing counts by": (["nemo_rl_core/telemetry/model_flops.py"], "", CODE),
+    "the cost that packing balances": (["nemo_rl_core/telemetry/model_flops.py"], "", CODE),
     "how errors are written": (["nemo_rl_core/errors.py"], "  {word}: {text}", "- {word}: {text}"),
-    "the sentence of an error": (
+    "the wording of an error": (
         ["nemo_rl_core/backends/generation/incoming.py"],
         "raise ConsistencyError(",
         'raise ConsistencyError("This is wrong. "',
@@ -42,12 +42,12 @@ EDITS: dict[str, tuple[list[str], str, str]] = {
     "a line of the log": (
         ["nemo_rl_core/models/generation/engine.py"],
         "; the engine is started again",
-        ", and so the engine starts anew",
+        ", so the engine restarts",
     ),
-    "what a wait is called": (
+    "the label of a wait": (
         ["nemo_rl_core/models/generation/engine.py"],
         "loading weights into the engine",
-        "weights on their way",
+        "transferring weights",
     ),
     "how a deck looks": (["nemo_rl_core/telemetry/curves.py"], "", CODE),
     "which curves a stage shows": (["tasks/train_sft.py"], '"grad_norm"', '"num_tokens"'),
@@ -57,12 +57,12 @@ EDITS: dict[str, tuple[list[str], str, str]] = {
         CODE,
     ),
     "the display and the log": (
-        [f"nemo_rl_core/telemetry/{name}.py" for name in ("events", "live_display", "waiting")],
+        [f"nemo_rl_core/telemetry/{name}.py" for name in ("events", "display", "waiting")],
         "",
         CODE,
     ),
     "how stages are wrapped": (
-        ["tasks/platform/stage.py", "tasks/platform/ray_stage.py", "nemo_rl_core/produce.py"],
+        ["tasks/stage/stage.py", "tasks/ray_cluster/ray_stage.py", "nemo_rl_core/produce.py"],
         "",
         CODE,
     ),
@@ -82,4 +82,4 @@ EDITS: dict[str, tuple[list[str], str, str]] = {
         "NUMERICS_VERSION = 2",
     ),
 }
-"""Files, what is replaced in each (nothing: it is appended), and by what."""
+"""Files, the text to replace in each (empty to append), and its replacement."""

@@ -1,7 +1,7 @@
-"""Runs stages one after another, each in a process of its own with a hook in it.
+"""Runs stages one after another, each in a separate process with a hook in it.
 
-The hook (`opened/sitecustomize.py`) records what the process opens and runs, and what Ray's workers
-and all else that it starts do. What a stage reads is what `stage_graph` says.
+The hook (`opened/sitecustomize.py`) records the files that the process, Ray's workers and all other
+child processes open and run. The inputs of a stage are those in `stage_graph`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _HOOK = Path(__file__).with_name("opened")
 _PACKAGES = ("nemo_rl_core", "tasks", "workflows")
 
 HEAD_THREADS = "2"
-"""Of the stage's own process; its workers have the recipe's."""
+"""Threads of the stage's main process; the recipe sets those of its workers."""
 _ITERATION = {"num_iterations": 1, "num_steps_per_iteration": 2}
 SMALL: dict[str, Any] = {
     **RECIPE,
@@ -36,47 +36,47 @@ SMALL: dict[str, Any] = {
     "distillation": {"num_steps": 2, "num_prompts_per_step": 4, "top_k": 4},
     "baseline": RECIPE["model"],
 }
-"""The least that each stage can do."""
+"""Recipe with as little work as possible for each stage."""
 
 
 @dataclass
 class Chain:
-    """Stages one after another over a store of their own.
+    """Stages that run one after another with a separate store.
 
     Attributes:
-        folder: Has the store, the records, and the code of a user.
-        wrong_reports: Whether modules that report return wrong texts and numbers.
-        made: What each stage has returned.
-        given: What stages of a chain before this one have returned.
+        folder: Folder of the store, the records and the code of a user.
+        wrong_reports: Whether reporting modules return wrong texts and numbers.
+        made: Outputs of each stage.
+        earlier: Outputs of stages of an earlier chain.
     """
 
     folder: Path
     wrong_reports: bool = False
     made: dict[str, dict[str, Any]] = field(default_factory=dict)
-    given: dict[str, dict[str, Any]] = field(default_factory=dict)
+    earlier: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def run(self, *names: str, recipe: Mapping[str, Any]) -> None:
-        """Runs stages on what those before them have made.
+        """Runs stages on the outputs of those before them.
 
         Args:
-            names: Of the stages, in the order of `GRAPH`.
-            recipe: The words of all plans, which are made in the user's folder, where a reward of
-                theirs is found.
+            names: Names of the stages, in the order of `GRAPH`.
+            recipe: Recipe with the keys of all plans. It is loaded in the user's folder, so that
+                the user's reward can be imported.
         """
         with contextlib.chdir(self.user):
             plans = plans_of(recipe, over={"seed": [0]})
         for name in names:
             node = GRAPH[name]
             inputs = {role: self._made_as(source) for role, source in node.reads.items()}
-            if "reports" in inputs:  # what `map_task` hands on: one for each point
+            if "reports" in inputs:  # `map_task` passes one for each point
                 inputs["reports"] = [inputs["reports"]]
             if node.config:
                 inputs["config"] = config_of(node, plans).model_dump(mode="json")
-            self.made[name] = self._run(name, {**inputs, **node.given})
+            self.made[name] = self._run(name, {**inputs, **node.constants})
 
     def _made_as(self, source: str) -> Any:
         stage, _, output = source.partition(".")
-        return {**self.given, **self.made}[stage][output or stage]
+        return {**self.earlier, **self.made}[stage][output or stage]
 
     def _run(self, name: str, inputs: dict[str, Any]) -> dict[str, Any]:
         log = self.log_of(name)
@@ -108,22 +108,22 @@ class Chain:
 
     @property
     def user(self) -> Path:
-        """The user's folder."""
+        """Folder of the user."""
         return self.folder / "user"
 
     def log_of(self, stage: str) -> Path:
-        """The records of all processes of a stage."""
+        """Returns the folder with the records of all processes of a stage."""
         return self.folder / "opened" / stage
 
     def opened(self, stage: str) -> Iterator[tuple[Path, Path | None]]:
-        """Each file that was run or opened, and by whom."""
+        """Yields each file that was run or opened, and its reader."""
         for record in sorted(self.log_of(stage).glob("*.jsonl")):
             for line in record.read_text().splitlines():
                 file, reader = json.loads(line)
                 yield Path(file), Path(reader) if reader else None
 
     def content(self) -> dict[str, str]:
-        """The content hash of everything that was made."""
+        """Returns the content hash of every output."""
         return {
             f"{stage}.{name}": each["content_hash"]
             for stage, outputs in self.made.items()
@@ -132,12 +132,12 @@ class Chain:
 
 
 def module_of_stage(name: str) -> str:
-    """The module whose source the stage's key counts."""
+    """Returns the module whose source is in the stage's key."""
     return module_of(stages()[name])
 
 
 def with_users_reward(chain: Chain) -> dict[str, Any]:
-    """A recipe of all pipelines that scores with a user's function beside the project's own."""
+    """Returns a recipe for all pipelines that uses a user's reward and one of the project."""
     chain.user.mkdir(parents=True, exist_ok=True)
     (chain.user / "users_reward.py").write_text(
         "from pathlib import Path\n\n"
@@ -157,11 +157,11 @@ def with_users_reward(chain: Chain) -> dict[str, Any]:
 
 
 def of_rows(chain: Chain, rows: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """A recipe of a model that reads text, on files of the user's.
+    """Returns a recipe for a model that reads text, with data in files of the user.
 
     Args:
-        chain: Whose user has the files.
-        rows: Of each file, `train` and `validation`.
+        chain: Chain in whose user folder the files are written.
+        rows: Rows of each file, `train` and `validation`.
     """
     chain.user.mkdir(parents=True)
     files = {name: chain.user / f"{name}.jsonl" for name in rows}

@@ -1,4 +1,4 @@
-"""The stages with a key, what each reads, and where the plans of a recipe have its config."""
+"""The cached stages, their inputs, and the location of their configs in the plans of a recipe."""
 
 import importlib
 import pkgutil
@@ -10,14 +10,21 @@ from typing import Any
 from flytekit.core.python_function_task import PythonFunctionTask
 
 import tasks
-from tasks.recipes.convert import ConvertRecipe, plan_convert
-from tasks.recipes.distillation import DistillationRecipe, plan_distillation
-from tasks.recipes.dpo import DPORecipe, plan_dpo
-from tasks.recipes.evaluate import EvaluateRecipe, plan_evaluate
+from tasks.plan_tasks.convert import plan_convert
+from tasks.plan_tasks.distillation import plan_distillation
+from tasks.plan_tasks.dpo import plan_dpo
+from tasks.plan_tasks.evaluate import plan_evaluate
+from tasks.plan_tasks.post_train import plan_post_train
+from tasks.plan_tasks.ppo import plan_ppo
+from tasks.plan_tasks.sweep import plan_sweep
+from tasks.recipes.convert import ConvertRecipe
+from tasks.recipes.distillation import DistillationRecipe
+from tasks.recipes.dpo import DPORecipe
+from tasks.recipes.evaluate import EvaluateRecipe
 from tasks.recipes.grpo import GRPORecipe
-from tasks.recipes.post_train import PostTrainRecipe, plan_post_train
-from tasks.recipes.ppo import PPORecipe, plan_ppo
-from tasks.recipes.sweep import SweepRecipe, plan_sweep
+from tasks.recipes.post_train import PostTrainRecipe
+from tasks.recipes.ppo import PPORecipe
+from tasks.recipes.sweep import SweepRecipe
 
 PLANS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "post_train": (PostTrainRecipe, plan_post_train),
@@ -36,14 +43,14 @@ class Node:
     """A stage in its workflow.
 
     Attributes:
-        config: The recipe and the field of its plan that the stage's config is; empty for none.
-        reads: Artifacts by the name of the input: `stage`, or `stage.output`.
-        given: Plain inputs.
+        config: Recipe and path in its plan of the stage's config; empty if it has none.
+        reads: Artifacts by name of the input: `stage` or `stage.output`.
+        constants: Plain inputs.
     """
 
     config: str = ""
     reads: Mapping[str, str] = field(default_factory=dict)
-    given: Mapping[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _trained(config: str, **reads: str) -> Node:
@@ -134,33 +141,33 @@ GRAPH: dict[str, Node] = {
         | {"start": "cache_reference_logprobs", "trained": "cache_reference_logprobs"},
     ),
 }
-"""Every stage once, after those that it reads."""
+"""Every stage once, after those whose outputs it reads."""
 
 
 @cache
 def stages() -> dict[str, PythonFunctionTask]:
-    """Every cached task of the package `tasks`, by its name."""
-    found = {}
+    """Returns every cached task of the package `tasks`, by name."""
+    cached = {}
     for module in pkgutil.iter_modules(tasks.__path__, "tasks."):
         for task in vars(importlib.import_module(module.name)).values():
             if isinstance(task, PythonFunctionTask) and task.metadata.cache:
-                found[task.name.rpartition(".")[2]] = task
-    return found
+                cached[task.name.rpartition(".")[2]] = task
+    return cached
 
 
 def module_of(task: PythonFunctionTask) -> str:
-    """The module that a stage is defined in, whose source its key counts."""
+    """Returns the module that defines a stage, whose source is in its key."""
     return str(task.task_function.__module__)
 
 
 def plans_of(recipe: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """What every plan of `PLANS` deals out.
+    """Returns the output of every plan in `PLANS`.
 
     Args:
-        recipe: The words of all plans; each takes those that it has.
-        over: Of the sweep: the values of each field.
+        recipe: Recipe with the keys of all plans; each plan takes those that it has.
+        over: Values of each field of the sweep.
     """
-    dealt = {}
+    outputs = {}
     for name, (experiment, plan) in PLANS.items():
         words = {key: value for key, value in recipe.items() if key in experiment.model_fields}
         if name == "convert":
@@ -170,12 +177,12 @@ def plans_of(recipe: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, An
         if name == "sweep":
             base = {key: value for key, value in recipe.items() if key in GRPORecipe.model_fields}
             words = {"base": base, "over": over}
-        dealt[name] = plan(config=experiment.model_validate(words))
-    return dealt
+        outputs[name] = plan(config=experiment.model_validate(words))
+    return outputs
 
 
 def config_of(node: Node, plans: Mapping[str, Any]) -> Any:
-    """The config of a stage that has one, as its plan deals it out."""
+    """Returns the config of a stage from its plan."""
     plan, *fields = node.config.split(".")
     value = plans[plan]
     for each in fields:

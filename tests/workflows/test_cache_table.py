@@ -1,9 +1,9 @@
-"""The cache table: one change at a time, and which stages run again for it.
+"""The cache table: the stages that run again for each of many changes.
 
-Recipes are dealt out by the real plans, inputs become the literals that flytekit would hand to each
-stage, and flytekit's own function makes the keys. Stages do not run: what one makes is known by its
-key, so that a stage that runs again is taken to make something new; but the tokenizer is not:
-nothing that is tried here makes another one. Source is changed in a copy of the tree.
+The real plans split recipes, inputs become the literals that flytekit would pass to each stage, and
+flytekit computes the keys. Stages do not run. Their outputs are identified by their keys, so a
+stage that would run again counts as having new outputs, except for the tokenizer, which no change
+here affects. Source is changed in a copy of the tree.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "a section that another workflow reads": {"distillation": {"top_k": 3}},
     "cluster.num_threads": {"cluster": {"num_threads": 2}},
     "a default, written out": {"sft": {**RECIPE["sft"], "global_batch_size": 128}},
-    "numbers written otherwise": {"cluster": {"num_threads": 1.0}},
+    "numbers in another notation": {"cluster": {"num_threads": 1.0}},
     "the order of keys": {"sft": dict(reversed(RECIPE["sft"].items()))},
     "trackers": {"tracking": {"trackers": [{"kind": "jsonl", "path": "any.jsonl"}]}},
 }
@@ -63,13 +63,13 @@ class Keys:
     """flytekit's cache keys of a stage.
 
     Attributes:
-        own: With the artifacts of the unchanged run: another one only if the stage's settings or
-            its source have changed.
-        whole: With the artifacts of this run.
+        isolated: Key with the inputs of the unchanged run. It differs only if the stage's settings
+            or source have changed.
+        full: Key with the inputs of this run.
     """
 
-    own: str
-    whole: str
+    isolated: str
+    full: str
 
 
 def keys_of(
@@ -79,27 +79,27 @@ def keys_of(
     digests: Mapping[str, str] | None = None,
     before: Mapping[str, Keys] | None = None,
 ) -> dict[str, Keys]:
-    """The cache keys of every stage.
+    """Returns the cache keys of every stage.
 
     Args:
-        recipe: The words of all plans; each takes those that it has.
-        folder: Any; artifacts of this test are said to lie there.
-        digests: Of the source, by module; those of the tasks where left out.
-        before: The keys of the unchanged run; these where left out.
+        recipe: Recipe with the keys of all plans; each plan takes those that it has.
+        folder: Any folder, to which the test's artifacts refer.
+        digests: Source digests by module; by default those of the tasks.
+        before: Keys of the unchanged run; by default this run is the unchanged one.
     """
     plans = _plans(json.dumps(recipe))
-    known = stages()
-    found: dict[str, Keys] = {}
+    tasks = stages()
+    keys: dict[str, Keys] = {}
     for name, node in GRAPH.items():
-        task = known[name]
+        task = tasks[name]
         version = task.metadata.cache_version
         if digests is not None:
             version = digests[module_of(task)]
-        whole = _key(task, version, _inputs(node, plans, found, folder))
-        unchanged = before if before is not None else {**found, name: Keys("", "")}
-        own = _key(task, version, _inputs(node, plans, unchanged, folder))
-        found[name] = Keys(own, whole)
-    return found
+        full = _key(task, version, _inputs(node, plans, keys, folder))
+        unchanged = before if before is not None else {**keys, name: Keys("", "")}
+        isolated = _key(task, version, _inputs(node, plans, unchanged, folder))
+        keys[name] = Keys(isolated, full)
+    return keys
 
 
 def _inputs(
@@ -107,12 +107,12 @@ def _inputs(
 ) -> dict[str, Any]:
     config = {"config": config_of(node, plans)} if node.config else {}
     reads = {
-        role: Promise(role, _literal(source, keys[source.partition(".")[0]].whole, folder))
+        role: Promise(role, _literal(source, keys[source.partition(".")[0]].full, folder))
         for role, source in node.reads.items()
     }
-    if "reports" in reads:  # what `map_task` hands on: one for each point
+    if "reports" in reads:  # `map_task` passes one for each point
         reads["reports"] = [reads["reports"]]
-    return {**config, **node.given, **reads}
+    return {**config, **node.constants, **reads}
 
 
 @cache
@@ -122,7 +122,7 @@ def _plans(words_as_json: str) -> dict[str, Any]:
 
 @cache
 def _literal(source: str, key: str, folder: Path) -> Literal:
-    """What the stage that made it would have returned, as flytekit passes it on."""
+    """Returns the output of a stage as flytekit would pass it to another."""
     stage, _, output = source.partition(".")
     returned = stages()[stage].python_interface.outputs
     kind = returned[output] if output else next(iter(returned.values()))
@@ -167,9 +167,9 @@ def _edited(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 DATA_CHANGES: dict[str, Callable[[list[dict[str, str]]], list[dict[str, str]]]] = {
-    "what rows say": _edited,
+    "the content of rows": _edited,
     "the order of the rows": _reordered,
-    "the data files written anew": list,
+    "rewritten data files": list,
 }
 PACKAGES = {
     "another version of torch": ("torch", "0"),
@@ -191,12 +191,12 @@ TABLE: dict[str, str] = {
     "the sandbox's launcher, which is started": "... M.uuuu MMM Muuu ... Mu uu",
     "the engine's source": "... M.uuuu MMM Muuu ... Mu uu",
     "the program that checks mathematics": "... M.uuuu MMM Muuu ... Mu uu",
-    "how reasoning-gym is drawn from": ".Mu uuuuuu uuu uuuu .uM uu uu",
-    "what packing counts by": "..M M.MMMM MMM Muuu ... Mu uu",
+    "sampling from reasoning-gym": ".Mu uuuuuu uuu uuuu .uM uu uu",
+    "the cost that packing balances": "..M M.MMMM MMM Muuu ... Mu uu",
     "how errors are written": "... ...... ... .... ... .. ..",
-    "the sentence of an error": "... ...... ... .... ... .. ..",
+    "the wording of an error": "... ...... ... .... ... .. ..",
     "a line of the log": "... ...... ... .... ... .. ..",
-    "what a wait is called": "... ...... ... .... ... .. ..",
+    "the label of a wait": "... ...... ... .... ... .. ..",
     "how a deck looks": "... ...... ... .... ... .. ..",
     "which curves a stage shows": "... ...... ... .... ... .. ..",
     "how costs are counted": "... ...... ... .... ... .. ..",
@@ -205,9 +205,9 @@ TABLE: dict[str, str] = {
     "manifests and locks": "... ...... ... ...M ... .. ..",
     "another default of SFT": "MMM MuMMMM MMM MMuu MMM MM MM",
     "the numerics version of train_sft": "..M u.uuuu uuu uuuu ... uu uu",
-    "what rows say": ".Mu uuuuuu uuu uuuu .uM uu uu",
+    "the content of rows": ".Mu uuuuuu uuu uuuu .uM uu uu",
     "the order of the rows": ".Mu uuuuuu uuu uuuu .uM uu uu",
-    "the data files written anew": "... ...... ... .... ... .. ..",
+    "rewritten data files": "... ...... ... .... ... .. ..",
     "the seed": "M.M M.uMMu MMM Muuu uu. Mu uu",
     "the learning rate of GRPO": "... ...... M.. uuuu ... Mu u.",
     "the learning rate of SFT": "..M u.uuuu uuu uuuu ... uu uu",
@@ -217,7 +217,7 @@ TABLE: dict[str, str] = {
     "a section that another workflow reads": "... ...... ..M .... ... .. ..",
     "cluster.num_threads": "..M M.MMMM MMM Muuu ... Mu uu",
     "a default, written out": "... ...... ... .... ... .. ..",
-    "numbers written otherwise": "... ...... ... .... ... .. ..",
+    "numbers in another notation": "... ...... ... .... ... .. ..",
     "the order of keys": "... ...... ... .... ... .. ..",
     "trackers": "... ...... ... .... ... .. ..",
     "another version of torch": "MMM MMMMMM MMM MMMM MMM MM MM",
@@ -226,13 +226,14 @@ TABLE: dict[str, str] = {
     "another patch of flytekit": "... ...... ... .... ... .. ..",
     "how the terminal looks": "... ...... ... .... ... .. ..",
 }
-"""A letter a stage, in the order of GRAPH: `.` is a hit, `M` a miss because of what the stage reads
-itself, its settings and its source; `u` one only because a stage before it has made a new input."""
+"""One letter per stage, in the order of GRAPH: `.` is a hit, `M` a miss because the settings, files
+or source of the stage have changed, and `u` a miss only because a stage before it has new outputs.
+"""
 
 
 def expected() -> dict[str, dict[str, str]]:
-    """The table in words."""
-    words = {".": "hit", "M": "own", "u": "after"}
+    """Returns the table with words instead of letters."""
+    words = {".": "hit", "M": "changed", "u": "upstream"}
     return {
         name: dict(zip(GRAPH, (words[letter] for letter in row if letter != " "), strict=True))
         for name, row in TABLE.items()
@@ -240,24 +241,24 @@ def expected() -> dict[str, dict[str, str]]:
 
 
 def written(folder: Path, rows: list[dict[str, str]]) -> dict[str, Any]:
-    """A recipe of the rows in files."""
+    """Writes the rows to files and returns a recipe that reads them."""
     folder.mkdir(exist_ok=True)
     for name, part in (("train", rows[:6]), ("validation", rows[6:])):
         lines = "".join(json.dumps(row) + "\n" for row in part)
         (folder / f"{name}.jsonl").write_text(lines)
-    _plans.cache_clear()  # the words stay, and what the files hold does not
+    _plans.cache_clear()  # the recipe stays the same, but the content of its files changes
     files = {name: str(folder / f"{name}.jsonl") for name in ("train", "validation")}
     return {**RECIPE, "data": {"kind": "file", **files}}
 
 
 def digests_after_edits(folder: Path) -> dict[str, dict[str, str]]:
-    """The source digest of every stage's module after each edit, in a copy of this tree."""
+    """Returns source digests of all stages' modules after each edit in a copy of the tree."""
     for package in ("nemo_rl_core", "tasks", "workflows"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / package, folder / package, ignore=ignored)
     modules = sorted({module_of(task) for task in stages().values()})
-    own = [module.replace(".", "/") + ".py" for module in modules]
-    edits = {name: (files or own, old, new) for name, (files, old, new) in EDITS.items()}
+    stage_files = [module.replace(".", "/") + ".py" for module in modules]
+    edits = {name: (files or stage_files, old, new) for name, (files, old, new) in EDITS.items()}
     script = Path(__file__).with_name("source_digests.py")
     done = subprocess.run(
         [sys.executable, "-P", script, folder],
@@ -271,7 +272,7 @@ def digests_after_edits(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def digests_with_package(name: str, other: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The source digests if another version of a package were installed."""
+    """Returns the source digests for another installed version of a package."""
     version = caching._version
     assert version(name) not in (None, other)
     with monkeypatch.context() as patch:
@@ -283,12 +284,12 @@ def digests_with_package(name: str, other: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def verdicts(before: Mapping[str, Keys], after: Mapping[str, Keys]) -> dict[str, str]:
-    """What becomes of each stage: a hit, or a miss of its own or after another's."""
+    """Returns for each stage whether it is a hit, has changed, or misses because of another."""
 
     def verdict(stage: str) -> str:
-        if before[stage].own != after[stage].own:
-            return "own"
-        return "hit" if before[stage].whole == after[stage].whole else "after"
+        if before[stage].isolated != after[stage].isolated:
+            return "changed"
+        return "hit" if before[stage].full == after[stage].full else "upstream"
 
     return {stage: verdict(stage) for stage in before}
 
@@ -304,7 +305,7 @@ def test_the_version_of_a_stage_is_the_digest_of_its_source() -> None:
 
 
 @pytest.mark.slow
-def test_each_change_runs_again_what_reads_it(
+def test_each_change_reruns_the_stages_that_read_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"id": str(n), "prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
@@ -312,42 +313,42 @@ def test_each_change_runs_again_what_reads_it(
     made.mkdir()
     recipe = written(files, rows)
     base = keys_of(recipe, made)
-    found: dict[str, dict[str, str]] = {}
+    results: dict[str, dict[str, str]] = {}
 
     digests = digests_after_edits(tmp_path / "tree")
     for name in EDITS:
         keys = keys_of(recipe, made, digests=digests[name], before=base)
-        found[name] = verdicts(base, keys)
+        results[name] = verdicts(base, keys)
     for name, change in DATA_CHANGES.items():
         keys = keys_of(written(files, change(rows)), made, before=base)
-        found[name] = verdicts(base, keys)
+        results[name] = verdicts(base, keys)
     written(files, rows)
     for name, words in WORDS.items():
-        found[name] = verdicts(base, keys_of({**recipe, **words}, made, before=base))
+        results[name] = verdicts(base, keys_of({**recipe, **words}, made, before=base))
     for name, (package, version) in PACKAGES.items():
         other = digests_with_package(package, version, monkeypatch)
-        found[name] = verdicts(base, keys_of(recipe, made, digests=other, before=base))
+        results[name] = verdicts(base, keys_of(recipe, made, digests=other, before=base))
     for name, settings in DISPLAY.items():
         for variable, value in settings.items():
             monkeypatch.setenv(variable, value)
-        found[name] = verdicts(base, keys_of(recipe, made, before=base))
+        results[name] = verdicts(base, keys_of(recipe, made, before=base))
     assert digests["nothing"] == digests_of_this_tree()
-    assert found == expected(), "\n" + differences(found)
+    assert results == expected(), "\n" + differences(results)
 
 
 def digests_of_this_tree() -> dict[str, str]:
     return {module_of(task): task.metadata.cache_version for task in stages().values()}
 
 
-def differences(found: Mapping[str, Mapping[str, str]]) -> str:
-    """The rows of the table that are otherwise than written, a line each, as TABLE has them."""
+def differences(results: Mapping[str, Mapping[str, str]]) -> str:
+    """Describes the results that differ from TABLE, one line per stage."""
     lines = []
-    for name, wanted in expected().items():
-        if found[name] != wanted:
+    for name, row in expected().items():
+        if results[name] != row:
             lines.append(f"{name}:")
             lines += [
-                f"    {stage}: {found[name][stage]}, not {wanted[stage]}"
+                f"    {stage}: {results[name][stage]}, not {row[stage]}"
                 for stage in GRAPH
-                if found[name][stage] != wanted[stage]
+                if results[name][stage] != row[stage]
             ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`nemo-rl cluster-check` on pods that share nothing but a volume and an S3 server."""
+"""`nemo-rl cluster-check` on pods that share only a volume and an S3 server."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ NAMES = [
 
 
 def started(bed: ClusterBed, *options: str) -> "subprocess.Popen[str]":
-    """As a user has it, with a line of output as soon as there is one."""
+    """Starts the command as a user would, with unbuffered output."""
     return subprocess.Popen(
         [
             *(Path(sys.executable).with_name("nemo-rl"), "cluster-check"),
@@ -42,24 +42,25 @@ def started(bed: ClusterBed, *options: str) -> "subprocess.Popen[str]":
 
 
 def states(output: str) -> dict[str, str]:
-    """The state of each line by its name."""
+    """Returns the state of each line by name."""
     logger.info("%s", output)
-    found = re.findall(r"^(ok|warn|fail) +(\S+(?: \S+)*?)  ", output, re.MULTILINE)
-    return {name: state for state, name in found}
+    lines = re.findall(r"^(ok|warn|fail) +(\S+(?: \S+)*?)  ", output, re.MULTILINE)
+    return {name: state for state, name in lines}
 
 
 def fixes(output: str) -> dict[str, str]:
-    """The fix of each line that has one, by its name, in one line."""
+    """Returns the fix of each line that has one, by name, joined into one line."""
     parts = re.split(r"^(?:ok|warn|fail) +(\S+(?: \S+)*?)  ", output, flags=re.MULTILINE)[1:]
-    told = dict(zip(parts[::2], parts[1::2], strict=True))
+    texts = dict(zip(parts[::2], parts[1::2], strict=True))
     return {
         name: " ".join(text.partition("fix: ")[2].split())
-        for name, text in told.items()
+        for name, text in texts.items()
         if "fix: " in text
     }
 
 
-def test_a_cluster_that_works_is_found_so(tmp_path: Path) -> None:
+@pytest.mark.thorough
+def test_a_working_cluster_passes_all_checks(tmp_path: Path) -> None:
     with (
         ClusterBed(tmp_path / "bed", at_once=True) as bed,
         hook(host=bed.address) as (url, posted),
@@ -81,7 +82,7 @@ def test_a_cluster_that_works_is_found_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_each_fault_has_its_line_and_ends_no_other(tmp_path: Path) -> None:
+def test_each_fault_fails_only_its_check(tmp_path: Path) -> None:
     faults = {"volume not shared", "no operator"}
     with (
         ClusterBed(tmp_path / "bed", at_once=True, faults=faults) as bed,
@@ -92,7 +93,7 @@ def test_each_fault_has_its_line_and_ends_no_other(tmp_path: Path) -> None:
         check = started(bed, "--volume-wait", "5")
         assert check.stdout is not None
         seen = ""
-        while len(states(seen)) < 7:  # all but that of Ray, which no operator answers
+        while len(states(seen)) < 7:  # all but Ray's, which waits for an operator
             line = check.stdout.readline()
             assert line, seen
             seen += line
@@ -100,44 +101,44 @@ def test_each_fault_has_its_line_and_ends_no_other(tmp_path: Path) -> None:
         output = seen + check.communicate(timeout=60)[0]
         (execution,) = bed.backend.executions.values()
     assert check.returncode == 1
-    found = states(output)
-    found.pop("ray: engines", None)  # whether it had found that it has nothing to try
-    well = "pods", "bucket", "nodes", "lifetime: run"
-    assert [found.pop(name) for name in well] == ["ok"] * 4
-    assert found == dict.fromkeys(["volume", "volume back", "ray", "notices"], "fail"), output
-    assert "did not end before the interrupt; Flyte has it as RUNNING" in output
-    told = fixes(output)
-    assert "ReadWriteMany" in told["volume"]
-    assert "helm install kuberay-operator" in told["ray"]
+    results = states(output)
+    results.pop("ray: engines", None)  # missing if interrupted before that check was skipped
+    passed = "pods", "bucket", "nodes", "lifetime: run"
+    assert [results.pop(name) for name in passed] == ["ok"] * 4
+    assert results == dict.fromkeys(["volume", "volume back", "ray", "notices"], "fail"), output
+    assert "did not end before the interrupt; Flyte reports it as RUNNING" in output
+    texts = fixes(output)
+    assert "ReadWriteMany" in texts["volume"]
+    assert "helm install kuberay-operator" in texts["ray"]
     assert "550" in output
-    assert told["notices"].startswith("let pods reach that server")
+    assert texts["notices"].startswith("let pods reach that server")
     assert execution.phase == "ABORTED"
 
 
 @pytest.mark.thorough
-def test_rights_to_the_bucket_that_lack_are_named(tmp_path: Path) -> None:
+def test_missing_rights_to_the_bucket_are_named(tmp_path: Path) -> None:
     with ClusterBed(tmp_path / "bed", at_once=True, faults={"bucket without rights"}) as bed:
         check = started(bed)
         output = check.communicate(timeout=900)[0]
     assert check.returncode == 1
-    # Without the bucket no task has inputs and outputs, and the second half of its check no file.
+    # Without the bucket no task can read inputs or write outputs.
     assert set(states(output).values()) == {"fail"}, output
-    told = fixes(output)
-    assert all("read and write the bucket" in text for text in told.values())
+    texts = fixes(output)
+    assert all("read and write the bucket" in text for text in texts.values())
     names = ["pods", "bucket write", "volume", "volume back", "nodes", "lifetime: run", "ray"]
-    assert sorted(told) == sorted([*names, "ray: engines", "notices"])
+    assert sorted(texts) == sorted([*names, "ray: engines", "notices"])
     assert "PermissionError" in output or "Access Denied" in output or "Forbidden" in output
 
 
 @pytest.mark.thorough
-def test_a_right_to_rayjobs_that_lacks_is_named(tmp_path: Path) -> None:
+def test_a_missing_right_to_rayjobs_is_named(tmp_path: Path) -> None:
     with ClusterBed(tmp_path / "bed", at_once=True, faults={"no right to RayJobs"}) as bed:
         check = started(bed)
         output = check.communicate(timeout=900)[0]
     assert check.returncode == 1
-    found = states(output)
-    assert found.pop("ray") == "fail"
-    assert found.pop("notices") == "warn"  # no place is named
-    assert set(found.values()) == {"ok"}, output
+    results = states(output)
+    assert results.pop("ray") == "fail"
+    assert results.pop("notices") == "warn"  # no recipient is configured
+    assert set(results.values()) == {"ok"}, output
     assert fixes(output)["ray"].startswith("let Flyte make RayJobs: rbac.extraRules")
     assert "rayjobs.ray.io is forbidden" in output

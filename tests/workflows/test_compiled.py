@@ -1,4 +1,4 @@
-"""What Flyte would be given: every workflow, task and launch plan, as flytekit serializes it."""
+"""Every workflow, task and launch plan as flytekit serializes it for Flyte."""
 
 import os
 import subprocess
@@ -24,7 +24,6 @@ ResourceName = Resources.ResourceName
 ADDRESSES = ["one@example.com", "two@example.com"]
 REGISTRY = "registry.invalid/team"
 WORKFLOWS = {
-    "workflows.arrivals.look_for_rows",
     "workflows.cluster_check.check_cluster",
     "workflows.collect_garbage.collect_garbage",
     "workflows.common.begin",
@@ -43,7 +42,7 @@ WORKFLOWS = {
 }
 PLANS = {"convert_on_demand", "nightly_collection", "nightly_grpo"}
 PLANS |= {"weekly_evaluation", "weekly_regression_check"}
-# Stage: image, cores and memory of its own container, retries, hours an attempt may take.
+# Stage: image, cores and memory of its container, retries, timeout of an attempt in hours.
 STAGES = {
     "cache_reference_logprobs": ("laptop", "2", "8Gi", 2, 12),
     "convert": ("light", "8", "64Gi", 2, 6),
@@ -80,14 +79,14 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Package]:
         yield serialized(tmp_path_factory.mktemp("package"), os.environ)
 
 
-def test_every_workflow_and_launch_plan_is_there(package: Package) -> None:
+def test_every_workflow_and_launch_plan_is_packaged(package: Package) -> None:
     assert set(package.workflows) == WORKFLOWS
-    # Beside those with a name, every workflow has the plan that flytekit makes for it.
+    # In addition to the named plans, flytekit makes one for every workflow.
     assert set(package.plans) >= PLANS
     assert set(package.plans) <= PLANS | WORKFLOWS
 
 
-def test_every_cached_stage_is_known_to_the_table(package: Package) -> None:
+def test_every_cached_stage_is_in_the_table(package: Package) -> None:
     cached = {
         name.removeprefix("tasks.")
         for name, spec in package.tasks.items()
@@ -97,8 +96,8 @@ def test_every_cached_stage_is_known_to_the_table(package: Package) -> None:
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_stage_reserves_what_its_kind_needs(package: Package, name: str) -> None:
-    from tasks.platform.images import IMAGES, image_name
+def test_stages_reserve_the_resources_of_the_table(package: Package, name: str) -> None:
+    from tasks.pods.images import IMAGES, image_name
 
     image, cores, memory, retries, hours = STAGES[name]
     template = package.stage(name)
@@ -109,7 +108,9 @@ def test_a_stage_reserves_what_its_kind_needs(package: Package, name: str) -> No
     assert (requests[ResourceName.CPU], requests[ResourceName.MEMORY]) == (cores, memory)
     assert template.metadata.retries.retries == retries
     assert template.metadata.timeout.ToSeconds() == hours * 3600
-    assert template.metadata.interruptible == (retries != 5), "a gang that trains is not for spot"
+    assert template.metadata.interruptible == (retries != 5), (
+        "training stages do not run on spot machines"
+    )
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -153,11 +154,11 @@ def test_the_graph_of_the_main_job(package: Package) -> None:
     }
     edges = {(names[up], names[node.id]) for node in nodes for up in node.upstream_node_ids}
     assert edges == {
-        ("tasks.recipes.grpo.plan_grpo", "workflows.common.begin"),
-        ("tasks.recipes.grpo.plan_grpo", "workflows.grpo.measure_base"),
-        ("tasks.recipes.grpo.plan_grpo", "workflows.common.measure"),
-        ("tasks.recipes.grpo.plan_grpo", "workflows.grpo.iterate"),
-        ("tasks.recipes.grpo.plan_grpo", "workflows.common.conclude"),
+        ("tasks.plan_tasks.grpo.plan_grpo", "workflows.common.begin"),
+        ("tasks.plan_tasks.grpo.plan_grpo", "workflows.grpo.measure_base"),
+        ("tasks.plan_tasks.grpo.plan_grpo", "workflows.common.measure"),
+        ("tasks.plan_tasks.grpo.plan_grpo", "workflows.grpo.iterate"),
+        ("tasks.plan_tasks.grpo.plan_grpo", "workflows.common.conclude"),
         ("workflows.common.begin", "workflows.grpo.measure_base"),
         ("workflows.common.begin", "workflows.common.measure"),
         ("workflows.common.begin", "workflows.grpo.iterate"),
@@ -167,8 +168,8 @@ def test_the_graph_of_the_main_job(package: Package) -> None:
     }
 
 
-def test_dynamic_stages_carry_the_images_of_what_they_start(package: Package) -> None:
-    from tasks.platform.images import IMAGES, image_name
+def test_dynamic_stages_carry_the_images_of_stages_they_start(package: Package) -> None:
+    from tasks.pods.images import IMAGES, image_name
 
     images = _carried(package).image_config.images
     assert {(image.name, image.full) for image in images} >= {
@@ -177,7 +178,7 @@ def test_dynamic_stages_carry_the_images_of_what_they_start(package: Package) ->
 
 
 def _carried(package: Package) -> SerializationSettings:
-    """What the container of a dynamic stage knows of its registration."""
+    """Returns the registration settings in the container of a dynamic stage."""
     container = package.tasks["workflows.grpo.iterate"].template.container
     (carried,) = [entry.value for entry in container.env if entry.key == "_F_SS_C"]
     return SerializationSettings.from_transport(carried)
@@ -213,7 +214,7 @@ OTHERS = {"own_engines": {"generation": {"placement": {"own": 6}, "tensor_parall
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_recipe_chooses_the_shape_inside_a_dynamic(package: Package, shape: str) -> None:
-    """The dynamic stage is compiled as its container does it, and gives the RayJob asked for."""
+    """A dynamic stage compiled as in its container yields the requested RayJob."""
     from workflows.grpo import GRPORecipe
 
     section, groups = SHAPES[shape]
@@ -232,7 +233,9 @@ def test_the_recipe_chooses_the_shape_inside_a_dynamic(package: Package, shape: 
     assert head_pod["terminationGracePeriodSeconds"] == 120
     hook = head_pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     assert hook[:2] == ["sh", "-c"] and "kill -TERM" in hook[2]
-    assert _requests(template) == ["2", "8Gi"], "it reaches the head and the submitter: small"
+    assert _requests(template) == ["2", "8Gi"], (
+        "small, as it also applies to the head and the submitter"
+    )
 
     assert len(ray["workerGroupSpec"]) == len(groups)
     for group, (name, replicas, requests, shared) in zip(
@@ -274,9 +277,9 @@ def _requests(template: Any) -> list[str]:
 
 
 def _stage_in_a_dynamic(recipe: Any, settings: SerializationSettings) -> Any:
-    """The template of the training stage in what `workflows.grpo.iterate` compiles to."""
+    """Returns the template of the training stage in the compiled `workflows.grpo.iterate`."""
     from tasks.artifacts import CheckpointArtifact, DatasetArtifact
-    from tasks.recipes.grpo import plan_grpo
+    from tasks.plan_tasks.grpo import plan_grpo
     from workflows.grpo import iterate
 
     folder = {"directory": {"path": "s3://bucket/folder"}, "stage": "x", "content_hash": "0" * 64}
@@ -303,19 +306,21 @@ def _stage_in_a_dynamic(recipe: Any, settings: SerializationSettings) -> Any:
     return template.to_flyte_idl()
 
 
-def test_a_container_finds_the_stage_of_its_shape_again(package: Package) -> None:
+def test_a_container_resolves_the_stage_of_its_shape(package: Package) -> None:
     from flytekit.core.base_task import TaskResolverMixin
     from flytekit.tools.module_loader import load_object_from_module
 
     from nemo_rl_core.config.cluster import ClusterConfig
     from nemo_rl_core.config.generation import SamplingConfig
     from tasks.evaluate import evaluate
-    from tasks.platform.shapes import laptop, one_gpu, shape_of
+    from tasks.pods.shapes import laptop, one_gpu, shape_of
 
     node = ClusterConfig(shape="node_8gpu")
     nodes = ClusterConfig(shape="cluster", num_workers=1024, accelerator="nvidia-h200")
-    own = shape_of(nodes, SamplingConfig.model_validate({"placement": {"own": 12}}).own_bundles)
-    for shape in (one_gpu("nvidia-h100"), shape_of(node), shape_of(nodes), own, laptop(4)):
+    with_engines = shape_of(
+        nodes, SamplingConfig.model_validate({"placement": {"own": 12}}).dedicated_bundles
+    )
+    for shape in (one_gpu("nvidia-h100"), shape_of(node), shape_of(nodes), with_engines, laptop(4)):
         stage = evaluate.on_shape(shape)
         command = stage.get_default_command(SETTINGS)
         location, arguments = command[command.index("--resolver") + 1], command[-6:]
@@ -325,12 +330,12 @@ def test_a_container_finds_the_stage_of_its_shape_again(package: Package) -> Non
         assert resolver.load_task(arguments) is stage
         assert stage.shape == shape
         assert stage.metadata.cache_version == evaluate.metadata.cache_version
-    assert (shape_of(nodes).num_gpus, own.num_gpus) == (1024, 1036)
-    assert own.name == "cluster:1024:8:nvidia-h200:8x129-4x1"
+    assert (shape_of(nodes).num_gpus, with_engines.num_gpus) == (1024, 1036)
+    assert with_engines.name == "cluster:1024:8:nvidia-h200:8x129-4x1"
     assert evaluate.shape == laptop()
 
 
-def test_a_shape_is_asked_for_only_where_the_recipe_is_known() -> None:
+def test_a_shape_cannot_be_requested_before_the_recipe_is_known() -> None:
     from nemo_rl_core.errors import ConfigError
     from tasks.evaluate import evaluate
 
@@ -339,23 +344,23 @@ def test_a_shape_is_asked_for_only_where_the_recipe_is_known() -> None:
     assert "@dynamic" in caught.value.fix
 
 
-def test_accelerators_are_those_of_flytekit() -> None:
+def test_accelerators_exist_in_flytekit() -> None:
     from typing import get_args
 
     from flytekit.extras import accelerators
 
     from nemo_rl_core.config.cluster import AcceleratorName
 
-    known = {
+    devices = {
         each.to_flyte_idl().device
         for each in vars(accelerators).values()
         if isinstance(each, accelerators.BaseAccelerator)
     }
-    assert set(get_args(AcceleratorName)) <= known
+    assert set(get_args(AcceleratorName)) <= devices
 
 
 def test_every_scheduled_plan_binds_all_inputs(package: Package) -> None:
-    """flytekit registers one that does not, and Flyte then never starts it."""
+    """flytekit would register a plan with unbound inputs, and Flyte would never start it."""
     for name, plan in package.plans.items():
         if not plan.spec.entity_metadata.schedule.cron_schedule.schedule:
             continue
@@ -397,14 +402,14 @@ def test_launch_plans(package: Package, name: str) -> None:
     assert not spec.fixed_inputs.literals, "each may be launched with another recipe"
 
 
-def test_no_stage_names_a_machine_of_ours(package: Package) -> None:
+def test_no_stage_contains_a_path_of_this_machine(package: Package) -> None:
     for spec in [*package.tasks.values(), *package.workflows.values()]:
         assert str(REPOSITORY) not in str(spec.template)
 
 
 @pytest.mark.slow
 def test_the_package_command(tmp_path: Path) -> None:
-    """`make package` writes what the other tests look at, with the code beside it."""
+    """`make package` writes what the other tests check, together with the code."""
     target = tmp_path / "flow.tgz"
     environment = {
         **os.environ,
@@ -422,7 +427,7 @@ def test_the_package_command(tmp_path: Path) -> None:
     )
     plans, workflows = set(), set()
     with tarfile.open(target) as tar:
-        # Flyte's clients take 4 MB, and no workflow has more in it than all.
+        # Flyte's clients accept 4 MB per workflow; all workflows together are far below that.
         assert sum(each.size for each in tar if each.name.endswith(".pb")) < 500_000
         for member in tar.getmembers():
             content = tar.extractfile(member)
@@ -434,7 +439,9 @@ def test_the_package_command(tmp_path: Path) -> None:
                 workflows.add(spec.template.id.name)
             elif "grpo_iteration" in member.name:
                 arguments = list(TaskSpec.FromString(content.read()).template.container.args)
-                assert arguments[arguments.index("--dest-dir") + 1] == "/home/nemo"  # the user's
+                assert (
+                    arguments[arguments.index("--dest-dir") + 1] == "/home/nemo"
+                )  # home of the image's user
                 assert arguments[0] == "pyflyte-fast-execute"
             elif member.name.startswith("fast"):
                 with tarfile.open(fileobj=content) as code:

@@ -1,4 +1,4 @@
-"""A finished store is damaged; the same command finds it, says so, and makes those stages again."""
+"""Rerunning the same command on a damaged store reports the damage and reruns those stages."""
 
 import hashlib
 import shutil
@@ -26,12 +26,12 @@ def digest(path: Path) -> str:
 
 
 def damaged(run: Run) -> list[str]:
-    """Names of the artifacts that the run says it has found damaged, a line each."""
+    """Returns names of the artifacts that the run reports as damaged."""
     return [line.partition(" ")[0] for line in run.lines if " is damaged and is made again" in line]
 
 
 @pytest.mark.thorough
-def test_damage_is_found_said_and_made_again(
+def test_damaged_artifacts_are_reported_and_made_again(
     first_run: Run, recipe: dict[str, Any], run_recipe: Callable[..., Run], tmp_path: Path
 ) -> None:
     store = shutil.copytree(first_run.store, tmp_path / "store", symlinks=True)
@@ -42,7 +42,7 @@ def test_damage_is_found_said_and_made_again(
         return run
 
     copied = again()
-    assert Path(copied.value("model:")).is_relative_to(store), "it is the copy that is used"
+    assert Path(copied.value("model:")).is_relative_to(store), "the copy is used"
     assert (damaged(copied), again().stages("ran")) == ([], [])
 
     train_sft, export = copied.artifact("train_sft"), copied.artifact("export")
@@ -50,16 +50,16 @@ def test_damage_is_found_said_and_made_again(
     trained, exported = digest(train_sft / weights), digest(export / weights)
     flip_a_bit(train_sft / weights)
     shutil.rmtree(export)
-    mended = again()
-    assert damaged(mended) == [train_sft.name]
-    assert mended.stages("ran") == ["train_sft", "export"]
+    repaired = again()
+    assert damaged(repaired) == [train_sft.name]
+    assert repaired.stages("ran") == ["train_sft", "export"]
     assert (digest(train_sft / weights), digest(export / weights)) == (trained, exported)
 
     (export / weights).unlink()
     flip_a_bit(promote / "manifest.json")
-    mended = again()
-    assert damaged(mended) == [promote.name, export.name]
-    assert mended.stages("ran") == ["promote", "export"]
-    assert digest(Path(mended.value("model:")) / "model.safetensors") == exported
-    # What was made again has other times, and its children were made from the same all the same.
+    repaired = again()
+    assert damaged(repaired) == [promote.name, export.name]
+    assert repaired.stages("ran") == ["promote", "export"]
+    assert digest(Path(repaired.value("model:")) / "model.safetensors") == exported
+    # New artifacts have other times, but they remain the parents of the existing ones.
     assert verify(Store(store)).findings == ()

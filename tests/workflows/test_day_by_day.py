@@ -1,8 +1,7 @@
-"""Runs that nobody starts by hand: every night, and on rows that arrive in an object store."""
+"""Scheduled runs over rows in an object store train only if there are new rows."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -10,12 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flyteidl.core import tasks_pb2
+from flytekit.clients.friendly import SynchronousFlyteClient
+from flytekit.configuration import Config
+from flytekit.models.common import NamedEntityIdentifier
+from flytekit.models.execution import ExecutionMetadata, ExecutionSpec
+from flytekit.models.literals import LiteralMap
 
 from tests.commands import REPOSITORY
 from tests.notice_servers import hook
 from tests.workflows.flyte_backend import Backend, ExecutionRecord
 from tests.workflows.flyte_backend.buckets import S3Bucket
-from tests.workflows.test_arrivals import WithRows, said, start_look
+from tests.workflows.flyte_backend.containers import ProcessContainer, Processes
 
 pytestmark = pytest.mark.thorough
 
@@ -38,11 +43,11 @@ RECIPE: dict[str, Any] = {
 
 
 def rows(first: int, last: int) -> bytes:
-    found = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(first, last)]
-    return "".join(f"{json.dumps(row)}\n" for row in found).encode()
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(first, last)]
+    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
 
 
-def test_a_nightly_run_sees_new_rows_and_says_when_there_are_none(tmp_path: Path) -> None:
+def test_a_nightly_run_reports_whether_there_are_new_rows(tmp_path: Path) -> None:
     recipe = tmp_path / "nightly.yaml"
     recipe.write_text(json.dumps(RECIPE))
     with S3Bucket("127.0.0.1") as bucket, hook() as (address, posted):
@@ -85,7 +90,7 @@ def test_a_nightly_run_sees_new_rows_and_says_when_there_are_none(tmp_path: Path
         summaries = sorted(path.read_text() for path in made)
         assert summaries == ["train 16 rows", "train 8 rows", *2 * ["validation 4 rows"]]
 
-        # What is wrong before the start is said to who started it.
+        # Errors before the start are shown only to the user who started the run.
         for path in bucket.list("rows/"):
             bucket.remove(path)
         fourth = night()
@@ -108,7 +113,45 @@ def nemo_rl(*arguments: object, program: str = "nemo-rl") -> str:
     return done.stdout
 
 
-def test_rows_that_arrive_on_a_cluster_start_one_run_each(tmp_path: Path) -> None:
+class WithRows(Processes):
+    """Starts containers that can read the bucket with the rows."""
+
+    def __init__(self, bucket: S3Bucket) -> None:
+        self._bucket = bucket
+
+    def start(
+        self,
+        task: tasks_pb2.TaskTemplate,
+        command: list[str],
+        pod: Path,
+        environment: dict[str, str],
+    ) -> ProcessContainer:
+        return super().start(task, command, pod, environment | self._bucket.environment)
+
+
+def scheduled_run(backend: Backend, name: str) -> ExecutionRecord:
+    """Starts the active launch plan, as Flyte's scheduler does, and waits for its success."""
+    client = SynchronousFlyteClient(Config.auto(str(backend.config)).platform)
+    project, domain = "flytesnacks", "development"
+    plan = client.get_active_launch_plan(NamedEntityIdentifier(project, domain, "mine"))
+    mode = ExecutionMetadata.ExecutionMode.SCHEDULED
+    spec = ExecutionSpec(plan.id, ExecutionMetadata(mode, "scheduler", 0))
+    client.create_execution(project, domain, name, spec, LiteralMap({}))
+    record = backend.executions[name]
+    deadline = time.monotonic() + 1500
+    while record.phase == "RUNNING" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert record.phase == "SUCCEEDED", record.error
+    return record
+
+
+def stages_run(record: ExecutionRecord) -> set[str]:
+    """Returns names of the stages that ran, without cache hits of Flyte."""
+    ran = {node.entity for node in record.nodes.values() if node.attempts and not node.cached}
+    return {name.rpartition(".")[2] for name in ran if name.startswith("tasks.")}
+
+
+def test_a_schedule_on_a_cluster_trains_once_for_each_listing(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(json.dumps(RECIPE))
     with S3Bucket("127.0.0.1") as bucket:
@@ -116,48 +159,18 @@ def test_rows_that_arrive_on_a_cluster_start_one_run_each(tmp_path: Path) -> Non
             bucket.remove(path)
         bucket.write("rows/monday.jsonl", rows(0, 8))
         bucket.write("held_out.jsonl", rows(40, 44))
-        machine = WithRows(bucket)
-        with Backend(tmp_path / "flyte", machine=machine) as backend:
-            machine.backend = backend
-            where = ["--config", backend.config]
+        with Backend(tmp_path / "flyte", machine=WithRows(bucket)) as backend:
+            config = ["--config", backend.config]
             project = ["--project", "flytesnacks", "--domain", "development"]
-            nemo_rl(*where, "register", *project, "--version", "v1", "--copy", "all",
-                    # Into the container's own folder: by default it is /root, this machine's.
-                    "--destination-dir", ".", "workflows/arrivals.py", "workflows/sft.py",
-                    program="pyflyte")  # fmt: skip
-            shown = nemo_rl("schedule", recipe, "*/10 * * * *", "--on-arrival", "--settled", 0,
-                            "--workflow", "sft", "--activate", *where, *project)  # fmt: skip
+            nemo_rl(*config, "register", *project, "--version", "v1", "--copy", "all",
+                    # Into the container's working directory; the default is this machine's /root.
+                    "--destination-dir", ".", "workflows/sft.py", program="pyflyte")  # fmt: skip
+            shown = nemo_rl("schedule", recipe, "*/10 * * * *", "--workflow", "sft", "--activate",
+                            *config, *project)  # fmt: skip
             assert "schedule: mine, workflows.sft.sft of version v1" in shown
 
-            def ended(name: str) -> ExecutionRecord:
-                record = backend.executions[name]
-                deadline = time.monotonic() + 1500
-                while record.phase == "RUNNING" and time.monotonic() < deadline:
-                    time.sleep(0.1)
-                assert record.phase == "SUCCEEDED", record.error
-                return record
-
-            def looked(name: str) -> ExecutionRecord:
-                start_look(backend, name)
-                return ended(name)
-
-            first = looked("look-1")
-            attempts = [each for node in first.nodes.values() for each in node.attempts]
-            assert [each.exit_code for each in attempts] == [-signal.SIGKILL, 0]
-            assert machine.num_killed == 1
-            (name,) = backend.executions.keys() - {"look-1"}
-            assert f"nothing new: {name} runs on these rows" in said(first)
-            ended(name)
-            assert f"nothing new: {name} has run on these rows" in said(looked("look-2"))
-
+            assert {"prepare_data", "train_sft"} <= stages_run(scheduled_run(backend, "first"))
+            # The same listing: only the plan runs again, and the run reports "nothing new".
+            assert stages_run(scheduled_run(backend, "second")) == {"plan_sft", "announce"}
             bucket.write("rows/tuesday.jsonl", rows(8, 16))
-            third = said(looked("look-3"))
-            (other,) = backend.executions.keys() - {"look-1", "look-2", "look-3", name}
-            assert third.startswith(f"new rows: {other} was started (2 objects")
-            trained = ended(other)
-            summaries = [
-                node.entity
-                for node in trained.nodes.values()
-                if node.attempts and not node.cached and "prepare_data" in node.entity
-            ]
-            assert len(summaries) == 1, "the rows are read anew"
+            assert {"prepare_data", "train_sft"} <= stages_run(scheduled_run(backend, "third"))

@@ -1,4 +1,4 @@
-"""A trained model against the one it began as: measured, compared, and cached."""
+"""Evaluates and compares a trained model and its starting model, with caching."""
 
 import json
 import subprocess
@@ -17,16 +17,16 @@ def test_two_models_on_the_same_prompts(
     first_run: Run, recipe: dict[str, Any], run_recipe: Callable[..., Run], tmp_path: Path
 ) -> None:
     trained = first_run.artifact("export")
-    asked = {
+    comparison = {
         "recipe": "evaluate_arithmetic",
         **{key: recipe[key] for key in ("data", "generation", "cluster")},
         "model": {"name": str(trained)},
         "baseline": recipe["model"],
         "evaluation": {"num_samples_per_prompt": 2, "ks": [1, 2]},
     }
-    # A store of its own: other tests count the artifacts of the first run's.
+    # A separate store, as other tests count the artifacts in the store of the first run.
     store, workflow = tmp_path / "store", ("evaluate", "evaluate_model")
-    run = run_recipe(asked, store, workflow)
+    run = run_recipe(comparison, store, workflow)
     assert run.exit_code == 0, run.output[-3000:]
     measured = ["prepare_model", "evaluate_questions", "evaluate"]
     assert run.stages("ran") == [*measured, "prepare_model", "evaluate", "compare"]
@@ -34,7 +34,7 @@ def test_two_models_on_the_same_prompts(
     assert compared["num_prompts"] == recipe["data"]["num_validation"]
     assert compared["difference"] == pytest.approx(compared["after"] - compared["before"])
     assert f"{trained.name} against " in run.output
-    again = run_recipe(asked, store, workflow)
+    again = run_recipe(comparison, store, workflow)
     assert again.stages("ran") == []
     assert again.exit_code == 0
     command = next(line for line in run.lines if line.startswith("completions: "))

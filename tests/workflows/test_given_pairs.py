@@ -22,7 +22,7 @@ def write_pairs(path: Path, tens: range) -> str:
     return str(path)
 
 
-def test_given_pairs_without_a_reference(
+def test_dpo_on_pairs_of_a_file_without_a_reference(
     recipe: dict[str, Any], run_recipe: Callable[..., Run], tmp_path: Path
 ) -> None:
     data = {

@@ -1,7 +1,7 @@
-"""The whole pipeline by the real command: whole, cached, changed, killed and resumed.
+"""The full pipeline with the real command: complete, cached, changed, killed and resumed.
 
-`Run` of the conftest holds what a run printed and left in its store. What needs two more runs, one
-killed and one that goes on from there, is slow; `.ci/run` runs that too.
+`Run` of the conftest has the output and the store of a run. Tests that need two more runs, one
+killed and one that resumes it, are slow; `.ci/run` runs them too.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ STAGES = [
 ]
 
 
-def test_a_run_ends_with_its_table_and_what_to_do_next(first_run: Run) -> None:
+def test_a_run_ends_with_a_table_and_next_commands(first_run: Run) -> None:
     assert first_run.stages("ran") == STAGES
     assert "Traceback" not in first_run.output
     rows = [line.split("│")[1].strip() for line in first_run.lines if line.startswith("│")]
     assert rows == [*STAGES, "total"]
-    # One line a step, with the step's reward and speed.
+    # One line per step, with the step's reward and speed.
     assert re.search(r"grpo_iteration 1 1/12  reward \d\.\d{3}  [\d,]+ tokens/s", first_run.output)
     measured = re.findall(r"accuracy of (.+): \d\.\d{3} \[", first_run.output)
     assert measured == ["train_sft", "grpo_iteration 2"]
@@ -65,7 +65,7 @@ def test_libraries_do_not_write_over_the_display(first_run: Run) -> None:
         assert word not in first_run.output
 
 
-def test_every_artifact_knows_where_it_came_from(first_run: Run) -> None:
+def test_artifacts_record_their_lineage(first_run: Run) -> None:
     model = Path(first_run.value("model:")).parent
     manifest = json.loads((model / "manifest.json").read_text())
     assert manifest["stage"] == "export"
@@ -84,12 +84,12 @@ def test_metrics_of_every_step_are_kept(first_run: Run) -> None:
         for line in metrics:
             assert 1 <= line["token_mult_prob_error"] < 1.001
             assert 0 <= line["reward"] <= 1
-            # A rollout is at most as long as it may be, and 16 of them make a step.
+            # Rollouts have at most 3 tokens, and a step has 16 of them.
             assert 1 <= line["completion_length"] <= 3
             assert line["num_valid_tokens"] == line["completion_length"] * 16
     page = (Path(__file__).parents[2] / "docs/algorithms/grpo.md").read_text()
     table = page.partition("Metrics of every step:\n")[2].partition("\nWith a KL penalty")[0]
-    clipped = {"clip_fraction_low", "clip_fraction_high"}  # of the recipe's loss
+    clipped = {"clip_fraction_low", "clip_fraction_high"}  # metrics of the recipe's loss
     listed = set(re.findall(r"`(\w+)`", table)) | clipped
     assert listed - {name for name in listed if name.endswith(("_seconds", "_per_second"))} == (
         metrics[-1].keys() - {"global_step", "kl"}
@@ -108,11 +108,11 @@ def test_the_same_command_again_runs_nothing(
     assert file_hashes(first_run.store / "artifacts") == before
 
 
-def test_another_learning_rate_keeps_what_it_does_not_touch(
+def test_another_learning_rate_keeps_earlier_stages(
     first_run: Run, run_until: Callable[..., Run], recipe: dict[str, Any]
 ) -> None:
     changed = {**recipe, "grpo": {**recipe["grpo"], "learning_rate": 1.25e-4}}
-    # It would train next; that it can train is what the first run shows.
+    # It is stopped before it trains; the first run shows that it can.
     stopped = run_until(changed, first_run.store, "grpo_iteration 1  ")
     assert stopped.lines[-1] == "grpo_iteration 1  started"
     assert stopped.stages("CACHED") == EARLY_STAGES
@@ -121,7 +121,7 @@ def test_another_learning_rate_keeps_what_it_does_not_touch(
         shutil.rmtree(left)
 
 
-def test_two_runs_from_empty_stores_are_equal_to_the_bit(first_run: Run, resumed_run: Run) -> None:
+def test_two_runs_from_empty_stores_are_bitwise_identical(first_run: Run, resumed_run: Run) -> None:
     for stage in ("train_sft", "grpo_iteration 1", "grpo_iteration 2"):
         one, other = (each.artifact(stage) for each in (first_run, resumed_run))
         for part in ("model", "trainer"):
@@ -138,7 +138,7 @@ def test_two_runs_from_empty_stores_are_equal_to_the_bit(first_run: Run, resumed
 
 
 def lasting_hashes(artifact: Path) -> dict[str, str]:
-    """Of all files but those that tell when an artifact was made, how long it took and its cost."""
+    """Returns hashes of all files except those with times, durations and costs."""
     left_out = {"manifest.json", "ancestors.json", "deck.html"}
     if (artifact / "trainer").is_dir():  # the seconds of each step, and the peak of memory
         left_out |= {"metrics.jsonl", "finished.json"}
@@ -155,18 +155,18 @@ def test_training_changed_the_weights(first_run: Run) -> None:
     assert len(weights) == 4
 
 
-def test_a_killed_run_keeps_its_stages_and_goes_on_from_its_save(resumed_run: Run) -> None:
+def test_a_killed_run_keeps_its_stages_and_resumes_from_its_save(resumed_run: Run) -> None:
     done = [*EARLY_STAGES, "grpo_iteration 1"]
     assert resumed_run.stages("CACHED") == done
     assert resumed_run.stages("ran") == STAGES[len(done) :]
     steps = [
-        int(found.group(1))
+        int(match.group(1))
         for line in resumed_run.lines
-        if (found := re.match(r"grpo_iteration 2 (\d+)/12", line))
+        if (match := re.match(r"grpo_iteration 2 (\d+)/12", line))
     ]
     assert steps == list(range(2 * SAVE_EVERY + 1, NUM_STEPS + 1))
 
 
-def test_nothing_is_left_of_the_work(resumed_run: Run) -> None:
+def test_work_folders_are_removed(resumed_run: Run) -> None:
     work = resumed_run.store / "work"
     assert [path.name for path in work.iterdir() if path.is_dir()] == []

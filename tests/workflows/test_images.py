@@ -1,8 +1,8 @@
-"""Images are built, and run stages as user 1000 without a network and without a GPU.
+"""Images can be built, and run stages as user 1000 without a network and without a GPU.
 
-They begin with `PYTHON_IMAGE`, or, since no registry may be at hand, with a Debian that debootstrap
-makes here, whose sources of packages lead nowhere. They are built in a copy of the checkout, whose
-`deployment/images/site/` has this machine's certificates, sources and wheels.
+They start from `PYTHON_IMAGE` or, as a registry may be unreachable, from a Debian that debootstrap
+creates here, whose package sources are invalid. They are built in a copy of the checkout whose
+`deployment/images/site/` has this machine's certificates, package sources and wheels.
 """
 
 import os
@@ -17,14 +17,14 @@ from tests.image_checkout import copy_checkout
 
 DEBIAN = ("python3", "python3-pip", "python-is-python3", "ca-certificates")
 MIRROR = os.environ.get("DEBIAN_MIRROR", "")
-"""Where debootstrap takes packages from; by default what apt of this machine names."""
+"""Mirror for debootstrap; by default the one of this machine's apt."""
 
 GPU_IMAGE_GB = 45
-"""What podman has on its disk at once while it builds an image for GPUs, of 11 GB."""
+"""Peak disk usage of podman while it builds an image for GPUs, which has 11 GB."""
 
 
 def why_no_images() -> str | None:
-    """Why none can be built here; None if they can."""
+    """Returns why images cannot be built here, or None if they can."""
     if shutil.which("podman") is None:
         return "podman is not installed"
     if "PYTHON_IMAGE" not in os.environ and (
@@ -45,20 +45,20 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An image with Python 3.11, pip, and nothing else of interest."""
-    if given := os.environ.get("PYTHON_IMAGE"):
-        return given
+    """An image with Python 3.11 and pip."""
+    if image := os.environ.get("PYTHON_IMAGE"):
+        return image
     root = tmp_path_factory.mktemp("debian") / "root"
     packages = f"--include={','.join(DEBIAN)}"
     command = ["debootstrap", "--variant=minbase", packages, "bookworm", str(root)]
     subprocess.run([*command, *filter(None, [MIRROR or _mirror()])], check=True, text=True)
-    # As in Python's own images, there are the headers of Python, without those of C that Debian's
-    # package depends on, and pip installs for the whole system.
+    # As in Python's official images, there are the headers of Python, without the C headers that
+    # Debian's package depends on, and pip installs system-wide.
     headers = "apt-get update; apt-get download libpython3.11-dev; dpkg -x libpython*.deb /"
     clean = "rm -r libpython*.deb /var/lib/apt/lists/*; apt-get clean"
     subprocess.run(["chroot", root, "sh", "-ec", f"cd /tmp; {headers}; {clean}"], check=True)
     (root / "usr/lib/python3.11/EXTERNALLY-MANAGED").unlink()
-    # No network of this machine's is in it, so that the build must take its sources from site/.
+    # Its package source is invalid, so that the build must use those in site/.
     (root / "etc/apt/sources.list").write_text("deb http://debian.invalid/debian bookworm main\n")
     name = "localhost/nemo-rl-test-python:3.11"
     with subprocess.Popen(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE) as packed:
@@ -76,33 +76,33 @@ def _mirror() -> str | None:
 
 @pytest.fixture(scope="module")
 def checkout(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy with the image to begin with, and what this machine's network asks for."""
+    """A copy that names the base image and has the files that this machine's network requires."""
     folder = copy_checkout(tmp_path_factory.mktemp("images") / "checkout")
     (folder / "deployment/images/arguments.txt").write_text(f"PYTHON_IMAGE={base}\n")
     wheels = os.environ.get("PIP_FIND_LINKS", "").split()
-    given = [
+    site_files = [
         *Path("/usr/local/share/ca-certificates").glob("*.crt"),
         *(wheel for each in wheels for wheel in Path(each).glob("*.whl")),
         *Path("/etc/apt/sources.list.d").glob("debian*.sources"),
     ]
-    for path in given:
+    for path in site_files:
         shutil.copy(path, folder / "deployment/images/site")
     return folder
 
 
 def podman_folder() -> str:
-    """Where its images lie."""
+    """Returns the folder of podman's images."""
     command = ["podman", "info", "--format", "{{.Store.GraphRoot}}"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def built(kind: str, checkout: Path) -> str:
-    """Builds an image as a user does; returns its name."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHON_IMAGE"}
+    """Builds an image as a user does and returns its name."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHON_IMAGE"}
     done = subprocess.run(
         ["deployment/images/build.sh", kind, "--", "--network", "host"],
         cwd=checkout,
-        env=kept | {"NEMO_RL_BUILDER": "podman"},
+        env=variables | {"NEMO_RL_BUILDER": "podman"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -117,7 +117,7 @@ def built(kind: str, checkout: Path) -> str:
 
 
 def run_in(image: str, command: str, *options: str) -> str:
-    """What a shell says in a container of the image that sees the code, and no network."""
+    """Returns the output of a shell in a container with the code and without a network."""
     done = subprocess.run(
         [
             *("podman", "run", "--rm", "--network=none", "--shm-size=2g"),
@@ -138,9 +138,9 @@ TOOLS = "gcc", "g++", "pytest", "mypy", "ruff"
 
 
 def installed_tools(image: str) -> set[str]:
-    """Those of a compiler's and of development that are there."""
-    found = run_in(image, f"id -u; for each in {' '.join(TOOLS)}; do command -v $each; done; true")
-    user, *paths = found.split()
+    """Returns the compilers and development tools that an image has."""
+    output = run_in(image, f"id -u; for each in {' '.join(TOOLS)}; do command -v $each; done; true")
+    user, *paths = output.split()
     assert user == "1000"
     return {Path(path).name for path in paths}
 
@@ -174,8 +174,8 @@ def test_laptop_runs_a_pipeline_with_ray_and_vllm(checkout: Path) -> None:
         '{"recipe": "sft_arithmetic", "sft": {"num_steps": 5}, '
         '"data": {"num_train": 512, "num_validation": 32}}'
     )
-    said = run_in(image, f"pyflyte run workflows/sft.py sft --config '{recipe}'")
-    assert "accuracy of train_sft" in said
+    output = run_in(image, f"pyflyte run workflows/sft.py sft --config '{recipe}'")
+    assert "accuracy of train_sft" in output
 
 
 FAKE_DRIVER = """
@@ -184,7 +184,7 @@ grep -o '\\bcu[A-Z][A-Za-z0-9]*' driver.c | sort -u | sed 's/.*/int &(void) { re
   gcc -shared -x c - -o /usr/local/nvidia/lib64/libcuda.so.1
 python -c 'from triton.backends.nvidia.driver import CudaUtils; CudaUtils(); print("compiled")'
 """
-"""Triton compiles what calls the driver, which lies where GKE mounts it, and loads it."""
+"""Triton compiles and loads code that calls the driver, which is where GKE mounts it."""
 
 ENGINE = """
 import torch, transformer_engine.pytorch as te
@@ -196,9 +196,9 @@ print(te.LayerNormLinear.__name__)
 
 
 def test_training_has_transformer_engine_and_runs_a_pipeline(checkout: Path) -> None:
-    """Without a GPU: by `dtensor` and `hf`, since Transformer Engine's AdamW and vLLM need one."""
+    """Uses `dtensor` and `hf`, since Transformer Engine's AdamW and vLLM need a GPU."""
     if (free := shutil.disk_usage(podman_folder()).free / 1e9) < GPU_IMAGE_GB:
-        pytest.skip(f"{free:.0f} GB are free, and {GPU_IMAGE_GB} are needed")
+        pytest.skip(f"{free:.0f} GB are free, but {GPU_IMAGE_GB} are needed")
     image = built("training", checkout)
     assert installed_tools(image) == {"gcc"}
     checked = run_in(image, "python -W ignore deployment/requirements/check_installed.py")
@@ -210,5 +210,5 @@ def test_training_has_transformer_engine_and_runs_a_pipeline(checkout: Path) -> 
         '{"recipe": "sft_arithmetic", "sft": {"num_steps": 5}, '
         '"data": {"num_train": 512, "num_validation": 32}, "generation": {"backend": "hf"}}'
     )
-    said = run_in(image, f"pyflyte run workflows/sft.py sft --config '{recipe}'")
-    assert "accuracy of train_sft" in said
+    output = run_in(image, f"pyflyte run workflows/sft.py sft --config '{recipe}'")
+    assert "accuracy of train_sft" in output

@@ -1,4 +1,4 @@
-"""Stages on Kubernetes through KubeRay's operator: how they end, and when their pods are gone."""
+"""Stages on Kubernetes with KubeRay's operator: how they end and when their pods are removed."""
 
 import logging
 import time
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tasks.evaluate import evaluate
-from tasks.platform.pods import STAGE_PID
-from tasks.platform.shapes import shape_of
+from tasks.pods.pods import STAGE_PID
+from tasks.pods.shapes import shape_of
 from tasks.train_sft import train_sft
 from tests.schemas.ray_job import ray_job
 from tests.workflows.cluster_bed.single_stage import SingleStage
@@ -19,9 +19,9 @@ from tests.workflows.kubernetes_bed import NAMESPACE, KubernetesBed, why_no_kube
 from tests.workflows.kubernetes_bed.propeller import Propeller
 from tests.workflows.test_cluster_bed import (
     SFT,
-    handed_over,
     inputs_of_sft,
-    trained_here,
+    last_saved_step,
+    train_locally,
     wait_for,
 )
 from tests.workflows.test_ray_jobs import compiled
@@ -45,11 +45,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesBed]
 
 
 class Job:
-    """A stage's RayJob with a driver of the test's own, from its creation on.
+    """A stage's RayJob with a custom driver, created on construction.
 
     Args:
-        driver: Python, as the stage's process.
-        changed: Keys of the RayJob's specification.
+        cluster: Cluster to create the RayJob in.
+        name: Name of the RayJob.
+        driver: Python source of the stage's process.
+        changed: Changed keys of the RayJob's specification.
     """
 
     def __init__(self, cluster: KubernetesBed, name: str, driver: str, **changed: Any) -> None:
@@ -62,8 +64,7 @@ class Job:
 
     @property
     def status(self) -> dict[str, Any]:
-        found = self.cluster.admin.get(f"{RAY_JOBS}/{self.name}").get("status") or {}
-        return dict(found)
+        return dict(self.cluster.admin.get(f"{RAY_JOBS}/{self.name}").get("status") or {})
 
     @property
     def how(self) -> str:
@@ -72,13 +73,13 @@ class Job:
 
     def wait(self, is_so: Callable[[], Any], what: str, seconds: float = 600) -> Any:
         deadline = time.monotonic() + seconds
-        while not (found := is_so()):
-            assert time.monotonic() < deadline, f"{self.name}: {what} did not come"
+        while not (result := is_so()):
+            assert time.monotonic() < deadline, f"{self.name}: {what} did not happen in time"
             time.sleep(0.1)
-        return found
+        return result
 
     def note(self, name: str) -> Path:
-        """A file that the driver writes, when it is there."""
+        """Waits for a file that the driver writes, and returns its path."""
         path = self.cluster.volume / f"{self.name}-{name}"
         self.wait(path.exists, name)
         return path
@@ -87,21 +88,21 @@ class Job:
         return [each["metadata"]["name"] for each in self.cluster.pods(self.name, kind)]
 
     def end(self) -> dict[str, Any]:
-        """The status in which it ends, when its cluster's pods are gone.
+        """Waits until it has ended and the pods of its cluster are gone.
 
         Returns:
-            What KubeRay says of it.
+            Its status.
         """
         self.wait(lambda: self.how in ENDED, "an end")
         self.wait(lambda: not self.pods("head") + self.pods("worker"), "the removal of its pods")
-        found = self.status
-        logger.info("%s: %s", self.name, {key: found.get(key) for key in STATES})
-        return found
+        status = self.status
+        logger.info("%s: %s", self.name, {key: status.get(key) for key in STATES})
+        return status
 
 
 STATES = ("jobDeploymentStatus", "jobStatus", "reason", "message")
 
-# What a stage's process is to its pod: a file with its id, and an end in order at SIGTERM.
+# Stand-in for a stage's process: writes a file with its id and stops cleanly on SIGTERM.
 STAGE = f"""
 import os, pathlib, signal, sys, time
 name = pathlib.Path(__file__).stem
@@ -116,7 +117,7 @@ signal.signal(signal.SIGTERM, stop)
 RUNS = STAGE + "note('begun' + str(time.time())); note('begun'); time.sleep(900)"
 
 
-def test_gpus_are_given_back_within_ten_seconds_of_a_stages_end(cluster: KubernetesBed) -> None:
+def test_gpus_are_released_within_ten_seconds_after_a_stage_ends(cluster: KubernetesBed) -> None:
     seconds = []
     for number in range(3):
         end = f"pathlib.Path({STAGE_PID!r}).unlink(); note('ended', time.time())"
@@ -132,7 +133,7 @@ def test_gpus_are_given_back_within_ten_seconds_of_a_stages_end(cluster: Kuberne
         at = float(ended.read_text())
         gone = {each: cluster.kubelet.ended[each] - at for each in (worker, head)}
         seconds.append((deleted - at, gone[worker], gone[head]))
-        # What the operator leaves: the RayJob, for Flyte to see, and the log of the submitter.
+        # The operator leaves the RayJob, for Flyte to read, and the log of the submitter.
         assert job.how == "Complete"
         assert len(job.pods()) == 1
     for each in seconds:
@@ -143,8 +144,8 @@ def test_gpus_are_given_back_within_ten_seconds_of_a_stages_end(cluster: Kuberne
     assert max(head for _, _, head in seconds) < 15
 
 
-def test_a_worker_whose_head_has_ended_leaves_at_once(cluster: KubernetesBed) -> None:
-    """By default Ray would ask that head for 30 s whether it may, and be killed by the kubelet."""
+def test_a_worker_ends_immediately_after_its_head(cluster: KubernetesBed) -> None:
+    """By default Ray would call the lost head for 30 s until the kubelet kills the worker."""
     job = Job(cluster, "headfirst", RUNS)
     job.note("begun")
     (head,), (worker,) = job.pods("head"), job.pods("worker")
@@ -160,20 +161,20 @@ def test_a_worker_whose_head_has_ended_leaves_at_once(cluster: KubernetesBed) ->
 
 
 def is_leaving(cluster: KubernetesBed, path: str) -> bool:
-    found = cluster.admin.find(path)
-    return found is None or "deletionTimestamp" in found["metadata"]
+    pod = cluster.admin.find(path)
+    return pod is None or "deletionTimestamp" in pod["metadata"]
 
 
 def test_a_driver_that_fails_fails_its_job(cluster: KubernetesBed) -> None:
     for code in (1, 143):
-        found = Job(cluster, f"exit{code}", f"raise SystemExit({code})").end()
-        assert found["jobDeploymentStatus"] == "Failed"
-        assert found["jobStatus"] == "FAILED"
-        assert found["reason"] == "AppFailed"
-        assert f"exit code {code}" in found["message"]
+        status = Job(cluster, f"exit{code}", f"raise SystemExit({code})").end()
+        assert status["jobDeploymentStatus"] == "Failed"
+        assert status["jobStatus"] == "FAILED"
+        assert status["reason"] == "AppFailed"
+        assert f"exit code {code}" in status["message"]
 
 
-def test_the_stage_of_a_drained_head_stops_in_order_and_its_job_fails(
+def test_the_stage_of_a_drained_head_stops_cleanly_and_its_job_fails(
     cluster: KubernetesBed,
 ) -> None:
     job = Job(cluster, "drained", RUNS)
@@ -182,31 +183,31 @@ def test_the_stage_of_a_drained_head_stops_in_order_and_its_job_fails(
     began = time.time()
     cluster.admin.request("DELETE", f"{PODS}/{head}")
     stopped = float(job.note("stopped").read_text())
-    found = job.end()
+    status = job.end()
     left = cluster.kubelet.ended[head] - began
     logger.info("the stage had SIGTERM after %.1f s, the head left %.1f s", stopped - began, left)
-    assert found["jobDeploymentStatus"] == "Failed"
-    # The operator asks the head once more after the submitter's end; where that has gone by then,
-    # it waits for 30 s.
-    assert found["reason"] in ("AppFailed", "JobDeploymentStatusTransitionGracePeriodExceeded")
+    assert status["jobDeploymentStatus"] == "Failed"
+    # The operator queries the head again after the submitter's end; if the head is gone by then, it
+    # waits for 30 s.
+    assert status["reason"] in ("AppFailed", "JobDeploymentStatusTransitionGracePeriodExceeded")
     assert starts(job) == 1
 
 
-def test_a_head_that_is_killed_is_not_replaced_and_its_job_fails(cluster: KubernetesBed) -> None:
+def test_a_killed_head_is_not_replaced_and_its_job_fails(cluster: KubernetesBed) -> None:
     job = Job(cluster, "headless", RUNS)
     job.note("begun")
     (head,) = job.pods("head")
     cluster.kubelet.processes(head).kill()
     began = time.time()
-    found = job.end()
+    status = job.end()
     logger.info("%.1f s after the head's end", time.time() - began)
-    assert found["jobDeploymentStatus"] == "Failed"
-    assert found["reason"] == "SubmissionFailed"
+    assert status["jobDeploymentStatus"] == "Failed"
+    assert status["reason"] == "SubmissionFailed"
     assert starts(job) == 1
     assert heads_made(cluster, job) == 1
 
 
-def test_a_worker_that_is_lost_is_replaced_and_the_stage_goes_on(cluster: KubernetesBed) -> None:
+def test_a_lost_worker_is_replaced_and_the_stage_continues(cluster: KubernetesBed) -> None:
     job = Job(cluster, "workerless", RUNS)
     job.note("begun")
     (worker,) = job.pods("worker")
@@ -214,21 +215,21 @@ def test_a_worker_that_is_lost_is_replaced_and_the_stage_goes_on(cluster: Kubern
     job.wait(lambda: job.pods("worker") not in ([], [worker]), "another worker")
     assert job.how == "Running"
     assert starts(job) == 1
-    # What Flyte does with an execution that is aborted.
+    # Flyte does the same when an execution is aborted.
     cluster.admin.request("DELETE", f"{RAY_JOBS}/{job.name}")
     job.note("stopped")
     job.wait(lambda: not job.pods(), "the removal of its pods")
 
 
-def test_the_cluster_of_a_run_that_lost_its_head_stays_as_it_is(cluster: KubernetesBed) -> None:
-    """`lifetime: run`: the next stage has to see it, and to make another (`run_cluster.py`)."""
+def test_the_cluster_of_a_run_that_lost_its_head_is_left_unchanged(cluster: KubernetesBed) -> None:
+    """With `lifetime: run` the next stage must notice it and create another (`run_cluster.py`)."""
     job = Job(cluster, "ofrun", RUNS, submissionMode="HTTPMode")
     job.note("begun")
     (head,) = job.pods("head")
     job.wait(lambda: job.status["rayClusterStatus"]["head"]["podName"] == head, "the head's name")
     cluster.kubelet.processes(head).kill()
     job.wait(lambda: job.pods("head") == [], "the removal of the head's pod")
-    time.sleep(20)  # several turns of the operator
+    time.sleep(20)  # several reconcile intervals of the operator
     assert job.how == "Running"
     assert heads_made(cluster, job) == starts(job) == 1
     assert job.status["rayClusterStatus"]["head"]["podName"] == head
@@ -236,7 +237,7 @@ def test_the_cluster_of_a_run_that_lost_its_head_stays_as_it_is(cluster: Kuberne
     job.wait(lambda: not job.pods(), "the removal of its pods")
 
 
-def test_a_stage_whose_head_is_drained_goes_on_from_its_save_in_the_next_attempt(
+def test_a_stage_whose_head_is_drained_resumes_from_its_save(
     cluster: KubernetesBed, own_store: Path, tmp_path: Path
 ) -> None:
     inputs = inputs_of_sft({**SFT, "num_steps": 200})
@@ -251,21 +252,21 @@ def test_a_stage_whose_head_is_drained_goes_on_from_its_save_in_the_next_attempt
 
             wait_for(lambda: stage.attempts or running.done(), lambda: None)
             assert not running.done(), running.exception()
-            wait_for(lambda: handed_over(propeller, stage.attempts[0]), ended)
+            wait_for(lambda: last_saved_step(propeller, stage.attempts[0]), ended)
             (head,) = cluster.pods("stage-n0-0", "head")
             cluster.admin.request("DELETE", f"{PODS}/{head['metadata']['name']}")
-            there = running.result()
-        first = handed_over(propeller, stage.attempts[0])
+            artifact = running.result()
+        first = last_saved_step(propeller, stage.attempts[0])
     assert [each.exit_code for each in stage.attempts] == [1, 0]
-    logger.info("the first attempt has left step %d to the second", first)
-    assert there["content_hash"] == trained_here(inputs).content_hash
+    logger.info("the second attempt resumed from step %d of the first", first)
+    assert artifact["content_hash"] == train_locally(inputs).content_hash
 
 
 def heads_made(cluster: KubernetesBed, job: Job) -> int:
-    """How many heads have started."""
+    """Returns the number of heads that have started."""
     return len([name for name in cluster.logs(job.name) if "-head-" in name])
 
 
 def starts(job: Job) -> int:
-    """How often the driver has begun."""
+    """Returns the number of times the driver has started."""
     return len(list(job.cluster.volume.glob(f"{job.name}-begun?*")))

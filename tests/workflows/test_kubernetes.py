@@ -1,6 +1,6 @@
-"""What Kubernetes' API server, with KubeRay's operator beside it, makes of manifests and rights.
+"""Manifests and rights on Kubernetes' API server with KubeRay's operator.
 
-No Ray runs here.
+Ray does not run here.
 """
 
 import json
@@ -18,15 +18,15 @@ import pytest
 import yaml
 
 from tasks.evaluate import evaluate
-from tasks.platform import site_pods
-from tasks.platform.pods import GPU, POD_NAME, SPOT
-from tasks.platform.shapes import laptop
+from tasks.pods import site_pods
+from tasks.pods.pods import GPU, POD_NAME, SPOT
+from tasks.pods.shapes import laptop
 from tasks.train_sft import train_sft
 from tests.commands import REPOSITORY
 from tests.schemas.ray_job import ray_job
 from tests.unit.tasks.test_deployment import DEPLOYMENT, VALUES, YAML, documents
+from tests.unit.tasks.test_inherited_settings import NODE, SITE, driver_of, pods_of
 from tests.unit.tasks.test_run_cluster import OWN_POD, cluster_of
-from tests.unit.tasks.test_taken_over import NODE, SITE, driver_of, pods_of
 from tests.workflows.cluster_bed import Pod
 from tests.workflows.cluster_bed.pod import VOLUME
 from tests.workflows.kubernetes_bed import (
@@ -50,7 +50,7 @@ pytestmark = [
 RAY_JOBS = f"/apis/ray.io/v1/namespaces/{NAMESPACE}/rayjobs"
 OF_OTHERS = ("monitoring.coreos.com/", "kueue.x-k8s.io/")
 KUEUE = "kueue/crd"
-"""Kueue's definitions (`config/components/crd/bases/` of its tag) beside the programs, if there."""
+"""Optional folder next to the programs with Kueue's CRDs (`config/components/crd/bases/`)."""
 MANIFESTS = [
     name
     for name in YAML
@@ -87,18 +87,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesBed]
 
 @pytest.fixture(scope="module")
 def flyte(cluster: KubernetesBed) -> Api:
-    """Flyte's propeller."""
+    """The API as Flyte's propeller accesses it."""
     return cluster.plane.as_account(*FLYTE)
 
 
 @pytest.fixture(scope="module")
 def stage(cluster: KubernetesBed) -> Api:
-    """A stage's pod."""
+    """The API as a stage's pod accesses it."""
     return cluster.plane.as_account(NAMESPACE, "default")
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_every_object_is_taken_with_all_of_its_keys(cluster: KubernetesBed, name: str) -> None:
+def test_every_object_is_accepted_with_all_of_its_keys(cluster: KubernetesBed, name: str) -> None:
     for each in documents(name):
         if "kind" in each and not each["apiVersion"].startswith(OF_OTHERS):
             namespace = "default" if name.startswith("sandbox/") else NAMESPACE
@@ -109,7 +109,7 @@ def test_every_object_is_taken_with_all_of_its_keys(cluster: KubernetesBed, name
 @pytest.mark.skipif(
     why_no_kubernetes() is None and not binary(KUEUE).exists(), reason=f"there is no {KUEUE}"
 )
-def test_kueue_takes_its_queue_and_priorities(cluster: KubernetesBed) -> None:
+def test_kueue_accepts_its_queue_and_priorities(cluster: KubernetesBed) -> None:
     for path in sorted(binary(KUEUE).glob("*.yaml")):
         for definition in objects_of(path):
             cluster.admin.create(definition)
@@ -127,7 +127,7 @@ def test_kueue_takes_its_queue_and_priorities(cluster: KubernetesBed) -> None:
 
 
 def knows(api: Api, made: Mapping[str, Any]) -> bool:
-    """Whether its kind is served."""
+    """Whether the API serves the object's kind."""
     try:
         return api.find(api.path_of(made, NAMESPACE)) is not None
     except ApiError:
@@ -136,7 +136,7 @@ def knows(api: Api, made: Mapping[str, Any]) -> bool:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("task", [train_sft, evaluate], ids=short_name)
-def test_the_job_of_a_stage_is_taken_from_flyte_with_all_of_its_keys(
+def test_the_job_of_a_stage_is_accepted_with_all_of_its_keys(
     flyte: Api, task: Any, shape: str
 ) -> None:
     job = ray_job(compiled(task, shape))
@@ -144,7 +144,7 @@ def test_the_job_of_a_stage_is_taken_from_flyte_with_all_of_its_keys(
     assert list(dropped(job, taken)) == []
 
 
-def test_what_kubernetes_does_not_take_is_found(cluster: KubernetesBed, flyte: Api) -> None:
+def test_invalid_keys_and_values_are_detected(cluster: KubernetesBed, flyte: Api) -> None:
     job = ray_job(compiled(train_sft))
     template = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
     template["spec"]["volumes"][0]["emptyDir"]["sizeLimt"] = "1Gi"
@@ -164,11 +164,13 @@ def test_what_kubernetes_does_not_take_is_found(cluster: KubernetesBed, flyte: A
 @pytest.mark.skipif(
     not all(map(shutil.which, ("kubectl", "envsubst"))), reason="needs kubectl and envsubst"
 )
-def test_the_commands_of_the_set_up_make_a_namespace_and_may_be_repeated(
+def test_setup_commands_create_a_namespace_and_can_be_repeated(
     cluster: KubernetesBed, tmp_path: Path
 ) -> None:
     namespace = "nemo-rl-staging"
-    page = " ".join((REPOSITORY / "docs/clusters.md").read_text().replace("\\\n", " ").split())
+    pages = sorted((REPOSITORY / "docs").glob("cluster*.md"))
+    text = "\n".join(path.read_text() for path in pages)
+    page = " ".join(text.replace("\\\n", " ").split())
     environment = {**os.environ, **VALUES, "NAMESPACE": namespace, "HOME": str(tmp_path)}
     environment["KUBECONFIG"] = str(cluster.plane.kubeconfig)
 
@@ -191,21 +193,21 @@ def test_the_commands_of_the_set_up_make_a_namespace_and_may_be_repeated(
     apply += 'kubectl apply --namespace "$NAMESPACE" --filename -'
     logs = "deployment/fill.sh deployment/production/logs.yaml | "
     logs += "kubectl apply --namespace flyte --filename -"
-    assert set(run(apply)) == {"created", "configured"}  # what belongs to no namespace is there
+    assert set(run(apply)) == {"created", "configured"}  # cluster-wide objects exist already
     assert set(run(apply)) == {"unchanged"}
     assert set(run(logs)) == {"created"}
     secrets = "--from-literal=client_secret=… --from-literal=oidc_client_secret=…"
     run(f"kubectl create --namespace flyte secret generic nemo-rl-auth {secrets}")
 
 
-def test_flyte_may_do_with_ray_jobs_what_it_does_and_nothing_else(flyte: Api) -> None:
+def test_flyte_has_exactly_the_rights_to_ray_jobs_that_it_uses(flyte: Api) -> None:
     every = {"create", "delete", "get", "list", "patch", "update", "watch"}
     assert allowed(flyte, NAMESPACE) == {
         ("ray.io", "rayjobs"): every,
         ("ray.io", "rayclusters"): every,
         ("ray.io", "rayjobs/status"): {"get"},
     }
-    # As its plugin manager does, over a job that waits.
+    # The requests of its plugin manager, for a job that waits.
     job = waiting_job("of-flyte")
     flyte.create(job, NAMESPACE)
     path = f"{RAY_JOBS}/of-flyte"
@@ -218,7 +220,7 @@ def test_flyte_may_do_with_ray_jobs_what_it_does_and_nothing_else(flyte: Api) ->
     wait(lambda: flyte.find(path) is None)
 
 
-def test_a_stage_may_make_and_remove_ray_jobs_of_its_namespace_and_list_nodes(stage: Api) -> None:
+def test_a_stage_may_create_and_delete_ray_jobs_in_its_namespace_and_list_nodes(stage: Api) -> None:
     nodes = {("", "nodes"): {"list"}}
     assert allowed(stage, NAMESPACE) == {
         ("ray.io", "rayjobs"): {"create", "delete", "get", "list"},
@@ -230,10 +232,10 @@ def test_a_stage_may_make_and_remove_ray_jobs_of_its_namespace_and_list_nodes(st
         stage.create(waiting_job("elsewhere"), "default")
 
 
-def test_the_quota_holds_gpus_and_lets_other_pods_in(cluster: KubernetesBed) -> None:
+def test_the_quota_limits_gpus_and_admits_other_pods(cluster: KubernetesBed) -> None:
     def pod(num_gpus: int) -> dict[str, Any]:
-        asked = {"nvidia.com/gpu": num_gpus} if num_gpus else {}
-        main = {"name": "main", "image": "none", "resources": {"limits": asked}}
+        limits = {"nvidia.com/gpu": num_gpus} if num_gpus else {}
+        main = {"name": "main", "image": "none", "resources": {"limits": limits}}
         return {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -249,7 +251,7 @@ def test_the_quota_holds_gpus_and_lets_other_pods_in(cluster: KubernetesBed) -> 
 
 @pytest.fixture
 def without_images(cluster: KubernetesBed) -> Iterator[None]:
-    """Pods are made and scheduled, and none starts."""
+    """Pods are created and scheduled, but do not start."""
     cluster.kubelet.can_pull = False
     yield
     cluster.kubelet.can_pull = True
@@ -257,7 +259,7 @@ def without_images(cluster: KubernetesBed) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["f1-n0-0", f"f1-n0-0-{'x' * 39}"])
 @pytest.mark.usefixtures("without_images")
-def test_pods_of_a_job_are_named_and_labelled_as_policies_and_logs_have_it(
+def test_pods_of_a_job_match_the_selectors_of_policies_and_logs(
     cluster: KubernetesBed, name: str
 ) -> None:
     job = ray_job(compiled(evaluate))
@@ -275,17 +277,17 @@ def test_pods_of_a_job_are_named_and_labelled_as_policies_and_logs_have_it(
         assert pod["metadata"]["labels"].items() >= selected
         (container,) = pod["spec"]["containers"]
         file = f"{pod['metadata']['name']}_{NAMESPACE}_{container['name']}-{'0' * 64}.log"
-        found = re.fullmatch(tags[1].replace("(?<", "(?P<"), file)
-        assert found is not None
-        assert found["execution"] == "f1"
+        match = re.fullmatch(tags[1].replace("(?<", "(?P<"), file)
+        assert match is not None
+        assert match["execution"] == "f1"
     services = cluster.admin.items(f"/api/v1/namespaces/{NAMESPACE}/services")
     (service,) = [each for each in services if each["metadata"]["name"].startswith(name[:20])]
-    assert service["spec"]["type"] == "ClusterIP"  # no port of the machines leads to a dashboard
+    assert service["spec"]["type"] == "ClusterIP"  # no port of a node leads to a dashboard
     remove(cluster, name)
 
 
 @pytest.mark.usefixtures("without_images")
-def test_a_job_waits_for_the_pod_that_finds_no_machine_and_holds_the_others(
+def test_a_job_with_an_unschedulable_pod_waits_and_keeps_its_other_pods(
     cluster: KubernetesBed,
 ) -> None:
     job = ray_job(compiled(train_sft, "cluster"))  # 8 and 4 GPUs; the machine has 8
@@ -300,7 +302,7 @@ def test_a_job_waits_for_the_pod_that_finds_no_machine_and_holds_the_others(
 
 
 @pytest.mark.usefixtures("without_images")
-def test_a_job_beyond_the_quota_holds_what_it_could_get_and_says_why(
+def test_a_job_beyond_the_quota_keeps_the_pods_it_got_and_reports_why(
     cluster: KubernetesBed,
 ) -> None:
     job = ray_job(compiled(train_sft, "cluster"))
@@ -310,8 +312,8 @@ def test_a_job_beyond_the_quota_holds_what_it_could_get_and_says_why(
     cluster.admin.create(job, NAMESPACE)
 
     def refusal() -> list[str]:
-        found = status(cluster, "f3-n0-0").get("rayClusterStatus", {}).get("conditions", [])
-        return [each["message"] for each in found if each["type"] == "ReplicaFailure"]
+        conditions = status(cluster, "f3-n0-0").get("rayClusterStatus", {}).get("conditions", [])
+        return [each["message"] for each in conditions if each["type"] == "ReplicaFailure"]
 
     wait(lambda: refusal() != [])
     assert "exceeded quota: nemo-rl-gpus" in refusal()[0]
@@ -321,7 +323,7 @@ def test_a_job_beyond_the_quota_holds_what_it_could_get_and_says_why(
 
 
 def unscheduled(cluster: KubernetesBed, job: str) -> list[str]:
-    """Why pods of a RayJob have no machine."""
+    """Returns the messages of pods of a RayJob that could not be scheduled."""
     return [
         each["message"]
         for pod in cluster.pods(job)
@@ -335,10 +337,10 @@ def remove(cluster: KubernetesBed, job: str) -> None:
     wait(lambda: not cluster.pods(job))
 
 
-def test_a_job_that_is_suspended_waits_without_a_pod(cluster: KubernetesBed) -> None:
-    """As Kueue's webhook makes it."""
+def test_a_suspended_job_waits_without_pods(cluster: KubernetesBed) -> None:
+    """Kueue's webhook creates jobs in this state."""
     cluster.admin.create(waiting_job("suspended"), NAMESPACE)
-    time.sleep(7)  # twice as long as the operator's turn
+    time.sleep(7)  # twice the operator's reconcile interval
     assert cluster.pods("suspended") == []
     clusters = f"/apis/ray.io/v1/namespaces/{NAMESPACE}/rayclusters"
     assert [each["metadata"]["name"] for each in cluster.admin.items(clusters)] == []
@@ -346,22 +348,22 @@ def test_a_job_that_is_suspended_waits_without_a_pod(cluster: KubernetesBed) -> 
     cluster.admin.request("DELETE", f"{RAY_JOBS}/suspended")
 
 
-def test_a_job_that_the_operator_refuses_says_why(cluster: KubernetesBed) -> None:
-    """The API server takes it."""
+def test_a_job_that_the_operator_refuses_reports_why(cluster: KubernetesBed) -> None:
+    """The API server accepts it."""
     job = waiting_job("refused")
     job["spec"]["shutdownAfterJobFinishes"] = False
     cluster.admin.create(job, NAMESPACE)
     wait(lambda: status(cluster, "refused").get("jobDeploymentStatus") is not None)
-    found = status(cluster, "refused")
-    assert found["jobDeploymentStatus"] == found["reason"] == "ValidationFailed"
-    assert "suspend" in found["message"]
+    refused = status(cluster, "refused")
+    assert refused["jobDeploymentStatus"] == refused["reason"] == "ValidationFailed"
+    assert "suspend" in refused["message"]
     cluster.admin.request("DELETE", f"{RAY_JOBS}/refused")
 
 
-def test_the_cluster_of_a_run_goes_with_its_execution(
+def test_the_cluster_of_a_run_is_removed_with_its_execution(
     cluster: KubernetesBed, stage: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`lifetime: run`: the stage makes the RayJob, and Kubernetes removes it with its owner."""
+    """With `lifetime: run` a stage creates the RayJob, and Kubernetes removes it with its owner."""
     cluster.admin.create(FLYTE_WORKFLOWS)
     path = f"/apis/flyte.lyft.com/v1alpha1/namespaces/{NAMESPACE}/flyteworkflows"
     wait(lambda: cluster.admin.find(path) is not None)
@@ -379,13 +381,13 @@ def test_the_cluster_of_a_run_goes_with_its_execution(
     wait(lambda: cluster.admin.find(f"{RAY_JOBS}/{run_cluster.name}") is None)
 
 
-def test_the_cluster_of_a_run_is_taken_with_a_site_that_gives_pods_variables(
+def test_the_cluster_of_a_run_is_accepted_when_the_site_sets_variables_of_pods(
     cluster: KubernetesBed,
     stage: Api,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """The stage's pod is as Kubernetes describes it, after its defaults and admission."""
+    """The stage's pod includes the defaults and admission changes of Kubernetes."""
     file = tmp_path / "pods.yaml"
     file.write_text(
         yaml.safe_dump({**SITE, "job": {"spot_training": True, "annotations": {"a": "1"}}})
@@ -410,8 +412,8 @@ def test_the_cluster_of_a_run_is_taken_with_a_site_that_gives_pods_variables(
         stage.create(job, NAMESPACE, dryRun="All")
 
 
-def test_a_pod_asks_kubernetes_with_its_account(cluster: KubernetesBed, tmp_path: Path) -> None:
-    """Every request of `tasks/platform/kubernetes_api.py`."""
+def test_a_pod_calls_kubernetes_with_its_account(cluster: KubernetesBed, tmp_path: Path) -> None:
+    """Every request of `tasks/ray_cluster/experimental/ray_job_api.py`."""
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "asks"}}
     main = {"name": "main", "image": "none"}
     spec = {"containers": [main], "schedulerName": "none"}
@@ -448,9 +450,9 @@ def test_a_pod_asks_kubernetes_with_its_account(cluster: KubernetesBed, tmp_path
 ASKS = """
 import json, sys
 from nemo_rl_core.errors import ResourceError
-from tasks.platform import kubernetes_api
-from tasks.platform.kubernetes_api import KubernetesApi
-api, job = KubernetesApi(), json.loads(sys.argv[1])
+from tasks.ray_cluster import kubernetes_api
+from tasks.ray_cluster.experimental.ray_job_api import RayJobApi
+api, job = RayJobApi(), json.loads(sys.argv[1])
 job["metadata"]["labels"] = {"of": "this"}
 print(api.own_pod()["metadata"]["name"], api.has_pod("asks"), api.has_pod("never"))
 api.create_ray_job(job)
@@ -459,7 +461,7 @@ print(api.ray_job("asked")["metadata"]["name"], api.ray_jobs("of=this"))
 api.delete_ray_job("asked", uid="of-another")
 print(api.ray_job("asked")["metadata"]["name"])
 api.delete_ray_job("asked", uid=api.ray_job("asked")["metadata"]["uid"])
-left = api.ray_job("asked")  # until the operator gives its finalizer up
+left = api.ray_job("asked")  # until the operator removes its finalizer
 print(left is None or "deletionTimestamp" in left["metadata"])
 api.delete_ray_job("never")
 print(api.ray_job("never"))
@@ -473,7 +475,7 @@ except ResourceError as error:
 
 
 def waiting_job(name: str) -> dict[str, Any]:
-    """A stage's RayJob, suspended."""
+    """Returns a suspended RayJob of a stage."""
     job = deepcopy(ray_job(compiled(evaluate)))
     job["metadata"]["name"] = name
     job["spec"]["suspend"] = True
@@ -481,12 +483,12 @@ def waiting_job(name: str) -> dict[str, Any]:
 
 
 def status(cluster: KubernetesBed, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = cluster.admin.get(f"{RAY_JOBS}/{name}").get("status") or {}
-    return found
+    content: dict[str, Any] = cluster.admin.get(f"{RAY_JOBS}/{name}").get("status") or {}
+    return content
 
 
 def wait(is_so: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
-        assert time.monotonic() < deadline, "it did not come"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The pipeline with Megatron-core over two tensor-parallel processes, and the conversion alone."""
+"""The pipeline with Megatron-core on two tensor-parallel processes, and the conversion workflow."""
 
 import json
 from collections.abc import Callable
@@ -46,8 +46,8 @@ def test_engine_and_trainer_agreed_at_every_step(megatron_run: Run) -> None:
         assert all(1 <= step["token_mult_prob_error"] < 1.001 for step in steps)
 
 
-def test_the_converted_model_is_the_one_that_was_trained(megatron_run: Run) -> None:
-    # Two ways out of Megatron: streamed at the save, and read off the native checkpoint.
+def test_the_converted_model_equals_the_trained_one(megatron_run: Run) -> None:
+    # Two ways to export from Megatron: streamed at the save, and read from the native checkpoint.
     streamed = load_folder(megatron_run.artifact("grpo_iteration 2") / "model")
     converted = load_folder(megatron_run.artifact("convert") / "model")
     assert streamed.keys() == converted.keys()
@@ -57,7 +57,7 @@ def test_the_converted_model_is_the_one_that_was_trained(megatron_run: Run) -> N
 
 
 def test_the_converted_model_loads_in_transformers(megatron_run: Run) -> None:
-    # That it loads in vLLM, `evaluate` has shown: it comes after the conversion.
+    # `evaluate`, which runs after the conversion, has shown that vLLM can load it.
     folder = megatron_run.artifact("convert") / "model"
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values())
@@ -75,7 +75,9 @@ def test_the_same_command_again_runs_nothing(
 
 
 @pytest.mark.thorough
-def test_the_conversion_alone(run_recipe: Callable[..., Run], tmp_path: Path) -> None:
+def test_the_conversion_workflow_preserves_all_weights(
+    run_recipe: Callable[..., Run], tmp_path: Path
+) -> None:
     run = run_recipe(None, tmp_path / "store", ("convert", "convert_model"))
     assert run.exit_code == 0, run.output[-3000:]
     assert run.stages("ran") == ["prepare_model", "prepare_data", "to_megatron", "convert"]
@@ -86,7 +88,7 @@ def test_the_conversion_alone(run_recipe: Callable[..., Run], tmp_path: Path) ->
 
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """All weights of a transformers folder."""
+    """Returns all weights of a transformers folder."""
     return {
         name: tensor
         for file in sorted(folder.glob("*.safetensors"))

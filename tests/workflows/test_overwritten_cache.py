@@ -1,4 +1,4 @@
-"""`--overwrite-cache` against Flyte's protocol on loopback: all runs, and the cache has the new."""
+"""`--overwrite-cache` on Flyte's protocol runs all tasks and replaces their cache entries."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.workflows.flyte_backend.containers import Container
 
 @task(cache=True, cache_version="1")
 def numbered(word: str) -> int:
-    """Its containers are the machine below, which returns how many there were."""
+    """Task whose output is set by `Counter`: the number of containers so far."""
     return -len(word)
 
 
@@ -25,7 +25,7 @@ def counting(word: str) -> int:
 
 
 class Counter:
-    """Ends each container at once, with its number as the output."""
+    """Ends each container immediately, with the number of containers as its output."""
 
     pid = 0
 
@@ -47,11 +47,11 @@ class Counter:
         return 0
 
     def remove(self) -> None:
-        """Leaves nothing."""
+        """Does nothing."""
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_run_may_replace_what_the_cache_has(tmp_path: Path, at_once: bool) -> None:
+def test_a_run_can_replace_cache_entries(tmp_path: Path, at_once: bool) -> None:
     with Backend(tmp_path / "flyte", machine=Counter(), at_once=at_once) as backend:
         remote = FlyteRemote(Config.auto(str(backend.config)), PROJECT, DOMAIN)
         images = ImageConfig(default_image=Image("unused", "unused", "0"))
@@ -64,5 +64,5 @@ def test_a_run_may_replace_what_the_cache_has(tmp_path: Path, at_once: bool) -> 
             ended = remote.wait(launched, poll_interval=0.1, sync_nodes=False)
             return int(ended.outputs["o0"])
 
-        found = [run(overwrite_cache=each) for each in (False, False, True, False)]
-    assert found == [1, 1, 2, 2]
+        outputs = [run(overwrite_cache=each) for each in (False, False, True, False)]
+    assert outputs == [1, 1, 2, 2]

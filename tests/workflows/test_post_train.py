@@ -1,4 +1,4 @@
-"""SFT, reward model, DPO and GRPO in one run of a few steps; then again with other settings."""
+"""SFT, reward model, DPO and GRPO in one run of a few steps, and a rerun with other settings."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def short(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(
+def first_run(
     short: dict[str, Any],
     run_recipe: Callable[..., Run],
     tmp_path_factory: pytest.TempPathFactory,
@@ -58,35 +58,39 @@ def whole(
     return finished
 
 
-def test_every_stage_runs_once(whole: Run) -> None:
+def test_every_stage_runs_once(first_run: Run) -> None:
     # DPO's pairs are those of the reward model, so the second asking for them is a hit.
-    assert whole.stages("ran") == STAGES
-    assert whole.stages("CACHED") == ["sample_pairs 1"]
+    assert first_run.stages("ran") == STAGES
+    assert first_run.stages("CACHED") == ["sample_pairs 1"]
 
 
-def test_dpo_begins_at_ln_2_with_cached_reference_logprobs(whole: Run) -> None:
-    first = whole.metrics("dpo_iteration 1")[0]
+def test_dpo_begins_at_ln_2_with_cached_reference_logprobs(first_run: Run) -> None:
+    first = first_run.metrics("dpo_iteration 1")[0]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert whole.metrics("train_reward_model")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first_run.metrics("train_reward_model")[0]["loss"] == pytest.approx(
+        math.log(2), abs=1e-6
+    )
 
 
-def test_grpo_maximizes_the_reward_model_that_was_trained_on_the_way(whole: Run) -> None:
-    manifest = json.loads((whole.artifact("grpo_iteration 1") / "manifest.json").read_text())
+def test_grpo_maximizes_the_reward_model_of_the_same_run(first_run: Run) -> None:
+    manifest = json.loads((first_run.artifact("grpo_iteration 1") / "manifest.json").read_text())
     parents = {parent["stage"] for parent in manifest["parents"]}
     assert {"train_reward_model", "dpo_iteration 1"} <= parents
     assert manifest["config"]["environment"]["kind"] == "reward_model"
-    rows = pd.read_parquet(whole.artifact("grpo_iteration 1") / "rollouts" / "step_000001.parquet")
+    rows = pd.read_parquet(
+        first_run.artifact("grpo_iteration 1") / "rollouts" / "step_000001.parquet"
+    )
     shares = [
         sum(character.isdigit() for character in text) / max(len(text), 1)
         for text in rows["completion"]
     ]
-    # Scored by the reward model, not by the function that the pairs were scored by.
+    # The reward model scores them, not the function that scored the pairs.
     assert not np.allclose(rows["reward"], shares, atol=1e-3)
     assert rows["reward"].nunique() > 1
 
 
-def test_the_model_knows_all_its_ancestors(whole: Run) -> None:
-    lineage = Path(whole.value("lineage:")).with_name("lineage.json")
+def test_the_lineage_has_all_ancestors_of_the_model(first_run: Run) -> None:
+    lineage = Path(first_run.value("lineage:")).with_name("lineage.json")
     stages = {row["stage"] for row in json.loads(lineage.read_text())}
     expected = {"prepare_model", "prepare_data train", "train_sft", "evaluate", "promote"}
     assert expected <= stages
@@ -94,7 +98,7 @@ def test_the_model_knows_all_its_ancestors(whole: Run) -> None:
 
 @pytest.mark.thorough
 def test_other_settings_of_dpo_find_pairs_and_logprobs_in_the_cache(
-    whole: Run, short: dict[str, Any], run_recipe: Callable[..., Run]
+    first_run: Run, short: dict[str, Any], run_recipe: Callable[..., Run]
 ) -> None:
     dpo = {
         "num_steps_per_iteration": 2,
@@ -102,7 +106,7 @@ def test_other_settings_of_dpo_find_pairs_and_logprobs_in_the_cache(
         "learning_rate": 2e-4,
         "loss": {"kind": "sigmoid", "beta": 0.3},
     }
-    again = run_recipe({**short, "dpo": dpo}, whole.store, POST_TRAIN)
+    again = run_recipe({**short, "dpo": dpo}, first_run.store, POST_TRAIN)
     assert again.exit_code == 0, again.output[-3000:]
     cached = again.stages("CACHED")
     assert cached[: len(STAGES[:9]) + 1] == [*STAGES[:8], "sample_pairs 1", STAGES[8]]

@@ -1,4 +1,4 @@
-"""The RayJobs that Flyte makes of stages are what KubeRay's pinned version takes."""
+"""KubeRay's pinned version accepts the RayJobs that Flyte makes of stages."""
 
 import re
 from collections import OrderedDict
@@ -17,9 +17,9 @@ from nemo_rl_core.errors import ConfigError
 from tasks.cluster_check import answer_from_training
 from tasks.evaluate import evaluate
 from tasks.grpo_iteration import grpo_iteration
-from tasks.platform import site_pods
-from tasks.platform.pods import GPU
-from tasks.platform.shapes import one_gpu, shape_of
+from tasks.pods import site_pods
+from tasks.pods.pods import GPU
+from tasks.pods.shapes import one_gpu, shape_of
 from tasks.train_sft import train_sft
 from tests.commands import REPOSITORY
 from tests.schemas import problems, schema
@@ -45,8 +45,8 @@ STAGES = [train_sft, grpo_iteration, evaluate]
 
 
 @pytest.fixture
-def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes a file of that text the site's."""
+def use_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Returns a function that sets the text of the site's file."""
 
     def write(text: str) -> None:
         (tmp_path / "pods.yaml").write_text(text)
@@ -57,7 +57,7 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
 
 
 def compiled(stage: Any, shape: str = "laptop") -> Any:
-    """The template of a stage on a shape."""
+    """Returns the template of a stage on a shape."""
     on_shape = stage.on_shape(shape_of(SHAPES[shape]))
     return get_serializable(OrderedDict(), SETTINGS, on_shape).to_flyte_idl().template
 
@@ -68,7 +68,7 @@ def short_name(stage: Any) -> str:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES, ids=short_name)
-def test_kuberay_takes_the_job_of_every_stage(stage: Any, shape: str) -> None:
+def test_kuberay_accepts_the_job_of_every_stage(stage: Any, shape: str) -> None:
     job = ray_job(compiled(stage, shape))
     assert list(problems(job, KUBERAY)) == []
     assert len(job["metadata"]["name"]) <= 47
@@ -81,7 +81,7 @@ def test_kuberay_takes_the_job_of_every_stage(stage: Any, shape: str) -> None:
     assert "pyflyte-execute" in job["spec"]["entrypoint"]
 
 
-def test_what_kuberay_does_not_take_of_a_job_is_found() -> None:
+def test_invalid_parts_of_a_job_are_detected() -> None:
     job = ray_job(compiled(train_sft))
     job["spec"]["ttlSecondsAfterFinish"] = job["spec"].pop("ttlSecondsAfterFinished")
     job["spec"]["suspend"] = "true"
@@ -92,26 +92,26 @@ def test_what_kuberay_does_not_take_of_a_job_is_found() -> None:
         "spec.rayClusterSpec.headGroupSpec.template.spec.volumes[0].emptyDir.sizeLimt: no such key",
         "spec.rayClusterSpec.workerGroupSpecs[0].template: is missing",
         "spec.ttlSecondsAfterFinish: no such key",
-        "spec.suspend: 'true' is no boolean",
+        "spec.suspend: 'true' is not of type boolean",
     ]
 
 
-def test_a_job_has_no_label_or_spot_unless_the_site_says_so() -> None:
+def test_a_job_has_labels_and_spot_only_if_the_site_sets_them() -> None:
     template = compiled(train_sft)
     assert ray_job(template)["metadata"]["labels"] == {}
     assert not template.metadata.interruptible
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kueue_has_its_labels_on_the_job_and_on_no_pod(
-    says: Callable[[str], None], shape: str
+def test_labels_of_kueue_are_on_the_job_and_not_on_pods(
+    use_site: Callable[[str], None], shape: str
 ) -> None:
-    says(example_with("priority-class"))
+    use_site(example_with("priority-class"))
     for stage in STAGES:
         job = ray_job(compiled(stage, shape))
         assert list(problems(job, KUBERAY)) == []
         assert job["metadata"]["labels"] == QUEUE
-        # What Kueue's webhook asks of a RayJob that it suspends and starts.
+        # Requirements of Kueue's webhook for a RayJob that it suspends and starts.
         cluster = job["spec"]["rayClusterSpec"]
         assert job["spec"]["shutdownAfterJobFinishes"]
         assert not cluster["enableInTreeAutoscaling"]
@@ -122,7 +122,7 @@ def test_kueue_has_its_labels_on_the_job_and_on_no_pod(
 
 
 def queue_of(name: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """The resources of a file's queue of Kueue, and its flavors, each with its quotas by name."""
+    """Returns the resources of a file's Kueue queue, and its flavors with their quotas by name."""
     (queue,) = [each for each in documents(name) if each["kind"] == "ClusterQueue"]
     (group,) = queue["spec"]["resourceGroups"]
     flavors = {
@@ -131,16 +131,16 @@ def queue_of(name: str) -> tuple[list[str], list[dict[str, Any]]]:
         for each in documents(file)
         if each["kind"] == "ResourceFlavor"
     }
-    found = []
+    with_quotas = []
     for each in group["flavors"]:
         quotas = {quota["name"]: quota["nominalQuota"] for quota in each["resources"]}
         assert [*quotas] == group["coveredResources"]
-        found.append({**flavors[each["name"]], "quotas": quotas})
-    return group["coveredResources"], found
+        with_quotas.append({**flavors[each["name"]], "quotas": quotas})
+    return group["coveredResources"], with_quotas
 
 
-def asked_by_pods(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """The specs of all pods of a RayJob, head and submitter among them."""
+def pod_specs(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the specs of all pods of a RayJob, including head and submitter."""
     cluster = job["spec"]["rayClusterSpec"]
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     templates = [job["spec"]["submitterPodTemplate"], *(each["template"] for each in groups)]
@@ -153,7 +153,7 @@ def not_counted() -> tuple[str, ...]:
     return tuple(config["resources"]["excludeResourcePrefixes"])
 
 
-def test_kueue_has_the_queue_that_the_example_names() -> None:
+def test_the_queue_of_the_example_exists() -> None:
     objects = {
         (each["kind"], each["metadata"]["name"]): each
         for each in documents("production/kueue.yaml")
@@ -166,55 +166,57 @@ def test_kueue_has_the_queue_that_the_example_names() -> None:
 
 
 def examples() -> list[str]:
-    """Everything that the file's comment and the page show of `deployment/pods.yaml`."""
+    """Returns all examples for `deployment/pods.yaml` in its comment and on the page."""
     shipped = site_pods.FILE.read_text()
-    found = [each.replace("#   ", "") for each in re.findall(r"(?:^#   .*\n)+", shipped, re.M)]
+    texts = [each.replace("#   ", "") for each in re.findall(r"(?:^#   .*\n)+", shipped, re.M)]
     page = (REPOSITORY / "docs/clusters.md").read_text()
-    found += re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    return [text for text in found if re.match(rf"(?:{'|'.join(site_pods.GROUPS)}):\s", text)]
+    texts += re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return [text for text in texts if re.match(rf"(?:{'|'.join(site_pods.GROUPS)}):\s", text)]
 
 
-def test_the_examples_are_those_of_both_texts() -> None:
+def test_examples_include_those_of_the_file_and_the_page() -> None:
     together = "\n".join(examples())
     for word in ("rdma/ib", "vpc.amazonaws.com/efa", RACK, "weights:", "matchLabelKeys"):
         assert word in together
 
 
 @pytest.mark.parametrize("example", ["{}", *examples()])
-def test_the_queue_covers_what_pods_ask_for(says: Callable[[str], None], example: str) -> None:
-    """Kueue never admits a pod that asks for a resource that is neither covered nor excluded."""
-    says(example)
+def test_the_queue_covers_the_requests_of_pods(
+    use_site: Callable[[str], None], example: str
+) -> None:
+    """Kueue never admits a pod that requests a resource that is neither covered nor excluded."""
+    use_site(example)
     covered, _ = queue_of("production/kueue.yaml")
     for stage in STAGES:
-        for spec in asked_by_pods(ray_job(compiled(stage, "cluster"))):
+        for spec in pod_specs(ray_job(compiled(stage, "cluster"))):
             (container,) = spec["containers"]
-            for asked in container["resources"]["requests"]:
-                assert asked in covered or asked.startswith(not_counted()), asked
+            for name in container["resources"]["requests"]:
+                assert name in covered or name.startswith(not_counted()), name
 
 
 @pytest.mark.parametrize("example", examples())
-def test_a_topology_is_asked_for_only_with_its_objects(
-    says: Callable[[str], None], example: str
+def test_a_topology_is_requested_only_if_its_objects_exist(
+    use_site: Callable[[str], None], example: str
 ) -> None:
-    """Kueue never admits pods with a level of a topology that no flavor with a quota has."""
-    says(example)
+    """Kueue never admits pods that require a topology level without a flavor that has a quota."""
+    use_site(example)
     groups = ray_job(compiled(train_sft, "cluster"))["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    found = [group["template"]["metadata"]["annotations"].get(RACK) for group in groups]
-    asked = {each for each in found if each is not None}
-    # kueue.yaml alone, of which the example with a priority is, has no topology.
-    assert bool(asked) == (RACK in example and "priority-class" not in example)
+    annotations = [group["template"]["metadata"]["annotations"].get(RACK) for group in groups]
+    required = {each for each in annotations if each is not None}
+    # The example with a priority uses only kueue.yaml, which has no topology.
+    assert bool(required) == (RACK in example and "priority-class" not in example)
     (topology,) = [
         each for each in documents("production/kueue_topology.yaml") if each["kind"] == "Topology"
     ]
     levels = [each["nodeLabel"] for each in topology["spec"]["levels"]]
-    assert asked <= {*levels}
+    assert required <= {*levels}
     assert levels[-1] == "kubernetes.io/hostname"
 
 
-def test_workers_with_gpus_have_the_flavor_of_the_racks_and_others_the_other() -> None:
-    """By Kueue: the first flavor whose taints a pod tolerates, and of which there is a quota."""
+def test_only_workers_with_gpus_get_the_flavor_of_the_racks() -> None:
+    """Kueue picks the first flavor with a quota whose taints a pod tolerates."""
     covered, (racks, other) = queue_of("production/kueue_topology.yaml")
-    before, (alone,) = queue_of("production/kueue.yaml")
+    before, (single,) = queue_of("production/kueue.yaml")
     assert covered == before
     (topology,) = [
         each["metadata"]["name"]
@@ -222,56 +224,61 @@ def test_workers_with_gpus_have_the_flavor_of_the_racks_and_others_the_other() -
         if each["kind"] == "Topology"
     ]
     assert racks["topologyName"] == topology
-    assert racks["nodeLabels"]  # a rule of its definition, which Kubernetes 1.20 passes over
-    assert racks["quotas"] == alone["quotas"]
-    assert other["quotas"] == {**alone["quotas"], GPU: 0}
+    assert racks["nodeLabels"]  # a rule of its CRD that Kubernetes 1.20 does not check
+    assert racks["quotas"] == single["quotas"]
+    assert other["quotas"] == {**single["quotas"], GPU: 0}
     (taint,) = racks["nodeTaints"]
-    for spec in asked_by_pods(ray_job(compiled(train_sft, "cluster"))):
+    for spec in pod_specs(ray_job(compiled(train_sft, "cluster"))):
         tolerated = [each["key"] for each in spec.get("tolerations", [])]
         has_gpus = GPU in spec["containers"][0]["resources"]["requests"]
         assert (taint["key"] in tolerated) == has_gpus
 
 
-def test_a_label_of_the_execution_comes_before_that_of_the_site(
-    says: Callable[[str], None],
+def test_labels_of_the_execution_override_those_of_the_site(
+    use_site: Callable[[str], None],
 ) -> None:
-    """`pyflyte run --remote --labels`: one run with another priority."""
-    says(example_with("priority-class"))
+    """`pyflyte run --remote --labels` gives one run another priority."""
+    use_site(example_with("priority-class"))
     urgent = {"kueue.x-k8s.io/priority-class": "urgent"}
     job = ray_job(compiled(train_sft), execution_labels=urgent)
     assert job["metadata"]["labels"] == QUEUE | urgent
 
 
-def test_machines_of_one_rack_are_those_of_one_cluster(says: Callable[[str], None]) -> None:
-    says(example_with("matchLabelKeys"))
+def test_the_affinity_to_a_rack_applies_to_workers_of_one_cluster(
+    use_site: Callable[[str], None],
+) -> None:
+    use_site(example_with("matchLabelKeys"))
     job = ray_job(compiled(train_sft, "cluster"))
     assert list(problems(job, KUBERAY)) == []
     (group, other) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     for each in (group, other):
         affinity = each["template"]["spec"]["affinity"]["podAffinity"]
         (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
-        # A gang's own workers, by KubeRay's labels: neither those of a stage in another rack, nor
-        # its head, which was placed before; a machine outside of all racks would bar the workers.
+        # KubeRay's labels select the workers of one cluster, but not its head: if that were on a
+        # machine outside all racks, no worker could be scheduled.
         assert term["matchLabelKeys"] == ["ray.io/cluster"]
         assert term["labelSelector"] == {"matchLabels": {"ray.io/node-type": "worker"}}
     assert "affinity" not in job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
 
 
-def test_spot_is_for_what_goes_on_from_a_save(says: Callable[[str], None]) -> None:
-    says("job: {spot_training: true}")
-    found = {
+def test_only_stages_that_can_resume_run_on_spot_machines(use_site: Callable[[str], None]) -> None:
+    use_site("job: {spot_training: true}")
+    metadata = {
         short_name(stage): (compiled(stage).metadata, compiled(stage, "one_gpu").metadata)
         for stage in (train_sft, evaluate, answer_from_training)
     }
-    assert [each.interruptible for each in found["train_sft"]] == [True, True]
-    assert [each.interruptible for each in found["evaluate"]] == [True, True]  # always was
-    assert [each.interruptible for each in found["answer_from_training"]] == [False, False]
-    # All but the last of its attempts: Flyte's interruptible-failure-threshold is -1.
-    assert found["train_sft"][0].retries.retries == 5
+    assert [each.interruptible for each in metadata["train_sft"]] == [True, True]
+    assert [each.interruptible for each in metadata["evaluate"]] == [
+        True,
+        True,
+    ]  # always
+    assert [each.interruptible for each in metadata["answer_from_training"]] == [False, False]
+    # This applies to all attempts but the last: Flyte's interruptible-failure-threshold is -1.
+    assert metadata["train_sft"][0].retries.retries == 5
 
 
-def test_a_local_run_does_not_look_at_it(says: Callable[[str], None]) -> None:
-    says("job: {")
+def test_a_local_run_ignores_the_site(use_site: Callable[[str], None]) -> None:
+    use_site("job: {")
     with pytest.raises(ConfigError, match="it cannot be read"):
         compiled(train_sft)
     context = FlyteContextManager.current_context()

@@ -1,7 +1,7 @@
-"""Every algorithm's default recipe, to its end: it learns on rows that it has not seen.
+"""Every algorithm's default recipe improves on held-out rows.
 
-Minutes each, so not part of `make test`; `make test-slow` runs them, one after the other in one
-store, where later recipes find the stages that earlier ones share with them.
+They take minutes each, so they are not part of `make test`. `make test-slow` runs them one after
+another in one store, where later recipes reuse stages of earlier ones.
 """
 
 import json
@@ -33,25 +33,25 @@ def learn(store: Path, run_recipe: Callable[..., Run]) -> Callable[..., Run]:
 
 
 def parents(folder: Path, kind: str) -> list[Path]:
-    """The artifacts of that kind that one was made from."""
-    found = json.loads((folder / "manifest.json").read_text())["parents"]
-    return [Path(parent["path"]) for parent in found if parent["kind"] == kind]
+    """Returns the parents of an artifact that have this kind."""
+    parents = json.loads((folder / "manifest.json").read_text())["parents"]
+    return [Path(parent["path"]) for parent in parents if parent["kind"] == kind]
 
 
 def promotion(run: Run) -> Path:
-    """What `promote` left."""
+    """Returns the folder of the run's promotion."""
     (folder,) = parents(Path(run.value("model:")).parent, "promotion")
     return folder
 
 
 def decision(run: Run) -> dict[str, float]:
-    """What `promote` found: the paired difference of greedy accuracies with its interval."""
+    """Returns the paired difference of greedy accuracies with its interval."""
     figures: dict[str, float] = json.loads((promotion(run) / "decision.json").read_text())
     return figures
 
 
 def evaluations(run: Run) -> list[dict[str, float]]:
-    """What was measured, the less accurate model first."""
+    """Returns the metrics of both models, the less accurate one first."""
     folders = parents(promotion(run), "evaluation")
     figures = [json.loads((folder / "metrics.json").read_text()) for folder in folders]
     return sorted(figures, key=lambda each: each["greedy_accuracy"])
@@ -85,8 +85,8 @@ def test_a_game_of_several_turns(learn: Callable[..., Run]) -> None:
 def test_dpo(learn: Callable[..., Run]) -> None:
     run = learn("dpo", "dpo")
     first, *_, last = run.metrics("dpo_iteration 1")
-    # The policy still is the reference, whose logprobs come from the cache. Besides DPO's own loss
-    # the recipe has a supervised term.
+    # The policy still equals the reference, whose logprobs come from the cache. The recipe adds a
+    # supervised term to DPO's loss.
     assert first["loss"] - first["sft_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert last["accuracy"] > 0.6
     assert last["margin"] > 0

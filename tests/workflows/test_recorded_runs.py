@@ -1,4 +1,4 @@
-"""Real runs as the store's database has them: a first run, its cached rerun, a killed one."""
+"""Records of real runs in the store's database: a first run, its cached rerun, a killed run."""
 
 import json
 import os
@@ -50,9 +50,9 @@ def edges_of(history: History, execution: str) -> set[tuple[str, str, str, str]]
 
 
 def nemo_rl(store: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    """The command of a user."""
+    """Runs the user's command."""
     return subprocess.run(
-        [sys.executable, "-c", "from tasks.cli import main; main()", *words],
+        [sys.executable, "-c", "from workflows.cli import main; main()", *words],
         env={**os.environ, "NEMO_RL_HOME": str(store)},
         capture_output=True,
         text=True,
@@ -74,7 +74,7 @@ def test_a_run_and_its_cached_rerun(
         assert edges_of(history, first.id) == edges_of(history, rerun.id)
         before = [node for node in history.nodes(first.id) if node.name in STAGES]
         after = [node for node in history.nodes(rerun.id) if node.name in STAGES]
-        assert len(before) == len(after) == 10  # evaluate comes twice
+        assert len(before) == len(after) == 10  # evaluate runs twice
         assert {node.state for node in before} == {"succeeded"}
         assert {node.state for node in after} == {"cached"}
         assert [node.cached_from for node in after] == [node.id for node in before]
@@ -103,28 +103,30 @@ def test_a_killed_run_is_aborted_and_the_next_one_resumed(
         assert (killed.state, resumed.state) == ("aborted", "succeeded")
         (broken,) = [n for n in history.nodes(killed.id) if n.name == "grpo_iteration 2"]
         assert broken.state == "aborted"
-        (whole,) = [n for n in history.nodes(resumed.id) if n.name == "grpo_iteration 2"]
-        (attempt,) = history.node(whole.id).attempts
+        (finished,) = [n for n in history.nodes(resumed.id) if n.name == "grpo_iteration 2"]
+        (attempt,) = history.node(finished.id).attempts
         assert attempt.resumed_from_step == 20  # of the 24 of both iterations
         done = [step for step, _ in history.metrics(broken.id)["reward"]]
         assert done[0] == 13 and done[-1] >= 20
-        again = [step for step, _ in history.metrics(whole.id)["reward"]]
+        again = [step for step, _ in history.metrics(finished.id)["reward"]]
         assert again == list(range(21, 25))
 
 
 @pytest.mark.thorough
-def test_a_checkpoint_is_reproduced_to_the_bit(
+def test_a_reproduced_checkpoint_is_bitwise_identical(
     recipe: dict[str, Any], run_recipe: Callable[..., Any], tmp_path: Path
 ) -> None:
     small = {key: value for key, value in recipe.items() if key != "grpo"}
     made = run_recipe(small, tmp_path / "store", ("sft", "sft"))
     assert made.exit_code == 0, made.output[-3000:]
     trained = made.artifact("train_sft")
-    found = nemo_rl(tmp_path / "store", "reproduce", trained.name, "--store", str(tmp_path / "new"))
-    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
-    assert f"EQUAL to the bit: {trained.name}" in found.stdout
-    assert "tensors of weights" in found.stdout
-    # In the new store it really was made again, and nothing that comes after it.
+    reproduced = nemo_rl(
+        tmp_path / "store", "reproduce", trained.name, "--store", str(tmp_path / "new")
+    )
+    assert reproduced.returncode == 0, reproduced.stdout[-2000:] + reproduced.stderr[-2000:]
+    assert f"bitwise identical: {trained.name}" in reproduced.stdout
+    assert "tensors of weights" in reproduced.stdout
+    # The new store has it and its ancestors, but no later stage.
     made_again = {
         json.loads(path.read_text())["stage"]
         for path in (tmp_path / "new/artifacts").glob("*/manifest.json")
@@ -134,7 +136,7 @@ def test_a_checkpoint_is_reproduced_to_the_bit(
 
 
 @pytest.mark.thorough
-def test_two_runs_at_once_are_both_whole(
+def test_two_concurrent_runs_are_both_complete(
     recipe: dict[str, Any], run_recipe: Callable[..., Any], tmp_path: Path
 ) -> None:
     small = {key: value for key, value in recipe.items() if key != "grpo"}

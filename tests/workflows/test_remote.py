@@ -1,7 +1,7 @@
-"""A user's commands against a cluster, as far as one fits here: register, launch, fail, go on.
+"""A user's commands on a cluster: register, launch, fail, resume.
 
-The services and the walk through the graph are `flyte_backend`'s; the client, the code that is
-shipped, the containers' commands, Ray, vLLM and the training are real.
+The services and the execution of graphs are those of `flyte_backend`. The client, the shipped code,
+the containers' commands, Ray, vLLM and the training are real.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from nemo_rl_core.history.ancestry import of_folder
+from nemo_rl_core.history.ancestry import folder_ancestry
 from nemo_rl_core.history.cluster import import_folders
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.store.git import git_state
@@ -55,7 +55,7 @@ def _start(backend: Backend, home: Path, *arguments: str) -> "subprocess.Popen[s
 
 
 def _launch(backend: Backend, home: Path) -> "subprocess.Popen[str]":
-    # All of the code travels: stages import most of it within their bodies.
+    # All code is shipped, since stages import most of it in their bodies.
     flags = ["--remote", "--wait", "--poll-interval", "1", "--copy", "all"]
     recipe = ["--config", json.dumps(SMALL)]
     return _start(backend, home, "run", *flags, "workflows/grpo.py", "grpo", *recipe)
@@ -64,32 +64,32 @@ def _launch(backend: Backend, home: Path) -> "subprocess.Popen[str]":
 def _wait_for(what: Callable[[], Any], process: "subprocess.Popen[str]") -> Any:
     deadline = time.monotonic() + 500
     while time.monotonic() < deadline:
-        found = what()
-        if found:
-            return found
+        result = what()
+        if result:
+            return result
         assert process.poll() is None, process.communicate()[0][-3000:]
         time.sleep(0.05)
-    raise TimeoutError("it did not come")
+    raise TimeoutError("the condition was not met in time")
 
 
 def _output(execution: ExecutionRecord, name: str) -> dict[str, Any]:
-    """A record that the workflow returned."""
-    found: dict[str, Any] = msgpack.loads(execution.outputs.literals[name].scalar.binary.value)
-    return found
+    """Returns a record among the workflow's outputs."""
+    record: dict[str, Any] = msgpack.loads(execution.outputs.literals[name].scalar.binary.value)
+    return record
 
 
-def _assert_one_folder_tells_all(
+def _assert_folder_has_full_lineage(
     backend: Backend, execution: ExecutionRecord, local: Any, home: Path
 ) -> None:
-    """The exported model alone, downloaded, names what the local run's model came from."""
+    """Asserts that the downloaded model names the same ancestors as the local run's model."""
     bucket = Path(_output(execution, "model")["directory"]["path"])
     model = home / "downloaded" / "my model"
     shutil.copytree(bucket, model)
-    # Neither the bucket nor the pods are at hand where it is looked at.
+    # The ancestry must not be read from the bucket or the pods.
     aside = bucket.parents[3].rename(bucket.parents[3].with_name("aside"))
     try:
-        graph = of_folder(model)
-        (there,) = import_folders(Store(home / "laptop"), [model])
+        graph = folder_ancestry(model)
+        (imported,) = import_folders(Store(home / "laptop"), [model])
     finally:
         aside.rename(bucket.parents[3])
     with History(Store(local.store)) as history:
@@ -103,14 +103,14 @@ def _assert_one_folder_tells_all(
     commit = git_state(REPOSITORY)
     for each in graph.artifacts:
         assert each.artifact is not None
-        assert each.execution == execution.name == there
+        assert each.execution == execution.name == imported
         assert each.artifact.manifest["git_commit"] == commit.commit, each.id
     with History(Store(home / "laptop")) as history:
-        (iteration,) = [n for n in history.nodes(there) if n.task.endswith("grpo_iteration")]
+        (iteration,) = [n for n in history.nodes(imported) if n.task.endswith("grpo_iteration")]
         assert history.node(iteration.id).attempts[0].number == 2
 
 
-def test_everything_registers_and_registers_again(backend: Backend, tmp_path: Path) -> None:
+def test_everything_can_be_registered_repeatedly(backend: Backend, tmp_path: Path) -> None:
     first = _start(backend, tmp_path, "register", "workflows")
     assert first.wait(300) == 0, first.communicate()[0]
     names = {name for name, _ in backend.workflows}
@@ -121,15 +121,15 @@ def test_everything_registers_and_registers_again(backend: Backend, tmp_path: Pa
     }
     assert modules <= {name.split(".")[1] for name in names}
     assert names <= {spec.workflow_id.name for spec in backend.launch_plans.values()}
-    counted = len(backend.tasks), len(backend.workflows), len(backend.launch_plans)
+    counts = len(backend.tasks), len(backend.workflows), len(backend.launch_plans)
 
     again = _start(backend, tmp_path, "register", "workflows")
     assert again.wait(300) == 0, again.communicate()[0]
-    assert counted == (len(backend.tasks), len(backend.workflows), len(backend.launch_plans))
+    assert counts == (len(backend.tasks), len(backend.workflows), len(backend.launch_plans))
 
 
-def test_pyflyte_waits_for_what_it_has_launched(backend: Backend, tmp_path: Path) -> None:
-    """The listing of nodes that `--wait` asks for, which pipelines need, on a task of a line."""
+def test_pyflyte_waits_for_its_launch(backend: Backend, tmp_path: Path) -> None:
+    """`--wait` requests a listing of nodes; a tiny workflow suffices to test it."""
     lines = ["from flytekit import task, workflow", "@task", "def add(a: int) -> int: return a + 1"]
     lines += ["@workflow", "def sums(a: int = 1) -> int: return add(a=add(a=a))"]
     (tmp_path / "sums.py").write_text("\n".join(lines))
@@ -144,26 +144,26 @@ def test_pyflyte_waits_for_what_it_has_launched(backend: Backend, tmp_path: Path
     assert len(execution.nodes) == 2
 
 
-def test_nemo_rl_run_sends_all_of_the_code_and_the_recipe(backend: Backend, tmp_path: Path) -> None:
-    where = ["--config", backend.config, "--project", "flytesnacks", "--domain", "development"]
-    command = [PYFLYTE.with_name("nemo-rl"), "run", "sft", "seed=3", "--remote", *where]
+def test_nemo_rl_run_sends_all_code_and_the_recipe(backend: Backend, tmp_path: Path) -> None:
+    options = ["--config", backend.config, "--project", "flytesnacks", "--domain", "development"]
+    command = [PYFLYTE.with_name("nemo-rl"), "run", "sft", "seed=3", "--remote", *options]
     ran = subprocess.run(
         command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     (execution,) = backend.executions.values()
     assert execution.launch_plan == "workflows.sft.sft"
-    given = msgpack.loads(execution.inputs.literals["config"].scalar.binary.value)
-    assert given["seed"] == 3
+    config = msgpack.loads(execution.inputs.literals["config"].scalar.binary.value)
+    assert config["seed"] == 3
     (archive,) = (tmp_path / "flyte/blobs/uploads").rglob("*.tar.gz")
     with tarfile.open(archive) as opened:
         sent = set(opened.getnames())
-    # What no import of the workflow has reached.
+    # These files are not reached by imports of the workflow.
     assert {"deployment/pods.yaml", "nemo_rl_core/algorithms/sft/trainer.py"} <= sent
 
 
 @pytest.mark.thorough
-def test_a_killed_container_goes_on_from_its_checkpoint(
+def test_a_killed_container_resumes_from_its_checkpoint(
     backend: Backend, tmp_path: Path, run_recipe: Callable[..., Any]
 ) -> None:
     launched = _launch(backend, tmp_path)
@@ -188,12 +188,12 @@ def test_a_killed_container_goes_on_from_its_checkpoint(
     assert local.exit_code == 0, local.output[-2000:]
     manifest = json.loads((local.artifact("export") / "manifest.json").read_text())
     assert _output(execution, "model")["content_hash"] == manifest["content_hash"]
-    _assert_one_folder_tells_all(backend, execution, local, tmp_path)
+    _assert_folder_has_full_lineage(backend, execution, local, tmp_path)
 
-    # And what the cluster has done once, it does not do again.
+    # A second launch only finds cached stages.
     assert _launch(backend, tmp_path).wait(300) == 0
     second = list(backend.executions.values())[1]
     ran = {node.entity for node in second.nodes.values() if node.attempts}
     made = {name for name in ran if name.startswith("tasks.") and "plan_" not in name}
-    assert made == {"tasks.announce.announce"}  # says that there was nothing new
+    assert made == {"tasks.announce.announce"}  # reports that there was nothing new
     assert _output(second, "model") == _output(execution, "model")

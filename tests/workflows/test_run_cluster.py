@@ -1,7 +1,7 @@
-"""All stages of a run on one Ray cluster, over pods that share nothing: made, joined, given back.
+"""All stages of a run on one Ray cluster, which they create, join and release.
 
-The pods are those of `tests/workflows/cluster_bed`, and what makes the cluster is its Kubernetes
-server.
+The pods and the Kubernetes server that creates the cluster are those of
+`tests/workflows/cluster_bed`.
 """
 
 import logging
@@ -17,7 +17,7 @@ from tests.workflows.test_cluster_bed import (
     SMALL,
     attempt_of,
     contents,
-    handed_over,
+    last_saved_step,
     launch,
     manifests,
     manifests_of,
@@ -33,7 +33,7 @@ SHARED: dict[str, Any] = {
 logger = logging.getLogger(__name__)
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.experimental,
     pytest.mark.skipif(why_no_pods() is not None, reason=f"{why_no_pods()}"),
 ]
 
@@ -44,50 +44,55 @@ def bed(tmp_path: Path) -> Iterator[ClusterBed]:
         yield started
 
 
-@pytest.mark.thorough
 def test_two_stages_of_a_run_share_one_cluster(
     bed: ClusterBed, own_store: Path, tmp_path: Path
 ) -> None:
     from tasks.evaluate import evaluate
+    from tasks.plan_tasks.grpo import plan_grpo
     from tasks.prepare_data import prepare_data
     from tasks.prepare_model import prepare_model
-    from tasks.recipes.grpo import GRPORecipe, plan_grpo
+    from tasks.recipes.grpo import GRPORecipe
     from tasks.train_sft import train_sft
 
     sft = {"num_steps": 4, "save_every_num_steps": 2, "global_batch_size": 16}
     stages = plan_grpo(config=GRPORecipe.model_validate({**SMALL, "sft": sft}))
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
-    given = {"config": stages.sft, "base": model.base, "train": data.train}
-    asked = {"config": stages.evaluation, "checkpoint": model.base, "validation": data.validation}
-    trained = _of_run(bed, train_sft, given, tmp_path / "sft", "n0")
+    sft_inputs = {"config": stages.sft, "base": model.base, "train": data.train}
+    evaluate_inputs = {
+        "config": stages.evaluation,
+        "checkpoint": model.base,
+        "validation": data.validation,
+    }
+    trained = _run_stage(bed, train_sft, sft_inputs, tmp_path / "sft", "n0")
     raylets = _raylets(bed)
-    measured = _of_run(bed, evaluate, asked, tmp_path / "evaluate", "n1")
+    measured = _run_stage(bed, evaluate, evaluate_inputs, tmp_path / "evaluate", "n1")
     assert _raylets(bed) == raylets
     assert len(raylets) == 1 + 2
     assert len(bed.kubernetes.ray_jobs) == 1
     assert not bed.kubernetes.refused
-    assert trained["content_hash"] == _here(train_sft, given)["content_hash"]
-    assert measured["content_hash"] == _here(evaluate, asked)["content_hash"]
-    # What is uploaded leaves the volume, and what was downloaded does.
+    assert trained["content_hash"] == _run_locally(train_sft, sft_inputs)["content_hash"]
+    assert measured["content_hash"] == _run_locally(evaluate, evaluate_inputs)["content_hash"]
+    # Uploaded and downloaded files are removed from the volume.
     assert not any((bed.volume / "artifacts").iterdir())
     assert not any((bed.volume / "inputs").iterdir())
 
 
-@pytest.mark.thorough
-def test_a_pipeline_on_one_cluster_equals_a_local_run_after_its_driver_and_its_head_were_lost(
+def test_a_pipeline_on_one_cluster_that_loses_driver_and_head_equals_a_local_run(
     bed: ClusterBed, tmp_path: Path, run_recipe: Callable[..., Any]
 ) -> None:
     launched = launch(bed, tmp_path, SHARED)
 
     first = attempt_of(bed, launched, "train_sft", 0)
-    wait_for(lambda: handed_over(bed, first), launched.poll)
+    wait_for(lambda: last_saved_step(bed, first), launched.poll)
     raylets = _raylets(bed)
     bed.drivers[-1].kill()
     attempt_of(bed, launched, "train_sft", 1)
     training = attempt_of(bed, launched, "grpo_iteration", 0)
-    assert _raylets(bed) == raylets, "the second attempt of SFT, the evaluation and GRPO share them"
-    wait_for(lambda: handed_over(bed, training), launched.poll)
+    assert _raylets(bed) == raylets, (
+        "the second attempt of SFT, the evaluation and GRPO share the cluster"
+    )
+    wait_for(lambda: last_saved_step(bed, training), launched.poll)
     lost = bed.kubernetes.ray_jobs[-1].job
     assert lost is not None
     lost.head.kill()
@@ -99,8 +104,8 @@ def test_a_pipeline_on_one_cluster_equals_a_local_run_after_its_driver_and_its_h
     headless, remade = bed.kubernetes.ray_jobs
     assert [headless.how, remade.how] == ["Deleted", "Deleted"]
     assert headless.removed_at is not None
-    assert headless.removed_at < remade.made_at, "the next attempt has seen that it has no head"
-    assert remade.removed_at is not None, "given back before the run's end"
+    assert headless.removed_at < remade.made_at, "the next attempt has noticed the lost head"
+    assert remade.removed_at is not None, "released before the end of the run"
     assert not bed.jobs, "Flyte made no RayJob"
     assert not bed.kubernetes.refused
     _log_start_up(bed)
@@ -111,9 +116,9 @@ def test_a_pipeline_on_one_cluster_equals_a_local_run_after_its_driver_and_its_h
     made = contents(manifests(bed, execution))
     assert made == contents(manifests_of(local.store))
 
-    # What was made on one cluster is cached where each stage has its own.
-    apart = {**SHARED, "cluster": SMALL["cluster"]}
-    output, _ = (again := launch(bed, tmp_path, apart)).communicate(timeout=600)
+    # Artifacts of the shared cluster are cache hits for stages with separate clusters.
+    separate = {**SHARED, "cluster": SMALL["cluster"]}
+    output, _ = (again := launch(bed, tmp_path, separate)).communicate(timeout=600)
     assert again.returncode == 0, output[-2000:]
     assert not bed.jobs
     assert len(bed.kubernetes.ray_jobs) == 2
@@ -126,8 +131,8 @@ def _log_start_up(bed: ClusterBed) -> None:
         logger.info("the pods of %s ran and Ray had started after %.1f s", made.name, seconds)
 
 
-def _of_run(bed: ClusterBed, stage: Any, inputs: dict[str, Any], folder: Path, node: str) -> Any:
-    from tasks.platform.shapes import shape_of
+def _run_stage(bed: ClusterBed, stage: Any, inputs: dict[str, Any], folder: Path, node: str) -> Any:
+    from tasks.pods.shapes import shape_of
     from tests.workflows.cluster_bed.single_stage import SingleStage
 
     shape = shape_of(inputs["config"].cluster)
@@ -135,7 +140,7 @@ def _of_run(bed: ClusterBed, stage: Any, inputs: dict[str, Any], folder: Path, n
 
 
 def _raylets(bed: ClusterBed) -> list[int]:
-    """Ray's process on each of the cluster's pods."""
+    """Returns the process id of the raylet on each pod of the cluster."""
     import ray
 
     job = bed.kubernetes.ray_jobs[-1].job
@@ -144,8 +149,8 @@ def _raylets(bed: ClusterBed) -> list[int]:
     return [pid for pod in (job.head, *job.workers) for pid in pod.processes(program)]
 
 
-def _here(stage: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the artifact of a local run."""
+def _run_locally(stage: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Runs a stage on this machine and returns the fields of its artifact."""
     from nemo_rl_core.distributed.session import shutdown
 
     try:

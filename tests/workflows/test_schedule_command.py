@@ -1,4 +1,4 @@
-"""`nemo-rl schedule` against Flyte's protocol on loopback: real client, real launch plans."""
+"""`nemo-rl schedule` with a real client and real launch plans on Flyte's protocol."""
 
 import json
 import re
@@ -22,11 +22,11 @@ from flytekit.models.launch_plan import LaunchPlan
 from flytekit.models.task import TaskSpec
 from flytekit.tools.translator import get_serializable
 
-from tasks import cli
-from tasks.platform import registry
+from tasks.pods import registry
 from tests.commands import REPOSITORY
 from tests.workflows.flyte_backend import Backend
 from tests.workflows.flyte_backend.launch_plans import refusals
+from workflows import cli
 from workflows.sft import sft
 
 WORKFLOW = "workflows.sft.sft"
@@ -50,33 +50,33 @@ def settings(version: str) -> SerializationSettings:
 
 
 def registered(backend: Backend, version: str) -> None:
-    """Registers the workflow, without the tasks that a schedule does not name."""
+    """Registers the workflow without its tasks, which a schedule does not name."""
     spec = get_serializable(OrderedDict(), settings(version), sft)
     client = SynchronousFlyteClient(Config.auto(str(backend.config)).platform)
     client.create_workflow(spec.template.id, spec)
 
 
 def invoked(backend: Backend, *arguments: str) -> Result:
-    where = ["--config", str(backend.config), "--project", "flytesnacks"]
-    return CliRunner().invoke(cli.group, ["schedule", *arguments, *where])
+    options = ["--config", str(backend.config), "--project", "flytesnacks"]
+    return CliRunner().invoke(cli.group, ["schedule", *arguments, *options])
 
 
 def listed(backend: Backend) -> list[dict[str, Any]]:
     result = invoked(backend, "list", "--json")
     assert result.exit_code == 0, result.output
-    found: list[dict[str, Any]] = json.loads(result.output)
-    return found
+    schedules: list[dict[str, Any]] = json.loads(result.output)
+    return schedules
 
 
 def recipe_of(spec: launch_plan_pb2.LaunchPlanSpec) -> dict[str, Any]:
-    """The recipe that a scheduled run starts with."""
+    """Returns the recipe that a scheduled run starts with."""
     assert not spec.fixed_inputs.literals, "a launch by hand may give another recipe"
     scalar = spec.default_inputs.parameters["config"].default.scalar
-    found: dict[str, Any] = msgpack.loads(scalar.binary.value)
-    return found
+    recipe: dict[str, Any] = msgpack.loads(scalar.binary.value)
+    return recipe
 
 
-def test_a_recipe_of_ones_own_runs_by_the_clock(backend: Backend) -> None:
+def test_a_custom_recipe_runs_on_a_schedule(backend: Backend) -> None:
     registered(backend, "v1")
     result = invoked(backend, *NIGHTLY, "seed=7", "--name", "mine", "--notify", "a@example.com")
     assert result.exit_code == 0, result.output
@@ -105,7 +105,7 @@ def test_a_schedule_is_paused_and_resumed(backend: Backend) -> None:
     assert invoked(backend, *NIGHTLY, "--activate").exit_code == 0
     (first,) = listed(backend)
     assert (first["name"], first["cron"], first["active"]) == ("sft_arithmetic", "0 2 * * *", True)
-    # The same again is the same version; another recipe is another, and takes the place at once.
+    # The same recipe keeps its version; another recipe has another version, active immediately.
     assert invoked(backend, *NIGHTLY, "--activate").exit_code == 0
     assert listed(backend) == [first]
     assert invoked(backend, *NIGHTLY, "seed=3", "--activate").exit_code == 0
@@ -131,19 +131,19 @@ def test_the_limit_of_the_recipe_reaches_the_containers_of_its_runs(backend: Bac
     assert variables == {"free": [], "mine": [("NEMO_RL_MAX_GPU_HOURS", "12.5")]}
 
 
-def test_labels_of_a_schedule_are_those_of_its_runs(backend: Backend) -> None:
+def test_runs_have_the_labels_of_their_schedule(backend: Backend) -> None:
     registered(backend, "v1")
     queue, priority = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
     assert invoked(backend, *NIGHTLY).exit_code == 0
     result = invoked(backend, *NIGHTLY, f"--label={queue}=training", "--label", f"{priority}=low")
     assert result.exit_code == 0, result.output
     assert f"labels:   {priority}=low, {queue}=training" in result.output
-    # Other labels are another version; each plan keeps those that say whose it is.
+    # Other labels make another version; each plan keeps the labels that identify it.
     first, second = (dict(spec.labels.values) for spec in backend.launch_plans.values())
     assert first == {"app.kubernetes.io/part-of": "nemo-rl-flow", "purpose": "schedule"}
     assert second == {**first, queue: "training", priority: "low"}
-    (found,) = listed(backend)
-    assert found["labels"] == {queue: "training", priority: "low"}
+    (schedule,) = listed(backend)
+    assert schedule["labels"] == {queue: "training", priority: "low"}
     assert f"paused  {priority}=low  {queue}=training" in invoked(backend, "list").output
 
 
@@ -161,7 +161,7 @@ def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
     assert address in result.output
 
 
-def test_what_was_registered_without_a_registry_is_not_scheduled_on_a_cluster(
+def test_workflows_registered_without_a_registry_are_not_scheduled_on_a_cluster(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registered(backend, "v1")
@@ -178,8 +178,8 @@ def test_what_was_registered_without_a_registry_is_not_scheduled_on_a_cluster(
     assert invoked(backend, *NIGHTLY).exit_code == 0
 
 
-def test_a_launch_plan_is_activated_as_register_sh_does_it(backend: Backend) -> None:
-    # Not with this module: launch plans read their addresses when they are imported.
+def test_a_launch_plan_is_activated_like_by_register_sh(backend: Backend) -> None:
+    # Imported here, since launch plans read their addresses at import.
     from workflows.launch_plans import nightly_collection
 
     specs: OrderedDict[Any, Any] = OrderedDict()
@@ -218,13 +218,13 @@ def test_the_latest_registered_code_runs_unless_another_is_named(backend: Backen
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "problem"),
     [
         ([*NIGHTLY], "the workflow workflows.sft.sft is not registered"),
-        ([*NIGHTLY, "--version", "v9"], "the cluster does not take the schedule sft_arithmetic"),
-        (["sft_arithmetic", "0 2 * * 7"], "'0 2 * * 7' is no schedule"),
+        ([*NIGHTLY, "--version", "v9"], "the cluster does not accept the schedule sft_arithmetic"),
+        (["sft_arithmetic", "0 2 * * 7"], "'0 2 * * 7' is not a schedule"),
         (["sft_arithmetic", "0 2 * * *", "sft.num_step=1"], "num_step"),
-        ([*NIGHTLY, "--label", "queue=a queue"], "'queue=a queue' is no label"),
+        ([*NIGHTLY, "--label", "queue=a queue"], "'queue=a queue' is not a label"),
         (["nothing", "0 2 * * *"], "it is not clear which pipeline"),
         (["pause", "mine"], "there is no active schedule 'mine'"),
         (["resume", "mine"], "there is no schedule 'mine'"),
@@ -232,23 +232,23 @@ def test_the_latest_registered_code_runs_unless_another_is_named(backend: Backen
          "data.train: the cluster cannot read /no/rows.jsonl"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_scheduled_is_refused(
-    backend: Backend, arguments: list[str], said: str
+def test_invalid_schedules_are_refused(
+    backend: Backend, arguments: list[str], problem: str
 ) -> None:
     result = invoked(backend, *arguments)
     assert result.exit_code == 2, result.output
-    assert said in result.output
+    assert problem in result.output
     assert backend.launch_plans == {}
 
 
-def test_the_backend_refuses_what_flyteadmin_refuses(backend: Backend) -> None:
-    """Each fault by itself, put into a launch plan that is taken."""
+def test_the_backend_refuses_the_same_as_flyteadmin(backend: Backend) -> None:
+    """Each fault is put separately into a valid launch plan."""
     registered(backend, "v1")
     assert invoked(backend, *NIGHTLY, "--notify", "a@example.com").exit_code == 0
     (name, version), spec = next(iter(backend.launch_plans.items()))
     interface = backend.workflow(WORKFLOW, "v1").interface
 
-    def said(change: str) -> str:
+    def refusals_after(change: str) -> str:
         request = launch_plan_pb2.LaunchPlanCreateRequest(spec=spec)
         request.id.CopyFrom(spec.workflow_id)
         request.id.resource_type, request.id.name, request.id.version = 3, name, version
@@ -272,12 +272,12 @@ def test_the_backend_refuses_what_flyteadmin_refuses(backend: Backend) -> None:
                 request.id.version = ""
         return "; ".join(refusals(request, interface, projects={("flytesnacks", "development")}))
 
-    assert said("nothing") == ""
-    assert "failed to parse '7'" in said("cron")
-    assert "deprecated" in said("expression")
-    assert "unbound input [config]" in said("input")
-    assert "unexpected fixed_input confg" in said("unknown")
-    assert "invalid label value [a purpose]" in said("label")
-    assert "invalid phase" in said("phase")
-    assert "project another" in said("project")
-    assert "missing version" in said("version")
+    assert refusals_after("nothing") == ""
+    assert "failed to parse '7'" in refusals_after("cron")
+    assert "deprecated" in refusals_after("expression")
+    assert "unbound input [config]" in refusals_after("input")
+    assert "unexpected fixed_input confg" in refusals_after("unknown")
+    assert "invalid label value [a purpose]" in refusals_after("label")
+    assert "invalid phase" in refusals_after("phase")
+    assert "project another" in refusals_after("project")
+    assert "missing version" in refusals_after("version")

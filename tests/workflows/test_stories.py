@@ -1,4 +1,4 @@
-"""What users come with, as a recipe: a folder with data and code of theirs, and one command.
+"""Recipes with data and code of users, each run with one command.
 
 The table of all stories is in docs/documents.md.
 """

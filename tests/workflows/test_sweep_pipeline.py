@@ -1,4 +1,4 @@
-"""A sweep by the real command: points side by side, of which some fail; then the same again."""
+"""A sweep with the real command, in which some points fail, followed by reruns."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def swept(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(
+def full_run(
     swept: dict[str, Any], run_recipe: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
     finished = run_recipe(swept, tmp_path_factory.mktemp("sweep") / "store", SWEEP)
@@ -39,15 +39,15 @@ def whole(
     return finished
 
 
-def test_points_begin_alike_and_are_summed_up(whole: Run) -> None:
-    assert whole.stages("ran") == [
+def test_points_share_early_stages_and_are_summarized(full_run: Run) -> None:
+    assert full_run.stages("ran") == [
         "prepare_model",
         "prepare_data",
         "train_sft",
         "sweep_point",
         "summarize_sweep",
     ]
-    sweep = json.loads((whole.artifact("summarize_sweep") / "sweep.json").read_text())
+    sweep = json.loads((full_run.artifact("summarize_sweep") / "sweep.json").read_text())
     assert len(sweep["points"]) == 4
     good = [each["fields"] for each in sweep["settings"] if each["mean"] is not None]
     assert [fields["grpo.learning_rate"] for fields in good] == RATES
@@ -55,31 +55,31 @@ def test_points_begin_alike_and_are_summed_up(whole: Run) -> None:
     assert [each["num_failed"] for each in sweep["settings"]] == [0, 1, 0, 1]
     assert sweep["best"] is None
     for rate in RATES:
-        assert whole.value(f"point learning_rate {rate}, target {BROKEN}:") == "failed"
-    deck = (whole.artifact("summarize_sweep") / "deck.html").read_text()
+        assert full_run.value(f"point learning_rate {rate}, target {BROKEN}:") == "failed"
+    deck = (full_run.artifact("summarize_sweep") / "deck.html").read_text()
     assert deck.count("<polyline") == len(RATES)
 
 
-def test_a_failed_point_is_told_and_tried_again_and_the_rest_is_not(
-    whole: Run, swept: dict[str, Any], run_recipe: Callable[..., Run]
+def test_a_failed_point_is_reported_and_only_it_is_retried(
+    full_run: Run, swept: dict[str, Any], run_recipe: Callable[..., Run]
 ) -> None:
-    reasons = [line for line in whole.lines if "16 of 16 rollouts could not be scored" in line]
+    reasons = [line for line in full_run.lines if "16 of 16 rollouts could not be scored" in line]
     assert [line.partition("  FAILED")[0] for line in reasons] == [
         f"sweep_point (learning_rate {rate}, target {BROKEN})" for rate in RATES
     ]
-    before = {path.name for path in (whole.store / "artifacts").iterdir()}
+    before = {path.name for path in (full_run.store / "artifacts").iterdir()}
     good = {**swept, "over": {**swept["over"], "environment.target": [REWARD]}}
-    again = run_recipe(good, whole.store, SWEEP)
+    again = run_recipe(good, full_run.store, SWEEP)
     assert again.exit_code == 0, again.output[-3000:]
     made = {path.name for path in (again.store / "artifacts").iterdir()} - before
     assert [name.rpartition("-")[0] for name in made] == ["summarize_sweep"]
-    third = run_recipe(good, whole.store, SWEEP)
+    third = run_recipe(good, full_run.store, SWEEP)
     assert third.stages("ran") == []
     assert third.exit_code == 0
 
 
-def test_the_record_has_the_steps_and_artifacts_of_every_point(whole: Run) -> None:
-    with History(Store(whole.store)) as history:
+def test_the_record_has_the_steps_and_artifacts_of_every_point(full_run: Run) -> None:
+    with History(Store(full_run.store)) as history:
         run = history.executions().items[-1]
         nodes = history.nodes(run.id)
         trained = [node for node in nodes if node.name == "grpo_iteration 1"]
@@ -97,11 +97,11 @@ def test_the_record_has_the_steps_and_artifacts_of_every_point(whole: Run) -> No
 
 
 def test_too_few_points_end_the_sweep(
-    whole: Run, swept: dict[str, Any], run_recipe: Callable[..., Run]
+    full_run: Run, swept: dict[str, Any], run_recipe: Callable[..., Run]
 ) -> None:
-    failed = run_recipe({**swept, "min_success_ratio": 0.75}, whole.store, SWEEP)
+    failed = run_recipe({**swept, "min_success_ratio": 0.75}, full_run.store, SWEEP)
     assert failed.exit_code == 1
     assert "rollouts could not be scored" in failed.output
     assert "Traceback" not in failed.output
-    record = next((Path(whole.store) / "failures").glob("*-sweep.json"))
+    record = next((Path(full_run.store) / "failures").glob("*-sweep.json"))
     assert "could not be scored" in json.loads(record.read_text())["error"]

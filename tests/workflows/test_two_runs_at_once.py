@@ -1,4 +1,4 @@
-"""Two real runs on one store at the same time, by the command of a user."""
+"""Two real runs on one store at the same time, with the user's command."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def _run_together(run_recipe: Callable[..., Run], recipes: list[Any], store: Pat
 
 
 def _trainings(store: Store) -> int:
-    """How many executions have trained: the one that waits for the other reports no step."""
+    """Returns the number of executions that have trained, as a waiting one reports no steps."""
     with closing(open_for_reading(store)) as database:
         rows = database.execute(
             "SELECT DISTINCT nodes.execution FROM metrics JOIN nodes ON nodes.id = metrics.node "
@@ -54,7 +54,7 @@ def test_the_same_recipe_twice_does_the_work_once(
     assert runs[0].value("model:") == runs[1].value("model:")
     store = Store(tmp_path / "store")
     assert _trainings(store) == 1
-    # One artifact for every record of work, and nothing half-done.
+    # One artifact for every record of work, and no unfinished work.
     records = [json.loads(path.read_text())["artifact"] for path in store.work.glob("*.done")]
     assert sorted(records) == sorted(path.name for path in store.artifacts.iterdir())
     assert {name.rpartition("-")[0] for name in records} > STAGES
@@ -67,12 +67,12 @@ def test_the_same_recipe_twice_does_the_work_once(
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_different_recipes_with_collections_beside_them(
+def test_different_recipes_with_concurrent_garbage_collection(
     tmp_path: Path, run_recipe: Callable[..., Run], sft_recipe: dict[str, Any]
 ) -> None:
-    """Whatever no process holds is removed all the time; neither run loses anything by it."""
+    """Unused artifacts are removed continuously, but not those that a run needs."""
     store, ended, collected = Store(tmp_path / "store"), Event(), []
-    command = [sys.executable, "-c", "from tasks.cli import main; main()", "gc", "--json"]
+    command = [sys.executable, "-c", "from workflows.cli import main; main()", "gc", "--json"]
     environment = {"NEMO_RL_HOME": str(store.root), "PATH": "/usr/bin:/bin"}
 
     def collect() -> None:
@@ -89,7 +89,7 @@ def test_different_recipes_with_collections_beside_them(
         try:
             return run_recipe(recipe, store.root, SFT)
         finally:
-            ended.set()  # what the first run to end has made belongs to nobody then
+            ended.set()  # from then on nobody uses the artifacts of this run
 
     other = sft_recipe | {"sft": sft_recipe["sft"] | {"learning_rate": 0.002}}
     with ThreadPoolExecutor() as pool:
@@ -100,6 +100,6 @@ def test_different_recipes_with_collections_beside_them(
     assert _trainings(store) == 2
     assert runs[0].value("model:") != runs[1].value("model:")
     assert [error for code, _, error in collected if code] == []
-    removed = [name for _, told, _ in collected for name in json.loads(told)["artifacts"]]
+    removed = [name for _, output, _ in collected for name in json.loads(output)["artifacts"]]
     assert len([name for name in removed if name.startswith("garbage-")]) == len(collected) > 3
     assert Path(runs[1].value("model:")).is_dir() or Path(runs[0].value("model:")).is_dir()

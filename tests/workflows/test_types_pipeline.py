@@ -1,4 +1,4 @@
-"""SFT, GRPO and export by the real command, of tiny models that differ in structure."""
+"""SFT, GRPO and export of tiny models of different structures with the real command."""
 
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,10 @@ CHANGES: dict[str, Any] = {
     "evaluation": {"num_samples_per_prompt": 1},
 }
 WIDE_HEADS: dict[str, dict[str, Any]] = {"gpt2": {"n_embd": 128}, "gemma2": {"head_dim": 32}}
-"""Heads of 32 columns, as vLLM's kernels for CPUs need."""
+"""Heads with 32 columns, as vLLM's CPU kernels require."""
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [
@@ -87,7 +87,9 @@ def test_a_model_is_trained_and_exported_for_transformers(
     assert len(rollouts) == 16
     for rollout in rollouts:
         recorded = torch.tensor(rollout.completion.logprobs)
-        torch.testing.assert_close(of_completion(after_sft, rollout), recorded, rtol=0, atol=BOUND)
+        torch.testing.assert_close(
+            completion_logprobs(after_sft, rollout), recorded, rtol=0, atol=BOUND
+        )
 
     assert unchanged(start, after_sft) == []
     assert unchanged(after_sft, after_grpo) == []
@@ -99,8 +101,8 @@ def test_a_model_is_trained_and_exported_for_transformers(
     torch.testing.assert_close(trainer.get_logprobs(batch), expected, rtol=0, atol=BOUND)
 
 
-def of_completion(model: Any, rollout: Rollout) -> torch.Tensor:
-    """`[L]` logprobs of a completion, of a model of transformers."""
+def completion_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
+    """Returns `[L]` logprobs of a completion by a transformers model."""
     prompt, completion = rollout.prompt.token_ids, rollout.completion.token_ids
     masks = [False] * len(prompt) + [True] * len(completion)
     with torch.no_grad():
@@ -109,6 +111,6 @@ def of_completion(model: Any, rollout: Rollout) -> torch.Tensor:
 
 
 def unchanged(before: Any, after: Any) -> list[str]:
-    """Names of equal parameters of two models."""
+    """Returns names of equal parameters of two models."""
     pairs = zip(before.named_parameters(), after.named_parameters(), strict=True)
     return [name for (name, one), (_, other) in pairs if torch.equal(one, other)]

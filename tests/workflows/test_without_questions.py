@@ -1,4 +1,4 @@
-"""SFT on conversations and DPO on pairs, without questions that would have to be invented."""
+"""SFT on conversations and DPO on pairs, with data that have no questions to evaluate."""
 
 import json
 from collections.abc import Callable
@@ -28,6 +28,7 @@ def exports(run: Run, stage: str) -> None:
     assert run.value("exported:") == f"the trained model ({stage})"
 
 
+@pytest.mark.thorough
 def test_sft_on_conversations_ends_with_the_held_out_loss(
     recipe: dict[str, Any], run_recipe: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -56,6 +57,7 @@ def test_sft_on_conversations_ends_with_the_held_out_loss(
     exports(run, "train_sft")
 
 
+@pytest.mark.thorough
 def test_dpo_on_pairs_is_judged_by_held_out_pairs(
     recipe: dict[str, Any], run_recipe: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -1,9 +1,10 @@
 """Settings of on-policy distillation."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from nemo_rl_core.config.algorithm import Algorithm
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
@@ -49,6 +50,17 @@ class DistillationConfig(LoopConfig):
         divergence: The divergence that the student minimizes.
     """
 
+    algorithm: ClassVar[Algorithm] = Algorithm(
+        "distillation",
+        stage="train_student",
+        pipeline="distill",
+        trainer="DistillationTrainer",
+        learning_rate=2e-6,
+        rows_per_step="num_prompts_per_step",
+        samples=True,
+        has_teacher=True,
+    )
+
     learning_rate: PositiveFloat = 1e-3
     num_steps: PositiveInt = 100
     num_prompts_per_step: PositiveInt = 32
@@ -61,6 +73,16 @@ class DistillationConfig(LoopConfig):
     def num_sequences_per_step(self) -> int:
         """Completions of one step."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    @property
+    def reads_reference(self) -> bool:
+        """True: the teacher scores every completion."""
+        return True
+
+    @property
+    def num_scorings(self) -> int:
+        """The teacher's forward pass."""
+        return 1
 
 
 class DistillationSettings(RolloutSettings):

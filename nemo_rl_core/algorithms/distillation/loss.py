@@ -8,7 +8,12 @@ from torch import Tensor
 
 from nemo_rl_core.algorithms.distillation.config import Divergence, ForwardKL, MixedKL, ReverseKL
 from nemo_rl_core.functional.distillation import kl_divergence, renormalized
-from nemo_rl_core.functional.masked import masked_sum, valid_token_mask, zero_masked
+from nemo_rl_core.functional.masked import (
+    masked_sum,
+    masked_sums,
+    valid_token_mask,
+    zero_masked,
+)
 
 
 @dataclass(frozen=True)
@@ -16,10 +21,11 @@ class DistillationLossFn:
     """`KL` over the teacher's K most likely tokens: forward, reverse or mixed; mean over tokens.
 
     Both distributions are renormalized to these K tokens. The loss is then exactly 0 if student and
-    teacher agree, and never negative, for any mass outside: with unnormalized probabilities `sum_k
-    p_T (log p_T - log p_S)` falls below 0 as soon as the student holds more of its mass on the K
-    tokens than the teacher does. However, the loss does not reduce student mass on other tokens;
-    `student_topk_mass` shows it, and a larger K covers more of it.
+    teacher agree on them, and never negative, however much probability is outside the K tokens:
+    with unnormalized probabilities `sum_k p_T (log p_T - log p_S)` falls below 0 as soon as the
+    student has more of its mass on the K tokens than the teacher does. However, the loss does not
+    reduce student mass on other tokens; `student_topk_mass` shows it, and a larger K covers more
+    tokens.
 
     Sampled prefixes are constants: no gradient flows through the sampling. Source: on-policy
     distillation, Agarwal et al. 2023 (GKD), arXiv:2306.13649, section 3.
@@ -48,29 +54,31 @@ class DistillationLossFn:
         global_valid_seqs: Tensor,
         global_valid_tokens: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch; see `LossFunction` for normalization.
+        """Returns the loss of a micro-batch and metrics; see `LossFunction` for normalization.
 
         Args:
             next_token_logprobs: `[B, T-1]`, for the metric `approx_entropy` only.
             batch: `token_mask [B, T-1]`, `sample_mask [B]`, `topk_logprobs [B, T-1, K]` (the
                 teacher's) and `current_topk_logprobs [B, T-1, K]` (the student's of the same
-                tokens, requiring gradients), both under the softmax of the whole vocabulary.
-            global_valid_seqs: Not read.
-            global_valid_tokens: 0-dim `Z_tok`.
+                tokens, requiring gradients), both under the softmax of the full vocabulary.
 
         Returns:
-            The loss, and the metrics, each a mean over tokens: `loss`, `forward_kl`, `reverse_kl`,
-            `teacher_topk_mass`, `student_topk_mass` (probability of the K tokens),
-            `approx_entropy`.
+            The loss, and means over tokens; a `..._topk_mass` is the probability of the K tokens.
         """
         mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
         teacher = _zero_masked_topk(batch["topk_logprobs"], mask).detach()
         student = _zero_masked_topk(batch["current_topk_logprobs"], mask)
         forward = kl_divergence(renormalized(teacher), renormalized(student))
         reverse = kl_divergence(renormalized(student), renormalized(teacher))
-        values = _mix(self.config, forward, reverse)
+        match self.config:
+            case ForwardKL():
+                values = forward
+            case ReverseKL():
+                values = reverse
+            case MixedKL():
+                values = torch.lerp(reverse, forward, self.config.weight)
         loss = masked_sum(values, mask, denominator=global_valid_tokens)
-        per_token = {
+        metrics = {
             "loss": values,
             "forward_kl": forward,
             "reverse_kl": reverse,
@@ -78,21 +86,8 @@ class DistillationLossFn:
             "student_topk_mass": student.exp().sum(dim=-1),
             "approx_entropy": -next_token_logprobs,
         }
-        return loss, {
-            name: masked_sum(metric.detach(), mask, denominator=global_valid_tokens)
-            for name, metric in per_token.items()
-        }
+        return loss, masked_sums(metrics, mask, denominator=global_valid_tokens)
 
 
 def _zero_masked_topk(logprobs: Tensor, mask: Tensor) -> Tensor:
     return zero_masked(logprobs, mask[..., None].expand_as(logprobs))
-
-
-def _mix(config: Divergence, forward: Tensor, reverse: Tensor) -> Tensor:
-    match config:
-        case ForwardKL():
-            return forward
-        case ReverseKL():
-            return reverse
-        case MixedKL():
-            return torch.lerp(reverse, forward, config.weight)

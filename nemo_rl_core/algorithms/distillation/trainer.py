@@ -11,13 +11,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.rollouts.batch import (
-    failure_metrics,
-    groups_of,
-    rollout_batch,
-    rollout_metrics,
-    valid_rollouts,
-)
+from nemo_rl_core.rollouts.batch import failure_metrics, rollout_metrics
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
@@ -27,14 +21,14 @@ from nemo_rl_core.types import Prompt
 class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfig]):
     """Trains a student towards the teacher's distribution on tokens that the student sampled.
 
-    The teacher is the spec's reference, or that of the user's own policy. Rewards are only logged,
-    not trained on.
+    The teacher is the spec's reference, or that of a custom policy. Rewards are only logged, not
+    trained on.
     """
 
     algorithm = "distillation"
     settings_class = DistillationSettings
-    refuses_own: ClassVar[Mapping[str, str]] = {
-        "engine": "the student's logprobs are not computed in a step, so nothing would check it",
+    refuses_custom: ClassVar[Mapping[str, str]] = {
+        "engine": "no step computes the student's logprobs, so nothing would check the engine",
     }
 
     def _policy_methods(self) -> dict[str, str]:
@@ -42,8 +36,14 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
         return {**super()._policy_methods(), **teacher}
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
-        if self._own.policy is None:  # one of the user's has its own teacher
-            _refuse_without_teacher(spec)
+        has_teacher = spec.reference is not None and spec.reference != spec.start
+        if self._custom.policy is None and not has_teacher:  # a custom policy has a teacher
+            raise ConfigError(
+                "distillation needs a teacher other than the student",
+                expected="another model",
+                got="none" if spec.reference is None else "the model that is trained",
+                fix="name the teacher: fit(dataset, reference=...), or teacher in a recipe",
+            )
         super()._set_up(spec, resources)
         self._loss = DistillationLossFn(self.config.divergence)
 
@@ -56,33 +56,17 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
 
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
         super()._update_weights(sampler, last_step=last_step)
-        # The student's logprobs are not computed in a step, so there is no gate. A policy of the
-        # user's samples itself.
+        # The student's logprobs are not computed in a step, so there is no gate. A custom policy
+        # samples itself.
         if isinstance(sampler.generation, Generation):
             sampler.generation.prove(cast("Policy", self.policy))
 
-    @property
-    def _holds_rollouts(self) -> bool:
-        return isinstance(self.policy, Policy)
-
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts = self._roll_out(batch)
-        valid = valid_rollouts(rollouts)
-        data = rollout_batch(valid)
-        data["group_ids"] = groups_of(valid)  # which begin alike
+        data = self._batch(rollouts)
         with self.timer.phase("teacher"):
             data.update(self.policy.get_reference_topk_logprobs(data, self.config.top_k))
         with self.timer.phase("train"):
             trained = self.policy.train(data, self._loss)
         environment = self._record(rollouts)
         return {**environment, **rollout_metrics(data), **failure_metrics(rollouts), **trained}
-
-
-def _refuse_without_teacher(spec: RunSpec) -> None:
-    if spec.reference is None or spec.reference == spec.start:
-        raise ConfigError(
-            "distillation needs a teacher other than the student",
-            expected="another model",
-            got="none" if spec.reference is None else "the model that is trained",
-            fix="name the teacher: fit(dataset, reference=...), or teacher in a recipe",
-        )

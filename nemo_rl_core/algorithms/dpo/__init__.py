@@ -1,11 +1,11 @@
-"""Direct preference optimisation and its relatives."""
+"""Direct preference optimization and its relatives."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nemo_rl_core.algorithms.dpo.trainer import DPOTrainer
-    from nemo_rl_core.trainers.fitting import TrainResult
+    from nemo_rl_core.trainers.fit.fitting import TrainResult
 
 __all__ = ["dpo_train", "setup"]
 

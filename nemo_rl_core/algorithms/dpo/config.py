@@ -1,9 +1,10 @@
-"""Settings of direct preference optimisation."""
+"""Settings of direct preference optimization."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from nemo_rl_core.config.algorithm import Algorithm
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 
@@ -183,6 +184,15 @@ class DPOConfig(LoopConfig):
         loss: The preference loss.
     """
 
+    algorithm: ClassVar[Algorithm] = Algorithm(
+        "dpo",
+        stage="dpo_iteration",
+        pipeline="dpo",
+        trainer="DPOTrainer",
+        learning_rate=5e-7,
+        rows_per_step="num_pairs_per_step",
+    )
+
     learning_rate: PositiveFloat = 1e-4
     num_steps_per_iteration: PositiveInt = 50
     num_pairs_per_step: PositiveInt = 32
@@ -193,6 +203,11 @@ class DPOConfig(LoopConfig):
     def needs_reference(self) -> bool:
         """Returns whether the loss needs logprobs of a reference policy."""
         return self.loss.needs_reference
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether a step computes logprobs of the reference; other losses read cached ones."""
+        return isinstance(self.loss, KTOLoss)
 
     @property
     def is_per_token(self) -> bool:

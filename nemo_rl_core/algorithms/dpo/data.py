@@ -8,27 +8,21 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 
 
 def mismatched(pairs: Sequence[PreferencePair]) -> BatchedDataDict:
-    """Pairs every completion with the prompt of the next pair, cyclically.
+    """Pairs every completion with the prompt of the next pair, cyclically; `B = 2 P` rows.
 
     Source: KTO, arXiv:2402.01306, section 4.1, where the baseline must not come from completions
-    that were chosen for their prompt.
-
-    Args:
-        pairs: `P` pairs; a single pair keeps its prompt.
-
-    Returns:
-        `B = 2 P` rows as `collate` returns them.
+    that were chosen for their prompt. A single pair keeps its prompt.
     """
     rows: list[SupervisedExample] = []
     for index, pair in enumerate(pairs):
         other = pairs[(index + 1) % len(pairs)].chosen
         start = _prompt_length(other)
         for example in (pair.chosen, pair.rejected):
-            own = _prompt_length(example)
+            prompt_length = _prompt_length(example)
             rows.append(
                 SupervisedExample(
-                    token_ids=other.token_ids[:start] + example.token_ids[own:],
-                    loss_mask=other.loss_mask[:start] + example.loss_mask[own:],
+                    token_ids=other.token_ids[:start] + example.token_ids[prompt_length:],
+                    loss_mask=other.loss_mask[:start] + example.loss_mask[prompt_length:],
                 )
             )
     return collate([row.token_ids for row in rows], [row.loss_mask for row in rows])

@@ -22,6 +22,7 @@ from nemo_rl_core.algorithms.dpo.config import (
 from nemo_rl_core.functional.masked import (
     masked_sequence_mean,
     masked_sum,
+    masked_sums,
     valid_token_mask,
     zero_masked,
 )
@@ -38,14 +39,7 @@ from nemo_rl_core.functional.preference import (
 
 @dataclass(frozen=True)
 class _Sequences:
-    """Statistics of each sequence; all `[B]`.
-
-    Attributes:
-        is_chosen: Whether the sequence is chosen or, unpaired, desirable.
-        logprobs: Sum over its trained tokens, nats.
-        mean_logprobs: The same in nats per token; 0 without tokens.
-        rewards: The kind's implicit reward.
-    """
+    """Statistics of sequences, `[B]` each; logprobs in nats and in nats per token (0 if none)."""
 
     is_chosen: Tensor
     logprobs: Tensor
@@ -80,7 +74,7 @@ class DPOLossFn:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that the loss reads besides the masks."""
+        """Columns that the loss reads, in addition to the masks."""
         return (
             "is_chosen",
             "pair_ids" if self.config.needs_pairs else "kl_baseline",
@@ -95,7 +89,12 @@ class DPOLossFn:
         global_valid_seqs: Tensor,
         global_valid_tokens: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch; see `LossFunction` for shapes and normalization.
+        """Returns the loss of a micro-batch and metrics; see `LossFunction` for shapes.
+
+        The loss is NaN if rows of one id are not one chosen and one rejected sequence. Metrics are
+        means over pairs, with logprobs in nats per token and the unweighted `sft_loss`. For KTO,
+        they are means over sequences: `accuracy` is the share on the correct side of the baseline,
+        `margin` the signed distance to it.
 
         Args:
             next_token_logprobs: `[B, T-1]`.
@@ -103,15 +102,6 @@ class DPOLossFn:
                 `pair_ids [B]` for all kinds but KTO, both rows of a pair in this micro-batch;
                 `reference_logprobs [B, T-1]` for kinds with a reference; `kl_baseline [B]` for KTO.
             global_valid_seqs: 0-dim `Z_seq`: twice the pairs of the step.
-            global_valid_tokens: Not read.
-
-        Returns:
-            The loss, NaN if rows of one id are not one chosen and one rejected sequence. Metrics,
-            each a mean over pairs: `loss`, `accuracy` (share of positive margins), `margin`,
-            `chosen_reward`, `rejected_reward`, `chosen_logprob`, `rejected_logprob` (nats per
-            token), `sft_loss` (unweighted, if there is such a term). For KTO, means over sequences:
-            `loss`, `accuracy` (share on the correct side of the baseline), `margin` (signed
-            distance to the baseline), `chosen_fraction`, `kl_baseline`.
         """
         mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
         current = zero_masked(next_token_logprobs, mask)
@@ -130,7 +120,7 @@ class DPOLossFn:
 
 
 def _implicit_rewards(config: PreferenceLoss, log_ratios: Tensor, mask: Tensor) -> Tensor:
-    """`[B]` rewards from `[B, T-1]` log-ratios (logprobs for kinds without a reference)."""
+    """Returns `[B]` rewards from `[B, T-1]` log-ratios, or logprobs without a reference."""
     match config:
         case LengthNormalizedLoss() | SimPOLoss() | IPOLoss(per="token"):
             return config.beta * masked_sequence_mean(log_ratios, mask)
@@ -148,7 +138,6 @@ PairLoss = (
 
 
 def _margin_loss(config: PairLoss, margins: Tensor) -> Tensor:
-    """`[P]` losses of `[P]` margins."""
     match config:
         case SigmoidLoss() | LengthNormalizedLoss():
             return sigmoid_loss(margins, label_smoothing=config.label_smoothing)
@@ -172,7 +161,7 @@ def _paired_loss(
     chosen, rejected, is_pair = pair_rows(batch["pair_ids"], sequences.is_chosen)
     is_valid = batch["sample_mask"].bool()[chosen]
     margins = sequences.rewards[chosen] - sequences.rewards[rejected]
-    # A chosen sequence compared with a stranger would train on noise without a sign of it.
+    # Comparing sequences of different pairs would silently train on noise.
     values = torch.where(is_pair, _margin_loss(config, margins), torch.nan)
     per_pair = {
         "accuracy": (margins > 0).to(margins.dtype),
@@ -215,10 +204,6 @@ def _unpaired_loss(
 def _reduce(
     values: Tensor, metrics: Mapping[str, Tensor], is_valid: Tensor, denominator: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean over the valid entries of the step, of the loss and of each metric."""
     loss = masked_sum(values, is_valid, denominator=denominator)
-    means = {
-        name: masked_sum(metric.detach(), is_valid, denominator=denominator)
-        for name, metric in metrics.items()
-    }
+    means = masked_sums(metrics, is_valid, denominator=denominator)
     return loss, {"loss": loss.detach(), **means}

@@ -14,20 +14,13 @@ from nemo_rl_core.models.policy import Policy
 
 _PAIRS_AT_ONCE = 1024
 _MICROBATCH_TOKENS = 8192
-"""Set here, not in a recipe: a micro-batch budget that training changes must not miss the cache."""
+"""A constant, so that a different micro-batch budget of training uses the same cached logprobs."""
 
 
 def reference_logprobs(
     model_folder: Path, data: Path, session: ClusterSession, *, settings: TrainerSettings
 ) -> list[PreferencePair]:
-    """All pairs of a folder, with the model's logprobs of their trained tokens.
-
-    Args:
-        model_folder: The reference, in the transformers layout.
-        data: A folder of pairs.
-        session: The cluster of the worker.
-        settings: Backend and type of the matrix products.
-    """
+    """Loads all pairs of a folder, and adds the logprobs of the reference in `model_folder`."""
     pairs = load_pairs(data, load_tokenizer(model_folder))
     longest = max(len(pair.chosen.token_ids) + len(pair.rejected.token_ids) for pair in pairs)
     policy = Policy(

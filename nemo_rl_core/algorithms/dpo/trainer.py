@@ -43,8 +43,11 @@ class DPOTrainer(BaseTrainer[DPOSettings, DPOConfig]):
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
         self._loss = DPOLossFn(self.config.loss)
-        held_out = spec.validation
-        self._held_out = load_pairs_for(spec.start, held_out, name="validation") if held_out else []
+        self._held_out = (
+            load_pairs_for(spec.start, spec.validation, name="validation")
+            if spec.validation
+            else []
+        )
 
     def _load(self, spec: RunSpec) -> PromptLoader[PreferencePair]:
         cached = spec.reference_logprobs if self.config.needs_reference else None
@@ -70,7 +73,6 @@ class DPOTrainer(BaseTrainer[DPOSettings, DPOConfig]):
         return loss_metrics(self._loss, self.policy.get_logprobs(batch)["logprobs"], batch)
 
     def _batch(self, pairs: Sequence[PreferencePair]) -> BatchedDataDict:
-        """Builds the batch of pairs for the loss."""
         batch = pair_batch(pairs)
         if self.config.needs_reference and "reference_logprobs" not in batch:
             batch["reference_logprobs"] = self.policy.get_reference_logprobs(batch)["logprobs"]
@@ -80,7 +82,7 @@ class DPOTrainer(BaseTrainer[DPOSettings, DPOConfig]):
         return batch
 
     def _kl_baseline(self, pairs: Sequence[PreferencePair]) -> Tensor:
-        """KTO's estimate of `KL(policy || reference)`, from completions of other prompts."""
+        """Estimates KTO's `KL(policy || reference)` from completions of other prompts."""
         batch = mismatched(pairs)
         current = self.policy.get_logprobs(batch)["logprobs"]
         reference = self.policy.get_reference_logprobs(batch)["logprobs"]

@@ -1,1 +1,1 @@
-"""Group-relative policy optimisation."""
+"""Group-relative policy optimization."""

@@ -1,4 +1,4 @@
-"""How rewards become advantages: a type for each formula."""
+"""Formulas that turn rewards into advantages, one type each."""
 
 from typing import Annotated, Literal
 
@@ -10,7 +10,7 @@ from nemo_rl_core.config.base import FrozenConfig
 class GroupNormalized(FrozenConfig):
     """`(r - mean_group) / (std_group + 1e-6)` with the unbiased std (GRPO).
 
-    With the KL penalty in the reward, the std is that of the rewards before it is taken off.
+    With the KL penalty in the reward, the std is that of the rewards without the penalty.
     """
 
     kind: Literal["group_normalized"] = "group_normalized"

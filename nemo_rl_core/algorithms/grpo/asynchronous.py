@@ -1,10 +1,9 @@
 """GRPO with an engine that samples while the model trains."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import ceil
 from typing import ClassVar, cast
 
@@ -17,16 +16,16 @@ from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.models.validation import agreement
+from nemo_rl_core.models.policy.remote_compute import Computed
 from nemo_rl_core.rollouts.batch import valid_rollouts
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.rollouts.streaming_sampler import StreamingSampler
+from nemo_rl_core.trainers.fit.custom import CustomParts
 from nemo_rl_core.trainers.loop import RunSpec
-from nemo_rl_core.trainers.own import OwnParts
 from nemo_rl_core.types import Prompt, Rollout
 
 _UNEVEN_SHARE = 1.25
-"""Of a step's sequences, an engine may get so many times its equal share."""
+"""Largest number of a step's sequences for one engine, as a multiple of an equal share."""
 
 
 @dataclass
@@ -34,25 +33,23 @@ class _SampledStep:
     """A step whose completions are sampled while an earlier one trains.
 
     Attributes:
-        draws: Those that were scored.
-        of_environment: The number of scored rollouts, and the environment's metrics, of each draw.
+        environment_metrics: Number of scored rollouts and the environment's metrics, by draw.
     """
 
     draws: StepDraws
-    of_environment: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    environment_metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
 
 class AsyncGRPOTrainer(GRPOTrainer):
-    """As `GRPOTrainer`, but the rollouts of a step begin before the step does.
+    """Starts the rollouts of a step before the step begins.
 
-    Steps are trained in order, on the prompts that `GRPOTrainer` would give them; with
-    `max_staleness: 0` the weights are equal to the bit. Beyond that, which weights drew which token
-    depends on time. Every token's version is recorded, and a replay of the records repeats the
-    run to the bit.
+    Steps train in order, on the same prompts as in `GRPOTrainer`; with `max_staleness: 0` the
+    weights are bitwise identical. Otherwise timing decides which weights draw which token. The
+    version of every token is recorded, and a replay of the records repeats the run bitwise.
     """
 
     sampler_class = StreamingSampler
-    refuses_own: ClassVar[Mapping[str, str]] = {
+    refuses_custom: ClassVar[Mapping[str, str]] = {
         "policy": "the engine samples while a training backend's workers train",
         "engine": "it takes weights while it generates, as VllmGeneration does with "
         "async_engine: true",
@@ -60,10 +57,10 @@ class AsyncGRPOTrainer(GRPOTrainer):
     samples_ahead = True
 
     @classmethod
-    def _refuse_unfit(cls, own: OwnParts) -> None:
-        if isinstance(own.engine, StreamingGeneration):
-            own = replace(own, engine=None)
-        super()._refuse_unfit(own)
+    def _refuse_unfit(cls, custom: CustomParts) -> None:
+        if isinstance(custom.engine, StreamingGeneration):
+            custom = replace(custom, engine=None)
+        super()._refuse_unfit(custom)
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
@@ -73,8 +70,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
         assert settings is not None  # checked in super()._set_up
         self._max_staleness = settings.max_staleness
         if isinstance(self.sampler, StreamingSampler):
-            # Of the trainer, but while it waits for rollouts. A model that scores on its GPU has
-            # memory there only then: gradients and caches were given back before the last transfer.
+            # The trainer has it except while it waits for rollouts. Only then is there memory for a
+            # model that scores on its GPU: gradients and caches were freed before the transfer.
             self._gpu_turn = threading.Lock()
             self._gpu_turn.acquire()
             resources.callback(self._gpu_turn.release)
@@ -82,15 +79,14 @@ class AsyncGRPOTrainer(GRPOTrainer):
             self._stream = self.sampler.stream(
                 seed=self.settings.seed,
                 timeout_seconds=settings.step_timeout_seconds,
-                holds=self._holds_rollouts,
                 on_draw=self._score_draw,
             )
 
     def _sampler_settings(self) -> RolloutSettings:
-        """With engines that compute no more sequences at once than one step has for each.
+        """Limits the concurrent sequences of each engine to its share of one step.
 
-        They take requests in their order. With more at once, those of the step after would slow
-        down those that the trainer waits for, and the engines would have too little to do later.
+        Engines take requests in order. With a higher limit, requests of the next step would slow
+        down those that the trainer waits for, and the engines would be idle later.
         """
         generation = self.settings.generation
         assert isinstance(generation, VllmGenerationConfig)  # others were refused
@@ -101,13 +97,13 @@ class AsyncGRPOTrainer(GRPOTrainer):
         return self.settings.model_copy(update={"generation": sampling})
 
     def _sample_rollouts(self, prompts: list[Prompt]) -> tuple[Sequence[Rollout], dict[str, float]]:
-        """The step's rollouts, most of them made while earlier steps were trained.
+        """Returns the step's rollouts, most of which were sampled while earlier steps trained.
 
-        Environments answer, rewards are computed and further draws begin meanwhile, too, so that
-        none of that waits for the trainer, but for models that score on its GPU. The engine takes
-        over the weights of the step before, in the middle of whatever it generates, and begins the
-        prompts of steps that are now near enough. It has them before, so that it need not wait; but
-        for the first weights, which it proves before it gets requests.
+        Environments, rewards and further draws also run during training, except for models that
+        score on the trainer's GPU. The engine receives the weights of the step before while it
+        generates, and begins the prompts of all steps that `max_staleness` now allows. Prompts are
+        submitted before the transfer, so that the engine is never idle. The first transfer is the
+        exception: a proof checks the engine before it gets requests.
         """
         if not isinstance(self.sampler, StreamingSampler):
             return super()._sample_rollouts(prompts)
@@ -124,22 +120,22 @@ class AsyncGRPOTrainer(GRPOTrainer):
         with self.timer.phase("sync"):
             engine.check_update()  # while the engine samples
             if self.sampler.scores_on_a_gpu:
-                self._release_policy()  # which the check has called back
+                self._release_policy()  # which the check has loaded again
         with self.timer.phase("rollout"), self._gpu_given_up():
             self._stream.take(self.step)
         sampled = self._sampled.pop(self.step)
-        self._of_environment += sampled.of_environment
+        self._environment_metrics += sampled.environment_metrics
         return sampled.draws.rollouts(), sampled.draws.metrics()
 
     def _record(
         self, rollouts: Sequence[Rollout], *, advantages: Tensor | None = None
     ) -> dict[str, float]:
-        """Beside it, the stream hands out what the engine has completed for the next step.
+        """Makes the stream process completions of the next step while this step is recorded.
 
-        Later, calls of the engine would wait until it has new weights and requests.
+        Afterwards, calls of the engine block until it has new weights and requests.
         """
         if isinstance(self.sampler, StreamingSampler):
-            self._stream.look()
+            self._stream.poll_soon()
         return super()._record(rollouts, advantages=advantages)
 
     @contextmanager
@@ -151,28 +147,28 @@ class AsyncGRPOTrainer(GRPOTrainer):
             self._gpu_turn.acquire()
 
     def _score_draw(self, step: int, rollouts: Sequence[Rollout]) -> list[Prompt] | None:
-        """Scores a draw beside the trainer's thread; the environment need not bear two calls.
+        """Scores a draw in the stream's thread; never calls the environment concurrently.
 
-        Returns:
-            The prompts of the step's next draw; None where it needs none.
+        Returns the prompts of the step's next draw; None if it needs none.
         """
         sampled, sampler = self._sampled[step], self.sampler
         assert sampler is not None
-        # Turns were scored as they ended: failures count though the environment does not return.
+        # Turns were scored when they ended. Their failures are counted even while the environment
+        # is busy.
         has_turns = sampler.environment is not None
         turn = self._gpu_turn if sampler.scores_on_a_gpu and not has_turns else nullcontext()
         with turn, nullcontext() if has_turns else self._stream.environment_alone():
             scored = sampler.score(rollouts)
         with self._stream.environment_alone():
             scored, metrics = sampler.post_process(scored)
-        sampled.of_environment.append((len(valid_rollouts(scored)), metrics))
+        sampled.environment_metrics.append((len(valid_rollouts(scored)), metrics))
         sampled.draws.add(scored)
         if not sampled.draws.wants_more:
             return None
         return self._further_prompts(step=step, num_draws=sampled.draws.num_draws)
 
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
-        """Before a validation, in whose wake samples go on with the new weights."""
+        """Updates the weights before a validation; samples then continue with the new weights."""
         assert isinstance(sampler, StreamingSampler)
         with self._stream.exclusive():
             sampler.generation.update_weights(cast("Policy", self.policy), weight_version=last_step)
@@ -184,7 +180,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
             return super()._validate()
 
     def _begin_steps(self, *, next_version: int | None = None) -> None:
-        """Asks for every step that may be sampled with the weights of now, or with the next."""
+        """Requests all steps that may be sampled with the current weights, or with the next."""
         first = max(self._last_begun + 1, self.step)
         last = min(self.step + self._max_staleness, self._last_step)
         for step in range(first, last + 1):
@@ -199,37 +195,13 @@ class AsyncGRPOTrainer(GRPOTrainer):
             )
             self._last_begun = step
 
-    def _check_consistency(
-        self, batch: BatchedDataDict
+    def _checked_by_gate(
+        self, data: BatchedDataDict, computed: Computed
     ) -> tuple[BatchedDataDict, dict[str, float]]:
-        """Engine and trainer must agree on tokens of the trainer's own weights; of older, not.
-
-        So there may be none to compare; the proof at each transfer of weights needs none.
-        """
-        if "weight_versions" not in batch:
-            return super()._check_consistency(batch)
-        age = self.step - 1 - batch["weight_versions"]
-        mask = batch["token_mask"].bool()
-        current = BatchedDataDict({**batch, "token_mask": mask & (age == 0)})
-        checked, metrics = super()._check_consistency(current)
-        metrics |= {
-            "staleness": float(age[mask].float().mean()),
-            "staleness_max": float(age[mask].max()),
-        }
-        metrics = self._with_proof(metrics)
-        return BatchedDataDict({**checked, "token_mask": batch["token_mask"]}), metrics
-
-    def _agreement(self) -> Callable[[BatchedDataDict], dict[str, float]]:
-        return partial(agreement, gate=self.config.gate, version=self.step - 1)
-
-    def _agreement_metrics(self, parts: Sequence[dict[str, float]]) -> dict[str, float] | None:
-        metrics = super()._agreement_metrics(parts)
-        return None if metrics is None else self._with_proof(metrics)
-
-    def _with_proof(self, metrics: dict[str, float]) -> dict[str, float]:
-        """With that of the engine's last weights, and without an error of no token."""
+        """Adds the proof of the engine's last weights; drops the error if it is of no tokens."""
+        data, metrics = super()._checked_by_gate(data, computed)
         if not metrics["token_mult_prob_error"]:
             del metrics["token_mult_prob_error"]
         if isinstance(self.sampler, StreamingSampler):
             metrics["handover_mult_prob_error"] = self.sampler.generation.agreement
-        return metrics
+        return data, metrics

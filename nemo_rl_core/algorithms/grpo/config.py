@@ -1,4 +1,4 @@
-"""Settings of group-relative policy optimisation and its relatives.
+"""Settings of group-relative policy optimization and its relatives.
 
 Each variant of an advantage (`advantage_config.py`), a loss or a correction (`loss_config.py`) is a
 type with a `kind`; `presets.py` names the published combinations.
@@ -24,6 +24,7 @@ from nemo_rl_core.algorithms.grpo.loss_config import (
     TruncatedImportance,
 )
 from nemo_rl_core.algorithms.grpo.presets import with_preset
+from nemo_rl_core.config.algorithm import Algorithm
 from nemo_rl_core.config.base import FrozenConfig, kind_or
 from nemo_rl_core.config.generation import (
     SamplingConfig,
@@ -35,20 +36,20 @@ from nemo_rl_core.config.trainer import (
     GateConfig,
     LoopConfig,
     RolloutSettings,
-    refuse_judge_beside_others,
+    refuse_busy_judge_gpu,
 )
 from nemo_rl_core.errors import ConfigError
 
 
 class OverlongPenalty(FrozenConfig):
-    """Takes reward off rollouts within `buffer_tokens` of the limit, up to `penalty` at it.
+    """Subtracts reward from rollouts within `buffer_tokens` of the limit, up to `penalty` at it.
 
-    In several turns the tokens of the environment count, which use up the same room, and so does an
-    answer of the environment for which there was no room any more.
+    In rollouts of several turns the tokens of the environment count too, including an answer that
+    did not fit any more.
 
     Attributes:
         buffer_tokens: Tokens before the limit over which the penalty grows from 0.
-        penalty: What a rollout loses at the limit.
+        penalty: Reward that is subtracted at the limit.
     """
 
     kind: Literal["penalty"] = "penalty"
@@ -69,14 +70,14 @@ OverlongConfig = Annotated[
 
 
 class DynamicSampling(FrozenConfig):
-    """Draws prompts anew for groups whose rewards are all equal, keeping the others.
+    """Draws further prompts to replace groups whose rewards are all equal.
 
-    `max_draws` counts every draw of a step, the first one included; after the last one the step
-    trains on what there is. In asynchronous training the draws of later steps follow each other
+    `max_draws` counts every draw of a step, including the first; after the last one the step trains
+    on the groups that it has. In asynchronous training the draws of later steps follow each other
     while a step is trained.
 
     Attributes:
-        max_draws: Times that a step samples, the first included.
+        max_draws: Maximum number of draws of a step, including the first.
     """
 
     max_draws: int = Field(default=10, ge=2)
@@ -86,16 +87,16 @@ class Asynchronous(FrozenConfig):
     """The engine samples for the next steps while the model trains.
 
     The weights that draw a step's first tokens are at most `max_staleness` updates older than those
-    that the step trains; each update reaches the engine at once, in the middle of completions. What
-    a step still misses after waiting for `step_timeout_seconds` is requested once more, then given
-    up and counted; null waits for ever. With `max_staleness` 0 the engine waits for every update,
+    that the step trains; each update reaches the engine at once, in the middle of completions.
+    Rollouts that are missing after `step_timeout_seconds` are requested again, then dropped and
+    counted; null waits forever. With `max_staleness` 0 the engine waits for every update,
     and the weights are those of synchronous training.
 
     Attributes:
-        max_staleness: The most updates by which the weights that start a step's completions may be
-            older than those that are trained.
-        step_timeout_seconds: How long a step waits for a completion before it is requested once
-            more; None waits for ever.
+        max_staleness: Maximum number of updates by which the weights that start a step's
+            completions may be older than those that are trained.
+        step_timeout_seconds: Seconds that a step waits for a completion before it is requested
+            again; None waits forever.
     """
 
     renamed: ClassVar[Mapping[str, str]] = {"timeout_seconds": "step_timeout_seconds"}
@@ -108,30 +109,41 @@ class GRPOConfig(LoopConfig):
     """One iteration: `num_steps_per_iteration` times roll out, score, train, sync.
 
     A step samples `num_prompts_per_step * num_generations_per_prompt` completions and makes
-    optimizer steps of `train_global_batch_size` sequences (all of them, where it is left out).
+    optimizer steps of `train_global_batch_size` sequences (all of them by default).
 
-    Input may name one of `presets.py`, such as `{preset: dapo, learning_rate: 1e-6}`; what stands
-    beside it is laid over it. The config holds the outcome and no `preset`, so that a cache does
-    not depend on how it was written.
+    Input may name one of `presets.py`, such as `{preset: dapo, learning_rate: 1e-6}`; other keys
+    override it. The config has the result and no `preset`, so that a cache does not depend on how
+    the config was written. `GRPOTrainer` reads it.
 
     Attributes:
-        preset: A published combination of the keys below, by name; keys beside it win.
+        preset: A published combination of the keys below, by name; other keys override it.
         num_steps_per_iteration: Steps of one iteration, which is one cached stage.
-        num_prompts_per_step: Prompts that a step samples completions of.
+        num_prompts_per_step: Prompts of one step.
         num_generations_per_prompt: Completions of each prompt: the size of a group.
         train_global_batch_size: Sequences of one optimizer step; None makes one optimizer step of
             all sequences.
-        advantage: How rewards become advantages.
+        advantage: Formula that turns rewards into advantages.
         loss: The policy loss.
-        overlong: What happens to completions near or at the limit of tokens; None treats them as
+        overlong: Treatment of completions near or at the limit of tokens; None treats them like
             others.
-        dynamic_sampling: Samples again for groups whose rewards are all equal; None trains on what
-            was sampled.
-        asynchronous: Samples the next steps while a step is trained; None alternates.
-        gate: How far the engine's logprobs may be from the trainer's.
+        dynamic_sampling: Further draws that replace groups whose rewards are all equal; None trains
+            on all groups.
+        asynchronous: Sampling of the next steps while a step is trained; None alternates
+            sampling and training.
+        gate: Allowed difference between the engine's and the trainer's logprobs.
     """
 
     shorthands: ClassVar[frozenset[str]] = frozenset({"preset"})
+
+    algorithm: ClassVar[Algorithm] = Algorithm(
+        "grpo",
+        stage="grpo_iteration",
+        pipeline="grpo",
+        trainer="GRPOTrainer",
+        learning_rate=1e-6,
+        rows_per_step="num_prompts_per_step",
+        samples=True,
+    )
 
     learning_rate: PositiveFloat = 1e-3
     num_steps_per_iteration: PositiveInt = 50
@@ -154,7 +166,7 @@ class GRPOConfig(LoopConfig):
     @model_validator(mode="before")
     @classmethod
     def _correct_for_staleness(cls, values: Any) -> Any:
-        """Samples of older weights are weighted, unless the loss says how, or that they are not."""
+        """Adds an importance correction for samples of older weights, unless the loss sets one."""
         if not isinstance(values, dict) or values.get("asynchronous") is None:
             return values
         loss = values.get("loss", {})
@@ -166,6 +178,21 @@ class GRPOConfig(LoopConfig):
     def num_sequences_per_step(self) -> int:
         """Completions sampled in a step."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether a step computes logprobs of the reference policy."""
+        return self.loss.kl is not None
+
+    @property
+    def num_scorings(self) -> int:
+        """Extra forward passes per step for logprobs.
+
+        With one optimizer step, the training pass itself computes the policy's logprobs.
+        """
+        batch, sequences = self.train_global_batch_size, self.num_sequences_per_step
+        updates_once = batch in (None, sequences) and not self.has_kl_in_reward
+        return (not updates_once) + self.reads_reference
 
     @property
     def has_kl_in_reward(self) -> bool:
@@ -203,8 +230,8 @@ class GRPOConfig(LoopConfig):
         if isinstance(self.loss, OnPolicyLoss):
             raise ValueError(
                 f"loss 'on_policy' takes the weights to be those that sampled, but "
-                f"train_global_batch_size ({batch}) makes {sequences // batch} optimizer steps of "
-                f"{sequences} sequences; leave it out, or use loss 'clipped'"
+                f"train_global_batch_size ({batch}) splits the {sequences} sequences of a step "
+                f"into {sequences // batch} optimizer steps; leave it out, or use loss 'clipped'"
             )
         return self
 
@@ -213,16 +240,16 @@ class GRPOConfig(LoopConfig):
         by_token = isinstance(self.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
         if isinstance(self.loss, GSPOLoss) and by_token and self.has_kl_in_reward:
             raise ValueError(
-                f"loss 'gspo' has one ratio a sequence, but advantage {self.advantage.kind!r} with "
-                "the KL penalty in the reward differs from token to token; use kl.place "
+                f"loss 'gspo' has one ratio per sequence, but advantage {self.advantage.kind!r} "
+                "with the KL penalty in the reward differs from token to token; use kl.place "
                 "'in_loss', or an advantage of groups"
             )
         one_reward = self.has_kl_in_reward or isinstance(self.overlong, OverlongPenalty)
         if isinstance(self.advantage, GDPO) and one_reward:
             raise ValueError(
-                "advantage 'gdpo' normalizes several rewards apart, so there is no single reward "
-                "to take a penalty from; use kl.place 'in_loss', and give a penalty on length as "
-                "one of the rewards"
+                "advantage 'gdpo' normalizes several rewards separately, so there is no single "
+                "reward to take a penalty from; use kl.place 'in_loss', and give a penalty on "
+                "length as one of the rewards"
             )
         return self
 
@@ -240,7 +267,9 @@ class GRPOConfig(LoopConfig):
 
 
 class GRPOSchedule(GRPOConfig):
-    """How many iterations to run; each is a cached stage that does not know how many follow.
+    """The number of iterations; each is a cached stage, independent of the number that follow.
+
+    Recipes have it as their section `grpo`, and `plan_grpo` reads it.
 
     Attributes:
         num_iterations: Iterations, one after the other, each a cached stage.
@@ -250,13 +279,13 @@ class GRPOSchedule(GRPOConfig):
 
     @property
     def iteration(self) -> GRPOConfig:
-        """The settings of one iteration, equal whatever `num_iterations` is."""
+        """The settings of one iteration, independent of `num_iterations`."""
         values: dict[str, Any] = self.model_dump(exclude={"num_iterations"})
         return GRPOConfig.model_validate(values)
 
 
 class GRPOSettings(RolloutSettings):
-    """All that `GRPOTrainer` reads."""
+    """All settings that `GRPOTrainer` reads."""
 
     grpo: GRPOConfig = GRPOConfig()
 
@@ -265,7 +294,7 @@ class GRPOSettings(RolloutSettings):
         refuse_for_training(self.generation)
         refuse_overlong(self.grpo, longest=self.max_rollout_tokens)
         refuse_sampling_ahead(self.grpo, self.generation)
-        refuse_judge_beside_others(
+        refuse_busy_judge_gpu(
             self.cluster,
             self.generation,
             self.environment,
@@ -275,11 +304,7 @@ class GRPOSettings(RolloutSettings):
 
 
 def refuse_sampling_ahead(grpo: GRPOConfig, generation: SamplingConfig) -> None:
-    """Refuses `asynchronous` with an engine that cannot take weights while it generates.
-
-    Raises:
-        ConfigError: Says which can.
-    """
+    """Refuses `asynchronous` with an engine that cannot take weights while it generates."""
     if grpo.asynchronous is None:
         return
     if not isinstance(generation, VllmGenerationConfig):
@@ -294,12 +319,7 @@ def refuse_sampling_ahead(grpo: GRPOConfig, generation: SamplingConfig) -> None:
 def refuse_overlong(grpo: GRPOConfig, *, longest: int) -> None:
     """Refuses a buffer of the overlong penalty that is longer than a completion can be.
 
-    Args:
-        grpo: Has the penalty.
-        longest: Tokens that a completion can have, all its turns together.
-
-    Raises:
-        ValueError: Says both.
+    `longest` is the maximum number of tokens of a completion, in all its turns together.
     """
     overlong = grpo.overlong
     if isinstance(overlong, OverlongPenalty) and overlong.buffer_tokens > longest:

@@ -1,6 +1,8 @@
 """Groups of scored rollouts as a training batch with advantages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,14 +35,7 @@ from nemo_rl_core.types import Rollout
 
 
 def grpo_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
-    """Builds a batch of rollouts with group ids.
-
-    Args:
-        rollouts: `B` scored rollouts; groups may differ in size.
-
-    Returns:
-        The columns of `rollout_batch`, and `group_ids [B]`. `add_advantages` adds the others.
-    """
+    """Returns the columns of `rollout_batch`, and `group_ids [B]`; groups may differ in size."""
     batch = rollout_batch(rollouts)
     # Groups are formed by index in the step, not by prompt, since a prompt may be sampled twice.
     batch["group_ids"] = groups_of(rollouts)
@@ -48,70 +43,78 @@ def grpo_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
 
 
 def differs_by_token(config: GRPOConfig) -> bool:
-    """Whether advantages are whitened returns of tokens, and not one number a sequence."""
+    """Whether advantages are whitened returns of tokens instead of one number per sequence."""
     return isinstance(config.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
 
 
-def trained_mask(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
-    """`sample_mask [B]`, 0 also where a completion is left out because it was truncated."""
-    mask: Tensor = batch["sample_mask"]
-    return mask * ~batch["truncated"] if isinstance(config.overlong, OverlongFilter) else mask
+def scores_of_step(config: GRPOConfig, *, is_current: bool) -> dict[str, str]:
+    """Returns the policy's methods for the logprobs that a step reads, by column.
+
+    If `is_current`, `prev_logprobs` come from the training step's own forward pass.
+    """
+    scores = {} if is_current else {"prev_logprobs": "get_logprobs"}
+    if config.loss.kl:
+        scores["reference_logprobs"] = "get_reference_logprobs"
+    return scores
+
+
+def figures_of_step(config: GRPOConfig) -> dict[str, Callable[[BatchedDataDict], Any]]:
+    """Returns the functions of a rank's rows that advantages need besides rewards, by name."""
+    if differs_by_token(config):
+        return {"moments": partial(returns_moments, config=config)}
+    return {"kl_penalties": partial(kl_penalties, config=config)} if config.has_kl_in_reward else {}
+
+
+def whitening(
+    moments: Sequence[Moments], config: GRPOConfig
+) -> Callable[[BatchedDataDict], dict[str, Tensor]]:
+    """Returns `token_advantages` of the full step, given `returns_moments` of each rank."""
+    return partial(token_advantages, config=config, moments=Moments.joined(moments))
 
 
 def add_advantages(
     batch: BatchedDataDict, config: GRPOConfig, *, max_new_tokens: int
 ) -> BatchedDataDict:
-    """Adds advantages to a copy of the batch of a whole step.
+    """Adds advantages to a copy of the batch of a full step.
 
     Whitening uses all rows, so call this before splitting the step into optimizer steps and
-    micro-batches. Of tokens that lie elsewhere, this is what remains to the controller, if
-    advantages differ by sequence alone: ranks compute `returns_moments` and `token_advantages`.
+    micro-batches. With remote tokens, the controller calls this only for advantages that differ by
+    sequence; ranks compute `returns_moments` and `token_advantages`.
 
     Args:
         batch: From `grpo_batch` and, with the KL penalty in the reward, `prev_logprobs` and
-            `reference_logprobs`, `[B, T-1]` each, or in their place `kl_penalties [B]`.
+            `reference_logprobs`, `[B, T-1]` each, or `kl_penalties [B]` instead.
         config: Advantage, KL penalty, and handling of overlong completions.
         max_new_tokens: Maximum length of a rollout after its prompt, all turns included.
 
     Returns:
-        The columns of `with_outcomes` and `advantages [B, T-1]`, 0 at masked tokens, or `[B]` where
-        the tokens are held elsewhere.
-
-    Raises:
-        ConfigError: If the advantage needs rewards that the environment does not return.
-        ValueError: If the overlong buffer is longer than a completion can be.
+        The columns of `with_outcomes` and `advantages [B, T-1]`, 0 at masked tokens, or `[B]` if
+        the tokens are remote.
     """
-    found = with_outcomes(batch, config, max_new_tokens=max_new_tokens)
+    with_advantages = with_outcomes(batch, config, max_new_tokens=max_new_tokens)
     if differs_by_token(config):
-        found.update(token_advantages(found, config, returns_moments(found, config)))
-    elif batch.is_held:
-        found["advantages"] = _of_sequences(found, config)
+        with_advantages.update(
+            token_advantages(with_advantages, config, returns_moments(with_advantages, config))
+        )
+    elif batch.is_remote:
+        with_advantages["advantages"] = _of_sequences(with_advantages, config)
     else:
         if config.has_kl_in_reward:
-            found["kl_penalties"] = kl_penalties(found, config)
-        mask = valid_token_mask(found["token_mask"], found["sample_mask"])
-        of_sequences = _of_sequences(found, config)
-        found["advantages"] = zero_masked(of_sequences[:, None].expand(mask.shape), mask)
-    return found
+            with_advantages["kl_penalties"] = kl_penalties(with_advantages, config)
+        mask = valid_token_mask(with_advantages["token_mask"], with_advantages["sample_mask"])
+        of_sequences = _of_sequences(with_advantages, config)
+        with_advantages["advantages"] = zero_masked(of_sequences[:, None].expand(mask.shape), mask)
+    return with_advantages
 
 
 def with_outcomes(
     batch: BatchedDataDict, config: GRPOConfig, *, max_new_tokens: int
 ) -> BatchedDataDict:
-    """A copy of the batch of a whole step with what advantages need of each sequence.
+    """Returns a copy of the batch of a full step with the outcome of each sequence.
 
-    Args:
-        batch: From `grpo_batch`; tokens may lie elsewhere.
-        config: Advantage and handling of overlong completions.
-        max_new_tokens: As `add_advantages` takes it.
-
-    Returns:
-        The columns of `batch` and `outcomes [B]`, the rewards less the penalty of overlong
-        completions and, in `reinforce_plus_plus_baseline`, the group's mean; with
-        `overlong: {kind: filter}` also `sample_mask`, 0 where the completion was truncated.
-
-    Raises:
-        ValueError: If the overlong buffer is longer than a completion can be.
+    `outcomes [B]` are the rewards less the penalty of overlong completions and, in
+    `reinforce_plus_plus_baseline`, the group's mean. With `overlong: {kind: filter}`, `sample_mask`
+    is 0 where the completion was truncated. Tokens of `grpo_batch` may be remote.
     """
     rewards = batch["rewards"]
     if isinstance(config.overlong, OverlongPenalty):
@@ -123,18 +126,14 @@ def with_outcomes(
         )
     if isinstance(config.advantage, ReinforcePlusPlusBaseline):
         rewards = group_centered(rewards, batch["group_ids"])
-    columns = {"outcomes": rewards, "sample_mask": trained_mask(batch, config)}
-    return BatchedDataDict({**batch, **columns})
+    mask = batch["sample_mask"]
+    if isinstance(config.overlong, OverlongFilter):
+        mask = mask * ~batch["truncated"]
+    return BatchedDataDict({**batch, "outcomes": rewards, "sample_mask": mask})
 
 
 def returns_moments(batch: BatchedDataDict, config: GRPOConfig) -> Moments:
-    """Of the returns of all tokens that are trained on.
-
-    Args:
-        batch: Any rows of `with_outcomes`, with their tokens and, with the KL penalty in the
-            reward, `prev_logprobs` and `reference_logprobs`.
-        config: With an advantage that differs by token.
-    """
+    """Computes the moments of the returns of all trained tokens, which must be local."""
     rewards, mask = _token_rewards(batch, config)
     return Moments.of(returns_to_go(rewards, mask), mask)
 
@@ -142,41 +141,37 @@ def returns_moments(batch: BatchedDataDict, config: GRPOConfig) -> Moments:
 def token_advantages(
     batch: BatchedDataDict, config: GRPOConfig, moments: Moments
 ) -> dict[str, Tensor]:
-    """The column `advantages [B, T-1]` of those that differ by token, 0 at masked ones.
-
-    Args:
-        batch: As `returns_moments` takes it.
-        config: With an advantage that differs by token.
-        moments: Of the whole step.
-    """
+    """Returns the column `advantages [B, T-1]`, whitened by the moments of the full step."""
     rewards, mask = _token_rewards(batch, config)
     return {"advantages": reinforce_plus_plus(rewards, mask, moments)}
 
 
 def _token_rewards(batch: BatchedDataDict, config: GRPOConfig) -> tuple[Tensor, Tensor]:
-    """`[B, T-1]` rewards, the outcome's at the last token, and the mask of trained tokens."""
+    """Returns `[B, T-1]` rewards, with the outcome at the last token, and the mask of tokens."""
     mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
     return outcome_rewards(batch["outcomes"], mask) - _kl_in_reward(batch, config), mask
 
 
 def kl_penalties(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
-    """`[B]`: what the KL to the reference takes off each sequence's reward."""
+    """Returns `[B]`, the KL penalty of each sequence's reward."""
     return _kl_in_reward(batch, config).sum(dim=-1)
 
 
 def _of_sequences(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
-    """`[B]` advantages that all tokens of a sequence share.
-
-    Args:
-        batch: From `with_outcomes`; with the KL penalty in the reward also `kl_penalties [B]`.
-        config: The advantage, of another kind than those that differ by token.
-    """
-    advantage, outcomes = config.advantage, batch["outcomes"]
-    if isinstance(advantage, GDPO):
-        return _of_components(batch, advantage, batch["sample_mask"].bool())
-    assert not isinstance(advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
-    lowered = outcomes - batch["kl_penalties"] if config.has_kl_in_reward else outcomes
-    return _of_groups(lowered, batch["group_ids"], advantage, outcomes=outcomes)
+    """Returns `[B]` advantages that all tokens of a sequence share."""
+    group_ids, outcomes = batch["group_ids"], batch["outcomes"]
+    rewards = outcomes - batch["kl_penalties"] if config.has_kl_in_reward else outcomes
+    match config.advantage:
+        case GroupNormalized():
+            return group_normalized(rewards, group_ids, outcomes=outcomes)
+        case GroupCentered():
+            return group_centered(rewards, group_ids)
+        case LeaveOneOut():
+            return leave_one_out(rewards, group_ids)
+        case GDPO() as advantage:
+            return _of_components(batch, advantage, batch["sample_mask"].bool())
+        case ReinforcePlusPlus() | ReinforcePlusPlusBaseline():
+            raise AssertionError("these advantages differ by token")
 
 
 def _kl_in_reward(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
@@ -192,30 +187,14 @@ def _kl_in_reward(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
     return kl.beta * zero_masked(estimate, token_mask)
 
 
-def _of_groups(
-    rewards: Tensor,
-    group_ids: Tensor,
-    advantage: GroupNormalized | GroupCentered | LeaveOneOut,
-    *,
-    outcomes: Tensor,
-) -> Tensor:
-    match advantage:
-        case GroupNormalized():
-            return group_normalized(rewards, group_ids, outcomes=outcomes)
-        case GroupCentered():
-            return group_centered(rewards, group_ids)
-        case LeaveOneOut():
-            return leave_one_out(rewards, group_ids)
-
-
 def _of_components(batch: BatchedDataDict, advantage: GDPO, sample_mask: Tensor) -> Tensor:
     components = batch.get("reward_components")
-    found = 0 if components is None else components.shape[1]
-    if components is None or found != len(advantage.weights):
+    num_components = 0 if components is None else components.shape[1]
+    if components is None or num_components != len(advantage.weights):
         raise ConfigError(
             "advantage 'gdpo' has a weight for each of several rewards",
             expected=f"{len(advantage.weights)} rewards per completion, one for each weight",
-            got=f"{found} from the environment",
+            got=f"{num_components} from the environment",
             fix="give as many weights as the environment returns rewards",
         )
     if components.isnan().any():
@@ -223,7 +202,7 @@ def _of_components(batch: BatchedDataDict, advantage: GDPO, sample_mask: Tensor)
             "advantage 'gdpo' compares each reward within its group, and one of them is missing",
             expected="a number from each reward function for each completion",
             got="None, for a completion that the function does not apply to",
-            fix="return 0.0 in place of None, or choose another advantage",
+            fix="return 0.0 instead of None, or choose another advantage",
         )
     return decoupled_group_normalized(
         components, batch["group_ids"], sample_mask, weights=advantage.weights

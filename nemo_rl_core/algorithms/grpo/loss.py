@@ -26,6 +26,7 @@ from nemo_rl_core.functional.kl import kl_estimate, kl_penalty
 from nemo_rl_core.functional.masked import (
     masked_sequence_mean,
     masked_sum,
+    masked_sums,
     valid_token_mask,
     zero_masked,
 )
@@ -56,8 +57,8 @@ class GRPOLossFn:
 
     Attributes:
         config: Kind and options.
-        prev_is_current: Whether `prev_logprobs` are those of the forward pass itself, and no
-            column: true of the first optimizer step on samples.
+        prev_is_current: Whether `prev_logprobs` are the logprobs of the forward pass instead of a
+            column, as in the first optimizer step on samples.
 
     Example:
         >>> loss_fn = GRPOLossFn(ClippedLoss(kl=None))
@@ -78,7 +79,7 @@ class GRPOLossFn:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that the loss reads besides the masks."""
+        """Columns that the loss reads, in addition to the masks."""
         config = self.config
         return (
             "advantages",
@@ -93,7 +94,7 @@ class GRPOLossFn:
 
     @property
     def sequence_means(self) -> frozenset[str]:
-        """The metrics that are means over sequences; all others are means over tokens."""
+        """Metrics that are means over sequences; all others are means over tokens."""
         return frozenset() if self.config.reduction == "token_mean" else frozenset({"loss"})
 
     def __call__(
@@ -104,7 +105,7 @@ class GRPOLossFn:
         global_valid_seqs: Tensor,
         global_valid_tokens: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch; see `LossFunction` for shapes and normalization.
+        """Returns the loss of a micro-batch and metrics; see `LossFunction` for shapes.
 
         Args:
             next_token_logprobs: `[B, T-1]`.
@@ -117,11 +118,10 @@ class GRPOLossFn:
         Returns:
             The loss, and the metrics `loss` (reduced as configured) and, per token: `policy_kl` (k3
             of `KL(prev || cur)`), `ratio_mean`, `approx_entropy` (`-v cur`); for kinds with a clip
-            `clip_fraction_low` and `clip_fraction_high`, with a dual clip `clip_fraction_dual`;
-            with a penalty `kl` (to the reference, times v and without beta); with a correction
-            `importance_weight` and `importance_cut_fraction`, the share it changed. Without a
-            correction w is 1, and `kl` and `approx_entropy` are biased where the engine's weights
-            differ from those at the start of the step.
+            the shares of active clips; with a penalty `kl` (to the reference, times v and without
+            beta); with a correction `importance_weight` and `importance_cut_fraction`, the share of
+            weights that it changed. Without a correction w is 1, and `kl` and `approx_entropy` are
+            biased where the engine's weights differ from those at the start of the step.
         """
         config, mask = self.config, valid_token_mask(batch["token_mask"], batch["sample_mask"])
         current = zero_masked(next_token_logprobs, mask)
@@ -135,7 +135,9 @@ class GRPOLossFn:
         )
         weight, per_token = _importance(config, batch, previous, mask)
         values = weight * _policy_loss(config, current, ratio, advantages)
-        on_policy = _on_policy_weight(config, weight, ratio)
+        # Trained policy over sampling policy: prev / gen as corrected, times cur / prev.
+        is_weighted = config.weighted_terms == "all"
+        on_policy = weight * ratio.detach() if is_weighted else torch.ones_like(weight)
         per_token |= _clip_fractions(config, ratio.detach(), advantages)
         per_token |= {
             "policy_kl": kl_estimate(previous, fixed, kind="k3"),
@@ -154,15 +156,12 @@ class GRPOLossFn:
         loss = _reduced(
             config.reduction, values, mask, batch, global_valid_seqs, global_valid_tokens
         )
-        metrics = {
-            name: masked_sum(metric, mask, denominator=global_valid_tokens)
-            for name, metric in per_token.items()
-        }
+        metrics = masked_sums(per_token, mask, denominator=global_valid_tokens)
         return loss, {"loss": loss.detach(), **metrics}
 
 
 def _policy_loss(config: LossConfig, current: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-    """The loss of each token by its kind, `[B, T-1]`, before corrections and means."""
+    """Returns the loss of each token, `[B, T-1]`, before corrections and means."""
     match config:
         case ClippedLoss(clip_low=low, clip_high=high, dual_clip=dual):
             return clipped_surrogate(
@@ -188,7 +187,7 @@ def _reduced(
     num_sequences: Tensor,
     num_tokens: Tensor,
 ) -> Tensor:
-    """The loss of a micro-batch, of which the sum over all micro-batches is the loss of a step."""
+    """Reduces a micro-batch; the sum over all micro-batches is the loss of the step."""
     match reduction:
         case "token_mean":
             return masked_sum(values, mask, denominator=num_tokens)
@@ -200,28 +199,28 @@ def _reduced(
 
 
 def _clip_fractions(config: LossConfig, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
-    """Indicators of active clips, `[B, T-1]` of 0 and 1; empty for kinds without a clip."""
+    """Returns `[B, T-1]` of 0 and 1, 1 where a clip is active; empty without a clip."""
     if not isinstance(config, ClippedLoss | GSPOLoss | CISPOLoss):
         return {}
     low, high = ratio < 1 - config.clip_low, ratio > 1 + config.clip_high
-    found = {"clip_fraction_low": low, "clip_fraction_high": high}
+    active = {"clip_fraction_low": low, "clip_fraction_high": high}
     if not isinstance(config, CISPOLoss):
         # A surrogate's clip is active where it removes the gradient: below the band only for
         # negative advantages, above it only for positive ones. CISPO's clip bounds the weight for
         # both.
-        found = {
+        active = {
             "clip_fraction_low": low & (advantages < 0),
             "clip_fraction_high": high & (advantages > 0),
         }
     if isinstance(config, ClippedLoss) and config.dual_clip is not None:
-        found["clip_fraction_dual"] = (ratio > config.dual_clip) & (advantages < 0)
-    return {name: value.to(ratio.dtype) for name, value in found.items()}
+        active["clip_fraction_dual"] = (ratio > config.dual_clip) & (advantages < 0)
+    return {name: value.to(ratio.dtype) for name, value in active.items()}
 
 
 def _importance(
     config: LossConfig, batch: Mapping[str, Tensor], previous: Tensor, mask: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weights `[B, T-1]` that correct for the engine's logprobs, and their metrics.
+    """Returns weights `[B, T-1]` that correct for the engine's logprobs, and their metrics.
 
     GSPO has one ratio per sequence and therefore one weight, the geometric mean.
     """
@@ -236,16 +235,6 @@ def _importance(
     # A weight of 0 counts as a cut even if it was 0 before, since it was not finite.
     is_cut = (weight != raw) | (weight == 0)
     return weight, {"importance_weight": weight, "importance_cut_fraction": is_cut.to(raw.dtype)}
-
-
-def _on_policy_weight(config: LossConfig, weight: Tensor, ratio: Tensor) -> Tensor:
-    """The weights `[B, T-1]` of KL and entropy: the policy in training over the one that sampled.
-
-    `w r` is the product of the weight, `prev / gen` as corrected, and the ratio, `cur / prev`.
-    """
-    if config.weighted_terms == "policy":
-        return torch.ones_like(weight)
-    return weight * ratio.detach()
 
 
 def _corrected(config: ImportanceConfig, weight: Tensor, by_sequence: Tensor) -> Tensor:

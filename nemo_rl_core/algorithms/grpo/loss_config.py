@@ -1,6 +1,6 @@
 """The policy losses, and their parts: reduction, KL penalty, importance correction.
 
-What is left out is None, never a kind of its own: `off` is false in YAML.
+A part that is left out is None and has no kind `off`, which is false in YAML.
 """
 
 from typing import Annotated, Literal
@@ -48,11 +48,11 @@ class TruncatedImportance(FrozenConfig):
 
 
 class _Bounds(FrozenConfig):
-    """Bounds of what is kept.
+    """Bounds of the weights that are kept.
 
     Attributes:
-        low: The lowest value that is kept.
-        high: The highest value that is kept.
+        low: Lowest value that is kept.
+        high: Highest value that is kept.
     """
 
     low: NonNegativeFloat = 0.5
@@ -72,7 +72,7 @@ class BandImportance(_Bounds):
 
 
 class SequenceMaskImportance(_Bounds):
-    """`w`, and 0 in sequences whose geometric mean lies outside `[low, high]`."""
+    """`w`, or 0 in sequences whose geometric mean is outside `[low, high]`."""
 
     kind: Literal["sequence_mask"] = "sequence_mask"
 
@@ -83,7 +83,7 @@ ImportanceConfig = Annotated[
 
 
 class ConstantDenominator(FrozenConfig):
-    """The sum over tokens, divided by `max_tokens` a sequence whatever its length (Dr. GRPO).
+    """The sum over tokens, divided by `max_tokens` per sequence, regardless of length (Dr. GRPO).
 
     Attributes:
         max_tokens: The divisor of each sequence.
@@ -94,11 +94,11 @@ class ConstantDenominator(FrozenConfig):
 
 
 class _PolicyLoss(FrozenConfig):
-    """What all losses share; `kl: null` leaves the reference policy out altogether.
+    """Base of all losses; `kl: null` does not use a reference policy.
 
     Attributes:
-        reduction: How token losses become one number: the mean over all tokens of the step, the
-            mean over sequences of their own means, or a sum with a constant divisor.
+        reduction: Reduction of token losses to one number: the mean over all tokens of the step,
+            the mean over sequences of their means, or a sum with a constant divisor.
         kl: The penalty on the divergence from the reference policy; None has no reference policy.
         importance: The correction for the difference between the engine's logprobs and the
             trainer's; None makes none.
@@ -117,7 +117,7 @@ class _PolicyLoss(FrozenConfig):
 
 
 class ClippedLoss(_PolicyLoss):
-    """The clipped surrogate, with a bound `dual_clip` for negative advantages where it is set.
+    """The clipped surrogate, optionally with a bound `dual_clip` for negative advantages.
 
     Attributes:
         clip_low: The ratio is clipped below `1 - clip_low`.
@@ -159,21 +159,21 @@ class ReinforceLoss(_PolicyLoss):
 
 
 class OnPolicyLoss(_PolicyLoss):
-    """`-A exp(cur - stopgrad(cur))`: one optimizer step a rollout, `prev` are the current ones."""
+    """`-A exp(cur - stopgrad(cur))`: one optimizer step per rollout, so that `prev` is `cur`."""
 
     kind: Literal["on_policy"] = "on_policy"
 
 
 class GSPOLoss(_PolicyLoss):
-    """The clipped surrogate of one ratio a sequence, whose spread is that of a mean.
+    """The clipped surrogate with one ratio per sequence, the geometric mean over its tokens.
 
-    An importance correction takes one weight a sequence, too, and like the ratio the geometric mean
-    over its tokens. The weight of the sequence as such would be their product, which NeMo RL takes.
+    An importance correction also uses one weight per sequence, the geometric mean over its tokens.
+    NeMo RL uses the product over the tokens instead.
 
     Attributes:
         clip_low: The sequence's ratio is clipped below `1 - clip_low`.
         clip_high: The sequence's ratio is clipped above `1 + clip_high`.
-        reduction: The mean over sequences: the ratio belongs to a sequence.
+        reduction: The mean over sequences, since a ratio belongs to a sequence.
     """
 
     kind: Literal["gspo"] = "gspo"

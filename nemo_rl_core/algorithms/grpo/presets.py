@@ -125,18 +125,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of the preset `values["preset"]`, overridden by the other values.
 
-    A map overrides its fields and keeps the others, unless it is another variant: by
-    `place` where it has one, else by `kind`. None means no preset, so that a recipe can remove the
-    preset of its base recipe.
-
-    Args:
-        values: Fields of `GRPOConfig`, and optionally `preset`.
-
-    Returns:
-        Fields of `GRPOConfig` without `preset`.
-
-    Raises:
-        ConfigError: If there is no such preset.
+    A map overrides single fields of the preset's map, or replaces the map if it selects a different
+    variant (by `place` if there is one, else by `kind`). None means no preset, so that a recipe can
+    remove the preset of its base recipe.
 
     Example:
         >>> with_preset({"preset": "dr_grpo", "loss": {"clip_high": 0.3}})["loss"]["clip_low"]
@@ -146,7 +137,7 @@ def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     name = values.get("preset")
     if name is None:
         return changes
-    if name not in list(PRESETS):  # a list, since what is looked for may not be hashable
+    if name not in list(PRESETS):  # a list, since the name may not be hashable
         raise unknown_names(
             "there is no preset",
             [str(name)],

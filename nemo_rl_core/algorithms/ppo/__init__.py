@@ -1,1 +1,1 @@
-"""Proximal policy optimisation with a critic."""
+"""Proximal policy optimization with a critic."""

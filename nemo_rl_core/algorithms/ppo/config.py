@@ -1,6 +1,6 @@
-"""Settings of proximal policy optimisation with a critic."""
+"""Settings of proximal policy optimization with a critic."""
 
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -10,6 +10,7 @@ from pydantic import (
     model_validator,
 )
 
+from nemo_rl_core.config.algorithm import Algorithm
 from nemo_rl_core.config.base import Bound, FrozenConfig
 from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.kl import KLInReward
@@ -58,7 +59,7 @@ class PPOConfig(LoopConfig):
     `num_critic_warmup_steps` steps of a run only the critic is trained.
 
     A completion truncated by a limit on tokens or turns has the value 0 after its last token, like
-    a finished one; with `bootstrap_truncated` it has the critic's value of the whole sequence.
+    a finished one; with `bootstrap_truncated` it has the critic's value of the full sequence.
 
     Attributes:
         num_steps_per_iteration: Steps of one iteration, which is one cached stage.
@@ -77,6 +78,17 @@ class PPOConfig(LoopConfig):
         num_critic_warmup_steps: Steps at the start of a run that train only the critic.
         gate: Allowed difference between the engine's and the trainer's logprobs.
     """
+
+    algorithm: ClassVar[Algorithm] = Algorithm(
+        "ppo",
+        stage="ppo_iteration",
+        pipeline="ppo",
+        trainer="PPOTrainer",
+        learning_rate=1e-6,
+        rows_per_step="num_prompts_per_step",
+        samples=True,
+        has_critic=True,
+    )
 
     learning_rate: PositiveFloat = 1e-3
     num_steps_per_iteration: PositiveInt = 50
@@ -98,6 +110,11 @@ class PPOConfig(LoopConfig):
     def num_sequences_per_step(self) -> int:
         """Completions of one step."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    @property
+    def num_scorings(self) -> int:
+        """Forward passes per step for logprobs and values, without those of the updates."""
+        return 2 + self.reads_reference
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> "PPOConfig":

@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from nemo_rl_core.algorithms.ppo.config import PPOConfig
-from nemo_rl_core.config.kl import KLInReward
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.advantages import Moments, whitened
 from nemo_rl_core.functional.kl import kl_estimate
@@ -13,55 +12,44 @@ from nemo_rl_core.functional.value import gae
 
 
 def value_columns(values: Tensor, batch: BatchedDataDict) -> dict[str, Tensor]:
-    """The critic's values as columns of a batch.
-
-    Args:
-        values: `[B, T]` of the prefixes that end with each token.
-        batch: Has `input_lengths [B]`.
+    """Converts the critic's values `[B, T]` of the prefix up to each token to columns of a batch.
 
     Returns:
-        `old_values [B, T-1]`, at t of the state in which token t+1 is chosen, and `last_values
-        [B]`, of the state after the last token.
+        `old_values [B, T-1]`, at index t of the state in which token t+1 is chosen, and
+        `last_values [B]` of the state after the last token.
     """
     last = (batch["input_lengths"] - 1)[:, None]
     return {"old_values": values[:, :-1], "last_values": values.gather(1, last)[:, 0]}
 
 
 def add_advantages(batch: BatchedDataDict, config: PPOConfig) -> BatchedDataDict:
-    """Adds advantages to a copy of the batch of a whole step.
+    """Adds `advantages` and `returns`, `[B, T-1]`, to a copy of the batch of a full step.
 
     Advantages are whitened over all tokens of the step, so call this before splitting it into
-    optimizer steps and micro-batches. Of tokens that lie elsewhere, ranks compute the three parts.
-
-    Args:
-        batch: As `estimates` takes it, with all rows of the step.
-        config: As `estimates` takes it.
-
-    Returns:
-        The columns of `batch`, `advantages [B, T-1]` and `returns [B, T-1]`, 0 at masked tokens.
+    optimizer steps and micro-batches. With remote tokens, ranks call the functions below.
     """
-    found = BatchedDataDict({**batch, **estimates(batch, config)})
-    return BatchedDataDict({**found, **whitened_advantages(found, advantage_moments(found))})
+    data = BatchedDataDict({**batch, **unwhitened_advantages(batch, config)})
+    return BatchedDataDict({**data, **whitened_advantages(data, advantage_moments(data))})
 
 
-def estimates(batch: BatchedDataDict, config: PPOConfig) -> dict[str, Tensor]:
-    """Advantages, not yet whitened, and returns of any rows of a step.
+def unwhitened_advantages(batch: BatchedDataDict, config: PPOConfig) -> dict[str, Tensor]:
+    """Computes `advantages` before whitening, and `returns`, of any rows of a step.
 
     The outcome's reward is assigned to the last token of the completion, and the KL penalty to
-    every token (InstructGPT, arXiv:2203.02155, section 3.5).
+    every token (InstructGPT, arXiv:2203.02155, section 3.5). Both results are `[B, T-1]`, 0 at
+    masked tokens.
 
     Args:
         batch: From `rollout_batch` and `value_columns` and, with a KL penalty, `prev_logprobs` and
             `reference_logprobs`, `[B, T-1]` each.
         config: `gamma`, `lam`, the penalty, and whether truncated completions are bootstrapped.
-
-    Returns:
-        `advantages` and `returns`, `[B, T-1]` each, 0 at masked tokens.
     """
     mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
     rewards = outcome_rewards(batch["rewards"], mask)
     if config.kl is not None:
-        rewards = rewards - config.kl.beta * _token_kl(batch, config.kl)
+        previous, reference = batch["prev_logprobs"], batch["reference_logprobs"]
+        estimate = kl_estimate(previous, reference, kind=config.kl.kind)
+        rewards = rewards - config.kl.beta * zero_masked(estimate, mask)
     last_values = zero_masked(batch["last_values"], batch["truncated"])  # 0 for finished ones
     advantages, returns = gae(
         rewards,
@@ -75,24 +63,18 @@ def estimates(batch: BatchedDataDict, config: PPOConfig) -> dict[str, Tensor]:
 
 
 def critic_columns(batch: BatchedDataDict, config: PPOConfig) -> dict[str, Tensor]:
-    """`value_columns` of the column `values [B, T]`, and the `estimates` with them."""
+    """Returns `value_columns` of the column `values [B, T]`, and the `unwhitened_advantages`."""
     columns = value_columns(batch["values"], batch)
-    return {**columns, **estimates(BatchedDataDict({**batch, **columns}), config)}
+    return {**columns, **unwhitened_advantages(BatchedDataDict({**batch, **columns}), config)}
 
 
 def advantage_moments(batch: BatchedDataDict) -> Moments:
-    """Of the `advantages` of `estimates` at all tokens that are trained on."""
+    """Computes the moments of unwhitened advantages at all tokens that are trained on."""
     mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
     return Moments.of(batch["advantages"], mask)
 
 
 def whitened_advantages(batch: BatchedDataDict, moments: Moments) -> dict[str, Tensor]:
-    """The column `advantages [B, T-1]` of those of `estimates`, by the moments of the step."""
+    """Whitens the column `advantages [B, T-1]` with the moments of the step."""
     mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
     return {"advantages": whitened(batch["advantages"], mask, moments)}
-
-
-def _token_kl(batch: BatchedDataDict, penalty: KLInReward) -> Tensor:
-    mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
-    estimate = kl_estimate(batch["prev_logprobs"], batch["reference_logprobs"], kind=penalty.kind)
-    return zero_masked(estimate, mask)

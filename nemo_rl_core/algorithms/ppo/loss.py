@@ -11,7 +11,12 @@ from torch import Tensor
 
 from nemo_rl_core.algorithms.ppo.config import ClippedSurrogate
 from nemo_rl_core.functional.kl import kl_estimate
-from nemo_rl_core.functional.masked import masked_sum, valid_token_mask, zero_masked
+from nemo_rl_core.functional.masked import (
+    masked_sum,
+    masked_sums,
+    valid_token_mask,
+    zero_masked,
+)
 from nemo_rl_core.functional.policy_gradient import clipped_surrogate, token_ratio
 from nemo_rl_core.functional.value import clipped_value_loss, return_moments, value_loss
 
@@ -39,7 +44,7 @@ class PPOLossFn:
     config: ClippedSurrogate = field(default_factory=ClippedSurrogate)
 
     columns: ClassVar = ("advantages", "prev_logprobs")
-    """The columns that the loss reads besides the masks."""
+    """Columns that the loss reads, in addition to the masks."""
 
     def __call__(
         self,
@@ -49,19 +54,10 @@ class PPOLossFn:
         global_valid_seqs: Tensor,
         global_valid_tokens: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch; see `LossFunction` for shapes and normalization.
+        """Returns the loss of a micro-batch and metrics; see `LossFunction` for shapes.
 
-        Args:
-            next_token_logprobs: `[B, T-1]`.
-            batch: `token_mask [B, T-1]`, `sample_mask [B]`, `advantages [B, T-1]`,
-                `prev_logprobs [B, T-1]`.
-            global_valid_seqs: Not read.
-            global_valid_tokens: 0-dim `Z_tok`.
-
-        Returns:
-            The loss, and the metrics, each a mean over tokens: `loss`, `policy_kl` (k3 of
-            `KL(prev || cur)`), `ratio_mean`, `approx_entropy`, `clip_fraction_low`,
-            `clip_fraction_high`.
+        The batch also has `advantages` and `prev_logprobs`, `[B, T-1]` each. Metrics are means over
+        tokens; `policy_kl` is k3 of `KL(prev || cur)`.
         """
         mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
         current = zero_masked(next_token_logprobs, mask)
@@ -80,7 +76,7 @@ class PPOLossFn:
             "clip_fraction_low": ((ratio < 1 - low) & (advantages < 0)).to(ratio.dtype),
             "clip_fraction_high": ((ratio > 1 + high) & (advantages > 0)).to(ratio.dtype),
         }
-        return loss, _token_means(per_token, mask, global_valid_tokens)
+        return loss, masked_sums(per_token, mask, denominator=global_valid_tokens)
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ class ValueLossFn:
         global_valid_seqs: Tensor,
         global_valid_tokens: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch; see `LossFunction` for normalization.
+        """Returns the loss of a micro-batch and metrics; see `LossFunction` for normalization.
 
         Args:
             next_token_logprobs: `[B, T]` values, not logprobs: a scalar head's value of the prefix
@@ -121,14 +117,10 @@ class ValueLossFn:
                 chosen, which is position t of the other columns; the last one is not read.
             batch: `token_mask [B, T-1]`, `sample_mask [B]`, `returns [B, T-1]`, and with a clip
                 `old_values [B, T-1]`.
-            global_valid_seqs: Not read.
-            global_valid_tokens: 0-dim `Z_tok`.
 
         Returns:
-            The loss, and the metrics, each a mean over tokens: `value_loss`, `value_mean`,
-            `value_clip_fraction` (share of active clips) and the inputs of
-            `functional.value.explained_variance`, to be summed over the step: `return_mean`,
-            `return_square`, `value_error_mean`, `value_error_square`.
+            The loss, and means over tokens: `value_loss`, `value_mean`, `value_clip_fraction`
+            (share of active clips) and the inputs of `functional.value.explained_variance`.
         """
         mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
         values = zero_masked(next_token_logprobs[:, :-1], mask)
@@ -145,13 +137,4 @@ class ValueLossFn:
             "value_clip_fraction": (losses > plain).to(losses.dtype),
             **return_moments(values, returns),
         }
-        return loss, _token_means(per_token, mask, global_valid_tokens)
-
-
-def _token_means(
-    per_token: Mapping[str, Tensor], mask: Tensor, num_tokens: Tensor
-) -> dict[str, Tensor]:
-    return {
-        name: masked_sum(metric.detach(), mask, denominator=num_tokens)
-        for name, metric in per_token.items()
-    }
+        return loss, masked_sums(per_token, mask, denominator=global_valid_tokens)

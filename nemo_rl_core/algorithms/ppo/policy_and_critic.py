@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nemo_rl_core.checkpoints.written_files import WrittenFile
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.models.policy.own import OwnPolicy
+from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 
 CRITIC = "critic"
 """The critic's worker group, and its folder in a checkpoint."""
@@ -24,13 +24,13 @@ class PolicyAndCritic:
         self.finish_checkpoint()
 
     def start_checkpoint(self, path: Path) -> None:
-        """As `save_checkpoint`, of a copy of both states, part of which is written later."""
+        """Copies both states and starts `save_checkpoint`, which may end after this call."""
         self.policy.start_checkpoint(path)
         (path / CRITIC).mkdir()
         self.critic.start_checkpoint(path / CRITIC)
 
     def start_sharded_checkpoint(self, path: Path) -> None:
-        """As `start_checkpoint`, without whole models."""
+        """Starts a checkpoint like `start_checkpoint`, but without the folders `model/`."""
         self.policy.start_sharded_checkpoint(path)
         (path / CRITIC).mkdir()
         self.critic.start_sharded_checkpoint(path / CRITIC)
@@ -54,19 +54,19 @@ class PolicyAndCritic:
 
 
 @dataclass(frozen=True)
-class OwnPolicyAndCritic:
-    """The user's policy and critic, which write what they have learnt themselves."""
+class CustomPolicyAndCritic:
+    """A custom policy and critic, which write their checkpoints themselves."""
 
-    policy: OwnPolicy
-    critic: OwnPolicy
+    policy: CustomPolicyAdapter
+    critic: CustomPolicyAdapter
 
     def save_checkpoint(self, path: Path) -> None:
-        """Has the policy write into `path`, and the critic into `path/critic`."""
+        """Lets the policy write into `path`, and the critic into `path/critic`."""
         self.policy.save_checkpoint(path)
         (path / CRITIC).mkdir()
         self.critic.save_checkpoint(path / CRITIC)
 
     def load_checkpoint(self, path: Path) -> None:
-        """Has both go on from what they wrote."""
+        """Lets both resume from their checkpoints."""
         self.policy.load_checkpoint(path)
         self.critic.load_checkpoint(path / CRITIC)

@@ -8,16 +8,14 @@ from typing import Any, cast
 
 from nemo_rl_core.algorithms.ppo.config import PPOConfig, PPOSettings
 from nemo_rl_core.algorithms.ppo.data import (
-    add_advantages,
     advantage_moments,
     critic_columns,
-    value_columns,
     whitened_advantages,
 )
 from nemo_rl_core.algorithms.ppo.loss import PPOLossFn, ValueLossFn
 from nemo_rl_core.algorithms.ppo.policy_and_critic import (
     CRITIC,
-    OwnPolicyAndCritic,
+    CustomPolicyAndCritic,
     PolicyAndCritic,
 )
 from nemo_rl_core.backends.training.base import TrainingSetup
@@ -27,16 +25,10 @@ from nemo_rl_core.functional.advantages import Moments
 from nemo_rl_core.functional.value import explained_variance
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.models.policy.own import OwnPolicy, has_own
+from nemo_rl_core.models.policy.custom import CustomPolicyAdapter, overrides
+from nemo_rl_core.models.policy.remote_compute import with_results
 from nemo_rl_core.models.validation import agreement, agreement_metrics, check_consistency
-from nemo_rl_core.rollouts.batch import (
-    failure_metrics,
-    groups_of,
-    mean_advantages,
-    rollout_batch,
-    rollout_metrics,
-    valid_rollouts,
-)
+from nemo_rl_core.rollouts.batch import failure_metrics, mean_advantages, rollout_metrics
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.rollouts import RolloutTrainer, combined, train_in_parts
@@ -47,14 +39,11 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
     """Trains policy and critic on the same rollouts, for several epochs.
 
     The critic starts from the policy's initial weights with a zero head, so that the first
-    advantages depend on rewards only.
+    advantages depend on rewards only. Other arguments are those of `BaseTrainer`.
 
     Args:
-        settings: As `BaseTrainer` takes them.
-        session: As `BaseTrainer` takes it.
-        critic: Beside a policy of the user's, a `PolicyInterface` with `get_values`, whose `train`
-            calls the loss with values `[B, T]`. Else the section of that name.
-        **overrides: As `BaseTrainer` takes them.
+        critic: With a custom policy, a `PolicyInterface` with `get_values`, whose `train` calls the
+            loss with values `[B, T]`. Otherwise the section of that name.
 
     Attributes:
         critic: The value model in training.
@@ -63,16 +52,16 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
     algorithm = "ppo"
     settings_class = PPOSettings
 
-    critic: Policy | OwnPolicy
+    critic: Policy | CustomPolicyAdapter
 
     def __init__(
         self, settings: Any = None, session: Any = None, *, critic: Any = None, **overrides: Any
     ) -> None:
-        self._own_critic = critic if isinstance(critic, PolicyInterface) else None
-        if critic is not None and self._own_critic is None:
+        self._custom_critic = critic if isinstance(critic, PolicyInterface) else None
+        if critic is not None and self._custom_critic is None:
             overrides["critic"] = critic
         super().__init__(settings, session, **overrides)
-        _refuse_half_of_both(self._own.policy, self._own_critic)
+        _refuse_half_of_both(self._custom.policy, self._custom_critic)
 
     def _policy_methods(self) -> dict[str, str]:
         methods = {**super()._policy_methods(), "get_logprobs": "logprobs of completions"}
@@ -89,8 +78,8 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         self._value_loss = ValueLossFn(self.config.critic.value_clip)
         self.critic = (
             Policy(self.session, self._critic_setup(spec), name=CRITIC)
-            if self._own_critic is None
-            else OwnPolicy(self._own_critic, reads_values=True)
+            if self._custom_critic is None
+            else CustomPolicyAdapter(self._custom_critic, reads_values=True)
         )
         if spec.resume is not None:
             self.critic.load_checkpoint(spec.resume / CRITIC)
@@ -100,16 +89,9 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
             self.critic.release_memory()
         super()._update_weights(sampler, last_step=last_step)
 
-    @property
-    def _holds_rollouts(self) -> bool:
-        return isinstance(self.policy, Policy)
-
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts = self._roll_out(batch)
-        valid = valid_rollouts(rollouts)
-        data = rollout_batch(valid)
-        data["group_ids"] = groups_of(valid)  # which begin alike
-        data, consistency = self._with_logprobs(data)
+        data, consistency = self._with_logprobs(self._batch(rollouts))
         data = self._with_advantages(data)
         trained = self._train(data)
         environment = self._record(rollouts, advantages=mean_advantages(data))
@@ -122,56 +104,42 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         }
 
     def _with_logprobs(self, data: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
-        """The batch with old logprobs, without what the gate masks, and the gate's metrics.
+        """Adds the old logprobs, masks inconsistent sequences, and returns the gate's metrics.
 
-        Of tokens that lie elsewhere, ranks say how far they are off; only where a bound is passed
-        are the tokens fetched.
+        The ranks compare logprobs. Tokens are fetched only if a bound of the gate is exceeded.
         """
         scores, gate = {"prev_logprobs": "get_logprobs"}, self.config.gate
         if self.config.kl is not None:
             scores["reference_logprobs"] = "get_reference_logprobs"
         with self.timer.phase("logprobs"):
-            if not data.is_held:
-                for name, method in scores.items():
-                    data[name] = getattr(self.policy, method)(data)["logprobs"]
-                return check_consistency(data, gate)
-            found = cast("Policy", self.policy).compute_held(
+            computed = self.policy.compute(
                 BatchedDataDict({**data, "compared_mask": data["sample_mask"]}),
                 scores=scores,
                 figures={"agreement": partial(agreement, gate=gate)},
             )
-        data.update(found.columns)
-        metrics = agreement_metrics(found.figures["agreement"], gate)
+        data.update(computed.columns)
+        metrics = agreement_metrics(computed.figures["agreement"], gate)
         return check_consistency(data.fetched(), gate) if metrics is None else (data, metrics)
 
     def _with_advantages(self, data: BatchedDataDict) -> BatchedDataDict:
-        """The batch with the critic's values, its targets, and whitened advantages."""
-        if not data.is_held:
-            with self.timer.phase("values"):
-                data.update(value_columns(self.critic.get_values(data)["values"], data))
-            return add_advantages(data, self.config)
-        critic = cast("Policy", self.critic)
         with self.timer.phase("values"):
-            found = critic.compute_held(
+            computed = self.critic.compute(
                 data,
                 scores={"values": "get_values"},
                 derived=partial(critic_columns, config=self.config),
                 figures={"moments": advantage_moments},
             )
             names = ("old_values", "advantages", "returns")
-            columns = {name: found.columns[name] for name in names}
-            moments = Moments.joined(found.figures["moments"])
-            white = critic.compute_held(
-                BatchedDataDict({**data, **columns}),
+            data = BatchedDataDict({**data, **{name: computed.columns[name] for name in names}})
+            moments = Moments.joined(computed.figures["moments"])
+            whitened = self.critic.compute(
+                data,
                 derived=partial(whitened_advantages, moments=moments),
                 figures={"mean_advantages": mean_advantages},
             )
-        columns["advantages"] = white.columns["advantages"]
-        means = {"mean_advantages": white.of_rows("mean_advantages")}
-        return BatchedDataDict({**data, **columns, **means})
+        return with_results(data, whitened)
 
     def _train(self, batch: BatchedDataDict) -> dict[str, float]:
-        """Runs all epochs over the step's rollouts, each followed by training of the critic."""
         config, parts = self.config, []
         for _ in range(config.num_epochs_per_rollout):
             with self.timer.phase("train_critic"):
@@ -204,9 +172,9 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
             head="scalar",
         )
 
-    def _trained(self) -> "PolicyAndCritic | OwnPolicyAndCritic":
-        if isinstance(self.critic, OwnPolicy):
-            return OwnPolicyAndCritic(cast("OwnPolicy", self.policy), self.critic)
+    def _trained(self) -> "PolicyAndCritic | CustomPolicyAndCritic":
+        if isinstance(self.critic, CustomPolicyAdapter):
+            return CustomPolicyAndCritic(cast("CustomPolicyAdapter", self.policy), self.critic)
         return PolicyAndCritic(cast("Policy", self.policy), self.critic)
 
     def _peak_memory_gib(self) -> float:
@@ -214,16 +182,15 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
 
 
 def _refuse_half_of_both(policy: PolicyInterface | None, critic: PolicyInterface | None) -> None:
-    """Refuses a policy of the user's without a critic, and a critic without a policy."""
     if (policy is None) != (critic is None):
         raise ConfigError(
-            "ppo takes a policy and a critic of your own, or neither: a training backend trains "
+            "ppo takes a custom policy and a custom critic, or neither: a training backend trains "
             "both",
             expected="PPOTrainer(policy, critic=critic)",
             got=f"critic={type(critic).__name__}" if policy is None else type(policy).__name__,
             fix="give both, or name a model",
         )
-    if critic is not None and not has_own(critic, "get_values"):
+    if critic is not None and not overrides(critic, "get_values"):
         raise ConfigError(
             f"the critic {type(critic).__name__} has no get_values",
             expected="get_values(batch), which returns values [B, T]",

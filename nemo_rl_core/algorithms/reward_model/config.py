@@ -1,9 +1,10 @@
 """Settings of reward-model training."""
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from nemo_rl_core.config.algorithm import Algorithm
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings, refuse_without_scalar_head
 
@@ -30,6 +31,16 @@ class RewardModelConfig(LoopConfig):
         num_pairs_per_step: Pairs of one optimizer step.
         loss: The loss on pairs.
     """
+
+    algorithm: ClassVar[Algorithm] = Algorithm(
+        "reward_model",
+        stage="train_reward_model",
+        pipeline="reward_model",
+        trainer="RewardModelTrainer",
+        learning_rate=1e-5,
+        rows_per_step="num_pairs_per_step",
+        has_scalar_head=True,
+    )
 
     learning_rate: PositiveFloat = 1e-3
     num_steps: PositiveInt = 100

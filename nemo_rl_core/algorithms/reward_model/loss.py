@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from nemo_rl_core.algorithms.reward_model.config import BradleyTerryLoss
-from nemo_rl_core.functional.masked import masked_sum, zero_masked
+from nemo_rl_core.functional.masked import masked_sum, masked_sums, zero_masked
 from nemo_rl_core.functional.preference import pair_rows, sigmoid_loss
 
 
 @dataclass(frozen=True)
 class PreferenceLossFn:
-    """`-log sigmoid(s_c - s_r - margin)`, a mean over pairs, on the scores of whole sequences.
+    """`-log sigmoid(s_c - s_r - margin)`, a mean over pairs, on the scores of full sequences.
 
     Sources: Bradley and Terry 1952, as in InstructGPT, arXiv:2203.02155, section 3.5; the margin,
     Llama 2, arXiv:2307.09288, section 3.2.2.
@@ -41,7 +41,10 @@ class PreferenceLossFn:
         global_valid_seqs: Tensor,
         global_valid_tokens: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch; see `LossFunction` for normalization.
+        """Returns the loss of a micro-batch and metrics; see `LossFunction` for normalization.
+
+        The loss is NaN if rows of one id are not one chosen and one rejected sequence. Metrics are
+        means over pairs.
 
         Args:
             next_token_logprobs: `[B, T]` scores, not logprobs: a scalar head's value of the prefix
@@ -49,12 +52,6 @@ class PreferenceLossFn:
             batch: `input_lengths [B]`, `sample_mask [B]` (equal within a pair), `pair_ids [B]`,
                 `is_chosen [B]` and optionally `margins [B]` (the chosen row's is read).
             global_valid_seqs: 0-dim `Z_seq`: twice the pairs of the step.
-            global_valid_tokens: Not read.
-
-        Returns:
-            The loss, NaN if rows of one id are not one chosen and one rejected sequence. Metrics,
-            each a mean over pairs: `loss`, `accuracy` (share of `s_c > s_r`), `margin`
-            (`s_c - s_r`), `chosen_score`, `rejected_score`.
         """
         scores = last_token_scores(next_token_logprobs, batch["input_lengths"])
         scores = zero_masked(scores, batch["sample_mask"].bool())
@@ -76,20 +73,9 @@ class PreferenceLossFn:
             "chosen_score": scores[chosen],
             "rejected_score": scores[rejected],
         }
-        return loss, {
-            name: masked_sum(metric.detach(), is_valid, denominator=num_pairs)
-            for name, metric in per_pair.items()
-        }
+        return loss, masked_sums(per_pair, is_valid, denominator=num_pairs)
 
 
 def last_token_scores(scores: Tensor, input_lengths: Tensor) -> Tensor:
-    """Returns the score at the last token of each sequence.
-
-    Args:
-        scores: `[B, T]`.
-        input_lengths: `[B]` int64, at least 1.
-
-    Returns:
-        `[B]`.
-    """
+    """Returns the score at the last token of each sequence, `[B]` of `[B, T]`."""
     return scores.gather(1, (input_lengths - 1)[:, None]).squeeze(1)

@@ -10,7 +10,7 @@ from nemo_rl_core.data.loader import PromptLoader
 from nemo_rl_core.data.pair_files import load_pairs_for
 from nemo_rl_core.data.pairs import PreferencePair, pair_batch, refuse_beyond_budget
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.models.policy.own import OwnPolicy
+from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.trainers.base import BaseTrainer
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.validation import loss_metrics
@@ -32,8 +32,11 @@ class RewardModelTrainer(BaseTrainer[RewardModelSettings, RewardModelConfig]):
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
         self._loss = PreferenceLossFn(self.config.loss)
-        held_out = spec.validation
-        self._held_out = load_pairs_for(spec.start, held_out, name="validation") if held_out else []
+        self._held_out = (
+            load_pairs_for(spec.start, spec.validation, name="validation")
+            if spec.validation
+            else []
+        )
 
     def _load(self, spec: RunSpec) -> PromptLoader[PreferencePair]:
         pairs = load_pairs_for(spec.start, spec.train, name="train")
@@ -41,9 +44,11 @@ class RewardModelTrainer(BaseTrainer[RewardModelSettings, RewardModelConfig]):
         size, seed = self.config.num_pairs_per_step, self.settings.seed
         return PromptLoader(pairs, batch_size=size, seed=seed)
 
-    def _make_policy(self, spec: RunSpec) -> Policy | OwnPolicy:
+    def _make_policy(self, spec: RunSpec) -> Policy | CustomPolicyAdapter:
         made = super()._make_policy(spec)
-        return OwnPolicy(made.policy, reads_values=True) if isinstance(made, OwnPolicy) else made
+        if isinstance(made, CustomPolicyAdapter):
+            return CustomPolicyAdapter(made.policy, reads_values=True)
+        return made
 
     def _training_setup(self, spec: RunSpec) -> TrainingSetup:
         return replace(super()._training_setup(spec), head="scalar")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.data.loader import MadeOfRows, load_records, load_tokenized
+from nemo_rl_core.data.loader import LazyRows, load_records, load_tokenized
 from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.schemas import row_kind
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
@@ -15,35 +15,31 @@ def load_examples(folder: Path, tokenizer: Any) -> Sequence[SupervisedExample]:
     """Tokenizes all rows of a data set folder: prompts, conversations or plain text.
 
     The columns `mask` (trained turns) and `max_tokens` (truncation) come from
-    `schemas.validate_rows`.
-
-    Raises:
-        DataError: For preference pairs, prompts without completions, or a row whose turns cannot be
-            separated.
+    `schemas.validate_rows`. Rows without completions are refused.
     """
     rows = load_records(folder)
     if rows and row_kind(rows[0]) == "preferences":
         raise DataError(
-            "the data set holds preference pairs, which supervised training cannot use",
+            "the data set has preference pairs, which supervised training cannot use",
             expected="prompts with completions, conversations (messages), or text",
             got=f"the columns {', '.join(rows[0])}",
             fix="train on it with dpo or as a reward model, or rename chosen to completion",
         )
     if rows and not rows[0].get("completion", "any"):
         raise DataError(
-            "the data set holds prompts alone, which supervised training cannot use",
-            expected="the column completion or answer beside prompt",
+            "the data set has only prompts, which supervised training cannot use",
+            expected="the column completion or answer in addition to prompt",
             got="rows without completions",
             fix="add one of the columns, or train with an algorithm that samples",
         )
-    found = load_tokenized(folder, rows, tokenizer)
-    if isinstance(found, list):
-        return [each["row"] for each in found]
-    return MadeOfRows(found, lambda each: each["row"])
+    tokenized = load_tokenized(folder, rows, tokenizer)
+    if isinstance(tokenized, list):
+        return [each["row"] for each in tokenized]
+    return LazyRows(tokenized, lambda each: each["row"])
 
 
 def sft_batch(examples: Sequence[SupervisedExample]) -> BatchedDataDict:
-    """A padded batch: `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T-1]`."""
+    """Pads examples to a batch: `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T-1]`."""
     return collate(
         [example.token_ids for example in examples], [example.loss_mask for example in examples]
     )

@@ -29,21 +29,11 @@ class NLLLoss:
         global_valid_seqs: Tensor,
         global_valid_tokens: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch; see `LossFunction` for shapes and normalization.
-
-        Args:
-            next_token_logprobs: `[B, T-1]`.
-            batch: `token_mask [B, T-1]`, `sample_mask [B]`.
-            global_valid_seqs: Not read.
-            global_valid_tokens: 0-dim `Z_tok`.
-
-        Returns:
-            The loss, and `{"loss"}`.
-        """
+        """Returns the loss of a micro-batch and the metric `loss`; see `LossFunction`."""
         mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
         loss = masked_sum(-next_token_logprobs, mask, denominator=global_valid_tokens)
         return loss, {"loss": loss.detach()}
 
 
 SFTLossFn = NLLLoss
-"""The same loss under the name that goes with `GRPOLossFn`."""
+"""Alias of `NLLLoss`, named like `GRPOLossFn`."""

@@ -38,7 +38,7 @@ class SFTTrainer(BaseTrainer[SFTSettings, SFTConfig]):
         examples = load_examples(spec.train, load_tokenizer(spec.start))
         lengths = _lengths(examples)
         refuse_longer(lengths, context_length(spec.start), name="train")
-        # Raises for sequences that fit into no micro-batch before training starts.
+        # Refuses sequences that do not fit into a micro-batch before training starts.
         plan_microbatches([max(lengths)], max_tokens=self.config.max_tokens_per_microbatch)
         size, seed = self.config.global_batch_size, self.settings.seed
         return PromptLoader(examples, batch_size=size, seed=seed)

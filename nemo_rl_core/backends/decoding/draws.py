@@ -20,14 +20,9 @@ class Decoding:
     its seed, not on other rows or the device. vLLM samples differently from the same seeds.
 
     Args:
-        requests: `B` rows.
-        config: Sampling settings.
-        greedy: Whether to take the most likely token always.
-        stop_token_ids: Tokens that end a completion; they are part of it.
-        tokenizer: The model's tokenizer, if a request has stop strings.
-
-    Raises:
-        ConfigError: If a request has stop strings, and there is no tokenizer.
+        requests: The `B` rows to complete.
+        stop_token_ids: Tokens that end a completion and are included in it.
+        tokenizer: The model's tokenizer, required if a request has stop strings.
     """
 
     def __init__(
@@ -39,6 +34,8 @@ class Decoding:
         stop_token_ids: Collection[int],
         tokenizer: Any = None,
     ) -> None:
+        from transformers import TopKLogitsWarper, TopPLogitsWarper
+
         refuse_stop_strings_without_text(requests, tokenizer)
         self._requests, self._config, self._tokenizer = requests, config, tokenizer
         self._greedy = greedy or config.temperature == 0
@@ -48,29 +45,15 @@ class Decoding:
         self._logprobs: list[list[float]] = [[] for _ in requests]
         self._truncated = [False] * len(requests)
         self.ended = torch.zeros(len(requests), dtype=torch.bool)
-        self._warpers = self._make_warpers()
-
-    def _make_warpers(self) -> list[Any]:
-        from transformers import TopKLogitsWarper, TopPLogitsWarper
-
-        config = self._config
-        chosen: list[Any] = []
+        self._warpers: list[Any] = []
         if not self._greedy and config.top_k is not None:
-            chosen.append(TopKLogitsWarper(config.top_k))
+            self._warpers.append(TopKLogitsWarper(config.top_k))
         if not self._greedy and config.top_p < 1:
-            chosen.append(TopPLogitsWarper(config.top_p))
-        return chosen
+            self._warpers.append(TopPLogitsWarper(config.top_p))
 
     @torch.no_grad()
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """Adds a token to every row that has not ended.
-
-        Args:
-            logits: `[B, V]` of the next tokens.
-
-        Returns:
-            `[B]` tokens; undefined for rows that have ended.
-        """
+        """Samples one token per row from logits `[B, V]`; undefined for rows that have ended."""
         logits = logits.float().cpu()
         scale = 1.0 if self._greedy else self._config.temperature
         scores = self._penalized(logits) / scale
@@ -82,7 +65,7 @@ class Decoding:
                 row.exponential_(generator=generator)
             scores = scores.softmax(-1) / noise
         tokens = scores.argmax(-1)
-        # Under the policy's full distribution, also if only a part of it was sampled from.
+        # Logprobs under the policy's full distribution, even if sampling truncates it.
         logprobs = torch.log_softmax(logits / scale, -1).gather(1, tokens[:, None])[:, 0]
         for row, (token, logprob) in enumerate(
             zip(tokens.tolist(), logprobs.tolist(), strict=True)
@@ -113,8 +96,8 @@ class Decoding:
         strings = self._requests[row].stop_strings
         if not strings:
             return False
-        # Only the end, since earlier tokens were checked before; a character may consist of several
-        # tokens.
+        # Earlier tokens were checked before, so only the tail is decoded. One character may consist
+        # of several tokens.
         longest = max(map(len, strings)) + 1
         tail = self._tokens[row][-_MAX_TOKENS_PER_CHARACTER * longest :]
         text = self._tokenizer.decode(
@@ -129,11 +112,7 @@ class Decoding:
 
 
 def refuse_stop_strings_without_text(requests: Sequence[DecodingRequest], tokenizer: Any) -> None:
-    """Raises if requests have stop strings and there is no tokenizer.
-
-    Raises:
-        ConfigError: If there are any, and no tokenizer.
-    """
+    """Raises `ConfigError` if a request has stop strings and there is no tokenizer."""
     if tokenizer is None and any(request.stop_strings for request in requests):
         raise ConfigError(
             "stop strings are matched in text, but the engine has no tokenizer",

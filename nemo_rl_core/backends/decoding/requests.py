@@ -16,13 +16,12 @@ _LARGEST_SEED = 2**31
 
 @dataclass(frozen=True)
 class DecodingRequest:
-    """One row.
+    """One row of a generation batch.
 
     Attributes:
-        prompt: Token ids.
         seed: Seed of this row, so that its tokens do not depend on other rows.
-        max_new_tokens: Limit of the completion's tokens, stop token included.
-        stop_strings: The completion ends when its text contains one of them.
+        max_new_tokens: Maximum number of tokens in the completion, stop token included.
+        stop_strings: Strings that end the completion when they appear in its text.
     """
 
     prompt: list[int]
@@ -43,16 +42,16 @@ class Completed:
 def read_requests(
     batch: BatchedDataDict, config: SamplingConfig, *, max_model_len: int
 ) -> list[DecodingRequest]:
-    """The rows of a batch.
+    """Returns one request per row of a batch.
 
     Args:
-        batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`, `seeds [B]`, and for
-            limits per row `stop_strings` (B lists of strings, or None) and `max_new_tokens [B]`.
+        batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`, `seeds [B]`, and
+            optionally `stop_strings` (B lists of strings, or None) and `max_new_tokens [B]`.
         config: Settings of all rows. A row adds stop strings and may have a lower limit.
-        max_model_len: The most tokens of a prompt and its completion.
+        max_model_len: Maximum number of tokens of a prompt and its completion.
 
     Raises:
-        DataError: If a row has no prompt, or a prompt that leaves no tokens for a completion.
+        DataError: If a row has no prompt, or its prompt leaves no room for a completion.
     """
     lengths = batch["input_lengths"].tolist()
     limits = batch["max_new_tokens"].tolist() if "max_new_tokens" in batch else None
@@ -81,9 +80,9 @@ def read_requests(
 
 
 def samples_of_a_prompt(requests: Sequence[DecodingRequest]) -> list[list[DecodingRequest]]:
-    """Runs of neighbours that are one request for several samples.
+    """Groups consecutive requests that are samples of one prompt.
 
-    They differ in nothing but their seeds, which count up from the first one's.
+    Requests of a group differ only in their seeds, which are consecutive.
 
     Example:
         >>> rows = [DecodingRequest([5], seed, 8) for seed in (7, 8, 9, 7)]
@@ -133,14 +132,14 @@ def as_batch(
     starts = torch.tensor([len(request.prompt) for request in requests], dtype=torch.long)
     lengths = torch.tensor([len(done.token_ids) for done in completed], dtype=torch.long)
     ends = starts + lengths
-    place = torch.arange(int(ends.max()) if len(ends) else 0)
-    is_token = place < ends[:, None]
+    positions = torch.arange(int(ends.max()) if len(ends) else 0)
+    is_token = positions < ends[:, None]
     output_ids = torch.zeros(is_token.shape, dtype=torch.long)
     logprobs = torch.zeros(is_token.shape)
     pairs = zip(requests, completed, strict=True)
     rows = (chain(request.prompt, done.token_ids) for request, done in pairs)
     output_ids[is_token] = flat_tensor(rows, np.int64)
-    is_generated = is_token & (place >= starts[:, None])
+    is_generated = is_token & (positions >= starts[:, None])
     logprobs[is_generated] = flat_tensor((done.logprobs for done in completed), np.float32)
     return BatchedDataDict(
         {

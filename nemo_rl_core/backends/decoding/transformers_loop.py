@@ -1,15 +1,21 @@
 """Generation with transformers' loop, for models without an inference engine."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from nemo_rl_core.backends.decoding.draws import Decoding
-from nemo_rl_core.backends.decoding.requests import Completed, DecodingRequest, padded_on_the_left
+from nemo_rl_core.backends.decoding.requests import (
+    Completed,
+    DecodingRequest,
+    as_batch,
+    padded_on_the_left,
+)
 from nemo_rl_core.backends.training.rounding import rounding_bound, size_of
+from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.model import DType
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.planning.model_parts import (
     independent_length,
@@ -19,46 +25,43 @@ from nemo_rl_core.planning.model_parts import (
 )
 
 _LOG = logging.getLogger(__name__)
-_NEXT = 5
-"""A token id that any vocabulary has, and that does not end a sequence in the probe."""
+_PROBE_TOKEN_ID = 5
+"""A token id that is in any vocabulary and does not end a sequence in the probe."""
 _NUM_PROBED = 4
 _LONGEST_WINDOW = 512
-"""The probe exceeds sliding windows up to this one."""
+"""Longest sliding window that the probe covers."""
 
 
 def complete(
     model: Any,
     requests: list[DecodingRequest],
-    decoding_of: Callable[[list[DecodingRequest]], Decoding],
+    config: SamplingConfig,
     *,
+    greedy: bool,
     stop_token_ids: list[int],
+    tokenizer: Any,
     pads: bool,
-) -> list[Completed]:
-    """Completes prompts with the model's KV cache.
+) -> BatchedDataDict:
+    """Completes prompts with the model's KV cache; `pads` is the result of `check_padding`.
 
     If the batch may grow beyond `independent_length`, each row is completed separately, so that its
     tokens do not depend on other rows.
-
-    Args:
-        model: A transformers causal model with all its weights on this rank.
-        requests: The rows.
-        decoding_of: Returns the sampler of some of them, at their start.
-        stop_token_ids: Tokens that end a completion; may be empty.
-        pads: Whether rows of unequal length are completed together; see `check_padding`.
     """
     if not requests:
-        return []
+        return as_batch([], [])
     limit = independent_length(model.config)
-    # Rows that have ended grow as long as the others of their batch.
+    # Rows that have ended are padded to the length of the longest row of their batch.
     longest = max(len(each.prompt) for each in requests)
     longest += max(each.max_new_tokens for each in requests)
     is_batch = pads and (limit is None or longest <= limit)
     completed: list[Completed] = []
     for batch in [requests] if is_batch else [[request] for request in requests]:
-        decoding = decoding_of(batch)
+        decoding = Decoding(
+            batch, config, greedy=greedy, stop_token_ids=stop_token_ids, tokenizer=tokenizer
+        )
         _complete_together(model, batch, decoding, stop_token_ids)
         completed += decoding.completed()
-    return completed
+    return as_batch(requests, completed)
 
 
 @torch.no_grad()
@@ -70,7 +73,7 @@ def _complete_together(
     config = GenerationConfig(
         max_new_tokens=max(request.max_new_tokens for request in requests),
         eos_token_id=stop_token_ids or None,
-        pad_token_id=stop_token_ids[0] if stop_token_ids else 0,  # behind the end of a row
+        pad_token_id=stop_token_ids[0] if stop_token_ids else 0,  # after the end of a row
     )
 
     def force_sampled_token(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -98,9 +101,9 @@ def _generate(model: Any, prompts: list[list[int]], **options: Any) -> Any:
     ids, mask = padded_on_the_left(prompts)
     published, text = model.generation_config, model.config.get_text_config()
     returns_routers = getattr(text, "output_router_logits", None)
-    # The published one would fill the fields that the options leave open.
+    # The published config would fill in the fields that the options leave unset.
     model.generation_config = GenerationConfig()
-    if returns_routers:  # for a loss, which fails with padded prompts and a cache
+    if returns_routers:  # they feed a loss that fails with padded prompts and a cache
         text.output_router_logits = False
     try:
         return model.generate(
@@ -114,14 +117,7 @@ def _generate(model: Any, prompts: list[list[int]], **options: Any) -> Any:
 
 @torch.no_grad()
 def check_padding(model: Any) -> bool:
-    """Compares padded with separate prompts; returns whether rows may be padded.
-
-    Args:
-        model: A transformers causal model with all its weights on this rank.
-
-    Raises:
-        ModelError: If the loop gives other logprobs than the forward pass even for a single row.
-    """
+    """Returns whether rows may be padded, by comparing padded with separate prompts."""
     dtype: DType = "float32" if model.dtype == torch.float32 else "bfloat16"
     name = type(model).__name__
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
@@ -135,7 +131,7 @@ def check_padding(model: Any) -> bool:
     difference = size_of(separate - torch.stack([_forward(model, each) for each in prompts]), dtype)
     if not difference < bound:
         raise ModelError(
-            f"transformers' generation loop computes other values than {name}'s forward pass",
+            f"transformers' generation loop computes different logprobs than {name}'s forward pass",
             expected=f"logprobs that differ by less than {bound:.3g}",
             got=f"{difference:.3g}",
             fix="generate with vLLM (generation.backend: vllm), or choose another model",
@@ -148,8 +144,8 @@ def check_padding(model: Any) -> bool:
         difference = float("inf")
     if not difference < bound:
         _LOG.warning(
-            "%s computes other values for prompts of unequal length in one batch, by %.3g, so that "
-            "each is completed by itself",
+            "%s computes different logprobs (by %.3g) for padded prompts, so each prompt is "
+            "completed separately",
             name,
             difference,
         )
@@ -157,11 +153,13 @@ def check_padding(model: Any) -> bool:
 
 
 def _probed(model: Any, prompts: list[list[int]]) -> torch.Tensor:
-    """`[B, 4, V]` logprobs of the next tokens by the generation loop."""
+    """Returns `[B, 4, V]` logprobs of the next tokens from the generation loop."""
     from transformers import GenerationConfig, LogitsProcessorList
 
     def force(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(logits).index_fill_(1, torch.tensor(_NEXT, device=logits.device), 1)
+        return torch.zeros_like(logits).index_fill_(
+            1, torch.tensor(_PROBE_TOKEN_ID, device=logits.device), 1
+        )
 
     output = _generate(
         model,
@@ -175,7 +173,7 @@ def _probed(model: Any, prompts: list[list[int]]) -> torch.Tensor:
 
 
 def _forward(model: Any, prompt: list[int]) -> torch.Tensor:
-    """`[4, V]` logprobs of the same tokens by one forward pass."""
-    ids = torch.tensor([prompt + [_NEXT] * (_NUM_PROBED - 1)], device=model.device)
+    """Returns `[4, V]` logprobs of the same tokens from one forward pass."""
+    ids = torch.tensor([prompt + [_PROBE_TOKEN_ID] * (_NUM_PROBED - 1)], device=model.device)
     logits: torch.Tensor = model(input_ids=ids).logits[0, -_NUM_PROBED:]
     return logits.float().log_softmax(-1)

@@ -14,7 +14,7 @@ from nemo_rl_core.config.generation import (
 )
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.weight_sync import LinkSpec
+from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
 from nemo_rl_core.registry import Registry
 
 B = TypeVar("B", bound=Any)
@@ -25,13 +25,13 @@ class GenerationSetup:
     """Everything a generation worker needs to start.
 
     Attributes:
-        model_folder: A transformers folder; gives the architecture and the first weights.
+        model_folder: A transformers folder with the architecture and the initial weights.
         config: Sampling settings and engine size.
         max_model_len: Longest prompt plus completion, in tokens.
-        stop_token_ids: Tokens that end a completion; they are part of it.
+        stop_token_ids: Tokens that end a completion and are included in it.
         dtype: Type of weights and activations.
-        seed: Seed of the engine; requests have their own.
-        pad_token_id: Padding of the output after a completion.
+        seed: Seed of the engine; each request has a separate one.
+        pad_token_id: Padding after a completion in the output.
     """
 
     model_folder: Path
@@ -45,13 +45,13 @@ class GenerationSetup:
 
 @dataclass(frozen=True)
 class WeightsProof:
-    """Logprobs and completions of fixed prompts around a replacement of weights.
+    """Logprobs and completions of fixed prompts before and after a weight update.
 
     Attributes:
-        first: `[B, T]` the prompts' logprobs after loading the previous weights; None if those came
-            from a folder.
-        last: `[B, T]` the same, just before the replacement.
-        output: Completions with the new weights, as `generate` returns them.
+        first: `[B, T]` logprobs of the prompts, computed right after the previous weights were
+            loaded; None if those came from a folder.
+        last: `[B, T]` logprobs of the prompts, computed just before the update.
+        output: Completions with the new weights, in the format of `generate`.
     """
 
     first: torch.Tensor | None
@@ -60,50 +60,41 @@ class WeightsProof:
 
 
 class GenerationBackend(Protocol):
-    """One rank of an engine; the ranks of an engine are called together, with the same rows."""
+    """One rank of an engine; all ranks of an engine are called together with the same rows."""
 
     def setup(self, setup: GenerationSetup) -> None:
         """Starts the engine; several ranks find each other through environment variables."""
-        ...
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
-        """Completes `input_ids [B, T]`, one request a row, each with its own `seeds [B]`.
+        """Completes `input_ids [B, T]`, one request per row, with `seeds [B]`.
 
         Args:
-            batch: Any number of rows; columns of `GenerationDatumSpec`.
-            greedy: Whether to take the most likely token each time.
+            batch: Any number of rows, with the columns of `GenerationDatumSpec`.
+            greedy: Whether to always take the most likely token.
 
         Returns:
             `output_ids [B, T']` prompt and completion, padded on the right;
-            `generation_lengths [B]`,
-            `unpadded_sequence_lengths [B]`, `logprobs [B, T']` of the completion's tokens (0
-            elsewhere), `truncated [B]`.
+            `generation_lengths [B]`, `unpadded_sequence_lengths [B]`, `logprobs [B, T']` of the
+            completion's tokens (0 elsewhere), `truncated [B]`.
         """
-        ...
 
     def receive_weights(self, link: LinkSpec, index: int) -> str:
-        """Replaces all weights by those of one transfer (implemented by `ReceivesWeights`)."""
-        ...
+        """Replaces all weights with those of one transfer (implemented by `ReceivesWeights`)."""
 
     def load_weights(self, model_folder: Path) -> None:
-        """Replaces all weights by those of a transformers folder of the same architecture."""
-        ...
+        """Replaces all weights with those of a transformers folder of the same architecture."""
 
     def wake(self) -> None:
         """Restores the memory that `sleep` released; no-op if awake."""
-        ...
 
     def sleep(self) -> None:
         """Releases the memory that only generation needs; no-op if asleep."""
-        ...
 
     def peak_memory_gib(self) -> float:
         """Returns the peak memory of this process."""
-        ...
 
     def shutdown(self) -> None:
         """Ends the engine."""
-        ...
 
 
 _GENERATION_BACKENDS: Registry[GenerationBackend] = Registry(
@@ -120,11 +111,11 @@ _GENERATION_BACKENDS: Registry[GenerationBackend] = Registry(
 def register_generation_backend(
     name: str, *, config: type[RegisteredGeneration] | None = None
 ) -> Callable[[type[B]], type[B]]:
-    """A class decorator that registers a generation backend, which a recipe or trainer then names.
+    """Class decorator that registers a generation backend for recipes and trainers.
 
     Args:
-        name: For the key `backend` of the section `generation`.
-        config: The class of that section; None for a backend without settings of its own.
+        name: Value of the key `backend` in the section `generation`.
+        config: Class of that section; None for a backend without further settings.
 
     Raises:
         ConfigError: If `config` does not extend `RegisteredGeneration`.
@@ -139,4 +130,4 @@ def register_generation_backend(
 
 
 get_generation_backend = _GENERATION_BACKENDS.get
-"""Returns the generation backend of a name; unknown names raise `ConfigError` with the choices."""
+"""Returns a generation backend by name; unknown names raise `ConfigError` with the choices."""

@@ -1,8 +1,7 @@
-"""How much of its GPU an engine holds.
+"""GPU memory used by an engine's process, from NVML.
 
-Torch does not know: vLLM allocates what sleeps beside torch's allocator, and CUDA's graphs and
-contexts count as well. NVML does, but only what is held at the moment of the question. So an engine
-asks while it is awake.
+Torch does not report vLLM's sleep mode, CUDA graphs and contexts. NVML records no peak, so an
+engine reads the usage while it is awake.
 """
 
 import os
@@ -12,15 +11,14 @@ from typing import Any
 import torch
 
 from nemo_rl_core.distributed.process_group import local_device
-from nemo_rl_core.telemetry.gpu_use import GpuUse, gpu_use
-from nemo_rl_core.telemetry.nvml import opened_nvml
+from nemo_rl_core.telemetry.gpu_use import GpuUse, gpu_use, opened_nvml
 
 
-def held_gpu_gib() -> float:
-    """What this process holds of its GPU now; 0 without a GPU or without NVML.
+def used_gpu_gib() -> float:
+    """Returns the GPU memory that this process uses now; 0 if there is no GPU or NVML.
 
-    In a container with process ids of its own NVML does not know this process: then it is what all
-    processes hold of that GPU.
+    NVML cannot find this process in a container with a separate process namespace. The result is
+    then the memory that all processes use on that GPU.
     """
     if not torch.cuda.is_available():
         return 0.0
@@ -30,28 +28,26 @@ def held_gpu_gib() -> float:
         uuid = torch.cuda.get_device_properties(local_device()).uuid
         try:
             handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            held = {
-                each.pid: each.usedGpuMemory
-                for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            used = {
+                process.pid: process.usedGpuMemory
+                for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
             }.get(os.getpid())
-            if held is None:
-                held = nvml.nvmlDeviceGetMemoryInfo(handle).used
-        except nvml.NVMLError:  # of a MIG device, or a driver that does not tell
+            if used is None:
+                used = nvml.nvmlDeviceGetMemoryInfo(handle).used
+        except nvml.NVMLError:  # a MIG device, or a driver that does not report memory
             return 0.0
-    return float(held) / 2**30
+    return float(used) / 2**30
 
 
-def engine_gpu_use(backend: Any, *, anew: bool = False) -> GpuUse | None:
-    """The GPU of an engine's worker; None on a CPU.
+def engine_gpu_use(backend: Any, *, reset_peak: bool = False) -> GpuUse | None:
+    """Returns the GPU use of an engine's worker; None on a CPU.
 
-    Args:
-        backend: Its `most_gpu_gib`, if it has one, is the most that it held when it asked.
-        anew: Whether the peak is counted from now on.
+    The backend's optional `peak_gpu_gib` is the largest usage that it measured itself.
     """
-    found = gpu_use(anew=anew, device=local_device())
-    if found is None:
+    use = gpu_use(reset_peak=reset_peak, device=local_device())
+    if use is None:
         return None
-    if anew:
-        backend.most_gpu_gib = 0.0
-    held = max(getattr(backend, "most_gpu_gib", 0.0), held_gpu_gib())
-    return replace(found, peak_gib=max(found.peak_gib, held))
+    if reset_peak:
+        backend.peak_gpu_gib = 0.0
+    peak_gib = max(use.peak_gib, getattr(backend, "peak_gpu_gib", 0.0), used_gpu_gib())
+    return replace(use, peak_gib=peak_gib)

@@ -1,8 +1,4 @@
-"""Checks of weights while an engine loads them, one tensor at a time.
-
-Nothing is kept but a few rows: an engine that held all tensors until the last one has been checked
-would need the memory of a second model.
-"""
+"""Checks of weights while an engine loads them, one tensor at a time; a few rows are kept."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,13 +6,13 @@ from typing import Any
 
 import torch
 
-from nemo_rl_core.backends.training.dtensor.matching import check_weights
 from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.errors import ConsistencyError
+from nemo_rl_core.model_files.weights import check_weights
 
 _SAMPLED_ROWS = 256
 _INTERLEAVED = "query_key_value"
-"""Fused projections of BLOOM, whose heads vLLM puts in another order."""
+"""Fused projections of BLOOM; vLLM reorders their heads."""
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -24,41 +20,38 @@ class IncomingWeights:
     """The tensors of one update.
 
     Args:
-        expected: As `empty_model` returns it.
-        held: The engine's parameters by its own names, before the update.
-        is_split: Whether this rank may hold a shard of a parameter, padded to a round number of
-            rows.
-        source: Name of the tensors' source in error messages.
-        rename: Returns the engine's name of a tensor that is sent; None if it drops the tensor.
+        parameters: The engine's parameters by its names for them, before the update.
+        rename: Function that returns the engine's name for a tensor; None if it drops the tensor.
     """
 
     def __init__(
         self,
         expected: Any,
-        held: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
         *,
-        is_split: bool,
+        is_tensor_parallel: bool,
         source: str,
         rename: Callable[[str], str | None] = lambda name: name,
     ) -> None:
-        self._expected, self._source, self._is_split = expected, source, is_split
+        self._expected, self._source, self._is_tensor_parallel = (
+            expected,
+            source,
+            is_tensor_parallel,
+        )
         self._rename = rename
-        # What is rounded to 8 bits, and perhaps transposed, equals nothing that is sent.
-        self._held = {
-            name: tuple(tensor.shape) for name, tensor in held.items() if tensor.dtype.itemsize > 1
+        # Weights rounded to 8 bits, and perhaps transposed, cannot be compared with the sent ones.
+        self._engine_shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in parameters.items()
+            if tensor.dtype.itemsize > 1
         }
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._samples: dict[str, torch.Tensor] = {}
         self._lengths: dict[str, int] = {}
-        self._is_broken_off = False
+        self._has_failed = False
 
     def checked(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields them; after the last one, checks names and shapes of all.
-
-        Raises:
-            ModelError: Names a tensor with NaN or infinity, or what is missing, surplus or of
-                another shape.
-        """
+        """Yields the tensors, then checks all names and shapes."""
         try:
             for name, tensor in named_tensors:
                 self._shapes[name] = tuple(tensor.shape)
@@ -69,61 +62,47 @@ class IncomingWeights:
                 yield name, tensor
             check_weights(self._expected, self._shapes, self._source)
         except Exception:
-            self._is_broken_off = True
+            self._has_failed = True
             raise
 
     def refuse_wrong(self, rest: NamedTensors) -> None:
-        """After the engine has refused one of them: raises what is wrong with the tensors, if any.
-
-        Args:
-            rest: Those that it has not read.
-
-        Raises:
-            ModelError: As `checked`.
-        """
-        if not self._is_broken_off:  # else the error is the tensors' own
+        """Checks the remaining tensors after the engine has rejected one."""
+        if not self._has_failed:  # otherwise `checked` has raised already
             deque(self.checked(rest), maxlen=0)
 
-    def refuse_stale(self, held: Mapping[str, torch.Tensor]) -> None:
-        """Compares what the engine holds now with the sent tensors, as far as the layout allows.
+    def refuse_stale(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Compares the engine's parameters with the sent tensors, as far as their layout allows.
 
-        vLLM fuses and re-packs most matrices, but keeps embeddings, norms and some biases under
-        their own names; a failed reload is visible in these. Of matrices, some rows are compared.
-
-        Args:
-            held: The engine's parameters by its own names.
-
-        Raises:
-            ConsistencyError: If one is not what was sent, or none can be compared.
+        vLLM fuses and repacks most matrices, but keeps the names of embeddings, norms and some
+        biases; a failed reload is visible in these. Only some rows of matrices are compared.
         """
         for name, sent in self._samples.items():
-            loaded = _sample(held[name][: self._lengths[name]])
-            # vLLM keeps some vectors in another dtype, such as the xIELU's of Apertus.
+            loaded = _sample(parameters[name][: self._lengths[name]])
+            # vLLM keeps some vectors in a different dtype, such as those of xIELU in Apertus.
             if not torch.equal(loaded, sent.to(loaded)):
                 raise ConsistencyError(
-                    f"vLLM still holds old weights in {name!r} after an update",
-                    fix="run the same command again: it resumes from the last save",
+                    f"vLLM still has old weights in {name!r} after an update",
+                    fix="run the same command again; it resumes from the last save",
                 )
         if not self._samples:
-            raise ConsistencyError("no weight that was sent could be found in vLLM's model")
+            raise ConsistencyError("none of the sent weights can be compared with vLLM's model")
 
     def _comparable(self, name: str, sent: torch.Tensor) -> str | None:
-        """Name of the engine's parameter that keeps a sent tensor unchanged; None without any."""
+        """Returns the name of the engine's parameter that equals a sent tensor, or None."""
         shape = tuple(sent.shape)
         if _INTERLEAVED in name:
             return None
-        if name not in self._held:  # perhaps under another name, or as a part of a fused matrix
+        if name not in self._engine_shapes:  # renamed, or part of a fused matrix
             renamed = self._rename(name) or ""
-            # Another last part holds other values: `A` of Mamba 2 is `-exp(A_log)`.
+            # A different last component means different values: `A` of Mamba 2 is `-exp(A_log)`.
             is_same = renamed.rpartition(".")[2] == name.rpartition(".")[2]
-            return renamed if is_same and self._held.get(renamed) == shape else None
-        loaded = self._held[name]
+            return renamed if is_same and self._engine_shapes.get(renamed) == shape else None
+        loaded = self._engine_shapes[name]
         if not loaded or loaded[1:] != shape[1:] or not sent.numel():
             return None
-        fits = loaded == shape or (not self._is_split and loaded[0] >= shape[0])
+        fits = loaded == shape or (not self._is_tensor_parallel and loaded[0] >= shape[0])
         return name if fits else None
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a vector; of a matrix, rows at equal distances."""
     return tensor if tensor.dim() == 1 else tensor[:: -(-len(tensor) // _SAMPLED_ROWS)]

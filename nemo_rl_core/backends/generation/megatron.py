@@ -1,11 +1,7 @@
 """Generation backend with Megatron-core's model and its KV cache.
 
-Each distinct prompt is prefilled once for all its rows; then unfinished rows are decoded one token
-at a time.
-
-Megatron-core's own engines were left out: they sample all rows of a batch from one generator, while
-here each row has its own seed, so that its tokens do not depend on the others. The dynamic engine
-also needs kernels without a CPU version, and was not tested on a GPU. vLLM is the engine for
+Megatron-core's engines are not used: they sample all rows of a batch from one generator, while here
+each row has a separate seed, so that its tokens do not depend on the others. vLLM is the engine for
 rollouts; this one computes with the same layers that Megatron trains.
 """
 
@@ -38,7 +34,7 @@ from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import local_device
-from nemo_rl_core.distributed.weight_sync import ReceivesWeights
+from nemo_rl_core.distributed.weight_sync.link import ReceivesWeights
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
@@ -47,11 +43,7 @@ class MegatronInferenceBackend(ReceivesWeights):
     """One rank of a `GPTModel` (a `GenerationBackend`); all ranks sample the same tokens."""
 
     def setup(self, setup: GenerationSetup) -> None:
-        """Joins the ranks and builds this rank's part of the model.
-
-        Raises:
-            ConfigError: If only Megatron-Bridge builds the model's type.
-        """
+        """Joins the ranks and builds this rank's part of the model."""
         config = setup.config
         assert isinstance(config, MegatronGenerationConfig), config
         training = MegatronTraining(
@@ -59,9 +51,9 @@ class MegatronInferenceBackend(ReceivesWeights):
             pipeline_parallel_size=config.pipeline_parallel_size,
         )
         if is_for_bridge(setup.model_folder):
-            # It converts whole folders; a trainer's weights arrive one by one.
+            # The bridge converts complete folders, but a trainer's weights arrive one by one.
             raise ConfigError(
-                f"the megatron engine cannot hold {setup.model_folder.name!r}",
+                f"the megatron engine cannot load {setup.model_folder.name!r}",
                 expected=f"one of the types {', '.join(sorted(MEGATRON_TYPES))}",
                 got="a type that only Megatron-Bridge builds, for training",
                 fix="choose another engine, such as vllm",
@@ -93,7 +85,6 @@ class MegatronInferenceBackend(ReceivesWeights):
         return as_batch(requests, decoding.completed())
 
     def _complete(self, requests: list[DecodingRequest], decoding: Decoding) -> None:
-        """Samples until all rows have ended; ended rows are no longer computed."""
         prompts = [tuple(request.prompt) for request in requests]
         distinct = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
         input_ids, mask = padded_on_the_left(list(distinct))
@@ -104,9 +95,9 @@ class MegatronInferenceBackend(ReceivesWeights):
             # The last token of a row needs no forward pass.
             input_ids.shape[1] + most - 1,
         )
-        begun = torch.tensor([distinct[prompt] for prompt in prompts])
-        logits = self._next_logits(cache, input_ids)[begun]
-        cache.select(begun.to(self._device))
+        prompt_of_row = torch.tensor([distinct[prompt] for prompt in prompts])
+        logits = self._next_logits(cache, input_ids)[prompt_of_row]
+        cache.select(prompt_of_row.to(self._device))
         tokens = decoding.draw(logits)
         running = torch.arange(len(requests))
         while not decoding.ended.all():
@@ -119,7 +110,7 @@ class MegatronInferenceBackend(ReceivesWeights):
             tokens = decoding.draw(logits)
 
     def _next_logits(self, cache: KeyValueCache, input_ids: torch.Tensor) -> torch.Tensor:
-        """`[B, V]` logits of the tokens after `input_ids [B, L]`, on every rank of the engine."""
+        """Returns `[B, V]` logits after `input_ids [B, L]`, on every rank of the engine."""
         from megatron.core import parallel_state  # after this package has patched it
 
         hidden = cache.append(input_ids.to(self._device))
@@ -134,7 +125,7 @@ class MegatronInferenceBackend(ReceivesWeights):
         return logits.cpu()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[B, V]` float32 from `[B, D]`, from the head's shards on all tensor ranks."""
+        """Returns `[B, V]` float32 logits of `[B, D]`, gathered from all tensor ranks."""
         from megatron.core import parallel_state
 
         vocab_size = self._models[-1].hf_config.vocab_size
@@ -143,7 +134,7 @@ class MegatronInferenceBackend(ReceivesWeights):
         group = parallel_state.get_tensor_model_parallel_group()
         if group.size() == 1:
             return part
-        # The last rank may hold fewer rows; gathering needs equal parts.
+        # The last rank may have fewer rows; gathering needs equal parts.
         share = -(-vocab_size // group.size())
         part = torch.nn.functional.pad(part, (0, share - part.shape[1])).contiguous()
         parts = [torch.empty_like(part) for _ in range(group.size())]
@@ -151,24 +142,24 @@ class MegatronInferenceBackend(ReceivesWeights):
         return torch.cat(parts, dim=1)[:, :vocab_size].contiguous()
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights as they arrive; this rank takes its slices."""
+        """Replaces all weights as they arrive; this rank copies its slices."""
         take_hf_weights(self._models, named_tensors)
 
     def load_weights(self, model_folder: Path) -> None:
-        """Replaces all weights by those of the safetensors files in `model_folder`."""
+        """Replaces all weights with those of the safetensors files in `model_folder`."""
         load_hf_weights(self._models, model_folder)
 
     def wake(self) -> None:
         """No-op: `sleep` releases nothing."""
 
     def sleep(self) -> None:
-        """No-op: keys and values exist only during a call, and weights stay in place."""
+        """No-op: keys and values exist only during a call, and weights stay on the device."""
 
     def peak_memory_gib(self) -> float:
         """Returns the peak memory of this process."""
         return peak_memory_gib()
 
     def shutdown(self) -> None:
-        """Frees the model, and leaves Megatron's groups."""
+        """Frees the model and leaves Megatron's process groups."""
         self.__dict__.clear()
         tear_down_topology()

@@ -17,7 +17,7 @@ from nemo_rl_core.backends.decoding.requests import (
     samples_of_a_prompt,
 )
 from nemo_rl_core.backends.generation.base import GenerationSetup
-from nemo_rl_core.backends.generation.gpu_memory import held_gpu_gib
+from nemo_rl_core.backends.generation.gpu_memory import used_gpu_gib
 from nemo_rl_core.backends.generation.incoming import IncomingWeights
 from nemo_rl_core.backends.generation.vllm_libraries import load_libnuma
 from nemo_rl_core.backends.generation.vllm_loader import load_format_of
@@ -27,15 +27,15 @@ from nemo_rl_core.backends.generation.vllm_ranks import (
     launcher,
     unlink_shared_memory,
 )
-from nemo_rl_core.backends.training.dtensor.loading import called, empty_model
-from nemo_rl_core.backends.training.dtensor.matching import check_folder
 from nemo_rl_core.checkpoints.weights import rounded_weights
 from nemo_rl_core.config.generation import VllmGenerationConfig
-from nemo_rl_core.data.pretrained import described
+from nemo_rl_core.data.pretrained import read_model_json
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.weight_sync import ReceivesWeights
+from nemo_rl_core.distributed.weight_sync.link import ReceivesWeights
 from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError, ConsistencyError, ModelError, NemoRLError
+from nemo_rl_core.model_files.loading import empty_model, name_in_errors
+from nemo_rl_core.model_files.weights import check_folder
 from nemo_rl_core.planning.vllm_heads import refuse_heads_on_cpu
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
@@ -45,21 +45,20 @@ _FP8_CAPABILITY = (8, 9)
 SENT = "the trainer's weight transfer"
 Tag = Literal["weights", "kv_cache"]
 _ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
-"""What vLLM wakes by itself; all else wakes with the first of them."""
+"""Parts that vLLM can wake separately; everything else wakes with the first of them."""
 
 
 class VllmBackend(ReceivesWeights):
     """One rank of a vLLM engine (a `GenerationBackend`).
 
     If an engine has several ranks, each runs the same scheduler over the same rows, as with vLLM's
-    external launcher, so that ranks exchange activations only.
+    external launcher, so that ranks only exchange activations.
 
     Attributes:
-        most_gpu_gib: That this process held of its GPU before it slept.
-        scheduling_policy: vLLM's name of the order in which requests are computed.
+        peak_gpu_gib: Peak GPU memory of this process before it went to sleep, in GiB.
     """
 
-    most_gpu_gib = 0.0
+    peak_gpu_gib = 0.0
     scheduling_policy = "fcfs"
 
     def setup(self, setup: GenerationSetup) -> None:
@@ -84,23 +83,25 @@ class VllmBackend(ReceivesWeights):
         self._expected = empty_model(setup.model_folder, "lm")
         check_folder(self._expected, setup.model_folder)
         if not has_gpu:
-            refuse_heads_on_cpu(described(setup.model_folder), called=called(setup.model_folder))
+            refuse_heads_on_cpu(
+                read_model_json(setup.model_folder), called=name_in_errors(setup.model_folder)
+            )
         load_libnuma()
         if not has_gpu:
-            # vLLM compiles a sampler function even in eager mode, which needs a C++ compiler on a
-            # CPU.
+            # Even in eager mode, vLLM compiles a sampler function, which needs a C++ compiler on
+            # CPUs.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
         try:
             self._start_engine(has_gpu=has_gpu)
         except (NemoRLError, MemoryError):
             raise
-        # Named fault boundary: vLLM raises errors of many types for models that it cannot compute.
+        # Broad on purpose: vLLM raises many types of errors for models that it cannot compute.
         except Exception as error:
             raise _failed("does not start with", setup, error) from error
 
     def _start_engine(self, *, has_gpu: bool) -> None:
         setup, config = self._setup, self._config
-        from vllm import LLM, SamplingParams  # after the folder was checked: the import is slow
+        from vllm import LLM, SamplingParams  # slow, so only after the folder was checked
 
         ranks = config.ranks_per_engine
         load_format = load_format_of(config, has_gpu=has_gpu)
@@ -121,25 +122,25 @@ class VllmBackend(ReceivesWeights):
             pipeline_parallel_size=config.pipeline_parallel_size,
             distributed_executor_backend=launcher() if ranks > 1 else None,
             device_ids=join_engine(ranks) if ranks > 1 else gpu_of_single_rank(),
-            # An engine with GPUs of its own stays awake.
-            enable_sleep_mode=has_gpu and not config.num_own_bundles,
+            # An engine on dedicated GPUs stays awake.
+            enable_sleep_mode=has_gpu and not config.num_dedicated_bundles,
             # Chunked prefill samples a token and discards it, which vLLM cannot do with the seeded
             # generators of a CPU; so prompts are prefilled whole.
             enable_chunked_prefill=has_gpu,
-            # The rollouts of a group share the keys and values of their prompt, in whole blocks;
+            # The rollouts of a group share the keys and values of their prompt, in full blocks;
             # the next turn shares those of earlier turns.
             enable_prefix_caching=has_gpu or not _has_state(setup),
             block_size=config.block_size,
             max_num_batched_tokens=max(setup.max_model_len, _MAX_BATCHED_TOKENS),
-            # Logprobs of the sampled distribution, under the temperature; if that is truncated, of
-            # the policy's full distribution at temperature 1.
+            # Logprobs of the sampled distribution at its temperature; if that is truncated, of the
+            # policy's full distribution at temperature 1.
             logprobs_mode=_logprobs_mode(config),
             disable_log_stats=True,
-            hf_overrides=_overrides(described(setup.model_folder)),
+            hf_overrides=_overrides(read_model_json(setup.model_folder)),
         )
         if ranks > 1:
             unlink_shared_memory()
-        if not has_gpu:  # whose kernels refuse some models only when they compute
+        if not has_gpu:  # CPU kernels reject some models only when they compute
             self._llm.generate(
                 [{"prompt_token_ids": [0]}],
                 SamplingParams(
@@ -189,20 +190,16 @@ class VllmBackend(ReceivesWeights):
             detokenize=bool(request.stop_strings),
             skip_special_tokens=False,  # a stop string may be one
             spaces_between_special_tokens=False,
-            skip_clone=True,  # of what nobody else holds
+            skip_clone=True,  # nothing else references these parameters
         )
 
     def wake(self) -> None:
-        """Restores the memory of weights, keys and values; no-op if awake.
-
-        Raises:
-            ConsistencyError: If the weights were discarded, and no others have arrived since.
-        """
-        if self._is_empty:  # nobody has given this engine weights
+        """Restores the memory of weights, keys and values; no-op if awake."""
+        if self._is_empty:  # no weights were sent yet
             VllmBackend.load_weights(self, self._setup.model_folder)
         if not self._has_weights:
             raise ConsistencyError(
-                "the engine has discarded its weights and was given no others",
+                "the engine has discarded its weights and received no new ones",
                 expected="update_weights(policy) before it generates again",
                 got="finish_generation(discards_weights=True), then generate",
                 fix="call update_weights, or finish_generation without discards_weights",
@@ -215,29 +212,22 @@ class VllmBackend(ReceivesWeights):
             self._asleep = tuple(tag for tag in self._asleep if tag not in due)
 
     def sleep(self, *, level: Literal[1, 2] = 1) -> None:
-        """Gives the GPU's memory away; no-op without a GPU, or if the weights are asleep.
+        """Releases the GPU's memory; no-op without a GPU, or if the weights are asleep.
 
-        Args:
-            level: vLLM's. 1 moves the weights to the host and drops keys and values; 2 discards the
-                weights too, which the next update replaces.
+        Level 2 also discards the weights, which the next update replaces.
         """
         can_sleep = self._llm.llm_engine.model_config.enable_sleep_mode
         if can_sleep and "weights" not in self._asleep:
-            self.most_gpu_gib = max(self.most_gpu_gib, held_gpu_gib())
+            self.peak_gpu_gib = max(self.peak_gpu_gib, used_gpu_gib())
             self._llm.sleep(level=level)
             self._asleep, self._has_weights = _ALL_TAGS, level == 1
             self._is_empty &= self._has_weights
 
     def prefill_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
-        """Returns logprobs of whole sequences, each in one forward pass.
+        """Returns `[B, T]` logprobs of complete sequences, each in one forward pass.
 
-        Args:
-            batch: `input_ids [B, T]` and `input_lengths [B]`, each shorter than the engine's
-                maximum.
-
-        Returns:
-            `[B, T]`, in nats at temperature 1, of each token given those before it; 0 at the first
-            one and past a sequence's end.
+        They are in nats at temperature 1, and 0 at the first token and past a sequence's end. Each
+        sequence is shorter than the engine's maximum.
         """
         from vllm import SamplingParams
 
@@ -261,17 +251,14 @@ class VllmBackend(ReceivesWeights):
         return logprobs
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights as they arrive, then empties the prefix cache.
-
-        Keys and values stay asleep: trainer and engine need the most memory while both have the
-        weights.
-        """
+        """Replaces all weights as they arrive; the KV cache stays asleep, as memory peaks."""
         self._reload(named_tensors, source=SENT)
 
     def load_weights(self, model_folder: Path) -> None:
-        """Replaces all weights by those of the safetensors files in `model_folder`.
+        """Replaces all weights with those of the safetensors files in `model_folder`.
 
-        They are read and converted one at a time: every rank of every engine of a machine does so.
+        Tensors are read and converted one at a time, since every rank of every engine on a machine
+        does so.
         """
         dtype = getattr(torch, self._setup.dtype)
         self._reload(
@@ -281,17 +268,18 @@ class VllmBackend(ReceivesWeights):
 
     def _reload(self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, source: str) -> None:
         tensors = iter(named_tensors)
-        first = list(islice(tensors, 1))  # which comes when the trainer has left the GPU
+        first = list(islice(tensors, 1))  # arrives once the trainer has left the GPU
         arriving = chain(first, tensors)
-        self._wake_up(("weights",))  # what sleeps has no memory to write to
+        self._wake_up(("weights",))  # sleeping weights have no memory to write to
         if not torch.cuda.is_available():
             _drop_expert_kernels(self._model())
+        mapper: Any = getattr(self._model(), "hf_to_vllm_mapper", None)
         incoming = IncomingWeights(
             self._expected,
             dict(self._model().named_parameters()),
-            is_split=self._config.tensor_parallel_size > 1,
+            is_tensor_parallel=self._config.tensor_parallel_size > 1,
             source=source,
-            **_renaming(self._model()),
+            **({"rename": mapper.map_name} if mapper else {}),
         )
         weights = incoming.checked(arriving)
         try:
@@ -299,21 +287,20 @@ class VllmBackend(ReceivesWeights):
         except NemoRLError:
             raise
         except Exception as error:
-            incoming.refuse_wrong(arriving)  # which says it better than vLLM
+            incoming.refuse_wrong(arriving)  # its message is clearer than vLLM's
             raise _failed("does not take new weights of", self._setup, error) from error
         if not torch.cuda.is_available():
-            _finish_on_cpu(self._model(), called(self._setup.model_folder))
+            _finish_on_cpu(self._model(), name_in_errors(self._setup.model_folder))
         self._has_weights, self._is_empty = True, False
         # Otherwise keys and values of the old weights would be reused.
         if not self._llm.reset_prefix_cache():
             raise ConsistencyError(
                 "vLLM did not empty its prefix cache after new weights",
-                fix="run the same command again: it resumes from the last save",
+                fix="run the same command again; it resumes from the last save",
             )
         incoming.refuse_stale(dict(self._model().named_parameters()))
 
     def _model(self) -> torch.nn.Module:
-        """This rank's shard of vLLM's model."""
         model: torch.nn.Module = self._runner().get_model()
         return model
 
@@ -321,7 +308,7 @@ class VllmBackend(ReceivesWeights):
         return self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
     def kernels(self) -> dict[str, str]:
-        """Kernels that vLLM has chosen, by what they compute."""
+        """Returns the kernels that vLLM has chosen, by operation."""
         groups = [group for groups in self._runner().attn_groups for group in groups]
         return {"attention": " ".join(sorted({group.backend.get_name() for group in groups}))}
 
@@ -335,10 +322,10 @@ class VllmBackend(ReceivesWeights):
 
 
 def _drop_expert_kernels(model: torch.nn.Module) -> None:
-    """Makes the next reload pack the weights of a mixture of experts, as the first load did.
+    """Drops the kernels of experts, so that the next reload packs their weights again.
 
     On a CPU, vLLM pads and packs experts' weights only when it builds their kernel
-    (`UnquantizedFusedMoEMethod._setup_kernel`). A layer keeps its kernel in a reload and would then
+    (`UnquantizedFusedMoEMethod._setup_kernel`). A layer would keep its kernel during a reload and
     read unpacked weights as packed ones.
     """
     for layer in model.modules():
@@ -347,13 +334,11 @@ def _drop_expert_kernels(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
-def _finish_on_cpu(model: torch.nn.Module, called: str) -> None:
-    """Packs heads again that share the embedding's weight, which is sent once, under its name.
+def _finish_on_cpu(model: torch.nn.Module, source_name: str) -> None:
+    """Repacks heads that are tied to the embedding.
 
-    On a CPU, vLLM computes with a packed copy, which a reload refreshes only if the head is named.
-
-    Raises:
-        ModelError: If the reload has passed over experts, as that of GPT-OSS does.
+    On a CPU, vLLM computes with a packed copy. A reload refreshes it only if the head's name is
+    sent, but a tied weight is sent under the embedding's name only.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -363,31 +348,22 @@ def _finish_on_cpu(model: torch.nn.Module, called: str) -> None:
             method.process_weights_after_loading(module)
         elif hasattr(method, "moe_kernel") and method.moe_kernel is None:
             raise ModelError(
-                f"vLLM cannot load new weights into {called}",
+                f"vLLM cannot load new weights into {source_name}",
                 expected="a model whose experts vLLM reloads",
                 got=f"old weights in {name}",
                 fix="set generation.backend: hf",
             )
 
 
-def _renaming(model: torch.nn.Module) -> dict[str, Any]:
-    """How vLLM names published weights, if it has other names for them."""
-    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-    return {"rename": mapper.map_name} if mapper else {}
-
-
 def completed(completion: Any) -> Completed:
     """Converts vLLM's output of one completion, or of its new tokens."""
-    found, tokens = completion.logprobs, list(completion.token_ids)
-    assert found.token_ids == tokens, "vLLM returned logprobs of other tokens than it sampled"
-    return Completed(tokens, found.logprobs, truncated=completion.finish_reason == "length")
+    flat, tokens = completion.logprobs, list(completion.token_ids)
+    assert flat.token_ids == tokens, "vLLM returned logprobs of tokens that it did not sample"
+    return Completed(tokens, flat.logprobs, truncated=completion.finish_reason == "length")
 
 
 def _overrides(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a config that vLLM reads in another sense than transformers.
-
-    In the sliding windows of Cohere, vLLM's tokens see one token more.
-    """
+    """Returns config values that vLLM interprets differently than transformers."""
     if str(config.get("model_type")) in ("cohere2", "cohere2_moe") and config.get("sliding_window"):
         return {"sliding_window": config["sliding_window"] - 1}
     return {}
@@ -395,18 +371,18 @@ def _overrides(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _failed(problem: str, setup: GenerationSetup, error: Exception) -> ModelError:
     return ModelError(
-        f"vLLM {problem} {called(setup.model_folder)}",
+        f"vLLM {problem} {name_in_errors(setup.model_folder)}",
         expected="a model and settings that vLLM computes on this machine",
         got=f"{type(error).__name__}: {error}".partition("\n")[0],
-        fix="if that is memory, make the engine smaller (generation.max_num_seqs, kv_cache_gib, "
-        "gpu_memory_utilization); otherwise set generation.backend: hf",
+        fix="if it ran out of memory, make the engine smaller (generation.max_num_seqs, "
+        "kv_cache_gib, gpu_memory_utilization); otherwise set generation.backend: hf",
     )
 
 
 def _has_state(setup: GenerationSetup) -> bool:
-    """Whether a model has the state of a recurrent layer, such as Mamba's, besides keys and values.
+    """Whether a model has recurrent state, such as Mamba's, in addition to keys and values.
 
-    vLLM caches such states of prompts only with chunked prefill.
+    vLLM caches such state of prompts only with chunked prefill.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -415,28 +391,20 @@ def _has_state(setup: GenerationSetup) -> bool:
 
 
 def _refuse_block_size(config: VllmGenerationConfig, *, has_gpu: bool) -> None:
-    """Refuses blocks that vLLM's attention on a CPU cannot take; it would say so after its start.
-
-    Raises:
-        ConfigError: Names the next size that it takes.
-    """
+    """Raises `ConfigError` for a block size that vLLM would reject only after its start."""
     size = config.block_size
     if has_gpu or size is None or size % _CPU_BLOCK == 0:
         return
     raise ConfigError(
-        "vLLM's attention on a CPU does not take blocks of this size",
-        expected=f"generation.block_size: a multiple of {_CPU_BLOCK}, or none for vLLM's own",
+        "vLLM's attention on a CPU does not support this block size",
+        expected=f"generation.block_size: a multiple of {_CPU_BLOCK}, or unset for vLLM's default",
         got=str(size),
         fix=f"set it to {-(-size // _CPU_BLOCK) * _CPU_BLOCK}",
     )
 
 
 def _refuse_quantization(quantization: str, *, dtype: str, has_gpu: bool) -> None:
-    """Refuses FP8 where no kernel computes in it; vLLM would compute in 16 bits, or end.
-
-    Raises:
-        ConfigError: Names what is missing.
-    """
+    """Raises `ConfigError` for FP8 without hardware support; vLLM may compute in 16 bits."""
     capability = torch.cuda.get_device_capability() if has_gpu else None
     if capability is not None and capability >= _FP8_CAPABILITY and dtype == "bfloat16":
         return

@@ -1,4 +1,4 @@
-"""The shared library that vLLM's CPU build needs and its wheel lacks."""
+"""A shared library that vLLM's CPU build needs but its wheel does not contain."""
 
 import ctypes
 import sys
@@ -8,8 +8,8 @@ from pathlib import Path
 def load_libnuma() -> None:
     """Loads the libnuma that `deployment/setup.sh` installs if the system has none.
 
-    Called before vLLM is imported, so that its extension finds the library in the process.
+    Call it before vLLM is imported, so that its extension finds the library in the process.
     """
-    own = Path(sys.prefix) / "lib" / "libnuma.so.1"
-    if own.exists():
-        ctypes.CDLL(str(own), mode=ctypes.RTLD_GLOBAL)
+    library = Path(sys.prefix) / "lib" / "libnuma.so.1"
+    if library.exists():
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

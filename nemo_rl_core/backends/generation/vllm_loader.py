@@ -1,8 +1,8 @@
-"""How vLLM starts when its weights arrive afterwards: with zeros, so that no file is read twice.
+"""Starts vLLM with weights of zero if real ones arrive later, so that no file is read twice.
 
-vLLM's own format `dummy` is not for this: it overwrites persistent buffers, some of which are in
-no checkpoint, with random numbers, and does not look whether the checkpoint has a head of its own
-in spite of `tie_word_embeddings`.
+vLLM's format `dummy` does not fit: it overwrites persistent buffers, some of which are in no
+checkpoint, with random numbers, and does not check whether the checkpoint has a separate head in
+spite of `tie_word_embeddings`.
 """
 
 from functools import cache
@@ -13,12 +13,9 @@ from nemo_rl_core.config.generation import VllmGenerationConfig
 
 
 def load_format_of(config: VllmGenerationConfig, *, has_gpu: bool) -> str:
-    """The load format for an engine that takes its weights over before it completes anything.
+    """Returns the load format of an engine that receives weights before it generates.
 
-    Args:
-        config: Of the engine. What it names stays; so does `auto` with FP8, which makes scales of
-            the first weights.
-        has_gpu: Whether the engine computes on a GPU. On a CPU its first load packs weights.
+    An explicit format is kept, and so is `auto` with FP8, which computes scales from weights.
     """
     is_open = has_gpu and config.load_format == "auto" and config.quantization == "none"
     return zeros_format() if is_open else config.load_format
@@ -26,9 +23,9 @@ def load_format_of(config: VllmGenerationConfig, *, has_gpu: bool) -> str:
 
 @cache
 def zeros_format() -> str:
-    """Registers a loader with this process's vLLM that leaves all weights at 0; returns its name.
+    """Registers a loader with vLLM that sets all weights to 0; returns its name.
 
-    Buffers keep what the model has made of them.
+    Buffers keep the values that the model initialized them to.
     """
     from vllm.config import ModelConfig
     from vllm.model_executor.model_loader import register_model_loader
@@ -38,13 +35,10 @@ def zeros_format() -> str:
 
     @register_model_loader(name)
     class ZerosLoader(BaseModelLoader):  # type: ignore[misc]
-        """Weights of 0."""
-
         def download_model(self, model_config: ModelConfig) -> None:
-            """Nothing is read."""
+            """No-op."""
 
         def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-            """Fills what the model has allocated, in which vLLM measures its memory."""
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()

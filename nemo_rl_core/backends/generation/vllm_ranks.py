@@ -21,7 +21,7 @@ from nemo_rl_core.distributed.process_group import (
     visible_gpus,
     world_size,
 )
-from nemo_rl_core.distributed.weight_sync.places import current_machine
+from nemo_rl_core.distributed.weight_sync.routes import current_machine
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.05
 _START_TIMEOUT = timedelta(minutes=5)
 _hosted: "list[TCPStore]" = []
-"""The store of the engine whose first rank this process is, for as long as it runs."""
+"""The store of the engine if this process is its first rank; kept while the process runs."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -44,7 +44,7 @@ def launcher() -> Any:
 
         On a CPU, ranks communicate through shared memory, which vLLM names after the port of the
         rendezvous address. `env://` has no port: all engines of a machine would use the same name,
-        and remains of a killed engine would block all later ones.
+        and leftovers of a killed engine would block all later ones.
         """
 
         def _distributed_args(self) -> tuple[str, int, int]:
@@ -58,13 +58,13 @@ def launcher() -> Any:
 def unlink_shared_memory() -> None:
     """Unlinks the shared memory of a running engine after all its ranks have mapped it.
 
-    The memory is then freed however the processes end.
+    The system then frees the memory even if the processes are killed.
     """
     from vllm.distributed import get_tp_group
 
     for path in _SHARED_MEMORY.glob(f"{os.environ['MASTER_PORT']}-*-cpushm_*"):
         path.unlink(missing_ok=True)
-    # Only ranks of one machine have shared memory.
+    # Only ranks on one machine have shared memory.
     ring: Any = getattr(get_tp_group().mq_broadcaster, "buffer", None)
     if ring is not None and ring.is_creator:
         ring.shared_memory.unlink()
@@ -73,34 +73,26 @@ def unlink_shared_memory() -> None:
 
 @dataclass(frozen=True)
 class EngineRank:
-    """A rank's place in its engine.
-
-    Attributes:
-        machine: Equal for ranks of one machine.
-        gpu: What `CUDA_VISIBLE_DEVICES` calls its GPU; None without GPUs.
-    """
+    """Location of an engine's rank; `gpu` is its entry in `CUDA_VISIBLE_DEVICES`, if any."""
 
     machine: str
     gpu: str | None
 
     @classmethod
-    def here(cls) -> "EngineRank":
-        """That of this process."""
+    def of_this_process(cls) -> "EngineRank":
+        """Returns the location of this process."""
         return cls(current_machine(), own_gpu() if torch.cuda.is_available() else None)
 
 
 def join_engine(num_ranks: int) -> list[str] | None:
-    """Sets the environment variables of this rank from all workers to its engine's ranks.
+    """Restricts this rank's environment variables to the ranks of its engine.
 
-    All workers know the address of the first worker. Its store holds the address of each engine's
-    first rank, and the place of every rank.
-
-    Args:
-        num_ranks: Of an engine.
+    All workers know the address of the first worker. Its store has the address of each engine's
+    first rank and the location of every rank.
 
     Returns:
-        The GPUs of the engine's ranks on this machine, in their order, for vLLM's `device_ids`;
-        `LOCAL_RANK` is this rank's index among them. vLLM asks for the GPUs of other ranks by their
+        The GPUs of the engine's ranks on this machine, in rank order, for vLLM's `device_ids`;
+        `LOCAL_RANK` is this rank's index among them. vLLM looks up the GPUs of other ranks by their
         ranks, such as for its custom all-reduce. None without GPUs.
     """
     import ray
@@ -114,44 +106,44 @@ def join_engine(num_ranks: int) -> list[str] | None:
         here = LOOPBACK if is_local else ray.util.get_node_ip_address()
         _hosted.append(host_store(here, 0, wait_for_workers=False))
         store.set(f"engine {engine}", json.dumps([here, _hosted[-1].port]))
-    store.set(f"rank {global_rank}", json.dumps(asdict(EngineRank.here())))
+    store.set(f"rank {global_rank}", json.dumps(asdict(EngineRank.of_this_process())))
     address, port = json.loads(store.get(f"engine {engine}"))
     first = engine * num_ranks
     ranks = [
         EngineRank(**json.loads(store.get(f"rank {each}")))
         for each in range(first, first + num_ranks)
     ]
-    # The store ends with its host, which therefore waits until all ranks have read.
+    # The store ends with its host, so the host waits until all ranks have read from it.
     store.add("read", 1)
     while is_host and store.add("read", 0) < num_workers:
         time.sleep(_POLL_SECONDS)
     split_records(engine)
-    local_rank, gpus = places_on_machine(ranks, rank_in_engine)
+    local_rank, gpus = local_ranks(ranks, rank_in_engine)
     os.environ.update(
         rank_environment(
             rank_in_engine, num_ranks, address=address, port=port, local_rank=local_rank
         )
     )
-    # vLLM then connects to the store of `_hosted`; it would host one on every interface.
+    # Makes vLLM connect to the store of `_hosted` instead of hosting one on every interface.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     return gpus
 
 
 def gpu_of_single_rank() -> list[str] | None:
-    """vLLM's `device_ids` for an engine of one rank; None where that sees no other GPU."""
+    """Returns vLLM's `device_ids` for an engine with one rank; None if no other GPU is visible."""
     sees_others = torch.cuda.is_available() and len(visible_gpus()) > 1
     return [own_gpu()] if sees_others else None
 
 
-def places_on_machine(ranks: Sequence[EngineRank], own: int) -> tuple[int, list[str] | None]:
-    """Index of a rank among those of its machine, and the GPUs of these; None without GPUs.
+def local_ranks(ranks: Sequence[EngineRank], rank: int) -> tuple[int, list[str] | None]:
+    """Returns a rank's index among the ranks on its machine, and their GPUs (None without GPUs).
 
     Example:
         >>> ranks = [EngineRank("a", "4"), EngineRank("b", "1"), EngineRank("b", "0")]
-        >>> places_on_machine(ranks, 2)
+        >>> local_ranks(ranks, 2)
         (1, ['1', '0'])
     """
-    machine = ranks[own].machine
+    machine = ranks[rank].machine
     here = [index for index, each in enumerate(ranks) if each.machine == machine]
     gpus = [gpu for index in here if (gpu := ranks[index].gpu) is not None]
-    return here.index(own), gpus or None
+    return here.index(rank), gpus or None

@@ -1,4 +1,4 @@
-"""A plan of micro-batches that no data rank carries out unless all have one."""
+"""Agreement of the data ranks on their plans of micro-batches."""
 
 from collections.abc import Callable
 
@@ -11,15 +11,9 @@ _REFUSED = 2**62
 def agreed_plan(
     plan: Callable[[], list[Microbatch]], largest: Callable[[int], int]
 ) -> tuple[list[Microbatch], int]:
-    """This rank's micro-batches, and the largest number on any data rank.
+    """Returns this rank's micro-batches and the largest number of them on any data rank.
 
-    Args:
-        plan: Returns those of this rank's rows.
-        largest: Returns the largest of the numbers that the data ranks pass; a collective.
-
-    Raises:
-        DataError: If the rows of any data rank do not fit; on all ranks, since the others would
-            wait.
+    Raises `DataError` on all ranks if the rows of one do not fit, since the others would wait.
     """
     try:
         microbatches = plan()

@@ -1,5 +1,6 @@
-"""Splitting and gathering of rows over context ranks; forward and backward."""
+"""Splitting and gathering of rows over context ranks, forward and backward."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,47 +9,45 @@ from torch import Tensor
 
 
 def packed_causal_mask(last: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Causal mask of packed sequences, for this rank's queries and all keys of a row.
+    """Returns a `[R, 1, L / ranks, L]` causal mask: True for allowed keys of this rank's queries.
 
     Args:
-        last: `[R, L]` last column whose token attends to each one, as `PackedRows` has it.
-        group: The ranks of the context axis, whose number divides L; None for whole rows.
-
-    Returns:
-        `[R, 1, L / ranks, L]` bool: True for keys of the same sequence that are not later.
+        last: `[R, L]` last column whose token attends to each one; see `PackedRows`.
     """
     keys = torch.arange(last.shape[1], device=last.device)
-    queries = (keys if group is None else own_part(keys, group, dim=0))[:, None]
+    queries = (keys if group is None else rank_part(keys, group, dim=0))[:, None]
     return ((keys <= queries) & (queries <= last[:, None, :]))[:, None]
 
 
-def own_part(values: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """This rank's consecutive part of a dimension along the tokens of a row."""
+def rank_part(values: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
+    """Returns this rank's consecutive part of a dimension along the tokens of a row."""
     return values.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 
 
 def gathered_parts(part: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """The whole dimension from the parts of all ranks, without gradients."""
+    """Concatenates the parts of all ranks along a dimension, without gradients."""
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, part, group=group)
     return torch.cat(parts, dim)
 
 
-def sum_parts(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks, each with values at some positions and 0 at the others."""
-    total: Tensor = _SumParts.apply(values, group)  # type: ignore[no-untyped-call]
-    return total
+def spread_parts(
+    parts: Iterable[Tensor], indices: Tensor, length: int, group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """Returns `[length, ...]` tensors on every rank, from a rank's parts at `[n]` indices."""
+    spread = (part.new_zeros(length, *part.shape[1:]).index_put((indices,), part) for part in parts)
+    return tuple(_SumParts.apply(part, group) for part in spread)  # type: ignore[no-untyped-call]
 
 
-def whole_rows(part: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """The whole dimension from equal parts of all ranks; gradients add up over the ranks."""
-    whole: Tensor = _WholeRows.apply(part, group, dim)  # type: ignore[no-untyped-call]
-    return whole
+def full_rows(part: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
+    """Concatenates equal parts of all ranks along a dimension; sums gradients over the ranks."""
+    rows: Tensor = _FullRows.apply(part, group, dim)  # type: ignore[no-untyped-call]
+    return rows
 
 
 class _SumParts(torch.autograd.Function):
-    """Every rank gets each gradient; only the rank that computed the position uses it."""
+    """Passes each gradient to every rank; only the rank that computed the position uses it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -61,7 +60,7 @@ class _SumParts(torch.autograd.Function):
         return gradients[0], None
 
 
-class _WholeRows(torch.autograd.Function):
+class _FullRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -70,7 +69,6 @@ class _WholeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         parts = gradients[0].chunk(dist.get_world_size(ctx.group), dim=ctx.dim)
-        own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-        # All parts concatenated.
-        dist.reduce_scatter_single(own, torch.cat(parts), group=ctx.group)
-        return own, None, None
+        gradient = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter_single(gradient, torch.cat(parts), group=ctx.group)
+        return gradient, None, None

@@ -1,4 +1,4 @@
-"""Results that are equal to the bit, however often a step is computed; and their precision."""
+"""Deterministic kernels and the precision of matrix products."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,33 +8,30 @@ import torch
 
 
 def compute_deterministically(
-    wanted: bool | Literal["auto"] = True, *, device: torch.device | None = None
+    setting: bool | Literal["auto"] = True, *, device: torch.device | None = None
 ) -> bool:
-    """Makes torch take deterministic kernels, or the fastest ones.
+    """Makes torch use deterministic kernels or the fastest; returns whether they are deterministic.
 
-    Of deterministic ones, an operator that has none raises. Memory of `torch.empty` is left as it
-    is: to fill it would find reads of what was never written, and costs a training step on an H100
-    6 % of its time.
+    With deterministic kernels, an operator that has none raises. Memory of `torch.empty` is not
+    filled: filling it would reveal reads of uninitialized memory, but costs 6 % of a training step
+    on an H100.
 
     Args:
-        wanted: `training.deterministic`; `auto` takes the fastest kernels on GPUs.
-        device: Where this process computes; read for `auto` alone.
-
-    Returns:
-        Whether kernels are deterministic.
+        setting: Value of `training.deterministic`; `auto` uses the fastest kernels on GPUs.
     """
-    is_wanted = (device is None or device.type == "cpu") if wanted == "auto" else wanted
-    torch.use_deterministic_algorithms(is_wanted)
+    is_on_cpu = device is None or device.type == "cpu"
+    is_deterministic = is_on_cpu if setting == "auto" else setting
+    torch.use_deterministic_algorithms(is_deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return is_wanted
+    return is_deterministic
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Matrix products in full float32, for comparisons whose bounds are those of float32."""
-    chosen = torch.get_float32_matmul_precision()
+    """Context with matrix products in full float32, for comparisons with float32 bounds."""
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(chosen)
+        torch.set_float32_matmul_precision(precision)

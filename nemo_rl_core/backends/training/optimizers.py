@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable
 from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,7 +13,8 @@ from nemo_rl_core.config.optimizer import (
     LinearSchedule,
     OptimizerConfig,
 )
-from nemo_rl_core.errors import ConfigError, ConsistencyError, ResourceError
+from nemo_rl_core.errors import ConfigError, ConsistencyError
+from nemo_rl_core.model_files.quantized import require_bitsandbytes
 
 
 def build_optimizer(
@@ -22,15 +22,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Creates AdamW (Loshchilov and Hutter, 2019) over the trained parameters, in one group.
 
-    Weight decay applies to all of them; set the rate before each update, see `learning_rate_at`.
-
-    Args:
-        named_parameters: `model.named_parameters()`; frozen ones are left out.
-        config: Learning rate, betas, and precision of the moments.
-
-    Raises:
-        ConfigError: If no parameter is trained, or 8-bit moments are set with sharded parameters.
-        ResourceError: If 8-bit moments are set and bitsandbytes or a GPU is missing.
+    Weight decay applies to all of them. Set the learning rate before each update; see
+    `learning_rate_at`.
     """
     trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
     if not trained:
@@ -47,10 +40,10 @@ def build_optimizer(
         )
     if any(isinstance(parameter, DTensor) for parameter in trained):
         raise ConfigError(
-            "8-bit moments cannot be kept of parameters that are sharded over ranks",
+            "8-bit moments are not supported for parameters that are sharded over ranks",
             expected="moments: float32, or one rank",
             got="moments: 8bit",
-            fix="set moments: float32, which sharding divides by the ranks already",
+            fix="set moments: float32; sharding already splits them over the ranks",
         )
     require_bitsandbytes("moments: 8bit")
     # Imported by name, since it is installed only on machines with a GPU.
@@ -67,76 +60,32 @@ def build_optimizer(
 def clip_gradients(
     parameters: Iterable[torch.nn.Parameter], max_norm: float, *, step: int
 ) -> float:
-    """Scales gradients in place to a norm of at most `max_norm`; returns the norm before.
-
-    Args:
-        parameters: Those without a gradient do not count. Shards count as wholes.
-        max_norm: Of all gradients together.
-        step: Number of the optimizer step, for the error.
-
-    Raises:
-        ConsistencyError: If the norm is not finite.
-    """
-    found = [parameter for parameter in parameters if parameter.grad is not None]
-    total = torch.nn.utils.get_total_norm([p.grad for p in found if p.grad is not None])
+    """Scales gradients in place to a norm of at most `max_norm`; returns the previous norm."""
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    total = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
     total = total.full_tensor() if isinstance(total, DTensor) else total
     norm = float(total.item())
     require_finite_norm(norm, step=step)
-    torch.nn.utils.clip_grads_with_norm_(found, max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_(trained, max_norm, total)
     return norm
 
 
 def require_finite_norm(norm: float, *, step: int) -> None:
-    """Refuses the gradients of an optimizer step, before the weights take them.
-
-    Raises:
-        ConsistencyError: If their norm is not finite.
-    """
+    """Raises `ConsistencyError` if the gradient norm of an optimizer step is not finite."""
     if not norm < float("inf"):
         raise ConsistencyError(
             f"the gradient of optimizer step {step} is not finite",
             expected="a finite norm",
             got=str(norm),
-            fix="lower learning_rate, or check the completions of this step for a reward or "
-            "logprob that is not finite",
-        )
-
-
-def require_bitsandbytes(setting: str) -> None:
-    """Raises if a setting needs bitsandbytes and it or a GPU is missing.
-
-    Args:
-        setting: The setting in the recipe, such as `weights: 4bit`.
-
-    Raises:
-        ResourceError: Names the missing one.
-    """
-    installed, gpu = find_spec("bitsandbytes") is not None, torch.cuda.is_available()
-    if not (installed and gpu):
-        missing = " and ".join(
-            what
-            for what, is_present in (
-                ("the package bitsandbytes", installed),
-                ("a CUDA device", gpu),
-            )
-            if not is_present
-        )
-        raise ResourceError(
-            f"the setting {setting!r} cannot be used here",
-            expected="bitsandbytes and a CUDA device",
-            got=f"no {missing}".replace("no the", "no"),
-            fix="install bitsandbytes on a machine with a GPU, or leave the setting out",
+            fix="lower learning_rate, or check whether this step has rewards or logprobs that are "
+            "not finite",
         )
 
 
 def learning_rate_at(update: int, config: OptimizerConfig) -> float:
-    """Returns the learning rate of an update: linear warm-up, then the schedule.
+    """Returns the learning rate of an update, counted from 1: linear warm-up, then the schedule.
 
-    The last warm-up update has the full rate; the decay starts there.
-
-    Args:
-        update: 1 for the first.
-        config: The rate, the warm-up's length and the schedule.
+    The last warm-up update has the full rate, from which the decay starts.
 
     Example:
         >>> config = OptimizerConfig(

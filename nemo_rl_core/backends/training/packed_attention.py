@@ -1,13 +1,13 @@
-"""Causal attention of each token to its own packed sequence, without a mask of all pairs.
+"""Causal attention within packed sequences, without a mask of all pairs.
 
-A kernel takes tokens of all rows in one dimension, query `[N, H, E]`, key and value `[N, G, E]`
-with G that divides H, and where their sequences begin (`Segments`); it returns `[N, H, E]`.
+A kernel takes the tokens of all rows in one dimension, query `[N, H, E]`, key and value
+`[N, G, E]`, where G divides H, and the sequence boundaries (`Segments`); it returns `[N, H, E]`.
 """
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 KernelName = Literal["varlen", "flex", "reference"]
 _BLOCK = 128
-"""Tokens of a block of FlexAttention, in both directions."""
+"""Block size of FlexAttention in tokens, for queries and keys."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the sequences of packed rows begin, with their tokens in one dimension.
+    """Boundaries of packed sequences, with the tokens of all rows in one dimension.
 
-    The filler at a row's end is a sequence of its own.
+    The filler at a row's end counts as a separate sequence.
 
     Attributes:
-        boundaries: `[S + 1]` int32, the first token of each sequence, and the number of tokens.
+        boundaries: `[S + 1]` int32, the first token of each sequence, then the number of tokens.
             Sequences that share a prefix count as one.
-        longest: At least the tokens of the longest sequence.
-        masks: FlexAttention's masks by window (None without one), for the kernel `flex` alone.
-        last: `[N]` int32, the last token that attends to each one, where sequences share prefixes;
-            None where it is the last of the token's sequence. No window applies beside it. The
-            kernel `varlen` lacks it.
+        longest: Upper bound on the tokens of the longest sequence.
+        masks: FlexAttention's masks by window (None for full attention), for the kernel `flex`.
+        last: `[N]` int32, the last token that attends to each one, if sequences share prefixes;
+            None if that is the last token of the sequence. Windows do not apply with it, and the
+            kernel `varlen` does not support it.
     """
 
     boundaries: Tensor
@@ -46,11 +46,7 @@ class Segments:
 
 
 def segments_of(position_ids: Tensor) -> Segments:
-    """The sequences of packed rows; copies to the host once, whatever the number of layers.
-
-    Args:
-        position_ids: `[R, L]`; restart at 0 with each sequence, and with each row.
-    """
+    """Returns the boundaries of sequences, whose positions `[R, L]` restart at 0."""
     starts = (position_ids.flatten() == 0).cpu().nonzero()[:, 0]
     boundaries = torch.cat([starts, torch.tensor([position_ids.numel()])]).int()
     longest = int(boundaries.diff().max())
@@ -58,7 +54,7 @@ def segments_of(position_ids: Tensor) -> Segments:
 
 
 class Kernel(Protocol):
-    """Attention of packed tokens; see the module."""
+    """Attention of packed tokens; see the module's docstring."""
 
     def __call__(
         self,
@@ -70,17 +66,12 @@ class Kernel(Protocol):
         scale: float | None,
         window: int | None,
     ) -> Tensor:
-        """`[N, H, E]` of query `[N, H, E]`, key and value `[N, G, E]`.
+        """Returns the attended values, `[N, H, E]`.
 
         Args:
-            query: Queries.
-            key: Keys.
-            value: Values.
-            segments: The sequences.
             scale: Factor of the scores; None for one over the square root of E.
-            window: A token attends to itself and the `window - 1` before it; None for no limit.
+            window: Number of tokens that a token attends to, itself included; None for no limit.
         """
-        ...
 
 
 def reference_attention(
@@ -92,15 +83,15 @@ def reference_attention(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Sequence by sequence, in any dtype on any device: what the tests hold the kernels to."""
+    """Computes one sequence at a time, in any dtype on any device; the reference for tests."""
     borders = segments.boundaries.tolist()
-    found = []
+    outputs = []
     for first, end in pairwise(borders):
-        places = torch.arange(end - first, device=query.device)
-        distance = places[:, None] - places
+        positions = torch.arange(end - first, device=query.device)
+        distance = positions[:, None] - positions
         mask = distance >= 0
         if segments.last is not None:
-            mask &= places[:, None] + first <= segments.last[first:end]
+            mask &= positions[:, None] + first <= segments.last[first:end]
         elif window is not None:
             mask &= distance < window
         attended = F.scaled_dot_product_attention(
@@ -111,12 +102,12 @@ def reference_attention(
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        found.append(attended.transpose(0, 1))
-    return torch.cat(found)
+        outputs.append(attended.transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def varlen_options() -> frozenset[str]:
-    """Options of the installed torch's `varlen_attn`; none where it has no such function."""
+    """Returns the parameters of torch's `varlen_attn`; empty if torch has no such function."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -133,38 +124,41 @@ def varlen_attention(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Torch's FlashAttention over sequences of any length; on GPUs, in 16 bits."""
+    """Computes torch's FlashAttention over sequences of any length; on GPUs, in 16 bits."""
     from torch.nn.attention.varlen import varlen_attn
 
-    options = _varlen_arguments(_known_varlen_options(), scale=scale, window=window)
+    options = _varlen_arguments(_cached_varlen_options(), scale=scale, window=window)
     if (repeats := query.shape[1] // key.shape[1]) > 1:
-        if "enable_gqa" in _known_varlen_options():
+        if "enable_gqa" in _cached_varlen_options():
             options["enable_gqa"] = True
         else:
             key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
     borders, longest = segments.boundaries, segments.longest
     attended = varlen_attn(query, key, value, borders, borders, longest, longest, **options)
-    assert isinstance(attended, Tensor)  # and no sums, which were not asked for
+    assert isinstance(attended, Tensor)  # not a tuple with log-sums
     return attended
 
 
-_known_varlen_options = cache(varlen_options)
+_cached_varlen_options = cache(varlen_options)
 
 
 def _varlen_arguments(
-    known: frozenset[str], *, scale: float | None, window: int | None
+    supported: frozenset[str], *, scale: float | None, window: int | None
 ) -> dict[str, Any]:
-    """Torch says `is_causal` up to 2.10, later `window_size`, of which (-1, 0) is causal."""
+    """Returns the arguments for causal attention.
+
+    Torch up to 2.10 has `is_causal`, later versions `window_size`, where (-1, 0) is causal.
+    """
     options: dict[str, Any] = {}
-    if "scale" in known:
+    if "scale" in supported:
         options["scale"] = scale
     elif scale is not None:
         raise NotImplementedError("this torch's varlen_attn has no scale")
-    if "window_size" in known:
+    if "window_size" in supported:
         options["window_size"] = (-1 if window is None else window - 1, 0)
     elif window is not None:
         raise NotImplementedError("this torch's varlen_attn has no window_size")
-    if "is_causal" in known:
+    if "is_causal" in supported:
         options["is_causal"] = window is None
     return options
 
@@ -178,7 +172,7 @@ def flex_attention(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """FlexAttention over blocks of tokens, compiled on GPUs; without gradients on CPUs."""
+    """Computes FlexAttention over blocks of tokens; compiled on GPUs, no gradients on CPUs."""
     assert segments.masks is not None
     one_row = (each.transpose(0, 1)[None] for each in (query, key, value))
     attended: Tensor = _flex(query.is_cuda)(
@@ -186,7 +180,7 @@ def flex_attention(
         block_mask=segments.masks[window],
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
-        # Else fewer than 128 tokens take the kernel of decoding.
+        # Otherwise fewer than 128 tokens use the decoding kernel.
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
     return attended[0].transpose(0, 1)
@@ -198,19 +192,19 @@ def _flex(compiled: bool) -> Callable[..., Tensor]:
 
     if not compiled:
         return plain
-    # What is not compiled has scores of all pairs. Past the limit, which a few models with and
-    # without gradients reach, torch would take that without a word, but for `fullgraph`.
+    # Uncompiled FlexAttention materializes the scores of all pairs. Without `fullgraph`, torch
+    # would silently use it beyond the limit, which a few models with and without gradients reach.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(plain, fullgraph=True)
 
 
 def block_mask(last: Tensor, window: int | None) -> "BlockMask":
-    """FlexAttention's mask of packed tokens: never of all pairs.
+    """Returns FlexAttention's block mask of packed tokens, without a mask of all pairs.
 
     Args:
-        last: `[N]` int32, the last token that attends to each one: the last of its sequence or,
-            where sequences share prefixes, of those that begin with it.
-        window: A token attends to itself and the `window - 1` before it; None for no limit.
+        last: `[N]` int32, the last token that attends to each one: the last token of its sequence
+            or, if sequences share prefixes, of all sequences with this prefix.
+        window: Number of tokens that a token attends to, itself included; None for no limit.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -231,10 +225,10 @@ def block_mask(last: Tensor, window: int | None) -> "BlockMask":
         allowed = (key <= query) & (query <= last[key])
         return allowed if window is None else allowed & (query - key < window)
 
-    partly, wholly = _listed(some & ~all_pairs), _listed(all_pairs)
+    partial_blocks, full_blocks = _listed(some & ~all_pairs), _listed(all_pairs)
     return BlockMask.from_kv_blocks(
-        *partly,
-        *wholly,
+        *partial_blocks,
+        *full_blocks,
         BLOCK_SIZE=_BLOCK,
         mask_mod=attends,
         seq_lengths=(num_tokens, num_tokens),
@@ -242,7 +236,7 @@ def block_mask(last: Tensor, window: int | None) -> "BlockMask":
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Number `[1, 1, B]` and indices `[1, 1, B, B]`, first, of the blocks that each row sets."""
+    """Returns the number of set blocks per row `[1, 1, B]` and their indices `[1, 1, B, B]`."""
     order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
@@ -254,7 +248,7 @@ KERNELS: dict[KernelName, Kernel] = {
 }
 
 
-def why_not(
+def unsupported_reasons(
     kernel: KernelName,
     *,
     device: torch.device,
@@ -262,39 +256,23 @@ def why_not(
     head_sizes: set[int],
     windowed: bool,
 ) -> list[str]:
-    """What keeps a kernel from computing attention; empty if nothing does.
-
-    Args:
-        kernel: Its name.
-        device: Where it would compute.
-        dtype: Of queries, keys and values.
-        head_sizes: E of queries and keys, and of values.
-        windowed: Whether some layers attend within a window.
-    """
+    """Returns the reasons why a kernel cannot compute attention; empty if it can."""
     if kernel == "reference":
         return []
-    found = [] if device.type == "cuda" else [f"{kernel} computes gradients on GPUs alone"]
-    check = partial(_why_not_varlen, dtype) if kernel == "varlen" else _why_not_flex
-    return found + check(head_sizes, windowed)
-
-
-def _why_not_varlen(dtype: torch.dtype, head_sizes: set[int], windowed: bool) -> list[str]:
-    known = varlen_options()
-    found = []
-    if not known:
-        found.append(f"torch {torch.__version__} has no torch.nn.attention.varlen")
-    elif windowed and "window_size" not in known:
-        found.append(f"varlen_attn of torch {torch.__version__} has no windows")
+    reasons = [] if device.type == "cuda" else [f"{kernel} only computes gradients on GPUs"]
+    if kernel == "flex":
+        small = min(head_sizes)
+        return reasons + ([f"flex supports heads of 16 or more, not {small}"] if small < 16 else [])
+    supported = varlen_options()
+    if not supported:
+        reasons.append(f"torch {torch.__version__} has no torch.nn.attention.varlen")
+    elif windowed and "window_size" not in supported:
+        reasons.append(f"varlen_attn of torch {torch.__version__} has no windows")
     if dtype not in (torch.bfloat16, torch.float16):
-        found.append(f"varlen computes in 16 bits, not in {str(dtype).removeprefix('torch.')}")
+        reasons.append(f"varlen computes in 16 bits, not in {str(dtype).removeprefix('torch.')}")
     if len(head_sizes) > 1 or any(size % 8 or size > 256 for size in head_sizes):
-        found.append(
-            "varlen takes heads of one size, a multiple of 8 up to 256, not "
+        reasons.append(
+            "varlen supports heads of one size, a multiple of 8 up to 256, not "
             + " and ".join(map(str, sorted(head_sizes)))
         )
-    return found
-
-
-def _why_not_flex(head_sizes: set[int], _: bool) -> list[str]:
-    small = min(head_sizes)
-    return [f"flex takes heads of 16 or more, not {small}"] if small < 16 else []
+    return reasons

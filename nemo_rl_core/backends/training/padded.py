@@ -1,6 +1,8 @@
 """Conversion between padded views `[B, T]` and flat tokens `[N]`."""
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 
@@ -8,41 +10,66 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 
 
 def next_tokens(batch: BatchedDataDict) -> torch.Tensor:
-    """`[B, T-1, 1]` ids of the next tokens."""
+    """Returns `[B, T-1, 1]` ids of the next tokens."""
     tokens: torch.Tensor = batch["input_ids"][:, 1:, None]
     return tokens
 
 
-def wanted_positions(batch: BatchedDataDict) -> torch.Tensor:
-    """`[B, T-1]` bool: the mask, without positions that have no next token."""
+def target_positions(batch: BatchedDataDict) -> torch.Tensor:
+    """Returns the `[B, T-1]` token mask without positions that have no next token."""
     mask: torch.Tensor = batch["token_mask"].bool()
     positions = torch.arange(mask.shape[1], device=mask.device)
     has_next: torch.Tensor = positions < batch["input_lengths"][:, None] - 1
     return mask & has_next
 
 
-Places = tuple[torch.Tensor, torch.Tensor]
-"""`[N]` row and `[N]` position of N tokens of a padded view."""
+Positions = tuple[torch.Tensor, torch.Tensor]
+"""`[N]` rows and `[N]` columns of N tokens in a padded view."""
 
 
-def places_of(wanted: torch.Tensor) -> Places:
-    """The N set positions of `wanted [B, T]`, row by row.
+def positions_of(mask: torch.Tensor) -> Positions:
+    """Returns the N set positions of `mask [B, T]`, row by row.
 
-    On a GPU, each use of a mask as an index waits for their number; this waits once.
+    On a GPU, every use of a mask as an index waits for their number; this waits once.
     """
-    rows, positions = wanted.nonzero().unbind(1)
-    return rows, positions
+    rows, columns = mask.nonzero().unbind(1)
+    return rows, columns
 
 
-def scatter(values: torch.Tensor, wanted: Places, shape: torch.Size) -> torch.Tensor:
-    """Puts `values [N, ...]` at N places of a padded view `[B, T, ...]`; 0 elsewhere.
+def scatter(values: torch.Tensor, positions: Positions, shape: torch.Size) -> torch.Tensor:
+    """Puts `values [N, ...]` at N positions of a padded view `[B, T, ...]`; 0 elsewhere."""
+    return values.new_zeros(*shape, *values.shape[1:]).index_put(positions, values)
 
-    Args:
-        values: One a place.
-        wanted: The places.
-        shape: B and T.
+
+@dataclass(frozen=True)
+class TensorFields:
+    """Base of dataclasses of tensors that move to a device with their micro-batch."""
+
+    def moved_with(
+        self, batch: BatchedDataDict, device: torch.device
+    ) -> tuple[BatchedDataDict, Self]:
+        """Moves the columns of a micro-batch and these tensors to a device, in one copy."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
+        moved_batch, moved_tensors = batch.moved_with(list(tensors.values()), device)
+        changes: dict[str, Any] = dict(zip(tensors, moved_tensors, strict=True))
+        return moved_batch, replace(self, **changes)
+
+
+def loss_inputs(
+    batch: BatchedDataDict, logprobs_of: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, BatchedDataDict]:
+    """Returns `[B, T-1]` logprobs of next tokens and the batch for the loss.
+
+    If the batch has `topk_ids [B, T-1, K]`, their logprobs are added to it as
+    `current_topk_logprobs [B, T-1, K]`. They are computed together, so that each chunk of logits is
+    computed once.
     """
-    return values.new_zeros(*shape, *values.shape[1:]).index_put(wanted, values)
+    if "topk_ids" not in batch:
+        return logprobs_of(next_tokens(batch))[..., 0], batch
+    logprobs = logprobs_of(torch.cat([next_tokens(batch), batch["topk_ids"]], dim=-1))
+    current = {"current_topk_logprobs": logprobs[..., 1:]}
+    return logprobs[..., 0], BatchedDataDict({**batch, **current})
 
 
 def cropped(part: BatchedDataDict, width: int) -> BatchedDataDict:

@@ -1,4 +1,4 @@
-"""Bounds for checks of a model, from the effect of rounding to bfloat16 on its outputs."""
+"""Bounds for checks of a model, derived from the effect of rounding on its outputs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,18 +10,14 @@ from nemo_rl_core.config.model import DType
 
 _EXACT = 1e-3
 _LEAST_SPREAD = 0.05
-"""Of outputs; a smaller one, such as of a new head of zeros, would leave no room for rounding."""
+"""Smallest spread of outputs; a new head of zeros would otherwise leave no room for rounding."""
 
 
 def size_of(differences: torch.Tensor, dtype: DType) -> float:
-    """The largest absolute difference; in bfloat16 the mean.
+    """Returns the largest absolute difference, or the mean in bfloat16.
 
-    There a logit of 20 to 30 is off by up to 0.06 only from its rounding, so that a few tokens of
-    a pretrained model differ by more than 0.5 nats between two correct kernels.
-
-    Args:
-        differences: Differences of outputs, any shape.
-        dtype: Dtype of the matrix products.
+    Rounding to bfloat16 changes a logit of 20 to 30 by up to 0.06, so a few tokens of a pretrained
+    model differ by more than 0.5 nats between two correct kernels.
     """
     sizes = differences.abs()
     return float(sizes.max() if dtype == "float32" else sizes.mean())
@@ -30,19 +26,17 @@ def size_of(differences: torch.Tensor, dtype: DType) -> float:
 def rounding_bound(
     read: Callable[[], torch.Tensor], layers: Iterable[torch.nn.Module], dtype: DType
 ) -> float:
-    """The bound on `size_of` between two correct passes of this model.
+    """Returns the bound on `size_of` between two correct passes of this model.
 
-    In float32 it is 1e-3, times the spread of the outputs where that is below 1, since a model that
-    divides its logits also divides its errors. In bfloat16, for kernels that lack float32, it is
-    measured: each layer's output is rounded to 6 significant bits, of which bfloat16 has 8. Over
-    Llama, Qwen3 and Mixtral of 2 to 30 layers, that changes logprobs by 0.5 to 3.6 times as much as
-    bfloat16 does against float32, so twice its effect bounds the difference of two kernels.
+    In float32 it is 1e-3, scaled by the spread of the outputs if that is below 1, since a model
+    that divides its logits also divides its errors. In bfloat16, for kernels without float32, it is
+    measured: each layer's output is rounded to 6 significant bits (bfloat16 has 8). For Llama,
+    Qwen3 and Mixtral with 2 to 30 layers, this changes logprobs by 0.5 to 3.6 times as much as
+    bfloat16 does compared with float32, so twice the effect bounds the difference of two kernels.
 
     Args:
-        read: Returns outputs of a pass, in nats or scores; called once, in bfloat16 twice; a
-            collective if the pass is one.
-        layers: The decoder's layers of this rank.
-        dtype: Dtype of the matrix products.
+        read: Function that returns the outputs of a pass, in nats or scores. It is called once, or
+            twice in bfloat16, and is a collective if the pass is one.
     """
     usual = read()
     exact = exact_bound(float(usual.float().std()))
@@ -53,7 +47,7 @@ def rounding_bound(
 
 
 def exact_bound(spread: float) -> float:
-    """The bound in float32, for outputs of a spread."""
+    """Returns the float32 bound for outputs with this spread."""
     return _EXACT * min(1.0, max(spread, _LEAST_SPREAD))
 
 
@@ -71,7 +65,7 @@ def _coarser(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def _rounded(output: object) -> object:
-    """A tensor of floats to the nearest with 6 significant bits; anything else as it is."""
+    """Rounds a tensor of floats to 6 significant bits; returns anything else unchanged."""
     if not isinstance(output, torch.Tensor) or not output.is_floating_point():
         return output
     bits = output.float().view(torch.int32)

@@ -1,6 +1,6 @@
 """Logprobs of a head that is split over the vocabulary.
 
-No rank holds logits of the whole vocabulary, even for a chunk of rows: maxima, sums and the chosen
+No rank has logits of the full vocabulary, even for a chunk of rows: maxima, sums and the chosen
 logits are reduced over the group (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
 """
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_rl_core.backends.training.context_parallel import gathered_parts
 from nemo_rl_core.functional.logprobs import zeros_for_sums
 
 
@@ -25,24 +26,17 @@ def vocab_parallel_logprobs_from_hidden(
     chunk_size: int,
     bias_shard: Tensor | None = None,
 ) -> Tensor:
-    """Logprobs of chosen tokens per row, equal to `token_logprobs_from_hidden` of the whole head.
+    """Returns `[N, K]` logprobs of tokens, as `token_logprobs_from_hidden` with the full head.
 
     A collective of the group, forward and backward. All ranks pass the same rows and ids and use
-    the result equally; each gets the whole gradient of `hidden`, and the gradient of its shard.
+    the result equally; each gets the full gradient of `hidden`, and the gradient of its shard.
 
     Args:
         hidden: `[N, D]` final hidden states, the same on every rank.
         weight_shard: `[V_local, D]`, this rank's rows of the head, in the dtype of `hidden`.
-        token_ids: `[N, K]` int64, in the whole vocabulary.
-        group: The ranks that hold the other rows.
-        vocab_start: The token id of this rank's first row.
-        temperature: Divisor of the logits, as in sampling.
+        token_ids: `[N, K]` int64, in the full vocabulary.
         chunk_size: Rows computed at once, at least 1; about three `[chunk_size, V_local]` tensors
             exist at a time.
-        bias_shard: `[V_local]` bias of this rank's rows, if the head has one.
-
-    Returns:
-        `[N, K]` logprobs in nats, in float32 (float64 for float64 inputs); the same on every rank.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -67,24 +61,11 @@ def vocab_parallel_topk_logprobs_from_hidden(  # noqa: PLR0913
     chunk_size: int,
     bias_shard: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens of each row, equal to `topk_logprobs_from_hidden` of the whole head.
+    """Returns ids `[N, k]` below `num_ids` and logprobs of the k most likely tokens, best first.
+
+    Equal to `topk_logprobs_from_hidden` with the full head, on every rank.
 
     Each rank contributes its k most likely tokens; the k best of these are the result.
-
-    Args:
-        hidden: `[N, D]` final hidden states, the same on every rank.
-        weight_shard: `[V_local, D]`, this rank's rows of the head.
-        k: Number of tokens, at most `num_ids`.
-        num_ids: Only ids below it are chosen.
-        group: The ranks that hold the other rows.
-        vocab_start: The token id of this rank's first row.
-        temperature: Divisor of the logits, as in sampling.
-        chunk_size: Rows computed at once, at least 1.
-        bias_shard: `[V_local]` bias of this rank's rows, if the head has one.
-
-    Returns:
-        `[N, k]` int64 ids, most likely first, and `[N, k]` logprobs in nats, normalized over all
-        rows of the head; the same on every rank.
     """
     ids, logprobs = [], []
     for chunk in torch.split(hidden, chunk_size):
@@ -93,17 +74,17 @@ def vocab_parallel_topk_logprobs_from_hidden(  # noqa: PLR0913
         # Every rank contributes k, padded with logits of minus infinity.
         best = logits.new_full((chunk.shape[0], k), float("-inf"))
         best_ids = torch.zeros_like(best, dtype=torch.long)
-        own = torch.topk(logits[:, :num_candidates], min(k, num_candidates), dim=-1)
-        best[:, : own.values.shape[1]] = own.values
-        best_ids[:, : own.values.shape[1]] = own.indices + vocab_start
-        top = torch.topk(_gathered(best, group), k, dim=-1)
-        ids.append(_gathered(best_ids, group).gather(-1, top.indices))
+        local = torch.topk(logits[:, :num_candidates], min(k, num_candidates), dim=-1)
+        best[:, : local.values.shape[1]] = local.values
+        best_ids[:, : local.values.shape[1]] = local.indices + vocab_start
+        top = torch.topk(gathered_parts(best, group, dim=-1), k, dim=-1)
+        ids.append(gathered_parts(best_ids, group, dim=-1).gather(-1, top.indices))
         logprobs.append(top.values - _logsumexp(logits, group)[:, None])
     return torch.cat(ids), torch.cat(logprobs)
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Keeps `[N]` log-sums of the forward pass and recomputes the logits of a chunk."""
+    """Stores `[N]` log-sums of the forward pass and recomputes the logits of each chunk."""
 
     @staticmethod
     def forward(
@@ -121,8 +102,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         ):
             logits = _logits(chunk, weight, bias, temperature)
             log_sum = _logsumexp(logits, group)
-            local_ids, held = _local(ids, vocab_start, logits.shape[1])
-            chosen = logits.gather(-1, local_ids).masked_fill(~held, 0.0)
+            local_ids, is_local = _local(ids, vocab_start, logits.shape[1])
+            chosen = logits.gather(-1, local_ids).masked_fill(~is_local, 0.0)
             dist.all_reduce(chosen, group=group)
             logprobs.append(chosen - log_sum[:, None])
             log_sums.append(log_sum)
@@ -140,10 +121,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             rows = slice(start, start + chunk_size)
             upstream = gradients[0][rows]
             logits = _logits(hidden[rows], weight, bias, temperature)
-            local_ids, held = _local(token_ids[rows], vocab_start, logits.shape[1])
+            local_ids, is_local = _local(token_ids[rows], vocab_start, logits.shape[1])
             # d logprob(k) / d logit(v) = [v = k] - p(v), for every chosen k of the row.
             gradient = logits.sub_(log_sums[rows, None]).exp_().mul_(-upstream.sum(-1, True))
-            gradient.scatter_add_(-1, local_ids, upstream.masked_fill(~held, 0.0))
+            gradient.scatter_add_(-1, local_ids, upstream.masked_fill(~is_local, 0.0))
             gradient = gradient.div_(temperature).to(weight.dtype)
             hidden_gradient[rows] = gradient @ weight
             if weight_gradient.dtype == gradient.dtype:
@@ -160,13 +141,13 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """`[chunk, V_local]`, a new tensor that may be modified."""
+    """Returns `[chunk, V_local]` logits, a new tensor that may be modified."""
     logits = F.linear(hidden, weight, bias)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
 
 
 def _logsumexp(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`[chunk]` over the whole vocabulary."""
+    """Returns `[chunk]` log-sums over the full vocabulary."""
     largest = logits.amax(-1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     total = (logits - largest[:, None]).exp_().sum(-1)
@@ -175,13 +156,6 @@ def _logsumexp(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _local(token_ids: Tensor, vocab_start: int, num_local: int) -> tuple[Tensor, Tensor]:
-    """Row indices in this rank's shard, and a mask of valid ones; invalid indices are 0."""
-    held = (token_ids >= vocab_start) & (token_ids < vocab_start + num_local)
-    return (token_ids - vocab_start).masked_fill(~held, 0), held
-
-
-def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`[chunk, k * ranks]`, concatenated by rank."""
-    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, values, group=group)
-    return torch.cat(parts, dim=-1)
+    """Returns indices in this rank's shard and a mask of valid ones; invalid indices are 0."""
+    is_local = (token_ids >= vocab_start) & (token_ids < vocab_start + num_local)
+    return (token_ids - vocab_start).masked_fill(~is_local, 0), is_local

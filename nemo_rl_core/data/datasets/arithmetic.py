@@ -1,4 +1,4 @@
-"""Sums of two numbers, generated."""
+"""Generated sums of two numbers."""
 
 import random
 
@@ -7,7 +7,7 @@ from nemo_rl_core.types import Row
 
 
 def load(config: ArithmeticData, *, seed: int) -> tuple[list[Row], list[Row]]:
-    """Different problems, in an order that depends on the seed alone."""
+    """Returns distinct problems, in an order that depends only on the seed."""
     size = config.max_operand + 1
     total = config.num_train + config.num_validation
     problems = random.Random(seed).sample(range(size * size), total)

@@ -1,4 +1,4 @@
-"""Records of one jsonl, csv, parquet or arrow file, or saved data set; faults name their line."""
+"""Readers of jsonl, json, csv, parquet and arrow files and saved data sets, with line numbers."""
 
 import csv
 import json
@@ -9,13 +9,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_core.data.chunks import in_lists, row_bytes, written
-from nemo_rl_core.data.datasets.jsonl import read_flat_jsonl
+from nemo_rl_core.data.chunks import batched_rows, collect_rows, row_bytes, rows_per_chunk
 from nemo_rl_core.data.datasets.records import (
-    ArrowRecords,
+    LazyRecords,
     Records,
-    of_dataset,
-    rows_a_chunk,
+    arrow_records,
+    dataset_records,
 )
 from nemo_rl_core.errors import DataError
 
@@ -24,11 +23,12 @@ if TYPE_CHECKING:
 
 
 _LARGE = 2**23
-"""Bytes from which a file is worth a pass that finds whether arrow may read it."""
+"""Minimum bytes of a file for which the extra pass of `read_flat_jsonl` pays off."""
+_JSONL_BLOCK = 2**22
 
 
 def read_jsonl(path: Path, limit: int | None) -> Records:
-    """One object a line."""
+    """Reads one object per line."""
     if limit is None and path.stat().st_size >= _LARGE:
         flat = read_flat_jsonl(path)
         if flat is not None:
@@ -40,20 +40,93 @@ def read_jsonl(path: Path, limit: int | None) -> Records:
 
     def record(number: int, line: str) -> dict[str, Any]:
         try:
-            found = decode(line)
+            parsed = decode(line)
         except (ValueError, RecursionError) as error:
             raise _unreadable(path, f"line {number}: {error}") from error
-        if not isinstance(found, dict):
-            raise _unreadable(path, f"line {number} holds {line.strip()[:60]}, not an object")
-        return found
+        if not isinstance(parsed, dict):
+            raise _unreadable(path, f"line {number} is {line.strip()[:60]}, not an object")
+        return parsed
 
-    chunks = in_lists(filled, lambda each: len(each[1]))
-    return written([record(*each) for each in chunk] for chunk in chunks)
+    chunks = batched_rows(filled, lambda numbered: len(numbered[1]))
+    return collect_rows([record(*numbered) for numbered in chunk] for chunk in chunks)
+
+
+def read_flat_jsonl(path: Path) -> LazyRecords | None:
+    """Reads a file whose objects all have the same keys, with text values.
+
+    Arrow reads only such files in the same way as Python's decoder, which is several times slower
+    but keeps every type and reports the line of an error.
+
+    Returns:
+        The records; None for any other file.
+    """
+    import pyarrow as pa
+
+    try:
+        num_rows = 0
+        for table in _jsonl_tables(path):
+            if any(field.type != pa.string() for field in table.schema):
+                return None  # another type, or a text that arrow reads as a date
+            if any(column.null_count for column in table.columns):
+                return None
+            table.validate(full=True)
+            num_rows += len(table)
+        has_one_per_line = num_rows == _num_object_lines(path)
+    except (OSError, pa.ArrowException):
+        return None
+    return arrow_records(num_rows, lambda: _jsonl_tables(path)) if has_one_per_line else None
+
+
+def _jsonl_tables(path: Path) -> "Iterator[pa.Table]":
+    import pyarrow as pa
+    import pyarrow.json as paj
+
+    options = paj.ReadOptions(use_threads=False, block_size=_JSONL_BLOCK)
+    with paj.open_json(str(path), read_options=options) as reader:
+        for batch in reader:
+            yield pa.Table.from_batches([batch])
+
+
+def _num_object_lines(path: Path) -> int:
+    """Counts non-blank lines; returns -1 if one of them does not begin and end with a brace.
+
+    Arrow accepts several objects per line, and objects over several lines.
+    """
+    num_lines = 0
+    with path.open("rb") as file:
+        for line in file:
+            text = line.strip()
+            if text:
+                if text[:1] != b"{" or text[-1:] != b"}":
+                    return -1
+                num_lines += 1
+    return num_lines
+
+
+def read_json(path: Path, limit: int | None) -> Records:
+    """Reads an array of objects, an object with such an array in `data`, or one object per line."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if text.lstrip()[:1] not in ("[", "{"):
+            raise ValueError("it begins with neither an array nor an object")
+        parsed = json.JSONDecoder(object_pairs_hook=_object_of_unique_keys).decode(text.strip())
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
+            return read_jsonl(path, limit)
+        raise _unreadable(path, str(error)) from error
+    if isinstance(parsed, dict):
+        if not isinstance(parsed.get("data"), list):
+            return read_jsonl(path, limit)
+        parsed = parsed["data"]
+    for number, record in enumerate(parsed):
+        if not isinstance(record, dict):
+            raise _unreadable(path, f"element {number} is {str(record)[:60]}, not an object")
+    return collect_rows(batched_rows(islice(parsed, limit), row_bytes))
 
 
 def read_csv(path: Path, limit: int | None) -> Records:
-    """One record a line, under the names of the first."""
-    return written(in_lists(islice(_csv_rows(path), limit), row_bytes))
+    """Reads one record per line, with column names from the first line."""
+    return collect_rows(batched_rows(islice(_csv_rows(path), limit), row_bytes))
 
 
 def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -64,7 +137,7 @@ def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
         try:
             _refuse_repeated(path, reader.fieldnames or [])
             for record in reader:
-                # Fields past the header's land under None.
+                # Fields beyond the header are under None.
                 yield {key: value for key, value in record.items() if key is not None}
         except csv.Error as error:
             raise _unreadable(path, f"line {reader.line_num}: {error}") from error
@@ -73,12 +146,12 @@ def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_parquet(path: Path, limit: int | None) -> Records:
-    """One record a row, read in batches."""
+    """Reads one record per row, in batches."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     def opened() -> Any:
-        # Neither a whole row group nor a whole file is held at once.
+        # Without these options, a full row group would be in memory.
         return pq.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
 
     def tables(size: int) -> "Iterator[pa.Table]":
@@ -91,19 +164,19 @@ def read_parquet(path: Path, limit: int | None) -> Records:
 
     try:
         with opened() as file:
-            about = file.metadata
+            metadata = file.metadata
             if _repeated(file.schema_arrow.names):
                 pq.read_table(path)  # raises, and names the columns
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, str(error)) from error
-    groups = (about.row_group(number) for number in range(about.num_row_groups))
-    size = rows_a_chunk(sum(group.total_byte_size for group in groups), about.num_rows)
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    size = rows_per_chunk(sum(group.total_byte_size for group in groups), metadata.num_rows)
     size = size if limit is None else max(1, min(size, limit))
-    return ArrowRecords(about.num_rows, lambda: tables(size), limit)
+    return arrow_records(metadata.num_rows, lambda: tables(size), limit)
 
 
 def read_arrow(path: Path, limit: int | None) -> Records:
-    """One record a row of a file or stream."""
+    """Reads one record per row of an arrow file or stream."""
     import pyarrow as pa
 
     def tables() -> "Iterator[pa.Table]":
@@ -117,43 +190,39 @@ def read_arrow(path: Path, limit: int | None) -> Records:
                     _refuse_repeated(path, stream.schema.names)
                     yield from (pa.Table.from_batches([batch]) for batch in stream)
                     return
-                found = pa.ipc.open_file(file)
-                _refuse_repeated(path, found.schema.names)
-                for number in range(found.num_record_batches):
-                    yield pa.Table.from_batches([found.get_batch(number)])
+                batches = pa.ipc.open_file(file)
+                _refuse_repeated(path, batches.schema.names)
+                for number in range(batches.num_record_batches):
+                    yield pa.Table.from_batches([batches.get_batch(number)])
         except (OSError, pa.ArrowException) as error:
             raise _unreadable(path, str(error)) from error
 
-    return ArrowRecords(sum(map(len, tables())), tables, limit)
+    return arrow_records(sum(map(len, tables())), tables, limit)
 
 
 def read_saved(folder: Path, limit: int | None) -> Records:
-    """What `datasets.Dataset.save_to_disk` has written."""
+    """Reads a folder that `datasets.Dataset.save_to_disk` wrote."""
     from datasets import load_from_disk
 
     try:
-        return of_dataset(load_from_disk(str(folder)), limit)
+        return dataset_records(load_from_disk(str(folder)), limit)
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(folder, str(error)) from error
 
 
 def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Builds a JSON object and refuses duplicate keys.
-
-    Raises:
-        ValueError: If a key occurs twice.
-    """
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    parsed = dict(pairs)
+    if len(parsed) < len(pairs):
         raise ValueError(f"the key {_repeated([key for key, _ in pairs])[0]!r} occurs twice")
-    return found
+    return parsed
 
 
 def _refuse_repeated(path: Path, columns: Sequence[str]) -> None:
-    if twice := _repeated(columns):
+    if repeated := _repeated(columns):
+        names = " and two columns ".join(map(repr, repeated))
         raise DataError(
-            f"the data file {path} has two columns {' and two columns '.join(map(repr, twice))}",
-            expected="each column once, since one value of a row would hide the other",
+            f"the data file {path} has two columns {names}",
+            expected="unique column names, since one value of a row would replace the other",
             got=", ".join(columns)[:160],
             fix="rename or remove one of them",
         )
@@ -164,7 +233,6 @@ def _repeated(names: Sequence[str]) -> list[str]:
 
 
 def _decoded_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file, without the byte order mark of spreadsheets."""
     number = 1
     try:
         with path.open("rb") as file:
@@ -180,7 +248,7 @@ def _unreadable(path: Path, reason: str) -> DataError:
     lines = path.suffix.lower() in (".jsonl", ".csv")
     return DataError(
         f"the data file {path} cannot be read",
-        expected=f"UTF-8 {path.suffix} with one row a line" if lines else None,
+        expected=f"UTF-8 {path.suffix} with one row per line" if lines else None,
         got=reason[:200],
-        fix="mend the file, or write it again",
+        fix="correct the file, or write it again",
     )

@@ -1,182 +1,217 @@
-"""Recognition of row formats by columns, and conversion into one form per kind.
+"""Recognition of row formats by their columns, and conversion into one format per kind.
 
-| columns | rows become |
-|---|---|
-| `chosen`, `rejected`, and `prompt` | preference pairs |
-| `chosen`, `rejected` alone | preference pairs; the shared prefix is the prompt |
-| `prompt`, `responses`, `scores` | preference pairs, best against worst; ties are dropped |
-| `messages` | conversations |
-| `prompt` and `answer`, or `prompt` and `completion` | prompts, which can be trained on as well |
-| `text` | plain text, trained on whole |
-| `prompt` alone | prompts without answers, for rewards that need none |
-
-The first matching line of the table applies. Turns are `{"role": ..., "content": ...}` in a list,
-or in the JSON of a list. `known.py` has the published formats whose columns differ: they are
-recognised where no line of this table fits. Other columns go into `metadata` of prompts, and are
-ignored with a warning in rows of other kinds.
+The first entry of `row_converters.ROW_FORMATS` whose columns are present applies, otherwise a
+published format (`known.py`). Columns that are part of a question (`content.py`) are written into
+the prompt or refused. Other columns go into `metadata` of prompts, and are ignored in rows of other
+kinds; the log lists those with text.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from nemo_rl_core.config.row_format import RowFormat
+from nemo_rl_core.config.row_format import KNOWN_COLUMNS, RowFormat
 from nemo_rl_core.data.chunks import chunks_of, rows_of
-from nemo_rl_core.data.datasets.columns import RowFaults, chosen_columns, present_columns
-from nemo_rl_core.data.datasets.known import FORMATS, PublishedFormat, published_format
+from nemo_rl_core.data.datasets.columns import (
+    RowFaults,
+    chosen_columns,
+    kept_names,
+    present_columns,
+)
+from nemo_rl_core.data.datasets.content import CONTENT, has_content
+from nemo_rl_core.data.datasets.known import FORMATS, published_format
+from nemo_rl_core.data.datasets.parts import Recognized
 from nemo_rl_core.data.datasets.prompt_columns import AnswerPattern, PromptWriter
+from nemo_rl_core.data.datasets.published import PublishedFormat
 from nemo_rl_core.data.datasets.records import Records
+from nemo_rl_core.data.datasets.refused_shapes import refuse_unsupported_formats
 from nemo_rl_core.data.datasets.row_converters import (
     ROW_FORMATS,
     RecordFormat,
-    lone_prompt_row,
-    prompt_row,
+    pair_without_prompt,
+    prompt_only_row,
 )
 from nemo_rl_core.data.datasets.row_reading import RowReading
+from nemo_rl_core.data.datasets.unwritten import (
+    contained_content,
+    mapping_line,
+    refuse_lost_questions,
+    shown_columns,
+    text_columns,
+    written_content,
+)
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.types import Row
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
 _KNOWN = (
     "the columns prompt and answer, or prompt and completion, messages, text, chosen and rejected, "
-    f"responses and scores, or a published format ({', '.join(FORMATS)})"
+    "responses and scores, or a published format (docs/data.md lists them)"
 )
 
 
-@dataclass(frozen=True)
-class Recognised:
-    """Rows in the form of their kind, and what their columns were taken for."""
+def recognize(
+    records: Records,
+    *,
+    where: str,
+    task: str,
+    form: RowFormat | None = None,
+    drops_invalid: bool = False,
+) -> Recognized:
+    """Converts records into rows of one kind, in the order of the records.
 
-    rows: Sequence[Row]
-    read_as: str
-
-
-def recognise(
-    records: Records, *, where: str, task: str, form: RowFormat | None = None
-) -> Recognised:
-    """Rows in the form of their kind, in the order of the records.
-
-    Missing values are filled: `id` with the record's number, `completion` with the answer and
-    `answer` with the completion, `task` with `task`. Prompts carry the columns that are not
-    understood in `metadata`, where rewards read them. Numbers become text; other values are
-    unchanged, and `schemas.validate_rows` checks them. The records are gone through several times,
-    a chunk at a time.
+    Missing values are filled: `id` with the record's index, `completion` with the answer and
+    `answer` with the completion, `task` with `task`. Unrecognized columns of prompts go into
+    `metadata`, where rewards read them. Numbers become text; other values are unchanged, and
+    `schemas.validate_rows` checks them. The records are iterated several times, in chunks.
 
     Args:
-        records: Mappings from columns to values.
-        where: Name of the source in messages.
-        task: The task of rows without one.
-        form: How columns are read; None recognises them.
-
-    Raises:
-        DataError: When the columns are of no known format (lists those) or of several, or rows do
-            not fit their format (names the rows, counted from 0).
+        form: How columns are read; None recognizes them.
+        drops_invalid: Whether rows that do not fit are dropped, up to a share of them; `read_as`
+            then has their number and faults.
     """
     form = form or RowFormat()
     if not len(records):
-        return Recognised([], "no rows")
-    plain = chosen_columns(records, form, where)
+        return Recognized([], "no rows")
+    lost: dict[int, str] = {}
+    dropped = lost if drops_invalid else None
+    plain = chosen_columns(records, form, where, dropped)
     present = present_columns(plain)
+    refuse_unsupported_formats(plain, present, where)
     name = published_format(plain, present, form, where)
     published = None if name is None else FORMATS[name]
-    understood = present if published is None else _understood(plain, published, where)
-    found = _format_of(understood, form, where)
-    is_prompt = found.row in (prompt_row, lone_prompt_row)
-    others = sorted(present - _used(found, published))
+    understood = present
+    if published is not None:
+        understood = _understood(plain, published, RowFaults(where, drops=drops_invalid))
+    row_format = _format_of(understood, form, where)
+    content = written_content(present, row_format, published, form)
+    choices = content.get("choices")
+    if choices and not any(has_content(record.get(choices)) for record in plain):
+        del content["choices"]
+    used = _used(row_format, published) | {*content.values()}
+    contained = contained_content(
+        plain, present - used, row_format, published, form, where, dropped
+    )
+    others = sorted(present - used)
+    read = kept_names(form) | shown_columns(form) | contained
+    if published is not None:
+        read |= {*published.required, *published.uses, *published.names.values()}
+    unread = text_columns(plain, [name for name in others if name not in read])
+    if "chosen" in understood and "prompt" not in understood and name in (None, "question_pairs"):
+        refuse_lost_questions(plain, unread, where, form)
     pattern = form.answer_pattern or (published.answer_pattern if published else None)
-    if pattern is not None and not is_prompt:
+    if pattern is not None and not row_format.is_prompt:
         raise DataError(
             f"{where}: data.answer_pattern needs rows with answers",
-            got=found.description,
+            got=row_format.description,
             fix="leave answer_pattern out, or map columns to prompt and answer",
         )
     reading = RowReading(
-        where=where,
+        faults=RowFaults(where, drops=drops_invalid, lost=lost),
         task=form.task or task,
-        found=found,
+        row_format=row_format,
         published=published,
-        others=tuple(others) if is_prompt else (),
+        content=content,
+        others=tuple(others) if row_format.is_prompt else (),
         answers=None if pattern is None else AnswerPattern(pattern, where),
         prompts=PromptWriter(form, records, _hidden(form, published), where),
     )
     rows = reading.rows(plain, records)
-    read_as = found.description if published is None else f"{name}: {published.description}"
-    num_dropped = len(records) - len(rows)
-    _log_format(where, read_as, num_ties=num_dropped, others=others, kept=is_prompt)
-    return Recognised(rows, read_as)
+    read_as = row_format.description if published is None else f"{name}: {published.description}"
+    read_as += f"; {reading.dropped}" if reading.dropped else ""
+    num_ties = len(records) - len(rows) - reading.num_dropped
+    _log_format(
+        where, read_as, num_ties=num_ties, others=others, unread=unread, row_format=row_format
+    )
+    return Recognized(rows, read_as)
 
 
-def _understood(records: Records, published: PublishedFormat, where: str) -> set[str]:
-    """The columns that are understood and have a value somewhere.
-
-    Raises:
-        DataError: Names rows that do not fit the format.
-    """
-    if published.names:  # only other names for columns, which no row fails
+def _understood(records: Records, published: PublishedFormat, faults: RowFaults) -> set[str]:
+    if published.names:  # only renames columns, so every row fits
         present = present_columns(records)
         return {target for target, source in published.names.items() if source in present}
-    faults = RowFaults(where)
-    found: set[str] = set()
+    names: set[str] = set()
     first = 0
     for chunk in chunks_of(records):
-        rows = faults.each(published.read, rows_of(chunk), first)
-        found |= present_columns([row for _, row in rows])
+        rows = faults.read_rows(published.read, rows_of(chunk), first)
+        names |= present_columns([row for _, row in rows])
         first += len(chunk)
-    faults.refuse()
-    return found
+    faults.close(len(records))
+    return names
 
 
-def _format_of(present: set[str], form: RowFormat, where: str) -> "RecordFormat":
+def _format_of(present: set[str], form: RowFormat, where: str) -> RecordFormat:
     mapped = {*form.columns.values()}
-    # What a user maps says more than columns that are there as well.
+    # Columns that the user maps take precedence over other columns.
     for columns in (mapped, present) if mapped else (present,):
-        for one in ROW_FORMATS:
-            # A mapped prompt alone is completed by columns that have their name already.
-            waits = columns is not present and one.row is lone_prompt_row
-            if columns.issuperset(one.required) and not waits:
-                return one
+        for row_format in ROW_FORMATS:
+            # Columns with known names complete a mapped prompt or a mapped pair.
+            is_part = row_format.row in (prompt_only_row, pair_without_prompt)
+            is_incomplete = columns is not present and is_part
+            if columns.issuperset(row_format.required) and not is_incomplete:
+                return row_format
     raise _unknown(present, where)
 
 
-def _used(found: "RecordFormat", published: PublishedFormat | None) -> set[str]:
+def _used(row_format: RecordFormat, published: PublishedFormat | None) -> set[str]:
     used = {"id", "task", "metadata"}
     if published is None:
-        return {*found.required, *found.optional, *used}
-    return used | {*published.required, *published.uses} - _RECOGNISED_BY
+        return {*row_format.required, *row_format.optional, *used} - {*CONTENT}
+    kept = {*published.answers} - {*KNOWN_COLUMNS} if row_format.is_prompt else set()
+    kept |= _RECOGNIZED_BY
+    return used | {*published.required, *published.uses} - kept
 
 
 def _hidden(form: RowFormat, published: PublishedFormat | None) -> set[str]:
-    own = {"answer", "completion", "chosen", "rejected", "responses"}
-    mapped = {source for source, target in form.columns.items() if target in own}
-    return own | mapped | ({*published.answers} if published else set())
+    answers = {"answer", "completion", "chosen", "rejected", "responses"}
+    mapped = {source for source, target in form.columns.items() if target in answers}
+    return answers | mapped | ({*published.answers} if published else set())
 
 
 def _log_format(
-    where: str, description: str, *, num_ties: int, others: Sequence[str], kept: bool
+    where: str,
+    description: str,
+    *,
+    num_ties: int,
+    others: Sequence[str],
+    unread: Sequence[str],
+    row_format: RecordFormat,
 ) -> None:
     message = f"{where}: {description}"
     if num_ties:
-        message += f"; {num_ties} rows whose scores are all equal are dropped"
+        message += f"; {num_ties} rows with equal scores are dropped"
     if others:
-        what = "columns in metadata" if kept else "columns that are ignored"
+        what = "columns in metadata" if row_format.is_prompt else "ignored columns"
         message += f"; {what}: {', '.join(others)}"
+    if unread:
+        names = ", ".join(unread)
+        # Conversations and plain text have no template.
+        write = "write it with data.prompt_template, or " if "prompt" in row_format.required else ""
+        message += (
+            f"; text that is in neither prompt nor answer: {names} "
+            f"({write}remove it with data.drop_columns: [{names}])"
+        )
     logger.warning("%s", message)
 
 
 def _unknown(present: set[str], where: str) -> DataError:
-    missing = [column for column in ("prompt", "answer") if column not in present]
+    needed = ("prompt",) if {"responses", "scores"} <= present else ("prompt", "answer")
+    missing = [column for column in needed if column not in present]
+    likely = [next((name for name in names if name in present), None) for names in _LIKELY]
+    question, answer = (name or word for name, word in zip(likely, _WORDS, strict=True))
+    columns = dict(zip((question, answer), needed, strict=False))
     return DataError(
         f"{where} lacks the column {' and the column '.join(missing)}",
         expected=_KNOWN,
         got=", ".join(sorted(present))[:160] or "no columns",
-        fix="map the columns, as in data.columns: {YOUR_COLUMN: prompt, OTHER: answer}",
+        fix=f"map the columns, as in {mapping_line(columns)}",
     )
 
 
-_RECOGNISED_BY = {"reward_model", "answers", "level", "type"}
-"""Columns of published formats that have more than `read` takes: rewards may want the rest."""
+_LIKELY = (
+    ("question", "problem", "instruction", "query", "input", "Question", "Problem", "prompt"),
+    ("answer", "solution", "response", "output", "target", "ground_truth", "reference_answer"),
+)
+_WORDS = ("YOUR_COLUMN", "OTHER")
+_RECOGNIZED_BY = {"reward_model", "answers", "level", "type"}
+"""Columns of published formats of which `read` uses only a part; they stay in `metadata` for
+rewards, like answers under their own name."""

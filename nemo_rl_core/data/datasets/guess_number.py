@@ -9,11 +9,11 @@ from nemo_rl_core.types import Row
 
 
 def load(config: GuessNumberData, *, seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows with distinct bounds; order and secrets depend on the seed alone.
+    """Generates rows with distinct bounds; order and secrets depend only on the seed.
 
     A row's metadata is `{"game": STATE, "max_turns": guesses of a binary search + spare_turns}`;
-    its answer and completion are an optimal next guess. After an opening, the state is that of the
-    last turn, and the prompt is the JSON of the turns so far.
+    its answer and completion are an optimal next guess. After an opening, the state is that after
+    the last turn, and the prompt is the JSON of the turns so far.
     """
     generator = random.Random(seed)
     bounds = [
@@ -29,13 +29,14 @@ def load(config: GuessNumberData, *, seed: int) -> tuple[list[Row], list[Row]]:
         _row(position, _opening(position, generator, config.max_opening), config.spare_turns)
         for position in positions[: config.num_train]
     ]
-    return train, [_row(each, [], config.spare_turns) for each in positions[config.num_train :]]
+    validation = positions[config.num_train :]
+    return train, [_row(position, [], config.spare_turns) for position in validation]
 
 
 def _opening(
     position: NumberGuess, generator: random.Random, max_opening: int
 ) -> list[tuple[int, NumberGuess]]:
-    """Wrong guesses, each with the position after it."""
+    """Returns wrong guesses, each with the position after it."""
     played: list[tuple[int, NumberGuess]] = []
     for _ in range(generator.randint(0, max_opening) if max_opening else 0):
         wrong = [n for n in range(position.low, position.high + 1) if n != position.secret]

@@ -16,15 +16,11 @@ from nemo_rl_core.types import Row
 
 
 def load(config: ReasoningGymData, *, seed: int) -> tuple[list[Row], list[Row]]:
-    """Distinct questions of every task, in equal parts and interleaved.
+    """Samples distinct questions of every task, in equal parts and interleaved.
 
     Returns:
         Training rows and validation rows. `metadata` is JSON with `task`, `options` and `entry`,
-        from which `environments.rewards.reasoning_gym` calls the task's own scorer.
-
-    Raises:
-        DataError: For an unknown task or option, a task that cannot be scored later, or one that
-            has too few different questions.
+        from which `environments.rewards.reasoning_gym` calls the task's scorer.
     """
     search_path = os.pathsep.join(path or os.curdir for path in sys.path)
     child = subprocess.run(

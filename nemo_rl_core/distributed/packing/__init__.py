@@ -1,6 +1,1 @@
-"""Packing of sequences into micro-batches.
-
-- `plan.py`: which sequences share a row and a micro-batch, from their lengths alone, and the tokens
-  of a planned micro-batch in its rows.
-- `ranks.py`: which data-parallel rank computes which micro-batch, balanced by cost.
-"""
+"""Packing of sequences into micro-batches, and of micro-batches on data-parallel ranks."""

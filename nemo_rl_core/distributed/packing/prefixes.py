@@ -1,12 +1,12 @@
-"""Sequences that begin alike, packed with their common tokens once: trees of prefixes.
+"""Trees of prefixes: packs the common tokens of sequences once.
 
-In a causal model the hidden state of a token depends on the tokens before it alone. So tokens that
-several sequences begin with are computed once, each sequence attends to them and to itself, and the
-gradients of all of them add up: the result is that of sequences alone, but for rounding. The
-completions of a prompt share it, as the answers of a pair do, and equal completions are one.
+In a causal model the hidden state of a token depends only on the tokens before it. So a common
+prefix is computed once, each sequence attends to it and to itself, and their gradients add up: the
+result is the same as for separate sequences, up to rounding. The completions of a prompt share the
+prompt, as do the answers of a pair, and equal completions are packed once.
 
-Sequences in lexicographic order share most with their neighbour, so that a tree is written as a
-list: of each sequence, how many tokens it shares with the one before it.
+Sequences in lexicographic order share most with their neighbor, so a tree is stored as a list of
+how many tokens each sequence shares with the previous one.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from nemo_rl_core.distributed.packing.plan import Microbatch
 
 @dataclass(frozen=True)
 class PrefixSharing:
-    """How much is shared.
+    """Costs and limits of sharing prefixes.
 
     Attributes:
-        pairs_per_token: What a token costs besides attention, in units of what attention costs for
-            one pair of tokens of a row. Attention is computed for all pairs of a row, so that a
-            longer row costs more than the tokens that it saves, from some length on.
-        longest: Where any sequence of a batch is longer, none are joined: masks of trees lack the
-            windows of layers, which such a sequence needs.
+        pairs_per_token: Cost of a token without attention, relative to the attention cost of one
+            pair of tokens. Attention is computed for all pairs of a row, so from some length on a
+            longer row costs more than it saves.
+        longest: Maximum sequence length. If any sequence of a batch is longer, none are joined,
+            because tree masks do not support the windowed attention that it needs.
     """
 
     pairs_per_token: float
@@ -35,13 +35,12 @@ class PrefixSharing:
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """Sequences that lie next to each other in a row.
+    """Sequences that are next to each other in a row.
 
     Attributes:
-        indices: The sequences in lexicographic order of their tokens.
-        shared: Of each, how many of its first tokens are also the first of the one before it; 0 for
-            the first.
-        num_tokens: What they take in the row.
+        indices: Indices of the sequences in lexicographic order of their tokens.
+        shared: Number of first tokens that each sequence shares with the previous one; 0 for the
+            first sequence.
     """
 
     indices: tuple[int, ...]
@@ -49,7 +48,7 @@ class PrefixTree:
     num_tokens: int
 
     def with_sequence(self, index: int, size: int, overlap: int) -> "PrefixTree":
-        """The tree with another sequence of `size` tokens, the first `overlap` of them its own."""
+        """Adds a sequence of `size` tokens whose first `overlap` tokens are in the tree."""
         return PrefixTree(
             (*self.indices, index), (*self.shared, overlap), self.num_tokens + size - overlap
         )
@@ -64,19 +63,19 @@ def prefix_trees(
     num_ranks: int = 1,
     bundles: Sequence[int] | None = None,
 ) -> list[PrefixTree]:
-    """Joins sequences that begin alike wherever a longer row costs less than the tokens it saves.
+    """Joins sequences with a common prefix if the longer row costs less than the saved tokens.
 
     Args:
         input_ids: `[B, T]` padded on the right, on the CPU.
-        lengths: `[B]` valid tokens of each, at least 1.
-        sharing: What a token costs.
-        max_tokens: No tree has more, unless one sequence alone has.
-        num_ranks: Among which trees are divided: none has more than its share of the sequences.
-        bundles: For each sequence an id; only sequences of one id are joined. None joins any.
+        lengths: `[B]` number of valid tokens, at least 1.
+        max_tokens: Maximum number of tokens in a tree of several sequences.
+        num_ranks: Number of ranks; a tree has at most `1 / num_ranks` of the sequences.
+        bundles: Bundle id of each sequence; only sequences of the same bundle are joined. None
+            joins any.
 
     Returns:
-        Trees that hold every sequence exactly once, the same for the same tokens in any order of
-        the rows but for the indices.
+        Trees that contain every sequence exactly once. Except for the indices, they do not depend
+        on the order of the rows.
 
     Example:
         >>> ids = torch.tensor([[7, 8, 1, 0], [9, 9, 9, 9], [7, 8, 2, 3]])
@@ -89,7 +88,7 @@ def prefix_trees(
     sizes: list[int] = lengths.tolist()
     most = -(-len(sizes) // num_ranks)
     order = _lexicographic(input_ids, sizes, bundles)
-    common = _common_with_former(input_ids, lengths, order, bundles)
+    common = _common_with_previous(input_ids, lengths, order, bundles)
     trees: list[PrefixTree] = []
     is_allowed = max(sizes, default=0) <= sharing.longest
     for index, overlap in zip(order, common, strict=True):
@@ -108,13 +107,13 @@ def prefix_trees(
 
 
 def _is_worth(row: int, size: int, overlap: int, pairs_per_token: float) -> bool:
-    """Whether the tokens that a row saves cost more than the pairs that its longer part adds."""
+    """Whether the saved tokens cost more than the additional attention pairs of a longer row."""
     longer = row + size - overlap
     return longer**2 - row**2 <= size**2 + pairs_per_token * overlap
 
 
-def of_sequences(part: Microbatch, trees: Sequence[PrefixTree]) -> Microbatch:
-    """The micro-batch of sequences from one whose rows hold trees."""
+def expand_trees(part: Microbatch, trees: Sequence[PrefixTree]) -> Microbatch:
+    """Replaces the trees in the rows of a micro-batch by their sequences."""
     rows = tuple(tuple(index for tree in row for index in trees[tree].indices) for row in part.rows)
     shared = tuple(number for row in part.rows for tree in row for number in trees[tree].shared)
     return replace(part, rows=rows, shared=shared if any(shared) else ())
@@ -123,22 +122,22 @@ def of_sequences(part: Microbatch, trees: Sequence[PrefixTree]) -> Microbatch:
 def _lexicographic(
     input_ids: torch.Tensor, sizes: Sequence[int], bundles: Sequence[int] | None
 ) -> list[int]:
-    """Sequences in an order in which those that begin alike are neighbours, bundle by bundle."""
+    """Orders sequences so that common prefixes are neighbors, bundle by bundle."""
     rows = input_ids.numpy()
-    # Bytes compare in another order than numbers, but equal beginnings stay together as well.
+    # Bytes sort differently than numbers, but equal prefixes stay together as well.
     keys = [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
     if bundles is None:
         return sorted(range(len(keys)), key=keys.__getitem__)
     return sorted(range(len(keys)), key=lambda index: (bundles[index], keys[index]))
 
 
-def _common_with_former(
+def _common_with_previous(
     input_ids: torch.Tensor,
     lengths: torch.Tensor,
     order: Sequence[int],
     bundles: Sequence[int] | None,
 ) -> list[int]:
-    """How many first tokens each sequence shares with the one before it in the order."""
+    """Counts the first tokens that each sequence shares with the previous one in the order."""
     if len(order) < 2:
         return [0] * len(order)
     ids, sizes = input_ids[list(order)], lengths[list(order)]
@@ -148,6 +147,6 @@ def _common_with_former(
     # The first True; a row without one has equal sequences of full width.
     first = torch.where(differs.any(1), differs.int().argmax(1), ids.shape[1])
     if bundles is not None:
-        of = torch.tensor([bundles[index] for index in order])
-        first = torch.where(of[1:] == of[:-1], first, 0)
+        ordered = torch.tensor([bundles[index] for index in order])
+        first = torch.where(ordered[1:] == ordered[:-1], first, 0)
     return [0, *first.tolist()]

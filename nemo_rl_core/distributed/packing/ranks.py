@@ -1,8 +1,9 @@
-"""A batch divided over data-parallel ranks: equally many micro-batches each, of balanced cost.
+"""Shards a batch over data-parallel ranks, with the same number of micro-batches of balanced cost.
 
-Ranks meet in every micro-batch (sharded weights are gathered, experts exchange tokens), so each
-must run the same number, and in each the costliest decides. A sequence costs what is linear in its
-length, and what is quadratic through attention. `Shards.restored` puts results back in order.
+Ranks synchronize in every micro-batch (sharded weights are gathered, experts exchange tokens), so
+each must run the same number, and the most expensive rank determines the duration. The cost of a
+sequence has a linear part and a quadratic part from attention. `Shards.restored` restores the order
+of results.
 """
 
 import heapq
@@ -20,18 +21,17 @@ from nemo_rl_core.distributed.packing.plan import (
     longest_first,
     plan_microbatches,
 )
-from nemo_rl_core.distributed.packing.prefixes import PrefixSharing, of_sequences, prefix_trees
+from nemo_rl_core.distributed.packing.prefixes import PrefixSharing, expand_trees, prefix_trees
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder that its cost depends on.
+    """Sizes of a decoder that determine its cost.
 
     Attributes:
-        hidden_size: `D`, the width of the residual stream.
-        num_layers: How many decoder layers.
-        intermediate_size: Width of the feed-forward; of a mixture, of the experts one token sees.
-        vocab_size: `V`, logits a token.
+        hidden_size: `D`, width of the residual stream.
+        intermediate_size: Width of the feed-forward; in a mixture, of a token's active experts.
+        vocab_size: `V`, number of logits per token.
         attention_size: Query heads times head size.
         key_value_size: Key (and value) heads times head size.
     """
@@ -52,32 +52,28 @@ TYPICAL_SHAPE = ModelShape(
     attention_size=2048,
     key_value_size=512,
 )
-"""A model of about 2 billion parameters, where the caller does not say which it is.
+"""Default shape: a model of about 2 billion parameters.
 
-Only the ratio of the two terms matters for balance: here they are equal at 33,696 tokens.
+Only the ratio of the two terms affects the balance: here they are equal at 33,696 tokens.
 """
 
 
 def sequence_flops(length: int, shape: ModelShape = TYPICAL_SHAPE) -> int:
-    """Floating-point operations of one training step on one sequence, forward and backward.
+    """Returns the FLOPs of a forward and backward pass over one sequence.
 
-    A matrix product takes two operations a weight and token. A layer's weights are queries and
+    A matrix product takes two operations per weight and token. A layer's weights are queries and
     output (`D * A` each), keys and values (`D * K` each) and a gated feed-forward (`3 * D * F`);
     the head has `D * V`. Causal attention multiplies `T * T / 2` pairs by `A`, once for scores and
     once for values. The backward pass takes twice the forward pass. Norms, activations and the
-    embedding are left out.
+    embedding are not counted.
 
     `3 * (2 * T * (L * (2*D*A + 2*D*K + 3*D*F) + D*V) + L * 2 * A * T**2)`
 
-    This is three times equation 2.2 of Kaplan et al. (2020), arXiv:2001.08361, for a sequence in
-    place of a token, with the head, which they leave out.
-
-    Args:
-        length: `T`, tokens of the sequence.
-        shape: The model's sizes.
+    This is three times equation 2.2 of Kaplan et al. (2020), arXiv:2001.08361, for a sequence
+    instead of a token, plus the head, which they do not count.
 
     Returns:
-        A whole number, so that sums of costs are exact and plans deterministic.
+        An integer, so that sums of costs are exact and plans deterministic.
 
     Example:
         >>> tiny = ModelShape(2, 1, 4, 8, 2, 1)
@@ -103,24 +99,16 @@ def plan_for_ranks(
 ) -> list[list[Microbatch]]:
     """Distributes sequences over ranks, and on each over micro-batches of at most `max_tokens`.
 
-    Of two ways the cheaper step is taken. To pack all sequences and share out the micro-batches
-    wastes least on padding; to share out the sequences and pack on each rank is more even where
-    there are few micro-batches a rank, or the last is nearly empty.
+    Chooses the cheaper of two plans. Packing all sequences and distributing the micro-batches
+    wastes least on padding. Distributing the sequences and packing on each rank is more balanced
+    with few micro-batches per rank, or if the last one is nearly empty.
 
     Args:
-        lengths: Tokens of each sequence, at least 1.
-        num_ranks: Data-parallel ranks; with one, the plan is that of `plan_microbatches`.
-        max_tokens: The budget of one micro-batch: rows times row length.
-        bundles: For each sequence an id; sequences of one id go into the same micro-batch.
-        share_rows: Whether a row may hold several sequences.
-        cost: What a sequence of this length costs.
+        bundles: Bundle id of each sequence; sequences of a bundle go into the same micro-batch.
 
     Returns:
-        For each rank its micro-batches, equally many on all, the costliest first. Where a rank has
-        too few sequences, `NO_SEQUENCES` stands for the ones it lacks.
-
-    Raises:
-        DataError: If one sequence, or one bundle, alone is more than the budget.
+        The micro-batches of each rank, the same number on all ranks, the most expensive first. A
+        rank with too few sequences gets `NO_SEQUENCES`.
 
     Example:
         >>> plans = plan_for_ranks([4, 3, 2, 1], num_ranks=2, max_tokens=8)
@@ -130,25 +118,17 @@ def plan_for_ranks(
     work = _Work(lengths, max_tokens, bundles, share_rows, cost)
     if num_ranks == 1:
         return [work.plan(range(len(lengths)))]
-    ways = (work.packed_then_shared(num_ranks), work.shared_then_packed(num_ranks))
-    return min(ways, key=work.step_cost)
+    options = (work.packed_then_shared(num_ranks), work.shared_then_packed(num_ranks))
+    return min(options, key=work.step_cost)
 
 
 def share_out(
     costs: Sequence[int], num_shares: int, *, max_items: int | None = None
 ) -> list[list[int]]:
-    """Divides items into shares of nearly equal cost: the costliest first, where least is yet.
+    """Divides items into shares of nearly equal cost: each item goes to the cheapest share.
 
-    No share costs more than 4/3 of the best division's largest, without `max_items`: Graham (1969),
-    "Bounds on multiprocessing timing anomalies".
-
-    Args:
-        costs: Of each item.
-        num_shares: How many shares; some are empty where items are fewer.
-        max_items: The most items that one share may have.
-
-    Returns:
-        The items of each share, the costliest first.
+    Items are taken in order of descending cost. Without `max_items`, the largest share costs at
+    most 4/3 of the optimum: Graham (1969), "Bounds on multiprocessing timing anomalies".
 
     Example:
         >>> share_out([5, 4, 3, 3, 3], 2)
@@ -167,7 +147,7 @@ def share_out(
 
 
 class _Work:
-    """Sequences, what may be done with them, and what it costs."""
+    """Sequences, and the operations of planning on them."""
 
     def __init__(
         self,
@@ -184,7 +164,6 @@ class _Work:
         self._unit_of = {index: number for number, unit in enumerate(self._units) for index in unit}
 
     def plan(self, indices: Iterable[int]) -> list[Microbatch]:
-        """Micro-batches of some of the sequences, for one rank."""
         chosen = sorted(indices)
         parts = plan_microbatches(
             [self._lengths[index] for index in chosen],
@@ -195,20 +174,18 @@ class _Work:
         return [part.renumbered(chosen) for part in parts]
 
     def packed_then_shared(self, num_ranks: int) -> list[list[Microbatch]]:
-        """Micro-batches of all sequences, dealt out."""
         packed = _Splittable(self, self.plan(range(len(self._lengths))))
         while len(packed) % num_ranks:
             packed.lengthen()
         parts = packed.parts
         costs = [self.cost(part) for part in parts]
         shares = share_out(costs, num_ranks, max_items=len(parts) // num_ranks)
-        return [[parts[place] for place in share] for share in shares]
+        return [[parts[number] for number in share] for share in shares]
 
     def shared_then_packed(self, num_ranks: int) -> list[list[Microbatch]]:
-        """A share of the sequences for each rank, and its micro-batches."""
         costs = [self._cost_of_unit(unit) for unit in self._units]
         plans = [
-            _Splittable(self, self.plan(index for place in share for index in self._units[place]))
+            _Splittable(self, self.plan(index for unit in share for index in self._units[unit]))
             for share in share_out(costs, num_ranks)
         ]
         most = max(map(len, plans))
@@ -222,26 +199,25 @@ class _Work:
         return [sorted(plan.parts, key=self.cost, reverse=True) for plan in plans]
 
     def step_cost(self, plans: Sequence[Sequence[Microbatch]]) -> int:
-        """What a step takes where ranks wait for each other in every micro-batch."""
+        """Returns the cost of a step in which ranks synchronize in every micro-batch."""
         costs = ([self.cost(part) for part in plan] for plan in plans)
         return sum(map(max, zip(*costs, strict=True)))
 
     def cost(self, part: Microbatch) -> int:
-        """What a micro-batch takes."""
         return len(part.rows) * self._cost_of_length(part.row_length)
 
     def halves(self, part: Microbatch) -> list[Microbatch]:
-        """The sequences of a micro-batch in two, or none where they belong together."""
+        """Splits a micro-batch in two; empty if its sequences belong together."""
         units = sorted({self._unit_of[index] for index in part.indices})
         if len(units) < 2:
             return []
-        # Long ones apart from short ones, so that rows of the second half can be shorter.
+        # Separates long from short sequences, so that the second half can have shorter rows.
         so_far = list(accumulate(self._cost_of_unit(self._units[unit]) for unit in units))
         middle = min(bisect_left(so_far, so_far[-1] / 2) + 1, len(units) - 1)
         return [
-            found
+            part
             for half in (units[:middle], units[middle:])
-            for found in self.plan(index for unit in half for index in self._units[unit])
+            for part in self.plan(index for unit in half for index in self._units[unit])
         ]
 
     def _cost_of_unit(self, unit: Sequence[int]) -> int:
@@ -249,11 +225,11 @@ class _Work:
 
 
 class _Splittable:
-    """Micro-batches of which there must be more: the costliest that can be split is, each time."""
+    """Micro-batches whose number can be increased by splitting the most expensive ones."""
 
     def __init__(self, work: _Work, parts: Sequence[Microbatch]) -> None:
         self._work = work
-        self._parts = dict(enumerate(parts))  # by number, in the order in which they came
+        self._parts = dict(enumerate(parts))  # by number, in order of creation
         self._num_made = len(parts)
         self._costliest = [(-work.cost(part), number) for number, part in self._parts.items()]
         heapq.heapify(self._costliest)
@@ -263,11 +239,10 @@ class _Splittable:
 
     @property
     def parts(self) -> list[Microbatch]:
-        """The micro-batches; halves come last."""
         return list(self._parts.values())
 
     def lengthen(self) -> None:
-        """Splits the costliest micro-batch that can be split, or adds an empty one."""
+        """Splits the most expensive micro-batch that can be split, or adds an empty one."""
         while self._costliest:
             _, number = heapq.heappop(self._costliest)
             if halves := self._work.halves(self._parts[number]):
@@ -285,11 +260,11 @@ class _Splittable:
 
 @dataclass(frozen=True)
 class Shards:
-    """The parts of a batch, one a rank; as a sequence, its batches.
+    """The shards of a batch, one per rank; a sequence of batches.
 
     Attributes:
-        batches: The rows of each rank; a planned one carries its `microbatches`.
-        indices: For each rank, which row of the whole each of its rows was.
+        batches: The rows of each rank; a planned batch has `microbatches`.
+        indices: Index in the full batch of each row, for each rank.
 
     Example:
         >>> import torch
@@ -316,16 +291,11 @@ class Shards:
 
     @property
     def order(self) -> list[int]:
-        """`indices` of one rank after the other: what `reorder_data` undoes."""
+        """Concatenated `indices` of all ranks, which `reorder_data` inverts."""
         return [index for indices in self.indices for index in indices]
 
     def restored(self, results: Sequence[BatchedDataDict]) -> BatchedDataDict:
-        """Joins one result a rank, and puts the rows where they stood in the whole batch.
-
-        Args:
-            results: In rank order, with one row for each row of the shard. A tensor narrower than
-                those of other ranks is padded on the right with 0.
-        """
+        """Joins the results of ranks in the order of the full batch."""
         return type(results[0]).from_batches(results).reorder_data(self.order)
 
 
@@ -336,17 +306,11 @@ def plan_shard(
     share_rows: bool = True,
     sharing: PrefixSharing | None = None,
 ) -> list[Microbatch]:
-    """The micro-batches of one rank's rows; see `plan_microbatches` and `prefix_trees`.
+    """Plans the micro-batches of one rank's rows; see `plan_microbatches` and `prefix_trees`.
 
     Args:
-        batch: `input_ids [B, T]`, `input_lengths [B]`, and `pair_ids [B]` where rows belong
+        batch: Batch with `input_ids [B, T]`, `input_lengths [B]`, and `pair_ids [B]` if rows belong
             together; B may be 0.
-        max_tokens: The budget of one micro-batch: rows times row length.
-        share_rows: Whether a row may hold several sequences.
-        sharing: Packs tokens that sequences begin with once; None packs each sequence whole.
-
-    Raises:
-        DataError: If one row, or one pair, alone is more than the budget.
     """
     return _plans(batch, 1, max_tokens, share_rows, sharing)[0]
 
@@ -359,33 +323,25 @@ def shard_for_training(
     share_rows: bool = True,
     sharing: PrefixSharing | None = None,
 ) -> Shards:
-    """Gives each data-parallel rank rows and a plan of micro-batches; see `plan_for_ranks`.
+    """Shards rows over data-parallel ranks and plans micro-batches; see `plan_for_ranks`.
 
-    All ranks have the same number of micro-batches and nearly the same work; a rank whose rows are
-    too few for that has fewer, and its backend fills up. Rows of equal `pair_ids` stay in one
-    micro-batch. With one rank, the shard is the batch as it was.
+    All ranks have the same number of micro-batches and nearly the same work; a rank with too few
+    rows has fewer, and its backend adds empty ones. Rows with equal `pair_ids` stay in one
+    micro-batch. With one rank, the shard is the unchanged batch.
 
     Args:
-        batch: With `input_lengths [B]`, `pair_ids [B]` where rows belong together, and `input_ids
-            [B, T]` where prefixes are shared.
-        num_ranks: Data-parallel ranks. Those past the rows get a shard without rows.
-        max_tokens: The budget of one micro-batch: rows times row length.
-        share_rows: Whether a row may hold several sequences.
-        sharing: Packs tokens that sequences begin with once, where that makes the step cheaper;
-            None packs each sequence whole.
+        batch: Batch with `input_lengths [B]`, `pair_ids [B]` if rows belong together, and
+            `input_ids [B, T]` if prefixes are shared.
 
     Returns:
-        One shard a rank. Its rows are in the order of the batch, and the indices in its
+        One shard per rank. Its rows are in the order of the batch, and the indices in its
         `microbatches` count within the shard.
-
-    Raises:
-        DataError: If one row, or one pair, alone is more than the budget.
     """
-    ways = [_plans(batch, num_ranks, max_tokens, share_rows, None)]
+    options = [_plans(batch, num_ranks, max_tokens, share_rows, None)]
     if sharing is not None and share_rows:
         # Fewer and longer units can be harder to divide.
-        ways.append(_plans(batch, num_ranks, max_tokens, share_rows, sharing))
-    return _planned(batch, min(ways, key=_step_cost))
+        options.append(_plans(batch, num_ranks, max_tokens, share_rows, sharing))
+    return _planned(batch, min(options, key=_step_cost))
 
 
 def _plans(
@@ -414,13 +370,13 @@ def _plans(
         bundles=None if bundles is None else [bundles[tree.indices[0]] for tree in trees],
     )
     return [
-        [part if part == NO_SEQUENCES else of_sequences(part, trees) for part in parts]
+        [part if part == NO_SEQUENCES else expand_trees(part, trees) for part in parts]
         for parts in plans
     ]
 
 
 def _step_cost(plans: Sequence[Sequence[Microbatch]]) -> int:
-    """What a step takes where ranks wait for each other in every micro-batch."""
+    """Returns the cost of a step in which ranks synchronize in every micro-batch."""
     costs = ([len(part.rows) * sequence_flops(part.row_length) for part in plan] for plan in plans)
     return sum(map(max, zip(*costs, strict=True)))
 
@@ -430,10 +386,10 @@ def _planned(batch: BatchedDataDict, plans: Sequence[Sequence[Microbatch]]) -> S
     batches = []
     for rows, plan in zip(indices, plans, strict=True):
         shard = batch.select_indices(rows)
-        place = {row: number for number, row in enumerate(rows)}
-        # What stands in for no sequences is the backend's to choose: it knows which shape of
-        # filler its model takes, and counts the micro-batches of all ranks in any case.
-        shard.microbatches = [part.renumbered(place) for part in plan if part != NO_SEQUENCES]
+        number_of = {row: number for number, row in enumerate(rows)}
+        # The backend adds empty micro-batches: it knows the shape of filler for its model, and
+        # compares the number of micro-batches of all ranks anyway.
+        shard.microbatches = [part.renumbered(number_of) for part in plan if part != NO_SEQUENCES]
         batches.append(shard)
     return Shards(tuple(batches), indices)
 

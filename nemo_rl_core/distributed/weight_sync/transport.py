@@ -1,8 +1,8 @@
-"""How the bytes of a bucket get from a trainer's process into an engine's.
+"""Transports of a bucket's bytes from a trainer's process to an engine's.
 
-| transport | where the two are | copies of the bytes | held at the sender |
+| transport | sender and receiver are | copies of the bytes | memory of the sender |
 |---|---|---|---|
-| `shared_memory` | on one machine, otherwise than below | 1 | all |
+| `shared_memory` | on one machine, unless `cuda_ipc` or `nccl` applies | 1 | all weights |
 | `cuda_ipc` | on one GPU | 2, on the GPU | two buckets |
 | `gloo` | anywhere | 1 and the network | two buckets |
 | `nccl` | on different GPUs | 1 and the network | two buckets |
@@ -22,24 +22,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from nemo_rl_core.distributed.allocator import memory_for_others
+from nemo_rl_core.distributed.allocator import shareable_memory
 from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.weight_sync.messages import SENDER, ControlGroup
+from nemo_rl_core.distributed.weight_sync.routes import GPU_BUCKET_BYTES, TransportName
 from nemo_rl_core.errors import ResourceError
-from nemo_rl_core.planning.routes import GPU_BUCKET_BYTES, TransportName
 
 
 class Transport:
-    """What one endpoint moves bytes with; all else goes over the control group.
-
-    Args:
-        control: The group, which all endpoints have joined.
+    """Moves the bytes of one endpoint; everything else goes over the control group.
 
     Attributes:
-        bucket_bytes: About how much is packed at once. By default few enough that a checksum finds
-            in the processor's cache what was just packed or received.
-        splits_tensors: Whether a tensor larger than that comes in pieces: where a receiver copies
-            the bytes anyway.
+        bucket_bytes: Approximate size of a bucket. By default it is small enough that bytes are
+            still in the CPU cache when their checksum is computed.
+        splits_tensors: Whether larger tensors are sent in pieces, which needs a receiver that
+            copies the bytes.
     """
 
     bucket_bytes: ClassVar[int] = 16 * 1024**2
@@ -49,48 +46,42 @@ class Transport:
         self._control = control
 
     def begin(self) -> None:
-        """Starts a transfer; all receivers are done with the one before."""
+        """Starts a transfer; all receivers are done with the previous one."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Sender: returns `[num_bytes]` of uint8 to pack the next bucket into."""
         raise NotImplementedError
 
     def reference(self, payload: torch.Tensor) -> Any:
-        """Sender: returns, for JSON, where receivers find the bytes that were packed last."""
+        """Sender: returns a JSON reference by which receivers find the last packed bytes."""
         return None
 
     def push(self, payload: torch.Tensor) -> None:
-        """Sender: moves the bytes, where receivers do not read them in place."""
+        """Sender: moves the bytes, unless receivers read them in the sender's memory."""
 
     def own_memory(self, num_bytes: int) -> torch.Tensor | None:
-        """Receiver: returns `[num_bytes]` of uint8 to pull into; None where none is needed."""
+        """Receiver: returns `[num_bytes]` of uint8 to pull into; None if not needed."""
         return None
 
     def pull(self, reference: Any, out: Any) -> torch.Tensor:
-        """Receiver: returns the bytes of a bucket, unchanged until the transfer ends.
-
-        Args:
-            reference: As the sender's `reference` made it.
-            out: A part of `own_memory`, of the bucket's size.
-        """
+        """Receiver: returns the bytes of a bucket, unchanged until the transfer ends."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Sender: waits until all receivers have taken what was pushed."""
+        """Sender: waits until all receivers have read the pushed bytes."""
 
     def end(self) -> None:
-        """Sender: all receivers have loaded everything."""
+        """Sender: ends a transfer; all receivers have loaded everything."""
 
     def close(self) -> None:
-        """The transfer has failed, and there is no other."""
+        """Frees resources after a failed transfer; no other transfer follows."""
 
 
 class SharedMemoryTransport(Transport):
     """Pages of anonymous files that both processes map.
 
-    They have no name, so that nothing is left behind, however a process ends. Both ends keep them
-    for the next transfer: the system needs ten times as long to allocate a page as a copy takes to
-    fill it.
+    The files have no name, so nothing is left over, however a process ends. Both ends keep the
+    pages for the next transfer: allocating a page takes ten times as long as filling it.
     """
 
     def __init__(self, control: ControlGroup) -> None:
@@ -101,12 +92,12 @@ class SharedMemoryTransport(Transport):
         self._mapped_before: dict[int, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Pages may be filled again, in the same order; a receiver unmaps unused ones."""
+        """Reuses the pages in the same order; a receiver unmaps unused ones."""
         self._num_used = 0
         self._mapped, self._mapped_before = {}, self._mapped
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """A view on the next pages; those that are too few make way for more."""
+        """Returns a view of the next pages, which are replaced if they are too small."""
         index, self._num_used = self._num_used, self._num_used + 1
         if index == len(self._segments):
             self._segments.append(_Segment(num_bytes))
@@ -115,13 +106,13 @@ class SharedMemoryTransport(Transport):
         return self._segments[index].flat[:num_bytes]
 
     def reference(self, payload: torch.Tensor) -> list[int]:
-        """Process, file descriptor, sizes of bucket and file, and what makes it this file."""
+        """Returns process, file descriptor, sizes of bucket and file, and the file's inode."""
         segment = self._segments[self._num_used - 1]
         identity = os.fstat(segment.descriptor).st_ino
         return [os.getpid(), segment.descriptor, payload.nbytes, segment.flat.nbytes, identity]
 
     def pull(self, reference: list[int], out: None) -> torch.Tensor:
-        """A view on the sender's pages."""
+        """Returns a view of the sender's pages."""
         pid, descriptor, num_bytes, file_bytes, identity = reference
         pages = self._mapped_before.get(identity)
         if pages is None:
@@ -143,11 +134,10 @@ class _Segment:
 
 
 class BufferedTransport(Transport):
-    """Two buffers at the sender, and memory of a receiver's own for what arrives.
+    """Two buffers at the sender, and separate memory at each receiver.
 
-    While receivers take the bytes of one buffer, the sender packs the next bucket into the other.
-    Tensors larger than a bucket come in pieces, so that the sender holds two buckets, however large
-    the model and its embedding are.
+    While receivers read one buffer, the sender packs the next bucket into the other. Tensors larger
+    than a bucket are sent in pieces, so the sender never needs more than two buckets.
     """
 
     splits_tensors = True
@@ -158,11 +148,11 @@ class BufferedTransport(Transport):
         self._turn = 0
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
-        """`[num_bytes]` of uint8 for a buffer."""
+        """Returns `[num_bytes]` of uint8 for a buffer."""
         raise NotImplementedError
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """A view on the buffer of the bucket before the last, which receivers have taken."""
+        """Returns a view of the buffer of the bucket before last, which receivers have read."""
         self._turn = turn = 1 - self._turn
         if self._buffers[turn].nbytes < num_bytes:
             self._buffers[turn] = self._memory(0)  # freed before more is allocated
@@ -170,15 +160,15 @@ class BufferedTransport(Transport):
         return self._buffers[turn][:num_bytes]
 
     def own_memory(self, num_bytes: int) -> torch.Tensor:
-        """Receiver: as for a buffer."""
+        """Receiver: returns memory like that of a buffer."""
         return self._memory(num_bytes)
 
 
 class CudaIpcTransport(BufferedTransport):
     """Buffers on one GPU that both processes map.
 
-    A receiver copies a bucket and then says so. Its tensors are its own: vLLM keeps those of a
-    layer until the last of them has arrived.
+    A receiver copies a bucket and then confirms it. It needs copies, because vLLM keeps the tensors
+    of a layer until the last of them has arrived.
     """
 
     bucket_bytes = GPU_BUCKET_BYTES
@@ -190,14 +180,14 @@ class CudaIpcTransport(BufferedTransport):
         super().__init__(control)
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
-        with memory_for_others():
+        with shareable_memory():
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def reference(self, payload: torch.Tensor) -> dict[str, Any]:
         """Returns the handle of a CUDA tensor by `torch.multiprocessing`, as plain values."""
         from torch.multiprocessing.reductions import reduce_tensor
 
-        torch.cuda.current_stream(self._device).synchronize()  # packed, before anyone looks
+        torch.cuda.current_stream(self._device).synchronize()  # finish packing first
         rebuild, arguments = reduce_tensor(payload)  # type: ignore[no-untyped-call]
         named = zip(inspect.signature(rebuild).parameters, arguments, strict=True)
         return {
@@ -207,7 +197,7 @@ class CudaIpcTransport(BufferedTransport):
         }
 
     def push(self, payload: torch.Tensor) -> None:
-        """The receivers have the handle."""
+        """Marks the buffer as unread; the receivers have the handle."""
         self._is_unread = True
 
     def settle(self) -> None:
@@ -217,14 +207,13 @@ class CudaIpcTransport(BufferedTransport):
         self._is_unread = False
 
     def pull(self, reference: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
-        """A copy of the sender's bytes."""
+        """Returns a copy of the sender's bytes."""
         out.copy_(self._mapped(reference))
         torch.cuda.current_stream(self._device).synchronize()
         self._control.gather(_COPIED)
         return out
 
     def _mapped(self, reference: dict[str, Any]) -> torch.Tensor:
-        """A view on the sender's memory."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         values = {
@@ -239,7 +228,7 @@ class CudaIpcTransport(BufferedTransport):
         return payload
 
     def end(self) -> None:
-        """Gives the GPU's memory back, which the engine needs for keys and values."""
+        """Frees GPU memory that the engine needs for the KV cache."""
         self._buffers = [self._memory(0), self._memory(0)]
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
@@ -256,14 +245,14 @@ _CONSTANT: dict[str, Any] = {
 
 
 class BroadcastTransport(BufferedTransport):
-    """A broadcast of every bucket, which goes on while the sender packs the next one."""
+    """Broadcasts every bucket while the sender packs the next one."""
 
     def __init__(self, control: ControlGroup) -> None:
         super().__init__(control)
         self._wait: Callable[[], None] | None = None
 
     def push(self, payload: torch.Tensor) -> None:
-        """All receivers take part."""
+        """Starts a broadcast to all receivers."""
         self._wait = self._broadcast(payload)
 
     def settle(self) -> None:
@@ -273,17 +262,16 @@ class BroadcastTransport(BufferedTransport):
         self._wait = None
 
     def pull(self, reference: None, out: torch.Tensor) -> torch.Tensor:
-        """What the sender broadcasts."""
+        """Receives the sender's broadcast."""
         self._broadcast(out)()
         return out
 
     def _broadcast(self, payload: torch.Tensor) -> Callable[[], None]:
-        """Starts it; the function that is returned waits for its end."""
         raise NotImplementedError
 
 
 class GlooTransport(BroadcastTransport):
-    """Over the control group itself; a receiver uses memory again that its caller has left."""
+    """Broadcasts over the control group; a receiver reuses memory that its caller has freed."""
 
     def __init__(self, control: ControlGroup) -> None:
         super().__init__(control)
@@ -293,12 +281,12 @@ class GlooTransport(BroadcastTransport):
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def own_memory(self, num_bytes: int) -> torch.Tensor:
-        """Memory that no tensor of an earlier bucket, which callers may keep, lies in."""
+        """Returns memory that no tensor of an earlier bucket uses, as callers may keep tensors."""
         block = self._free.pop() if self._free else np.empty(0, dtype=np.uint8)
         if block.nbytes < num_bytes:
             block = np.empty(num_bytes, dtype=np.uint8)
         lent = block[:num_bytes]
-        # The last tensor on it drops `lent`, and with that gives the block back.
+        # When the last tensor on it is freed, `lent` is too, which returns the block.
         weakref.finalize(lent, self._free.append, block)
         return torch.from_numpy(lent)
 
@@ -307,7 +295,7 @@ class GlooTransport(BroadcastTransport):
 
 
 class NcclTransport(BroadcastTransport):
-    """Between GPUs, over a group of their own."""
+    """Broadcasts between GPUs, over a separate NCCL group."""
 
     bucket_bytes = GPU_BUCKET_BYTES
 
@@ -330,16 +318,16 @@ class NcclTransport(BroadcastTransport):
         work = self._group.broadcast(payload, SENDER)
 
         def wait() -> None:
-            work.wait()  # the stream waits, this thread does not
+            work.wait()  # the stream waits, not this thread
 
         return wait
 
     def end(self) -> None:
-        """Gives the buffers back, which the trainer needs for activations."""
+        """Frees the buffers, whose memory the trainer needs for activations."""
         self._buffers = [self._memory(0), self._memory(0)]
 
     def close(self) -> None:
-        """Ends a broadcast that a lost receiver will not join, which would hold up the GPU."""
+        """Aborts a broadcast that a lost receiver will not join, which would block the GPU."""
         self._group.abort()
 
 
@@ -354,6 +342,6 @@ TRANSPORTS: dict[TransportName, type[Transport]] = {
 def _need_gpu(name: str) -> None:
     if not torch.cuda.is_available():
         raise ResourceError(
-            f"weights cannot travel by {name!r}: this process sees no GPU",
+            f"weights cannot be sent by {name!r}: this process sees no GPU",
             fix="use 'shared_memory' on one machine, or 'gloo'",
         )

@@ -13,21 +13,16 @@ _NUMBER = re.compile(r"[0-9]{1,6}")
 
 
 class GameEnvironment:
-    """Plays by the rules of one kind of position; holds nothing between two calls.
+    """Plays a game; stateless between two calls.
 
-    A row's metadata says `game` (the position's state) and `max_turns`, as the data sets of the
-    same name write them. A turn is a move: the whole completion, or what stands between
-    `<answer>` and `</answer>`. It is answered with the text of the new position, in the form of the
-    prompt. Winning is worth 1.0 and ends the game, as does the last turn.
+    A row's metadata contains `game` (the position's state) and `max_turns`, as the data sets of the
+    same name write them. A turn is a move: the full completion, or the text between `<answer>` and
+    `</answer>`. The answer is the text of the new position. A win has the reward 1.0 and ends the
+    game, as does the last turn. A turn that is not a legal move has the reward `-illegal_penalty`.
 
-    Where the token limit leaves no room for another turn, the penalties of all turns that are left
-    are subtracted (`truncation_rewards`); with less, a policy without a legal move would gain by
-    using up its tokens.
-
-    Args:
-        rules: What a position is.
-        illegal_penalty: Taken off for a turn that is no legal move. Such a turn is lost, and the
-            position stays.
+    If the token limit leaves no room for another turn, the penalties of all remaining turns are
+    subtracted (`truncation_rewards`); otherwise a policy without a legal move would gain by using
+    up its tokens.
     """
 
     def __init__(self, rules: type[Position], *, illegal_penalty: float = 0.0) -> None:
@@ -37,17 +32,14 @@ class GameEnvironment:
     def step(
         self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
     ) -> EnvironmentReturn:
-        """Makes the move of the last turn of each of `B` conversations.
-
-        A row without a game in its metadata is an error, of that row alone.
-        """
+        """Makes the move of the last turn of each of `B` conversations."""
         pairs = zip(message_log_batch, metadata, strict=True)
         return joined_replies([self._reply(log, stored) for log, stored in pairs])
 
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """The batch as it was, and how many of its `rewards [B]` are those of games won."""
+        """Returns the unchanged batch and the fraction of games won, from `rewards [B]`."""
         return batch, {"won_fraction": float((batch["rewards"] >= 1).float().mean())}
 
     def _reply(self, log: Sequence[Message], metadata: Any) -> Reply:
@@ -65,22 +57,22 @@ class GameEnvironment:
         position = reached or position
         if position.is_won or turns_left <= 0:
             return Reply(reward, terminated=True, metadata=metadata)
-        kept = {**metadata, "game": position.state, "max_turns": turns_left}
+        next_metadata = {**metadata, "game": position.state, "max_turns": turns_left}
         return Reply(
             reward,
             terminated=False,
             observation=position.text,
-            metadata=kept,
+            metadata=next_metadata,
             truncation_reward=-self._illegal_penalty * turns_left,
         )
 
 
 def read_move(text: str) -> int | None:
-    """The number that a turn consists of, or None.
+    """Returns the number in a turn that consists of one number, else None.
 
     Example:
         >>> read_move(" 7 "), read_move("up or <answer>3</answer>"), read_move("7 or 8")
         (7, 3, None)
     """
-    (said,) = candidate_answers(text, reference="")
-    return int(said) if _NUMBER.fullmatch(said) else None
+    (answer,) = candidate_answers(text, reference="")
+    return int(answer) if _NUMBER.fullmatch(answer) else None

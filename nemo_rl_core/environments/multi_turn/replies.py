@@ -1,4 +1,4 @@
-"""What an environment says to one conversation, and how a batch is made of it."""
+"""Rows of an `EnvironmentReturn`: making, checking, joining and splitting them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,19 +19,7 @@ ROLE = "environment"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One row of an `EnvironmentReturn`; see there.
-
-    Attributes:
-        reward: Of the last turn.
-        terminated: Whether the conversation has ended.
-        observation: What to append to it; not read when it has ended.
-        metadata: What the environment wants back.
-        stop_strings: Where the next completion must stop.
-        answer: What was found in the completion.
-        error: Why it could not be scored; it has ended then.
-        role: Of the observation.
-        truncation_reward: What is added to the reward if there is no room for another turn.
-    """
+    """One row of an `EnvironmentReturn`; with an `error`, the conversation has ended."""
 
     reward: float = 0.0
     terminated: bool = True
@@ -45,12 +33,12 @@ class Reply:
 
 
 def failed(error: RewardError) -> Reply:
-    """The end of a conversation that could not be scored."""
+    """Returns the reply that ends a conversation with an error."""
     return Reply(error=error.in_one_line)
 
 
-def source_of(environment: EnvironmentInterface) -> str:
-    """What to call an environment in messages."""
+def display_name(environment: EnvironmentInterface) -> str:
+    """Returns the name of an environment in error messages."""
     return f"the environment {type(environment).__name__!r}"
 
 
@@ -59,18 +47,10 @@ def ask(
     message_log_batch: Sequence[Sequence[Message]],
     metadata: Sequence[Any],
 ) -> list[Reply | RewardError]:
-    """One step of an environment, row by row.
+    """Runs one step of an environment, and returns one unchecked reply, or an error, per row.
 
-    Where it raises, it is asked again for each row alone, so that only those rows are lost that it
-    cannot score.
-
-    Args:
-        environment: Whatever it raises becomes an error of rows.
-        message_log_batch: `B` conversations.
-        metadata: `B`, what the environment wants back.
-
-    Returns:
-        One reply a row as the environment gave it, or why there is none.
+    If the environment raises, it is called again for each row separately, so that only the rows
+    that it cannot score are lost.
     """
     replies: list[Reply] = []
 
@@ -86,7 +66,7 @@ def ask(
         step,
         prompt=first[0]["content"],
         completion=first[-1]["content"],
-        source=source_of(environment),
+        source=display_name(environment),
     )
     if not isinstance(problem, RewardError):
         return list(replies)
@@ -101,8 +81,8 @@ def checked_replies(
     message_log_batch: Sequence[Sequence[Message]],
     metadata: Sequence[Any],
 ) -> list[Reply | RewardError]:
-    """As `ask`, where a reply with an error, or whose reward is no finite number, is none."""
-    source = source_of(environment)
+    """Calls `ask`; a reply with an error or without a finite reward becomes a `RewardError`."""
+    source = display_name(environment)
     return [
         reply if isinstance(reply, RewardError) else _valid(reply, log, source)
         for log, reply in zip(
@@ -125,7 +105,7 @@ def _valid(reply: Reply, log: Sequence[Message], source: str) -> Reply | RewardE
 
 
 def joined_replies(replies: Sequence[Reply]) -> EnvironmentReturn:
-    """`B` replies as one batch."""
+    """Joins `B` replies into one batch."""
     import torch
 
     return EnvironmentReturn(
@@ -143,15 +123,10 @@ def joined_replies(replies: Sequence[Reply]) -> EnvironmentReturn:
 
 
 def split(returned: EnvironmentReturn, num_rows: int) -> list[Reply]:
-    """A batch row by row.
-
-    Args:
-        returned: What an environment returned.
-        num_rows: How many conversations it was given.
+    """Splits a batch into its rows.
 
     Raises:
-        ValueError: If it has another number of rows, or lacks what a conversation that goes on
-            needs.
+        ValueError: If the number of rows differs, or an unfinished conversation has no observation.
     """
     rewards, ended = returned.rewards.tolist(), returned.terminateds.tolist()
     nothing: list[None] = [None] * num_rows
@@ -160,34 +135,21 @@ def split(returned: EnvironmentReturn, num_rows: int) -> list[Reply]:
         if returned.truncation_rewards is None
         else returned.truncation_rewards.tolist()
     )
-    silence = [{"role": ROLE, "content": ""}] * num_rows
     if not returned.observations and not all(ended):
-        raise ValueError("the environment says nothing to conversations that go on")
-    rows = zip(
+        raise ValueError("the environment returned no observations for unfinished conversations")
+    messages = returned.observations or [{"role": ROLE, "content": ""}] * num_rows
+    columns = (
         rewards,
         ended,
-        returned.observations or silence,
+        [each["content"] for each in messages],
         returned.metadata or nothing,
         returned.next_stop_strings or nothing,
         returned.answers or nothing,
         returned.errors or nothing,
+        [each["role"] for each in messages],
         truncation_rewards,
-        strict=True,
     )
-    replies = [
-        Reply(
-            reward,
-            done,
-            said["content"],
-            kept,
-            stops,
-            answer,
-            error,
-            said["role"],
-            truncation_reward,
-        )
-        for reward, done, said, kept, stops, answer, error, truncation_reward in rows
-    ]
+    replies = [Reply(*row) for row in zip(*columns, strict=True)]
     if len(replies) != num_rows:
         raise ValueError(f"{len(replies)} rewards for {num_rows} conversations")
     return replies

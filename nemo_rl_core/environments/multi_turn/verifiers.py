@@ -1,8 +1,7 @@
 """Environments of the package `verifiers` (its classes `SingleTurnEnv` and `MultiTurnEnv`).
 
-The package calls a client for every turn of the policy; here the client waits until the next `step`
-brings the turn. So the environment's own loop runs, with its stop conditions, its answers and its
-rubric, and the policy's tokens stay those that were sampled.
+The package calls a client for every turn of the policy. Here the client waits until the next `step`
+brings the turn: the environment's original loop runs, on exactly the sampled tokens.
 """
 
 import asyncio
@@ -21,14 +20,14 @@ _EPISODE = "verifiers_episode"
 
 
 class VerifiersEnvironment:
-    """Plays an environment of `verifiers` with the policy of a trainer.
+    """Runs an environment of `verifiers` with the policy of a trainer.
 
-    Episodes live in this process, so that `environment_workers` cannot share them. An environment
-    whose turns call tools by the chat template is refused: completions are text here.
+    Episodes live in this process, so `environment_workers` cannot share them. Environments whose
+    turns call tools through the chat template are refused: completions are text here.
 
     Args:
-        environment: Its id, as `verifiers.load_environment` takes it, or the environment itself.
-        **arguments: For `load_environment`.
+        environment: Id for `verifiers.load_environment`, or the environment itself.
+        **arguments: Further arguments of `load_environment`.
 
     Raises:
         ConfigError: If the package is not installed, the environment cannot be loaded, or it needs
@@ -36,32 +35,40 @@ class VerifiersEnvironment:
     """
 
     def __init__(self, environment: Any, **arguments: Any) -> None:
-        self._verifiers = _package()
+        try:
+            self._verifiers = importlib.import_module("verifiers")
+        except ImportError as error:
+            raise ConfigError(
+                "the package verifiers is not installed",
+                expected="verifiers 0.1",
+                got=str(error),
+                fix="see docs/environments.md: its pinned versions conflict with this project's",
+            ) from error
         self._environment = (
             self._loaded(environment, arguments) if isinstance(environment, str) else environment
         )
         if getattr(self._environment, "tool_defs", None):
             raise ConfigError(
-                f"{type(self._environment).__name__} offers tools by the chat template, whose "
-                "calls are not read here",
-                expected="an environment that answers text",
-                fix="use {kind: tools}, or an environment of your own",
+                f"{type(self._environment).__name__} offers tools through the chat template, "
+                "which is not supported",
+                expected="an environment that replies in text",
+                fix="use {kind: tools}, or a custom environment",
             )
         self._calls = AsyncCalls()
 
     def _loaded(self, name: str, arguments: Mapping[str, Any]) -> Any:
         try:
             return self._verifiers.load_environment(name, **arguments)
-        # Named fault boundary: an installed environment may raise anything.
+        # Broad on purpose: an installed environment may raise anything.
         except Exception as error:
             raise ConfigError(
                 f"verifiers cannot load the environment {name!r}",
                 got=f"{type(error).__name__}: {str(error)[:200]}",
-                fix="install it beside verifiers, or correct the name or the arguments",
+                fix="install it together with verifiers, or correct the name or the arguments",
             ) from error
 
     def rows(self, num_rows: int = -1) -> list[dict[str, Any]]:
-        """The environment's data set, as rows for `train` and `fit`; -1 takes all."""
+        """Returns rows of the environment's data set for `train` and `fit`; -1 means all rows."""
         data = self._environment.get_dataset(n=num_rows)
         return [
             {
@@ -75,9 +82,9 @@ class VerifiersEnvironment:
     def step(
         self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
     ) -> EnvironmentReturn:
-        """Hands the last turn of each conversation to its episode.
+        """Passes the last turn of each conversation to its episode.
 
-        An episode ends when the environment says so; the rubric then gives its reward.
+        The environment decides when an episode ends; its rubric then computes the reward.
         """
         turns = [
             partial(self._turn, log, about)
@@ -89,10 +96,10 @@ class VerifiersEnvironment:
     def _reply(outcome: Any) -> Reply:
         try:
             reply: Reply = outcome()
-        # Named fault boundary: one episode's environment or rubric must not end the others.
+        # Broad on purpose: one episode's environment or rubric must not end the others.
         except Exception as error:  # noqa: BLE001 (it is the error of its row)
-            said = f"{type(error).__name__}: {error}"
-            return failed(RewardError("the verifiers environment failed", got=said[:300]))
+            got = f"{type(error).__name__}: {error}"
+            return failed(RewardError("the verifiers environment failed", got=got[:300]))
         return reply
 
     async def _turn(self, log: Sequence[Message], about: Mapping[str, Any]) -> Reply:
@@ -105,29 +112,19 @@ class VerifiersEnvironment:
                 raise RewardError(f"the episode failed: {state['error']!r}"[:300])
             return Reply(reward=float(state["reward"] or 0.0), terminated=True, metadata=about)
         return Reply(
-            terminated=False, observation=episode.said(), metadata={**about, _EPISODE: episode}
+            terminated=False,
+            observation=episode.observation(),
+            metadata={**about, _EPISODE: episode},
         )
 
     def shutdown(self) -> None:
-        """Ends the loop that episodes run in."""
+        """Ends the event loop of the episodes."""
         self._calls.close()
 
 
-def _package() -> Any:
-    try:
-        return importlib.import_module("verifiers")
-    except ImportError as error:
-        raise ConfigError(
-            "the package verifiers is not installed",
-            expected="verifiers 0.1",
-            got=str(error),
-            fix="see docs/environments.md: its pins contradict those of this project",
-        ) from error
-
-
 def _row(log: Sequence[Message], about: Mapping[str, Any]) -> dict[str, Any]:
-    """A `RolloutInput`: the prompt is what stands before the policy's first turn."""
-    first = next(place for place, each in enumerate(log) if each["role"] == "assistant")
+    """Returns a `RolloutInput`, whose prompt is the messages before the policy's first turn."""
+    first = next(index for index, each in enumerate(log) if each["role"] == "assistant")
     return {
         "prompt": [dict(message) for message in log[:first]],
         "answer": about.get("answer", ""),
@@ -137,11 +134,7 @@ def _row(log: Sequence[Message], about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Episode:
-    """One run of the environment's loop.
-
-    Attributes:
-        task: Ends with the state, which the rubric has scored.
-    """
+    """One run of the environment's loop; `task` returns the final state, scored by the rubric."""
 
     def __init__(self, verifiers: Any, environment: Any, row: Mapping[str, Any]) -> None:
         self._replies: asyncio.Queue[str] = asyncio.Queue()
@@ -151,9 +144,9 @@ class _Episode:
         self.task = asyncio.ensure_future(_played(environment, row, client))
 
     async def answer(self, text: str) -> bool:
-        """Gives the policy's turn to the environment; whether the episode has ended with it."""
+        """Passes the policy's turn to the environment; returns whether the episode has ended."""
         if not self._prompt and await self._is_over():
-            return True  # it wanted no turn at all
+            return True  # the environment ended without any turn
         self._replies.put_nowait(text)
         return await self._is_over()
 
@@ -166,8 +159,8 @@ class _Episode:
         request.cancel()
         return True
 
-    def said(self) -> str:
-        """What the environment has said since the policy's last turn."""
+    def observation(self) -> str:
+        """Returns the environment's messages since the policy's last turn."""
         texts: list[str] = []
         for message in reversed(self._prompt):
             if _field(message, "role") == "assistant":
@@ -176,7 +169,6 @@ class _Episode:
         return "\n".join(texts)
 
     async def complete(self, prompt: list[Any]) -> str:
-        """The policy's turn to a prompt, once there is one."""
         self._requests.put_nowait(list(prompt))
         return await self._replies.get()
 
@@ -193,7 +185,6 @@ def _field(message: Any, name: str) -> Any:
 
 
 def _client_class(verifiers: Any) -> type:
-    """A `Client` whose completions come from an episode; the package is imported by now."""
     types = importlib.import_module("verifiers.types")
     base = importlib.import_module("verifiers.clients").Client
 

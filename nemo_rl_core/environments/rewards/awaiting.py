@@ -1,4 +1,4 @@
-"""Coroutine functions called from code that does not await."""
+"""Calls coroutine functions from synchronous code."""
 
 import asyncio
 import inspect
@@ -14,15 +14,15 @@ Call = Callable[[], Any]
 
 def is_async(fn: Callable[..., Any]) -> bool:
     """Whether calling it returns a coroutine."""
-    called = getattr(fn, "__call__", None)  # noqa: B004 (an object's own, if it is one)
+    called = getattr(fn, "__call__", None)  # noqa: B004 (the method of a callable object)
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(called)
 
 
 class AsyncCalls:
-    """One event loop in a thread of its own, so that a notebook's running loop is no obstacle.
+    """Event loop in a separate thread, which also works inside the running loop of a notebook.
 
-    The loop lives as long as this object: clients that a function opens at its first call stay
-    usable at the next.
+    The loop lives as long as this object, so that clients that a function opens in one call can be
+    used in the next.
     """
 
     def __init__(self) -> None:
@@ -30,24 +30,18 @@ class AsyncCalls:
         self._runner: asyncio.Runner | None = None
 
     def results(self, calls: Sequence[Call], retries: Retries | None = None) -> list[Call]:
-        """Awaits all calls side by side.
+        """Awaits all calls concurrently, with retries of those that fail in the network.
 
-        Args:
-            calls: Functions that return a coroutine.
-            retries: Repeats those that fail in the network.
-
-        Returns:
-            A function for each call that returns what the call has returned, or raises what it has
-            raised.
+        Returns one function per call, which returns the call's result or raises its exception.
         """
         if self._thread is None:
             self._thread, self._runner = ThreadPoolExecutor(1), asyncio.Runner()
         assert self._runner is not None
         outcomes = self._thread.submit(self._runner.run, _gathered(calls, retries)).result()
-        return [partial(_given, each) for each in outcomes]
+        return [partial(_returned_or_raised, each) for each in outcomes]
 
     def close(self) -> None:
-        """Ends loop and thread; the next call starts others."""
+        """Ends the loop and the thread; the next call starts new ones."""
         if self._thread is None or self._runner is None:
             return
         self._thread.submit(self._runner.close).result()
@@ -62,19 +56,17 @@ async def _gathered(calls: Sequence[Call], retries: Retries | None) -> list[Any]
 async def _outcome(call: Call, retries: Retries | None) -> Any:
     try:
         return await (call() if retries is None else retries.awaited(call))
-    # Named fault boundary: raised again where the row of the call is known.
+    # Broad on purpose: raised again where the row of the call is known.
     except (Exception, SystemExit) as error:  # noqa: BLE001 (raised again)
         return _Raised(error)
 
 
 class _Raised:
-    """An exception as a value; one that a function returns is none of these."""
-
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
-def _given(found: Any) -> Any:
-    if isinstance(found, _Raised):
-        raise found.error
-    return found
+def _returned_or_raised(outcome: Any) -> Any:
+    if isinstance(outcome, _Raised):
+        raise outcome.error
+    return outcome

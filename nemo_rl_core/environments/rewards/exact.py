@@ -1,4 +1,4 @@
-"""Completions that must be the answer, to the letter."""
+"""Scores completions that must equal the answer exactly."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,11 +15,7 @@ _WHITE_SPACE: dict[str, Callable[[str], str]] = {
 
 
 class ExactScorer(Scorer):
-    """1.0 when completion and answer are equal, else 0.0.
-
-    Args:
-        config: What of white space and capitals counts; by default all but white space around.
-    """
+    """Scores 1.0 if completion and answer are equal, else 0.0."""
 
     def __init__(self, config: ExactMatch | None = None) -> None:
         config = config or ExactMatch()
@@ -27,7 +23,7 @@ class ExactScorer(Scorer):
         self._ignore_case = config.ignore_case
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
-        """One score a rollout; comparing text cannot fail, where the row has an answer."""
+        """Returns one score per rollout; a row without an answer is an error."""
         return [
             float(self._normal(each.text) == self._normal(each.prompt.answer))
             if each.prompt.answer
@@ -36,7 +32,7 @@ class ExactScorer(Scorer):
         ]
 
     def missing_columns(self, prompt: Prompt) -> Sequence[str]:
-        """The answer, where the row has none."""
+        """Returns `answer` if the row has none."""
         return () if prompt.answer else ("answer",)
 
     def _normal(self, text: str) -> str:

@@ -1,7 +1,7 @@
-r"""The final answer of a completion, as plain LaTeX.
+r"""Extracts the final answer of a completion as plain LaTeX.
 
-Of a completion what follows its thinking counts; of that the last `<answer>`, else the last boxes,
-else what follows "the answer is".
+The answer is searched after the thinking: the last `<answer>`, else the last boxes, else the text
+after "the answer is".
 """
 
 import re
@@ -11,10 +11,15 @@ from typing import Final
 from nemo_rl_core.functional.boxes import last_boxes
 
 _LONGEST = 10_000
-"""Characters in which an answer is searched."""
-_TAGS = r"(?:think|thinking|thought|thoughts|reasoning|reason|scratchpad)"
-_THINKING = re.compile(rf"<{_TAGS}>|\[THINK\]|◁think▷", re.IGNORECASE)
-_THOUGHT = re.compile(rf"</{_TAGS}>|\[/THINK\]|◁/think▷", re.IGNORECASE)
+"""Maximum number of characters that are searched for an answer."""
+_TAGS = r"(?:think|thinking|thought|thoughts|reasoning|reason|analysis|scratchpad)"
+_THINKING = re.compile(
+    rf"<{_TAGS}>|\[THINK\]|◁think▷|<\|channel\|>\s?(?:analysis|commentary)", re.IGNORECASE
+)
+_THOUGHT = re.compile(
+    rf"</{_TAGS}>|\[/THINK\]|◁/think▷|<\|channel\|>\s?final\b[^<]{{0,20}}<\|message\|>",
+    re.IGNORECASE,
+)
 _ANSWER_TAG = re.compile(r"<answer>", re.IGNORECASE)
 _ANSWER_END = re.compile(r"</answer>", re.IGNORECASE)
 _ANSWER = re.compile(
@@ -22,6 +27,7 @@ _ANSWER = re.compile(
     re.IGNORECASE,
 )
 _CONTINUES = re.compile(r"[\w^]|\s*(?:,|and|or|,\s*and)\s*[$\\]")
+_SENTENCES = re.compile(r"(?<=[.!?])\s|\n|;")
 _END_OF_SENTENCE = re.compile(
     r"[.!?](?=[\s*_\"'`)]|$)(?!\s*\d)|\n|,\s(?!(?:and|or)\s)(?=[a-z]{2,}\s)"
     r"|\s(?=(?:since|because|which|where)\b)"
@@ -33,7 +39,7 @@ _CHARACTERS: Final = {
     **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm "},
     **{"∞": r"\infty ", "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta "},
     **{"∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "°": r"^\circ "},
-    **dict.fromkeys("€£¥₹", ""),
+    **{"~": " ", "’": "'"},
     **dict.fromkeys("“”„", '"'),
     **{"。": ". ", "：": ":", "，": ",", "（": "(", "）": ")"},
 }
@@ -41,6 +47,22 @@ _TABLE = str.maketrans(_CHARACTERS)
 _RAISED = {
     raised: plain for plain, raised in zip("0123456789+-()n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿ", strict=True)
 }
+_NUMBER = r"(?<![\w.,])\d[\d,]*(?:\\!\d{3}|\{,\}\d{3})*(?:\.\d+)?"
+_MONEY = {r"\\\$": "dollars", "€": "euros", "£": "sterling", "¥": "yen", "₹": "rupees"}
+_TIMES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_MULTIPLE = re.compile(rf"(?<![\w./,])(\d+)(?:\.(\d+))? ({'|'.join(_TIMES)})\b")
+_NEGATION = (
+    r"(?:\bnot|n't|\bnever|\bcannot|\brul(?:e|es|ed|ing) out|\bexclud\w+|\beliminat\w+"
+    r"|\banything but|\bat (?:least|most)|\b(?:more|less|fewer|greater|larger|smaller) than"
+    r"|\bbetween\W+\S+\W+and)"
+)
+_RULED_OUT = re.compile(
+    rf"{_NEGATION}\W+(?:(?!so\b|then\b|thus\b|hence\b|but\b|is\b|it\b|must\b)[A-Za-z']+\W+){{0,3}}"
+    r"\d[\d.,/]*\D*$"
+    r"|\d\s+(?:is|are|was|would be)\s+(?:not\b|too\b|wrong|incorrect|false|impossible)\D*$"
+    r"|\d\s+or\s+(?:more|less|fewer|greater)\b\D*$",
+    re.IGNORECASE,
+)
 _RAISED_RUN = re.compile(f"[{''.join(_RAISED)}]+")
 _FRACTION = re.compile(r"(\d{1,9}\s?)?([¼-¾⅐-⅞])")
 _REPLACED: Final = tuple(
@@ -48,7 +70,9 @@ _REPLACED: Final = tuple(
     for pattern, replacement in (
         (r"√\s*(\d+|[a-z]\b)", r"\\sqrt{\1}"),
         (r"√\s*\(([^()]{1,50})\)", r"\\sqrt{\1}"),
-        (r"\\\$\s*", ""),  # money
+        *((rf"{sign}\s*({_NUMBER})(?![\w.])", rf"\1 {name}") for sign, name in _MONEY.items()),
+        *((rf"({_NUMBER})\s*{sign}", rf"\1 {name}") for sign, name in _MONEY.items()),
+        (rf"(?:{'|'.join(_MONEY)})\s*", ""),
         (r"(?<=\d)(?:\\[,!;: ]|\{,\})+(?=\d{3}(?!\d))", ""),  # thousands
         (r"(?<=\d),\\!(?=\d{3})", ","),
         (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)", r"\1\\times 10^{\2}"),
@@ -63,18 +87,14 @@ _MIXED = re.compile(r"(?<![\w.,/^])(?<!\^\{)(\d{1,6})[ -](\d{1,4})/(\d{1,4})(?![
 
 
 def answering_text(completion: str) -> str:
-    """Returns the end of a completion, without its thinking, for the other functions."""
+    """Returns the normalized end of a completion after its thinking, for the other functions."""
     return normalized(after_thinking(completion)[-_LONGEST:])
 
 
 def final_answer(text: str) -> str:
-    r"""Returns the answer of a completion; all that follows its thinking if nothing marks it.
+    r"""Returns the answer of a completion, or all text after the thinking if nothing marks it.
 
-    Args:
-        text: A text of `answering_text`.
-
-    Returns:
-        Several boxes of one sentence are separated by commas. Empty if thinking did not end.
+    `text` is a result of `answering_text`. Several boxes of one sentence are separated by commas.
 
     Example:
         >>> final_answer(r"<think>\boxed{9}?</think> It is $x=\boxed{1}$ or $x=\boxed{2}$.")
@@ -90,8 +110,22 @@ def final_answer(text: str) -> str:
     if (boxed := last_boxes(text, is_cut=True)) is not None:
         text = boxed
     if marks := list(_ANSWER.finditer(text)):
-        text = _first_sentence(text[marks[-1].end() :])
+        rest = text[marks[-1].end() :]
+        text = _first_sentence(rest)
+        if is_ruled_out(text):
+            text = _first_sentence(rest[len(text) :].lstrip(" ,.;")) or text
     return text.strip()
+
+
+def is_ruled_out(answer: str) -> bool:
+    """Whether the last sentence with a number rules the number out, or gives only a bound.
+
+    Example:
+        >>> is_ruled_out("It cannot be 7."), is_ruled_out("x is not 3, so x = 7.")
+        (True, False)
+    """
+    sentences = [each for each in _SENTENCES.split(answer[-_LONGEST:]) if re.search(r"\d", each)]
+    return bool(sentences and _RULED_OUT.search(sentences[-1][-200:]))
 
 
 def is_marked(text: str) -> bool:
@@ -104,23 +138,30 @@ def is_marked(text: str) -> bool:
 def after_thinking(text: str) -> str:
     """Returns the text after the last thinking block; empty if thinking did not end."""
     ends = list(_THOUGHT.finditer(text))
-    rest = text[ends[-1].end() :] if ends else text
+    rest = text[ends[-1].end() :].removesuffix("<|return|>") if ends else text
     return "" if _THINKING.search(rest) else rest
 
 
 def normalized(text: str) -> str:
-    r"""LaTeX for characters of mathematics, without markup, currencies and mixed numbers.
+    r"""Replaces mathematical characters, markup, currencies and mixed numbers by plain LaTeX.
 
     Example:
-        >>> normalized("**2 2/3** of \\$9 is x² − ½")
-        '8/3 of 9 is x^{2} - 1/2'
+        >>> normalized("**2 2/3** of \\$9 is x² − ½ million")
+        '8/3 of 9 dollars is x^{2} - 1/2 million'
     """
     text = _FRACTION.sub(_improper_of_one, text)
     text = _RAISED_RUN.sub(lambda run: f"^{{{''.join(_RAISED[c] for c in run[0])}}}", text)
     text = unicodedata.normalize("NFKC", text.translate(_TABLE))
+    text = re.sub(r"[ \t]{2,}", " ", text)
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
-    return _MIXED.sub(_improper, text)
+    return _MULTIPLE.sub(_product, _MIXED.sub(_improper, text))
+
+
+def _product(match: re.Match[str]) -> str:
+    decimals = match[2] or ""
+    zeros = _TIMES[match[3]] - len(decimals)
+    return match[0] if zeros < 0 else str(int(f"{match[1]}{decimals}{'0' * zeros}"))
 
 
 def _improper_of_one(match: re.Match[str]) -> str:

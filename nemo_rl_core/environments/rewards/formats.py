@@ -1,4 +1,4 @@
-"""Completions that must have a form, whatever they say: a regular expression, or a JSON Schema."""
+"""Scores the format of completions with a regular expression or a JSON Schema."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from nemo_rl_core.config.single_turn import JsonSchemaMatch, RegexMatch
-from nemo_rl_core.environments.interfaces import Scorer, attempt
+from nemo_rl_core.environments.interfaces import Scorer, attempt, error_context
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.types import Rollout
 
@@ -16,21 +16,13 @@ _FENCE = re.compile(r"^```[^\n`]*$", re.MULTILINE)
 
 
 class _FormScorer(Scorer):
-    """A scorer for which the completion's text alone decides."""
-
     _source: ClassVar[str]
-    """Who scores, in messages."""
+    """Name of the scorer in error messages."""
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
-        """One outcome a rollout."""
         return [
-            attempt(
-                partial(self._score, rollout.text),
-                prompt=rollout.prompt.text,
-                completion=rollout.text,
-                source=self._source,
-            )
-            for rollout in rollouts
+            attempt(partial(self._score, each.text), **error_context(each, self._source))
+            for each in rollouts
         ]
 
     @abstractmethod
@@ -38,15 +30,9 @@ class _FormScorer(Scorer):
 
 
 class RegexScorer(_FormScorer):
-    """1.0 when a regular expression matches, else 0.0; one that runs out of time has no score.
+    """Scores 1.0 if a regular expression matches, else 0.0; a match that times out is an error.
 
-    Of the `regex` library, which can stop: `re` would backtrack for years over `(a+)+b`.
-
-    Args:
-        config: The expression, and for how long it may look.
-
-    Raises:
-        ConfigError: If the expression is none.
+    It uses the `regex` library, which has timeouts: `re` would backtrack for years over `(a+)+b`.
     """
 
     _source = "the regular expression"
@@ -58,31 +44,25 @@ class RegexScorer(_FormScorer):
             compiled = regex.compile(config.pattern)
         except regex.error as error:
             raise ConfigError(
-                "environment.pattern is no regular expression",
+                "environment.pattern is not a valid regular expression",
                 expected="an expression of Python's regex library",
                 got=f"{config.pattern!r}: {error}",
-                fix="in YAML, put it between single quotes, in which a backslash is itself",
+                fix="in YAML, put it between single quotes, which need no escapes for backslashes",
             ) from error
         self._match = compiled.fullmatch if config.match == "whole" else compiled.search
         self._timeout_seconds = config.match_timeout_seconds
 
     def _score(self, completion: str) -> float:
-        # Without `concurrent` it would hold the interpreter's lock, up to the deadline.
-        found = self._match(completion.strip(), concurrent=True, timeout=self._timeout_seconds)
-        return float(found is not None)
+        # Without `concurrent` it would keep the interpreter's lock until the deadline.
+        match = self._match(completion.strip(), concurrent=True, timeout=self._timeout_seconds)
+        return float(match is not None)
 
 
 class JsonSchemaScorer(_FormScorer):
-    """1.0 when the completion is JSON that the schema accepts, else 0.0.
+    """Scores 1.0 if the completion is JSON that the schema accepts, else 0.0.
 
-    `NaN`, `Infinity` and objects that name a key twice are no JSON here: what reads the completion
-    later may take them otherwise than what checked it.
-
-    Args:
-        config: The schema, and where in the completion the JSON stands.
-
-    Raises:
-        ConfigError: If the schema is none, or refers to another document.
+    `NaN`, `Infinity` and objects with duplicate keys are not valid JSON here, since parsers
+    disagree about them.
     """
 
     _source = "the JSON schema"
@@ -95,13 +75,13 @@ class JsonSchemaScorer(_FormScorer):
         text = completion if self._where == "whole" else last_code_block(completion)
         try:
             value = _strict_json(text)
-        except (ValueError, RecursionError):  # brackets within brackets, a thousand deep
+        except (ValueError, RecursionError):  # a thousand nested brackets
             return 0.0
         return float(self._validator.is_valid(value))
 
 
 def last_code_block(text: str) -> str:
-    """What stands between the last two lines of three backticks; empty where there are none.
+    """Returns the text between the last two lines of three backticks, or an empty text.
 
     Example:
         >>> last_code_block("So:\\n```json\\n{}\\n```\\nThat is all.")
@@ -114,18 +94,18 @@ def last_code_block(text: str) -> str:
 
 
 def _strict_json(text: str) -> Any:
-    return json.loads(text, parse_constant=_refuse, object_pairs_hook=_without_repetition)
+    return json.loads(text, parse_constant=_refuse, object_pairs_hook=_without_duplicates)
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return value
 
 
 def _validator(text: str) -> Any:
@@ -139,10 +119,10 @@ def _validator(text: str) -> Any:
         validator.check_schema(schema)
     except (ValueError, SchemaError) as error:
         raise ConfigError(
-            "environment.json_schema is no JSON Schema",
+            "environment.json_schema is not a valid JSON Schema",
             expected='JSON text such as {"type": "object", "required": ["answer"]}',
             got=str(error).splitlines()[0][:200],
             fix="in YAML, put the JSON between single quotes",
         ) from error
-    # An empty registry: a $ref to an address is an error of the row's, and no request.
+    # An empty registry, so that a $ref to an address is an error instead of a request.
     return validator(schema, registry=Registry())

@@ -1,9 +1,11 @@
-"""A user's own function as a reward."""
+"""User-defined functions as rewards."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.environments.interfaces import (
     EnvironmentReturn,
     Message,
@@ -12,40 +14,40 @@ from nemo_rl_core.environments.interfaces import (
     checked,
     failure,
     raise_first,
-    reads_rewards_alone,
+    reads_only_rewards,
 )
 from nemo_rl_core.environments.rewards.awaiting import AsyncCalls, Call, is_async
-from nemo_rl_core.environments.rewards.loading import RewardCallable, as_list, load_function
 from nemo_rl_core.environments.rewards.retries import Retries
 from nemo_rl_core.environments.rewards.row_fields import Fields, fields_of, given_fields
 from nemo_rl_core.environments.rewards.signatures import RewardSignature, Style
-from nemo_rl_core.errors import RewardError
+from nemo_rl_core.environments.targets import import_module
+from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.types import Prompt, Rollout, unscored
 
 
 class FunctionalRewardWrapper(Scorer):
-    """A function of a completion, and of whatever it names of the row, as an environment.
+    """Wraps a function of a completion, and of columns of its row, as a scorer and environment.
 
-    Parameters take what they are named after: `prompt`, `completion` (or `response`), `answer`,
-    `task`, `id`, `metadata`, or a column of the row; one with a default keeps it where the row has
-    no such column. `prompts` and `completions` (or `responses`) make it a batch function, and so
-    does a first parameter that is annotated as a list. TRL's and verl's signatures are recognised
-    (`signatures`). Two parameters of other names are prompt and completion. Where neither name nor
-    annotation says whether it takes texts or lists, the first call tries lists of one, then texts;
-    a function with side effects should be annotated.
+    Parameters are filled by name: `prompt`, `completion` (or `response`), `answer`, `task`, `id`,
+    `metadata`, or a column of the row; a parameter keeps its default if the row has no such column.
+    A function with `prompts` and `completions` (or `responses`), or whose first parameter is
+    annotated as a list, gets batches. TRL's and verl's signatures are supported (`signatures`). Two
+    parameters of other names are prompt and completion. If neither names nor annotations decide
+    between texts and lists, the first call tries lists of one, then texts; a function with side
+    effects should be annotated.
 
-    A coroutine function is awaited for all completions at once. What returns None has no score.
-    A call that fails in the network is repeated; see `retries`.
+    A coroutine function is awaited for all completions at once. A result of None means no score.
+    A call that fails in the network is retried; see `retries`.
 
     Args:
-        fn: The function.
-        name: What to call it in messages; the function's own name, where it is left out.
+        fn: Reward function.
+        name: Name of the function in messages; by default the function's `__name__`.
 
     Attributes:
-        name: The same, for metrics.
+        name: Name of the function, in messages and metrics.
 
     Raises:
-        ConfigError: When `fn` takes no completion.
+        ConfigError: If `fn` has no parameter for a completion.
 
     Example:
         >>> reward = FunctionalRewardWrapper(lambda prompt, response: float(len(response)))
@@ -53,7 +55,7 @@ class FunctionalRewardWrapper(Scorer):
         [4.0, 5.0]
     """
 
-    def __init__(self, fn: RewardCallable, *, name: str | None = None) -> None:
+    def __init__(self, fn: Callable[..., Any], *, name: str | None = None) -> None:
         self.name = name or str(getattr(fn, "__name__", type(fn).__name__))
         self._signature = RewardSignature.of(fn, self.name)
         self._fn = fn
@@ -67,26 +69,26 @@ class FunctionalRewardWrapper(Scorer):
         return cls(load_function(target), name=target)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
-        """One outcome a rollout."""
+        """Returns one outcome per rollout."""
         return self._outcomes([fields_of(rollout) for rollout in rollouts])
 
     def missing_columns(self, prompt: Prompt) -> list[str]:
-        """The required parameters for which the row has nothing."""
+        """Returns the required parameters that the row has no column for."""
         needed = self._signature.needed_columns
         if not needed or (needed == {"answer"} and prompt.answer):
-            return []  # without reading the row's metadata, of which there may be millions
+            return []  # without parsing the metadata, since there may be millions of rows
         return self._signature.missing(fields_of(unscored(prompt)))
 
     def close(self) -> None:
-        """Ends the loop that coroutines run in."""
+        """Ends the event loop of coroutine functions."""
         if self._awaiting is not None:
             self._awaiting.close()
 
     def rewards(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        """One score a pair.
+        """Returns one score per pair of prompt and response.
 
         Raises:
-            RewardError: When the function raises, or returns what is not a finite number.
+            RewardError: If the function raises, or returns something other than a finite number.
         """
         pairs = zip(prompts, responses, strict=True)
         return raise_first(self._outcomes([given_fields(*pair, {}) for pair in pairs]))
@@ -97,10 +99,7 @@ class FunctionalRewardWrapper(Scorer):
         """Scores `B` conversations and ends them.
 
         The response is the last assistant turn, the prompt the last user turn before it; columns
-        are those of the conversation's metadata.
-
-        Raises:
-            RewardError: As `rewards`; and when a conversation has no answer in it.
+        come from the conversation's metadata. Any row without a score raises RewardError.
         """
         import torch
 
@@ -119,11 +118,11 @@ class FunctionalRewardWrapper(Scorer):
             answers=None,
         )
 
-    @reads_rewards_alone
+    @reads_only_rewards
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """The batch as it was, and the mean of its `rewards [B]`."""
+        """Returns the unchanged batch and the mean of its `rewards [B]`."""
         return batch, {"mean_reward": float(batch["rewards"].float().mean())}
 
     def _outcomes(self, rows: Sequence[Fields]) -> list[float | RewardError]:
@@ -157,14 +156,14 @@ class FunctionalRewardWrapper(Scorer):
             call = partial(retries.call, call)
 
         def fill() -> float:
-            values.extend(as_list(call()))
+            values.extend(_as_list(call()))
             return 0.0
 
         problem = attempt(fill, **first)
         if isinstance(problem, RewardError):
             if len(rows) == 1:
                 return [problem]
-            # One bad row is to cost no other its score.
+            # A bad row must not cost the other rows their scores.
             return [outcome for fields in rows for outcome in self._batch([fields])]
         if len(values) != len(rows):
             got = f"{len(values)} rewards for {len(rows)} completions"
@@ -180,7 +179,7 @@ class FunctionalRewardWrapper(Scorer):
 
     def _number(self, call: Call) -> Any:
         result = call()
-        # verl's functions may return a dict; its other entries are figures of their own.
+        # verl's functions may return a dict; its other entries are extra metrics.
         is_verl = self._signature.is_verl and isinstance(result, Mapping) and "score" in result
         return result["score"] if is_verl else result
 
@@ -196,11 +195,10 @@ class FunctionalRewardWrapper(Scorer):
             f"it {single.problem.removeprefix(self._source).strip()}",
             expected="(prompt, response) -> float, or two lists -> list of floats",
             got=f"with texts {single.got}; with lists {batch.got}",
-            fix="annotate its first parameter with str or list[str], and mend what it raises",
+            fix="annotate its first parameter with str or list[str], and fix the exception",
         )
 
     def _about(self, fields: Fields) -> dict[str, str]:
-        """What an error says of a row."""
         texts = {"prompt": fields["prompt"], "completion": fields["completion"]}
         return {**texts, "source": self._source}
 
@@ -210,11 +208,43 @@ class FunctionalRewardWrapper(Scorer):
 
 
 def _last_exchange(log: Sequence[Message]) -> tuple[str, str]:
-    answers = [place for place, turn in enumerate(log) if turn["role"] == "assistant"]
+    answers = [index for index, turn in enumerate(log) if turn["role"] == "assistant"]
     if not answers:
         raise RewardError(
             "a conversation has no assistant turn to score",
             got=f"the roles {', '.join(turn['role'] for turn in log) or 'none'}",
         )
-    asked = [turn["content"] for turn in log[: answers[-1]] if turn["role"] == "user"]
-    return (asked[-1] if asked else ""), log[answers[-1]]["content"]
+    prompts = [turn["content"] for turn in log[: answers[-1]] if turn["role"] == "user"]
+    return (prompts[-1] if prompts else ""), log[answers[-1]]["content"]
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """Imports `module:function`, also from the current directory, and checks its signature."""
+    module_name, _, name = target.partition(":")
+    module = import_module(module_name, of=f"the reward function {target!r}")
+    fn = getattr(module, name, None)
+    if hasattr(fn, "step") and (inspect.isclass(fn) or not callable(fn)):
+        raise ConfigError(
+            f"environment.target: {target!r} is an environment, not a reward function",
+            expected="a function, with kind: function",
+            got=f"{'the class' if inspect.isclass(fn) else 'an object'} {name} with a method step",
+            fix=f'name it as {{kind: python, target: "{target}"}}',
+        )
+    if not callable(fn):
+        names = [each for each, value in vars(module).items() if inspect.isfunction(value)]
+        raise unknown_names(
+            f"environment.target: the module {module_name!r} has no function",
+            [name],
+            names,
+            otherwise="name an existing function",
+            expected=None if names else "a function with a parameter completion",
+        )
+    RewardSignature.of(fn, target)
+    checked_fn: Callable[..., Any] = fn
+    return checked_fn
+
+
+def _as_list(result: Any) -> list[Any]:
+    if isinstance(result, str | bytes | dict):
+        raise TypeError(f"a list of rewards was expected, not {type(result).__name__}")
+    return list(result)

@@ -1,7 +1,6 @@
 """Retries of calls that fail in the network."""
 
 import asyncio
-import itertools
 import random
 import socket
 import time
@@ -13,7 +12,7 @@ T = TypeVar("T")
 _FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 8.0
 _MAX_GIVEN_UP_IN_A_ROW: Final = 8
-"""After so many calls in a row that fail in all attempts, the server is down."""
+"""Number of consecutive failed calls after which the server counts as down."""
 _BUSY: Final = frozenset({408, 409, 425, 429})
 _TRANSIENT: Final = frozenset(
     {
@@ -41,23 +40,22 @@ _num_retries = 0
 
 
 def num_retries() -> int:
-    """Returns the number of attempts after the first of all calls of this process so far."""
+    """Returns the number of retries of this process so far."""
     return _num_retries
 
 
 def count_retries(number: int) -> None:
-    """Adds attempts after the first, of this process or of its actors."""
+    """Adds retries of this process or of its actors."""
     global _num_retries  # noqa: PLW0603 (one count per process)
     _num_retries += number
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a failure of the network may pass.
+    """Whether a failure of the network may be temporary.
 
-    No connection, a time-out, and the HTTP statuses 408, 409, 425, 429 and 5xx may. Exceptions of
-    httpx, requests, aiohttp, urllib, urllib3 and clients such as openai are recognised, and any
-    exception with an HTTP status. An exception that was raised from another (`raise ... from
-    error`) counts as that one.
+    Failed connections, time-outs, and the HTTP statuses 408, 409, 425, 429 and 5xx are temporary.
+    An exception that was raised from another (`raise ... from error`) is classified by the other
+    one.
     """
     status = _status(error)
     if status is not None:
@@ -71,29 +69,26 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status of an exception."""
     response = getattr(error, "response", None)
     for holder, name in ((error, "status_code"), (response, "status_code"), (error, "status")):
         status = getattr(holder, name, None)
         if isinstance(status, int):
             return status
-    # Only of urllib: `code` means other things elsewhere.
+    # Only urllib, since `code` means other things elsewhere.
     code = getattr(error, "code", None)
     return code if type(error).__module__ == "urllib.error" and isinstance(code, int) else None
 
 
 class Retries:
-    """Repeats calls that fail in the network, with a pause that doubles.
+    """Retries calls that fail in the network, with exponential backoff.
 
-    Args:
-        num_retries: Maximum number of attempts after the first.
-        total_seconds: Time after the start of a call from which no attempt begins.
+    No attempt starts after `num_retries` others, or `total_seconds` after the first.
     """
 
     def __init__(self, num_retries: int = 4, *, total_seconds: float = 30.0) -> None:
         self._num_retries, self._total_seconds = num_retries, total_seconds
         self._num_given_up = 0
-        # Not the global generator: a reward may have seeded it.
+        # Not the global generator, which a reward may have seeded.
         self._random = random.Random()
 
     def begin(self) -> None:
@@ -101,48 +96,40 @@ class Retries:
         self._num_given_up = 0
 
     def call(self, function: Callable[[], T]) -> T:
-        """Returns what a function returns.
-
-        Raises:
-            Exception: As the last attempt raised it.
-        """
-        started = time.monotonic()
-        for attempt in itertools.count():
+        """Calls a function with retries, and returns its result."""
+        started, attempt = time.monotonic(), 0
+        while True:
             try:
                 return self._succeeded(function())
             except Exception as error:
                 pause = self._pause(error, attempt, started)
                 if pause is None:
                     raise
+            attempt += 1
             time.sleep(pause)
-        raise AssertionError("the last attempt returns or raises")
 
     async def awaited(self, function: Callable[[], Awaitable[T]]) -> T:
-        """Returns what a coroutine function returns.
-
-        Raises:
-            Exception: As the last attempt raised it.
-        """
-        started = time.monotonic()
-        for attempt in itertools.count():
+        """Calls a coroutine function with retries, and returns its result."""
+        started, attempt = time.monotonic(), 0
+        while True:
             try:
                 return self._succeeded(await function())
             except Exception as error:
                 pause = self._pause(error, attempt, started)
                 if pause is None:
                     raise
+            attempt += 1
             await asyncio.sleep(pause)
-        raise AssertionError("the last attempt returns or raises")
 
     def _succeeded(self, result: T) -> T:
         self._num_given_up = 0
         return result
 
     def _pause(self, error: Exception, attempt: int, started: float) -> float | None:
-        """Seconds until the next attempt; None if there is none."""
+        """Returns the seconds until the next attempt, or None if there is none."""
         if not is_transient(error):
             return None
-        # Calls that failed together do not come back together.
+        # Jitter, so that calls that failed together are not retried together.
         longest = min(_FIRST_PAUSE_SECONDS * 2.0**attempt, _LONGEST_PAUSE_SECONDS)
         pause = longest * self._random.uniform(0.5, 1.0)
         is_late = time.monotonic() + pause - started > self._total_seconds

@@ -1,11 +1,11 @@
-"""What a reward function takes: read off the names of its parameters.
+"""Signatures of reward functions, inferred from the names of their parameters.
 
 | parameters | called |
 |---|---|
 | `prompt`, `completion` (or `response`), and columns of the row | for each completion |
 | `prompts`, `completions` (or `responses`), and columns, as in TRL | once, with lists |
 | `data_source`, `solution_str`, `ground_truth`, `extra_info`, as in verl | for each completion |
-| two others, such as `p` and `r` | with prompt and completion, in this order |
+| two other names, such as `p` and `r` | with prompt and completion, in this order |
 
 A column is `answer`, `task`, `id`, `metadata` (a dict), or a key of `metadata`.
 """
@@ -16,15 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from nemo_rl_core.environments.rewards.parameters import (
-    BY_POSITION,
-    COMPLETION,
-    PROMPT,
-    Parameter,
-    parameters_of,
-    takes,
-)
 from nemo_rl_core.environments.rewards.row_fields import (
+    COLUMNS,
     TEXTS,
     Fields,
     lacks_column,
@@ -35,18 +28,44 @@ from nemo_rl_core.errors import ConfigError
 
 Style = Literal["single", "batch"]
 _PLURALS: Final = {"prompts", "completions", "responses"}
+_PROMPT: Final = {"prompt", "prompts"}
+_COMPLETION: Final = {"completion", "completions", "response", "responses", "solution_str"}
+_ALIASES: Final = {
+    "prompts": "prompt",
+    "completions": "completion",
+    "responses": "response",
+    "solution_str": "completion",
+}
+_KNOWN: Final = (_PROMPT | _COMPLETION).union(COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """Parameter of a reward function, filled by the field `field`, else by `otherwise`."""
+
+    name: str
+    field: str
+    otherwise: str | None
+    is_required: bool
+    by_position: bool
+
+
+_BY_POSITION: Final = (
+    Parameter("prompt", "prompt", None, is_required=True, by_position=True),
+    Parameter("response", "response", None, is_required=True, by_position=True),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSignature:
-    """How a reward function is called.
+    """Calling convention of a reward function.
 
     Attributes:
-        style: For each completion, or once with lists; None where only a call can tell.
-        parameters: What it takes, in order.
-        takes_columns: Whether it also takes all columns that it does not name (`**columns`).
-        has_turns: Whether a conversation is passed as a list of messages, as TRL does.
-        is_verl: Whether `ground_truth` and the like are verl's.
+        style: `single` for one call per completion, `batch` for one call with lists; None if only a
+            trial call can decide.
+        takes_columns: Whether all other columns are passed too (`**columns`).
+        has_turns: Whether a conversation is passed as a list of messages, as in TRL.
+        is_verl: Whether the parameters have verl's names, such as `ground_truth`.
     """
 
     style: Style | None
@@ -57,48 +76,44 @@ class RewardSignature:
 
     @classmethod
     def of(cls, fn: Callable[..., Any], name: str) -> "RewardSignature":
-        """The signature of a function.
-
-        Raises:
-            ConfigError: If it does not take a completion.
-        """
+        """Returns the signature of a function."""
         try:
             signature = inspect.signature(fn)
-        except (TypeError, ValueError):  # some built-ins have none; the first call shows it
-            return cls(None, BY_POSITION)
-        given = list(signature.parameters.values())
-        named = [each for each in given if each.kind not in _VARIADIC]
-        if not named and any(each.kind is each.VAR_POSITIONAL for each in given):
-            return cls(None, BY_POSITION)
-        parameters = parameters_of(named)
-        if not any(takes(each, "completion") for each in parameters):
+        except (TypeError, ValueError):  # some built-ins have no signature
+            return cls(None, _BY_POSITION)
+        declared = list(signature.parameters.values())
+        named = [each for each in declared if each.kind not in _VARIADIC]
+        if not named and any(each.kind is each.VAR_POSITIONAL for each in declared):
+            return cls(None, _BY_POSITION)
+        parameters = _parameters_of(named)
+        if not any(_takes(each, "completion") for each in parameters):
             raise _without_completion(name, signature)
         names = {each.name for each in named}
         is_verl = "solution_str" in names
-        # Two texts or two lists: only these may be either, as only these have no other sign. Of the
-        # names of the documentation `completion` is one: a text.
-        is_pair = len(parameters) == len(BY_POSITION) and all(
-            takes(each, "prompt") or takes(each, "completion") for each in parameters
+        # A pair without annotations may take two texts or two lists. The documented name
+        # `completion` means a text.
+        is_pair = len(parameters) == len(_BY_POSITION) and all(
+            _takes(each, "prompt") or _takes(each, "completion") for each in parameters
         )
         is_pair = is_pair and "completion" not in names
         style = _annotated_style(fn) or ("batch" if names & _PLURALS else None)
         return cls(
             style or (None if is_pair and not is_verl else "single"),
             parameters,
-            takes_columns=any(each.kind is each.VAR_KEYWORD for each in given),
+            takes_columns=any(each.kind is each.VAR_KEYWORD for each in declared),
             has_turns=style == "batch" and "completions" in names,
             is_verl=is_verl,
         )
 
     @property
     def needed_columns(self) -> set[str]:
-        """The columns that a row may lack and without which the function cannot be called."""
+        """Columns that the function requires and that a row may lack."""
         needed = {each.field for each in self.parameters if each.is_required and not each.otherwise}
         return needed - {*TEXTS, "task", "id", "metadata"}
 
     def missing(self, fields: Fields) -> list[str]:
-        """The required parameters for which a row has nothing."""
-        fields = self._seen(fields)
+        """Returns the required parameters that a row has no field for."""
+        fields = self._converted(fields)
         return [
             each.name
             for each in self.parameters
@@ -106,21 +121,17 @@ class RewardSignature:
         ]
 
     def arguments(self, rows: Sequence[Fields], style: Style) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of one call: of a row, or in the style `batch` of several.
-
-        Raises:
-            RewardError: If a required parameter has nothing to take.
-        """
-        rows = [self._seen(fields) for fields in rows]
+        """Returns the arguments of one call: for one row, or for several in the style `batch`."""
+        rows = [self._converted(fields) for fields in rows]
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for each in self.parameters:
-            found = [_value(each, fields) for fields in rows]
-            if all(value is _ABSENT for value in found):
+            values = [_value(each, fields) for fields in rows]
+            if all(value is _ABSENT for value in values):
                 if each.is_required:
                     raise lacks_column(each.name, rows[0])
                 continue
-            values = [None if value is _ABSENT else value for value in found]
+            values = [None if value is _ABSENT else value for value in values]
             value = values if style == "batch" else values[0]
             if each.by_position:
                 args.append(value)
@@ -131,7 +142,6 @@ class RewardSignature:
         return args, kwargs
 
     def _others(self, rows: Sequence[Fields], style: Style) -> dict[str, Any]:
-        """What `**columns` takes: every column that no parameter names."""
         taken = {each.name for each in self.parameters}
         taken |= {each.field for each in self.parameters}.union(TEXTS[:3])
         names = dict.fromkeys(name for fields in rows for name in fields if name not in taken)
@@ -140,8 +150,7 @@ class RewardSignature:
             return columns
         return {name: values[0] for name, values in columns.items()}
 
-    def _seen(self, fields: Fields) -> Fields:
-        """The fields as this kind of function names and writes them."""
+    def _converted(self, fields: Fields) -> Fields:
         if self.is_verl:
             return {**fields, **verl_fields(fields)}
         turns = messages_of(fields["prompt"]) if self.has_turns else None
@@ -155,6 +164,40 @@ _ABSENT: Final = object()
 _VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
+def _parameters_of(named: Sequence[inspect.Parameter]) -> tuple[Parameter, ...]:
+    """Uses the first two parameters for prompt and completion, unless others have these names.
+
+    If neither name exists, a column with the name of one of the first two does not fill it.
+    """
+    names = {each.name for each in named}
+    free = {0: "prompt", 1: "completion"}
+    if names & _PROMPT:
+        del free[0]
+    if names & _COMPLETION:
+        del free[1]
+    positional = [index for index, each in enumerate(named) if each.kind is not each.KEYWORD_ONLY]
+    taken = {index: free[index] for index in positional if index in free}
+    taken = {index: field for index, field in taken.items() if named[index].name not in _KNOWN}
+    if "completion" not in taken.values() and not names & _COMPLETION:
+        taken = {}
+    both = len(taken) == len(_BY_POSITION)
+    return tuple(
+        Parameter(
+            each.name,
+            taken[index] if both and index in taken else _ALIASES.get(each.name, each.name),
+            taken.get(index),
+            is_required=each.default is each.empty or (both and index in taken),
+            by_position=each.kind is each.POSITIONAL_ONLY,
+        )
+        for index, each in enumerate(named)
+    )
+
+
+def _takes(parameter: Parameter, field: str) -> bool:
+    names = _PROMPT if field == "prompt" else _COMPLETION
+    return parameter.field in names or parameter.otherwise == field
+
+
 def _value(parameter: Parameter, fields: Fields) -> Any:
     if parameter.field in fields:
         return fields[parameter.field]
@@ -164,9 +207,9 @@ def _value(parameter: Parameter, fields: Fields) -> Any:
 def _without_completion(name: str, signature: inspect.Signature) -> ConfigError:
     return ConfigError(
         f"the reward function {name!r} cannot be called with a prompt and a response",
-        expected="a parameter completion (or response), or lists: completions (or responses); "
-        "beside it prompt, answer, task, id, metadata or any column of the row. Or two positional "
-        "parameters, for prompt and response",
+        expected="a parameter completion (or response), or for lists completions (or responses); "
+        "in addition prompt, answer, task, id, metadata or any column of the row. Or two "
+        "positional parameters, for prompt and response",
         got=f"{name.rpartition(':')[2]}{signature}",
         fix="add a parameter named completion",
     )
@@ -180,7 +223,7 @@ def _annotated_style(fn: Callable[..., Any]) -> Style | None:
     except (NameError, TypeError, ValueError, AttributeError):
         return None
     # Columns of a row may be lists; texts never are.
-    texts = [name for name in names if name in PROMPT | COMPLETION]
+    texts = [name for name in names if name in _PROMPT | _COMPLETION]
     hint = hints.get((texts or names or [""])[0])
     if hint is str:
         return "single"

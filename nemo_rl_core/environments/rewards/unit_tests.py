@@ -1,44 +1,26 @@
-"""Unit tests of a row, and the program in a completion that they test."""
+"""Unit tests of a row."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from nemo_rl_core.environments.rewards.code_checker.names import WrongNames, wrong_names
+from nemo_rl_core.environments.rewards.code_checker.names import (
+    WrongNames,
+    called_names,
+    is_installed,
+    wrong_names,
+)
+from nemo_rl_core.environments.rewards.code_checker.results import IS_RESULT, VALUES, is_near
+from nemo_rl_core.environments.rewards.code_checker.runs import unsupported
 from nemo_rl_core.errors import RewardError
-
-_FENCE = "```"
-_LANGUAGES = {"", "python", "py", "python3"}
-
-
-def extract_program(completion: str) -> str:
-    """The last fenced block that is Python or says no language; without one, the whole text.
-
-    A block that is not closed counts: a stop string may have taken its end.
-
-    Example:
-        >>> extract_program("So:\\n```python\\nx = 1\\n```\\nDone.")
-        'x = 1\\n'
-    """
-    blocks: list[list[str]] = []
-    inside = False
-    for line in completion.splitlines(keepends=True):
-        mark = line.strip()
-        if inside and mark == _FENCE:
-            inside = False
-        elif not inside and mark.startswith(_FENCE):
-            inside = True
-            blocks.append([mark.removeprefix(_FENCE).strip().lower()])
-        elif inside:
-            blocks[-1].append(line)
-    programs = [lines for language, *lines in blocks if language in _LANGUAGES]
-    return "".join(programs[-1]) if programs else completion
 
 
 @dataclass(frozen=True, slots=True)
 class InputOutputTest:
-    """What a whole program must print to an input."""
+    """Input of a program, and the expected output."""
 
     stdin: str
     stdout: str
@@ -46,53 +28,56 @@ class InputOutputTest:
 
 @dataclass(frozen=True, slots=True)
 class UnitTests:
-    """The tests of a row: either pieces of Python, or exchanges.
+    """Tests of a row: either pieces of Python that call the program, or inputs and outputs.
 
-    Attributes:
-        setup: Python that runs before each piece.
-        pieces: Tests that call the program.
-        exchanges: Tests that give the program an input.
-        declared: Names that the pieces take from the program.
+    `setup` runs before each piece. `declared` are the program's names that the pieces use, and
+    `given` is Python that the completion may continue.
     """
 
     setup: str
     pieces: tuple[str, ...]
     exchanges: tuple[InputOutputTest, ...]
     declared: tuple[str, ...] = ()
+    given: str = ""
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def of(cls, metadata: str) -> "UnitTests":
-        """Reads a row's metadata.
-
-        Raises:
-            RewardError: If it has no tests in the form that `code` describes.
-        """
-        stored = json.loads(metadata)
+        """Reads the tests in a row's metadata, in a form that docs/code-rewards.md describes."""
+        # A null in a column counts as missing.
+        stored = {key: value for key, value in json.loads(metadata).items() if value is not None}
         tests = stored.get("tests")
-        setup = stored.get("setup", "")
-        if isinstance(tests, list) and tests and isinstance(setup, str):
+        setup, given = stored.get("setup", ""), stored.get("given", "")
+        if isinstance(tests, list) and tests and isinstance(setup, str) and isinstance(given, str):
             if all(isinstance(each, str) for each in tests):
-                return cls(setup, tuple(tests), (), _declared(stored))
-            if all(_is_exchange(each) for each in tests):
-                return cls(setup, (), tuple(InputOutputTest(**each) for each in tests))
+                declared = _declared(stored) or _imported(setup, *tests)
+                declared = declared or called_names(setup, tests)
+                setup, *pieces = (_without_imports(each, declared) for each in (setup, *tests))
+                return cls(setup, tuple(pieces), (), declared, given)
+            calls = [_call(each, stored) for each in tests]
+            if all(calls):
+                return cls(
+                    setup, tuple(each for each in calls if each), (), _declared(stored), given
+                )
+            exchanges = [_exchange(each) for each in tests]
+            if all(exchanges):
+                return cls(setup, (), tuple(each for each in exchanges if each), (), given)
         raise RewardError(
             "a row has no unit tests that can be run",
-            expected='metadata with "tests": a list of pieces of Python, or of objects with '
-            '"stdin" and "stdout"',
+            expected='metadata with "tests": a list of pieces of Python, of objects with "stdin" '
+            'and "stdout", or of objects with "arguments" and "returns"',
             got=repr(tests)[:100] if "tests" in stored else f"the keys {sorted(stored) or 'none'}",
-            fix="correct the row's metadata, or leave it out",
+            fix="correct the row's metadata, or remove the row",
         )
 
     def check_names(self) -> None:
-        """Checks that each name of each piece is the row's, Python's, or declared.
-
-        Raises:
-            RewardError: For the first piece with another name; its fix is the line to write.
-        """
+        """Checks that each name of each piece is defined by the row or Python, or declared."""
         for index, piece in enumerate(self.pieces):
             try:
                 wrong = wrong_names(self.setup, piece, self.declared)
-            # Null bytes, a module that is not there, and nesting that is too deep for the parser.
+                why = unsupported(f"{self.setup}\n{piece}", self.declared)
+                wrong = wrong or (WrongNames(why, []) if why else None)
+            # Null bytes, a missing module, or nesting that is too deep for the parser.
             except (SyntaxError, ValueError, ImportError, RecursionError, MemoryError) as error:
                 wrong = WrongNames(f"{type(error).__name__}: {error}", [])
             if wrong is None:
@@ -107,7 +92,7 @@ class UnitTests:
                 fix=f'add "entry_point": {line} to the row, without the names that the program '
                 'does not define; define or import those in "setup"'
                 if wrong.loose
-                else "correct the test, or leave the row out",
+                else "correct the test, or remove the row",
             )
 
 
@@ -117,15 +102,41 @@ def _declared(stored: Mapping[str, Any]) -> tuple[str, ...]:
     if isinstance(names, list) and all(isinstance(e, str) and e.isidentifier() for e in names):
         return tuple(names)
     raise RewardError(
-        "a row does not say which names its program defines",
+        "a row has no valid list of the names that its program defines",
         expected='"entry_point": a name, or a list of names',
         got=repr(declared)[:100],
         fix='write it as "entry_point": "add"',
     )
 
 
+_PROGRAM_IMPORT = re.compile(
+    r"^([ \t]*)from[ \t]+(\w+)[ \t]+import[ \t]+([\w, \t]+)$", re.MULTILINE
+)
+_PROGRAM = "solution"
+"""Module name of the program in tests of published data sets."""
+
+
+def _imported(*sources: str) -> tuple[str, ...]:
+    imports = [each for source in sources for each in _PROGRAM_IMPORT.findall(source)]
+    names = [
+        n.strip() for _, module, names in imports if module == _PROGRAM for n in names.split(",")
+    ]
+    return tuple(dict.fromkeys(names))
+
+
+def _without_imports(source: str, declared: Sequence[str]) -> str:
+    """Removes imports of the program's names from a module that does not exist."""
+
+    def replaced(line: re.Match[str]) -> str:
+        names = {each.strip() for each in line[3].split(",")}
+        is_of_program = names <= {*declared} and not is_installed(line[2])
+        return f"{line[1]}pass" if is_of_program else line[0]
+
+    return _PROGRAM_IMPORT.sub(replaced, source)
+
+
 def stored_tests(tests: UnitTests, first: int = 0) -> str:
-    """Returns the file that the checker reads."""
+    """Returns the contents of the checker's `tests.json`."""
     return json.dumps(
         {
             "setup": tests.setup,
@@ -136,14 +147,57 @@ def stored_tests(tests: UnitTests, first: int = 0) -> str:
     )
 
 
-def _is_exchange(test: Any) -> bool:
-    return (
-        isinstance(test, Mapping)
-        and test.keys() == {"stdin", "stdout"}
-        and all(isinstance(text, str) for text in test.values())
+def _exchange(test: Any) -> InputOutputTest | None:
+    items = test.items() if isinstance(test, Mapping) else ()
+    texts = {key: value for key, value in items if value is not None}
+    is_text = all(isinstance(text, str) for text in texts.values())
+    return InputOutputTest(**texts) if texts.keys() == {"stdin", "stdout"} and is_text else None
+
+
+def _call(test: Any, stored: Mapping[str, Any]) -> str | None:
+    """Converts a call with its results to Python; `returns` may be null."""
+    if not isinstance(test, Mapping) or not {"arguments", "returns"} <= test.keys():
+        return None
+    arguments, names = test["arguments"], _declared(stored)
+    if not isinstance(arguments, list) or len(names) != 1:
+        return None
+    accepted = [test["returns"], *(test.get("or_returns") or ())]
+    # JSON text, since Python needs gigabytes to compile a list of a hundred thousand numbers.
+    values, results = (f"*{VALUES}({json.dumps(each)!r})" for each in (arguments, accepted))
+    return f"assert {IS_RESULT}({names[0]}({values}), {results})"
+
+
+_FLOAT = re.compile(r"(?<![\w.])([-+]?\d*\.?\d+(?:[eE][-+]?\d+)?|[-+]?\d+\.)(?![\w.])")
+
+
+def is_output(printed: str, expected: str) -> bool:
+    """Whether a program printed the expected output, ignoring white space at the ends of lines.
+
+    Floats may differ by a relative 1e-7. Integers must be exact.
+
+    Example:
+        >>> is_output("0.5\\n", "0.50"), is_output("5", "5.0"), is_output("a b", "a  b")
+        (True, False, False)
+    """
+    one, other = _lines_of(printed), _lines_of(expected)
+    return one == other or (len(one) == len(other) and all(map(_is_line, one, other)))
+
+
+def _is_line(printed: str, expected: str) -> bool:
+    if printed == expected:
+        return True
+    one, other = _FLOAT.split(printed), _FLOAT.split(expected)
+    return len(one) == len(other) and all(map(_is_part, one, other))
+
+
+def _is_part(printed: str, expected: str) -> bool:
+    if printed == expected:
+        return True
+    are_floats = all(
+        _FLOAT.fullmatch(each) and set(each) & set(".eE") for each in (printed, expected)
     )
+    return are_floats and is_near(float(printed), float(expected))
 
 
-def lines_of(text: str) -> list[str]:
-    """Lines without trailing spaces."""
+def _lines_of(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,4 +1,4 @@
-"""Several rewards as one."""
+"""Weighted sum of several rewards."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,21 +6,16 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from nemo_rl_core.environments.interfaces import Scorer, checked, raise_first
+from nemo_rl_core.environments.interfaces import Scorer, checked, error_context, raise_first
 from nemo_rl_core.errors import NotApplicableError, RewardError
 from nemo_rl_core.types import Prompt, Rollout
 
 
 class WeightedSumScorer(Scorer):
-    """`sum_k weight_k * reward_k`; where a part fails, the rollout has no score.
+    """Computes `sum_k weight_k * reward_k`; if a part fails, the rollout has no score.
 
     A part that does not apply to a completion (a function that returns None) is left out of its
-    sum, and is `nan` among its components; where no part applies, the rollout has no score.
-
-    Args:
-        scorers: K parts; they are closed with the sum.
-        weights: K weights.
-        names: K names, for metrics; None has no metrics.
+    sum, and is `nan` in its components; if no part applies, the rollout has no score.
     """
 
     def __init__(
@@ -34,17 +29,14 @@ class WeightedSumScorer(Scorer):
         self._names = unique_names(names or [])
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
-        """One outcome a rollout: the sum, or the failure of the first part that fails."""
+        """Returns one outcome per rollout: the sum, or the error of the first part that fails."""
         return [
             parts if isinstance(parts, RewardError) else self._sum(parts)
             for parts in self._components(rollouts)
         ]
 
     def score_rollouts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with the sum as reward and the K parts, unweighted, as components.
-
-        Where a part has no score, the rollout has its error.
-        """
+        """Returns the rollouts with the sum as reward and the unweighted parts as components."""
         return [
             rollout.failed(parts.in_one_line)
             if isinstance(parts, RewardError)
@@ -53,7 +45,7 @@ class WeightedSumScorer(Scorer):
         ]
 
     def missing_columns(self, prompt: Prompt) -> list[str]:
-        """What any part lacks."""
+        """Returns the columns that any part lacks."""
         return list(
             dict.fromkeys(name for each in self._scorers for name in each.missing_columns(prompt))
         )
@@ -61,16 +53,16 @@ class WeightedSumScorer(Scorer):
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """The batch as it was, and the mean of each part by its name."""
+        """Returns the unchanged batch and the mean of each part by its name."""
         return batch, component_means(batch, self._names)
 
     def release_memory(self) -> None:
-        """That of every part."""
+        """Releases the memory of every part."""
         for scorer in self._scorers:
             scorer.release_memory()
 
     def close(self) -> None:
-        """Closes every part, also when one of them fails to."""
+        """Closes every part, even if closing one of them fails."""
         with ExitStack() as stack:
             for scorer in self._scorers:
                 stack.callback(scorer.close)
@@ -78,20 +70,14 @@ class WeightedSumScorer(Scorer):
     def _components(self, rollouts: Sequence[Rollout]) -> list[tuple[float, ...] | RewardError]:
         columns = [scorer.score(rollouts) for scorer in self._scorers]
         rows = map(_all_or_first_failure, zip(*columns, strict=True))
-        return [self._whole(parts, each) for parts, each in zip(rows, rollouts, strict=True)]
+        return [self._checked(parts, each) for parts, each in zip(rows, rollouts, strict=True)]
 
-    def _whole(
+    def _checked(
         self, parts: tuple[float, ...] | RewardError, rollout: Rollout
     ) -> tuple[float, ...] | RewardError:
-        """The parts, if their sum is a reward."""
         if isinstance(parts, RewardError):
             return parts
-        total = checked(
-            self._sum(parts),
-            prompt=rollout.prompt.text,
-            completion=rollout.text,
-            source="the weighted sum",
-        )
+        total = checked(self._sum(parts), **error_context(rollout, "the weighted sum"))
         return total if isinstance(total, RewardError) else parts
 
     def _sum(self, parts: tuple[float, ...]) -> float:
@@ -103,25 +89,20 @@ class WeightedSumScorer(Scorer):
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """The names, of which a second of the same kind is `name_2`.
+    """Numbers repeated names: the second `name` becomes `name_2`.
 
     Example:
         >>> unique_names(["near", "exact", "near"])
         ['near', 'exact', 'near_2']
     """
     return [
-        name if place == names.index(name) else f"{name}_{list(names[: place + 1]).count(name)}"
-        for place, name in enumerate(names)
+        name if index == names.index(name) else f"{name}_{list(names[: index + 1]).count(name)}"
+        for index, name in enumerate(names)
     ]
 
 
 def component_means(batch: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
-    """The mean of each reward of several, unweighted, over the completions that it applies to.
-
-    Args:
-        batch: What `rollout_batch` returns, with `reward_components [B, K]`.
-        names: K names, or none.
-    """
+    """Returns the mean of each column of `reward_components [B, K]` over the rows it applies to."""
     if not names:
         return {}
     means = batch["reward_components"].nanmean(dim=0).tolist()

@@ -1,6 +1,5 @@
-"""Untrusted Python in a process of its own; see `runner.Sandbox`."""
+"""Runs untrusted Python in isolated processes; see `runner.Sandbox`."""
 
-from nemo_rl_core.environments.sandbox.runner import Sandbox
-from nemo_rl_core.environments.sandbox.running import Finished, Limits, Running
+from nemo_rl_core.environments.sandbox.runner import Finished, Limits, Running, Sandbox
 
 __all__ = ["Finished", "Limits", "Running", "Sandbox"]

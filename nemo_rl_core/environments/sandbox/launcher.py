@@ -1,9 +1,10 @@
-"""Builds the sandbox around a program, from within: run as a script by `Sandbox`, standard library
-only, since it starts once for every program.
+"""Script that builds the sandbox and becomes the program; started by `Sandbox`.
 
-Three processes. This one waits for the second, and kills it at the deadline. The second is
-process 1 of a process namespace: with it, the kernel ends everything in there, daemons included.
-The third gives up its rights and becomes the program.
+It uses only the standard library, since it starts once per program.
+
+There are three processes. This one waits for the second, and kills it at the deadline. The second
+has the process id 1 in a new process namespace: when it ends, the kernel ends everything in the
+namespace, including daemons. The third drops its privileges and becomes the program.
 """
 
 import contextlib
@@ -31,16 +32,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Reads what to run from the first descriptor named, reports on the second."""
+    """Reads the payload from the descriptor in the first argument, reports on the second one."""
     payload_fd, report_fd = int(sys.argv[1]), int(sys.argv[2])
     for descriptor in (payload_fd, report_fd):
         os.set_inheritable(descriptor, False)
     with open(payload_fd, "rb") as file:
         payload = json.load(file)
     _call("prctl", _SET_PDEATHSIG, signal.SIGKILL)
-    # The program's group must not be this one's: a signal to "all of mine" ends with process 1.
+    # A separate process group, so that the program cannot signal processes outside the sandbox.
     os.setsid()
-    # Named fault boundary: whatever goes wrong here is the sandbox's failure, not the program's.
+    # Broad on purpose: a failure here is the sandbox's, not the program's.
     try:
         _supervise(payload, report_fd)
     except Exception as error:  # noqa: BLE001 (reported)
@@ -66,7 +67,7 @@ def _supervise(payload: dict[str, Any], report_fd: int) -> None:
     init = os.fork()
     if init == 0:
         os.close(alive_write)
-        # Named fault boundary, as in main; this process must never return to main's code.
+        # Broad on purpose, as in main; this process must never return to main's code.
         try:
             _init(payload, report_fd, alive_read, identity)
         except BaseException as error:  # noqa: BLE001 (reported)
@@ -82,8 +83,7 @@ def _supervise(payload: dict[str, Any], report_fd: int) -> None:
 
 
 def _identity(privileged: bool) -> int:
-    """A user of the program's own, at the upper end of those that there are: its processes count
-    for no one else's limit."""
+    """Returns a user id that nothing else uses, so that process limits apply to each program."""
     if not privileged:
         return _NOBODY
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -93,14 +93,14 @@ def _identity(privileged: bool) -> int:
 def _init(payload: dict[str, Any], report_fd: int, alive: int, identity: int) -> NoReturn:
     _call("prctl", _SET_PDEATHSIG, signal.SIGKILL)
     if select.select([alive], [], [], 0)[0]:
-        os._exit(1)  # The parent went before that line.
-    # Process 1 gets no signal from inside for which it has no handler, and python has one.
+        os._exit(1)  # The parent died before the `prctl`.
+    # The kernel ignores signals from inside to process 1 without a handler; Python installs some.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     _build_root(payload, identity)
     program = os.fork()
     if program == 0:
-        # Named fault boundary, as in main.
+        # Broad on purpose, as in main.
         try:
             _become(payload, report_fd, identity)
         except BaseException as error:  # noqa: BLE001 (reported)
@@ -114,7 +114,7 @@ def _init(payload: dict[str, Any], report_fd: int, alive: int, identity: int) ->
 
 
 def _build_root(payload: dict[str, Any], identity: int) -> None:
-    """A small file system in memory that becomes `/`; of the machine's, only `mounts` remain."""
+    """Makes a small file system in memory the root, with only `mounts` of the machine in it."""
     _mount(None, "/", None, _REC | _PRIVATE)
     size = f"size={payload['disk_bytes']},nr_inodes=4096,mode=755"
     _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, size)
@@ -139,7 +139,7 @@ def _build_root(payload: dict[str, Any], identity: int) -> None:
 
 
 def _show(path: Path) -> None:
-    """The same path as before, read-only; a link stays a link."""
+    """Mounts a path of the machine read-only at the same path; links stay links."""
     before = Path("/old") / path.relative_to("/")
     path.parent.mkdir(parents=True, exist_ok=True)
     if before.is_symlink():
@@ -160,7 +160,7 @@ def _show(path: Path) -> None:
 
 def _become(payload: dict[str, Any], report_fd: int, identity: int) -> None:
     os.setsid()
-    # Without a user of its own, the program shares the limit with the launcher and process 1.
+    # If not root, the program shares its user and so the limit with the launcher and process 1.
     extra = {"RLIMIT_NPROC": 0 if os.geteuid() == 0 else 2}
     for name, value in payload["limits"].items():
         most = value + extra.get(name, 0)
@@ -178,8 +178,8 @@ def _become(payload: dict[str, Any], report_fd: int, identity: int) -> None:
     program = _FilterProgram(len(instructions) // 8, instructions)
     _report(report_fd, started=True)
     _call("prctl", _SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program))
-    # The user is not 0: the kernel takes every capability away as the program starts.
-    # One variable: sets of text have the same order in every run.
+    # The user is not 0, so the kernel drops all capabilities when the program starts.
+    # The variable makes sets of `str` have the same order in every run.
     os.execve(payload["argv"][0], payload["argv"], {"PYTHONHASHSEED": "0"})
 
 
@@ -207,10 +207,10 @@ def _call(name: str, *arguments: Any) -> None:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
 
-def _report(descriptor: int, **said: Any) -> None:
-    # Nobody may be left to read it.
+def _report(descriptor: int, **fields: Any) -> None:
+    # The reader may be gone.
     with contextlib.suppress(BrokenPipeError):
-        os.write(descriptor, json.dumps(said).encode() + b"\n")
+        os.write(descriptor, json.dumps(fields).encode() + b"\n")
 
 
 if __name__ == "__main__":

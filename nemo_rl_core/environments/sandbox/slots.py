@@ -1,4 +1,4 @@
-"""Admission of programs: a few compute at once, and many wait."""
+"""Admission of programs: few may compute at once, many may wait."""
 
 import contextlib
 import time
@@ -13,12 +13,12 @@ from nemo_rl_core.distributed.resources import total_memory_gib
 _LOOK_SECONDS = 0.2
 """Interval over which the CPU time of a program is measured."""
 _BUSY_SHARE = 0.1
-"""Share of a core above which a program counts as one that computes."""
+"""Share of a core above which a program counts as computing."""
 _MOST = 256
 
 
 class Slot:
-    """The processes of one admitted run."""
+    """Processes of one admitted run."""
 
     def __init__(self) -> None:
         self._launchers: list[int] = []
@@ -30,15 +30,15 @@ class Slot:
         self._launchers.append(launcher)
 
     def computes(self) -> bool:
-        """Whether the program has used a core, or waited for one, since the last look.
+        """Whether the program has used a core, or waited for one, since the last check.
 
-        A sandbox that is being built or removed waits for the kernel; it counts as well.
+        A sandbox that is being built or removed waits for the kernel, and counts as computing.
         """
         elapsed = time.monotonic() - self._looked_at
         if elapsed >= _LOOK_SECONDS:
             seconds, num_processes = _runnable_seconds(self._launchers)
             has_begun = num_processes >= 3 * len(self._launchers) > 0
-            # Less than before: a process has ended meanwhile.
+            # The time is smaller than before if a process has ended in the meantime.
             is_busy = not 0 <= seconds - self._seconds < _BUSY_SHARE * elapsed
             self._computes = is_busy or not (has_begun and self._has_begun)
             self._looked_at, self._seconds = time.monotonic(), seconds
@@ -47,18 +47,11 @@ class Slot:
 
 
 class Slots:
-    """Bounds how many programs compute, and how many there are.
+    """Limits the number of programs that compute, and the total number of programs.
 
-    A program that sleeps uses no core, so that it keeps no other program waiting.
-
-    Args:
-        num_parallel: Maximum number of programs that compute at once. One that wakes up while
-            others compute adds to them.
-        memory_mib: Memory limit of a program and of what else runs in its slot. All
-            programs together are limited to half of the memory that is free now.
-
-    Attributes:
-        most: Maximum number of programs at once, those that wait included.
+    A sleeping program uses no core, so that it does not keep other programs waiting;
+    `num_parallel` may be exceeded when it wakes up. All programs together, at `memory_mib` for each
+    slot, are limited to half of the memory that is free now (`most`).
     """
 
     def __init__(self, num_parallel: int, memory_mib: int) -> None:
@@ -70,7 +63,7 @@ class Slots:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[Slot]:
-        """Waits until there is room for another program; leaving the context frees it."""
+        """Waits for a free slot; leaving the context frees it again."""
         slot = Slot()
         with self._changed:
             while not self._have_room():
@@ -90,10 +83,10 @@ class Slots:
 
 
 def _runnable_seconds(launchers: list[int]) -> tuple[float, int]:
-    """Time that processes and their descendants have run or have waited for a core; their number.
+    """Returns the time that process trees have run or waited for a core, and their size.
 
-    Waiting for a core counts, so that a program is not taken for one that sleeps on a busy machine.
-    A kernel that does not count it makes every program one that computes.
+    Waiting for a core counts, so that a program on a busy machine does not seem to sleep. On a
+    kernel without these statistics every program counts as computing.
     """
     nanoseconds, num_processes, pids = 0, 0, [str(pid) for pid in launchers]
     while pids:

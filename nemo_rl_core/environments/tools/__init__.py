@@ -1,4 +1,4 @@
-"""A conversation in which the policy calls tools; see `environment.ToolEnvironment`."""
+"""Conversations in which the policy calls tools; see `environment.ToolEnvironment`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,12 +10,7 @@ __all__ = ["Tool", "ToolEnvironment", "make_tools"]
 
 
 def make_tools(configs: Iterable[ToolConfig]) -> dict[str, Tool]:
-    """The tools, by the names they are called by.
-
-    Raises:
-        DataError: When the retriever's file cannot be read, or has no passages.
-        ResourceError: When a tool runs programs, and this machine gives no sandbox.
-    """
+    """Returns the tools by name."""
     return {config.kind: _make_tool(config) for config in configs}
 
 

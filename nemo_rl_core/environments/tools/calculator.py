@@ -1,4 +1,4 @@
-"""Arithmetic by walking over the syntax tree; nothing is ever evaluated by Python."""
+"""Evaluates arithmetic by walking the syntax tree, without Python's `eval`."""
 
 import ast
 import operator
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 _MOST_CHARACTERS = 500
 _MOST_BITS = 4096
-"""Of a result: a power of two thousand-digit numbers must not be begun."""
+"""Maximum size of a result, checked before a power is computed."""
 
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -23,11 +23,9 @@ _UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of numbers, `+ - * / // % **` and parentheses.
+    """Returns the value of an expression of numbers, `+ - * / // % **` and parentheses.
 
-    Raises:
-        ValueError: For anything else, for a result that is too large, and for one that does not
-            exist.
+    Raises ValueError if it is another expression, or its result is too large or does not exist.
 
     Example:
         >>> calculate("3 * (4 + 5)"), calculate("2^10"), calculate("1 / 4")
@@ -35,12 +33,12 @@ def calculate(expression: str) -> str:
     """
     if len(expression) > _MOST_CHARACTERS:
         raise ValueError(f"an expression has at most {_MOST_CHARACTERS} characters")
-    # As people write a power; exclusive or is no arithmetic.
+    # People write powers with `^`, which is exclusive or in Python.
     text = expression.strip().replace("^", "**").replace("\N{MULTIPLICATION SIGN}", "*")
     try:
         value = _value(ast.parse(text.replace("\N{MINUS SIGN}", "-"), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError("this is no arithmetic expression") from error
+        raise ValueError("this is not an arithmetic expression") from error
     except ArithmeticError as error:
         raise ValueError(str(error)) from error
     return repr(value)
@@ -49,7 +47,7 @@ def calculate(expression: str) -> str:
 def _value(node: ast.expr) -> float:
     match node:
         case ast.Constant(value=bool() | complex()):
-            raise ValueError("only numbers can be calculated with")
+            raise ValueError("an expression can only contain real numbers")
         case ast.Constant(value=int() | float() as number):
             return number
         case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _UNARY:
@@ -58,7 +56,9 @@ def _value(node: ast.expr) -> float:
             return _power(_value(left), _value(right))
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _BINARY:
             return _small(_BINARY[type(sign)](_value(left), _value(right)))
-    raise ValueError(f"{ast.unparse(node)[:40]!r} is no number, and none of + - * / // % ** ( )")
+    raise ValueError(
+        f"{ast.unparse(node)[:40]!r} is neither a number nor an operation of + - * / // % ** ( )"
+    )
 
 
 def _power(base: float, exponent: float) -> float:
@@ -66,7 +66,7 @@ def _power(base: float, exponent: float) -> float:
         raise ValueError("the result is too large")
     result = base**exponent
     if isinstance(result, complex):
-        raise ValueError("the result is no real number")
+        raise ValueError("the result is not a real number")
     return _small(result)
 
 

@@ -1,7 +1,7 @@
-"""The conversation: calls are answered, and the turn without one is scored.
+"""Environment that answers tool calls, and scores the first turn without one.
 
-A call is `<tool>NAME ARGUMENT</tool>`, where the argument may have several lines, and the answer to
-it is `<result>TEXT</result>`:
+A call is `<tool>NAME ARGUMENT</tool>`, where the argument may have several lines, and the answer is
+`<result>TEXT</result>`:
 
     What is 12 * 34?
     <tool>calculator 12 * 34</tool>
@@ -18,27 +18,28 @@ from typing import Any
 
 from nemo_rl_core.config.multi_turn import ToolUse
 from nemo_rl_core.environments.interfaces import EnvironmentReturn, Message, Scorer, shorten
+from nemo_rl_core.environments.multi_turn.replies import Reply, joined_replies
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 Tool = Callable[[str], str]
-"""Its argument to its result; a ValueError's text is the result of a call that failed."""
+"""Maps an argument to a result; if it raises ValueError, the message is the result."""
 
 _OPEN, _CLOSE = "<tool>", "</tool>"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """What a turn asks for."""
+    """Tool call of a turn."""
 
     name: str
     argument: str
 
 
 def find_call(turn: str) -> ToolCall | None:
-    """The first call of a turn; what stands behind it is not read.
+    """Returns the first call of a turn, or None; an unclosed call counts too.
 
-    A call that is not closed counts: a stop string may have taken its end.
+    A stop string may have removed its end.
 
     Example:
         >>> find_call("Let me see: <tool>calculator 3 * 4</tool>")
@@ -52,19 +53,16 @@ def find_call(turn: str) -> ToolCall | None:
 
 
 class ToolEnvironment:
-    """Answers to calls, and has the first turn without one scored; holds nothing between calls.
+    """Answers tool calls, and scores the first turn without one; stateless between calls.
 
-    A call that fails (an unknown name, a program that crashes) is answered with what went wrong:
-    it is the policy's affair. Where a tool itself is broken, the conversation has an error.
+    A call that fails because of the policy (an unknown name, a program that crashes) is answered
+    with an error message. If a tool itself is broken, the conversation has an error.
 
     Args:
-        config: The bounds.
-        tools: By name.
-        scorer: For the last turn. It sees the first message as the prompt, and that turn alone as
-            the completion.
-
-    Attributes:
-        first_stop_strings: Where the first turn must stop, since no step comes before it.
+        config: Limits of a conversation.
+        tools: Tools by name.
+        scorer: Scorer of the last turn. The prompt is the first message, and the completion is only
+            the last turn.
     """
 
     first_stop_strings = (_CLOSE,)
@@ -75,44 +73,36 @@ class ToolEnvironment:
     def step(
         self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
     ) -> EnvironmentReturn:
-        """Answers to the last turn of each of `B` conversations."""
-        import torch
-
-        num = len(message_log_batch)
-        calls = [find_call(log[-1]["content"]) for log in message_log_batch]
-        made = [stored.get("num_calls", 0) for stored in metadata]
-        left = [self._config.max_calls - each for each in made]
-        ended = [call is None or room <= 0 for call, room in zip(calls, left, strict=True)]
-        last = [i for i in range(num) if ended[i]]
-        scored = self._scorer.score([_as_rollout(message_log_batch[i], metadata[i]) for i in last])
-        waiting = [call for call, over in zip(calls, ended, strict=True) if call and not over]
-        # Programs run in processes of their own; how many at once is their sandbox's affair.
+        """Answers the last turn of each of `B` conversations."""
+        num_calls = [stored.get("num_calls", 0) for stored in metadata]
+        calls = [
+            find_call(log[-1]["content"]) if count < self._config.max_calls else None
+            for log, count in zip(message_log_batch, num_calls, strict=True)
+        ]
+        rows = list(zip(calls, message_log_batch, metadata, strict=True))
+        last = [_as_rollout(log, stored) for call, log, stored in rows if call is None]
+        scores = iter(self._scorer.score(last))
+        # The sandbox limits the number of programs that run at once.
         with ThreadPoolExecutor() as pool:
-            answers = pool.map(self._answer, waiting)
-        scores = iter(scored)
-        outcomes = [next(scores) if over else next(answers) for over in ended]
-        return EnvironmentReturn(
-            observations=[
-                {"role": "environment", "content": said if isinstance(said, str) else ""}
-                for said in outcomes
-            ],
-            metadata=[
-                {**stored, "num_calls": before + (not over)}
-                for stored, before, over in zip(metadata, made, ended, strict=True)
-            ],
-            next_stop_strings=[None if over else [_CLOSE] for over in ended],
-            rewards=torch.tensor(
-                [each if isinstance(each, float) else 0.0 for each in outcomes],
-                dtype=torch.float32,
-            ),
-            terminateds=torch.tensor(ended, dtype=torch.bool),
-            errors=[str(each) if isinstance(each, RewardError) else None for each in outcomes],
-        )
+            results = pool.map(self._answer, filter(None, calls))
+        replies = []
+        for call, count, stored in zip(calls, num_calls, metadata, strict=True):
+            outcome = next(scores) if call is None else next(results)
+            reply = Reply(
+                outcome if isinstance(outcome, float) else 0.0,
+                terminated=call is None,
+                observation=outcome if isinstance(outcome, str) else "",
+                metadata={**stored, "num_calls": count + (call is not None)},
+                stop_strings=None if call is None else [_CLOSE],
+                error=str(outcome) if isinstance(outcome, RewardError) else None,
+            )
+            replies.append(reply)
+        return joined_replies(replies)
 
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """The batch as it was; the metrics of its rewards are the run's own."""
+        """Returns the unchanged batch; the run already has metrics of its rewards."""
         return batch, {}
 
     def shutdown(self) -> None:
@@ -130,18 +120,18 @@ class ToolEnvironment:
             return _result(self._cut(tool(call.argument)))
         except ValueError as error:
             return _result(self._cut(f"error: {error}"))
-        # Named fault boundary: a tool that is broken costs this conversation, not the batch.
+        # Broad on purpose: a broken tool costs only this conversation, not the batch.
         except Exception as error:  # noqa: BLE001 (becomes the conversation's error)
             return RewardError(
                 f"the tool {call.name!r} is broken",
                 expected="a result, or a ValueError for a call that fails",
                 got=f"{type(error).__name__}: {shorten(str(error), 300)}",
-                fix="mend the tool, or leave it out of environment.tools",
+                fix="fix the tool, or leave it out of environment.tools",
             )
 
     def _cut(self, text: str) -> str:
         most = self._config.max_result_characters
-        # A result must not look like the end of itself, or like a call.
+        # A result must not contain the end of a result, or a call.
         safe = text.replace("</result>", "").replace(_OPEN, "").replace(_CLOSE, "")
         return safe if len(safe) <= most else f"{safe[:most]} ..."
 

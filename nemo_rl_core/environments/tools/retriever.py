@@ -1,4 +1,4 @@
-"""The passages of a file that fit a question best."""
+"""Retrieves the passages of a file that match a question best."""
 
 import json
 import math
@@ -14,16 +14,11 @@ _WORD = re.compile(r"\w+")
 
 
 class Retriever:
-    """BM25 over passages in memory (Robertson and Zaragoza 2009), with Lucene's idf, which is never
-    negative.
+    """BM25 over passages in memory (Robertson and Zaragoza 2009), with Lucene's non-negative idf.
 
-    A passage `d` scores, over the words `q` of the question, each as often as it is asked,
+    The score of a passage `d` is a sum over the words `q` of the question, with repetitions:
     `sum_q idf(q) * f(q, d) * (k1 + 1) / (f(q, d) + k1 * (1 - b + b * |d| / average |d|))` with
     `idf(q) = ln(1 + (n - n(q) + 0.5) / (n(q) + 0.5))`, `k1 = 1.5` and `b = 0.75`.
-
-    Args:
-        passages: At least one.
-        num_passages: How many are given.
     """
 
     def __init__(self, passages: Sequence[str], *, num_passages: int = 3) -> None:
@@ -35,11 +30,7 @@ class Retriever:
 
     @classmethod
     def from_file(cls, path: Path, *, num_passages: int) -> "Retriever":
-        """Reads a jsonl file whose rows have `text`, or a text file with a passage a line.
-
-        Raises:
-            DataError: When it cannot be read, or has no passages.
-        """
+        """Reads a jsonl file whose rows have `text`, or a text file with one passage per line."""
         try:
             lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
             if path.suffix == ".jsonl":
@@ -51,25 +42,24 @@ class Retriever:
         return cls(lines, num_passages=num_passages)
 
     def scores(self, question: str) -> list[float]:
-        """The score of every passage, in their order."""
-        return [self._score(_words(question), place) for place in range(len(self._passages))]
+        """Returns the score of each passage, in order."""
+        return [self._score(_words(question), index) for index in range(len(self._passages))]
 
     def __call__(self, question: str) -> str:
-        """The passages with a word of the question, the best first, equal ones in their order.
+        """Returns the best passages that contain a word of the question, best first.
 
-        Raises:
-            ValueError: When none has any.
+        Ties keep the order of the file. Without any such passage it raises ValueError.
         """
         scores = self.scores(question)
-        best = sorted(range(len(scores)), key=lambda place: -scores[place])[: self._num_passages]
-        found = [self._passages[place] for place in best if scores[place] > 0]
-        if not found:
-            raise ValueError("no passage has any of these words")
-        return "\n".join(found)
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: self._num_passages]
+        passages = [self._passages[index] for index in best if scores[index] > 0]
+        if not passages:
+            raise ValueError("no passage contains any of these words")
+        return "\n".join(passages)
 
-    def _score(self, question: Sequence[str], place: int) -> float:
-        counts = self._counts[place]
-        norm = _K1 * (1 - _B + _B * self._lengths[place] / self._average)
+    def _score(self, question: Sequence[str], index: int) -> float:
+        counts = self._counts[index]
+        norm = _K1 * (1 - _B + _B * self._lengths[index] / self._average)
         return sum(
             self._idf(word) * counts[word] * (_K1 + 1) / (counts[word] + norm)
             for word in question
@@ -77,8 +67,8 @@ class Retriever:
         )
 
     def _idf(self, word: str) -> float:
-        with_it = self._containing[word]
-        return math.log(1 + (len(self._passages) - with_it + 0.5) / (with_it + 0.5))
+        count = self._containing[word]
+        return math.log(1 + (len(self._passages) - count + 0.5) / (count + 0.5))
 
 
 def _words(text: str) -> list[str]:
@@ -88,7 +78,7 @@ def _words(text: str) -> list[str]:
 def _unreadable(path: Path, got: str) -> DataError:
     return DataError(
         f"the retriever has no passages in {path.name!r}",
-        expected='a jsonl file whose rows have "text", or a text file with a passage a line',
+        expected='a jsonl file whose rows have "text", or a text file with one passage per line',
         got=got[:200],
         fix="correct the tool's path",
     )

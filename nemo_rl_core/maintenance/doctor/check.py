@@ -14,9 +14,7 @@ class Result:
     """The result of a check.
 
     Attributes:
-        state: "fail" if runs cannot work, "warn" if some cannot or something is lost.
-        found: Description of this machine's state.
-        fix: The fix; empty if none is needed.
+        state: "fail" if no run can work, "warn" if some runs or features cannot.
     """
 
     state: State
@@ -26,13 +24,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Check:
-    """A check of this machine.
-
-    Attributes:
-        name: Name in the output.
-        run: Runs the check.
-        is_slow: True if it starts programs that take seconds.
-    """
+    """A check of this machine; a slow one starts programs that take seconds."""
 
     name: str
     run: Callable[[Store], Result]

@@ -1,6 +1,6 @@
-"""Whether Triton can compile here: on GPUs it makes a C library for each kernel's first call.
+"""Checks that Triton can compile the C launcher of a kernel, as it does on GPUs at the first call.
 
-The file imports nothing of the project, so that any Python runs it before anything is installed:
+The file imports nothing from the project, so any Python can run it before anything is installed:
 
     python nemo_rl_core/maintenance/doctor/compiler.py
 """
@@ -17,15 +17,14 @@ _SECONDS = 60.0
 
 
 def compiler() -> str | None:
-    """The C compiler, as Triton chooses it: `CC`, else gcc, else clang."""
-    named = os.environ.get("CC")
-    return named or shutil.which("gcc") or shutil.which("clang")
+    """Returns the C compiler in Triton's order: `CC`, else gcc, else clang."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
-def why_nothing_compiles() -> str | None:
-    """Compiles an extension of Python; None if that works, else what is missing."""
-    found = compiler()
-    if found is None:
+def compiler_problem() -> str | None:
+    """Compiles a Python extension; returns None if that works, else the problem."""
+    program = compiler()
+    if program is None:
         return "there is no C compiler: neither gcc nor clang is on the PATH, and CC is not set"
     include = Path(sysconfig.get_path("include", "posix_prefix"))
     if not (include / "Python.h").is_file():
@@ -33,31 +32,31 @@ def why_nothing_compiles() -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "extension.c"
         source.write_text("#include <Python.h>\nint version(void) { return PY_VERSION_HEX; }\n")
-        command = [found, str(source), "-O3", "-shared", "-fPIC", f"-I{include}"]
+        arguments = [program, str(source), "-O3", "-shared", "-fPIC", f"-I{include}"]
         try:
             done = subprocess.run(
-                [*command, "-o", str(source.with_suffix(".so"))],
+                [*arguments, "-o", str(source.with_suffix(".so"))],
                 capture_output=True, text=True, timeout=_SECONDS, check=False,
             )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:
-            return f"{found} does not run: {error}"
+            return f"{program} does not run: {error}"
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
-        return f"{found} compiles no extension of Python: {lines[0][:200]}"
+        return f"{program} cannot compile a Python extension: {lines[0][:200]}"
     return None
 
 
 def fix() -> str:
-    """The packages of Debian and Ubuntu that bring all of it."""
+    """Returns the command that installs the packages on Debian and Ubuntu."""
     version = ".".join(map(str, sys.version_info[:2]))
     return f"`apt install gcc libc6-dev python{version}-dev`"
 
 
 def main() -> int:
-    """Prints the finding; the exit code is 1 if nothing compiles."""
-    missing = why_nothing_compiles()
-    print(f"{missing}; fix: {fix()}" if missing else f"{compiler()} compiles")  # noqa: T201
-    return int(missing is not None)
+    """Prints the result; returns exit code 1 if compiling fails."""
+    problem = compiler_problem()
+    print(f"{problem}; fix: {fix()}" if problem else f"{compiler()} compiles")  # noqa: T201
+    return int(problem is not None)
 
 
 if __name__ == "__main__":

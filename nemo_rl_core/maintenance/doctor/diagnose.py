@@ -1,4 +1,4 @@
-"""Runs all checks, in the order in which they are shown."""
+"""Runs all checks in display order."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -24,13 +24,7 @@ class CheckResult:
 def diagnose(
     store: Store, *, checks: Sequence[Check] = CHECKS, quick: bool = False
 ) -> Iterator[CheckResult]:
-    """Runs the checks in parallel; yields results in order.
-
-    Args:
-        store: The store that runs will write to.
-        checks: The checks.
-        quick: Skip checks that start programs.
-    """
+    """Runs the checks in parallel; yields results in order. `quick` skips slow checks."""
     chosen = [check for check in checks if not (quick and check.is_slow)]
     with ThreadPoolExecutor(max_workers=4) as pool:
         yield from pool.map(lambda check: _run(check, store), chosen)
@@ -40,6 +34,6 @@ def _run(check: Check, store: Store) -> CheckResult:
     start = time.monotonic()
     try:
         result = check.run(store)
-    except Exception as error:  # noqa: BLE001  (fault boundary: a broken check is a finding)
+    except Exception as error:  # noqa: BLE001  (a broken check is a finding)
         result = Result("warn", f"the check itself failed: {error!r}", "please report this")
     return CheckResult(check.name, result, time.monotonic() - start)

@@ -18,7 +18,7 @@ from nemo_rl_core.maintenance.doctor.check import Check, Result
 from nemo_rl_core.store.store import Store
 
 _GIB = 2**30
-_MIN_MEMORY_GIB = 4.0  # training and the engine of the smallest recipe, side by side
+_MIN_MEMORY_GIB = 4.0  # training and the engine of the smallest recipe together
 _MIN_SHARED_GIB = 1.0
 _MIN_DISK_GIB = 5.0
 _MIN_OPEN_FILES = 1024
@@ -26,7 +26,7 @@ _QUERY = "name,memory.total,memory.used,driver_version"
 
 
 def check_gpus(_: Store) -> Result:
-    """Checks the number and kind of GPUs, and whether they are free."""
+    """Checks the number and kind of GPUs and whether they are free."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"],
@@ -34,7 +34,7 @@ def check_gpus(_: Store) -> Result:
         )  # fmt: skip
     except FileNotFoundError:
         if Path("/dev/nvidia0").exists():
-            return Result("warn", "there is a GPU, and no nvidia-smi", "install NVIDIA's driver")
+            return Result("warn", "there is a GPU, but no nvidia-smi", "install NVIDIA's driver")
         return Result("ok", "none: choose `cluster: {shape: laptop}`, which needs none")
     except (subprocess.SubprocessError, OSError) as error:
         message = str(getattr(error, "stdout", "") or error).strip().splitlines()[:1]
@@ -43,38 +43,38 @@ def check_gpus(_: Store) -> Result:
     rows = [[cell.strip() for cell in line.split(",")] for line in listed.stdout.splitlines()]
     if not rows:
         return Result("ok", "none")
-    found = f"{len(rows)} x {rows[0][0]}, {rows[0][1]} MiB each, driver {rows[0][3]}"
+    status = f"{len(rows)} x {rows[0][0]}, {rows[0][1]} MiB each, driver {rows[0][3]}"
     busy = [
         str(index)
         for index, row in enumerate(rows)
         if row[1].isdigit() and row[2].isdigit() and int(row[2]) > 0.5 * int(row[1])
     ]
     if busy:
-        return Result("warn", f"{found}; more than half of the memory of {', '.join(busy)} is used",
+        return Result("warn", f"{status}; over half of the memory of {', '.join(busy)} is used",
                       "end the programs that `nvidia-smi` lists")  # fmt: skip
-    return Result("ok", found)
+    return Result("ok", status)
 
 
 def check_memory(_: Store) -> Result:
-    """Checks for enough memory for training and generation side by side."""
+    """Checks for enough memory for training together with generation."""
     total, free = total_memory_gib(), psutil.virtual_memory().available / _GIB
-    found = f"{total:.1f} GiB, {min(free, total):.1f} GiB free, {os.cpu_count()} cores"
+    status = f"{total:.1f} GiB, {min(free, total):.1f} GiB free, {os.cpu_count()} cores"
     if min(free, total) < _MIN_MEMORY_GIB:
-        return Result("warn", found, f"close programs: have {_MIN_MEMORY_GIB:.0f} GiB free")
-    return Result("ok", found)
+        return Result("warn", status, f"close programs until {_MIN_MEMORY_GIB:.0f} GiB are free")
+    return Result("ok", status)
 
 
 def check_shared_memory(_: Store) -> Result:
-    """Checks the size of /dev/shm, through which Ray's processes pass tensors."""
+    """Checks the size of /dev/shm, which Ray's processes use to share tensors."""
     folder = Path("/dev/shm")
     fix = "start the container with --shm-size=8g"
     if not folder.is_dir():
         return Result("warn", "no /dev/shm: Ray uses files instead, slowly", fix)
     usage = shutil.disk_usage(folder)
-    found = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
+    status = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
     if usage.free < _MIN_SHARED_GIB * _GIB:
-        return Result("warn", found, fix)
-    return Result("ok", found)
+        return Result("warn", status, fix)
+    return Result("ok", status)
 
 
 def check_store(store: Store) -> Result:
@@ -103,10 +103,10 @@ def check_disk(store: Store) -> Result:
     """Checks the free disk space for checkpoints."""
     folder = next(path for path in (store.root, *store.root.parents) if path.exists())
     usage = shutil.disk_usage(folder)
-    found = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free at {folder}"
+    status = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free at {folder}"
     if usage.free < _MIN_DISK_GIB * _GIB:
-        return Result("warn", found, "`nemo-rl gc --max-size` frees some, or set NEMO_RL_HOME")
-    return Result("ok", found)
+        return Result("warn", status, "`nemo-rl gc --max-size` frees some, or set NEMO_RL_HOME")
+    return Result("ok", status)
 
 
 def check_open_files(_: Store) -> Result:
@@ -118,16 +118,16 @@ def check_open_files(_: Store) -> Result:
 
 
 def check_clock(store: Store) -> Result:
-    """Checks that the clock is not behind the times of files."""
-    # Runs and manifests are sorted by time. The network is not used: there may be none.
+    """Checks that the times of files are not in the future."""
+    # Runs and manifests are sorted by time. There may be no network to ask.
     paths = [Path(__file__), store.root, *store.runs.glob("*"), *store.artifacts.glob("*")]
     newest = max(path.stat().st_mtime for path in paths if path.exists())
     ahead = newest - time.time()
-    found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    status = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     if ahead > 60:
-        return Result("warn", f"{found}: files of the store are {ahead:.0f} s ahead",
+        return Result("warn", f"{status}: files of the store are {ahead:.0f} s ahead",
                       "set the clock (`timedatectl set-ntp true`)")  # fmt: skip
-    return Result("ok", found)
+    return Result("ok", status)
 
 
 def check_sandbox(_: Store) -> Result:

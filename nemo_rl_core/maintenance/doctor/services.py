@@ -20,7 +20,7 @@ PORTS = {
     10001: "Ray's clients",
     UI_PORT: "`nemo-rl ui`",
 }
-"""Default ports of programs; a local run uses free ones instead."""
+"""Default ports of programs; local runs use free ports instead."""
 
 _RAY_PROCESSES = ("raylet", "gcs_server")
 _MAX_OLD_BYTES = 5 * 2**30
@@ -29,15 +29,15 @@ _MAX_OLD_BYTES = 5 * 2**30
 def check_ports(_: Store, *, ports: Mapping[int, str] = PORTS) -> Result:
     """Checks that the default ports are free."""
     taken = {port: use for port, use in ports.items() if not _is_free(port)}
-    found = ", ".join(f"{port} ({use})" for port, use in taken.items())
+    status = ", ".join(f"{port} ({use})" for port, use in taken.items())
     if not taken:
         return Result("ok", f"{', '.join(map(str, ports))} are free")
     if all(use.startswith("Ray") for use in taken.values()) and _ray_processes():
-        return Result("ok", f"{found} taken, and a Ray runs here")
-    if taken.keys() == {UI_PORT} and _pages():
-        return Result("ok", f"{found} taken, and `nemo-rl ui` runs here")
-    return Result("warn", f"{found} taken",
-                  "end what listens there (`ss -ltnp` names it), or choose another")  # fmt: skip
+        return Result("ok", f"{status} taken by Ray on this machine")
+    if taken.keys() == {UI_PORT} and _ui_processes():
+        return Result("ok", f"{status} taken by `nemo-rl ui` on this machine")
+    return Result("warn", f"{status} taken",
+                  "end the program that listens (see `ss -ltnp`), or use another port")  # fmt: skip
 
 
 def check_ray_processes(_: Store) -> Result:
@@ -56,10 +56,10 @@ def check_ray_sessions(_: Store, *, max_old_bytes: int = _MAX_OLD_BYTES) -> Resu
     in_use = " ".join(" ".join(_command(process)) for process in _ray_processes())
     left = [path for path in folder.glob("session_2*") if path.name not in in_use]
     size = sum(map(allocated, left))
-    found = f"{len(left)} old sessions, {size / 2**20:.0f} MiB, in {folder}"
+    status = f"{len(left)} old sessions, {size / 2**20:.0f} MiB, in {folder}"
     if size > max_old_bytes:
-        return Result("warn", found, f"remove them while no Ray runs: rm -r {folder}/session_2*")
-    return Result("ok", found if left else "nothing")
+        return Result("warn", status, f"remove them while no Ray runs: rm -r {folder}/session_2*")
+    return Result("ok", status if left else "nothing")
 
 
 def check_hub(_: Store) -> Result:
@@ -68,16 +68,16 @@ def check_hub(_: Store) -> Result:
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     offline = os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "True", "YES", "ON")
     num_models = len(list(cache.glob("models--*")))
-    found = f"{num_models} models in {cache}{', and HF_HUB_OFFLINE is set' if offline else ''}"
+    status = f"{num_models} models in {cache}{', and HF_HUB_OFFLINE is set' if offline else ''}"
     folder = next(path for path in (cache, *cache.parents) if path.exists())
     if not os.access(folder, os.W_OK):
-        return Result("warn", f"{found}, which cannot be written",
+        return Result("warn", f"{status}, which cannot be written",
                       "point HF_HOME at a folder that can be written")  # fmt: skip
-    return Result("ok", found)
+    return Result("ok", status)
 
 
 def check_token(_: Store) -> Result:
-    """Checks for a token of the hub, which is never shown."""
+    """Checks for a token of the hub without showing it."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     if os.environ.get("HF_TOKEN"):
         return Result("ok", "HF_TOKEN is set")
@@ -101,12 +101,11 @@ def _ray_processes() -> list[psutil.Process]:
     return [each for each in psutil.process_iter(["name"]) if each.info["name"] in _RAY_PROCESSES]
 
 
-def _pages() -> list[psutil.Process]:
-    """Processes of `nemo-rl ui`."""
-    found = ((each, _command(each)) for each in psutil.process_iter())
+def _ui_processes() -> list[psutil.Process]:
+    commands = ((each, _command(each)) for each in psutil.process_iter())
     return [
         each
-        for each, words in found
+        for each, words in commands
         if any(Path(a).name == "nemo-rl" and b == "ui" for a, b in itertools.pairwise(words))
     ]
 

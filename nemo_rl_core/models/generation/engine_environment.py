@@ -5,7 +5,7 @@ from nemo_rl_core.distributed.worker_group import SEES_ALL_GPUS
 
 
 def engine_environment(config: SamplingConfig) -> dict[str, str]:
-    """What must stand in a worker's environment before it imports the engine's library."""
+    """Returns variables that a worker needs before it imports the engine's library."""
     if not isinstance(config, VllmGenerationConfig):
         return {}
     return {
@@ -16,9 +16,9 @@ def engine_environment(config: SamplingConfig) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_FLOAT32_MATMUL_PRECISION": config.float32_matmul_precision,
-        # FlashInfer compiles kernels when they are first used, by a compiler that images have not.
-        # Its sampler takes no seeds, so rollouts never use it, but vLLM's warm-up would; its
-        # all-reduce has no fixed order of sums.
+        # FlashInfer compiles kernels on first use, with a compiler that images do not have.
+        # Its sampler takes no seeds, so rollouts never use it, but vLLM's warm-up would. The sums
+        # of its all-reduce have no fixed order.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
         **(SEES_ALL_GPUS if config.ranks_per_engine > 1 else {}),

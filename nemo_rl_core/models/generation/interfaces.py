@@ -1,4 +1,4 @@
-"""What a generation engine takes and gives; yours may implement it, too."""
+"""Interface of generation engines, which custom classes may implement."""
 
 from typing import Any
 

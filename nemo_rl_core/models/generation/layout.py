@@ -1,4 +1,4 @@
-"""How engines lie over their workers, and by what a running one is found again."""
+"""Layout of engines over workers, and the key by which a running engine is reused."""
 
 import hashlib
 import json
@@ -18,13 +18,13 @@ WITHIN_AN_ENGINE = (PIPELINE, TENSOR)
 
 
 def engine_sharding(config: SamplingConfig) -> NamedSharding:
-    """Engines over the first bundles of their cluster; ranks that talk most lie side by side."""
+    """Lays out engines over the first bundles; ranks that communicate most are adjacent."""
     engines, ranks = config.num_engines, config.ranks_per_engine
     pipeline, tensor = 1, 1
     if isinstance(config, SplitEngine):
         pipeline, tensor = config.pipeline_parallel_size, config.tensor_parallel_size
     every_rank = np.arange(engines * ranks)
-    if isinstance(config, MegatronGenerationConfig):  # whose groups are laid out so
+    if isinstance(config, MegatronGenerationConfig):  # the order of its groups
         return NamedSharding(
             every_rank.reshape(pipeline, engines, tensor), (PIPELINE, DATA, TENSOR)
         )
@@ -32,7 +32,7 @@ def engine_sharding(config: SamplingConfig) -> NamedSharding:
 
 
 def engine_key(setup: GenerationSetup) -> str:
-    """What an engine is started with: architecture, size and sampling, but not the weights."""
+    """Hashes architecture, size and sampling of an engine, but not the weights."""
     architecture: dict[str, Any] = json.loads((setup.model_folder / "config.json").read_text())
     described = json.dumps(architecture, sort_keys=True) + repr(
         (setup.config, setup.max_model_len, setup.stop_token_ids, setup.dtype, setup.seed)

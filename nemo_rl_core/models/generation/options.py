@@ -1,4 +1,4 @@
-"""An engine's set-up from a mapping of options, by the names of NeMo RL's `VllmConfig`."""
+"""Set-up of an engine from options with the names of NeMo RL's `VllmConfig`."""
 
 from collections.abc import Mapping
 from typing import Any, Final, TypedDict
@@ -31,7 +31,7 @@ _ALIASES: Final = {
 
 
 class VllmEngineConfig(TypedDict, total=False):
-    """What `VllmConfig.vllm_cfg` says of an engine."""
+    """Options of an engine in `VllmConfig.vllm_cfg`."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
@@ -44,7 +44,7 @@ class VllmEngineConfig(TypedDict, total=False):
 
 
 class VllmConfig(TypedDict, total=False):
-    """A set-up by the names of NeMo RL's `VllmConfig`; `read_setup` maps them."""
+    """Options with the names of NeMo RL's `VllmConfig`, which `read_setup` maps."""
 
     backend: str
     model_name: str
@@ -62,12 +62,12 @@ class VllmConfig(TypedDict, total=False):
 
 
 class _ModelOptions(FrozenConfig):
-    """The options of the model and its tokens; those of sampling are in the engine's config.
+    """Options of the model and its tokens; those of sampling are in the engine's config.
 
     Attributes:
-        stop_token_ids: End a completion besides the model's own.
-        max_model_len: The most tokens of a prompt and its completion; by default what the model
-            was made for.
+        stop_token_ids: Tokens that end a completion, in addition to the model's.
+        max_model_len: Maximum number of tokens of a prompt and its completion; by default the
+            model's context length.
     """
 
     model_name: str
@@ -79,31 +79,26 @@ class _ModelOptions(FrozenConfig):
 
 
 def read_setup(options: Mapping[str, Any], config_class: type[EngineConfig]) -> GenerationSetup:
-    """All that an engine needs.
+    """Reads the set-up of an engine.
 
     Args:
         options: `model_name`; `dtype` (or `precision`), `max_model_len`, `stop_token_ids`,
-            `pad_token_id`, `seed`; and the fields of the config. Those in `vllm_cfg` may stand
-            beside it as well. `eos_token_id`, one or a list, adds to `stop_token_ids`;
+            `pad_token_id`, `seed`; and the fields of the config. Options of `vllm_cfg` may also be
+            at the top level. `eos_token_id`, one or a list, adds to `stop_token_ids`;
             `do_sample: false` is `temperature: 0`.
-        config_class: Of the engine.
-
-    Raises:
-        ConfigError: For an unknown option, or a value that does not fit.
-        ModelError: If there is no such model.
     """
     flat = {**options, **options.get("vllm_cfg", {})}
     flat.pop("vllm_cfg", None)
     if flat.pop("async_engine", False):
         raise ConfigError(
-            "this engine completes whole batches",
+            "this engine completes one batch at a time",
             expected="async_engine: false",
             got="true",
             fix="leave async_engine out, or start VllmGeneration(cluster, config), which has an "
             "asynchronous engine",
         )
     named = {_ALIASES.get(name, name): value for name, value in flat.items()}
-    if not named.pop("do_sample", True):  # transformers' word for the likeliest token always
+    if not named.pop("do_sample", True):  # transformers' option for greedy decoding
         named["temperature"] = 0.0
     if "eos_token_id" in named:
         ends = named.pop("eos_token_id")
@@ -118,11 +113,11 @@ def read_setup(options: Mapping[str, Any], config_class: type[EngineConfig]) -> 
     except ValidationError as error:
         raise describe(error, {**named, **of_model}) from error
     folder = local_folder(model.model_name)
-    own = stop_token_ids(folder, load_tokenizer(folder))
+    model_stops = stop_token_ids(folder, load_tokenizer(folder))
     longest = model.max_model_len or sampling_length(folder)
     if longest is None:
         raise ConfigError(
-            f"the model {model.model_name!r} does not say how long its sequences may be",
+            f"the model {model.model_name!r} does not declare a maximum sequence length",
             expected="max_model_len",
             fix="give max_model_len",
         )
@@ -130,7 +125,7 @@ def read_setup(options: Mapping[str, Any], config_class: type[EngineConfig]) -> 
         model_folder=folder,
         config=config,
         max_model_len=longest,
-        stop_token_ids=tuple(sorted({*own, *(model.stop_token_ids or ())})),
+        stop_token_ids=tuple(sorted({*model_stops, *(model.stop_token_ids or ())})),
         dtype=model.dtype,
         seed=model.seed,
         pad_token_id=model.pad_token_id,
@@ -141,12 +136,7 @@ def read_vllm_setup(
     cluster: ClusterSession | RayVirtualCluster,
     config: GenerationSetup | VllmConfig | Mapping[str, Any],
 ) -> GenerationSetup:
-    """A set-up as it is, or one for as many engines as the cluster has room for.
-
-    Raises:
-        ConfigError: For an unknown option, or a value that does not fit.
-        ModelError: If there is no such model.
-    """
+    """Returns a set-up unchanged, or reads options for as many engines as fit in the cluster."""
     if isinstance(config, GenerationSetup):
         return config
     options: dict[str, Any] = {**config, **config.get("vllm_cfg", {})}

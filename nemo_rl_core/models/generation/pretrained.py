@@ -1,4 +1,4 @@
-"""Engines by the name of a model: transformers' own loop, and Megatron-core's model."""
+"""Engines that are started from the name of a model: transformers and Megatron-core."""
 
 import itertools
 from pathlib import Path
@@ -16,17 +16,17 @@ _numbers = itertools.count(1)
 
 
 class NamedGeneration(Generation):
-    """An engine by the name of its model; its workers start at once.
+    """An engine that is started from the name of its model; its workers start at once.
 
     Args:
         model_name: A hub name, or a folder in the transformers layout.
-        cluster: Where the workers run; by default on this machine.
+        cluster: Cluster or session of the workers; by default this machine.
         **options: Fields of the engine's config, and `dtype`, `max_model_len`, `stop_token_ids`,
             `pad_token_id`, `seed`.
 
     Raises:
-        ConfigError: For an option that does not exist (names the nearest one) or does not fit.
-        ModelError: If there is no such model.
+        ConfigError: For an unknown option (suggests the nearest one) or an invalid value.
+        ModelError: If the model does not exist.
     """
 
     config_class: ClassVar[type[EngineConfig]]
@@ -49,7 +49,7 @@ class NamedGeneration(Generation):
 
 
 class HuggingFaceGeneration(NamedGeneration):
-    """Transformers' own loop, for models that no engine knows, and for comparison."""
+    """The generation loop of transformers: for models that vLLM does not support, or to compare."""
 
     config_class = HuggingFaceGenerationConfig
 

@@ -1,4 +1,4 @@
-"""Engines that go on generating between calls."""
+"""Engines that keep generating between calls."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,15 @@ from nemo_rl_core.backends.generation.base import GenerationSetup, WeightsProof
 from nemo_rl_core.config.generation import SamplingConfig, VllmGenerationConfig
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.held_rows import HeldRow, HeldRows
+from nemo_rl_core.distributed.remote_columns import RemoteRow, RemoteRows
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError, WorkerLostError
-from nemo_rl_core.models.generation import where_made
-from nemo_rl_core.models.generation.balance import RequestBalance
+from nemo_rl_core.models.generation import remote_completions
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.layout import WITHIN_AN_ENGINE
 from nemo_rl_core.models.generation.options import VllmConfig, read_vllm_setup
-from nemo_rl_core.models.generation.where_made import HeldCompletions
+from nemo_rl_core.models.generation.remote_completions import RemoteCompletions
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation.proof import check_unchanged
 from nemo_rl_core.telemetry import usage
@@ -35,14 +34,7 @@ _SHARED_POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class KeptCompletion:
-    """A completion that stays with the engine that has made it until it is handed over.
-
-    Attributes:
-        engine: Index of the engine.
-        input_length: Tokens of prompt and completion.
-        completion_length: Tokens of the completion.
-        truncated: A bound ended it.
-    """
+    """A completion that stays in its engine until `take_remotely`."""
 
     engine: int
     input_length: int
@@ -50,30 +42,81 @@ class KeptCompletion:
     truncated: bool
 
 
+@dataclass(frozen=True)
+class OutstandingRequest:
+    """A request that an engine has not answered."""
+
+    engine: int
+    prompt_tokens: int
+    most_tokens: int
+
+
+class RequestBalance:
+    """Sends each request to the engine with the fewest outstanding tokens.
+
+    The length of a completion is not known, so a request counts with the most tokens that it can
+    have. Which engine serves a request does not change its tokens, since each request has a seed.
+
+    Example:
+        >>> balance = RequestBalance(2)
+        >>> balance.assign([0, 1, 2], prompt_tokens=[4, 4, 4], new_tokens=[96, 16, 16])
+        [[0], [1, 2]]
+        >>> balance.settle(0).prompt_tokens
+        4
+        >>> balance.assign([3], prompt_tokens=[4], new_tokens=[16])
+        [[0], []]
+    """
+
+    def __init__(self, num_engines: int) -> None:
+        self._tokens = [0] * num_engines
+        self._requests: dict[int, OutstandingRequest] = {}
+
+    @property
+    def busy(self) -> list[int]:
+        """Engines with outstanding requests."""
+        return [engine for engine, tokens in enumerate(self._tokens) if tokens]
+
+    def assign(
+        self, request_ids: Sequence[int], *, prompt_tokens: Sequence[int], new_tokens: Sequence[int]
+    ) -> list[list[int]]:
+        """Assigns each request to an engine, in order."""
+        shares: list[list[int]] = [[] for _ in self._tokens]
+        for index, (request_id, prompt, new) in enumerate(
+            zip(request_ids, prompt_tokens, new_tokens, strict=True)
+        ):
+            engine = min(range(len(self._tokens)), key=self._tokens.__getitem__)
+            self._requests[request_id] = OutstandingRequest(engine, prompt, prompt + new)
+            self._tokens[engine] += prompt + new
+            shares[engine].append(index)
+        return shares
+
+    def settle(self, request_id: int) -> OutstandingRequest | None:
+        """Removes a request that was answered or cancelled; None if it is not outstanding."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._tokens[request.engine] -= request.most_tokens
+        return request
+
+
 class StreamingGeneration(Generation):
-    """vLLM engines that take requests at any time, and new weights in the middle of them.
+    """vLLM engines that take requests at any time, and new weights during generation.
 
     A request goes to the engine with the fewest outstanding tokens. New weights reach all engines
     in one transfer, as one version.
 
-    Samples may all be of older weights than the policy's, so that no step can compare them with it.
-    So every transfer of weights ends with a proof, and begins with another: that each engine still
-    computes as it did at the end of the one before.
+    All samples of a step may be from older weights than the policy's, so that its gate cannot
+    compare them. Therefore every transfer of weights ends with a proof, and begins with a check
+    that each engine still computes the same as at the end of the previous transfer.
 
     Args:
-        cluster: A session with its running workers, or a cluster of your own.
-        config: Model, sampling and size, of vLLM engines; as `VllmGeneration` takes it.
-        name: Of the worker group.
-        gate: The bounds of its proofs.
+        cluster: A session with its running workers, or a custom cluster.
+        config: Model, sampling and size of vLLM engines, the same as in `VllmGeneration`.
 
     Attributes:
-        keeps_completions: Whether `poll` brings lengths alone, and `hand_over` references to all
-            else; as one user asks for it, before the first request.
-        agreement: The largest `token_mult_prob_error` of an engine in the last proof; 1 is
+        keeps_completions: Whether `poll` returns only lengths, and `take_remotely` references to
+            the rest; set before the first request.
+        agreement: Largest `token_mult_prob_error` of an engine in the last proof; 1 is perfect
             agreement.
-
-    Raises:
-        ConfigError: For another engine.
     """
 
     agreement: float
@@ -108,78 +151,64 @@ class StreamingGeneration(Generation):
 
     def _start(self) -> None:
         super()._start()
-        self._balance = RequestBalance(self.num_engines)  # new engines know of no requests
+        self._balance = RequestBalance(self.num_engines)  # new engines have no requests
         self._arrived: list[tuple[int, Completion | KeptCompletion]] = []
         self._submitting: list[Any] = []
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """It is always ready."""
+        """Does nothing: the engine is always ready."""
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> None:
-        """It goes on with what it was asked; there is no memory that it could give away."""
+        """Does nothing: the engine continues with its requests and frees no memory."""
 
     def submit(
-        self, names: Sequence[int], requests: BatchedDataDict, *, first_version: int = 0
+        self, request_ids: Sequence[int], requests: BatchedDataDict, *, first_version: int = 0
     ) -> None:
-        """Hands requests over and returns at once; what becomes of that, the next call raises.
+        """Submits requests and returns at once; the next call raises errors of the engines.
 
-        An engine takes them between two of its own steps, for which nobody waits.
+        An engine takes requests between two of its steps; this call does not wait for that.
 
         Args:
-            names: `B` of them, by which `poll` calls the completions.
-            requests: As for `generate`, drawn under the temperature, or as
-                `where_made.whole_requests` takes them.
-            first_version: An engine begins them when its weights have this version or a later one;
-                with a transfer, before it answers that.
-
-        Raises:
-            ConsistencyError: If an engine, with the weights of a folder, computes otherwise than
-                transformers does.
-            WorkerLostError: If a worker is lost; see `restart`.
+            request_ids: `B` ids, which `poll` returns with the completions.
+            requests: Same as in `generate`, always sampled with the temperature, or the
+                result of `Requests.batch`.
+            first_version: First version of the weights that may complete the requests. An engine
+                begins them before it answers the transfer of that version.
         """
         self._prove_folder()
         if self.num_engines > 1:
-            self._collect(wait_seconds=0.0)  # what is done already is no load
+            self._collect(wait_seconds=0.0)  # removes finished requests from the load
         most = self._setup.config.max_new_tokens
         limits = requests.get("max_new_tokens", torch.full((requests.size,), most))
         shares = self._balance.assign(
-            names,
-            prompt_tokens=where_made.lengths_before(requests).tolist(),
+            request_ids,
+            prompt_tokens=remote_completions.lengths_before(requests).tolist(),
             new_tokens=limits.clamp(max=most).tolist(),
         )
         for engine, rows in enumerate(shares):
             if rows:
                 batch = requests.select_indices(rows)
-                own = [names[row] for row in rows]
                 self._submitting += self._calls(
                     engine,
                     "__ray_call__",
-                    where_made.submit,
-                    names=own,
+                    remote_completions.submit,
+                    request_ids=[request_ids[row] for row in rows],
                     batch=batch,
                     first_version=first_version,
                 )
 
     def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion | KeptCompletion]]:
-        """Completions that are done and were not returned before, by name.
-
-        Args:
-            wait_seconds: For the first of them.
-
-        Raises:
-            WorkerLostError: If a worker is lost; see `restart`.
-        """
+        """Returns the request ids and completions of requests that finished since the last call."""
         if not self._arrived:
             busy = len(self._balance.busy)
-            # Engines are asked together, so that one with nothing must not keep the others waiting.
+            # All engines are polled together: an idle one must not delay the others.
             self._collect(
                 wait_seconds=wait_seconds if busy == 1 else min(wait_seconds, _SHARED_POLL_SECONDS)
             )
-        found, self._arrived = self._arrived, []
-        return found
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
     def _collect(self, *, wait_seconds: float) -> None:
-        """Asks all engines with outstanding requests for what is done."""
         busy, method = self._balance.busy, "poll_lengths" if self.keeps_completions else "poll"
         calls = [
             self._workers.start_single_worker(
@@ -190,87 +219,87 @@ class StreamingGeneration(Generation):
         lengths: list[int] = []
         num_generated = 0
         for engine, answer in zip(busy, self._finish(calls), strict=True):
-            for name, *made in answer:
-                request = self._balance.settle(name)
+            for request_id, *made in answer:
+                request = self._balance.settle(request_id)
                 if request is None and self.keeps_completions:
-                    continue  # given up in the same moment
+                    continue  # cancelled at the same time
                 prompt_tokens = request.prompt_tokens if request else 0
                 drawn = made[0] if self.keeps_completions else len(made[0].token_ids)
                 lengths.append(prompt_tokens + drawn)
                 num_generated += drawn
-                found = KeptCompletion(engine, lengths[-1], *made) if len(made) > 1 else made[0]
-                self._arrived.append((name, found))
+                completion = (
+                    KeptCompletion(engine, lengths[-1], *made) if len(made) > 1 else made[0]
+                )
+                self._arrived.append((request_id, completion))
         if lengths:
             shape = model_shape(self._setup.model_folder)
             usage.count("generation", shape, lengths, num_generated=num_generated)
 
-    def hand_over(
+    def take_remotely(
         self,
         kept: Mapping[int, KeptCompletion],
-        before: Mapping[int, HeldRow] | None = None,
-    ) -> HeldCompletions:
-        """Has the engines put completions into the object store, a block each.
+        before: Mapping[int, RemoteRow] | None = None,
+    ) -> RemoteCompletions:
+        """Makes each engine put its completions into the object store, as one block.
 
         Args:
-            kept: What `poll` has returned, by name; each is handed over once.
-            before: The rows behind which some of them went on, as their requests had them.
-
-        Raises:
-            WorkerLostError: If a worker is lost, and with it what it keeps; see `restart`.
+            kept: Completions from `poll`, by request id; each can be taken once.
+            before: Remote rows that the requests of some of them followed, by request id.
         """
         engine = np.array([each.engine for each in kept.values()], np.int64)
-        names, calls = np.array(list(kept), np.int64), []
+        request_ids, calls = np.array(list(kept), np.int64), []
         used, block = np.unique(engine, return_inverse=True)
-        row = np.zeros(len(names), np.int64)
+        row = np.zeros(len(request_ids), np.int64)
         for number, each in enumerate(used.tolist()):
-            own = np.flatnonzero(block == number)
-            row[own] = np.arange(len(own))
-            asked = [(before or {}).get(name) for name in names[own].tolist()]
-            going_on = [place for place, each in enumerate(asked) if each is not None]
-            rows = [each for each in asked if each is not None]
+            of_engine = np.flatnonzero(block == number)
+            row[of_engine] = np.arange(len(of_engine))
+            earlier = [
+                (before or {}).get(request_id) for request_id in request_ids[of_engine].tolist()
+            ]
+            continued = [index for index, each in enumerate(earlier) if each is not None]
+            rows = [each for each in earlier if each is not None]
             calls.append(
                 self._workers.start_single_worker(
                     "__ray_call__",
-                    where_made.hand_over,
+                    remote_completions.take_remotely,
                     rank=each * self._ranks,
-                    num_held=2,
-                    names=names[own].tolist(),
+                    num_remote=2,
+                    request_ids=request_ids[of_engine].tolist(),
                     model_folder=self._setup.model_folder,
-                    going_on=going_on,
-                    before=HeldRows.of_each(rows) if rows else None,
+                    continued=continued,
+                    before=RemoteRows.of_each(rows) if rows else None,
                 )
             )
         self._finish([first for first, _, _ in calls])
-        return HeldCompletions(
+        return RemoteCompletions(
             np.array([each.input_length for each in kept.values()], np.int64),
             np.array([each.completion_length for each in kept.values()], np.int64),
             np.array([each.truncated for each in kept.values()], np.bool_),
-            HeldRows(tuple(tokens for _, tokens, _ in calls), block, row),
-            HeldRows(tuple(texts for _, _, texts in calls), block, row),
+            RemoteRows(tuple(tokens for _, tokens, _ in calls), block, row),
+            RemoteRows(tuple(texts for _, _, texts in calls), block, row),
         )
 
     def finish_first(self, priority: int) -> None:
-        """Waits for requests of this priority and smaller ones that are nearly complete.
+        """Waits for nearly complete requests of this priority or a smaller one.
 
-        New weights interrupt what is under way, and its keys and values are computed anew. Each
-        engine completes these requests before that, unless more tokens are left to draw, at most,
-        than would be computed anew. The next transfer replaces an engine that is lost meanwhile.
+        New weights interrupt requests, whose keys and values must then be computed again. Each
+        engine completes these requests before that, unless they may draw more tokens than would be
+        computed again. The next transfer replaces an engine that is lost meanwhile.
         """
         with suppress(WorkerLostError):
             self._ask_all("finish_first", priority=priority)
 
-    def cancel(self, names: Sequence[int]) -> None:
-        """Gives requests up; their completions may still come from the next `poll`."""
-        self._ask_all("cancel", names=list(names))
-        for name in names:
-            self._balance.settle(name)
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """Cancels requests; the next `poll` may still return their completions."""
+        self._ask_all("cancel", request_ids=list(request_ids))
+        for request_id in request_ids:
+            self._balance.settle(request_id)
 
     @property
     def _ranks(self) -> int:
         return self._setup.config.ranks_per_engine
 
     def _calls(self, engine: int, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls of all ranks of an engine."""
         first = engine * self._ranks
         return [
             self._workers.start_single_worker(method, *args, rank=rank, **kwargs)
@@ -278,18 +307,15 @@ class StreamingGeneration(Generation):
         ]
 
     def _finish(self, calls: Sequence[Any]) -> list[Any]:
-        """Their answers; a worker that is stuck is lost, as one that does not `generate` is."""
+        """Returns the answers; a worker that does not answer in time is lost, as in `generate`."""
         before, self._submitting = self._submitting, []
         limit = self._setup.config.generate_timeout_seconds
         return self._workers.finish([*before, *calls], limit)[len(before) :]
 
-    @property
-    def holds_completions(self) -> bool:
-        """Not: it answers requests one by one."""
-        return False
+    def _sleep_options(self, *, discards_weights: bool) -> None:
+        """Returns None, as the engine never sleeps."""
 
     def _ask_all(self, method: str, **kwargs: Any) -> list[Any]:
-        """What each engine answers."""
         return self._workers.run_all_workers_sharded_data(
             method,
             replicate_on_axes=self._sharding.names,
@@ -301,21 +327,19 @@ class StreamingGeneration(Generation):
     def update_weights(
         self, policy: Policy, *, weight_version: int | None = None, checks_later: bool = False
     ) -> None:
-        """Takes over the policy's weights in the middle of what is being generated.
+        """Loads the policy's weights while requests are under way.
 
-        If a worker is lost, all are started again first; what they were asked is forgotten.
+        If a worker is lost, all are restarted first, and their requests are lost.
 
         Args:
-            policy: Whose weights.
-            weight_version: What tokens drawn from now on are marked with; None leaves that as it
-                is.
-            checks_later: Leave the policy's part of the proof to `check_update`, so that the engine
-                can be given requests before.
+            weight_version: Version that is recorded for tokens from now on; None keeps the last.
+            checks_later: Whether to leave the policy's part of the proof to `check_update`, so that
+                the engine can be given requests before.
 
         Raises:
-            ConsistencyError: If other weights arrived than were sent, the engine computes
-                otherwise than the policy, or has changed since the last transfer.
-            WorkerError: If the trainer is lost, or the engine once more.
+            ConsistencyError: If the received weights differ from those sent, the engine disagrees
+                with the policy, or has changed since the last transfer.
+            WorkerError: If the trainer is lost, or the engine again.
         """
         if weight_version is not None:
             self._weight_version = weight_version
@@ -324,11 +348,7 @@ class StreamingGeneration(Generation):
             self.check_update()
 
     def check_update(self) -> None:
-        """Compares what an update has proved with its policy, which must not have trained on.
-
-        Raises:
-            ConsistencyError: If the engine computes otherwise than the policy.
-        """
+        """Compares the proof of the last update with its policy, which must be unchanged."""
         if self._unchecked is None:
             return
         (outputs, policy), self._unchecked = self._unchecked, None
@@ -342,7 +362,7 @@ class StreamingGeneration(Generation):
         return {"weight_version": self._weight_version, "proof": self._proof_prompts}
 
     def _prove_update(self, policy: Policy) -> None:
-        """Of what the engine computed between two steps of its own, before anything else ran."""
+        """Takes the proof that the engine computed right after the transfer, between two steps."""
         proofs: list[WeightsProof] = self._ask_all("last_proof")
         for proof in proofs:
             if proof.first is not None:
@@ -351,10 +371,6 @@ class StreamingGeneration(Generation):
         self._unchecked = outputs, policy
 
     def restart(self, lost: WorkerLostError) -> None:
-        """Starts all workers again with the weights that they had; they were asked nothing then.
-
-        Raises:
-            ConsistencyError: If the policy has trained on since it was given them.
-        """
+        """Restarts all workers with the weights that they had, and without requests."""
         _LOG.warning("%s; the engine is started again", lost.problem)
         self._restart(lost)

@@ -1,4 +1,4 @@
-"""vLLM's engine by the names of NeMo RL's `VllmConfig`."""
+"""vLLM engines that take the options of NeMo RL's `VllmConfig`."""
 
 import os
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync import LinkSpec
+from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.engine_environment import engine_environment
 from nemo_rl_core.models.generation.options import VllmConfig, read_setup, read_vllm_setup
@@ -25,18 +25,18 @@ class VllmGeneration(Generation):
     """vLLM engines over a cluster; running ones of the same model and size are reused.
 
     With `async_engine: true` the call returns a `StreamingGeneration` instead: one engine that also
-    takes requests at any time (`submit`, `poll`), and weights in the middle of them.
+    takes requests at any time (`submit`, `poll`), and new weights during generation.
 
     Args:
-        cluster: A session with its running workers, or a cluster of your own.
-        config: A set-up, or the options of `VllmConfig`: then there are as many engines as the
-            cluster has room for, unless `num_engines` says another number.
-        name: Of the worker group.
-        gate: The bounds of its proofs.
+        cluster: A session with its running workers, or a custom cluster.
+        config: A set-up, or the options of `VllmConfig`, with as many engines as fit in the cluster
+            by default (`num_engines`).
+        name: Name of the worker group.
+        gate: Bounds of the proofs.
     """
 
     def __new__(cls, cluster: Any, config: Any, **options: Any) -> Any:
-        """The asynchronous engine, where the options ask for it."""
+        """Returns the asynchronous engine if the options ask for it."""
         if cls is VllmGeneration and _is_asynchronous(config):
             from nemo_rl_core.models.generation.streaming import StreamingGeneration
 
@@ -61,11 +61,11 @@ def _is_asynchronous(config: Any) -> bool:
 
 
 class VllmGenerationWorker:
-    """One vLLM engine in this process; `ray.remote` makes an actor of it.
+    """One vLLM engine in this process; `ray.remote` turns it into an actor.
 
     Args:
         model_name: A hub name, or a folder in the transformers layout.
-        **options: Words of `VllmConfig`.
+        **options: Options of `VllmConfig`.
     """
 
     def __init__(self, model_name: str, **options: Any) -> None:
@@ -80,27 +80,26 @@ class VllmGenerationWorker:
     def generate(
         self, input_ids: torch.Tensor, *, greedy: bool = False, **columns: Any
     ) -> BatchedDataDict:
-        """Completes `input_ids [B, T]`, whole rows unless `input_lengths` says else.
+        """Completes `input_ids [B, T]`; without `input_lengths` rows are not padded.
 
         Args:
-            input_ids: Padded on the right.
-            greedy: The likeliest token each time.
-            **columns: The others of a `GenerationDatumSpec`.
+            input_ids: Prompts, padded on the right.
+            **columns: Other columns of a `GenerationDatumSpec`.
         """
         num_rows, width = input_ids.shape
-        given = {
+        others = {
             "input_lengths": torch.full((num_rows,), width),
             "seeds": row_seeds(self._seed, num_rows),
             **columns,
         }
-        batch = BatchedDataDict({"input_ids": input_ids, **given})
+        batch = BatchedDataDict({"input_ids": input_ids, **others})
         return self._backend.generate(batch, greedy=greedy)
 
     def update_weights(self, weights_handle: LinkSpec) -> str:
-        """Takes one transfer of all weights; returns what arrived, digested.
+        """Receives one transfer of all weights; returns the digest of what arrived.
 
         Args:
-            weights_handle: Of a link at whose other end an `Endpoint` sends.
+            weights_handle: Handle of a link, to whose other end an `Endpoint` sends.
         """
         return self._backend.receive_weights(weights_handle, 0)
 

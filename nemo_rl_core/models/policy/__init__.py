@@ -1,4 +1,4 @@
-"""The controller's side of a model in training, and policies by the name of their model."""
+"""The controller's side of a model in training, and policies that are named by their model."""
 
 from typing import Any
 

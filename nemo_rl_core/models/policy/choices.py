@@ -1,4 +1,4 @@
-"""The values of settings of `training` that are `auto`, chosen before the workers set up."""
+"""Choice of values for settings of `training` that are `auto`, before the workers set up."""
 
 import json
 import logging
@@ -21,39 +21,34 @@ _MANY = 2**31
 def with_choices(
     setup: TrainingSetup, cluster: RayVirtualCluster, *, memory_gib: float | None
 ) -> tuple[TrainingSetup, dict[str, str]]:
-    """The set-up without `auto`, by the arithmetic of `nemo-rl plan`.
+    """Replaces `auto` in a set-up by the values that `nemo-rl plan` computes.
 
-    A model that plans cannot count has the values of CPUs, and the log warns.
+    A model whose memory cannot be planned gets the values for CPUs, with a warning in the log.
 
     Args:
-        setup: Whose `load` says what else is on the GPUs; one without it is taken to be trained
-            alone, by many micro-batches a step.
-        cluster: Where it computes.
-        memory_gib: Of the smallest of its GPUs; None on CPUs.
-
-    Returns:
-        The set-up, and what was chosen, by path in a recipe.
+        setup: Set-up, whose `load` describes what else is on the GPUs. Without it, training is
+            assumed to be the only load, with many micro-batches per step.
     """
-    asked = setup.training
-    if not open_choices(asked):
+    training = setup.training
+    if not open_choices(training):
         return setup, {}
-    found = without_plan(asked)
+    resolved_training = without_plan(training)
     if memory_gib is not None:
         try:
             load = chosen(_load_of(setup, cluster), memory_gib)
             assert load.training is not None
-            found = load.training.config
+            resolved_training = load.training.config
         except NemoRLError as error:
             _LOG.warning("memory was not planned: %s", error.in_one_line)
-    said = resolved(asked, found)
+    values_by_path = resolved(training, resolved_training)
     if memory_gib is not None:
-        values = ", ".join(f"{path} {value}" for path, value in said.items())
+        values = ", ".join(f"{path} {value}" for path, value in values_by_path.items())
         _LOG.warning("chosen for GPUs of %.0f GiB: %s", memory_gib, values)
-    return replace(setup, training=found, load=None), said
+    return replace(setup, training=resolved_training, load=None), values_by_path
 
 
 def _load_of(setup: TrainingSetup, cluster: RayVirtualCluster) -> StageLoad:
-    own = ClusterConfig(
+    actual = ClusterConfig(
         shape="cluster",
         num_workers=cluster.world_size,
         num_gpus_per_node=max(cluster.bundle_ct_per_node_list),
@@ -62,12 +57,12 @@ def _load_of(setup: TrainingSetup, cluster: RayVirtualCluster) -> StageLoad:
         assert load.training is not None
         training = replace(load.training, config=setup.training)
         is_same = load.cluster.num_workers == cluster.world_size
-        return replace(load, training=training, cluster=load.cluster if is_same else own)
+        return replace(load, training=training, cluster=load.cluster if is_same else actual)
     reference = setup.reference_folder
     return StageLoad(
         "training",
         _sizes(setup.model_folder),
-        own,
+        actual,
         setup.dtype,
         prompt_tokens=0,
         completion_tokens=setup.max_tokens_per_microbatch,
@@ -79,7 +74,7 @@ def _load_of(setup: TrainingSetup, cluster: RayVirtualCluster) -> StageLoad:
             moments=setup.optimizer.moments,
             has_head=setup.head == "lm",
             reference=_sizes(reference) if reference else None,
-            is_trained_base=reference == setup.model_folder,
+            reference_is_base=reference == setup.model_folder,
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Options of a policy that is named by its model: the optimizer's, and those of sampling."""
+"""Options of the optimizer and of sampling, for a policy that is named by its model."""
 
 from typing import Any, Literal
 
@@ -12,23 +12,23 @@ UNBOUNDED_CONTEXT = 2**31
 
 
 class PolicyOptions(OptimizerConfig):
-    """The options of a pretrained policy besides the settings of its backend.
+    """Options of a pretrained policy, in addition to the settings of its backend.
 
     Attributes:
-        dtype: Type of the matrix products; `auto` is bfloat16 on a GPU, else float32.
-        temperature: What logits are divided by.
-        max_new_tokens: The longest completion of `generate`.
-        top_p: `generate` draws from the likeliest tokens that together have this probability.
-        top_k: `generate` draws from so many likeliest tokens; None draws from all.
-        repetition_penalty: `generate` divides the logits of tokens that came before by it.
-        do_sample: False takes the likeliest token at every step, also where `greedy` is not given.
-        eos_token_id: One token or several that end a completion, besides the model's own.
-        pad_token_id: Stands behind the shorter completions of `generate`.
+        dtype: Type of matrix products; `auto` means bfloat16 on GPUs, else float32.
+        temperature: Divisor of the logits.
+        max_new_tokens: Maximum length of a completion of `generate`.
+        top_p: Total probability of the likeliest tokens that `generate` samples from.
+        top_k: Number of likeliest tokens that `generate` samples from; None samples from all.
+        repetition_penalty: Divisor of the logits of tokens that occurred before, in `generate`.
+        do_sample: False always takes the likeliest token, also without `greedy`.
+        eos_token_id: One token or several that end a completion, in addition to the model's.
+        pad_token_id: Padding after the shorter completions of `generate`.
     """
 
     @property
-    def dtype_here(self) -> DType:
-        """The type on this machine."""
+    def resolved_dtype(self) -> DType:
+        """`dtype`, or what `auto` means on this machine."""
         if self.dtype == "auto":
             return "bfloat16" if count_gpus() else "float32"
         return self.dtype
@@ -48,7 +48,7 @@ class PolicyOptions(OptimizerConfig):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Of `eos_token_id`."""
+        """Tokens of `eos_token_id`."""
         ends = self.eos_token_id
         if ends is None:
             return ()
@@ -56,7 +56,7 @@ class PolicyOptions(OptimizerConfig):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The fields of a `SamplingConfig`."""
+        """Fields of a `SamplingConfig`."""
         return {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature if self.do_sample else 0.0,

@@ -1,7 +1,7 @@
-"""A policy from the name of a model and options; workers start when it is first called.
+"""A policy from the name of a model and options, whose workers start on the first call.
 
-The options are the keys of the settings, and besides them the names that users of transformers and
-of Megatron know: `torch_dtype`, `load_in_8bit`, `tensor_model_parallel_size` and so on.
+The options are the keys of the settings and their names in transformers and Megatron:
+`torch_dtype`, `load_in_8bit`, `tensor_model_parallel_size` and so on.
 """
 
 import itertools
@@ -50,28 +50,28 @@ _OF_GENERATE = frozenset(
 
 
 class PretrainedPolicy(PolicyInterface):
-    """A policy by the name of its model; the model as it was is its reference.
+    """A policy that is named by its model; the untrained model is its reference.
 
     Args:
         model_name: A hub name, or a folder in the transformers layout.
-        cluster: Where the workers run; by default on this machine, as many as hold one copy.
+        cluster: Cluster of the workers; by default this machine, with one copy of the model.
         **options: Settings of the backend (`tensor_parallel_size`, `lora`, ...), of the optimizer
             (`learning_rate`, ...), and those of `PolicyOptions`.
 
     Attributes:
-        model_name: As given.
-        cluster: As given.
+        model_name: The argument.
+        cluster: The argument.
 
     Raises:
-        ConfigError: For an option that does not exist (names the nearest one) or does not fit.
-        ModelError: When first asked, if there is no such model.
+        ConfigError: For an unknown option (suggests the nearest one) or an invalid value.
+        ModelError: On the first call, if the model does not exist.
     """
 
     training_class: ClassVar[type[DTensorTraining] | type[MegatronTraining]]
     aliases: ClassVar[Mapping[str, str]] = {}
     """Names of other libraries for settings of this one."""
     without_effect: ClassVar[Mapping[str, str]] = {}
-    """Options that are accepted, and why they change nothing."""
+    """Options that are accepted, with the reason why they change nothing."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class PretrainedPolicy(PolicyInterface):
 
     @property
     def policy(self) -> Policy:
-        """The policy proper; its workers are started, or taken, when first asked for."""
+        """The running policy; the first access starts or reuses its workers."""
         if self._running is None:
             cluster = self.cluster or connect(self._one_copy())
             self._running = Policy(cluster, self._setup(), name=self._name)
@@ -128,26 +128,25 @@ class PretrainedPolicy(PolicyInterface):
     def options(
         self, cluster: RayVirtualCluster | None = None, *, of_generate: bool = True
     ) -> dict[str, Any]:
-        """The options as a trainer's `from_pretrained` takes them.
+        """Returns the options for `from_pretrained` of a trainer.
 
         Args:
-            cluster: That the trainer was given; None where it has none, and trains one copy of the
-                model on this machine.
-            of_generate: With those that say how `generate` samples, for a trainer that samples.
+            cluster: Cluster of the trainer; None trains one copy of the model on this machine.
+            of_generate: Whether to include options of `generate`, for a trainer that samples.
         """
         config = self._one_copy()
         if cluster is not None:
             shape: ShapeName = "cluster" if cluster.use_gpus else "laptop"
             config = ClusterConfig(shape=shape, num_workers=cluster.world_size)
-        given = {
+        options = {
             name: value
             for name, value in self._options_given.items()
             if of_generate or name not in _OF_GENERATE
         }
-        if not given.pop("do_sample", True):
-            given["temperature"] = 0.0  # which an algorithm that samples refuses
-        given.pop("pad_token_id", None)  # trainers mask what is behind a completion
-        return {"training": self._training, "cluster": config, **given}
+        if not options.pop("do_sample", True):
+            options["temperature"] = 0.0  # refused by an algorithm that samples
+        options.pop("pad_token_id", None)  # trainers mask padding
+        return {"training": self._training, "cluster": config, **options}
 
     def _setup(self) -> TrainingSetup:
         base = local_folder(self.model_name)
@@ -159,42 +158,38 @@ class PretrainedPolicy(PolicyInterface):
             training=self._training,
             max_tokens_per_microbatch=options.max_tokens_per_microbatch,
             temperature=options.temperature,
-            dtype=options.dtype_here,
+            dtype=options.resolved_dtype,
             seed=options.seed,
         )
 
-    def go_on_from(self, model_folder: Path) -> None:
-        """Takes over trained weights, with a new optimizer, when asked next.
-
-        Args:
-            model_folder: In the transformers layout; of the same architecture.
-        """
+    def resume_from(self, model_folder: Path) -> None:
+        """Continues with trained weights and a new optimizer from the next call on."""
         self.shutdown()
         self._trained = model_folder
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """`logprobs [B, T-1]` under the weights being trained."""
+        """Returns `logprobs [B, T-1]` under the weights being trained."""
         return self.policy.get_logprobs(data)
 
     def get_reference_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """`logprobs [B, T-1]` under the model as it was."""
+        """Returns `logprobs [B, T-1]` under the untrained model."""
         return self.policy.get_reference_logprobs(data)
 
     def get_reference_topk_logprobs(self, data: BatchedDataDict, k: int) -> BatchedDataDict:
-        """`topk_ids` and `topk_logprobs [B, T-1, k]` under the model as it was."""
+        """Returns `topk_ids` and `topk_logprobs [B, T-1, k]` under the untrained model."""
         return self.policy.get_reference_topk_logprobs(data, k)
 
     def train(self, data: BatchedDataDict, loss_fn: LossFunction | Any) -> dict[str, Any]:
-        """One optimizer step over the whole batch.
+        """Makes one optimizer step on the complete batch.
 
         Args:
-            data: As `training_columns` takes it. Of the columns that the loss reads,
-                `prev_logprobs` and `reference_logprobs` are computed where they are missing.
-            loss_fn: The loss; its `columns` name what it reads. Rewards `[B]`, or what an
-                environment's `step` returns, stand for `RewardLossFn` and its `advantages`.
+            data: Argument of `training_columns`, with the columns that the loss reads;
+                `prev_logprobs` and `reference_logprobs` are computed if they are missing.
+            loss_fn: The loss, whose `columns` name the columns that it reads. Rewards `[B]`, or
+                the result of an environment's `step`, select `RewardLossFn` and its `advantages`.
 
         Raises:
-            MissingColumnError: Names a column that does not follow from the others.
+            MissingColumnError: If a column is missing that cannot be computed.
         """
         rewards = as_rewards(loss_fn, num_rows=data.size)
         if rewards is not None:
@@ -205,22 +200,21 @@ class PretrainedPolicy(PolicyInterface):
             "prev_logprobs": lambda: self.policy.get_logprobs(batch)["logprobs"],
             "reference_logprobs": lambda: self.policy.get_reference_logprobs(batch)["logprobs"],
         }
-        wanted = getattr(loss_fn, "columns", ())
-        batch.require(name for name in wanted if name not in sources)
-        fill(batch, wanted, sources)
+        names = getattr(loss_fn, "columns", ())
+        batch.require(name for name in names if name not in sources)
+        fill(batch, names, sources)
         self._num_updates += 1
         return self.policy.train(batch, loss_fn)
 
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
         """Completes prompts under the weights being trained.
 
-        A worker that holds the whole model completes them itself; else an engine beside the
-        trainer's workers does, which gets the weights after each training step.
+        A worker with the complete model generates itself; otherwise a separate engine does, which
+        gets the weights after each training step.
 
         Args:
             data: `input_ids [B, T]` with `input_lengths [B]` or `attention_mask [B, T]`.
-            greedy: The likeliest token at every step, in place of a sample; `do_sample: false` has
-                it always.
+            greedy: Always take the most likely token, the same as with `do_sample: false`.
         """
         if self.policy.generates:
             return self._generated_by_the_worker(data, greedy=greedy)
@@ -237,23 +231,23 @@ class PretrainedPolicy(PolicyInterface):
         output = self.policy.generate(
             data, greedy, stop_token_ids=options.stop_token_ids, **options.sampling
         )
-        place = torch.arange(output["output_ids"].shape[1])
-        is_padding = place >= output["unpadded_sequence_lengths"][:, None]
+        position = torch.arange(output["output_ids"].shape[1])
+        is_padding = position >= output["unpadded_sequence_lengths"][:, None]
         output["output_ids"][is_padding] = options.pad_token_id
         return output
 
     def _start_engine(self) -> Any:
-        from nemo_rl_core.models.generation.engine import Generation  # which drives a policy
+        from nemo_rl_core.models.generation.engine import Generation  # which imports Policy
 
         options, base = self._options, local_folder(self.model_name)
         config: Any = self._engine_config(options.sampling)
-        own = stop_token_ids(base, load_tokenizer(base))
+        model_stops = stop_token_ids(base, load_tokenizer(base))
         setup = GenerationSetup(
             model_folder=base,
             config=config,
             max_model_len=sampling_length(base) or UNBOUNDED_CONTEXT,
-            stop_token_ids=tuple(sorted({*own, *options.stop_token_ids})),
-            dtype=options.dtype_here,
+            stop_token_ids=tuple(sorted({*model_stops, *options.stop_token_ids})),
+            dtype=options.resolved_dtype,
             seed=options.seed,
             pad_token_id=options.pad_token_id,
         )
@@ -261,10 +255,10 @@ class PretrainedPolicy(PolicyInterface):
 
     @abstractmethod
     def _engine_config(self, sampling: Mapping[str, Any]) -> SamplingConfig:
-        """The engine that completes prompts where no worker holds the whole model."""
+        """Returns the config of the engine for a model that is split over workers."""
 
     def shutdown(self) -> None:
-        """Ends the workers; what they learnt since is gone. May be called again."""
+        """Ends the workers and drops their weights; may be called again."""
         if self._engine is not None:
             self._engine.shutdown()
         if self._running is not None:
@@ -273,9 +267,9 @@ class PretrainedPolicy(PolicyInterface):
 
 
 class HuggingFacePolicy(PretrainedPolicy):
-    """Any transformers model, on the `dtensor` backend; options as `PretrainedPolicy` has them.
+    """Any transformers model, on the `dtensor` backend, with the options of `PretrainedPolicy`.
 
-    `load_in_8bit` and `load_in_4bit` load frozen quantised weights and train adapters on them.
+    `load_in_8bit` and `load_in_4bit` load frozen quantized weights and train adapters on them.
 
     Example:
         >>> policy = HuggingFacePolicy("org/model", torch_dtype="bfloat16", tensor_parallel_size=2)
@@ -316,7 +310,7 @@ class HuggingFacePolicy(PretrainedPolicy):
 
 
 class MegatronPolicy(PretrainedPolicy):
-    """A model that Megatron-core knows, on the `megatron` backend, with its own names of options.
+    """A model that Megatron-core supports, on the `megatron` backend, with its option names.
 
     Example:
         >>> policy = MegatronPolicy("org/model", pipeline_model_parallel_size=4)
@@ -355,9 +349,9 @@ def _refuse_unknown(named: Mapping[str, Any], choices: set[str]) -> None:
 
 
 def local_folder(model_name: str) -> Path:
-    """The model's folder; one from the hub is downloaded, or found where it was before.
+    """Returns the model's folder, after download if it is on the hub and not in the cache.
 
-    The path is absolute: workers were started in another working directory.
+    The path is absolute, as workers have another working directory.
     """
     folder = Path(model_name).expanduser()
     if folder.is_dir():
@@ -368,8 +362,8 @@ def local_folder(model_name: str) -> Path:
     with hub_access(model_name) as problem:
         try:
             with waiting_for_files(f"downloading {model_name}", hub_folder("model", model_name)):
-                found = snapshot_download(model_name, ignore_patterns=["*.bin", "*.pth", "*.gguf"])
-            return Path(found)
+                path = snapshot_download(model_name, ignore_patterns=["*.bin", "*.pth", "*.gguf"])
+            return Path(path)
         except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
             got = problem or str(error).splitlines()[0][:200]
             raise ModelError(

@@ -2,20 +2,16 @@
 
 import logging
 
-from nemo_rl_core.distributed.step_times import stragglers, taken_times
+from nemo_rl_core.distributed.step_times import pop_step_times, stragglers
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 
 _LOG = logging.getLogger(__name__)
 NUM_STEPS = 10
-"""Steps of which a mean is taken: one slow step is no straggler."""
+"""Number of steps that are averaged: a single slow step does not make a straggler."""
 
 
 class RankTimesLog:
-    """Asks the ranks every few steps how long they compute, and logs it.
-
-    Args:
-        workers: The ranks; of one alone nothing is asked.
-    """
+    """Logs every few steps how long the ranks compute."""
 
     def __init__(self, workers: RayWorkerGroup) -> None:
         self._workers, self._num_steps = workers, 0
@@ -25,7 +21,7 @@ class RankTimesLog:
         self._num_steps += 1
         if self._workers.world_size == 1 or self._num_steps % NUM_STEPS:
             return
-        answers = self._workers.run_all_workers_single_data("__ray_call__", taken_times)
+        answers = self._workers.run_all_workers_single_data("__ray_call__", pop_step_times)
         times = [each for each in answers if each is not None]
         _LOG.info(
             "seconds of a step by rank, with waiting and without: %s",

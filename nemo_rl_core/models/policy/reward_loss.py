@@ -1,4 +1,4 @@
-"""The loss of a step on completions and their rewards alone."""
+"""The loss of a step that needs only completions and their rewards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from nemo_rl_core.functional.policy_gradient import reinforce
 class RewardLossFn:
     """REINFORCE with the batch's mean reward as its baseline: Williams (1992).
 
-    `-sum((reward - mean reward) * logprob) / Z_tok`.
+    `-sum((reward - mean reward) * logprob) / Z_tok`, where `Z_tok` is `global_valid_tokens`.
     """
 
     columns: ClassVar = ("advantages",)
@@ -29,7 +29,7 @@ class RewardLossFn:
         global_valid_seqs: Tensor,
         global_valid_tokens: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch; see `LossFunction` for shapes and normalization."""
+        """Returns the loss of a micro-batch; see `LossFunction` for shapes and normalization."""
         mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
         current = zero_masked(next_token_logprobs, mask)
         values = reinforce(current, zero_masked(batch["advantages"], mask))
@@ -38,14 +38,10 @@ class RewardLossFn:
 
 
 def as_rewards(value: Any, *, num_rows: int) -> Tensor | None:
-    """`[B]` rewards where a step was given rewards in place of a loss; None for a loss.
+    """Returns `[B]` rewards if a step was given rewards instead of a loss; None for a loss.
 
     Args:
         value: A loss, a tensor or list of rewards, or an `EnvironmentReturn`.
-        num_rows: B.
-
-    Raises:
-        DataError: If there is another number of rewards.
     """
     value = getattr(value, "rewards", value)
     if callable(value):
@@ -53,7 +49,7 @@ def as_rewards(value: Any, *, num_rows: int) -> Tensor | None:
     rewards = torch.as_tensor(value, dtype=torch.float32)
     if tuple(rewards.shape) != (num_rows,):
         raise DataError(
-            "a batch needs one reward a row",
+            "a batch needs one reward per row",
             expected=f"[{num_rows}] rewards, or a loss function",
             got=f"rewards of the shape {list(rewards.shape)}",
             fix="score each row of the batch once",

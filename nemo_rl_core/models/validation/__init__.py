@@ -1,8 +1,4 @@
-"""Whether trainer and rollout engine agree on the probability of the same tokens.
-
-At run time a gate in every step; besides that functions that compare two backends, or a model in
-the engine with itself, and all of them as `nemo-rl check-model MODEL_FOLDER`.
-"""
+"""Whether trainer and rollout engine agree on the probability of the same tokens."""
 
 from nemo_rl_core.models.validation.diagnostics import (
     test_generation_consistency,

@@ -1,4 +1,4 @@
-"""The checks of a model by name; each returns what it measured, as text."""
+"""Checks of a model by name; each returns its measurement as text."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,6 @@ _MAX_NEW_TOKENS = 16
 
 
 def _trainer_against_engine(folder: Path) -> str:
-    """On one cluster, as in a run: weights are sent, then the engine samples."""
     from pydantic import TypeAdapter
 
     from nemo_rl_core.backends.generation.base import GenerationSetup
@@ -64,4 +63,4 @@ CHECKS: dict[str, Callable[[Path], str]] = {
     "decode-against-prefill": _decode_against_prefill,
     "max-model-len": _max_model_len,
 }
-"""Each raises `ConsistencyError` where the model does not pass it."""
+"""Each raises `ConsistencyError` if the model does not pass."""

@@ -1,6 +1,6 @@
-"""Diagnostics of a model in the rollout engine, which each starts an engine in its own process.
+"""Diagnostics of a model in the rollout engine; each starts an engine in a separate process.
 
-Two have names that begin with `test_`, by which they are known elsewhere; pytest leaves them alone.
+Two have established names that begin with `test_`; pytest does not collect them.
 """
 
 import os
@@ -29,7 +29,7 @@ _START_SECONDS = 900.0
 
 
 def test_max_model_len_respected(model_name: str | Path) -> int:
-    """Asks for more tokens than the engine's `max_model_len` leaves room for.
+    """Requests more tokens than fit into the engine's `max_model_len`.
 
     Args:
         model_name: A folder in the transformers layout, or a hub name.
@@ -38,9 +38,9 @@ def test_max_model_len_respected(model_name: str | Path) -> int:
         The length of the longest sequence, in tokens.
 
     Raises:
-        ConsistencyError: If a sequence is longer, or ended early, or was not said to be truncated,
-            or a prompt that alone is too long was taken.
-        ModelError: If there is no such model.
+        ConsistencyError: If a sequence is longer, or ended early, or was not marked as truncated,
+            or a prompt that is too long was accepted.
+        ModelError: If the model does not exist.
     """
     folder = folder_to_check(model_name)
     longest = min(_MAX_MODEL_LEN, context_length(folder) or _MAX_MODEL_LEN)
@@ -65,20 +65,20 @@ def test_max_model_len_respected(model_name: str | Path) -> int:
 
 
 def test_generation_consistency(model_name: str | Path) -> float:
-    """Compares the engine's logprobs token by token (decode) with those in one pass (prefill).
+    """Compares the engine's logprobs of decoding token by token with those of prefill.
 
-    The two run through different kernels and caches. A wrong mask, position or cache shows here,
-    without a trainer.
+    The two use different kernels and caches. The comparison reveals a wrong mask, position or
+    cache, without a trainer.
 
     Args:
         model_name: A folder in the transformers layout, or a hub name.
 
     Returns:
-        `token_mult_prob_error` of one against the other; 1 is agreement.
+        `token_mult_prob_error` between the two; 1 is perfect agreement.
 
     Raises:
-        ConsistencyError: Past `THRESHOLD`.
-        ModelError: If there is no such model.
+        ConsistencyError: If it exceeds `THRESHOLD`.
+        ModelError: If the model does not exist.
     """
     folder = folder_to_check(model_name)
     longest = min(_MAX_MODEL_LEN, context_length(folder) or _MAX_MODEL_LEN)
@@ -87,7 +87,7 @@ def test_generation_consistency(model_name: str | Path) -> float:
     error: float = _run(_decode_against_prefill, setup, prompts)
     if not error <= THRESHOLD:
         raise ConsistencyError(
-            "the engine gives its own samples other logprobs when it reads them in one pass",
+            "the engine's logprobs of its samples differ between decoding and prefill",
             expected=f"token_mult_prob_error of at most {THRESHOLD} (1 is agreement)",
             got=f"{error:.4g}",
             fix="try dtype: float32; if that agrees, it is numerics, else vLLM has a fault with "
@@ -101,15 +101,11 @@ test_generation_consistency.__test__ = False  # type: ignore[attr-defined]
 
 
 def folder_to_check(model_name: str | Path) -> Path:
-    """The folder of a model, in the transformers layout.
-
-    Raises:
-        ModelError: If there is none of that name.
-    """
+    """Returns the folder of a model, in the transformers layout."""
     folder = local_folder(str(model_name))
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"{folder} holds no model",
+            f"{folder} is not a model",
             expected="config.json and *.safetensors",
             got=", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing",
             fix="name the folder that a conversion or `save_pretrained` has written",
@@ -118,11 +114,7 @@ def folder_to_check(model_name: str | Path) -> Path:
 
 
 def random_prompts(folder: Path, *, lengths: Sequence[int]) -> BatchedDataDict:
-    """Prompts of random tokens, always the same: `input_ids [B, T]`, `input_lengths`, `seeds`.
-
-    Raises:
-        ModelError: If the folder does not say how many tokens there are.
-    """
+    """Draws the same random prompts in each call: `input_ids [B, T]`, `input_lengths`, `seeds`."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder).get_text_config()
@@ -144,7 +136,7 @@ def _setup(folder: Path, *, max_model_len: int, max_new_tokens: int) -> Generati
         model_folder=folder,
         config=TypeAdapter(GenerationConfig).validate_python(sizes),
         max_model_len=max_model_len,
-        stop_token_ids=(),  # so that every sequence takes all the room there is
+        stop_token_ids=(),  # so that every sequence reaches the limit
     )
 
 
@@ -153,7 +145,7 @@ def _run(function: Any, *args: Any) -> Any:
 
 
 def _started(setup: GenerationSetup) -> Any:
-    # Before vLLM is imported, which reads them then.
+    # Set before the import of vLLM, which reads them.
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -162,7 +154,7 @@ def _started(setup: GenerationSetup) -> Any:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)  # one engine alone
+        os.environ.pop(name, None)  # a single engine
     from nemo_rl_core.backends.generation.vllm import VllmBackend
 
     backend = VllmBackend()

@@ -1,4 +1,4 @@
-"""The gate of a step: samples on which trainer and rollout engine disagree are not trained on."""
+"""The gate of a step, which excludes samples on which trainer and rollout engine disagree."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,18 +23,15 @@ _NUM_NAMED = 3
 def token_mult_prob_error(
     generation_logprobs: Tensor, trainer_logprobs: Tensor, mask: Tensor
 ) -> Tensor:
-    """`mean exp|gen - prev|`: the mean factor by which the two probabilities differ.
+    """Computes `mean exp|gen - prev|`, the mean factor by which the two probabilities differ.
 
     1 is agreement; 1.05 is the usual alarm. It is 0 only without valid tokens. Source: NeMo RL's
     `token_mult_prob_error`.
 
     Args:
-        generation_logprobs: `[B, T-1]` as the engine reported them.
-        trainer_logprobs: `[B, T-1]` under the trainer's weights at the start of the step.
+        generation_logprobs: `[B, T-1]` logprobs of the engine.
+        trainer_logprobs: `[B, T-1]` logprobs of the trainer's weights at the start of the step.
         mask: `[B, T-1]` bool.
-
-    Returns:
-        0-dim.
     """
     return masked_mean(torch.exp((generation_logprobs - trainer_logprobs).abs()), mask)
 
@@ -42,44 +39,49 @@ def token_mult_prob_error(
 def sequence_mult_prob_error(
     generation_logprobs: Tensor, trainer_logprobs: Tensor, mask: Tensor
 ) -> Tensor:
-    """`token_mult_prob_error` of each sequence, which identifies outliers.
-
-    Args:
-        generation_logprobs: `[B, T-1]`.
-        trainer_logprobs: `[B, T-1]`.
-        mask: `[B, T-1]` bool.
-
-    Returns:
-        `[B]`; 0 for a sequence without a valid token.
-    """
+    """Computes `token_mult_prob_error` of each sequence, to identify outliers."""
     return masked_sequence_mean(torch.exp((generation_logprobs - trainer_logprobs).abs()), mask)
 
 
 def check_consistency(
-    batch: BatchedDataDict, gate: GateConfig, *, reference: str = "the trainer"
+    batch: BatchedDataDict,
+    gate: GateConfig,
+    *,
+    reference: str = "the trainer",
+    version: int | None = None,
 ) -> tuple[BatchedDataDict, dict[str, float]]:
-    """Masks out single sequences that are off, and stops the run where that is not enough.
+    """Masks out inconsistent sequences, and raises an error if there are too many.
 
     Training on samples of one distribution as if they came from another fails late and silently.
-    Engine and trainer compute with different kernels, so they never agree to the bit; stale weights
-    or a wrong temperature differ by orders of magnitude more.
+    Engine and trainer use different kernels, so their logprobs are never bitwise identical; stale
+    weights or a wrong temperature make differences that are orders of magnitude larger.
 
     Args:
         batch: `generation_logprobs`, `prev_logprobs`, `token_mask`, all `[B, T-1]`, and
             `sample_mask [B]`.
-        gate: The bounds.
-        reference: What `prev_logprobs` are of, in errors.
+        reference: Name of the model that computed `prev_logprobs`, for errors.
+        version: Version of the trainer's weights. If the batch has `weight_versions`, only tokens
+            of this version are compared, and the metrics include `staleness`.
 
     Returns:
-        The batch, with `sample_mask` 0 in sequences past the bound of a sequence, whose logprobs
-        are 0 where they were not finite (they still take part in means over all rows); a batch
-        without such comes back as it is. And the metrics `token_mult_prob_error = mean exp|gen -
-        prev|` over the tokens that count (1 is agreement) and `num_inconsistent_sequences`.
+        The batch, with `sample_mask` 0 for sequences past the bound; their logprobs that are not
+        finite become 0, as means over all rows include them. A batch without such sequences is
+        returned unchanged. The metrics are `token_mult_prob_error = mean exp|gen - prev|` over the
+        remaining tokens (1 is perfect agreement) and `num_inconsistent_sequences`.
 
     Raises:
-        ConsistencyError: If the tokens that count are past their bound on average, or too large a
-            share of the sequences is masked out; says which, where, and what the likely cause is.
+        ConsistencyError: If the remaining tokens exceed their bound on average, or too large a
+            fraction of the sequences is masked out; names the worst positions and a likely cause.
     """
+    if version is not None and "weight_versions" in batch:
+        age, written = version - batch["weight_versions"], batch["token_mask"].bool()
+        current = BatchedDataDict({**batch, "token_mask": written & (age == 0)})
+        checked, metrics = check_consistency(current, gate, reference=reference)
+        ages = {
+            "staleness": float(age[written].float().mean()),
+            "staleness_max": float(age[written].max()),
+        }
+        return BatchedDataDict({**checked, "token_mask": batch["token_mask"]}), metrics | ages
     generated, trained = batch["generation_logprobs"], batch["prev_logprobs"]
     sampled = batch["sample_mask"].bool()
     mask = valid_token_mask(batch["token_mask"], sampled)
@@ -91,7 +93,7 @@ def check_consistency(
     share = num_off / max(int(sampled.sum()), 1)
     if share > gate.max_masked_fraction:
         raise _error(
-            f"{num_off} of {int(sampled.sum())} sequences are past the bound of a sequence",
+            f"{num_off} of {int(sampled.sum())} sequences exceed the bound of a sequence",
             f"at most {gate.max_masked_fraction:.0%} past {gate.max_sequence_mult_prob_error}",
             _Disagreement(generated, trained, mask, per_sequence, reference),
             gate,
@@ -110,25 +112,22 @@ def check_consistency(
 def agreement(
     batch: BatchedDataDict, gate: GateConfig, *, version: int | None = None
 ) -> dict[str, float]:
-    """What a rank says of its rows, so that the gate can be checked without their values.
+    """Sums up the rows of a rank, so that the gate can be checked without their values.
 
     Args:
-        batch: As `check_consistency` takes it, with `compared_mask [B]` for the rows of the gate;
-            `sample_mask [B]` is 0 also for rows that are left out after it.
-        gate: The bounds.
-        version: Of the trainer's weights, where `weight_versions [B, T-1]` say which ones have
-            drawn a token: others are not compared.
+        batch: Same as in `check_consistency`, with `compared_mask [B]` for the rows of the gate;
+            `sample_mask [B]` is also 0 for rows that are left out after the gate.
 
     Returns:
-        Sums over the rows: `num_off` sequences past their bound; `error` and `num_tokens` of
-        `token_mult_prob_error`; of the rows that are trained on `kl`, `ratio` and `num_trained`;
-        and with a version `age` over the `num_written` tokens, and the largest, `age_max`.
+        Sums over the rows: number `num_off` of sequences past their bound; `error` and `num_tokens`
+        of `token_mult_prob_error`; `kl`, `ratio` and `num_trained` of the rows that are trained on;
+        and with a version `age` over the `num_written` tokens, and the largest age, `age_max`.
     """
     generated, trained = batch["generation_logprobs"], batch["prev_logprobs"]
     mask = valid_token_mask(batch["token_mask"], batch["compared_mask"])
     left = valid_token_mask(batch["token_mask"], batch["sample_mask"])
     ages: dict[str, Tensor] = {}
-    if version is not None:
+    if version is not None and "weight_versions" in batch:
         written, age = batch["token_mask"].bool(), version - batch["weight_versions"]
         mask = mask & (age == 0)
         ages = {
@@ -151,14 +150,10 @@ def agreement(
 def agreement_metrics(
     parts: Sequence[Mapping[str, float]], gate: GateConfig
 ) -> dict[str, float] | None:
-    """The metrics of `check_consistency` and of `rollout_metrics` from the sums of all ranks.
-
-    Args:
-        parts: What `agreement` gives, of each rank.
-        gate: The bounds.
+    """Computes metrics of `check_consistency` and `rollout_metrics` from the sums of all ranks.
 
     Returns:
-        None where a bound is passed: `check_consistency` then says what is to be done.
+        The metrics; None if a bound is exceeded, which `check_consistency` must then handle.
     """
     total = {name: torch.tensor([part[name] for part in parts]).sum() for name in parts[0]}
     error = float(total["error"] / total["num_tokens"].clamp(min=1))
@@ -181,7 +176,7 @@ def agreement_metrics(
 
 
 def _is_off(per_sequence: Tensor, gate: GateConfig) -> Tensor:
-    # Not `per_sequence > bound`: what is not a number is past every bound, and so is infinity.
+    # Not `per_sequence > bound`: NaN and infinity exceed every bound.
     return ~(per_sequence <= gate.max_sequence_mult_prob_error) | per_sequence.isinf()
 
 
@@ -194,15 +189,7 @@ def _without(batch: BatchedDataDict, is_off: Tensor) -> BatchedDataDict:
 
 
 class _Disagreement:
-    """Where two ranges of logprobs `[B, T-1]` differ, for people.
-
-    Args:
-        generated: The engine's.
-        trained: The trainer's.
-        mask: The tokens compared.
-        per_sequence: `[B]`, their `sequence_mult_prob_error`.
-        reference: What the second range is of.
-    """
+    """A description for error messages of where two sets of logprobs `[B, T-1]` differ."""
 
     def __init__(
         self,
@@ -219,33 +206,32 @@ class _Disagreement:
         self._num_compared = int(mask.any(dim=1).sum())
 
     def share_past(self, bound: float) -> float:
-        """Of the sequences compared."""
         return int((self._errors > bound).sum()) / max(self._num_compared, 1)
 
     def worst(self) -> str:
-        """The worst sequences, each with its worst position; a row is one of the step's rollouts.
+        """Describes the worst sequences, each with its worst position; a row is a rollout.
 
-        Positions count from the first token of the prompt, which itself is predicted by none.
+        Positions count from the first token of the prompt, which has no logprob.
         """
         order = self._errors.argsort(descending=True, stable=True)[:_NUM_NAMED].tolist()
         return "; ".join(self._at(row) for row in order if self._errors[row] > 1)
 
     def _at(self, row: int) -> str:
-        place = int(self._gap[row].argmax())
+        index = int(self._gap[row].argmax())
         return (
-            f"sequence {row} ({self._errors[row]:.4g}) at position {place + 1}: engine "
-            f"{self._generated[row, place]:.4f}, {self.reference.removeprefix('the ')} "
-            f"{self._trained[row, place]:.4f} nats"
+            f"sequence {row} ({self._errors[row]:.4g}) at position {index + 1}: engine "
+            f"{self._generated[row, index]:.4f}, {self.reference.removeprefix('the ')} "
+            f"{self._trained[row, index]:.4f} nats"
         )
 
 
 def _error(
-    measured: str, expected: str, found: _Disagreement, gate: GateConfig
+    measured: str, expected: str, disagreement: _Disagreement, gate: GateConfig
 ) -> ConsistencyError:
-    share = found.share_past(gate.max_token_mult_prob_error)
+    share = disagreement.share_past(gate.max_token_mult_prob_error)
     if share > 0.5:
         cause = (
-            "most sequences are off, so the engine probably has old weights or another "
+            "most sequences are off, so the engine probably has old weights or a different "
             "temperature: look at the weight sync and at what changed since the last step"
         )
     else:
@@ -255,9 +241,10 @@ def _error(
             "gate.max_sequence_mult_prob_error or gate.max_masked_fraction"
         )
     return ConsistencyError(
-        f"the rollout engine and {found.reference} disagree about the same tokens: {measured}",
+        f"the rollout engine and {disagreement.reference} disagree about the same tokens: "
+        f"{measured}",
         expected=expected,
         got=f"{share:.0%} of sequences past {gate.max_token_mult_prob_error}; worst: "
-        f"{found.worst()}",
+        f"{disagreement.worst()}",
         fix=cause,
     )

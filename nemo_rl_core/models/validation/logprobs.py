@@ -14,16 +14,16 @@ def validate_log_probability_consistency(
     test_data: BatchedDataDict,
     threshold: float = 1.05,
 ) -> bool:
-    """Whether the trainer's logprobs are those that the engine reports of its own samples.
+    """Returns whether trainer and engine agree on the logprobs of the engine's samples.
 
     Args:
-        training_backend: Holds the weights that the engine holds; of the engine's temperature.
-        inference_backend: Completes the prompts of `test_data`.
-        test_data: As `log_probability_error` takes it.
-        threshold: The largest `token_mult_prob_error` that counts as agreement; 1 is the least.
+        training_backend: Trainer with the engine's weights and temperature.
+        inference_backend: Engine that completes the prompts of `test_data`.
+        test_data: Same as in `log_probability_error`.
+        threshold: Largest `token_mult_prob_error` that counts as agreement; at least 1.
 
     Returns:
-        True within the threshold; never for what is not a number.
+        True within the threshold; False for NaN.
 
     Raises:
         ConsistencyError: If the engine generated nothing to compare.
@@ -36,16 +36,16 @@ def log_probability_error(
     inference_backend: GenerationInterface,
     test_data: BatchedDataDict,
 ) -> float:
-    """`token_mult_prob_error = mean exp|gen - prev|` over what the engine generates.
+    """Computes `token_mult_prob_error = mean exp|gen - prev|` of tokens that the engine draws.
 
     Args:
         training_backend: The trainer.
         inference_backend: The engine.
         test_data: Prompts `input_ids [B, T]`, padded on the right, with `input_lengths [B]` or
-            `attention_mask [B, T]`; `seeds [B]` where they are not to be the row numbers.
+            `attention_mask [B, T]`; `seeds [B]` are the row numbers by default.
 
     Returns:
-        1 where all logprobs are equal.
+        The error; 1 if all logprobs are equal.
 
     Raises:
         ConsistencyError: If the engine generated nothing to compare.
@@ -59,7 +59,7 @@ def log_probability_error(
 
 
 def as_requests(test_data: BatchedDataDict) -> BatchedDataDict:
-    """Prompts with all the columns that an engine reads."""
+    """Returns prompts with all columns that an engine reads."""
     batch = with_lengths(test_data)
     if "seeds" not in batch:
         batch["seeds"] = torch.arange(len(batch["input_ids"]))

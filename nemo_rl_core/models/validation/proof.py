@@ -1,8 +1,8 @@
-"""Proof that a rollout engine computes with the weights that it was given.
+"""Proof that a rollout engine computes with the right weights.
 
-The engine completes a few fixed prompts, and a reference gives the logprobs of the same tokens
-under the same weights: the policy that sent them, or transformers where they came from a folder.
-Unlike the gate of a step, this needs no samples that the current weights have drawn.
+The engine completes a few fixed prompts, and a reference computes the logprobs of the same tokens
+under the same weights: the policy that sent them, or transformers if they came from a folder.
+Unlike the gate of a step, the proof needs no rollouts that the current weights have drawn.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from nemo_rl_core.models.validation.gate import check_consistency
 
 _PROMPT_LENGTHS = (1, 2, 3, 5, 7, 9, 11, 13)
 _NUM_NEW_TOKENS = 3
-"""One out of the prefill, and two out of decoding steps, whose kernels are others."""
+"""One token from prefill, and two from decoding, which uses other kernels."""
 
 
 _LEAST_BOUND_OF_HALF, _LEAST_BOUND_OF_FP8 = 1.25, 1.5
@@ -29,20 +29,14 @@ _BOUND_ON_CPU = 1.002
 def proof_bounds(
     gate: GateConfig, *, dtype: DType, is_quantized: bool, has_gpu: bool = True
 ) -> GateConfig:
-    """The bounds of an engine's proofs: those of the gate of a step, or wider ones for rounding.
+    """Returns the bounds of proofs: those of the gate of a step, or wider ones for rounding.
 
-    The prompts are random tokens, after which a model gives large logits to tokens that it is not
-    sure of. In bfloat16 logits of 16 to 32 are multiples of 0.125: two correct engines of
-    SmolLM2-135M differ by 1.06 to 1.09 (six draws), and one in which a single layer of 30 is wrong
-    by 1.55 to 481. The bound of FP8 is chosen, not measured. In float32 on a CPU,
-    which has no TF32, engines that compute the same as the trainer differ by less than 1e-4, and
-    others by 0.01 and more (tiny models of all types), which the gate of a step would let through.
-
-    Args:
-        gate: Of a step.
-        dtype: Of the engine and its reference.
-        is_quantized: Whether the engine rounds weights to FP8.
-        has_gpu: Whether the engine computes on a GPU.
+    The prompts are random tokens, after which a model gives large logits to uncertain tokens. In
+    bfloat16 logits of 16 to 32 are multiples of 0.125: two correct engines of SmolLM2-135M differ
+    by 1.06 to 1.09 (six draws), and one in which a single layer of 30 is wrong by 1.55 to 481. The
+    bound of FP8 is chosen, not measured. In float32 on a CPU, which has no TF32, correct engines
+    differ from the trainer by less than 1e-4, and wrong ones by 0.01 and more (tiny models of all
+    types), which the gate of a step would accept.
     """
     is_usual = gate.max_token_mult_prob_error <= GateConfig().max_token_mult_prob_error
     if dtype == "float32" and not (is_quantized or has_gpu) and is_usual:
@@ -60,11 +54,11 @@ def proof_bounds(
 
 
 def proof_prompts(model_folder: Path, *, max_model_len: int) -> BatchedDataDict:
-    """A few short prompts of a model's ordinary tokens, always the same.
+    """Draws a few short prompts of a model's ordinary tokens, the same in each call.
 
     Args:
-        model_folder: With its tokenizer. Added tokens are left out: they may stand for an image.
-        max_model_len: Of the engine; prompts that leave no room for a new token are left out.
+        model_folder: Folder with the tokenizer. Added tokens are left out, as they may represent
+            an image.
 
     Returns:
         `input_ids [B, T]`, `input_lengths [B]`, `seeds [B]` and `max_new_tokens [B]`.
@@ -87,27 +81,19 @@ def proof_prompts(model_folder: Path, *, max_model_len: int) -> BatchedDataDict:
 
 
 def check_proof(batch: BatchedDataDict, gate: GateConfig, *, reference: str) -> float:
-    """Refuses an engine whose logprobs of its completions are not those of the reference.
+    """Refuses an engine whose logprobs differ from those of the reference.
 
     Args:
-        batch: The completions, as `check_consistency` takes them; both logprobs are of the same
-            weights.
-        gate: The bounds.
-        reference: What `prev_logprobs` are of, in errors.
-
-    Returns:
-        `token_mult_prob_error`; 1 is agreement.
-
-    Raises:
-        ConsistencyError: Past the bounds.
+        batch: Completions with the columns of `check_consistency`, with the same weights in both.
+        reference: Name of the model that computed `prev_logprobs`, for errors.
     """
     return _measured(
         batch,
         gate,
         reference=reference,
         occasion="of fixed prompts, at the same weights",
-        fix="the engine does not hold the weights that it was given, or computes this architecture "
-        "otherwise: try generation: {backend: hf}; if few sequences are off a little, it is "
+        fix="the engine does not have the weights that it was given, or computes this architecture "
+        "differently: try generation: {backend: hf}; if few sequences are off a little, it is "
         "numerics: try dtype: float32, take training.float8 out, or, where there is a trainer, "
         "raise the bounds of its gate",
     )
@@ -116,25 +102,21 @@ def check_proof(batch: BatchedDataDict, gate: GateConfig, *, reference: str) -> 
 def check_unchanged(
     prompts: BatchedDataDict, first: Tensor, last: Tensor, gate: GateConfig
 ) -> None:
-    """Refuses an engine that no longer computes as it did when it was given its weights.
+    """Refuses an engine whose logprobs have changed since it was given its weights.
 
     Args:
-        prompts: What `proof_prompts` returns.
-        first: `[B, T]` the engine's logprobs of the prompts when it was given the weights.
-        last: `[B, T]` the same, when it had sampled with them.
-        gate: The bounds.
-
-    Raises:
-        ConsistencyError: Past the bounds.
+        prompts: Prompts from `proof_prompts`.
+        first: `[B, T]` logprobs of the prompts when the engine was given the weights.
+        last: `[B, T]` logprobs of the prompts after it has sampled with them.
     """
     lengths = prompts["input_lengths"]
-    place = torch.arange(1, first.shape[1])
+    position = torch.arange(1, first.shape[1])
     _measured(
         BatchedDataDict(
             {
                 "generation_logprobs": last[:, 1:],
                 "prev_logprobs": first[:, 1:],
-                "token_mask": place < lengths[:, None],
+                "token_mask": position < lengths[:, None],
                 "sample_mask": torch.ones(len(lengths)),
             }
         ),

@@ -16,7 +16,7 @@ from nemo_rl_core.ui import ancestry, completions, curves, graph
 from nemo_rl_core.ui.charts import Chart
 from nemo_rl_core.ui.costs import total_cost
 from nemo_rl_core.ui.pages.parameters import history_of, number_parameter, offset, parameter
-from nemo_rl_core.ui.templating import render
+from nemo_rl_core.ui.templating import render, render_message
 
 _DESCENDANTS_SHOWN, _FILES_SHOWN, _READ_PER_PAGE = 200, 500, 20
 _MAX_FILES_COUNTED = 20_000
@@ -25,29 +25,27 @@ _AS_TEXT = {".json", ".jsonl", ".md", ".txt", ".yaml", ".yml", ".jinja", ".html"
 
 def find(request: Request) -> Response:
     """Redirects from an id, the beginning of a hash, or a path to the artifact's page."""
-    wanted = parameter(request, "q")
-    if not wanted:
+    query = parameter(request, "q")
+    if not query:
         return RedirectResponse("/", status_code=303)
     try:
-        found = history_of(request).find_artifact(wanted)
+        artifact = history_of(request).find_artifact(query)
     except StoreError as error:
         several = (error.got or "").split(", ") if error.expected else []
         text = error.problem if not several else "Several artifacts begin like this:"
-        return render(
+        return render_message(
             request,
-            "message.html",
+            f"Artifact {query[:200]}",
+            text,
             status=200 if several else 404,
-            heading=f"Artifact {wanted[:200]}",
-            text=text,
             facts=[] if several else [("Fix", error.fix or "")],
-            command="",
             matches=several,
         )
-    return RedirectResponse(f"/artifacts/{found.id}", status_code=303)
+    return RedirectResponse(f"/artifacts/{artifact.id}", status_code=303)
 
 
 def manifest(request: Request) -> Response:
-    """Manifest, parents, descendants and files of an artifact."""
+    """Shows manifest, parents, descendants and files of an artifact."""
     history = history_of(request)
     one = _artifact(request)
     up, down = history.ancestry(one.id), history.descendants(one.id)
@@ -72,27 +70,27 @@ def manifest(request: Request) -> Response:
 
 
 def ancestry_view(request: Request) -> Response:
-    """All ancestors of an artifact, and the config changes between them."""
+    """Shows all ancestors of an artifact and the config changes between them."""
     one = _artifact(request)
-    found: AncestryGraph = history_of(request).ancestry(one.id)
+    ancestors: AncestryGraph = history_of(request).ancestry(one.id)
     return _render(
         request,
         one,
         "ancestry",
-        graph=graph.of_ancestry(found),
-        rows=ancestry.rows(found),
-        steps=ancestry.changes(found),
+        graph=graph.ancestry_graph(ancestors),
+        rows=ancestry.rows(ancestors),
+        steps=ancestry.changes(ancestors),
     )
 
 
 def completions_view(request: Request) -> Response:
-    """Completions of a training step or of an evaluation, filtered."""
+    """Shows filtered completions of a training step or of an evaluation."""
     one = _artifact(request)
     folder = Path(one.path)
     numbers = completions.steps(folder)
-    given = parameter(request, "step")
+    step_text = parameter(request, "step")
     step = (
-        (int(given) if given.isdecimal() and int(given) in numbers else numbers[-1])
+        (int(step_text) if step_text.isdecimal() and int(step_text) in numbers else numbers[-1])
         if numbers
         else None
     )
@@ -101,9 +99,9 @@ def completions_view(request: Request) -> Response:
         raise HTTPException(404, "This artifact has no completions, or its folder is gone.")
     chosen = {name: parameter(request, name) for name in ("low", "high", "only", "order", "text")}
     refused = ""
-    wanted = completions.Filter()
+    row_filter = completions.Filter()
     try:
-        wanted = completions.Filter(
+        row_filter = completions.Filter(
             number_parameter(request, "low"),
             number_parameter(request, "high"),
             chosen["text"],
@@ -112,7 +110,7 @@ def completions_view(request: Request) -> Response:
         )
     except ValueError:
         refused = "Rewards are numbers, such as 0.5. Nothing was filtered."
-    rows, total = completions.read(path, wanted)
+    rows, total = completions.read(path, row_filter)
     start = offset(request)
     return _render(
         request,
@@ -129,7 +127,7 @@ def completions_view(request: Request) -> Response:
 
 
 def file(request: Request) -> Response:
-    """A file of an artifact: shown if it is text, else sent as a download."""
+    """Shows a file of an artifact if it is text, else sends it as a download."""
     root = Path(_artifact(request).path)
     try:
         path = resolve_below(root, request.path_params["path"], source="the address")
@@ -144,12 +142,12 @@ def file(request: Request) -> Response:
 
 def _artifact(request: Request) -> ArtifactRow:
     history = history_of(request)
-    wanted = request.path_params["artifact"]
+    artifact_id = request.path_params["artifact"]
     try:
-        return history.artifact(wanted)
+        return history.artifact(artifact_id)
     except NotRecordedError:
-        row = in_store(history.store, wanted)  # older than the history
-        if row is None or row.id != wanted:
+        row = in_store(history.store, artifact_id)  # older than the history
+        if row is None or row.id != artifact_id:
             raise
         return row
 
@@ -170,15 +168,14 @@ def _render(request: Request, one: ArtifactRow, tab: str, **context: Any) -> Res
 
 
 def _files(folder: Path) -> list[tuple[str, int]]:
-    found = []
+    files = []
     for path in islice(sorted(folder.rglob("*")), _MAX_FILES_COUNTED):
         if path.is_file() and not path.is_symlink():
-            found.append((str(path.relative_to(folder)), path.stat().st_size))
-    return found
+            files.append((str(path.relative_to(folder)), path.stat().st_size))
+    return files
 
 
 def _reward_chart(request: Request, one: ArtifactRow) -> Chart | None:
-    """The chart of the reward over steps, to choose a step by."""
     if one.made_by is None:
         return None
     history = history_of(request)

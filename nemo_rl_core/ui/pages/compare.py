@@ -1,50 +1,107 @@
 """Comparison of two executions."""
 
-from typing import Any
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.history.differences import differences
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.records import Execution
+from nemo_rl_core.history.records import ArtifactRow, Execution, point_label
 from nemo_rl_core.ui import curves
+from nemo_rl_core.ui.ancestry import base_stage
 from nemo_rl_core.ui.charts import Chart, Series, chart
-from nemo_rl_core.ui.evaluations import compared
 from nemo_rl_core.ui.pages.parameters import history_of, parameter
-from nemo_rl_core.ui.templating import render
+from nemo_rl_core.ui.templating import render, render_message
+
+if TYPE_CHECKING:
+    from nemo_rl_core.evals.comparison import Comparison
+
+_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An evaluation that both runs have, with the reason if they cannot be compared."""
+
+    name: str
+    artifacts: tuple[str, str]
+    compared: "Comparison | None" = None
+    refused: str = ""
+
+
+def compared(history: History, before: Execution, after: Execution) -> list[Compared]:
+    """Compares evaluations of the same stage; from each run, the one with the most steps.
+
+    Evaluations of a sweep's points are compared with those of the same point.
+    """
+    old, new = _evaluations(history, before), _evaluations(history, after)
+    return [_compare(name, old[name], new[name]) for name in old if name in new]
+
+
+def _evaluations(history: History, run: Execution) -> dict[str, ArtifactRow]:
+    evaluations: dict[str, ArtifactRow] = {}
+    points = history.points_of(run.id)
+    for one in history.artifacts_of(run.id):
+        parents = one.manifest.get("parents", ())
+        if one.kind != "evaluation" or not (Path(one.path) / "rows.parquet").is_file():
+            continue
+        models = [p["stage"] for p in parents if p["kind"] in ("checkpoint", "model")]
+        name = f"{base_stage(one.stage)} of {base_stage(models[0]) if models else 'a model'}"
+        if one.id in points:
+            name += f" ({point_label(points[one.id])})"
+        if name not in evaluations or (one.step or 0) >= (evaluations[name].step or 0):
+            evaluations[name] = one
+    return evaluations
+
+
+def _compare(name: str, old: ArtifactRow, new: ArtifactRow) -> Compared:
+    ids = (old.id, new.id)
+    try:
+        return Compared(
+            name, ids, _measured(old.path, old.content_hash, new.path, new.content_hash)
+        )
+    except NemoRLError as error:
+        return Compared(name, ids, refused=str(error))
+    except (OSError, KeyError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        return Compared(name, ids, refused=f"The rows of one of them cannot be read: {error}")
+
+
+@functools.lru_cache(maxsize=64)
+def _measured(old: str, _old_hash: str, new: str, _new_hash: str) -> "Comparison":
+    """Compares two evaluations; artifacts never change, so hashes are the cache's key."""
+    from nemo_rl_core.evals.rows import compare_files
+
+    before, after = (Path(folder) / "rows.parquet" for folder in (old, new))
+    return compare_files(before, after, confidence=_CONFIDENCE)
+
 
 _RECENT = 30
 
 
 def compare(request: Request) -> Response:
-    """Config, evaluation and curves of two executions."""
+    """Compares config, evaluations and curves of two executions."""
     if request.app.state.source.is_empty():
-        text = "This store holds no execution yet. Run a workflow first."
-        return render(
-            request,
-            "message.html",
-            section="compare",
-            heading="Compare",
-            text=text,
-            facts=[],
-            command="make grpo",
-            matches=[],
-        )
+        text = "This store has no executions yet. Run a workflow first."
+        return render_message(request, "Compare", text, section="compare", command="make grpo")
     history = history_of(request)
     ids = [one.strip() for one in request.query_params.getlist("run") if one.strip()]
-    wanted = parameter(request, "metric")
+    text = parameter(request, "metric")
     context: dict[str, Any] = {
         "section": "compare",
         "ids": [*ids, "", ""][:2],
-        "metric": wanted,
+        "metric": text,
         "recent": history.executions(limit=_RECENT).items,
         "refused": "" if len(ids) in (0, 2) else f"Choose two executions; {len(ids)} given.",
     }
     if len(ids) != 2:
         return render(request, "compare.html", runs=(), **context)
     before, after = (history.execution(one) for one in ids)
-    charts, more = _overlaid(history, (before, after), wanted)
+    charts, more = _overlaid(history, (before, after), text)
     return render(
         request,
         "compare.html",
@@ -60,26 +117,28 @@ def compare(request: Request) -> Response:
 
 
 def _overlaid(
-    history: History, runs: tuple[Execution, Execution], wanted: str
+    history: History, runs: tuple[Execution, Execution], text: str
 ) -> tuple[list[Chart], int]:
-    """Charts of the stages that have metrics, both runs in each, and the number left out."""
-    found = [{s.task: s for s in curves.stages(history, run.id, wanted=wanted)} for run in runs]
+    """Returns charts of metrics of both runs by stage, and the number of those left out."""
+    stages_of_runs = [
+        {s.task: s for s in curves.stages(history, run.id, text=text)} for run in runs
+    ]
     charts: list[Chart] = []
     more = 0
-    for task in dict.fromkeys(task for stages in found for task in stages):
+    for task in dict.fromkeys(task for stages in stages_of_runs for task in stages):
         names = curves.ordered(
-            {n for stages in found if task in stages for n in stages[task].names}
+            {n for stages in stages_of_runs if task in stages for n in stages[task].names}
         )
         shown = names[: curves.SHOWN]
         more += len(names) - len(shown)
         lines = [
             curves.series(history, stages[task].nodes, shown) if task in stages else {}
-            for stages in found
+            for stages in stages_of_runs
         ]
         for name in shown:
             series = [
-                Series(f"{run.id} {one.label}".strip(), one.points, colour)
-                for colour, (run, line) in enumerate(zip(runs, lines, strict=True))
+                Series(f"{run.id} {one.label}".strip(), one.points, color)
+                for color, (run, line) in enumerate(zip(runs, lines, strict=True))
                 for one in line.get(name) or [Series("", ())]
             ]
             charts.append(chart(f"{task.rpartition('.')[2]}: {name}", series))

@@ -24,7 +24,7 @@ _STATES = tuple(state for state in get_args(State) if state != "cached")
 
 
 def index(request: Request) -> Response:
-    """All executions, filtered."""
+    """Shows the filtered list of executions."""
     chosen = {name: parameter(request, name) for name in ("state", "workflow", "text", "since")}
     page: Page[Execution] = Page((), 0, 0, _PER_PAGE)
     workflows: list[str] = []
@@ -53,8 +53,6 @@ def index(request: Request) -> Response:
 
 
 def _view(tab: str) -> Callable[[Callable[[Request, Execution], dict[str, Any]]], Any]:
-    """Decorates a function that returns what one view of an execution shows."""
-
     def decorate(content: Callable[[Request, Execution], dict[str, Any]]) -> Any:
         @functools.wraps(content)
         def answer(request: Request) -> Response:
@@ -77,7 +75,7 @@ def _view(tab: str) -> Callable[[Callable[[Request, Execution], dict[str, Any]]]
 
 @_view("overview")
 def overview(request: Request, run: Execution) -> dict[str, Any]:
-    """Command, code, cost, errors, inputs and outputs."""
+    """Shows command, code, cost, errors, inputs and outputs."""
     nodes = history_of(request).nodes(run.id)
     return {
         "command": shlex.join(run.command),
@@ -88,20 +86,20 @@ def overview(request: Request, run: Execution) -> dict[str, Any]:
 
 @_view("graph")
 def graph_view(request: Request, run: Execution) -> dict[str, Any]:
-    """The stages and the values passed between them."""
+    """Shows the stages and the values passed between them."""
     history = history_of(request)
-    found = graph.of_execution(
+    stages = graph.execution_graph(
         history.nodes(run.id),
         history.edges(run.id),
         artifacts=history.artifact_outputs(run.id),
         now=time.time(),
     )
-    return {"graph": found}
+    return {"graph": stages}
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A node in a table; `left` and `width` are thousandths of the execution's time."""
+    """A node in a table; `left` and `width` are thousandths of the execution's duration."""
 
     node: Node
     depth: int
@@ -112,7 +110,7 @@ class _Row:
 
 @_view("nodes")
 def nodes_view(request: Request, run: Execution) -> dict[str, Any]:
-    """All nodes as a table."""
+    """Shows all nodes as a table."""
     nodes = history_of(request).nodes(run.id)
     by_id = {node.id: node for node in nodes}
     sources: dict[int, dict[int, Node]] = {}
@@ -129,7 +127,7 @@ def nodes_view(request: Request, run: Execution) -> dict[str, Any]:
 
 @_view("timeline")
 def timeline(request: Request, run: Execution) -> dict[str, Any]:
-    """When each node ran."""
+    """Shows when each node ran."""
     nodes = history_of(request).nodes(run.id)
     by_id = {node.id: node for node in nodes}
     now = time.time()
@@ -153,22 +151,22 @@ def timeline(request: Request, run: Execution) -> dict[str, Any]:
 
 @_view("curves")
 def curves_view(request: Request, run: Execution) -> dict[str, Any]:
-    """Metrics of the stages, live while they run."""
+    """Shows metrics of the stages, live while they run."""
     history = history_of(request)
-    wanted = parameter(request, "metric")
+    text = parameter(request, "metric")
     sections = []
-    for stage in curves.stages(history, run.id, wanted=wanted):
-        shown = stage.names[: 4 * curves.SHOWN if wanted else curves.SHOWN]
+    for stage in curves.stages(history, run.id, text=text):
+        shown = stage.names[: 4 * curves.SHOWN if text else curves.SHOWN]
         charts = curves.charts(curves.series(history, stage.nodes, shown))
         sections.append((stage, charts, len(stage.names) - len(shown)))
     names = history.metric_names_of(run.id)
-    machine = machine_load.charts(history, history.nodes(run.id), names, wanted=wanted)
-    return {"metric": wanted, "sections": sections, "machine": machine}
+    machine = machine_load.charts(history, history.nodes(run.id), names, text=text)
+    return {"metric": text, "sections": sections, "machine": machine}
 
 
 @_view("log")
 def log(request: Request, run: Execution) -> dict[str, Any]:
-    """The newest part of the run's log."""
+    """Shows the newest part of the run's log."""
     return {"part": logs.newest(Path(run.log_path))}
 
 

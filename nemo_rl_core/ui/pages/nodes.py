@@ -14,19 +14,19 @@ from nemo_rl_core.ui.guard import DECK_POLICY
 from nemo_rl_core.ui.pages.parameters import history_of, node_of
 from nemo_rl_core.ui.templating import render
 
-_HELD_SHOWN = 100
+_INNER_SHOWN = 100
 _MAX_DECK_BYTES = 20_000_000
 
 
 def node(request: Request) -> Response:
-    """Attempts, inputs, outputs, cache state, curves, deck and log of a node."""
+    """Shows attempts, inputs, outputs, cache state, curves, deck and log of a node."""
     history = history_of(request)
     detail = node_of(request)
     one = detail.node
     run = history.execution(one.execution)
     siblings = history.nodes(one.execution)
     by_id = {other.id: other for other in siblings}
-    held = [other for other in siblings if other.parent == one.id]
+    inner = [other for other in siblings if other.parent == one.id]
     measured = history.metric_names(one.id)
     names = curves.ordered(measured)
     shown = names[: curves.SHOWN]
@@ -38,9 +38,9 @@ def node(request: Request) -> Response:
         node=one,
         detail=detail,
         maker=detail.maker,
-        above=_above(one, by_id),
-        held=held[:_HELD_SHOWN],
-        num_held=len(held),
+        above=_callers(one, by_id),
+        inner=inner[:_INNER_SHOWN],
+        num_inner=len(inner),
         cost=total_cost([other.cost for other in siblings if _is_within(other, one, by_id)]),
         charts=curves.charts(curves.series(history, [one], shown)),
         more=len(names) - len(shown),
@@ -53,7 +53,7 @@ def node(request: Request) -> Response:
 
 
 def deck(request: Request) -> Response:
-    """The deck of a node, served for a frame without scripts, network or origin."""
+    """Serves the deck of a node for a frame without scripts, network or origin."""
     history = history_of(request)
     path = _deck_of(history, request, node_of(request).node)
     if path is None or path.stat().st_size > _MAX_DECK_BYTES:
@@ -66,7 +66,7 @@ def deck(request: Request) -> Response:
 
 
 def _deck_of(history: History, request: Request, one: Node) -> Path | None:
-    """The deck's file; for a cache hit the file of the node that ran.
+    """Returns the deck's file; for a cache hit, that of the node that ran.
 
     Only files in the store and in imported artifacts are served.
     """
@@ -82,13 +82,12 @@ def _deck_of(history: History, request: Request, one: Node) -> Path | None:
 
 
 def _is_within(other: Node, one: Node, by_id: dict[int, Node]) -> bool:
-    """Whether a node ran for another one: it is that node, or inside it, and no cache hit."""
-    return other.state != "cached" and (other == one or one in _above(other, by_id))
+    return other.state != "cached" and (other == one or one in _callers(other, by_id))
 
 
-def _above(one: Node, by_id: dict[int, Node]) -> list[Node]:
-    found: list[Node] = []
-    while one.parent in by_id and len(found) < len(by_id):
+def _callers(one: Node, by_id: dict[int, Node]) -> list[Node]:
+    callers: list[Node] = []
+    while one.parent in by_id and len(callers) < len(by_id):
         one = by_id[one.parent]
-        found.append(one)
-    return found[::-1]
+        callers.append(one)
+    return callers[::-1]

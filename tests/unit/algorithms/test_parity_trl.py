@@ -1,7 +1,7 @@
-"""The same rows, model and optimizer through TRL's trainers and through ours: equal weights.
+"""TRL's trainers and ours give equal weights for the same rows, model and optimizer.
 
-A step takes all rows, so that their order does not matter; what is compared are the losses of five
-steps and the weights after them: templates, masks, end-of-sequence tokens, losses and gradients.
+A step takes all rows, so their order does not matter. Equal losses of five steps and equal weights
+afterwards imply equal templates, masks, end-of-sequence tokens, losses and gradients.
 """
 
 import json
@@ -22,15 +22,15 @@ from nemo_rl_core.algorithms.sft.data import sft_batch
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
-from nemo_rl_core.backends.training.dtensor.loading import load_scalar_model
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.data.chat import conversation_example, preference_example
 from nemo_rl_core.data.pairs import PreferencePair, pair_batch
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.model_files.loading import load_scalar_model
 
 NUM_STEPS = 5
-# An epsilon this large keeps rounding in a gradient that is all but zero from moving a weight.
+# This epsilon is so large that rounding errors in a near-zero gradient move no weight.
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.0, adam_epsilon=1e-3)
 SUMS = [(1, 2), (10, 20), (33, 4), (5, 66), (7, 7)]
 PAIRS = [
@@ -45,7 +45,7 @@ PAIRS = [
 
 @dataclass(frozen=True)
 class Run:
-    """Five steps: the loss before each, and the weights after the last."""
+    """Trains five steps; returns the loss before each, and the weights after the last."""
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
@@ -111,7 +111,7 @@ def theirs(tmp_path: Path) -> Callable[..., Run]:
 
 
 def assert_equal(one: Run, other: Run) -> None:
-    # The losses begin near 1; of one that ends near 0 no more digits are known than of those.
+    # The losses begin near 1, so a loss near 0 has the same absolute precision.
     assert one.losses == pytest.approx(other.losses, rel=1e-5, abs=1e-6 * one.losses[0])
     assert one.losses[-1] < one.losses[0]
     assert one.weights
@@ -125,6 +125,7 @@ def pairs(folder: Path) -> list[PreferencePair]:
     return [PreferencePair("", *preference_example(tokenizer, row)) for row in stored]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "options"),
     [

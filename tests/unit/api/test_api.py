@@ -1,4 +1,4 @@
-"""The five-line entry: names, and mistakes that are found before any worker starts."""
+"""`train`: names, and mistakes that are detected before any worker starts."""
 
 import subprocess
 import sys
@@ -32,11 +32,11 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_algorithms_are_found_by_name(name: str) -> None:
-    found = get_algorithm(name)
-    assert issubclass(found, BaseTrainer)
+    trainer = get_algorithm(name)
+    assert issubclass(trainer, BaseTrainer)
     section = name.removeprefix("async_")  # another trainer for the same section
-    assert found.algorithm == section
-    assert section in found.settings_class.model_fields
+    assert trainer.algorithm == section
+    assert section in trainer.settings_class.model_fields
 
 
 def test_an_unknown_algorithm_lists_the_choices(tiny_model: Path) -> None:
@@ -45,7 +45,7 @@ def test_an_unknown_algorithm_lists_the_choices(tiny_model: Path) -> None:
     assert set(NAMES) <= set(str(caught.value.expected).split(", "))
 
 
-def test_an_algorithm_of_ones_own_is_found() -> None:
+def test_a_custom_algorithm_is_found() -> None:
     @register_algorithm("own_of_test_api")
     class Own(BaseTrainer[Any, Any]):
         def _train_step(self, batch: list[Any]) -> dict[str, float]:
@@ -55,7 +55,7 @@ def test_an_algorithm_of_ones_own_is_found() -> None:
 
 
 @pytest.mark.parametrize("package", [nemo_rl_core, algorithms])
-def test_every_public_name_is_there(package: Any) -> None:
+def test_every_public_name_exists(package: Any) -> None:
     for name in package.__all__:
         assert callable(getattr(package, name)), name
     with pytest.raises(AttributeError, match="no attribute 'GROPTrainer'"):
@@ -77,7 +77,7 @@ def test_importing_loads_neither_torch_nor_ray(module: str) -> None:
     assert not loaded & {"torch", "ray", "vllm", "transformers", "pandas", "pydantic"}
 
 
-def test_setup_makes_a_trainer_of_dpo() -> None:
+def test_setup_creates_a_dpo_trainer() -> None:
     trainer = setup("a/model", num_pairs_per_step=4)
     assert isinstance(trainer, DPOTrainer)
     assert (trainer.model, trainer.config.num_pairs_per_step) == ("a/model", 4)
@@ -89,11 +89,12 @@ SMALL = {"max_prompt_tokens": 16, "max_new_tokens": 8}
 PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0"} for n in range(9)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "error", "match"),
     [
         ({"algorithm": "sft", "reward_fn": len}, ConfigError, "'sft' scores no completions"),
-        ({"reward_fn": 0.5}, ConfigError, "no reward"),
+        ({"reward_fn": 0.5}, ConfigError, "not a reward"),
         ({"reward_fn": lambda prompt: 1.0}, ConfigError, "a prompt and a response"),
         ({"dataset": []}, DataError, "data set is empty"),
         ({"dataset": [{"question": "1+1="}]}, DataError, "lacks the column prompt"),
@@ -111,7 +112,7 @@ PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0"} for n in r
         (
             {"reward_fn": [lambda completion: 1.0], "reward_weights": [1.0, 2.0]},
             ConfigError,
-            "a finite weight for each",
+            "one finite weight for each reward",
         ),
         (
             {"environment": {"kind": "python", "target": "none:E"}},
@@ -143,7 +144,7 @@ def test_mistakes_are_found_before_any_worker_starts(
 
 
 class RowsReadError(Exception):
-    """Carries the rows of a run that ends where training would begin."""
+    """Carries the rows of a run that ends before training."""
 
 
 @register_algorithm("rows_of_test_api")
@@ -158,7 +159,7 @@ class ReadsAlone(BaseTrainer[Any, Any]):
 GSM8K = [{"question": f"{n}+1=", "answer": f"one more\n#### {n + 1}"} for n in range(4)]
 
 
-def test_train_reads_columns_as_it_is_told(tiny_model: Path) -> None:
+def test_train_reads_columns_by_its_options(tiny_model: Path) -> None:
     with pytest.raises(RowsReadError) as caught:
         nemo_rl_core.train(tiny_model, GSM8K, algorithm="rows_of_test_api")
     rows, read_as = caught.value.args
@@ -182,7 +183,7 @@ def test_train_reads_columns_as_it_is_told(tiny_model: Path) -> None:
     assert (row["prompt"][:2], row["answer"]) == ("1+", "one")
 
 
-def test_train_refuses_data_that_does_not_fit_before_workers(tiny_model: Path) -> None:
+def test_train_refuses_invalid_data_before_workers_start(tiny_model: Path) -> None:
     with pytest.raises(DataError, match="no answer of the pattern 'boxed'"):
         nemo_rl_core.train(tiny_model, GSM8K, answer_pattern="boxed")
     trainer = get_algorithm("grpo").from_pretrained(tiny_model)

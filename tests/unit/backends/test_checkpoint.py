@@ -1,4 +1,4 @@
-"""The trainer's state: on other numbers of ranks, in the background, killed, damaged, foreign."""
+"""The trainer's state: other numbers of ranks, background saves, crashes, damage, other models."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from nemo_rl_core.errors import StoreError
 
 def make_model(seed: int = 0, *, mesh: Any = None) -> torch.nn.Module:
     torch.manual_seed(seed)
-    # The second layer has one row, so that some ranks hold nothing of it.
+    # The second layer has one row, so that some ranks have nothing of it.
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1, bias=False))
     if mesh is not None:
         from torch.distributed.fsdp import fully_shard
@@ -35,12 +35,12 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_steps: i
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    whole = {}
+    state = {}
     for name, parameter in model.named_parameters():
         for key, value in (*optimizer.state[parameter].items(), ("weight", parameter.detach())):
             full = value.full_tensor() if hasattr(value, "full_tensor") else value
-            whole[f"{name}.{key}"] = full.clone()
-    return whole
+            state[f"{name}.{key}"] = full.clone()
+    return state
 
 
 def saver(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainerState:
@@ -49,7 +49,7 @@ def saver(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainerSt
 
 
 def save_on_ranks(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Two FSDP ranks train, save, and train on while it is written; what was to be saved."""
+    """Two FSDP ranks train, save, and train on while it is written; returns the saved state."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from nemo_rl_core.distributed.process_group import join_process_group, rank, world_size
@@ -90,17 +90,17 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.slow
-def test_two_ranks_save_in_the_background_and_one_two_or_three_go_on(tmp_path: Path) -> None:
+def test_save_of_two_ranks_resumes_on_one_two_or_three(tmp_path: Path) -> None:
     saves = run_ranks(save_on_ranks, tmp_path, world_size=2)
     assert not list(tmp_path.glob("*.metadata")) + list(tmp_path.glob("*.pt"))
     for world_size in (2, 1, 3):
         loads = run_ranks(load_on_ranks, tmp_path, world_size=world_size)
-        for place, (state, random, num_updates) in enumerate(loads):
+        for number, (state, random, num_updates) in enumerate(loads):
             assert_same(state, saves[0][0])
             assert num_updates == 2
-            if place < 2:
-                assert torch.equal(random, saves[place][1])
-    # A model that no process group has ever seen.
+            if number < 2:
+                assert torch.equal(random, saves[number][1])
+    # A model in a process that never had a process group.
     model = make_model(seed=9)
     optimizer = adamw(model)
     assert saver(model, optimizer).load(tmp_path) == 2
@@ -108,13 +108,13 @@ def test_two_ranks_save_in_the_background_and_one_two_or_three_go_on(tmp_path: P
 
 
 @pytest.mark.parametrize("num_before", [0, 2])
-def test_one_process_saves_and_goes_on_to_the_bit(tmp_path: Path, num_before: int) -> None:
+def test_single_process_resumes_bitwise_identically(tmp_path: Path, num_before: int) -> None:
     straight = make_model()
     optimizer = adamw(straight)
     train(straight, optimizer, num_before)
     state = saver(straight, optimizer)
     state.start_saving(tmp_path, num_updates=num_before)
-    train(straight, optimizer, 2)  # on its own state, not on what is being written
+    train(straight, optimizer, 2)  # trains its state, not the state being written
     state.finish_saving()
 
     resumed = make_model(seed=9)
@@ -123,7 +123,7 @@ def test_one_process_saves_and_goes_on_to_the_bit(tmp_path: Path, num_before: in
     assert saver(resumed, other).load(tmp_path) == num_before
     train(resumed, other, 2)
     assert_same(state_of(resumed, other), state_of(straight, optimizer))
-    # And writes the same bytes, by which artifacts are known.
+    # It also writes the same bytes, which identify artifacts.
     written = []
     for name, ended in (("straight", (straight, optimizer)), ("resumed", (resumed, other))):
         folder = tmp_path / name
@@ -135,7 +135,7 @@ def test_one_process_saves_and_goes_on_to_the_bit(tmp_path: Path, num_before: in
     assert written[0] == written[1]
 
 
-def test_one_process_saves_and_two_ranks_go_on(tmp_path: Path) -> None:
+def test_save_of_one_process_resumes_on_two_ranks(tmp_path: Path) -> None:
     model = make_model()
     optimizer = adamw(model)
     train(model, optimizer, 2)
@@ -146,7 +146,7 @@ def test_one_process_saves_and_two_ranks_go_on(tmp_path: Path) -> None:
         assert_same(loaded, state_of(model, optimizer))
 
 
-def test_a_disk_that_fills_up_meanwhile_is_named(small_disk: Path) -> None:
+def test_disk_that_fills_up_is_named(small_disk: Path) -> None:
     model = torch.nn.Linear(600, 600)
     optimizer = adamw(model)
     model(torch.rand(4, 600)).square().mean().backward()
@@ -196,7 +196,7 @@ def test_damaged_state_is_refused(saved: Path, damage: Any) -> None:
 def test_state_of_other_parameters_is_refused(saved: Path) -> None:
     wider = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Linear(6, 1, bias=False))
     renamed = torch.nn.ModuleDict({"head": torch.nn.Linear(3, 5)})
-    for model, message in ((wider, r"has shape \(.*, and the parameter"), (renamed, "no such par")):
+    for model, message in ((wider, r"has shape \(.*, but the parameter"), (renamed, "no such par")):
         optimizer = adamw(model)
         with pytest.raises(StoreError, match=message):
             TrainerState(optimizer, dict(model.named_parameters())).load(saved)

@@ -1,4 +1,4 @@
-"""`training.compile`: layers are compiled whatever surrounds them, and compute the same.
+"""`training.compile`: layers are compiled whatever wraps them, and compute the same values.
 
 Dynamo's frames are counted; AOTAutograd runs their graphs without Inductor, which needs a compiler.
 """
@@ -21,7 +21,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 
 SHAPES = ([7, 5], [3, 9, 4], [11], [6, 6, 6, 2], [2, 13])
-MAX_GRAPHS = 6  # one row or several, with gradients or without, from frozen weights or trained ones
+MAX_GRAPHS = 6  # one or several rows, with or without gradients, from frozen or trained weights
 needs_torchao = pytest.mark.skipif(
     find_spec("torchao") is None, reason="needs torchao: `make test-float8`"
 )
@@ -34,7 +34,7 @@ def batch_of(lengths: list[int]) -> BatchedDataDict:
 
 
 def trained(folder: Path, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int, int]:
-    """Weights after one step per shape, and Dynamo's numbers of graphs and graph breaks."""
+    """Returns weights after one step per shape, and Dynamo's numbers of graphs and graph breaks."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -72,18 +72,18 @@ def assert_compiled(
 
 
 RECOMPUTED, LORA = {"activation_checkpointing": True}, {"lora": {"rank": 4}}
-slow = pytest.mark.slow
+slow, thorough = pytest.mark.slow, pytest.mark.thorough
 
 
 @pytest.mark.parametrize(
     ("options", "world_size"),
     [
-        pytest.param(RECOMPUTED, 1, id="recomputed"),
-        pytest.param({}, 1, id="kept", marks=slow),
+        pytest.param(RECOMPUTED, 1, id="recomputed", marks=slow),
+        pytest.param({}, 1, id="kept", marks=thorough),
         pytest.param(RECOMPUTED, 2, id="recomputed, FSDP2", marks=slow),
-        pytest.param({}, 2, id="kept, FSDP2", marks=slow),
-        pytest.param(RECOMPUTED | LORA, 1, id="recomputed, LoRA", marks=slow),
-        pytest.param(RECOMPUTED | LORA, 2, id="recomputed, LoRA, FSDP2", marks=slow),
+        pytest.param({}, 2, id="kept, FSDP2", marks=thorough),
+        pytest.param(RECOMPUTED | LORA, 1, id="recomputed, LoRA", marks=thorough),
+        pytest.param(RECOMPUTED | LORA, 2, id="recomputed, LoRA, FSDP2", marks=thorough),
     ],
 )
 def test_layers_are_compiled(tiny_model: Path, options: dict[str, Any], world_size: int) -> None:
@@ -94,6 +94,6 @@ def test_layers_are_compiled(tiny_model: Path, options: dict[str, Any], world_si
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_float8_layers_are_compiled(tiny_model: Path, recipe: str, world_size: int) -> None:
-    """The tolerance is wide, since a number between two of float8 may round the other way."""
+    """The tolerance is wide, since values between two float8 numbers may round either way."""
     options = {"activation_checkpointing": True, "float8": recipe}
     assert_compiled(tiny_model, options, world_size=world_size, tolerance=1e-3)

@@ -1,4 +1,4 @@
-"""The training worker against the plain transformers computation."""
+"""The training worker compared with a plain transformers loop."""
 
 import copy
 from pathlib import Path
@@ -17,8 +17,8 @@ from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.errors import ConsistencyError, DataError, ModelError
 
-# With Adam's usual epsilon, a gradient that is zero but for rounding moves a weight by the whole
-# learning rate, in a direction that rounding decides; nothing could be compared then.
+# With Adam's usual epsilon, a gradient that is zero except for rounding moves a weight by the full
+# learning rate, in a direction that rounding decides, so results could not be compared.
 EPSILON = 1e-3
 OPTIMIZER = OptimizerConfig(
     learning_rate=1e-2, weight_decay=0.1, num_warmup_steps=2, adam_epsilon=EPSILON
@@ -31,7 +31,7 @@ def make_batch(vocabulary: int = 16) -> BatchedDataDict:
     sequences = [
         torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in LENGTHS
     ]
-    masks = [[place >= length // 2 for place in range(length)] for length in LENGTHS]
+    masks = [[index >= length // 2 for index in range(length)] for length in LENGTHS]
     return collate(sequences, masks)
 
 
@@ -49,7 +49,7 @@ def make_backend(folder: Path, *, max_tokens: int = 24, **changes: object) -> DT
 
 
 def plain_logprobs(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
-    """Each sequence alone, through the model's own logits."""
+    """Computes each sequence separately, through the model's logits."""
     result = torch.zeros(batch["token_mask"].shape)
     for row, length in enumerate(batch["input_lengths"].tolist()):
         ids = batch["input_ids"][row : row + 1, :length]
@@ -68,7 +68,9 @@ def plain_step(model: torch.nn.Module, batch: BatchedDataDict, optimizer: torch.
 
 
 @pytest.mark.parametrize("max_tokens", [11, 24, 1000])
-def test_packed_logprobs_equal_each_sequence_alone(tiny_model: Path, max_tokens: int) -> None:
+def test_packed_logprobs_equal_those_of_separate_sequences(
+    tiny_model: Path, max_tokens: int
+) -> None:
     batch = make_batch()
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     expected = plain_logprobs(model, batch)
@@ -86,7 +88,7 @@ def test_temperature_divides_the_logits(tiny_model: Path) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_changed_sequence_leaves_its_neighbours_alone_to_the_bit(tiny_model: Path) -> None:
+def test_changed_sequence_does_not_change_its_neighbors(tiny_model: Path) -> None:
     batch = make_batch()
     backend = make_backend(tiny_model, max_tokens=1000)
     before = backend.get_logprobs(batch)
@@ -107,7 +109,7 @@ def test_five_steps_follow_the_plain_loop(tiny_model: Path, max_tokens: int) -> 
         model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.1
     )
     for step in range(5):
-        # Two steps of warm-up: half the rate, then all of it.
+        # Two steps of warm-up: half the rate, then the full rate.
         optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, (step + 1) / 2)
         loss, norm = plain_step(model, batch, optimizer)
         metrics = backend.train_step(batch, NLLLoss())
@@ -119,7 +121,7 @@ def test_five_steps_follow_the_plain_loop(tiny_model: Path, max_tokens: int) -> 
         torch.testing.assert_close(weight.cpu(), expected[name].detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_masked_sample_counts_for_nothing(tiny_model: Path) -> None:
+def test_masked_sample_has_no_effect(tiny_model: Path) -> None:
     batch = make_batch()
     batch["sample_mask"][0] = 0
     fewer = batch.select_indices(range(1, len(LENGTHS)))
@@ -130,7 +132,7 @@ def test_a_masked_sample_counts_for_nothing(tiny_model: Path) -> None:
     assert first["num_valid_tokens"] == second["num_valid_tokens"]
 
 
-def test_resumed_training_is_equal_to_the_bit(tiny_model: Path, tmp_path: Path) -> None:
+def test_resumed_training_is_bitwise_identical(tiny_model: Path, tmp_path: Path) -> None:
     batch = make_batch()
     straight = make_backend(tiny_model)
     for _ in range(4):
@@ -149,7 +151,7 @@ def test_resumed_training_is_equal_to_the_bit(tiny_model: Path, tmp_path: Path) 
         assert torch.equal(one, other), name
 
 
-def test_the_reference_stays_where_it_was(tiny_model: Path) -> None:
+def test_reference_does_not_change(tiny_model: Path) -> None:
     batch = make_batch()
     backend = make_backend(tiny_model, reference_folder=tiny_model)
     start = backend.get_logprobs(batch)
@@ -158,7 +160,7 @@ def test_the_reference_stays_where_it_was(tiny_model: Path) -> None:
     assert not torch.equal(backend.get_logprobs(batch), start)
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(tiny_model: Path) -> None:
+def test_non_finite_gradient_leaves_the_weights_unchanged(tiny_model: Path) -> None:
     backend = make_backend(tiny_model)
     before = [(name, weight.clone()) for name, weight in backend.named_weights()]
 
@@ -171,16 +173,16 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(tiny_mode
         assert torch.equal(old, new), name
 
 
-def test_a_sequence_over_the_budget_is_refused(tiny_model: Path) -> None:
+def test_sequence_over_the_budget_is_refused(tiny_model: Path) -> None:
     with pytest.raises(DataError, match="11 tokens does not fit"):
         make_backend(tiny_model, max_tokens=10).get_logprobs(make_batch())
 
 
 @pytest.mark.parametrize(("dtype", "head"), [("float32", 1.0), ("bfloat16", 4.0)])
-def test_a_model_that_changes_its_logits_after_the_head_is_refused(
+def test_model_that_changes_its_logits_after_the_head_is_refused(
     tiny_model: Path, dtype: DType, head: float
 ) -> None:
-    """In bfloat16 by the mean, and of a model whose logits differ as those of a trained one do."""
+    """Bfloat16 compares the mean, here with logits that vary like those of a trained model."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(head)
@@ -196,9 +198,7 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_cap_on_logits_is_refused_where_it_moves_them_beyond_rounding(
-    tiny_model: Path, dtype: DType
-) -> None:
+def test_cap_on_logits_is_refused_if_it_exceeds_rounding(tiny_model: Path, dtype: DType) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     ids = torch.arange(12)[None]
     with torch.no_grad():
@@ -215,26 +215,26 @@ def test_a_cap_on_logits_is_refused_where_it_moves_them_beyond_rounding(
         policy.choose_layout()
 
 
-def test_a_reference_needs_a_folder(tiny_model: Path) -> None:
+def test_reference_needs_a_folder(tiny_model: Path) -> None:
     with pytest.raises(ValueError, match="reference_folder"):
         make_backend(tiny_model).get_reference_logprobs(make_batch())
 
 
-def test_the_halves_of_a_step_are_the_step(tiny_model: Path) -> None:
+def test_two_halves_equal_a_full_step(tiny_model: Path) -> None:
     batch, loss = make_batch(), NLLLoss()
-    whole, halved = make_backend(tiny_model), make_backend(tiny_model)
+    full, halved = make_backend(tiny_model), make_backend(tiny_model)
     for _ in range(2):
         logprobs = halved.get_logprobs(batch)
-        halved.forward_backward(batch.slice(0, 3), loss)  # given up: no trace of it is left
-        metrics, found = halved.forward_backward(batch, loss)
-        assert found is not None
-        assert torch.equal(found, logprobs)
-        assert {**metrics, **halved.optimizer_step()} == whole.train_step(batch, loss)
-    for ours, theirs in zip(whole.named_weights(), halved.named_weights(), strict=True):
+        halved.forward_backward(batch.slice(0, 3), loss)  # abandoned; must leave no trace
+        metrics, actual = halved.forward_backward(batch, loss)
+        assert actual is not None
+        assert torch.equal(actual, logprobs)
+        assert {**metrics, **halved.optimizer_step()} == full.train_step(batch, loss)
+    for ours, theirs in zip(full.named_weights(), halved.named_weights(), strict=True):
         assert torch.equal(ours[1], theirs[1])
 
 
-def test_the_kernel_that_attention_auto_is_can_be_asked_for(tiny_model: Path) -> None:
+def test_choices_report_the_kernel_of_auto(tiny_model: Path) -> None:
     backend = make_backend(tiny_model)
     on_a_cpu = {"training.attention": "sdpa", "training.deterministic": "true"}
     assert backend.choices() == on_a_cpu

@@ -1,4 +1,4 @@
-"""Completions of the training worker itself."""
+"""Completions of the training worker."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def make_backend(folder: Path) -> DTensorBackend:
     return backend
 
 
-def test_greedy_completions_take_the_likeliest_token_each_time(tiny_model: Path) -> None:
+def test_greedy_completions_take_the_likeliest_tokens(tiny_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     stops = stop_token_ids(tiny_model, load_tokenizer(tiny_model))
     output = make_backend(tiny_model).generate(make_prompts(), greedy=True, max_new_tokens=5)
@@ -45,12 +45,12 @@ def test_greedy_completions_take_the_likeliest_token_each_time(tiny_model: Path)
         assert output["output_ids"][row, :length].tolist() == ids
         assert output["generation_lengths"][row] == len(logprobs)
         assert bool(output["truncated"][row]) == (ids[-1] not in stops)
-        found = output["logprobs"][row, len(prompt) : length]
-        torch.testing.assert_close(found, torch.tensor(logprobs), rtol=1e-5, atol=1e-5)
+        actual = output["logprobs"][row, len(prompt) : length]
+        torch.testing.assert_close(actual, torch.tensor(logprobs), rtol=1e-5, atol=1e-5)
         assert not output["logprobs"][row, : len(prompt)].any()
 
 
-def test_draws_repeat_under_a_seed_and_their_logprobs_are_the_trainers(tiny_model: Path) -> None:
+def test_samples_repeat_with_a_seed_and_have_the_trainers_logprobs(tiny_model: Path) -> None:
     backend = make_backend(tiny_model)
     before = torch.get_rng_state()
     first = backend.generate(make_prompts(), greedy=False, max_new_tokens=12, seed=3)
@@ -63,7 +63,7 @@ def test_draws_repeat_under_a_seed_and_their_logprobs_are_the_trainers(tiny_mode
     lengths = first["unpadded_sequence_lengths"].tolist()
     sequences = [row[:end].tolist() for row, end in zip(first["output_ids"], lengths, strict=True)]
     masks = [
-        [place >= len(prompt) for place in range(end)]
+        [index >= len(prompt) for index in range(end)]
         for prompt, end in zip(PROMPTS, lengths, strict=True)
     ]
     batch = collate(sequences, masks)
@@ -71,7 +71,7 @@ def test_draws_repeat_under_a_seed_and_their_logprobs_are_the_trainers(tiny_mode
     torch.testing.assert_close(first["logprobs"][:, 1:], trained, rtol=1e-4, atol=1e-5)
 
 
-def test_options_of_sampling_and_further_stop_tokens(tiny_model: Path) -> None:
+def test_sampling_options_and_additional_stop_tokens(tiny_model: Path) -> None:
     backend = make_backend(tiny_model)
     greedy = backend.generate(make_prompts(), greedy=True, max_new_tokens=5)
     first = int(greedy["output_ids"][0, 4])

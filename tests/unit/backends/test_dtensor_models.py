@@ -1,4 +1,4 @@
-"""Tensor parallelism of several model types, and of scalar heads, against one rank."""
+"""Tensor parallelism of several model types, and of scalar heads, compared with one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ def two_steps(folder: Path, axes: dict[str, Any], head: str) -> dict[str, Any]:
 
 
 @pytest.mark.thorough
-def test_two_ranks_of_tensor_parallelism_agree_with_one(tiny_model: Path, tmp_path: Path) -> None:
+def test_two_tensor_ranks_agree_with_one(tiny_model: Path, tmp_path: Path) -> None:
     axes: dict[str, Any] = {"tensor_parallel_size": 2}
     split = {**axes, "sequence_parallel": True}
     folders = {kind: make_model(kind, tmp_path / kind, tiny_model) for kind in CONFIGS}
@@ -119,20 +119,20 @@ def test_two_ranks_of_tensor_parallelism_agree_with_one(tiny_model: Path, tmp_pa
         lambda: [two_steps(*case) for case in cases], world_size=2, timeout_seconds=900.0
     )
     for number, (folder, _, head) in enumerate(cases):
-        alone = two_steps(folder, {}, head)
+        single = two_steps(folder, {}, head)
         for results in cases_on_ranks:
-            found = results[number]
+            actual = results[number]
             for (loss, norm), (want_loss, want_norm) in zip(
-                found["steps"], alone["steps"], strict=True
+                actual["steps"], single["steps"], strict=True
             ):
                 assert loss == pytest.approx(want_loss, rel=1e-5), (folder.name, head)
                 assert norm == pytest.approx(want_norm, rel=1e-4), (folder.name, head)
-            torch.testing.assert_close(found["after"], alone["after"], rtol=1e-4, atol=1e-5)
-            for name, weight in alone["weights"].items():
-                torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(actual["after"], single["after"], rtol=1e-4, atol=1e-5)
+            for name, weight in single["weights"].items():
+                torch.testing.assert_close(actual["weights"][name], weight, rtol=1e-4, atol=1e-5)
 
 
-def test_heads_that_the_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
+def test_indivisible_heads_are_refused(tmp_path: Path) -> None:
     AutoConfig.for_model("llama", **{**SIZES, "num_key_value_heads": 1}).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="num_key_value_heads = 1"):
         check_tensor_parallel(tmp_path, DTensorTraining(tensor_parallel_size=2))
@@ -147,7 +147,10 @@ def test_weights_without_a_style_are_refused(kind: str) -> None:
 
 
 def refusal_of_setup(folder: Path) -> str:
-    linear = {"*_proj": "colwise", "*.down_proj": "rowwise"}  # `o_proj` has a part of its inputs
+    linear = {
+        "*_proj": "colwise",
+        "*.down_proj": "rowwise",
+    }  # `o_proj` only gets part of its inputs
     axes = {"tensor_parallel_size": 2, "tensor_parallel_plan": linear}
     with pytest.raises(ConfigError) as caught:
         two_steps(folder, axes, "lm")
@@ -155,10 +158,10 @@ def refusal_of_setup(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_plan_that_splits_attention_wrongly_is_refused(tiny_model: Path) -> None:
-    for said in run_ranks(refusal_of_setup, tiny_model, world_size=2):
-        assert "no plan that fits Qwen2ForCausalLM" in said
-        assert "set tensor_parallel_size to 1" in said
+def test_plan_that_splits_attention_wrongly_is_refused(tiny_model: Path) -> None:
+    for message in run_ranks(refusal_of_setup, tiny_model, world_size=2):
+        assert "no plan that fits Qwen2ForCausalLM" in message
+        assert "set tensor_parallel_size to 1" in message
 
 
 def test_ranks_that_do_not_fill_the_axes_are_refused() -> None:

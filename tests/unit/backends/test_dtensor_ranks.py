@@ -1,4 +1,4 @@
-"""Checkpoints that move between layouts of ranks (`test_parity.py` has what a layout computes)."""
+"""Checkpoints that move between layouts of ranks (`test_parity.py` compares results)."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank, world_size
 
-EPSILON = 1e-3  # as in test_dtensor.py: a gradient of rounding must not move a weight
+EPSILON = 1e-3  # see test_dtensor.py: a gradient of rounding must not move a weight
 LENGTHS = [11, 4, 7, 2, 9, 3, 3, 8]
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "FSDP 2": {},
@@ -39,11 +39,11 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
 def make_batch() -> BatchedDataDict:
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(0, 16, (n,), generator=generator).tolist() for n in LENGTHS]
-    return collate(sequences, [[place >= n // 2 for place in range(n)] for n in LENGTHS])
+    return collate(sequences, [[index >= n // 2 for index in range(n)] for n in LENGTHS])
 
 
 def rows_of(data_rank: int, num_data_ranks: int) -> list[int]:
-    """Uneven shards, and none for the last of four."""
+    """Returns uneven shards, and an empty one for the last of four ranks."""
     if num_data_ranks == 1:
         return list(range(len(LENGTHS)))
     bounds = {2: [0, 6, 8], 4: [0, 5, 6, 8, 8]}[num_data_ranks]
@@ -74,10 +74,10 @@ def make_shard(axes: dict[str, Any]) -> tuple[list[int], BatchedDataDict]:
 
 
 def losses(folder: Path, layouts: dict[str, dict[str, Any]], saved: Path) -> dict[str, Any]:
-    """Of the step behind a checkpoint: straight on, and resumed at the next layout."""
-    found: dict[str, Any] = {}
+    """Returns losses of the step after a checkpoint: without a resume, and at the next layout."""
+    results: dict[str, Any] = {}
     names = list(layouts)
-    for place, (name, axes) in enumerate(layouts.items()):
+    for index, (name, axes) in enumerate(layouts.items()):
         backend = make_backend(folder, axes)
         rows, shard = make_shard(axes)
         reference = backend.get_reference_topk_logprobs(shard, 3)
@@ -88,29 +88,29 @@ def losses(folder: Path, layouts: dict[str, dict[str, Any]], saved: Path) -> dic
         backend.save_checkpoint(checkpoint)
         straight = backend.train_step(shard, NLLLoss())
         backend.shutdown()
-        other = layouts[names[(place + 1) % len(names)]]
+        other = layouts[names[(index + 1) % len(names)]]
         resumed = make_backend(folder, other)
         resumed.load_checkpoint(checkpoint)
         step = resumed.train_step(make_shard(other)[1], NLLLoss())
         resumed.shutdown()
-        found[name] = {"rows": rows, "reference": reference, "steps": (straight, step)}
-    return found
+        results[name] = {"rows": rows, "reference": reference, "steps": (straight, step)}
+    return results
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("num_ranks", "layouts"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
-def test_a_checkpoint_of_one_layout_goes_on_at_the_next(
+def test_checkpoint_resumes_at_the_next_layout(
     tiny_model: Path, tmp_path: Path, num_ranks: int, layouts: dict[str, dict[str, Any]]
 ) -> None:
-    alone = losses(tiny_model, {"alone": {}}, tmp_path)["alone"]
-    assert alone["steps"][0] == alone["steps"][1]  # to the bit
-    ids, logprobs = alone["reference"]
+    single = losses(tiny_model, {"single": {}}, tmp_path)["single"]
+    assert single["steps"][0] == single["steps"][1]  # bitwise identical
+    ids, logprobs = single["reference"]
     found_by_rank = run_ranks(
         losses, tiny_model, layouts, tmp_path, world_size=num_ranks, timeout_seconds=500.0
     )
     for results in found_by_rank:
-        for name, found in results.items():
-            for metrics in found["steps"]:
-                assert metrics == pytest.approx(alone["steps"][0], rel=1e-5), name
-            assert torch.equal(found["reference"][0], ids[found["rows"]]), name
-            torch.testing.assert_close(found["reference"][1], logprobs[found["rows"]])
+        for name, actual in results.items():
+            for metrics in actual["steps"]:
+                assert metrics == pytest.approx(single["steps"][0], rel=1e-5), name
+            assert torch.equal(actual["reference"][0], ids[actual["rows"]]), name
+            torch.testing.assert_close(actual["reference"][1], logprobs[actual["rows"]])

@@ -1,4 +1,4 @@
-"""What an engine holds of its GPU, by a recorded NVML."""
+"""The GPU memory of an engine, with a recorded NVML."""
 
 import inspect
 import os
@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_core.backends.generation.gpu_memory import engine_gpu_use, held_gpu_gib
+from nemo_rl_core.backends.generation.gpu_memory import engine_gpu_use, used_gpu_gib
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.produce import StageInputs, StageResult, _cost, cost_html
 from nemo_rl_core.store.manifest import Cost
 from nemo_rl_core.telemetry import usage
-from nemo_rl_core.telemetry.machine_sampler import _gpus
+from nemo_rl_core.telemetry.tracking import _gpus
 from tests.recorded_nvml import SIGNATURES, FakeNvml
 
 GIB = 2**30
-OTHER = 999_999_999  # no process id
+OTHER = 999_999_999  # not a process id
 
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeNvml], None]:
-    """Installs a fake on a machine of one visible GPU, `GPU-b`, of which torch has held 3 GiB."""
+    """Installs a fake on a machine with one visible GPU, `GPU-b`; torch has used 3 GiB of it."""
     properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", uuid="b", total_memory=80 * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -34,44 +34,46 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeNvml], None]:
     return lambda fake: monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
 
 
-def test_the_recorded_signatures_are_those_of_the_installed_module() -> None:
+def test_recorded_signatures_match_the_installed_module() -> None:
     pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is installed with CUDA's torch")
     for name, recorded in SIGNATURES.items():
         assert str(inspect.signature(getattr(pynvml, name))) == recorded, name
 
 
-def test_a_process_is_told_from_others_of_its_gpu(library: Callable[[FakeNvml], None]) -> None:
+def test_process_is_distinguished_from_others_on_its_gpu(
+    library: Callable[[FakeNvml], None],
+) -> None:
     fake = FakeNvml({"GPU-a": {OTHER: 70 * GIB}, "GPU-b": {os.getpid(): 40 * GIB, OTHER: 9 * GIB}})
     library(fake)
-    assert held_gpu_gib() == 40.0
+    assert used_gpu_gib() == 40.0
     assert fake.num_open == 0
 
 
 @pytest.mark.parametrize("own", [{}, {os.getpid(): None}])
-def test_a_process_that_nvml_does_not_know_counts_all_of_its_gpu(
+def test_unknown_process_counts_all_memory_of_its_gpu(
     own: dict[int, None], library: Callable[[FakeNvml], None]
 ) -> None:
     library(FakeNvml({"GPU-a": {OTHER: 70 * GIB}, "GPU-b": {OTHER: 9 * GIB, **own}}))
-    assert held_gpu_gib() == 9.0
+    assert used_gpu_gib() == 9.0
 
 
-def test_nothing_is_told_where_there_is_nothing_to_ask(
+def test_nothing_is_reported_without_gpu_or_nvml(
     library: Callable[[FakeNvml], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library(FakeNvml({}, is_installed=False))
-    assert held_gpu_gib() == 0.0
+    assert used_gpu_gib() == 0.0
     assert _gpus() == {}
     fake = FakeNvml({"MIG-c": {}})
     library(fake)
-    assert held_gpu_gib() == 0.0
+    assert used_gpu_gib() == 0.0
     assert fake.num_open == 0
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert held_gpu_gib() == 0.0
+    assert used_gpu_gib() == 0.0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert engine_gpu_use(SimpleNamespace()) is None
 
 
-def test_the_machine_is_sampled_through_the_same_library(
+def test_machine_is_sampled_through_the_same_library(
     library: Callable[[FakeNvml], None],
 ) -> None:
     fake = FakeNvml({"GPU-a": {OTHER: 10 * GIB}})
@@ -80,29 +82,29 @@ def test_the_machine_is_sampled_through_the_same_library(
         "gpu0_memory_used_gib": 10.0,
         "gpu0_memory_total_gib": 80.0,
         "gpu0_percent": 97.0,
-        "gpu0_celsius": 61.0,  # this one does not tell its power
+        "gpu0_celsius": 61.0,  # this one does not report its power
     }
     assert fake.num_open == 0
 
 
-def test_the_most_is_what_it_held_before_it_slept(library: Callable[[FakeNvml], None]) -> None:
+def test_peak_is_the_memory_before_sleep(library: Callable[[FakeNvml], None]) -> None:
     library(FakeNvml({"GPU-b": {os.getpid(): 5 * GIB}}))
-    backend = SimpleNamespace(most_gpu_gib=44.0)
+    backend = SimpleNamespace(peak_gpu_gib=44.0)
     found = engine_gpu_use(backend)
     assert found is not None
     assert (found.name, found.peak_gib) == ("NVIDIA H100 80GB HBM3", 44.0)
-    again = engine_gpu_use(backend, anew=True)  # another stage
+    again = engine_gpu_use(backend, reset_peak=True)  # another stage
     assert again is not None
-    assert (again.peak_gib, backend.most_gpu_gib) == (5.0, 0.0)
+    assert (again.peak_gib, backend.peak_gpu_gib) == (5.0, 0.0)
     library(FakeNvml({}))
     unknown = engine_gpu_use(backend)
     assert unknown is not None
-    assert unknown.peak_gib == 3.0  # torch's
+    assert unknown.peak_gib == 3.0  # torch's peak
 
 
-def test_the_peak_stands_beside_the_trainers(library: Callable[[FakeNvml], None]) -> None:
+def test_peak_is_reported_next_to_the_trainers(library: Callable[[FakeNvml], None]) -> None:
     library(FakeNvml({"GPU-b": {os.getpid(): 5 * GIB}}))
-    backends = [SimpleNamespace(most_gpu_gib=44.0), SimpleNamespace(most_gpu_gib=45.5)]
+    backends = [SimpleNamespace(peak_gpu_gib=44.0), SimpleNamespace(peak_gpu_gib=45.5)]
     engine: Any = Generation.__new__(Generation)
     engine._session = SimpleNamespace(cluster=SimpleNamespace(use_gpus=True))
 

@@ -1,4 +1,4 @@
-"""The versions of FlashAttention behind `varlen_attn`, by torch's own registry, against a mask."""
+"""The FlashAttention versions of `varlen_attn` in torch's registry, compared with a mask."""
 
 import logging
 from pathlib import Path
@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3Config
 
-from nemo_rl_core.backends.training import flash_attention, packed_attention
+from nemo_rl_core.backends.experimental import flash_attention
+from nemo_rl_core.backends.experimental.flash_attention import Heads, active_version, choose_version
+from nemo_rl_core.backends.training import packed_attention
 from nemo_rl_core.backends.training.dtensor.attention import packed_attention as chosen_kernel
-from nemo_rl_core.backends.training.flash_attention import Heads, active_version, choose_version
 from nemo_rl_core.backends.training.packed_attention import Segments, reference_attention
 from nemo_rl_core.config.training import DTensorTraining, MegatronTraining
 from nemo_rl_core.errors import ResourceError
@@ -21,9 +22,12 @@ from tests.fake_flash_attention import installed
 HOPPER, BLACKWELL, AMPERE, GEFORCE = (9, 0), (10, 3), (8, 0), (12, 0)
 HEADS = Heads(torch.device("cpu"), torch.bfloat16, 64, 3, frozenset({None, 1024}))
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="tests/gpu/test_1_attention.py does this on GPUs"
-)
+pytestmark = [
+    pytest.mark.experimental,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="tests/gpu/test_1_attention.py does this on GPUs"
+    ),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +51,7 @@ def _fastest_kernels() -> Any:
         ((3, 4), GEFORCE, 2),
     ],
 )
-def test_auto_is_the_fastest_that_is_installed_and_runs_on_the_gpu(
+def test_auto_is_the_fastest_installed_version_for_the_gpu(
     versions: tuple[int, ...], at: tuple[int, int], expected: int
 ) -> None:
     with installed(*versions, at=at):
@@ -59,7 +63,7 @@ def test_auto_is_the_fastest_that_is_installed_and_runs_on_the_gpu(
 @pytest.mark.parametrize("version", [3, 4])
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
 @pytest.mark.parametrize("repeats", [1, 3])
-def test_what_varlen_attn_calls_is_the_version_with_the_numbers_of_a_mask(
+def test_varlen_attn_calls_the_version_and_matches_a_mask(
     version: Any, window: int | None, repeats: int
 ) -> None:
     torch.manual_seed(0)
@@ -71,7 +75,7 @@ def test_what_varlen_attn_calls_is_the_version_with_the_numbers_of_a_mask(
     with installed(version, at=HOPPER) as calls:
         choose_version(version, HEADS)
         calls.made.clear()
-        # Float32, which the bridges refuse, tells more than bfloat16 would.
+        # Float32, which the bridges reject, is a stricter comparison than bfloat16.
         flash = packed_attention.KERNELS["varlen"]
         supports = "_fa3_forward_support_error", "_fa4_forward_support_error"
         with pytest.MonkeyPatch.context() as patch:
@@ -79,8 +83,8 @@ def test_what_varlen_attn_calls_is_the_version_with_the_numbers_of_a_mask(
             patch.setattr(f"{bridge}.{supports[version - 3]}", lambda *_: None)
             patch.setattr(f"{bridge}._fa{version}_backward_support_error", lambda *_: None)
             for kernel in (flash, reference_attention):
-                found = kernel(*parts, segments, scale=0.3, window=window)
-                results.append([found, *torch.autograd.grad(found, parts, weight)])
+                actual = kernel(*parts, segments, scale=0.3, window=window)
+                results.append([actual, *torch.autograd.grad(actual, parts, weight)])
     assert calls.names() == [f"{version} forward", f"{version} backward"]
     (_, forward), (_, backward) = calls.made
     assert forward["scale"] == backward["scale"] == 0.3
@@ -92,15 +96,15 @@ def test_what_varlen_attn_calls_is_the_version_with_the_numbers_of_a_mask(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_bfloat16_rounds_far_less_than_the_comparison_allows() -> None:
+def test_bfloat16_rounds_far_less_than_the_tolerance() -> None:
     for size, repeats in ((64, 1), (128, 6), (256, 2)):
         heads = Heads(torch.device("cpu"), torch.bfloat16, size, repeats)
         for window in (None, 40):
             ours = flash_attention._computed(reference_attention, heads, window)
             exact = flash_attention.Heads(heads.device, torch.float32, size, repeats)
             theirs = flash_attention._computed(reference_attention, exact, window)
-            for found, wanted in zip(ours, theirs, strict=True):
-                assert (found.float() - wanted).norm() / wanted.norm() < 0.002
+            for actual, expected in zip(ours, theirs, strict=True):
+                assert (actual.float() - expected).norm() / expected.norm() < 0.002
 
 
 DEFECTS: dict[str, Any] = {
@@ -114,7 +118,7 @@ DEFECTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("version", [3, 4])
 @pytest.mark.parametrize("defect", list(DEFECTS))
-def test_a_version_that_computes_something_else_is_not_used(
+def test_wrong_version_is_not_used(
     version: Any, defect: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -122,14 +126,14 @@ def test_a_version_that_computes_something_else_is_not_used(
         calls.spoil = DEFECTS[defect]
         assert choose_version("auto", HEADS) == active_version() == 2
         assert len(caplog.records) == 1
-        assert f"auto is not {version}: ArithmeticError" in caplog.text
+        assert f"auto does not use {version}: ArithmeticError" in caplog.text
         with pytest.raises(ResourceError, match="from the reference"):
             choose_version(version, HEADS)
         assert active_version() == 2
 
 
 @pytest.mark.parametrize("version", [3, 4])
-def test_a_window_that_is_one_token_too_long_is_found(
+def test_window_that_is_one_token_too_long_is_detected(
     version: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests import fake_flash_attention
@@ -144,12 +148,14 @@ def test_a_window_that_is_one_token_too_long_is_found(
     monkeypatch.setattr(fake_flash_attention, "masked_scores", wider)
     with (
         installed(version, at=HOPPER),
-        pytest.raises(ResourceError, match=r"window 40, are 0\.(0[7-9]|1)"),
+        pytest.raises(
+            ResourceError, match=r"differ from the reference by 0\.(0[7-9]|1).*window 40"
+        ),
     ):
         choose_version(version, HEADS)
 
 
-def test_a_package_that_breaks_leaves_torchs_own_version(caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_package_leaves_torchs_version(caplog: pytest.LogCaptureFixture) -> None:
     def breaks(*_: Any) -> Tensor:
         raise RuntimeError("This flash attention build does not support headdim 64")
 
@@ -157,31 +163,31 @@ def test_a_package_that_breaks_leaves_torchs_own_version(caplog: pytest.LogCaptu
         calls.spoil = breaks
         assert choose_version("auto", HEADS) == 2
         assert caplog.text.count("does not support headdim 64") == 2
-        # A process has one version: another model does not bring back what a first one lacks.
-        calls.spoil = lambda _, found: found
+        # A process has one version: another model does not bring back an unfit one.
+        calls.spoil = lambda _, actual: actual
         assert choose_version("auto", HEADS) == active_version() == 2
 
 
-def test_an_empty_wheel_is_told_from_one_with_kernels() -> None:
+def test_empty_wheel_is_detected() -> None:
     with installed(3, at=HOPPER), pytest.MonkeyPatch.context() as patch:
         patch.delattr(torch.ops, "flash_attn_3")
         with pytest.raises(ResourceError, match="does not expose FA3"):
             choose_version(3, HEADS)
 
 
-def test_a_version_that_cannot_be_had_is_refused_with_its_reason() -> None:
-    for versions, at, wanted, reason in (
+def test_unavailable_version_is_refused_with_its_reason() -> None:
+    for versions, at, setting, reason in (
         ((), HOPPER, 3, "flash-attn-3 is not installed"),
         ((3,), HOPPER, 4, "flash-attn-4 is not installed"),
         ((3,), BLACKWELL, 3, r"compute capability 9\.x, not 10\.3"),
         ((4,), GEFORCE, 4, r"compute capability 9\.x and 10\.x, not 12\.0"),
     ):
         with installed(*versions, at=at), pytest.raises(ResourceError, match=reason) as error:
-            choose_version(wanted, HEADS)  # type: ignore[arg-type]
+            choose_version(setting, HEADS)  # type: ignore[arg-type]
         assert "leave training.flash_attention out" in str(error.value)
 
 
-def test_deterministic_kernels_are_those_of_version_2() -> None:
+def test_deterministic_kernels_need_version_2() -> None:
     with installed(3, 4, at=HOPPER) as calls:
         torch.use_deterministic_algorithms(True)
         assert choose_version("auto", HEADS) == 2
@@ -191,7 +197,7 @@ def test_deterministic_kernels_are_those_of_version_2() -> None:
         assert calls.made == []
 
 
-def test_the_comparison_leaves_torchs_generator_as_it_is() -> None:
+def test_comparison_does_not_change_torchs_generator() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     with installed(3, at=HOPPER), torch.no_grad():
@@ -216,12 +222,12 @@ def seen_heads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Heads]]:
     for backend in ("dtensor", "megatron"):
         monkeypatch.setattr(
             f"nemo_rl_core.backends.training.{backend}.attention.choose_version",
-            lambda wanted, heads: seen.append((wanted, heads)),
+            lambda setting, heads: seen.append((setting, heads)),
         )
     return seen
 
 
-def test_models_are_asked_for_their_heads(seen_heads: list[tuple[Any, Heads]]) -> None:
+def test_comparison_uses_the_models_heads(seen_heads: list[tuple[Any, Heads]]) -> None:
     cuda, bf16 = torch.device("cuda"), torch.bfloat16
     kinds = ["sliding_attention", "full_attention"]
     gemma = Gemma3TextConfig(**SIZES, sliding_window=4, layer_types=kinds)
@@ -230,7 +236,7 @@ def test_models_are_asked_for_their_heads(seen_heads: list[tuple[Any, Heads]]) -
         training = DTensorTraining(flash_attention=version)  # type: ignore[arg-type]
         kernel = chosen_kernel(model, training, dtype="bfloat16", device=cuda)
         assert kernel is not None and kernel.kernel == "varlen"
-        # In float32 nothing is asked of FlashAttention, and a version that is wanted is an error.
+        # In float32 FlashAttention is not used, and a requested version is an error.
         if version == "auto":
             chosen_kernel(model, training, dtype="float32", device=cuda)
         else:
@@ -242,7 +248,7 @@ def test_models_are_asked_for_their_heads(seen_heads: list[tuple[Any, Heads]]) -
     ]
 
 
-def test_megatrons_local_layers_take_the_same_versions(
+def test_megatrons_local_layers_use_the_same_versions(
     seen_heads: list[tuple[Any, Heads]],
 ) -> None:
     from types import SimpleNamespace
@@ -258,7 +264,7 @@ def test_megatrons_local_layers_take_the_same_versions(
         takes_boundaries(model, training, dtype="bfloat16", device=cuda, fused=True)
 
 
-def test_the_manifest_names_the_version_that_computes() -> None:
+def test_manifest_names_the_active_version() -> None:
     choices = flash_attention.attention_choices
     with installed(3, at=HOPPER):
         choose_version("auto", HEADS)
@@ -271,19 +277,19 @@ def test_the_manifest_names_the_version_that_computes() -> None:
         assert choices("flex") == {"training.attention": "flex"}
 
 
-def test_a_version_is_of_varlen_alone_and_no_part_of_inputs_by_default() -> None:
+def test_version_requires_varlen_and_is_not_an_input_by_default() -> None:
     for training in (DTensorTraining, MegatronTraining):
         assert "flash_attention" not in training().model_dump()
         assert training(flash_attention=3).model_dump()["flash_attention"] == 3
-        with pytest.raises(ValueError, match="computes attention: varlen, not sdpa"):
+        with pytest.raises(ValueError, match="is for attention: varlen, not sdpa"):
             training(flash_attention=2, attention="sdpa")
         with pytest.raises(ValueError, match="flash_attention"):
             training(flash_attention=1)  # type: ignore[arg-type]
 
 
-def test_a_cpu_has_no_version(tiny_model: Path) -> None:
+def test_cpu_has_no_version(tiny_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    with pytest.raises(Exception, match="gradients on GPUs alone"):
+    with pytest.raises(Exception, match="only computes gradients on GPUs"):
         chosen_kernel(
             model,
             DTensorTraining(flash_attention=2),

@@ -1,4 +1,4 @@
-"""Training in float8: the rounding of one layer by hand, and what keeps its precision."""
+"""Training in float8: the rounding of one layer by hand, and parts that keep their precision."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor import float8
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
-from nemo_rl_core.config import float8 as float8_config
+from nemo_rl_core.config import training as training_config
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.config.training import DTensorTraining
@@ -28,35 +28,35 @@ LENGTHS = [11, 4, 7, 2, 9, 3, 3, 8]
 
 
 def numbers_of(exponent_bits: int, fraction_bits: int, largest: float) -> torch.Tensor:
-    """All numbers of a format that are not negative, by the definition of its bits."""
+    """Returns all non-negative numbers of a format, from the definition of its bits."""
     bias, steps = 2 ** (exponent_bits - 1) - 1, 2**fraction_bits
-    found = [fraction / steps * 2.0 ** (1 - bias) for fraction in range(steps)]
-    found += [
+    actual = [fraction / steps * 2.0 ** (1 - bias) for fraction in range(steps)]
+    actual += [
         (1 + fraction / steps) * 2.0 ** (exponent - bias)
         for exponent in range(1, 2**exponent_bits)
         for fraction in range(steps)
     ]
-    return torch.tensor([each for each in found if each <= largest], dtype=torch.float64)
+    return torch.tensor([each for each in actual if each <= largest], dtype=torch.float64)
 
 
 FORMATS = {"e4m3": numbers_of(4, 3, 448.0), "e5m2": numbers_of(5, 2, 57344.0)}
 
 
 def nearest(values: torch.Tensor, kind: str) -> torch.Tensor:
-    """The nearest number of a format; of two equally near, the one with an even fraction."""
+    """Rounds to the nearest number of a format; ties go to the even fraction."""
     numbers = FORMATS[kind]
-    place = torch.searchsorted(numbers, values.abs().double().contiguous()).clamp(
+    index = torch.searchsorted(numbers, values.abs().double().contiguous()).clamp(
         1, len(numbers) - 1
     )
-    below, above = numbers[place - 1], numbers[place]
+    below, above = numbers[index - 1], numbers[index]
     to_below, to_above = values.abs() - below, above - values.abs()
-    is_even = (place - 1) % 2 == 0  # places alternate between even and odd fractions
+    is_even = (index - 1) % 2 == 0  # fractions alternate between even and odd
     takes_below = (to_below < to_above) | ((to_below == to_above) & is_even)
     return torch.where(takes_below, below, above) * values.sign()
 
 
 def rounded(values: torch.Tensor, kind: str, *, dim: int | None, to_power: bool) -> torch.Tensor:
-    """Values after a way through float8, with a scale of the whole matrix or along a dimension."""
+    """Rounds values to float8 and back, scaled by the full matrix or along a dimension."""
     largest = values.abs().max() if dim is None else values.abs().amax(dim, keepdim=True)
     scale = (FORMATS[kind][-1] / largest.double()).float()
     scale = torch.exp2(torch.floor(torch.log2(scale))) if to_power else scale
@@ -66,7 +66,7 @@ def rounded(values: torch.Tensor, kind: str, *, dim: int | None, to_power: bool)
 def expected_of(
     recipe: str, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, and the gradients of input and weight, of a layer `[N, K] @ [M, K].T`."""
+    """Returns output and gradients of input and weight of a layer `[N, K] @ [M, K].T`."""
     if recipe == "tensorwise":
         x8, w8 = (rounded(each, "e4m3", dim=None, to_power=False) for each in (x, weight))
         g8 = rounded(gradient, "e5m2", dim=None, to_power=False)
@@ -82,7 +82,7 @@ def expected_of(
 
 
 class OneLayer(torch.nn.Module):
-    """A decoder of one block, with a router and an odd layer, and a head."""
+    """A decoder with one block, which has a router and an odd layer, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,10 +109,10 @@ def converted(recipe: str) -> OneLayer:
 
 @needs_torchao
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_layer_rounds_as_computed_by_hand(recipe: str) -> None:
+def test_layer_rounds_as_computed_by_hand(recipe: str) -> None:
     layer = converted(recipe).block["proj"]
     generator = torch.Generator().manual_seed(1)
-    # Of several magnitudes, so that some numbers are subnormal or 0 in float8.
+    # Several magnitudes, so that some numbers are subnormal or 0 in float8.
     x = torch.randn(24, 48, generator=generator) * torch.logspace(-4, 1, 48)
     gradient = torch.randn(24, 32, generator=generator) * torch.logspace(-3, 0, 32)
     weight = layer.weight.detach().clone()
@@ -120,15 +120,15 @@ def test_a_layer_rounds_as_computed_by_hand(recipe: str) -> None:
     output = layer(found_input)
     output.backward(gradient)
     expected = expected_of(recipe, x, weight, gradient)
-    for found, wanted in zip((output, found_input.grad, layer.weight.grad), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6 * wanted.abs().max().item())
+    for actual, want in zip((output, found_input.grad, layer.weight.grad), expected, strict=True):
+        torch.testing.assert_close(actual, want, rtol=1e-6, atol=1e-6 * want.abs().max().item())
     exact = x @ weight.T
     assert 0.001 < ((output - exact).norm() / exact.norm()).item() < 0.06
     assert torch.equal(layer.weight, weight) and layer.weight.dtype == torch.float32
 
 
 @needs_torchao
-def test_routers_heads_and_odd_sizes_stay_as_they_are() -> None:
+def test_routers_heads_and_odd_sizes_are_not_converted() -> None:
     model = converted("rowwise")
     kinds = {name: type(each).__name__ for name, each in model.block.items()}
     assert kinds == {"proj": "Float8Linear", "gate": "Linear", "odd": "Linear"}
@@ -136,7 +136,7 @@ def test_routers_heads_and_odd_sizes_stay_as_they_are() -> None:
 
 
 @needs_torchao
-def test_a_model_without_such_layers_is_refused() -> None:
+def test_model_without_such_layers_is_refused() -> None:
     model = OneLayer()
     del model.block["proj"]
     training = DTensorTraining(float8="rowwise")
@@ -147,7 +147,7 @@ def test_a_model_without_such_layers_is_refused() -> None:
 def make_batch() -> BatchedDataDict:
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(0, 16, (n,), generator=generator).tolist() for n in LENGTHS]
-    return collate(sequences, [[place >= n // 2 for place in range(n)] for n in LENGTHS])
+    return collate(sequences, [[index >= n // 2 for index in range(n)] for n in LENGTHS])
 
 
 def started(folder: Path, *, max_tokens: int = 64, **options: Any) -> DTensorBackend:
@@ -178,28 +178,28 @@ def gradients_of(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
     return {name: each.grad.clone() for name, each in parameters if each.grad is not None}
 
 
-def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(actual[name], tensor), name
 
 
 @needs_torchao
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_gradients_of_a_model_point_where_exact_ones_do(
+def test_gradients_point_in_the_direction_of_exact_ones(
     recipe: str, dtype: str, tiny_model: Path
 ) -> None:
     exact = gradients_of(tiny_model)
-    found = gradients_of(tiny_model, float8=recipe, dtype=dtype)
-    assert found.keys() == exact.keys()
-    both = [torch.cat([each.flatten() for each in one.values()]) for one in (found, exact)]
+    actual = gradients_of(tiny_model, float8=recipe, dtype=dtype)
+    assert actual.keys() == exact.keys()
+    both = [torch.cat([each.flatten() for each in one.values()]) for one in (actual, exact)]
     cosine = torch.nn.functional.cosine_similarity(*both, dim=0).item()
     assert 0.99 < cosine < 0.9999
     assert both[0].norm().item() == pytest.approx(both[1].norm().item(), rel=0.05)
 
 
-def test_none_is_the_default_and_changes_no_layer_and_no_input(tiny_model: Path) -> None:
+def test_none_is_the_default_and_changes_nothing(tiny_model: Path) -> None:
     assert "float8" not in DTensorTraining().model_dump()
     assert DTensorTraining(float8="rowwise").model_dump()["float8"] == "rowwise"
     assert DTensorTraining.model_validate(DTensorTraining().model_dump()).float8 == "none"
@@ -211,7 +211,7 @@ def test_none_is_the_default_and_changes_no_layer_and_no_input(tiny_model: Path)
 
 @needs_torchao
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_sent_and_saved_is_not_rounded(
+def test_sent_and_saved_weights_are_not_rounded(
     recipe: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     plain = weights_of(started(tiny_model))
@@ -221,18 +221,18 @@ def test_what_is_sent_and_saved_is_not_rounded(
     after = weights_of(backend)
     assert after.keys() == plain.keys()
     backend.save_checkpoint(tmp_path)
-    # A run without float8 goes on from it.
+    # A run without float8 can resume from it.
     assert_equal(weights_of(started(tmp_path / "model")), after)
     gate = after["model.layers.0.mlp.gate_proj.weight"]
     assert not torch.equal(gate, gate.to(torch.float8_e4m3fn).float())
 
 
 @needs_torchao
-@pytest.mark.parametrize("saved", ["whole", "shards"])
-def test_a_resumed_run_is_equal_to_the_bit(saved: str, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", ["model", "shards"])
+def test_resumed_run_is_bitwise_identical(saved: str, tiny_model: Path, tmp_path: Path) -> None:
     first = started(tiny_model, float8="tensorwise")
     first.train_step(make_batch(), NLLLoss())
-    if saved == "whole":
+    if saved == "model":
         first.start_checkpoint(tmp_path)
     else:
         first.start_sharded_checkpoint(tmp_path)
@@ -245,7 +245,7 @@ def test_a_resumed_run_is_equal_to_the_bit(saved: str, tiny_model: Path, tmp_pat
 
 
 @needs_torchao
-def test_recomputed_layers_round_alike(tiny_model: Path) -> None:
+def test_recomputed_layers_round_the_same_way(tiny_model: Path) -> None:
     plain = gradients_of(tiny_model, float8="rowwise")
     assert_equal(gradients_of(tiny_model, float8="rowwise", activation_checkpointing=True), plain)
 
@@ -257,7 +257,7 @@ def test_policy_and_reference_agree_before_the_first_step(tiny_model: Path) -> N
 
 
 @needs_torchao
-def test_a_token_in_rowwise_does_not_depend_on_its_neighbours(tiny_model: Path) -> None:
+def test_rowwise_tokens_do_not_depend_on_neighbors(tiny_model: Path) -> None:
     def difference(recipe: str) -> float:
         one, several = (
             started(tiny_model, float8=recipe, max_tokens=tokens).get_logprobs(make_batch())
@@ -266,12 +266,12 @@ def test_a_token_in_rowwise_does_not_depend_on_its_neighbours(tiny_model: Path) 
         return (one - several).abs().max().item()
 
     assert difference("rowwise") < 1e-5
-    # One scale for all tokens of a micro-batch.
+    # One scale is used for all tokens of a micro-batch.
     assert difference("tensorwise") > 1e-4
 
 
 @needs_torchao
-def test_the_check_of_packed_rows_is_made_without_rounding(tiny_model: Path) -> None:
+def test_check_of_packed_rows_does_not_round(tiny_model: Path) -> None:
     backend, batch = started(tiny_model, float8="tensorwise"), make_batch()
     exact = started(tiny_model).get_logprobs(batch)
     before = backend.get_logprobs(batch)
@@ -282,66 +282,66 @@ def test_the_check_of_packed_rows_is_made_without_rounding(tiny_model: Path) -> 
 
 
 @needs_torchao
-def test_a_scalar_head_stays_exact(tiny_model: Path) -> None:
+def test_scalar_head_stays_exact(tiny_model: Path) -> None:
     backend = started(tiny_model, head="scalar", float8="rowwise")
     assert type(backend._policy.model.score) is torch.nn.Linear
     assert backend.get_values(make_batch()).shape == (len(LENGTHS), max(LENGTHS))
 
 
 def gated(folder: Path, scale: float, recipe: str) -> dict[str, float]:
-    """The gate over logprobs of the trainer in float8, and of an engine that computes exactly.
+    """Returns the gate over logprobs of a float8 trainer and of an engine that computes exactly.
 
     Args:
-        folder: The model's.
-        scale: Of its logits: those of a model that is sure of its tokens differ by more.
-        recipe: Of the trainer.
+        folder: Folder of the model.
+        scale: Factor of the logits; logprobs of a confident model differ more.
+        recipe: Float8 recipe of the trainer.
     """
-    batch, found = make_batch(), []
+    batch, actual = make_batch(), []
     for training in ({}, {"float8": recipe}):
         backend = started(folder, **training)
         with torch.no_grad():
             backend._policy.model.get_decoder().norm.weight.mul_(scale)
-        found.append(backend.get_logprobs(batch))
-    columns = {"generation_logprobs": found[0], "prev_logprobs": found[1]}
+        actual.append(backend.get_logprobs(batch))
+    columns = {"generation_logprobs": actual[0], "prev_logprobs": actual[1]}
     batch = BatchedDataDict({**batch, **columns, "sample_mask": torch.ones(len(LENGTHS))})
     return check_consistency(batch, GateConfig())[1]
 
 
 @needs_torchao
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_gate_lets_small_differences_pass_and_stops_large_ones(
+def test_gate_accepts_small_differences_and_stops_at_large_ones(
     recipe: str, tiny_model: Path
 ) -> None:
     error = gated(tiny_model, 1.0, recipe)["token_mult_prob_error"]
     assert 1.001 < error < 1.02
-    with pytest.raises(ConsistencyError, match=r"token_mult_prob_error|past the bound"):
+    with pytest.raises(ConsistencyError, match=r"token_mult_prob_error|exceed the bound"):
         gated(tiny_model, 20.0, recipe)
 
 
 @needs_torchao
-def test_completions_are_sampled_with_rounding_too(tiny_model: Path) -> None:
+def test_completions_are_sampled_with_rounding(tiny_model: Path) -> None:
     prompts = BatchedDataDict(
         {"input_ids": torch.tensor([[3, 4, 5]]), "input_lengths": torch.tensor([3])}
     )
     backend = started(tiny_model, float8="rowwise")
-    found = backend.generate(prompts, greedy=True, max_new_tokens=4)
-    tokens, first = found["output_ids"], 3
-    batch = collate(tokens.tolist(), [[place >= first for place in range(tokens.shape[1])]])
-    assert 1 <= int(found["generation_lengths"]) <= 4
-    # One token a pass, and all at once: rows have scales of their own.
+    actual = backend.generate(prompts, greedy=True, max_new_tokens=4)
+    tokens, first = actual["output_ids"], 3
+    batch = collate(tokens.tolist(), [[index >= first for index in range(tokens.shape[1])]])
+    assert 1 <= int(actual["generation_lengths"]) <= 4
+    # One token per pass and all tokens at once agree, since each row has its own scale.
     together = backend.get_logprobs(batch)[0, first - 1 :]
-    torch.testing.assert_close(found["logprobs"][0, first:], together, rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual["logprobs"][0, first:], together, rtol=0, atol=1e-5)
 
 
 def test_lora_is_refused_with_the_fix() -> None:
-    with pytest.raises(ValueError, match="Leave float8 out, or lora"):
+    with pytest.raises(ValueError, match="Remove float8 or lora"):
         DTensorTraining(float8="rowwise", lora={})
 
 
-def test_a_missing_torchao_is_named_with_its_command(
+def test_missing_torchao_is_named_with_its_command(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(float8_config, "find_spec", lambda _: None)
+    monkeypatch.setattr(training_config, "find_spec", lambda _: None)
     with pytest.raises(ResourceError, match=r"pip install --no-deps torchao==0\.18\.0"):
         started(tiny_model, float8="tensorwise")
 
@@ -361,7 +361,7 @@ def test_gpus_that_cannot_compute_it_are_refused(
 
 
 @needs_torchao
-def test_a_gpu_that_can_is_not_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supported_gpu_is_not_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8, "local_device", lambda: torch.device("cuda:0"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
     model, training = OneLayer(), DTensorTraining(float8="tensorwise")

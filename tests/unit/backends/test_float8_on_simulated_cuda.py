@@ -1,4 +1,4 @@
-"""Float8 on a simulated CUDA device: products by torch's kernel in place of the emulation."""
+"""Float8 on a simulated CUDA device: products with torch's kernel instead of the emulation."""
 
 from pathlib import Path
 from unittest import mock
@@ -17,20 +17,20 @@ from tests.simulated_cuda import CudaRuleError, Transfer, count, simulated_cuda
 
 pytest.importorskip("torchao", reason="needs torchao: `make test-float8`")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
-LENGTHS = [11, 4, 7, 2, 9, 3, 3, 8]  # 47 tokens: no multiple of 16
+LENGTHS = [11, 4, 7, 2, 9, 3, 3, 8]  # 47 tokens: not a multiple of 16
 LAYERS = 14
 
 
 def make_batch() -> BatchedDataDict:
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(0, 16, (n,), generator=generator).tolist() for n in LENGTHS]
-    return collate(sequences, [[place >= n // 2 for place in range(n)] for n in LENGTHS])
+    return collate(sequences, [[index >= n // 2 for index in range(n)] for n in LENGTHS])
 
 
 def trained(
     folder: Path, float8: str, *, transfers: list[Transfer] | None = None
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], int]:
-    """Metrics, weights and the kernel's calls of a step; `transfers` become those of its passes."""
+    """Returns metrics, weights and kernel calls of a step; `transfers` records its passes."""
     backend = DTensorBackend()
     backend.setup(
         TrainingSetup(
@@ -45,32 +45,30 @@ def trained(
         transfers.clear()
     with mock.patch.object(torch, "_scaled_mm", wraps=torch._scaled_mm) as kernel:
         metrics, _ = backend.forward_backward(make_batch(), NLLLoss(), returns_outputs=False)
-    found = list(transfers or ())
+    actual = list(transfers or ())
     metrics |= backend.optimizer_step()
     weights = {name: each.cpu().clone() for name, each in backend.named_weights()}
     if transfers is not None:
-        transfers[:] = found
+        transfers[:] = actual
     return metrics, weights, kernel.call_count
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_the_kernel_computes_what_the_emulation_does_without_waits(
-    recipe: str, tiny_model: Path
-) -> None:
+def test_kernel_matches_the_emulation_without_waits(recipe: str, tiny_model: Path) -> None:
     metrics, weights, num_emulated = trained(tiny_model, recipe)
     assert num_emulated == 0
     with simulated_cuda() as transfers:
-        found, on_gpu, num_products = trained(tiny_model, recipe, transfers=transfers)
-        # One for the mask that transformers makes, one for the metrics.
+        actual, on_gpu, num_products = trained(tiny_model, recipe, transfers=transfers)
+        # One for transformers' mask, one for the metrics.
         assert count(transfers, "sync") == 2
         assert count(transfers, "upload") == 0
     assert num_products == LAYERS * (2 if recipe.endswith("gw_hp") else 3)
-    assert found == pytest.approx(metrics, rel=1e-5)
+    assert actual == pytest.approx(metrics, rel=1e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(on_gpu[name], weight, rtol=0, atol=1e-5, msg=name)
 
 
-def test_tokens_that_are_no_multiple_of_16_need_their_padding(
+def test_token_counts_that_are_not_multiples_of_16_need_padding(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchao.float8 import float8_ops
@@ -80,7 +78,7 @@ def test_tokens_that_are_no_multiple_of_16_need_their_padding(
         trained(tiny_model, "rowwise")
 
 
-def test_an_older_gpu_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_gpu_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated_cuda():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
         with pytest.raises(ConfigError, match=r"compute capability 8\.0"):

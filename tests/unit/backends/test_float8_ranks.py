@@ -1,4 +1,4 @@
-"""Float8 over several ranks: what FSDP2 gathers in 8 bits, and what every layout computes."""
+"""Float8 on several ranks: gathering of weights in 8 bits, and the results of every layout."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,11 +29,11 @@ Weights = dict[str, torch.Tensor]
 def make_batch() -> BatchedDataDict:
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(0, 16, (n,), generator=generator).tolist() for n in LENGTHS]
-    return collate(sequences, [[place >= n // 2 for place in range(n)] for n in LENGTHS])
+    return collate(sequences, [[index >= n // 2 for index in range(n)] for n in LENGTHS])
 
 
 def shard_for(training: dict[str, Any]) -> BatchedDataDict:
-    """Uneven parts, so that one data rank ends with fillers."""
+    """Returns uneven parts, so that one data rank ends with fillers."""
     replica = DTensorTraining(**training).ranks_per_replica
     part, num_parts = rank() // replica, world_size() // replica
     bounds = {1: [0, 8], 2: [0, 6, 8], 4: [0, 5, 6, 8, 8]}[num_parts]
@@ -58,7 +58,7 @@ def weights_of(backend: DTensorBackend) -> Weights:
 
 
 def trained(folder: Path, training: dict[str, Any], num_steps: int = 2) -> tuple[Weights, Weights]:
-    """The weights as loaded, and after some steps."""
+    """Returns the weights as loaded, and after some steps."""
     backend = started(folder, training)
     before = weights_of(backend)
     for _ in range(num_steps):
@@ -80,8 +80,8 @@ def largest_difference(one: Weights, other: Weights) -> float:
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
-def test_layouts_compute_what_one_rank_does(tiny_model: Path) -> None:
-    """Rowwise in any layout; tensorwise where ranks have the same micro-batches."""
+def test_layouts_match_one_rank(tiny_model: Path) -> None:
+    """Rowwise is compared in any layout, tensorwise where ranks have the same micro-batches."""
     tensor = {"tensor_parallel_size": 2}
     ways = [
         ROWWISE,
@@ -94,36 +94,36 @@ def test_layouts_compute_what_one_rank_does(tiny_model: Path) -> None:
         TENSORWISE | {"gradient_sync": "last_microbatch"},
     ]
     rowwise, tensorwise = (trained(tiny_model, way) for way in (ROWWISE, TENSORWISE))
-    found = run_ranks(trained_ways, tiny_model, ways, world_size=2, timeout_seconds=500.0)
-    for before, _ in found[0]:
+    actual = run_ranks(trained_ways, tiny_model, ways, world_size=2, timeout_seconds=500.0)
+    for before, _ in actual[0]:
         assert largest_difference(before, rowwise[0]) == 0
-    for (_, after), expected in zip(found[0], [rowwise] * 3 + [tensorwise], strict=False):
+    for (_, after), expected in zip(actual[0], [rowwise] * 3 + [tensorwise], strict=False):
         assert largest_difference(after, expected[1]) < 2e-6
-    # Weights on the host are gathered in 32 bits, and rounded afterwards: the same numbers.
-    # State that waits on the host comes back as it was.
-    plain, *equal, summed = (after for _, after in found[0][4:])
+    # Weights on the host are gathered in 32 bits and rounded afterwards: the same numbers.
+    # State that was offloaded to the host is restored unchanged.
+    plain, *equal, summed = (after for _, after in actual[0][4:])
     assert [largest_difference(plain, each) for each in equal] == [0, 0]
     assert largest_difference(plain, summed) < 2e-6
     assert largest_difference(plain, rowwise[1]) > 1e-4
 
 
 def gathered_bytes(folder: Path, ways: list[dict[str, Any]]) -> list[int]:
-    """Of a pass, by this rank."""
-    found = []
+    """Returns the bytes that this rank gathers in a pass, for each way of training."""
+    results = []
     for way in ways:
         backend, sizes = started(folder, way), []
         real = dist.all_gather_single
 
         def counted(*args: Any, real: Any = real, sizes: list[int] = sizes, **kwargs: Any) -> Any:
-            given = kwargs.get("input", args[1] if len(args) > 1 else None)
-            sizes.append(given.nbytes)
+            value = kwargs.get("input", args[1] if len(args) > 1 else None)
+            sizes.append(value.nbytes)
             return real(*args, **kwargs)
 
         with mock.patch.object(dist, "all_gather_single", counted):
             backend.get_logprobs(make_batch())
-        found.append(sum(sizes))
+        results.append(sum(sizes))
         backend.shutdown()
-    return found
+    return results
 
 
 def test_weights_of_layers_are_gathered_in_8_bits(tiny_model: Path) -> None:
@@ -132,36 +132,36 @@ def test_weights_of_layers_are_gathered_in_8_bits(tiny_model: Path) -> None:
     )[0]
     layer = 4 * 32 * 32 + 3 * 32 * 64
     num_passes, remainder = divmod(plain - eight, 2 * layer * 3 // 2)
-    assert num_passes > 0 and remainder == 0  # 3 of 4 bytes of the half that a rank has, 2 layers
+    assert num_passes > 0 and remainder == 0  # 3 of 4 bytes of a rank's half, in 2 layers
     assert rows == plain
 
 
 def resumed_ways(folder: Path, path: Path) -> list[Weights]:
-    """Weights of two more steps: straight on, and resumed from either save."""
+    """Returns the weights of two more steps: without a resume, and resumed from either save."""
     first = started(folder, TENSORWISE)
     for _ in range(2):
         first.train_step(shard_for(TENSORWISE), NLLLoss())
-    first.save_checkpoint(path / "whole")
+    first.save_checkpoint(path / "full")
     first.start_sharded_checkpoint(path / "shards")
     for _ in range(2):
         first.train_step(shard_for(TENSORWISE), NLLLoss())  # while it is written
     first.finish_checkpoint()
-    found = [weights_of(first)]
+    results = [weights_of(first)]
     first.shutdown()
-    for name in ("whole", "shards"):
+    for name in ("full", "shards"):
         resumed = started(folder, TENSORWISE)
         resumed.load_checkpoint(path / name)
         for _ in range(2):
             resumed.train_step(shard_for(TENSORWISE), NLLLoss())
-        found.append(weights_of(resumed))
+        results.append(weights_of(resumed))
         resumed.shutdown()
-    return found
+    return results
 
 
-def test_shards_of_weights_gathered_in_8_bits_go_on_to_the_bit(
+def test_shards_of_weights_gathered_in_8_bits_resume_bitwise_identically(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    for name in ("whole", "shards"):
+    for name in ("full", "shards"):
         (tmp_path / name).mkdir()
     ranks = run_ranks(resumed_ways, tiny_model, tmp_path, world_size=2, timeout_seconds=300.0)
     for straight, *resumed in ranks:
@@ -171,14 +171,12 @@ def test_shards_of_weights_gathered_in_8_bits_go_on_to_the_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_steps", "bound"), [(1, 2e-7), (2, 1e-4)])
-def test_copies_of_hsdp_compute_what_shards_do(
-    tiny_model: Path, num_steps: int, bound: float
-) -> None:
-    """To the order of sums in the first step; from the second one on, to a number of float8.
+def test_hsdp_replicas_match_shards(tiny_model: Path, num_steps: int, bound: float) -> None:
+    """Equal up to the order of sums in the first step, later up to a float8 number.
 
-    Sums in another order move a weight by 1e-8, and a number between two of float8 then goes the
-    other way. Noise of 1e-8 on the weights of one layout does the same: two steps end 5.9e-6
-    apart for one of four seeds, and 1e-7 for the others.
+    Sums in a different order move a weight by 1e-8, so that a value between two float8 numbers may
+    round differently. Noise of 1e-8 on the weights of one layout has the same effect: two steps end
+    5.9e-6 apart for one of four seeds, and 1e-7 for the others.
     """
     copies = {"data_parallel_replicas": 2}
     ways = [TENSORWISE, TENSORWISE | copies, TENSORWISE | copies | {"tensor_parallel_size": 2}]

@@ -1,4 +1,4 @@
-"""Transformers' loop and Megatron's model as engines: they draw alike, and agree with a trainer."""
+"""Transformers' loop and Megatron's model as engines sample the same and agree with a trainer."""
 
 import weakref
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ CONFIGS = {"hf": HuggingFaceGenerationConfig, "megatron": MegatronGenerationConf
 
 
 def make_batch(rows: list[int] | None = None, **columns: Any) -> BatchedDataDict:
-    whole = BatchedDataDict(
+    batch = BatchedDataDict(
         {
             "input_ids": torch.tensor([prompt + [0] * (4 - len(prompt)) for prompt in PROMPTS]),
             "input_lengths": torch.tensor([len(prompt) for prompt in PROMPTS]),
@@ -33,7 +33,7 @@ def make_batch(rows: list[int] | None = None, **columns: Any) -> BatchedDataDict
             **columns,
         }
     )
-    return whole if rows is None else whole.select_indices(rows)
+    return batch if rows is None else batch.select_indices(rows)
 
 
 def setup_of(folder: Path, backend: str, **words: Any) -> GenerationSetup:
@@ -46,7 +46,7 @@ def setup_of(folder: Path, backend: str, **words: Any) -> GenerationSetup:
 
 
 class Engines:
-    """Backends of this process: started once, and set to another way of sampling."""
+    """Backends in this process, started once and given other sampling settings."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -79,7 +79,7 @@ def model(tiny_model: Path) -> Any:
 
 @torch.no_grad()
 def plain_logprobs(model: Any, output: BatchedDataDict, row: int, scale: float) -> torch.Tensor:
-    """`[L]` of the completion's tokens, by one forward pass over the whole sequence."""
+    """Computes `[L]` logprobs of the completion's tokens with one forward pass."""
     end = int(output["unpadded_sequence_lengths"][row])
     start = end - int(output["generation_lengths"][row])
     ids = output["output_ids"][row, :end]
@@ -99,22 +99,22 @@ def plain_logprobs(model: Any, output: BatchedDataDict, row: int, scale: float) 
         ({"temperature": 0.7}, True, 1.0),
     ],
 )
-def test_logprobs_are_those_of_a_plain_forward_pass(
+def test_logprobs_match_a_plain_forward_pass(
     engines: Engines, model: Any, name: str, words: dict, greedy: bool, scale: float
 ) -> None:
     output = engines(name, **words).generate(make_batch(), greedy=greedy)
     for row, prompt in enumerate(PROMPTS):
         end = int(output["unpadded_sequence_lengths"][row])
-        found = output["logprobs"][row]
+        actual = output["logprobs"][row]
         expected = plain_logprobs(model, output, row, scale)
-        torch.testing.assert_close(found[len(prompt) : end], expected, atol=1e-5, rtol=1e-4)
-        assert not found[: len(prompt)].any()
-        assert not found[end:].any()
+        torch.testing.assert_close(actual[len(prompt) : end], expected, atol=1e-5, rtol=1e-4)
+        assert not actual[: len(prompt)].any()
+        assert not actual[end:].any()
         assert output["output_ids"][row, : len(prompt)].tolist() == prompt
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_only_likeliest_token_is_the_greedy_one(engines: Engines, name: str) -> None:
+def test_top_1_sampling_is_greedy(engines: Engines, name: str) -> None:
     greedy = engines(name).generate(make_batch(), greedy=True)
     for words in ({"top_k": 1}, {"temperature": 0}):
         output = engines(name, **words).generate(make_batch(), greedy=False)
@@ -124,18 +124,18 @@ def test_the_only_likeliest_token_is_the_greedy_one(engines: Engines, name: str)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_rows_tokens_know_nothing_of_other_rows(engines: Engines, name: str) -> None:
+def test_tokens_of_a_row_do_not_depend_on_other_rows(engines: Engines, name: str) -> None:
     engine = engines(name, temperature=0.9)
-    whole = sequences(engine.generate(make_batch(), greedy=False))
-    # Rows 0 and 3 hold the same prompt; their seeds differ, and so do their completions.
-    assert whole[0] != whole[3]
+    all_rows = sequences(engine.generate(make_batch(), greedy=False))
+    # Rows 0 and 3 have the same prompt; their seeds differ, and so do their completions.
+    assert all_rows[0] != all_rows[3]
     for rows in ([4, 2, 0, 1, 3], [3], [2, 1]):
         some = sequences(engine.generate(make_batch(rows), greedy=False))
-        assert some == [whole[row] for row in rows]
+        assert some == [all_rows[row] for row in rows]
     assert engine.generate(make_batch([]), greedy=False).size == 0
 
 
-def test_engines_draw_alike(engines: Engines) -> None:
+def test_engines_sample_the_same_tokens(engines: Engines) -> None:
     sampled = [sequences(engines(name).generate(make_batch(), greedy=False)) for name in CONFIGS]
     assert sampled[0] == sampled[1]
 
@@ -146,7 +146,7 @@ def sequences(output: BatchedDataDict) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_without_stop_tokens_every_row_takes_its_room(engines: Engines, name: str) -> None:
+def test_rows_reach_their_limit_without_stop_tokens(engines: Engines, name: str) -> None:
     engine = engines(name)
     engine._setup = replace(engine._setup, stop_token_ids=())
     output = engine.generate(make_batch(), greedy=False)
@@ -155,7 +155,7 @@ def test_without_stop_tokens_every_row_takes_its_room(engines: Engines, name: st
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_stop_strings_and_bounds_of_rows(engines: Engines, tiny_model: Path, name: str) -> None:
+def test_stop_strings_and_limits_of_rows(engines: Engines, tiny_model: Path, name: str) -> None:
     tokenizer = load_tokenizer(tiny_model)
     plain = engines(name).generate(make_batch([0, 1, 4]), greedy=False)
     completion = sequences(plain)[0][len(PROMPTS[0]) :]
@@ -189,7 +189,7 @@ def test_special_tokens_are_stop_strings(engines: Engines, tiny_model: Path, nam
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_new_weights_replace_all_of_the_old(
+def test_new_weights_replace_all_old_ones(
     engines: Engines, tiny_model: Path, tmp_path: Path, name: str
 ) -> None:
     engine = engines(name)
@@ -204,23 +204,23 @@ def test_new_weights_replace_all_of_the_old(
     sent = load_file(tmp_path / "model.safetensors")
     engine.take_weights(iter(sent.items()))
     for tensor in sent.values():
-        tensor.zero_()  # as the next transfer overwrites what it lay in
+        tensor.zero_()  # the next transfer overwrites its memory
     output = engine.generate(make_batch(), greedy=True)
     assert sequences(output) != before
     for row in range(len(PROMPTS)):
         end = int(output["unpadded_sequence_lengths"][row])
-        found = output["logprobs"][row, len(PROMPTS[row]) : end]
+        actual = output["logprobs"][row, len(PROMPTS[row]) : end]
         expected = plain_logprobs(other, output, row, 1.0)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
     engine.load_weights(tiny_model)
     assert sequences(engine.generate(make_batch(), greedy=True)) == before
 
 
 @pytest.mark.parametrize(("name", "most"), [("hf", 2), ("megatron", 5)])
-def test_few_tensors_are_held_while_weights_arrive(
+def test_few_tensors_are_kept_while_weights_arrive(
     engines: Engines, tiny_model: Path, model: Any, name: str, most: int
 ) -> None:
-    """Megatron fuses three in one: queries and keys, with their biases, wait for values."""
+    """Megatron fuses three tensors into one: queries and keys wait for values, and so do biases."""
     live: list[weakref.ref[torch.Tensor]] = []
     counts = []
 
@@ -240,7 +240,9 @@ def test_few_tensors_are_held_while_weights_arrive(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_megatrons_ranks_draw_as_one_does(engines: Engines, tiny_model: Path, axis: str) -> None:
+def test_megatrons_ranks_sample_the_same_tokens_as_one(
+    engines: Engines, tiny_model: Path, axis: str
+) -> None:
     expected = engines("megatron", temperature=0.8).generate(make_batch(), greedy=False)
     setup, batch = setup_of(tiny_model, "megatron", temperature=0.8, **{axis: 2}), make_batch()
 
@@ -250,7 +252,7 @@ def test_megatrons_ranks_draw_as_one_does(engines: Engines, tiny_model: Path, ax
         output = backend.generate(batch, greedy=False)
         return [output["output_ids"].tolist(), output["logprobs"].tolist()]
 
-    # Of 19 tokens, one tensor-parallel rank holds 10 and the other 9.
+    # Of 19 tokens, one tensor-parallel rank has 10 and the other 9.
     for ids, logprobs in run_ranks(on_rank, world_size=2):
         assert ids == expected["output_ids"].tolist()
         torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""Draws from logits: by hand, and the frequencies of many."""
+"""Sampling from logits: by hand, and frequencies of many samples."""
 
 from typing import Any
 
@@ -31,34 +31,34 @@ def decoding(num_rows: int = 1, *, greedy: bool = False, **words: Any) -> Decodi
 
 
 def sampled_shares(num_rows: int, **words: Any) -> torch.Tensor:
-    """The share of each token among samples of rows with different seeds."""
+    """Returns the share of each token among samples of rows with different seeds."""
     tokens = decoding(num_rows, **words).draw(LOGITS.expand(num_rows, 4))
     return torch.bincount(tokens, minlength=4) / num_rows
 
 
-def test_tokens_are_drawn_with_their_probabilities() -> None:
+def test_tokens_are_sampled_with_their_probabilities() -> None:
     # 3000 samples: three standard deviations of a share of 0.4 are 0.027.
     torch.testing.assert_close(sampled_shares(3000), LOGITS.exp(), atol=0.03, rtol=0)
 
 
-def test_a_temperature_divides_logits() -> None:
+def test_temperature_divides_logits() -> None:
     # Squares of 4, 3, 2, 1 over their sum of 30.
     expected = torch.tensor([16, 9, 4, 1]) / 30
     torch.testing.assert_close(sampled_shares(3000, temperature=0.5), expected, atol=0.03, rtol=0)
 
 
-def test_top_k_and_top_p_leave_the_likeliest() -> None:
+def test_top_k_and_top_p_keep_the_likeliest() -> None:
     torch.testing.assert_close(
         sampled_shares(3000, top_k=2), torch.tensor([4 / 7, 3 / 7, 0, 0]), atol=0.03, rtol=0
     )
-    # 0.4 + 0.3 reach 0.65: the first two alone are left.
+    # 0.4 + 0.3 reach 0.65, so only the first two are left.
     torch.testing.assert_close(
         sampled_shares(3000, top_p=0.65), torch.tensor([4 / 7, 3 / 7, 0, 0]), atol=0.03, rtol=0
     )
     assert sampled_shares(100, top_k=1).tolist() == [1, 0, 0, 0]
 
 
-def test_a_penalty_lowers_what_came_before() -> None:
+def test_penalty_lowers_earlier_tokens() -> None:
     # Token 1 is the prompt: 1.0 / 2 is less than 0.9.
     state = decoding(greedy=True, repetition_penalty=2.0)
     assert state.draw(torch.tensor([[0.9, 1.0, -1.0]])).tolist() == [0]
@@ -67,7 +67,7 @@ def test_a_penalty_lowers_what_came_before() -> None:
     assert state.draw(torch.tensor([[-1.0, -1.0, -1.5]])).tolist() == [2]
 
 
-def test_logprobs_are_of_the_whole_distribution_under_the_temperature() -> None:
+def test_logprobs_are_of_the_full_distribution_at_the_temperature() -> None:
     state = decoding(temperature=0.5, top_k=1)
     state.draw(LOGITS[None])
     assert state.completed()[0].logprobs == pytest.approx([torch.tensor(16 / 30).log().item()])
@@ -78,7 +78,7 @@ def test_logprobs_are_of_the_whole_distribution_under_the_temperature() -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(st.permutations(range(6)), st.integers(1, 6))
-def test_a_rows_draws_know_nothing_of_other_rows(order: list[int], count: int) -> None:
+def test_samples_of_a_row_do_not_depend_on_other_rows(order: list[int], count: int) -> None:
     def tokens(seeds: list[int]) -> dict[int, Any]:
         requests = [DecodingRequest([1], seed, 5) for seed in seeds]
         state = Decoding(requests, SamplingConfig(), greedy=False, stop_token_ids=[3])
@@ -86,8 +86,8 @@ def test_a_rows_draws_know_nothing_of_other_rows(order: list[int], count: int) -
             state.draw(LOGITS.expand(len(seeds), 4))
         return dict(zip(seeds, state.completed(), strict=True))
 
-    whole, some = tokens(list(range(6))), tokens(order[:count])
-    assert some == {seed: whole[seed] for seed in order[:count]}
+    all_rows, some = tokens(list(range(6))), tokens(order[:count])
+    assert some == {seed: all_rows[seed] for seed in order[:count]}
 
 
 class Letters:
@@ -97,12 +97,12 @@ class Letters:
         return "".join("abcdef"[token] for token in tokens)
 
 
-def test_a_row_ends_with_a_stop_token_a_stop_string_or_its_bound() -> None:
+def test_row_ends_with_a_stop_token_a_stop_string_or_its_limit() -> None:
     requests = [
         DecodingRequest([1], 0, 4),  # stop token 5
         DecodingRequest([1], 0, 4, ("bc",)),
         DecodingRequest([1], 0, 2),
-        DecodingRequest([1], 0, 3, ("bcd",)),  # ends at its bound, where its stop string ends too
+        DecodingRequest([1], 0, 3, ("bcd",)),  # ends at its limit, where its stop string also ends
     ]
     state = Decoding(
         requests, SamplingConfig(), greedy=True, stop_token_ids=[5], tokenizer=Letters()
@@ -166,7 +166,7 @@ def batch(**columns: Any) -> BatchedDataDict:
     )
 
 
-def test_rows_bring_bounds_and_stop_strings_of_their_own() -> None:
+def test_rows_have_separate_limits_and_stop_strings() -> None:
     config = HuggingFaceGenerationConfig(max_new_tokens=6, stop_strings=["x"])
     columns = {"max_new_tokens": torch.tensor([9, 2]), "stop_strings": [None, ["y"]]}
     assert read_requests(batch(**columns), config, max_model_len=8) == [
@@ -175,14 +175,14 @@ def test_rows_bring_bounds_and_stop_strings_of_their_own() -> None:
     ]
 
 
-def test_a_prompt_without_room_is_refused() -> None:
+def test_prompt_without_room_is_refused() -> None:
     with pytest.raises(DataError, match="row 0 of"):
         read_requests(batch(), SamplingConfig(), max_model_len=3)
     with pytest.raises(DataError, match="row 1 of"):
         read_requests(batch(input_lengths=torch.tensor([1, 0])), SamplingConfig(), max_model_len=9)
 
 
-def test_completions_lie_right_behind_their_prompts() -> None:
+def test_completions_directly_follow_their_prompts() -> None:
     requests = read_requests(batch(), SamplingConfig(), max_model_len=8)
     output = as_batch(requests, [Completed([5], [-0.5], False), Completed([6, 7], [-1, -2], True)])
     assert output["output_ids"].tolist() == [[1, 2, 3, 5], [4, 6, 7, 0]]
@@ -193,6 +193,6 @@ def test_completions_lie_right_behind_their_prompts() -> None:
     assert as_batch([], []).size == 0
 
 
-def test_seeds_of_rows_follow_from_one() -> None:
+def test_row_seeds_derive_from_one_seed() -> None:
     assert row_seeds(3, 4).tolist() == row_seeds(3, 4).tolist()
     assert set(row_seeds(3, 4).tolist()).isdisjoint(row_seeds(4, 4).tolist())

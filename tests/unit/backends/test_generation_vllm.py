@@ -12,7 +12,7 @@ from nemo_rl_core.backends.generation.vllm import (
     _logprobs_mode,
     _refuse_block_size,
 )
-from nemo_rl_core.backends.generation.vllm_ranks import EngineRank, join_engine, places_on_machine
+from nemo_rl_core.backends.generation.vllm_ranks import EngineRank, join_engine, local_ranks
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import RECORDS
@@ -20,7 +20,7 @@ from nemo_rl_core.distributed.session import gang_environment
 from nemo_rl_core.errors import ConfigError
 
 
-def test_ranks_of_an_engine_meet_where_others_do_not() -> None:
+def test_ranks_of_an_engine_have_a_separate_rendezvous() -> None:
     def on_rank() -> dict[str, str]:
         join_engine(2)
         return {key: os.environ[key] for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR")} | {
@@ -28,28 +28,28 @@ def test_ranks_of_an_engine_meet_where_others_do_not() -> None:
         }
 
     first, second, third, fourth = run_ranks(on_rank, world_size=4)
-    assert [found["RANK"] for found in (first, second, third, fourth)] == ["0", "1", "0", "1"]
-    assert {found["WORLD_SIZE"] for found in (first, second, third, fourth)} == {"2"}
+    assert [actual["RANK"] for actual in (first, second, third, fourth)] == ["0", "1", "0", "1"]
+    assert {actual["WORLD_SIZE"] for actual in (first, second, third, fourth)} == {"2"}
     assert first["port"] == second["port"] != third["port"] == fourth["port"]
 
 
-def test_ranks_of_engines_record_their_collectives_in_files_of_their_own(tmp_path: Path) -> None:
+def test_ranks_of_engines_record_their_collectives_in_separate_files(tmp_path: Path) -> None:
     def on_rank() -> tuple[str, str]:
         environment = gang_environment(name="grpo engine", use_gpus=True, folder=tmp_path)
         os.environ.update(environment)
         join_engine(2)
-        # Torch writes to this path with the rank behind it.
+        # Torch appends the rank to this path.
         return environment[RECORDS] + "0", os.environ[RECORDS] + os.environ["RANK"]
 
-    found = run_ranks(on_rank, world_size=4)
-    names = [Path(path).name for _, path in found]
+    actual = run_ranks(on_rank, world_size=4)
+    names = [Path(path).name for _, path in actual]
     assert names == [f"grpo_engine-engine_{each}-rank_{r}" for each in (0, 1) for r in (0, 1)]
-    assert {Path(path).name for path, _ in found} == {"grpo_engine-rank_0"}
+    assert {Path(path).name for path, _ in actual} == {"grpo_engine-rank_0"}
     of_trainer = gang_environment(name="grpo policy", use_gpus=True, folder=tmp_path)[RECORDS]
     assert Path(of_trainer).name == "grpo_policy-rank_"
 
 
-def test_a_record_that_the_user_has_named_stays() -> None:
+def test_record_path_of_the_user_is_kept() -> None:
     def on_rank() -> str:
         os.environ[RECORDS] = "/tmp/mine_"
         join_engine(1)
@@ -58,7 +58,8 @@ def test_a_record_that_the_user_has_named_stays() -> None:
     assert run_ranks(on_rank, world_size=1) == ["/tmp/mine_"]
 
 
-def test_ranks_of_an_engine_know_the_gpus_of_the_others() -> None:
+@pytest.mark.slow
+def test_ranks_of_an_engine_know_each_others_gpus() -> None:
     def on_rank() -> tuple[list[str] | None, str]:
         os.environ["CUDA_VISIBLE_DEVICES"] = "7,5,3,1"
         torch.cuda.is_available = lambda: True
@@ -70,21 +71,21 @@ def test_ranks_of_an_engine_know_the_gpus_of_the_others() -> None:
     assert run_ranks(on_rank, world_size=4) == expected
 
 
-def test_an_engine_over_two_machines_counts_on_each() -> None:
+def test_engine_on_two_machines_counts_ranks_per_machine() -> None:
     ranks = [EngineRank("a", "0"), EngineRank("a", "2"), EngineRank("b", "2"), EngineRank("b", "0")]
-    assert [places_on_machine(ranks, own) for own in range(4)] == [
+    assert [local_ranks(ranks, rank) for rank in range(4)] == [
         (0, ["0", "2"]),
         (1, ["0", "2"]),
         (0, ["2", "0"]),
         (1, ["2", "0"]),
     ]
-    assert places_on_machine([EngineRank("a", None)], 0) == (0, None)
+    assert local_ranks([EngineRank("a", None)], 0) == (0, None)
 
 
 def ask_peers(visible: str, gpus: list[str] | None) -> list[tuple[int, int]] | str:
-    """The pairs of CUDA's devices that vLLM's custom all-reduce asks for, on its first rank.
+    """Returns the pairs of CUDA devices that vLLM's custom all-reduce queries on its first rank.
 
-    vLLM's own code on a platform that says to be CUDA, up to where it allocates memory.
+    Runs vLLM's code on a platform that claims to be CUDA, up to where it allocates memory.
     """
     import torch.distributed as dist
     import vllm.distributed.device_communicators.custom_all_reduce as library
@@ -107,9 +108,9 @@ def ask_peers(visible: str, gpus: list[str] | None) -> list[tuple[int, int]] | s
     def allocate(*_: Any, **__: Any) -> None:
         raise ReachedError
 
-    asked = []
+    queried = []
     os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    torch.cuda.can_device_access_peer = lambda one, other: asked.append((one, other)) is None
+    torch.cuda.can_device_access_peer = lambda one, other: queried.append((one, other)) is None
     engine: Any = SimpleNamespace(device_ids=gpus, distributed_executor_backend="external_launcher")
     physical = EngineArgs._resolve_device_ids(engine)
     if physical is not None:
@@ -123,18 +124,19 @@ def ask_peers(visible: str, gpus: list[str] | None) -> list[tuple[int, int]] | s
     try:
         library.CustomAllreduce(group=dist.group.WORLD, device=torch.device("cuda", device))
     except ReachedError:
-        return asked
+        return queried
     except IndexError as error:
         return str(error)
     return "disabled"
 
 
-def test_the_custom_all_reduce_of_vllm_finds_the_gpus_of_its_ranks() -> None:
-    # Ranks of the second engine of a machine, whose bundles Ray has put on GPUs 6 and 4.
+@pytest.mark.slow
+def test_custom_all_reduce_of_vllm_finds_the_gpus_of_its_ranks() -> None:
+    # Ranks of the second engine on a machine, whose bundles Ray has put on GPUs 6 and 4.
     assert run_ranks(ask_peers, "0,1,2,3,4,5,6,7", ["6", "4"], world_size=1) == [[(6, 4)]]
-    # A machine of which Ray was given four.
+    # A machine where Ray was given four GPUs.
     assert run_ranks(ask_peers, "7,6,5,4", ["6", "4"], world_size=1) == [[(1, 3)]]
-    # Where a rank sees its own GPU alone, vLLM does not start: why `SEES_ALL_GPUS` is.
+    # If a rank only sees its own GPU, vLLM does not start; this is why `SEES_ALL_GPUS` exists.
     assert run_ranks(ask_peers, "6", None, world_size=1) == ["list index out of range"]
 
 
@@ -148,15 +150,15 @@ def test_the_custom_all_reduce_of_vllm_finds_the_gpus_of_its_ranks() -> None:
         ({"repetition_penalty": 1.2}, "raw_logprobs"),
     ],
 )
-def test_logprobs_are_of_the_whole_distribution_at_temperature_1(words: dict, mode: str) -> None:
+def test_logprobs_are_of_the_full_distribution_at_temperature_1(words: dict, mode: str) -> None:
     assert _logprobs_mode(VllmGenerationConfig(**words)) == mode
 
 
-def test_blocks_that_a_cpu_cannot_take_are_refused_before_the_engine_starts() -> None:
+def test_unsupported_cpu_block_size_is_refused_before_the_engine_starts() -> None:
     for size in (None, 32, 96):
         _refuse_block_size(VllmGenerationConfig(block_size=size), has_gpu=False)
     odd = VllmGenerationConfig(block_size=48)
     _refuse_block_size(odd, has_gpu=True)
-    with pytest.raises(ConfigError, match="does not take blocks of this size") as refused:
+    with pytest.raises(ConfigError, match="does not support this block size") as refused:
         _refuse_block_size(odd, has_gpu=False)
     assert refused.value.fix == "set it to 64"

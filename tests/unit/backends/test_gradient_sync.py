@@ -1,4 +1,4 @@
-"""When ranks exchange gradients: how often, and that the sums are the same."""
+"""Gradient exchange between ranks: how often it happens, and that the sums are the same."""
 
 from collections import Counter
 from pathlib import Path
@@ -27,8 +27,8 @@ def shard_of(part: int, num_parts: int, *, num_rows: int = 32) -> BatchedDataDic
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(4, 12, (num_rows,), generator=generator).tolist()
     rows = [torch.randint(0, 16, (length,), generator=generator).tolist() for length in lengths]
-    batch = collate(rows, [[place > 1 for place in range(length)] for length in lengths])
-    # Unevenly, so that the last rank ends with fillers.
+    batch = collate(rows, [[index > 1 for index in range(length)] for length in lengths])
+    # Uneven, so that the last rank ends with fillers.
     bounds = [num_rows * each**2 // num_parts**2 for each in range(num_parts + 1)]
     bounds = [num_rows - each for each in reversed(bounds)]
     return batch.select_indices(range(bounds[part], bounds[part + 1]))
@@ -48,7 +48,7 @@ def started(folder: Path, **training: Any) -> DTensorBackend:
 
 
 class Counted:
-    """Counts calls by a name."""
+    """Counts calls by name."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -62,7 +62,7 @@ class Counted:
 
 
 def trained(folder: Path, training: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Counter[str]]:
-    """Weights after two steps, and the reductions of the second one."""
+    """Returns weights after two steps, and the reductions of the second one."""
     backend = started(folder, **training)
     shard = shard_of(rank(), world_size())
     backend.train_step(shard, NLLLoss())
@@ -82,14 +82,15 @@ def trained_ways(folder: Path, ways: list[dict[str, Any]]) -> list[Any]:
     return [trained(folder, way) for way in ways]
 
 
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
-def test_gradients_are_exchanged_once_a_step(tiny_model: Path) -> None:
-    found = run_ranks(trained_ways, tiny_model, [EVERY, LAST], world_size=2)
-    (every, calls_every), (last, calls_last) = found[0]
+@pytest.mark.slow
+def test_gradients_are_exchanged_once_per_step(tiny_model: Path) -> None:
+    actual = run_ranks(trained_ways, tiny_model, [EVERY, LAST], world_size=2)
+    (every, calls_every), (last, calls_last) = actual[0]
     assert_close(last, every)
     # Two layers, and embedding with head.
     assert calls_last["reduce_scatter"] == 3
@@ -97,21 +98,23 @@ def test_gradients_are_exchanged_once_a_step(tiny_model: Path) -> None:
     assert calls_every["reduce_scatter"] % 3 == 0
 
 
-def test_copies_of_hsdp_are_summed_once_a_step(tiny_model: Path) -> None:
+@pytest.mark.slow
+def test_hsdp_replicas_are_summed_once_per_step(tiny_model: Path) -> None:
     copies = {"data_parallel_replicas": 2}
     ways = [EVERY, EVERY | copies, LAST | copies]
-    found = run_ranks(trained_ways, tiny_model, ways, world_size=4, timeout_seconds=500.0)
-    (sharded, alone), (every, calls_every), (last, calls_last) = found[0]
+    actual = run_ranks(trained_ways, tiny_model, ways, world_size=4, timeout_seconds=500.0)
+    (sharded, calls_sharded), (every, calls_every), (last, calls_last) = actual[0]
     assert_close(every, sharded)
     assert_close(last, sharded)
     per_step = calls_last["all_reduce"]
-    # Beside those that count tokens and micro-batches, one for each group of weights.
-    assert calls_every["all_reduce"] == per_step == alone["all_reduce"] + 3
+    # In addition to those that count tokens and micro-batches, one per group of weights.
+    assert calls_every["all_reduce"] == per_step == calls_sharded["all_reduce"] + 3
     assert calls_every["reduce_scatter"] > 2 * calls_last["reduce_scatter"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [{}, {"lora": LoRAConfig(rank=4)}])
-def test_one_rank_has_the_same_bits(tiny_model: Path, training: dict[str, Any]) -> None:
+def test_single_rank_is_bitwise_identical(tiny_model: Path, training: dict[str, Any]) -> None:
     ways = [each | training | {"cpu_offload": True} for each in (EVERY, LAST)]
     ((every, _), (last, _)) = run_ranks(trained_ways, tiny_model, ways, world_size=1)[0]
     assert all(torch.equal(last[name], tensor) for name, tensor in every.items())
@@ -141,18 +144,19 @@ def after_a_broken_step(folder: Path) -> tuple[float, float]:
     return norms[0], norms[1]
 
 
-def test_gradients_of_a_broken_step_are_forgotten(tiny_model: Path) -> None:
-    ((whole, after),) = run_ranks(after_a_broken_step, tiny_model, world_size=1)
-    assert after == whole
+@pytest.mark.slow
+def test_gradients_of_an_interrupted_step_are_dropped(tiny_model: Path) -> None:
+    ((expected, after),) = run_ranks(after_a_broken_step, tiny_model, world_size=1)
+    assert after == expected
 
 
 def megatron_reductions(folder: Path) -> list[int]:
-    """Reductions of a step of one micro-batch and of one with many."""
+    """Returns the number of reductions in a step of one micro-batch and in one with many."""
     from megatron.core.distributed import param_and_grad_buffer
 
     from nemo_rl_core.backends.training.megatron.backend import MegatronBackend
 
-    found = []
+    results = []
     for max_tokens in (512, MAX_TOKENS):
         backend = MegatronBackend()
         backend.setup(
@@ -171,12 +175,13 @@ def megatron_reductions(folder: Path) -> list[int]:
             counted.wrapped("reduce_scatter", function),
         ):
             backend.train_step(shard_of(rank(), world_size()), NLLLoss())
-        found.append(counted.calls["reduce_scatter"])
+        results.append(counted.calls["reduce_scatter"])
         backend.shutdown()
-    return found
+    return results
 
 
-def test_megatron_exchanges_gradients_once_a_step(tiny_model: Path) -> None:
+@pytest.mark.slow
+def test_megatron_exchanges_gradients_once_per_step(tiny_model: Path) -> None:
     one, many = run_ranks(megatron_reductions, tiny_model, world_size=2)[0]
     assert one == many > 0
 

@@ -1,4 +1,4 @@
-"""Vision-language models: what the batch offers besides tokens reaches the model, row by row."""
+"""Vision-language models: image inputs of the batch reach the model, row by row."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ModelError
 
-EPSILON = 1e-3  # as in test_dtensor.py: a gradient of rounding must not move a weight
+EPSILON = 1e-3  # see test_dtensor.py: a gradient of rounding must not move a weight
 IMAGE, VISION_START = 20, 21
 PROCESSORS = (
     "preprocessor_config.json",
@@ -42,7 +42,7 @@ def make_batch(seed: int = 1) -> BatchedDataDict:
         [1, VISION_START, *[IMAGE] * 4, *torch.randint(4, 19, (n - 6,), generator=generator)]
         for n in LENGTHS
     ]
-    batch = collate(sequences, [[place >= 6 for place in range(n)] for n in LENGTHS])
+    batch = collate(sequences, [[index >= 6 for index in range(n)] for n in LENGTHS])
     batch["pixel_values"] = list(
         torch.randn(len(LENGTHS), PATCHES_PER_IMAGE, PATCH_VALUES, generator=generator)
     )
@@ -64,7 +64,7 @@ def make_backend(folder: Path, max_tokens: int = 24, **options: Any) -> DTensorB
 
 @pytest.fixture(scope="module")
 def vision_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2-VL of one layer each, made from its config."""
+    """Creates a Qwen2-VL with one layer each from its config."""
     folder = tmp_path_factory.mktemp("vision") / "model"
     text = {
         "vocab_size": 24,
@@ -105,27 +105,29 @@ def vision_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def plain_logprobs(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
-    """Each sequence with its image alone, through the model's own logits."""
+    """Computes each sequence with its image separately, through the model's logits."""
     result = torch.zeros(batch["token_mask"].shape)
     for row, length in enumerate(batch["input_lengths"].tolist()):
-        alone = batch.select_indices([row])
-        for column in {"input_ids", "mm_token_type_ids"} & alone.keys():
-            alone[column] = alone[column][:, :length]
-        logits = model(input_ids=alone["input_ids"], **alone.get_multimodal_dict()).logits[0, :-1]
+        single = batch.select_indices([row])
+        for column in {"input_ids", "mm_token_type_ids"} & single.keys():
+            single[column] = single[column][:, :length]
+        logits = model(input_ids=single["input_ids"], **single.get_multimodal_dict()).logits[0, :-1]
         logprobs = torch.log_softmax(logits, dim=-1)
-        result[row, : length - 1] = logprobs.gather(-1, alone["input_ids"][0, 1:, None])[:, 0]
+        result[row, : length - 1] = logprobs.gather(-1, single["input_ids"][0, 1:, None])[:, 0]
     return result * batch["token_mask"]
 
 
 @pytest.mark.parametrize("max_tokens", [11, 24, 1000])
-def test_logprobs_equal_each_image_and_text_alone(vision_model: Path, max_tokens: int) -> None:
+def test_logprobs_equal_those_of_separate_images_and_texts(
+    vision_model: Path, max_tokens: int
+) -> None:
     batch = make_batch()
     actual = make_backend(vision_model, max_tokens).get_logprobs(batch)
     model = AutoModelForImageTextToText.from_pretrained(vision_model).eval()
     torch.testing.assert_close(actual, plain_logprobs(model, batch), rtol=1e-4, atol=1e-5)
 
 
-def test_an_image_changes_its_own_row_alone(vision_model: Path) -> None:
+def test_image_only_changes_its_row(vision_model: Path) -> None:
     batch, changed = make_batch(), make_batch()
     changed["pixel_values"][1] = -changed["pixel_values"][1]
     backend = make_backend(vision_model, 1000)
@@ -135,7 +137,9 @@ def test_an_image_changes_its_own_row_alone(vision_model: Path) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [11, 1000])
-def test_steps_train_the_eyes_as_the_plain_loop_does(vision_model: Path, max_tokens: int) -> None:
+def test_steps_train_the_vision_encoder_like_the_plain_loop(
+    vision_model: Path, max_tokens: int
+) -> None:
     batch = make_batch()
     backend = make_backend(vision_model, max_tokens)
     model = AutoModelForImageTextToText.from_pretrained(vision_model).eval()
@@ -151,7 +155,7 @@ def test_steps_train_the_eyes_as_the_plain_loop_does(vision_model: Path, max_tok
         optimizer.step()
         assert backend.train_step(batch, NLLLoss())["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert not torch.equal(model.model.visual.patch_embed.proj.weight, start)
-    # Under the names of the published checkpoint.
+    # Weights have the names of the published checkpoint.
     expected = revert_weight_conversion(model, dict(model.named_parameters()))
     for name, weight in backend.named_weights():
         torch.testing.assert_close(weight.cpu(), expected[name].detach(), rtol=1e-3, atol=1e-4)
@@ -175,13 +179,13 @@ def test_processors_stay_with_the_model(
         assert json.loads((target / name).read_text()) == {"of": name}
 
 
-def test_a_model_of_text_alone_is_given_no_images(tiny_model: Path) -> None:
+def test_text_model_refuses_images(tiny_model: Path) -> None:
     with pytest.raises(ModelError, match="has images, but Qwen2ForCausalLM reads text") as caught:
         make_backend(tiny_model).get_logprobs(make_batch())
     assert "pixel_values" in str(caught.value.got)
 
 
-def test_text_alone_has_the_logprobs_of_each_text_alone(vision_model: Path) -> None:
+def test_text_rows_have_the_logprobs_of_separate_texts(vision_model: Path) -> None:
     batch, backend = text_batch(), make_backend(vision_model)
     model = AutoModelForImageTextToText.from_pretrained(vision_model).eval()
     for row, length in enumerate([4, 3]):
@@ -200,7 +204,7 @@ def text_batch() -> BatchedDataDict:
 def steps_with_images_on_rank_0(
     folder: Path,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Metrics of a step with images on rank 0 and of one without images, and the weights."""
+    """Returns metrics of a step with images on rank 0 and of one without, and the weights."""
     backend = make_backend(folder, 11, weight_decay=0.5)
     shards = [make_batch() if rank() == 0 else text_batch(), text_batch()]
     metrics = [backend.train_step(shard, NLLLoss()) for shard in shards]
@@ -208,7 +212,7 @@ def steps_with_images_on_rank_0(
 
 
 @pytest.mark.slow
-def test_ranks_train_the_eyes_if_only_one_of_them_has_images(vision_model: Path) -> None:
+def test_ranks_train_the_vision_encoder_if_only_one_has_images(vision_model: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(vision_model).eval()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.5
@@ -220,7 +224,7 @@ def test_ranks_train_the_eyes_if_only_one_of_them_has_images(vision_model: Path)
         loss = -sum(plain_logprobs(model, batch).sum() for batch in batches) / num_tokens
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()  # leaves the eyes as they are if there were no images
+        optimizer.step()  # does not change the vision encoder if there were no images
         losses.append(loss.item())
     expected = revert_weight_conversion(model, dict(model.named_parameters()))
     for metrics, weights in run_ranks(steps_with_images_on_rank_0, vision_model, world_size=2):

@@ -1,4 +1,4 @@
-"""Heads of large vocabularies compute as many rows at once as the budget of bytes has room for."""
+"""Heads of large vocabularies compute as many rows at once as fit the byte budget."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +31,7 @@ def test_no_logits_of_a_large_vocabulary_exceed_their_share_of_the_budget():
     with MostBytes() as seen:
         token_logprobs(hidden, head, ids, temperature=1.0).sum().backward()
     # By hand: 82 rows of 151,936 numbers of 4 bytes; all 170 would be 103,316,480, which
-    # with as many of their gradient are more than the budget.
+    # exceeds the budget together with their gradient.
     assert seen.largest == 49_835_008 <= LOGITS_BYTES / 4
 
     with MostBytes() as seen:

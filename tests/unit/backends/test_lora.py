@@ -1,4 +1,4 @@
-"""Adapters in the training worker against peft's own model in a plain loop."""
+"""Adapters in the training worker compared with peft's model in a plain loop."""
 
 import shutil
 from pathlib import Path
@@ -28,7 +28,7 @@ def make_batch() -> BatchedDataDict:
     generator = torch.Generator().manual_seed(1)
     lengths = [11, 4, 7, 2, 9]
     rows = [torch.randint(0, 16, (length,), generator=generator).tolist() for length in lengths]
-    return collate(rows, [[place > 0 for place in range(length)] for length in lengths])
+    return collate(rows, [[index > 0 for index in range(length)] for length in lengths])
 
 
 def make_backend(folder: Path, training: DTensorTraining = LORA, **changes: Any) -> DTensorBackend:
@@ -59,7 +59,7 @@ def plain_loss(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
     return total / batch["token_mask"].sum()
 
 
-def test_fresh_adapters_change_nothing_to_the_bit(tiny_model: Path) -> None:
+def test_new_adapters_leave_logprobs_bitwise_identical(tiny_model: Path) -> None:
     batch = make_batch()
     plain, adapted = make_backend(tiny_model, DTensorTraining()), make_backend(tiny_model)
     assert torch.equal(plain.get_logprobs(batch), adapted.get_logprobs(batch))
@@ -68,9 +68,7 @@ def test_fresh_adapters_change_nothing_to_the_bit(tiny_model: Path) -> None:
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
-def test_steps_follow_pefts_own_loop_and_merge_as_peft_merges(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_steps_and_merging_match_peft(tiny_model: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     batch, backend = make_batch(), make_backend(tiny_model, seed=3)
@@ -93,20 +91,20 @@ def test_steps_follow_pefts_own_loop_and_merge_as_peft_merges(
         optimizer.step()
         assert backend.train_step(batch, NLLLoss())["loss"] == pytest.approx(loss.item(), rel=1e-5)
     backend.save_checkpoint(tmp_path)
-    # What peft reads from the adapter's folder is what the worker has.
+    # The files that peft reads from the adapter's folder match the worker.
     again = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     again = PeftModel.from_pretrained(again, tmp_path / "trainer" / "adapter").merge_and_unload()
     saved = load_tensors(tmp_path / "model" / "model.safetensors")
     merged = model.merge_and_unload().state_dict()
-    own = weights(backend)
-    assert saved.keys() == own.keys()
-    for name, weight in own.items():
+    final = weights(backend)
+    assert saved.keys() == final.keys()
+    for name, weight in final.items():
         torch.testing.assert_close(weight, merged[name], rtol=1e-4, atol=1e-5)
         assert torch.equal(weight, saved[name]), name
         assert torch.equal(weight, again.state_dict()[name]), name
 
 
-def test_the_reference_is_the_base_and_no_second_model(tiny_model: Path) -> None:
+def test_reference_is_the_base_model(tiny_model: Path) -> None:
     batch = make_batch()
     backend = make_backend(tiny_model, reference_folder=tiny_model)
     start = backend.get_logprobs(batch)
@@ -126,10 +124,10 @@ def test_the_reference_is_the_base_and_no_second_model(tiny_model: Path) -> None
 
 @pytest.mark.parametrize("start_saving", ["start_checkpoint", "start_sharded_checkpoint"])
 @pytest.mark.parametrize("head", ["lm", "scalar"])
-def test_resumed_training_is_equal_to_the_bit(
+def test_resumed_training_is_bitwise_identical(
     tiny_model: Path, tmp_path: Path, head: str, start_saving: str
 ) -> None:
-    """Also where the worker is set up on the merged weights, as a later iteration's is."""
+    """It also resumes if the worker is set up on the merged weights, like a later iteration's."""
     batch = make_batch()
 
     def loss(outputs, part, *, global_valid_seqs, global_valid_tokens):
@@ -156,10 +154,10 @@ def test_resumed_training_is_equal_to_the_bit(
     ("layout", "named"),
     [("model", (None, None)), ("models--org--small/snapshots/c0ffee", ("org/small", "c0ffee"))],
 )
-def test_a_saved_adapter_names_its_base(
+def test_saved_adapter_names_its_base(
     tiny_model: Path, tmp_path: Path, layout: str, named: tuple[str | None, str | None]
 ) -> None:
-    """As the hub does, also after a resume; not by a path, which would change the hash."""
+    """The base is named by its hub name, also after a resume; a path would change the hash."""
     from peft import PeftConfig
 
     folder, saved = tmp_path / layout, tmp_path / "saved"
@@ -183,7 +181,7 @@ def test_unknown_targets_are_refused(tiny_model: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("precision", ["8bit", "4bit"])
 def test_quantized_weights_need_bitsandbytes_and_a_gpu(tmp_path: Path, precision: str) -> None:
-    """Refused before anything is read: the folder holds no weights."""
+    """It is refused before anything is read: the folder has no weights."""
     (tmp_path / "config.json").write_text("{}")
     training = DTensorTraining.model_validate({"weights": precision, "lora": {}})
     with pytest.raises(ResourceError, match=f"weights: {precision}.*cannot be used here"):
@@ -191,7 +189,7 @@ def test_quantized_weights_need_bitsandbytes_and_a_gpu(tmp_path: Path, precision
 
 
 def sharded_steps(folder: Path, saved: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """One step of two FSDP ranks, each on its rows; saved; another step."""
+    """Runs one step on two FSDP ranks, each with its rows; saves; runs another step."""
     from nemo_rl_core.distributed.process_group import rank, world_size
 
     backend = make_backend(folder, seed=3)
@@ -204,20 +202,20 @@ def sharded_steps(folder: Path, saved: Path) -> tuple[dict[str, torch.Tensor], d
 
 
 @pytest.mark.thorough
-def test_sharded_adapters_train_as_whole_ones_and_resume_on_one_rank(
+def test_sharded_adapters_match_unsharded_ones_and_resume_on_one_rank(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    alone = make_backend(tiny_model, seed=3)
-    expected = alone.train_step(make_batch(), NLLLoss())
+    single = make_backend(tiny_model, seed=3)
+    expected = single.train_step(make_batch(), NLLLoss())
     for sharded, metrics in run_ranks(sharded_steps, tiny_model, tmp_path, world_size=2):
         assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        for name, weight in weights(alone).items():
+        for name, weight in weights(single).items():
             torch.testing.assert_close(sharded[name], weight, rtol=1e-5, atol=1e-6)
     resumed = make_backend(tiny_model, seed=8)
     resumed.load_checkpoint(tmp_path)
     for name, weight in weights(resumed).items():
         assert torch.equal(weight, sharded[name]), name
-    alone.train_step(make_batch(), NLLLoss())
+    single.train_step(make_batch(), NLLLoss())
     resumed.train_step(make_batch(), NLLLoss())
-    for name, weight in weights(alone).items():
+    for name, weight in weights(single).items():
         torch.testing.assert_close(weights(resumed)[name], weight, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Types of models that differ in what the trainer asks of them, compared with a plain loop."""
+"""Model types that place different demands on the trainer, compared with a plain loop."""
 
 from functools import partial
 from pathlib import Path
@@ -10,17 +10,16 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
-from nemo_rl_core.backends.training.dtensor import attention
-from nemo_rl_core.backends.training.dtensor import backend as dtensor_backend
+from nemo_rl_core.backends.training.dtensor import attention, builder
 from nemo_rl_core.backends.training.dtensor.context_parallel import apply_context_parallel
-from nemo_rl_core.backends.training.dtensor.matching import plain_name
 from nemo_rl_core.checkpoints.weights import keeps_float32, rounded_weights
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank, world_size
 from nemo_rl_core.errors import ConfigError, ModelError
+from nemo_rl_core.model_files.weights import plain_name
 from nemo_rl_core.planning.model_parts import layers_of
-from tasks.platform.preflight import preflight
+from tasks.local_run.preflight import preflight
 from tasks.recipes.common import PipelineRecipe
 from tests.model_types import (
     BOUND,
@@ -36,6 +35,7 @@ from tests.model_types import (
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shares_rows"),
     [
@@ -52,7 +52,7 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
         ("llama4_text", True),  # `get_decoder` returns the model itself
     ],
 )
-def test_a_type_is_trained_as_by_a_plain_loop(kind: str, shares_rows: bool, tmp_path: Path) -> None:
+def test_type_is_trained_like_a_plain_loop(kind: str, shares_rows: bool, tmp_path: Path) -> None:
     trained = outcome(kind, tmp_path)
     assert not trained.refused
     assert trained.error < BOUND
@@ -63,7 +63,7 @@ _IN_BFLOAT16 = {"bloom": False, "lfm2": False, "xglm": False, "gemma2": True, "n
 
 
 def _chosen(folder: Path) -> tuple[bool, dict[str, torch.dtype]]:
-    """Whether rows are shared, and the dtypes of the first layers' weights in a forward pass."""
+    """Returns whether rows are shared, and dtypes of the first layers in a forward pass."""
     backend = make_backend(folder, dtype="bfloat16", training=DTensorTraining())
     dtypes: dict[str, torch.dtype] = {}
 
@@ -77,15 +77,16 @@ def _chosen(folder: Path) -> tuple[bool, dict[str, torch.dtype]]:
 
 
 @pytest.mark.parametrize(("kind", "shares_rows"), _IN_BFLOAT16.items())
-def test_bfloat16_hides_no_sequences_that_affect_each_other(
+def test_bfloat16_does_not_hide_sequences_that_affect_each_other(
     kind: str, shares_rows: bool, tmp_path: Path
 ) -> None:
-    """Nor does it make a sound model look wrong: rows are compared in float32."""
+    """Nor does it make a correct model look wrong, since rows are compared in float32."""
     tiny_model(kind).save_pretrained(tmp_path / "start")
     save_tokenizer(tmp_path)
     assert _chosen(tmp_path / "start")[0] is shares_rows
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "exact"),
     [("bloom", ()), ("ernie4_5_moe", ("e_score_correction_bias", "mlp.gate.weight"))],
@@ -102,7 +103,7 @@ def test_ranks_compare_in_float32_and_train_in_bfloat16(
         assert sum(name.endswith(exact) for name in dtypes) == len(exact)
 
 
-def test_a_cap_is_seen_in_a_model_whose_logits_are_small(tmp_path: Path) -> None:
+def test_cap_is_detected_in_a_model_with_small_logits(tmp_path: Path) -> None:
     tiny_model("gemma2", final_logit_softcapping=1e4).save_pretrained(tmp_path / "start")
     save_tokenizer(tmp_path)
     policy: Any = make_backend(tmp_path / "start")._policy
@@ -112,11 +113,13 @@ def test_a_cap_is_seen_in_a_model_whose_logits_are_small(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("kind", "kernel"), [("mamba", None), ("gemma4_text", None), ("modernbert-decoder", "varlen")]
 )
-def test_a_fast_kernel_is_chosen_only_for_what_it_computes(
+def test_fast_kernel_is_only_chosen_for_supported_models(
     kind: str, kernel: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No heads, heads of different sizes, and a class that calls its head the decoder."""
-    monkeypatch.setattr(attention, "why_not", lambda *_, **__: [])  # as on a GPU that has all
+    """Cases: no heads, heads of different sizes, and a class that calls its head the decoder."""
+    monkeypatch.setattr(
+        attention, "unsupported_reasons", lambda *_, **__: []
+    )  # as on a GPU that has all
     cuda, training = torch.device("cuda"), DTensorTraining()
     model = tiny_model(kind)
     packed = attention.packed_attention(model, training, dtype="bfloat16", device=cuda)
@@ -131,11 +134,11 @@ def test_a_fast_kernel_is_chosen_only_for_what_it_computes(
         ("rwkv", {}, "its backward pass fails"),
         ("bert", {"is_decoder": False}, "set is_decoder: true"),
         ("big_bird", {"attention_type": "block_sparse"}, "set attention_type: original_full"),
-        ("llama", {"is_causal": False}, "take is_causal"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "take is_causal"),
+        ("llama", {"is_causal": False}, "remove is_causal"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "remove is_causal"),
     ],
 )
-def test_types_that_cannot_be_trained_are_refused_before_anything_is_loaded(
+def test_untrainable_types_are_refused_before_loading(
     kind: str, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     tiny_model(kind, **changes).save_pretrained(tmp_path / "start")
@@ -150,11 +153,11 @@ def test_types_that_cannot_be_trained_are_refused_before_anything_is_loaded(
         preflight({"config": recipe})
 
 
-def test_a_model_whose_tokens_attend_to_later_ones_is_refused_by_its_values(
+def test_model_whose_tokens_attend_to_later_ones_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its packed rows agree with its own forward pass, which sees the same later tokens."""
-    monkeypatch.setattr(dtensor_backend, "refuse_untrainable", lambda *_, **__: None)
+    """Its packed rows agree with its forward pass, which sees the same later tokens."""
+    monkeypatch.setattr(builder, "refuse_untrainable", lambda *_, **__: None)
     tiny_model("gemma3_text", use_bidirectional_attention=True).save_pretrained(tmp_path / "start")
     save_tokenizer(tmp_path)
     with pytest.raises(ModelError, match="the beginning of a sequence"):
@@ -174,7 +177,7 @@ def test_a_model_whose_tokens_attend_to_later_ones_is_refused_by_its_values(
 def test_context_parallelism_refuses_attention_that_it_would_change(
     kind: str, changes: dict[str, Any], named: str
 ) -> None:
-    group: Any = None  # refused before the ranks are asked
+    group: Any = None  # refused before the ranks are used
     model = tiny_model(kind)
     model.config.update(changes)
     with pytest.raises(ConfigError, match=named):
@@ -195,7 +198,7 @@ def _step(
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "dots1", "ernie4_5_moe"])
 @pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, alpha=4, target_modules=["o_proj"])])
-def test_what_transformers_keeps_in_float32_is_sent_in_it(
+def test_weights_that_transformers_keeps_in_float32_are_sent_in_float32(
     kind: str, lora: LoRAConfig | None, tmp_path: Path
 ) -> None:
     model = tiny_model(kind)
@@ -222,8 +225,8 @@ def test_what_transformers_keeps_in_float32_is_sent_in_it(
 def in_bfloat16(
     folders: dict[str, Path], lora: LoRAConfig | None
 ) -> dict[str, tuple[float, set[str], set[str]]]:
-    """Gradient norm of a step, weights computed with in float32, and those to keep in it."""
-    batch, found = make_batch(), {}
+    """Returns a step's gradient norm, the weights used in float32, and those to keep in it."""
+    batch, actual = make_batch(), {}
     shard = batch.select_indices(range(rank(), len(batch), world_size()))
     for kind, folder in folders.items():
         backend = make_backend(folder, dtype="bfloat16", training=DTensorTraining(lora=lora))
@@ -238,14 +241,14 @@ def in_bfloat16(
         norm = backend.train_step(shard, NLLLoss())["grad_norm"]
         names = {name for name, _ in model.named_parameters()}
         kept = {name for name in names if keeps_float32(model, plain_name(name))}
-        found[kind] = norm, exact, kept
+        actual[kind] = norm, exact, kept
         backend.shutdown()
-    return found
+    return actual
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, alpha=4, target_modules=["o_proj"])])
-def test_ranks_gather_in_float32_what_transformers_keeps_in_it(
+def test_ranks_gather_weights_in_float32_that_transformers_keeps_in_it(
     lora: LoRAConfig | None, tmp_path: Path
 ) -> None:
     folders = {kind: tmp_path / kind / "start" for kind in ("hy_v4", "ernie4_5_moe")}
@@ -253,41 +256,40 @@ def test_ranks_gather_in_float32_what_transformers_keeps_in_it(
         tiny_model(kind).save_pretrained(folder)
         save_tokenizer(folder.parent)
     single = in_bfloat16(folders, lora)
-    for found in run_ranks(in_bfloat16, folders, lora, world_size=2):
-        for kind, (norm, exact, kept) in found.items():
+    for actual in run_ranks(in_bfloat16, folders, lora, world_size=2):
+        for kind, (norm, exact, kept) in actual.items():
             assert exact
             assert exact == kept - {"lm_head.weight"}  # a module that is not called
             assert norm == pytest.approx(single[kind][0], rel=0.02), kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "targets"),
     [
-        ("gpt2", "all-linear"),  # whose layers hold the transpose of their weight
+        ("gpt2", "all-linear"),  # its layers store transposed weights
         ("gpt_bigcode", ["c_attn", "c_proj"]),
         ("mixtral", "all-linear"),
         ("qwen3_moe", "all-linear"),
-        ("deepseek_v3", "all-linear"),  # peft takes its `up_proj` for experts of older checkpoints
+        ("deepseek_v3", "all-linear"),  # peft mistakes `up_proj` for experts of older checkpoints
         ("glm4_moe", ["up_proj"]),
-        ("phimoe", "all-linear"),  # whose router is a linear layer that returns a tuple
+        ("phimoe", "all-linear"),  # its router is a linear layer that returns a tuple
         ("jamba", "all-linear"),  # reads the weight of `dt_proj` without calling it
         ("nemotron_h", "all-linear"),  # peft refuses `out_proj`
-        ("bart", "all-linear"),  # attention to an encoder that is not there
-        ("deepseek_v32", "all-linear"),  # whose indexer has no gradient
-        ("big_bird", "all-linear"),  # whose pooler is not computed
-        ("fuyu", "all-linear"),  # whose first layer takes patches of images
+        ("bart", "all-linear"),  # attention to an encoder that does not exist
+        ("deepseek_v32", "all-linear"),  # its indexer has no gradient
+        ("big_bird", "all-linear"),  # its pooler is not computed
+        ("fuyu", "all-linear"),  # its first layer takes image patches
         ("laguna", "all-linear"),  # peft would rename its shared experts twice
         ("mixtral", EXPERTS),
         ("deepseek_v3", [*EXPERTS, "o_proj"]),
-        ("gpt_oss", EXPERTS[:1]),  # whose experts hold the transpose of their weight
+        ("gpt_oss", EXPERTS[:1]),  # its experts store transposed weights
         ("llama", ["lm_head", "q_proj"]),
-        ("phi", ["lm_head"]),  # whose head has a bias
+        ("phi", ["lm_head"]),  # its head has a bias
         ("gemma2", "all-linear"),
     ],
 )
-def test_saved_weights_are_those_under_trained_adapters(
-    kind: str, targets: Any, tmp_path: Path
-) -> None:
+def test_saved_weights_include_trained_adapters(kind: str, targets: Any, tmp_path: Path) -> None:
     tiny_model(kind).save_pretrained(tmp_path / "start")
     save_tokenizer(tmp_path)
     lora = LoRAConfig(rank=2, alpha=8, target_modules=targets)
@@ -310,15 +312,16 @@ def test_saved_weights_are_those_under_trained_adapters(
         torch.testing.assert_close(after, plain_logprobs(adapted, batch), rtol=0, atol=BOUND)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "targets"),
     [
         ("mixtral", EXPERTS),
         ("gpt_oss", EXPERTS),
-        ("nemotron_h", "all-linear"),  # transformers draws random numbers while it loads it
+        ("nemotron_h", "all-linear"),  # transformers uses random numbers to load it
     ],
 )
-def test_two_ranks_that_shard_adapters_follow_one(kind: str, targets: Any, tmp_path: Path) -> None:
+def test_two_ranks_with_sharded_adapters_match_one(kind: str, targets: Any, tmp_path: Path) -> None:
     tiny_model(kind).save_pretrained(tmp_path / "start")
     save_tokenizer(tmp_path)
     training = DTensorTraining(lora=LoRAConfig(rank=2, alpha=8, target_modules=targets))
@@ -354,7 +357,7 @@ def test_two_ranks_that_shard_adapters_follow_one(kind: str, targets: Any, tmp_p
         ("gemma2", ["q_proj", "lm_head"], "shares its weight"),
     ],
 )
-def test_targets_that_would_not_be_trained_are_refused(
+def test_untrained_targets_are_refused(
     kind: str, targets: list[str], named: str, tmp_path: Path
 ) -> None:
     tiny_model(kind).save_pretrained(tmp_path / "start")

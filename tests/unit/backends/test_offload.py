@@ -1,4 +1,4 @@
-"""A trainer whose state waits on the host while an engine generates: the same bits, less memory."""
+"""A trainer whose state moves to the host while an engine generates: same results, less memory."""
 
 from collections.abc import Callable
 from functools import partial
@@ -52,33 +52,33 @@ def started(folder: Path, training: TrainingConfig) -> Any:
     return backend
 
 
-def bytes_held(backend: Any) -> dict[str, int]:
-    """Of each part of the state, in memory that torch owns; files are mapped on a CPU."""
-    held = {}
+def resident_bytes(backend: Any) -> dict[str, int]:
+    """Returns the bytes of each part of the state that torch owns; files are mapped on a CPU."""
+    resident = {}
     for name, tensors in backend._memory._parts.items():
         local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors()]
         storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in local}
-        held[name] = sum(each.nbytes() for each in storages.values() if each.resizable())
-    return held
+        resident[name] = sum(each.nbytes() for each in storages.values() if each.resizable())
+    return resident
 
 
 def two_iterations(folder: Path, training: TrainingConfig) -> tuple[Any, dict[str, int]]:
-    """What a run of two iterations computes; and the bytes that it holds while it samples."""
+    """Returns the results of two iterations, and the bytes in memory while sampling."""
     copies = training.data_parallel_size(world_size())
     batch = make_batch(rows=slice(rank() % copies, None, copies))
     backend = started(folder, training)
-    found: list[Any] = []
+    results: list[Any] = []
     for _ in range(2):
         backend.release_memory(keeps_weights=True)
-        found.append({name: each.cpu().clone() for name, each in backend.named_weights()})
+        results.append({name: each.cpu().clone() for name, each in backend.named_weights()})
         backend.release_memory()
-        held = bytes_held(backend)
-        backend.release_memory()  # again, with nothing left to do
-        found.append(backend.get_logprobs(batch))
-        found.append(backend.get_reference_logprobs(batch))
-        found.append(backend.train_step(batch, NLLLoss()))
+        resident = resident_bytes(backend)
+        backend.release_memory()  # a second call, with nothing left to do
+        results.append(backend.get_logprobs(batch))
+        results.append(backend.get_reference_logprobs(batch))
+        results.append(backend.train_step(batch, NLLLoss()))
     backend.shutdown()
-    return found, held
+    return results, resident
 
 
 CASES = {
@@ -91,8 +91,9 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_no_bit_depends_on_where_the_state_waits(case: str, tiny_model: Path) -> None:
+def test_results_do_not_depend_on_offloading(case: str, tiny_model: Path) -> None:
     size, training = CASES[case]
 
     def on_rank() -> list[Any]:
@@ -102,10 +103,10 @@ def test_no_bit_depends_on_where_the_state_waits(case: str, tiny_model: Path) ->
         on_rank, world_size=size
     ):
         torch.testing.assert_close([moves, leaves], [stays, stays], rtol=0, atol=0)
-        assert not torch.equal(stays[1], stays[5])  # it has learnt something
+        assert not torch.equal(stays[1], stays[5])  # training has changed it
         assert size == 1 or min(all_held.values()) > 0
         assert without_moments["weights"] == all_held["weights"]
-        # Of Megatron's optimizer in float32, the copies of weights are the weights.
+        # In Megatron's float32 optimizer, the copies of weights are the weights.
         assert without_moments["optimizer"] < all_held["optimizer"]
         assert set(nothing.values()) == {0}
 
@@ -121,8 +122,9 @@ CALLS: dict[str, Callable[[Any, Path], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
-def test_every_call_takes_back_what_it_needs(
+def test_every_call_restores_the_parts_that_it_needs(
     backend: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     kind = {"dtensor": DTensorTraining, "megatron": MegatronTraining}[backend]
@@ -131,25 +133,25 @@ def test_every_call_takes_back_what_it_needs(
         here, away = (
             started(tiny_model, kind(offload_for_generation=offload)) for offload in ("none", "all")
         )
-        found = []
-        for each in (here, away):
-            each.train_step(make_batch(), NLLLoss())  # from now on there are moments
+        results = []
+        for trainer in (here, away):
+            trainer.train_step(make_batch(), NLLLoss())  # from now on there are moments
         for name, call in CALLS.items():
             away.release_memory()
             folders = [tmp_path / f"{name}-{place}" for place in ("here", "away")]
             for folder in folders:
                 folder.mkdir()
-            found.append((name, call(here, folders[0]), call(away, folders[1])))
+            results.append((name, call(here, folders[0]), call(away, folders[1])))
         away.release_memory()
         away.load_checkpoint(tmp_path / "save_checkpoint-here")
         here.load_checkpoint(tmp_path / "save_checkpoint-here")
-        found.append(
-            ("load_checkpoint", *(each.get_logprobs(make_batch()) for each in (here, away)))
+        results.append(
+            ("load_checkpoint", *(trainer.get_logprobs(make_batch()) for trainer in (here, away)))
         )
-        return found
+        return results
 
-    (found,) = run_ranks(on_rank, world_size=1)
-    for name, here, away in found:
+    (results,) = run_ranks(on_rank, world_size=1)
+    for name, here, away in results:
         torch.testing.assert_close(away, here, rtol=0, atol=0, msg=name)
     files = {
         place: {
@@ -162,7 +164,7 @@ def test_every_call_takes_back_what_it_needs(
     assert files["here"] == files["away"]
 
 
-def test_memory_leaves_in_place_and_comes_back() -> None:
+def test_memory_is_freed_in_place_and_restored() -> None:
     weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
     view = weight.detach()[1]
     optimizer = torch.optim.AdamW([weight])
@@ -170,7 +172,7 @@ def test_memory_leaves_in_place_and_comes_back() -> None:
     optimizer.step()
     expected = {"weight": weight.detach().clone(), "moment": optimizer.state[weight]["exp_avg"]}
     expected["moment"] = expected["moment"].clone()
-    # The optimizer's part names the weight, too: shared memory belongs to the first part.
+    # The optimizer's part contains the weight, too; shared memory belongs to the first part.
     state = OffloadedState(
         {"weights": lambda: [weight], "optimizer": lambda: [weight, *optimizer_tensors(optimizer)]}
     )
@@ -186,23 +188,23 @@ def test_memory_leaves_in_place_and_comes_back() -> None:
 
 
 def test_weights_that_live_on_the_host_are_not_moved_there() -> None:
-    with pytest.raises(ValidationError, match="on the host always"):
+    with pytest.raises(ValidationError, match="always keeps weights"):
         DTensorTraining(cpu_offload=True, offload_for_generation="optimizer")
 
 
-def test_pinned_memory_is_that_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_has_the_size_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch rounds each pinned allocation up to a power of two."""
     monkeypatch.setattr(offload, "_BLOCK_BYTES", 64 * 1024)
     weights = [torch.arange(34 * 1024 // 4, dtype=torch.int32) + index for index in range(20)]
     small = [torch.full((3,), 7, dtype=torch.uint8), torch.tensor([1.5])]
     expected = [each.clone() for each in (*weights, *small)]
     state = OffloadedState({"weights": lambda: weights, "optimizer": lambda: small})
-    asked: list[int] = []
+    allocated: list[int] = []
     empty = torch.empty
 
     def counted(size: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if "pin_memory" in kwargs:
-            asked.append(size)
+            allocated.append(size)
         return empty(size, *args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", counted)
@@ -211,6 +213,6 @@ def test_pinned_memory_is_that_of_the_state(monkeypatch: pytest.MonkeyPatch) -> 
         assert [each.untyped_storage().nbytes() for each in (*weights, *small)] == [0] * 22
         state.restore("optimizer", "weights")
         assert all(map(torch.equal, (*weights, *small), expected))
-    # 20 x 34 KiB are 680: ten blocks, and 40 KiB in one of 64. Alone, each would take 64 KiB.
+    # 20 x 34 KiB are 680: ten blocks, and 40 KiB in one of 64. Separately, each would take 64 KiB.
     # 3 + 4 bytes take 8. The second time nothing is allocated.
-    assert sorted(asked) == [8] + [64 * 1024] * 11
+    assert sorted(allocated) == [8] + [64 * 1024] * 11

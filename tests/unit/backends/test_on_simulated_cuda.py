@@ -1,4 +1,4 @@
-"""The training worker on a simulated CUDA device: the numbers of the CPU, and few waits."""
+"""The training worker on a simulated CUDA device: results of the CPU, and few waits."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -30,9 +30,9 @@ SYNCS_A_MICROBATCH = {
     ("boundaries", False): 0,
     ("boundaries", True): 0,
 }
-"""By attention and sharing: how often the host waits for the GPU in a micro-batch, both passes.
+"""Waits for the GPU per micro-batch in both passes, by attention and sharing.
 
-Where no mask is given, transformers looks for the boundaries of sequences by itself.
+Without a mask, transformers looks for the boundaries of sequences by itself.
 """
 
 LORA = {"lora": LoRAConfig(rank=4, alpha=8.0)}
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("boundaries", LORA),
     "shared prefixes and lora": ("boundaries", {"share_prefixes": True, **LORA}),
 }
-"""What attends, and the settings of the training."""
+"""The attention, and the settings of the training."""
 DPO, KD = DPOLossFn(), DistillationLossFn()
 LOSS = GRPOLossFn(ClippedLoss(kl=KLInLoss(beta=0.1)))
 REFERENCE_KERNEL = "packed_attention.py:reference_attention"
@@ -52,21 +52,20 @@ REFERENCE_KERNEL = "packed_attention.py:reference_attention"
 
 @pytest.fixture
 def attend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Chooses a mask, or the boundaries that kernels of GPUs take, for the kernel of the CPU."""
+    """Returns a function that chooses a mask or boundaries for the CPU kernel."""
 
     def choose(attention: str) -> None:
         if attention == "boundaries":
             monkeypatch.setattr(
-                DTensorBackend,
-                "_attention_of",
-                lambda self, model: PackedAttention(model, "reference"),
+                "nemo_rl_core.backends.training.dtensor.builder.packed_attention",
+                lambda model, *_, **__: PackedAttention(model, "reference"),
             )
 
     return choose
 
 
 def make_batch(*, num_groups: int = 2) -> BatchedDataDict:
-    """Groups of three completions of one prompt."""
+    """Creates groups of three completions of one prompt."""
     generator = torch.Generator().manual_seed(2)
 
     def tokens(number: int) -> list[int]:
@@ -93,7 +92,7 @@ def started(folder: Path, *, max_tokens: int, **training: Any) -> DTensorBackend
             model_folder=folder,
             optimizer=OptimizerConfig(learning_rate=1e-2, adam_epsilon=1e-3),
             max_tokens_per_microbatch=max_tokens,
-            # Asked for, so that an operator without such a kernel is found.
+            # Set, so that an operator without a deterministic kernel raises.
             training=DTensorTraining(attention="sdpa", **{"deterministic": True, **training}),
             reference_folder=folder,
         )
@@ -107,43 +106,44 @@ def plan_of(backend: DTensorBackend) -> Any:
 
 
 def trained(folder: Path, **training: Any) -> dict[str, Any]:
-    """The results of a step at once, and of one by halves."""
+    """Returns the results of a full step, and of one in two halves."""
     backend, batch = started(folder, max_tokens=48, **training), make_batch()
-    found: dict[str, Any] = {"before": backend.get_logprobs(batch)}
-    found["step"] = backend.train_step(batch, LOSS)
-    found["halves"], found["outputs"] = backend.forward_backward(batch, LOSS)
-    found["halves"] |= backend.optimizer_step()
-    found["after"] = backend.get_logprobs(batch)
-    found["weights"] = {name: each.cpu().clone() for name, each in backend.named_weights()}
-    found["shared"] = any(part.shared for part in plan_of(backend))
+    results: dict[str, Any] = {"before": backend.get_logprobs(batch)}
+    results["step"] = backend.train_step(batch, LOSS)
+    results["halves"], results["outputs"] = backend.forward_backward(batch, LOSS)
+    results["halves"] |= backend.optimizer_step()
+    results["after"] = backend.get_logprobs(batch)
+    results["weights"] = {name: each.cpu().clone() for name, each in backend.named_weights()}
+    results["shared"] = any(part.shared for part in plan_of(backend))
     parameters = backend._policy.model.parameters()
-    found["devices"] = {parameter.device.type for parameter in parameters}
-    return found
+    results["devices"] = {parameter.device.type for parameter in parameters}
+    return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_training_computes_what_the_cpu_does(
+def test_training_matches_the_cpu(
     case: str, attend: Callable[[str], None], tiny_model: Path
 ) -> None:
     attention, training = CASES[case]
     attend(attention)
-    found = {}
-    for device, place in (("cpu", nullcontext()), ("cuda", simulated_cuda())):
-        with place:
-            found[device] = trained(tiny_model, **training)
-    assert all(one.pop("devices") == {device} for device, one in found.items())
-    assert found["cuda"].pop("shared") == found["cpu"].pop("shared") == ("shared" in case)
-    assert not torch.equal(found["cpu"]["before"], found["cpu"]["after"])
-    torch.testing.assert_close(found["cuda"], found["cpu"], rtol=0, atol=1e-6)
+    results = {}
+    for device, context in (("cpu", nullcontext()), ("cuda", simulated_cuda())):
+        with context:
+            results[device] = trained(tiny_model, **training)
+    assert all(one.pop("devices") == {device} for device, one in results.items())
+    assert results["cuda"].pop("shared") == results["cpu"].pop("shared") == ("shared" in case)
+    assert not torch.equal(results["cpu"]["before"], results["cpu"]["after"])
+    torch.testing.assert_close(results["cuda"], results["cpu"], rtol=0, atol=1e-6)
 
 
 def a_microbatch(
     folder: Path, call: Callable[[DTensorBackend, BatchedDataDict], Any], **training: Any
 ) -> list[Transfer]:
-    """The transfers that each further micro-batch of a call adds."""
+    """Returns the transfers that each further micro-batch of a call adds."""
     with simulated_cuda() as transfers:
         backend = started(folder, max_tokens=30, **training)
-        call(backend, make_batch(num_groups=2))  # which may load a reference
+        call(backend, make_batch(num_groups=2))  # may load a reference
         totals, numbers = [], []
         for num_groups in (2, 4):
             batch = make_batch(num_groups=num_groups)
@@ -158,8 +158,8 @@ def a_microbatch(
     return [each for each, number in added.items() for _ in range(number // further)]
 
 
-def told(found: list[Transfer]) -> Counter[str]:
-    return Counter(f"{each.kind} {each.operator} {each.place}" for each in found)
+def summary(actual: list[Transfer]) -> Counter[str]:
+    return Counter(f"{each.kind} {each.operator} {each.location}" for each in actual)
 
 
 def gradients(loss: Any) -> Callable[[DTensorBackend, BatchedDataDict], Any]:
@@ -171,15 +171,15 @@ def test_syncs_and_copies_of_a_microbatch_are_bounded(
     attention: str, share_prefixes: bool, attend: Callable[[str], None], tiny_model: Path
 ) -> None:
     attend(attention)
-    found = a_microbatch(tiny_model, gradients(LOSS), share_prefixes=share_prefixes)
-    syncs = count(found, "sync", outside=REFERENCE_KERNEL)
-    assert syncs == SYNCS_A_MICROBATCH[attention, share_prefixes], told(found)
-    assert count(found, "pinned") == 1, "all columns move together"
-    assert count(found, "upload") == 0, told(found)
+    actual = a_microbatch(tiny_model, gradients(LOSS), share_prefixes=share_prefixes)
+    syncs = count(actual, "sync", outside=REFERENCE_KERNEL)
+    assert syncs == SYNCS_A_MICROBATCH[attention, share_prefixes], summary(actual)
+    assert count(actual, "pinned") == 1, "all columns move together"
+    assert count(actual, "upload") == 0, summary(actual)
 
 
 def with_chosen(batch: BatchedDataDict) -> BatchedDataDict:
-    """Rows two by two as the completions of pairs."""
+    """Uses consecutive rows as the completions of pairs."""
     number = torch.arange(batch.size)
     return BatchedDataDict({**batch, "pair_ids": number // 2, "is_chosen": number % 2 == 0})
 
@@ -202,22 +202,23 @@ CALLS: dict[str, tuple[Callable[[DTensorBackend, BatchedDataDict], Any], dict[st
     "reference under lora": (lambda backend, batch: backend.get_reference_logprobs(batch), LORA, 1),
     "top k": (lambda backend, batch: backend.get_reference_topk_logprobs(batch, 3), {}, 1),
 }  # fmt: skip
-"""A call, the settings of the training, and its syncs a micro-batch: results are copied once."""
+"""A call, the settings of the training, and its syncs per micro-batch; results are copied once."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
-def test_every_loss_and_score_waits_once_at_most(
+def test_every_loss_and_score_waits_at_most_once(
     name: str, attend: Callable[[str], None], tiny_model: Path
 ) -> None:
     attend("boundaries")
     call, training, syncs = CALLS[name]
-    found = a_microbatch(tiny_model, call, **training)
-    assert count(found, "sync", outside=REFERENCE_KERNEL) == syncs, told(found)
-    assert count(found, "pinned") == 1
-    assert count(found, "upload") == 0, told(found)
+    actual = a_microbatch(tiny_model, call, **training)
+    assert count(actual, "sync", outside=REFERENCE_KERNEL) == syncs, summary(actual)
+    assert count(actual, "pinned") == 1
+    assert count(actual, "upload") == 0, summary(actual)
 
 
-def test_a_step_waits_for_metrics_and_for_the_norm(
+def test_step_waits_for_metrics_and_for_the_norm(
     attend: Callable[[str], None], tiny_model: Path
 ) -> None:
     attend("boundaries")
@@ -226,12 +227,14 @@ def test_a_step_waits_for_metrics_and_for_the_norm(
         backend.train_step(batch, LOSS)
         transfers.clear()
         backend.forward_backward(batch, LOSS, returns_outputs=False)
-        assert count(transfers, "sync", outside=REFERENCE_KERNEL) == 1, told(transfers)
+        assert count(transfers, "sync", outside=REFERENCE_KERNEL) == 1, summary(transfers)
         transfers.clear()
         backend.optimizer_step()
-        # Torch's clipping asks C++ for the device of gradients, which the simulation does not
-        # reach: it then moves the factor to the CPU.
+        # Torch's clipping reads the device in C++, where the simulation has no effect, and
+        # therefore moves the factor to the CPU.
         syncs = [each.operator for each in transfers if each.kind == "sync"]
-        assert [name for name in syncs if name != "to"] == ["_local_scalar_dense"], told(transfers)
+        assert [name for name in syncs if name != "to"] == ["_local_scalar_dense"], summary(
+            transfers
+        )
         assert syncs.count("to") == 1
-        assert count(transfers, "upload") == 0, told(transfers)
+        assert count(transfers, "upload") == 0, summary(transfers)

@@ -1,4 +1,4 @@
-"""Rates by hand, and what cannot be optimized."""
+"""Learning rates by hand, and settings that cannot be optimized."""
 
 import math
 
@@ -31,32 +31,32 @@ def test_linear_decay_counts_from_the_end_of_the_warm_up() -> None:
 def test_cosine_decay() -> None:
     schedule = {"kind": "cosine", "num_decay_steps": 4}
     root = math.sqrt(0.5)
-    # 1 + cos of 45, 90, 135 and 180 degrees, and zero from then on.
+    # 1 + cos of 45, 90, 135 and 180 degrees, then zero.
     expected = [2.0, 1 + root, 1.0, 1 - root, 0.0, 0.0]
     assert rates(6, num_warmup_steps=1, schedule=schedule) == pytest.approx(expected, abs=1e-12)
 
 
-def test_every_schedule_but_the_constant_says_how_long() -> None:
+def test_every_schedule_except_constant_needs_a_length() -> None:
     with pytest.raises(ValueError, match="num_decay_steps"):
         OptimizerConfig.model_validate({"schedule": {"kind": "cosine"}})
     with pytest.raises(ConfigError, match="num_decay_step"):
         OptimizerConfig.model_validate({"schedule": {"kind": "linear", "num_decay_step": 3}})
 
 
-def test_one_update_is_adamws_by_hand() -> None:
+def test_update_matches_adamw_by_hand() -> None:
     weight = torch.nn.Parameter(torch.tensor([2.0]))
     frozen = torch.nn.Parameter(torch.tensor([2.0]), requires_grad=False)
     config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, adam_epsilon=1e-8)
     optimizer = build_optimizer([("weight", weight), ("frozen", frozen)], config)
     weight.grad = torch.tensor([3.0])
     optimizer.step()
-    # Decay takes 0.1 * 0.5 * 2 off; the first step of Adam is the rate in the gradient's direction.
+    # Decay subtracts 0.1 * 0.5 * 2; Adam's first step is the rate in the gradient's direction.
     assert weight.item() == pytest.approx(2.0 - 0.1 - 0.1, abs=1e-6)
     assert frozen.item() == 2.0
     assert len(optimizer.state) == 1
 
 
-def test_what_cannot_be_optimized_is_refused() -> None:
+def test_model_without_trained_parameters_is_refused() -> None:
     frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)
     with pytest.raises(ConfigError, match="no parameter that takes gradients"):
         build_optimizer([("frozen", frozen)], OptimizerConfig())

@@ -1,4 +1,4 @@
-"""Attention over packed rows by boundaries, against transformers' own with a dense mask."""
+"""Attention over packed rows with boundaries, compared with transformers and a dense mask."""
 
 import logging
 from pathlib import Path
@@ -81,12 +81,12 @@ def batch_of(rows: tuple[tuple[int, ...], ...]) -> tuple[BatchedDataDict, Microb
 def computed(
     model: Any, rows: tuple[tuple[int, ...], ...], attention: str | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Hidden states of all tokens, and gradients of the logprobs' sum with them."""
+    """Returns hidden states of all tokens and gradients of the logprobs' sum."""
     kernel = PackedAttention(model, attention) if attention else None  # type: ignore[arg-type]
     packed = LogprobModel(model, temperature=1.0, dtype="float32", attention=kernel)
     batch, plan = batch_of(rows)
-    wanted = torch.arange(max(LENGTHS)) < batch["input_lengths"][:, None]
-    every = packed_tokens(batch, plan, wanted, with_boundaries=kernel is not None)
+    is_token = torch.arange(max(LENGTHS)) < batch["input_lengths"][:, None]
+    every = packed_tokens(batch, plan, is_token, with_boundaries=kernel is not None)
     (hidden,) = packed._read(batch, every, lambda hidden, _: (hidden,))
     weight = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)
     logprobs = packed.logprobs(batch, packed.packed(batch, plan))
@@ -95,15 +95,16 @@ def computed(
     return hidden.detach(), {name: grad for name, grad in gradients.items() if grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", list(PACKINGS))
 @pytest.mark.parametrize("kind", list(CONFIGS))
-def test_boundaries_give_what_a_dense_mask_gives(kind: str, packing: str) -> None:
+def test_boundaries_match_a_dense_mask(kind: str, packing: str) -> None:
     for dtype, bound in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         want, want_gradients = computed(model_of(kind).to(dtype), PACKINGS[packing], None)
-        found, gradients = computed(model_of(kind).to(dtype), PACKINGS[packing], "reference")
-        torch.testing.assert_close(found, want, rtol=bound, atol=bound)
+        actual, gradients = computed(model_of(kind).to(dtype), PACKINGS[packing], "reference")
+        torch.testing.assert_close(actual, want, rtol=bound, atol=bound)
         assert set(gradients) == set(want_gradients)
-        # The head computes in float32, whatever the dtype of the decoder.
+        # The head computes in float32, whatever the decoder's dtype.
         largest = max(each.abs().max() for each in want_gradients.values()).item()
         for name, gradient in want_gradients.items():
             close = bound * largest if name.startswith("model.layers") else 1e-5 * largest
@@ -111,18 +112,18 @@ def test_boundaries_give_what_a_dense_mask_gives(kind: str, packing: str) -> Non
 
 
 @on_cpus
-def test_recomputed_layers_attend_by_boundaries_too() -> None:
+def test_recomputed_layers_use_boundaries() -> None:
     rows = PACKINGS["one row"]
     want, want_gradients = computed(model_of("qwen3"), rows, None)
     training = DTensorTraining(activation_checkpointing=True)
     model = parallelize(model_of("qwen3"), training, None, dtype="float32")
-    found, gradients = computed(model, rows, "reference")
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    actual, gradients = computed(model, rows, "reference")
+    torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-5)
     for name, gradient in want_gradients.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-4)
 
 
-def test_no_mask_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mask_of_all_pairs_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
     plain = kernels.KERNELS["reference"]
 
@@ -140,23 +141,23 @@ def test_no_mask_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [(3 * 11, 4, 16)] * 4  # 2 layers, 2 passes: tokens, heads, size
 
 
-def test_rows_that_are_not_packed_are_computed_as_ever() -> None:
+def test_unpacked_rows_use_the_default_attention() -> None:
     plain, registered = model_of("gemma3, windows"), model_of("gemma3, windows")
     PackedAttention(registered, "reference")
     ids = torch.arange(1, 13).view(2, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     with torch.no_grad():
         for options in ({}, {"attention_mask": mask}, {"attention_mask": mask, "use_cache": True}):
-            want, found = (each(input_ids=ids, **options).logits for each in (plain, registered))
-            assert torch.equal(found, want)
-        want, found = (
+            want, actual = (each(input_ids=ids, **options).logits for each in (plain, registered))
+            assert torch.equal(actual, want)
+        want, actual = (
             each.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
             for each in (plain, registered)
         )
-    assert torch.equal(found, want)
+    assert torch.equal(actual, want)
 
 
-def test_a_model_that_keeps_the_boundaries_to_itself_is_refused() -> None:
+def test_model_that_does_not_pass_boundaries_is_refused() -> None:
     model = model_of("llama")
     PackedAttention(model, "reference")
     with pytest.raises(ModelError, match=r"training\.attention to sdpa"):
@@ -171,24 +172,24 @@ def test_segments_begin_with_sequences_and_filler() -> None:
 
 
 def dense_mask(borders: list[int], window: int | None) -> Tensor:
-    places = torch.arange(borders[-1])
-    segment = torch.bucketize(places, torch.tensor(borders[1:]), right=True)
-    distance = places[:, None] - places
+    positions = torch.arange(borders[-1])
+    segment = torch.bucketize(positions, torch.tensor(borders[1:]), right=True)
+    distance = positions[:, None] - positions
     allowed = (segment[:, None] == segment) & (distance >= 0)
     return allowed if window is None else allowed & (distance < window)
 
 
 def last_of(boundaries: Tensor) -> Tensor:
-    """The last token of each one's sequence."""
+    """Returns the last token of each token's sequence."""
     return (boundaries[1:] - 1).repeat_interleave(boundaries.diff())
 
 
 def listed_blocks(numbers: Tensor, indices: Tensor) -> Tensor:
-    """`[B, B]` bool from FlexAttention's lists."""
-    found = torch.zeros(indices.shape[-2:], dtype=torch.bool)
+    """Converts FlexAttention's lists to a `[B, B]` bool mask."""
+    actual = torch.zeros(indices.shape[-2:], dtype=torch.bool)
     for row, count in enumerate(numbers[0, 0].tolist()):
-        found[row, indices[0, 0, row, :count].long()] = True
-    return found
+        actual[row, indices[0, 0, row, :count].long()] = True
+    return actual
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
@@ -196,18 +197,20 @@ def listed_blocks(numbers: Tensor, indices: Tensor) -> Tensor:
     "borders",
     [[0, 5], [0, 128], [0, 1, 600], [0, 100, 128, 300, 640], [0, 3, 500, 511, 900], [0, 512, 1000]],
 )
-def test_block_masks_hold_the_pairs_of_a_dense_mask(borders: list[int], window: int | None) -> None:
+def test_block_masks_contain_the_pairs_of_a_dense_mask(
+    borders: list[int], window: int | None
+) -> None:
     boundaries = torch.tensor(borders, dtype=torch.int32)
     mask = kernels.block_mask(last_of(boundaries), window)
     assert isinstance(mask, BlockMask)
     want = dense_mask(borders, window)
-    places = torch.arange(borders[-1], dtype=torch.int32)
+    positions = torch.arange(borders[-1], dtype=torch.int32)
     none = torch.tensor(0)
-    assert torch.equal(mask.mask_mod(none, none, places[:, None], places[None]), want)
-    filler = -len(places) % 128
+    assert torch.equal(mask.mask_mod(none, none, positions[:, None], positions[None]), want)
+    filler = -len(positions) % 128
     blocks = torch.nn.functional.pad(want, (0, filler, 0, filler)).unflatten(1, (-1, 128))
     blocks = blocks.unflatten(0, (-1, 128)).transpose(1, 2).flatten(2)
-    # Within the last row of blocks, only the queries that exist count.
+    # In the last row of blocks, only existing queries count.
     exists = torch.nn.functional.pad(torch.ones_like(want), (0, filler, 0, filler))
     exists = exists.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).transpose(1, 2).flatten(2)
     assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
@@ -219,43 +222,43 @@ def test_block_masks_hold_the_pairs_of_a_dense_mask(borders: list[int], window: 
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_flex_computes_what_the_reference_computes(window: int | None) -> None:
+def test_flex_matches_the_reference(window: int | None) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(300, heads, 16) for heads in (4, 2, 2))
     boundaries = torch.tensor([0, 7, 140, 300], dtype=torch.int32)
     masks = {window: kernels.block_mask(last_of(boundaries), window)}
     segments = kernels.Segments(boundaries, 160, masks)
     with torch.no_grad():
-        found, want = (
+        actual, want = (
             kernels.KERNELS[name](query, key, value, segments, scale=0.3, window=window)
             for name in ("flex", "reference")
         )
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-5)
 
 
 def test_flex_computes_logprobs_of_packed_rows() -> None:
     batch, plan = batch_of(PACKINGS["filler"])
-    found = []
+    results = []
     for kernel in (None, "flex"):
         model = model_of("gemma3, windows")
         attention = PackedAttention(model, kernel) if kernel else None
         with torch.no_grad():
             packed = LogprobModel(model, temperature=1.0, dtype="float32", attention=attention)
-            found.append(packed.logprobs(batch, packed.packed(batch, plan)))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+            results.append(packed.logprobs(batch, packed.packed(batch, plan)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_varlen_attn_of_this_torch_takes_the_call(window: int | None) -> None:
+def test_varlen_attn_of_this_torch_accepts_the_call(window: int | None) -> None:
     with FakeTensorMode():
         parts = [
             torch.empty(10, heads, 16, dtype=torch.bfloat16, requires_grad=True)
             for heads in (4, 2, 2)
         ]
         segments = kernels.Segments(torch.empty(3, dtype=torch.int32), 6)
-        found = kernels.varlen_attention(*parts, segments, scale=0.3, window=window)
-        assert found.shape == parts[0].shape
-        found.sum().backward()
+        actual = kernels.varlen_attention(*parts, segments, scale=0.3, window=window)
+        assert actual.shape == parts[0].shape
+        actual.sum().backward()
         assert [each.grad is not None and each.grad.shape for each in parts] == [
             each.shape for each in parts
         ]
@@ -275,11 +278,11 @@ def test_varlen_attn_is_causal_in_every_torch() -> None:
 
 
 def chosen(model: Any, device: torch.device, dtype: str = "bfloat16", **training: Any) -> Any:
-    found = packed_attention(model, DTensorTraining(**training), dtype=dtype, device=device)
-    return found and found.kernel
+    actual = packed_attention(model, DTensorTraining(**training), dtype=dtype, device=device)
+    return actual and actual.kernel
 
 
-def test_auto_is_the_fastest_kernel_that_computes_the_model(
+def test_auto_is_the_fastest_kernel_for_the_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert chosen(model_of("qwen3"), CPU) is None
@@ -299,7 +302,7 @@ def test_auto_is_the_fastest_kernel_that_computes_the_model(
 
 
 @on_cpus
-def test_a_kernel_that_cannot_compute_the_model_is_refused(tiny_model: Path) -> None:
+def test_kernel_that_cannot_compute_the_model_is_refused(tiny_model: Path) -> None:
     for kernel in ("varlen", "flex"):
         setup = TrainingSetup(
             model_folder=tiny_model,
@@ -307,7 +310,7 @@ def test_a_kernel_that_cannot_compute_the_model_is_refused(tiny_model: Path) -> 
             training=DTensorTraining(attention=kernel),
             max_tokens_per_microbatch=24,
         )
-        with pytest.raises(ConfigError, match=f"{kernel} computes gradients") as error:
+        with pytest.raises(ConfigError, match=f"{kernel} only computes gradients") as error:
             DTensorBackend().setup(setup)
         assert "leave training.attention out" in str(error.value)
     with pytest.raises(ConfigError, match="16 bits, not in float32") as error:
@@ -316,7 +319,7 @@ def test_a_kernel_that_cannot_compute_the_model_is_refused(tiny_model: Path) -> 
 
 
 def sharded_step(folder: Path, tensor_parallel_size: int) -> list[tuple[Tensor, dict[str, float]]]:
-    """Logprobs, and a step, under a dense mask and by boundaries."""
+    """Returns logprobs and a step with a dense mask and with boundaries."""
     results = []
     for kernel in (None, "reference"):
         training = DTensorTraining(
@@ -325,7 +328,7 @@ def sharded_step(folder: Path, tensor_parallel_size: int) -> list[tuple[Tensor, 
         with pytest.MonkeyPatch.context() as patch:
             if kernel:
                 patch.setattr(
-                    "nemo_rl_core.backends.training.dtensor.backend.packed_attention",
+                    "nemo_rl_core.backends.training.dtensor.builder.packed_attention",
                     lambda model, *_, **__: PackedAttention(model, "reference"),
                 )
             backend = DTensorBackend()
@@ -345,12 +348,10 @@ def sharded_step(folder: Path, tensor_parallel_size: int) -> list[tuple[Tensor, 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_sharded_models_attend_by_boundaries_too(
-    tiny_model: Path, tensor_parallel_size: int
-) -> None:
+def test_sharded_models_use_boundaries(tiny_model: Path, tensor_parallel_size: int) -> None:
     for results in run_ranks(sharded_step, tiny_model, tensor_parallel_size, world_size=2):
-        (want, want_step), (found, found_step) = results
-        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+        (want, want_step), (actual, found_step) = results
+        torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-5)
         assert found_step["loss"] == pytest.approx(want_step["loss"], rel=1e-5)
         assert found_step["grad_norm"] == pytest.approx(want_step["grad_norm"], rel=1e-4)
 

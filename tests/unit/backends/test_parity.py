@@ -1,7 +1,7 @@
-"""The parity table: both backends at every layout against the plain transformers loop in float32.
+"""The parity table: both backends at every layout compared with a plain transformers loop.
 
-An error is relative: the largest |found - expected| over the largest |expected| of a tensor (of a
-number, of itself), and of many tensors the worst, on the worst rank.
+Errors are relative: the largest |actual - expected| over the largest |expected| of a tensor or a
+number, and the worst over several tensors and ranks.
 """
 
 import sys
@@ -36,15 +36,15 @@ TOLERANCE = 1e-5
 NUM_STEPS = 5
 MAX_TOKENS = 24
 LENGTHS = [11, 4, 7, 2, 9, 3, 3, 8]
-# With Adam's usual epsilon, a gradient that is zero but for rounding moves a weight by the whole
-# learning rate, in a direction that rounding decides; nothing could be compared then. With twice
-# this rate the plain loop's own fifth gradient norm is 6e-6 off that in float64.
+# With Adam's usual epsilon, a gradient that is zero except for rounding moves a weight by the full
+# learning rate, in a direction that rounding decides, so results could not be compared. With twice
+# this rate, the plain loop's fifth gradient norm in float32 is 6e-6 off the one in float64.
 ADAM = OptimizerConfig(
     learning_rate=5e-3, weight_decay=0.1, num_warmup_steps=2, adam_epsilon=1e-3, max_grad_norm=1.0
 )
-# Under an epsilon that drowns the second moment, Adam's first step is plain descent, and how far
-# it moves a weight is the gradient, however that is sharded. RATE is so large that the weight
-# itself is lost in the sum, not the gradient.
+# With an epsilon that dominates the second moment, Adam's first step is plain gradient descent, so
+# that the change of a weight is its gradient, however it is sharded. RATE is so large that the
+# weight itself is lost in the sum, not the gradient.
 RATE = 1e4
 DESCENT = OptimizerConfig(
     learning_rate=RATE * 1e8, adam_epsilon=1e8, adam_beta1=0, adam_beta2=0, max_grad_norm=1e9
@@ -87,8 +87,8 @@ def megatron(layout: str, tensor: int = 1, pipeline: int = 1, **axes: Any) -> Ca
     return Case(model, layout, training)
 
 
-# With the number of ranks; what a layout leaves of them is data parallelism. Each group gets
-# processes of its own: a backend that was shut down leaves its process groups' threads behind.
+# By number of ranks; those that a layout does not use are data-parallel. Each group gets separate
+# processes, since a backend leaves its process groups' threads behind when it is shut down.
 CASES = [
     (1, [dtensor("1"), dtensor("1", "experts"), megatron("1x1"), megatron("EP 1")]),
     (
@@ -169,7 +169,7 @@ def name_of(group: tuple[int, list[Case]]) -> str:
 
 @pytest.fixture(scope="module")
 def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A dense model and a mixture of experts, with a tokenizer of 19 tokens: odd over two ranks."""
+    """Creates a dense model and a mixture of experts; two ranks do not divide the 19 tokens."""
     tokenizer = load_tokenizer(tiny_model)
     configs = {
         "dense": Qwen2Config(**SHAPE, vocab_size=len(tokenizer)),
@@ -197,26 +197,26 @@ def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def make_batch(*, all_tokens: bool = False) -> BatchedDataDict:
-    """Eight sequences, the second half of each trained on, with what GRPO's loss reads.
+    """Creates eight sequences with the columns of GRPO's loss; second halves are trained.
 
-    Some begin alike: the second and third as the first, up to different places, the last as the
-    fifth; the sixth and seventh are equal.
+    Some have common beginnings of different lengths: the second and third with the first, the last
+    with the fifth; the sixth and seventh are equal.
     """
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(0, 16, (n,), generator=generator).tolist() for n in LENGTHS]
     for row, former, overlap in ((1, 0, 3), (2, 0, 5), (6, 5, 3), (7, 4, 2)):
         sequences[row][:overlap] = sequences[former][:overlap]
-    masks = [[all_tokens or place >= n // 2 for place in range(n)] for n in LENGTHS]
+    masks = [[all_tokens or index >= n // 2 for index in range(n)] for n in LENGTHS]
     batch = collate(sequences, masks)
     shape = batch["token_mask"].shape
     batch["advantages"] = torch.randn(shape, generator=generator) + 0.5
     for name in ("prev_logprobs", "reference_logprobs"):
-        # About where five steps lead, so that ratios fall on both sides of GRPO's band.
+        # Close to the result of five steps, so that ratios are on both sides of GRPO's band.
         batch[name] = -1.5 * torch.rand(shape, generator=generator)
     return batch
 
 
-def test_rows_of_the_table_share_their_first_tokens(folders: dict[str, Path]) -> None:
+def test_rows_of_the_table_share_prefixes(folders: dict[str, Path]) -> None:
     for folder in folders.values():
         sharing = allowed_sharing(folder)
         plan = plan_shard(make_batch(), max_tokens=MAX_TOKENS, sharing=sharing)
@@ -224,25 +224,25 @@ def test_rows_of_the_table_share_their_first_tokens(folders: dict[str, Path]) ->
 
 
 def rows_of_this_rank(training: TrainingConfig) -> list[int]:
-    """Uneven shards, and no rows at all for the last of four data ranks."""
+    """Returns uneven shards, and no rows for the last of four data ranks."""
     stages = training.pipeline_parallel_size if isinstance(training, MegatronTraining) else 1
     ranks_per_stage = training.ranks_per_replica // stages
     num_data_ranks = training.data_parallel_size(world_size())
-    place = rank() // ranks_per_stage % num_data_ranks
+    data_rank = rank() // ranks_per_stage % num_data_ranks
     bounds = {1: [0, 8], 2: [0, 6, 8], 4: [0, 5, 6, 8, 8]}[num_data_ranks]
-    return list(range(bounds[place], bounds[place + 1]))
+    return list(range(bounds[data_rank], bounds[data_rank + 1]))
 
 
 def shard_of(rows: list[int], *, padded: bool = False, all_tokens: bool = False) -> BatchedDataDict:
     shard = make_batch(all_tokens=all_tokens).select_indices(rows)
-    if padded:  # one micro-batch of one sequence a row
+    if padded:  # one micro-batch with one sequence per row
         plan = Microbatch(tuple((row,) for row in range(len(rows))), max(LENGTHS))
         shard.microbatches = [plan] if rows else []
     return shard
 
 
 def all_logprobs(backend: Any, rows: list[int]) -> torch.Tensor:
-    """`[B, T-1, V]`: logits, but for what a softmax does not see."""
+    """Returns `[B, T-1, V]` logits, up to a constant that a softmax ignores."""
     shard = shard_of(rows, all_tokens=True)
     ids, logprobs = backend.get_reference_topk_logprobs(shard, 19)
     return torch.zeros_like(logprobs).scatter_add(-1, ids, logprobs)
@@ -265,24 +265,24 @@ def start(folder: Path, training: TrainingConfig, optimizer: OptimizerConfig) ->
 def gradients(
     folder: Path, training: TrainingConfig, *, padded: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Whole gradients by the weights' names, of one step."""
+    """Returns the full gradients of one step by the weights' names."""
     backend = start(folder, training, DESCENT)
     before = {name: weight.double() for name, weight in backend.named_weights()}
     backend.train_step(shard_of(rows_of_this_rank(training), padded=padded), NLLLoss())
-    found = {name: (before[name] - w.double()) / RATE for name, w in backend.named_weights()}
+    actual = {name: (before[name] - w.double()) / RATE for name, w in backend.named_weights()}
     backend.shutdown()
-    return found
+    return actual
 
 
 def measured(folder: Path, training: TrainingConfig) -> dict[str, Any]:
-    """Results of a backend on this rank."""
+    """Returns the results of a backend on this rank."""
     rows = rows_of_this_rank(training)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "packed": gradients(folder, training),
         "padded": gradients(folder, training, padded=True),
     }
     backend = start(folder, training, ADAM)
-    found |= {
+    results |= {
         "rows": rows,
         "logits": all_logprobs(backend, rows),
         "logprobs": backend.get_logprobs(shard_of(rows)),
@@ -293,21 +293,21 @@ def measured(folder: Path, training: TrainingConfig) -> dict[str, Any]:
         "grpo": backend.train_step(shard_of(rows), GRPO),
     }
     backend.shutdown()
-    return found
+    return results
 
 
 def plain_logprobs(model: Any, batch: BatchedDataDict) -> torch.Tensor:
-    """`[B, T-1, V]`: each sequence alone through the model, 0 past its end."""
-    whole = []
+    """Computes `[B, T-1, V]` logprobs of each sequence separately, 0 past its end."""
+    rows = []
     for row, length in enumerate(batch["input_lengths"].tolist()):
         logits = model(input_ids=batch["input_ids"][row : row + 1, :length]).logits[0, :-1]
         short = max(LENGTHS) - length
-        whole.append(torch.nn.functional.pad(logits.log_softmax(-1), (0, 0, 0, short)))
-    return torch.stack(whole)
+        rows.append(torch.nn.functional.pad(logits.log_softmax(-1), (0, 0, 0, short)))
+    return torch.stack(rows)
 
 
 def plain(folder: Path) -> dict[str, Any]:
-    """The same, of transformers and torch alone."""
+    """Returns the results of `measured` from transformers and torch only."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     batch = make_batch()
 
@@ -316,10 +316,10 @@ def plain(folder: Path) -> dict[str, Any]:
         return plain_logprobs(model, batch).gather(-1, ids)[..., 0] * batch["token_mask"]
 
     def named(values: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:
-        # Experts one by one, as they are published.
+        # Experts are separate, as they are published.
         return dict(revert_weight_conversion(model, {name: v.clone() for name, v in values}))
 
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "logits": plain_logprobs(model, batch).detach(),
         "logprobs": logprobs().detach(),
         "steps": [],
@@ -329,17 +329,17 @@ def plain(folder: Path) -> dict[str, Any]:
     )
     num_tokens = batch["token_mask"].sum()
     for step in range(NUM_STEPS):
-        # Two steps of warm-up: half the rate, then all of it.
+        # Two steps of warm-up: half the rate, then the full rate.
         optimizer.param_groups[0]["lr"] = ADAM.learning_rate * min(1.0, (step + 1) / 2)
         optimizer.zero_grad()
         loss = -logprobs().sum() / num_tokens
         loss.backward()
         if step == 0:
-            found["gradients"] = named((n, p.grad) for n, p in model.named_parameters())
+            results["gradients"] = named((n, p.grad) for n, p in model.named_parameters())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        found["steps"].append({"loss": loss.item(), "grad_norm": norm.item()})
-    found["weights"] = named((n, p.detach()) for n, p in model.named_parameters())
+        results["steps"].append({"loss": loss.item(), "grad_norm": norm.item()})
+    results["weights"] = named((n, p.detach()) for n, p in model.named_parameters())
     model.zero_grad()
     loss, metrics = GRPO(
         logprobs(),
@@ -349,47 +349,47 @@ def plain(folder: Path) -> dict[str, Any]:
     )
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    found["grpo"] = {**{name: value.item() for name, value in metrics.items()}, "grad_norm": norm}
-    return found
+    results["grpo"] = {**{name: value.item() for name, value in metrics.items()}, "grad_norm": norm}
+    return results
 
 
-def error(found: Any, expected: Any) -> float:
-    found, expected = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
-    assert found.shape == expected.shape
-    assert found.isfinite().all()
-    if torch.equal(found, expected):
+def error(actual: Any, expected: Any) -> float:
+    actual, expected = torch.as_tensor(actual).double(), torch.as_tensor(expected).double()
+    assert actual.shape == expected.shape
+    assert actual.isfinite().all()
+    if torch.equal(actual, expected):
         return 0.0
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def worst(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    assert found.keys() == expected.keys()
-    return max(error(found[name], expected[name]) for name in expected)
+def worst(actual: dict[str, Any], expected: dict[str, Any]) -> float:
+    assert actual.keys() == expected.keys()
+    return max(error(actual[name], expected[name]) for name in expected)
 
 
-def errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """One rank's row of the table."""
-    rows, steps = found["rows"], list(zip(found["steps"], expected["steps"], strict=True))
+def errors(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Returns one rank's row of the table."""
+    rows, steps = actual["rows"], list(zip(actual["steps"], expected["steps"], strict=True))
     logprobs = expected["logprobs"][rows]
     return {
-        "logits": error(found["logits"], expected["logits"][rows]),
-        "logprobs": error(found["logprobs"], logprobs),
-        "logprobs of a step": error(found["logprobs of a step"], logprobs),
+        "logits": error(actual["logits"], expected["logits"][rows]),
+        "logprobs": error(actual["logprobs"], logprobs),
+        "logprobs of a step": error(actual["logprobs of a step"], logprobs),
         "loss": max(error(a["loss"], b["loss"]) for a, b in steps),
         "gradient norm": max(error(a["grad_norm"], b["grad_norm"]) for a, b in steps),
-        "gradients": worst(found["packed"], expected["gradients"]),
-        f"weights after {NUM_STEPS} steps": worst(found["weights"], expected["weights"]),
-        "GRPO metrics": worst({k: found["grpo"][k] for k in expected["grpo"]}, expected["grpo"]),
-        "logprobs, padded": error(found["padded logprobs"], logprobs),
-        "gradients, padded": worst(found["padded"], expected["gradients"]),
-        "gradients, packed to padded": worst(found["packed"], found["padded"]),
+        "gradients": worst(actual["packed"], expected["gradients"]),
+        f"weights after {NUM_STEPS} steps": worst(actual["weights"], expected["weights"]),
+        "GRPO metrics": worst({k: actual["grpo"][k] for k in expected["grpo"]}, expected["grpo"]),
+        "logprobs, padded": error(actual["padded logprobs"], logprobs),
+        "gradients, padded": worst(actual["padded"], expected["gradients"]),
+        "gradients, packed to padded": worst(actual["packed"], actual["padded"]),
     }
 
 
 def as_markdown(table: dict[tuple[str, ...], dict[str, float]]) -> str:
     columns = ["model", "backend", "layout", "ranks", *next(iter(table.values()))]
     lines = [columns, ["---"] * 4 + ["---:"] * (len(columns) - 4)]
-    lines += [[*place, *(f"{e:.1e}" for e in row.values())] for place, row in table.items()]
+    lines += [[*case, *(f"{e:.1e}" for e in row.values())] for case, row in table.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -398,13 +398,13 @@ def as_markdown(table: dict[tuple[str, ...], dict[str, float]]) -> str:
     [dtensor("FSDP 2"), pytest.param(megatron("2x1", 2), marks=pytest.mark.slow)],
     ids=lambda case: case.layout,
 )
-def test_two_ranks_have_the_gradients_of_the_plain_loop(
+def test_two_ranks_match_the_gradients_of_the_plain_loop(
     folders: dict[str, Path], case: Case
 ) -> None:
     folder = folders[case.model]
     expected = plain(folder)["gradients"]
-    for found in run_ranks(gradients, folder, case.training, world_size=2):
-        assert worst(found, expected) <= TOLERANCE
+    for actual in run_ranks(gradients, folder, case.training, world_size=2):
+        assert worst(actual, expected) <= TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -415,7 +415,7 @@ def expected(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
 @pytest.mark.thorough
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("group", CASES, ids=name_of)
-def test_every_layout_of_both_backends_follows_the_plain_loop(
+def test_every_layout_of_both_backends_matches_the_plain_loop(
     folders: dict[str, Path],
     expected: dict[str, dict[str, Any]],
     group: tuple[int, list[Case]],
@@ -427,16 +427,16 @@ def test_every_layout_of_both_backends_follows_the_plain_loop(
     ]
     table: dict[tuple[str, ...], dict[str, float]] = {}
     ranks = run_ranks(run, cases, world_size=num_ranks)
-    for case, *found in zip(cases, *ranks, strict=True):
-        rows = [errors(of_rank, expected[case.model]) for of_rank in found]
-        place = (case.model, case.training.backend, case.layout, str(num_ranks))
-        table[place] = {name: max(row[name] for row in rows) for name in rows[0]}
+    for case, *actual in zip(cases, *ranks, strict=True):
+        rows = [errors(of_rank, expected[case.model]) for of_rank in actual]
+        case_key = (case.model, case.training.backend, case.layout, str(num_ranks))
+        table[case_key] = {name: max(row[name] for row in rows) for name in rows[0]}
     with capsys.disabled():
         sys.stdout.write(f"\n\n{as_markdown(table)}\n\n")
     too_large = {
-        (*place, name): found
-        for place, row in table.items()
-        for name, found in row.items()
-        if not found <= TOLERANCE
+        (*case_key, name): actual
+        for case_key, row in table.items()
+        for name, actual in row.items()
+        if not actual <= TOLERANCE
     }
     assert not too_large

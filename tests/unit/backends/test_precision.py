@@ -1,4 +1,4 @@
-"""Precision and kernels: in full float32 unless a recipe asks for TF32, deterministic on CPUs."""
+"""Precision and kernels: full float32 unless a recipe sets TF32, deterministic on CPUs."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ def _restored() -> Iterator[None]:
     torch.use_deterministic_algorithms(is_deterministic)
 
 
-def test_a_recipe_chooses_and_the_check_at_the_start_is_in_full_precision(
+def test_recipe_sets_precision_and_the_first_check_uses_full_precision(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -41,7 +41,7 @@ def test_a_recipe_chooses_and_the_check_at_the_start_is_in_full_precision(
     monkeypatch.setattr(LogprobModel, "choose_layout", noted)
     chosen = []
     settings: list[dict[str, Any]] = [{"float32_matmul_precision": "high"}, {}]
-    for each in settings:  # the second in the same process, as of a later stage
+    for each in settings:  # the second in the same process, like a later stage
         backend = DTensorBackend()
         backend.setup(
             TrainingSetup(
@@ -56,7 +56,7 @@ def test_a_recipe_chooses_and_the_check_at_the_start_is_in_full_precision(
     assert seen == ["highest", "highest"]
 
 
-def test_vllm_reads_what_the_engine_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_reads_the_engines_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.envs as library
 
     for precision in ("highest", "high"):
@@ -66,22 +66,23 @@ def test_vllm_reads_what_the_engine_is_given(monkeypatch: pytest.MonkeyPatch) ->
         assert library.environment_variables["VLLM_FLOAT32_MATMUL_PRECISION"]() == precision
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
 @pytest.mark.parametrize("training", [DTensorTraining, MegatronTraining])
-def test_kernels_are_deterministic_on_cpus_and_where_a_recipe_asks_for_it(
+def test_kernels_are_deterministic_on_cpus_and_if_a_recipe_sets_it(
     training: type[DTensorTraining | MegatronTraining], tiny_model: Path
 ) -> None:
     cases = [("cpu", "auto"), ("cpu", False), ("cuda", "auto"), ("cuda", True)]
-    # Megatron is redirected to the CPU for good where it finds no GPU.
-    found = run_ranks(_kernels, training, cases, tiny_model, world_size=1)[0]
-    assert found == [("true", True), ("false", False), ("false", False), ("true", True)]
+    # In separate processes: Megatron is permanently redirected to the CPU if it finds no GPU.
+    actual = run_ranks(_kernels, training, cases, tiny_model, world_size=1)[0]
+    assert actual == [("true", True), ("false", False), ("false", False), ("true", True)]
 
 
 def _kernels(
     training: type[DTensorTraining | MegatronTraining], cases: list[Any], folder: Path
 ) -> list[Any]:
-    found = []
-    # GPUs first, for Megatron.
+    results = []
+    # GPUs first, since Megatron is redirected to the CPU.
     for device, deterministic in sorted(cases, key=lambda case: case[0], reverse=True):
         config = training(attention="sdpa", deterministic=deterministic)
         with simulated_cuda() if device == "cuda" else nullcontext():
@@ -95,7 +96,7 @@ def _kernels(
                 )
             )
             chosen = backend.choices()["training.deterministic"]
-            found.append((device, chosen, torch.are_deterministic_algorithms_enabled()))
+            results.append((device, chosen, torch.are_deterministic_algorithms_enabled()))
             if isinstance(config, MegatronTraining):
                 backend.shutdown()
-    return [each[1:] for each in sorted(found, key=lambda each: each[0])]
+    return [each[1:] for each in sorted(results, key=lambda each: each[0])]

@@ -1,4 +1,4 @@
-"""A published generation config changes neither what the `hf` engine draws nor what is saved."""
+"""A published generation config does not change what the `hf` engine samples or what is saved."""
 
 import json
 import shutil
@@ -56,8 +56,9 @@ def drawn(folder: Path, stops: tuple[int, ...]) -> BatchedDataDict:
     return backend.generate(make_batch(), greedy=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", PUBLISHED, ids=str)
-def test_no_field_changes_what_is_drawn(
+def test_no_field_changes_the_samples(
     words: dict[str, Any], tiny_model: Path, tmp_path: Path
 ) -> None:
     stops = setup_of(tiny_model, "hf").stop_token_ids
@@ -69,7 +70,7 @@ def test_no_field_changes_what_is_drawn(
 
 
 @pytest.mark.parametrize("words", PUBLISHED[:2], ids=str)
-def test_a_model_with_one_is_prepared_and_saved(
+def test_model_with_a_generation_config_is_prepared_and_saved(
     words: dict[str, Any], tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = published(tiny_model, tmp_path / "model", words)

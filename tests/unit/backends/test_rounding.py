@@ -1,4 +1,4 @@
-"""The bound of the load check is what rounding to bfloat16 changes in the model at hand."""
+"""The bound of the load check follows the effect of rounding to bfloat16 on the model."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def _llama(num_layers: int, *, scale: float) -> Any:
 @pytest.mark.parametrize("num_layers", [2, 8, 24])
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 @torch.no_grad()
-def test_the_bound_follows_what_bfloat16_changes(num_layers: int, scale: float) -> None:
+def test_bound_follows_the_effect_of_bfloat16(num_layers: int, scale: float) -> None:
     model = _llama(num_layers, scale=scale)
     ids = torch.arange(40)[None] % 23
 
@@ -73,7 +73,7 @@ def _lets_packed_sequences_attend_to_each_other(model: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scale", [1.0, 8.0])
-def test_sequences_that_would_attend_to_each_other_get_a_row_each(
+def test_sequences_that_would_attend_to_each_other_get_separate_rows(
     dtype: DType, scale: float
 ) -> None:
     model = _llama(4, scale=scale)
@@ -86,7 +86,7 @@ def test_sequences_that_would_attend_to_each_other_get_a_row_each(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @torch.no_grad()
-def test_the_probe_of_megatron_has_the_same_bound(dtype: DType) -> None:
+def test_probe_of_megatron_has_the_same_bound(dtype: DType) -> None:
     model = _llama(4, scale=1.0)
     policy = LogprobModel(model, temperature=1.0, dtype=dtype)
 

@@ -1,4 +1,4 @@
-"""The load-balancing loss of experts, compared with transformers' own for each sequence."""
+"""The load-balancing loss of experts, compared with transformers' loss of each sequence."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ConfigError
-from tasks.platform.preflight import preflight
+from tasks.local_run.preflight import preflight
 from tasks.recipes.common import PipelineRecipe
 from tests.model_types import (
     BOUND,
@@ -28,7 +28,7 @@ from tests.model_types import (
 )
 
 
-def test_a_load_balancing_loss_by_hand() -> None:
+def test_load_balancing_loss_by_hand() -> None:
     # Two layers and two sequences: tokens 0 and 2, and token 1; token 3 is padding.
     always_first = torch.tensor([[0.6, 0.4]] * 4).log()
     one_each = torch.tensor([[0.9, 0.1], [0.3, 0.7], [0.2, 0.8], [0.0001, 0.9999]]).log()
@@ -46,7 +46,7 @@ def test_a_load_balancing_loss_by_hand() -> None:
 
 @pytest.mark.parametrize("asks", [True, False])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "jetmoe"])
-def test_a_balancing_loss_that_is_not_trained_is_logged(
+def test_untrained_balancing_loss_is_logged(
     kind: str, asks: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model(kind)
@@ -70,7 +70,7 @@ def start_with_experts(kind: str, tmp_path: Path) -> Path:
     ("kind", "recomputes"),
     [("mixtral", False), ("mixtral", True), ("gpt_oss", True), ("jetmoe", False)],
 )
-def test_the_load_balancing_loss_is_that_of_transformers_for_each_sequence(
+def test_load_balancing_loss_matches_transformers_for_each_sequence(
     kind: str, recomputes: bool, tmp_path: Path
 ) -> None:
     start, batch = start_with_experts(kind, tmp_path), make_batch()
@@ -83,39 +83,40 @@ def test_the_load_balancing_loss_is_that_of_transformers_for_each_sequence(
     assert metrics["router_aux_loss"] == pytest.approx(balance, rel=1e-5)
 
 
-def test_sequences_that_do_not_count_have_no_load_balancing_loss(tmp_path: Path) -> None:
+def test_masked_sequences_have_no_load_balancing_loss(tmp_path: Path) -> None:
     start, batch = start_with_experts("mixtral", tmp_path), make_batch()
     batch["sample_mask"] = torch.tensor([1.0, 0, 1, 0, 0, 1])
     backend = make_backend(start, training=DTensorTraining(router_aux_loss_coef=0.1))
-    found = backend.train_step(batch, NLLLoss())["router_aux_loss"]
+    actual = backend.train_step(batch, NLLLoss())["router_aux_loss"]
     counted = batch.select_indices([0, 2, 5])
-    assert found == pytest.approx(plain_router_loss(loaded(start), counted).item(), rel=1e-5)
+    assert actual == pytest.approx(plain_router_loss(loaded(start), counted).item(), rel=1e-5)
 
 
 KINDS = ["mixtral", "gpt_oss"]
 
 
 def _second_steps(folder: Path) -> list[dict[str, float]]:
-    """Metrics of the second step on this rank's part of the batch; rank 1 has one sequence."""
+    """Returns metrics of the second step on this rank's part; rank 1 has one sequence."""
     rows = [0, 1, 2, 3, 4] if rank() == 0 else [5]
     training = DTensorTraining(router_aux_loss_coef=0.5)
-    found = []
+    results = []
     for kind in KINDS:
         start = folder / kind / "start"
         backend = make_backend(start, 1e-2, training=training, max_tokens_per_microbatch=12)
         for _ in range(2):
             metrics = backend.train_step(make_batch().select_indices(rows), NLLLoss())
-        found.append(metrics)
-    return found
+        results.append(metrics)
+    return results
 
 
+@pytest.mark.slow
 def test_ranks_with_unequal_microbatches_share_one_load_balancing_loss(tmp_path: Path) -> None:
     starts = [start_with_experts(kind, tmp_path / kind) for kind in KINDS]
     steps = [
         plain_steps(loaded(start), make_batch(), 1e-2, router_aux_loss_coef=0.5) for start in starts
     ]
-    for found in run_ranks(_second_steps, tmp_path, world_size=2):
-        for metrics, expected in zip(found, steps, strict=True):
+    for actual in run_ranks(_second_steps, tmp_path, world_size=2):
+        for metrics, expected in zip(actual, steps, strict=True):
             assert metrics["loss"] == pytest.approx(expected.losses[1], rel=1e-5)
             assert metrics["grad_norm"] == pytest.approx(expected.grad_norms[1], rel=1e-4)
 
@@ -141,7 +142,7 @@ def test_models_without_a_load_balancing_loss_are_refused_before_the_run(
         ("jamba", {"num_experts": 1}),
     ],
 )
-def test_a_type_with_experts_may_have_none(
+def test_type_with_experts_may_have_no_loss(
     kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     tiny_model(kind, **changes).save_pretrained(tmp_path / "start")
@@ -150,7 +151,7 @@ def test_a_type_with_experts_may_have_none(
         make_backend(tmp_path / "start", training=DTensorTraining(router_aux_loss_coef=0.1))
 
 
-def test_a_step_without_a_sequence_that_counts_changes_nothing(tmp_path: Path) -> None:
+def test_step_without_unmasked_sequences_changes_nothing(tmp_path: Path) -> None:
     start, batch = start_with_experts("mixtral", tmp_path), make_batch()
     batch["sample_mask"] = torch.zeros(len(batch["input_lengths"]))
     backend = make_backend(start, training=DTensorTraining(router_aux_loss_coef=0.1))
@@ -167,5 +168,5 @@ def test_a_step_without_a_sequence_that_counts_changes_nothing(tmp_path: Path) -
     ],
 )
 def test_the_load_balancing_loss_refuses_split_sequences(other: dict[str, Any], fix: str) -> None:
-    with pytest.raises(ValueError, match=f"set {fix}, or leave router_aux_loss_coef out"):
+    with pytest.raises(ValueError, match=f"set {fix}, or remove router_aux_loss_coef"):
         DTensorTraining(router_aux_loss_coef=0.1, **other)

@@ -1,4 +1,4 @@
-"""Reward models and critics: values of every prefix, against transformers' own classifier."""
+"""Reward models and critics: values of every prefix, compared with transformers' classifier."""
 
 import json
 import math
@@ -11,18 +11,19 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
-from nemo_rl_core.backends.training.dtensor.loading import scoring_pad_token_id
 from nemo_rl_core.backends.training.dtensor.model import ScoreModel
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
+from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ConfigError, DataError, ModelError
+from nemo_rl_core.model_files.loading import scoring_pad_token_id
 
-EPSILON = 1e-3  # as in test_dtensor.py: a gradient of rounding must not move a weight
+EPSILON = 1e-3  # see test_dtensor.py: a gradient of rounding must not move a weight
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, adam_epsilon=EPSILON)
 LENGTHS = [11, 4, 7, 2, 9, 3, 3, 8]
 PAIRS = [5, 7, 7, 5, 2, 9, 2, 9]
 CHOSEN = [True, True, False, False, True, True, False, False]
-EOS = 2  # of the arithmetic tokenizer
+EOS = 2  # the arithmetic tokenizer's
 
 
 def make_batch() -> BatchedDataDict:
@@ -60,7 +61,7 @@ def load_scorer(folder: Path) -> torch.nn.Module:
 
 
 def margins(last_scores: torch.Tensor, batch: BatchedDataDict) -> torch.Tensor:
-    """`[P]` chosen minus rejected, the pairs in order of their ids."""
+    """Returns `[P]` chosen minus rejected scores, with the pairs in order of their ids."""
     order = sorted(
         range(len(last_scores)),
         key=lambda row: (int(batch["pair_ids"][row]), not bool(batch["is_chosen"][row])),
@@ -70,7 +71,7 @@ def margins(last_scores: torch.Tensor, batch: BatchedDataDict) -> torch.Tensor:
 
 
 def bradley_terry(values, batch, *, global_valid_seqs, global_valid_tokens):
-    """A user's loss: a plain function, over pairs."""
+    """A user-defined loss over pairs, as a plain function."""
     last = batch["input_lengths"][:, None] - 1
     scores = values.gather(1, last)[:, 0]
     losses = -torch.nn.functional.logsigmoid(margins(scores, batch))
@@ -79,7 +80,7 @@ def bradley_terry(values, batch, *, global_valid_seqs, global_valid_tokens):
 
 
 def plain_scores(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
-    """`[B]`: each sequence alone, through the classifier's own forward pass."""
+    """Computes `[B]` scores of each sequence separately, with the classifier's forward pass."""
     return torch.stack(
         [
             model(input_ids=batch["input_ids"][row : row + 1, :length]).logits[0, 0]
@@ -90,7 +91,7 @@ def plain_scores(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor
 
 @pytest.fixture(scope="module")
 def reward_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved classifier whose head is not zero."""
+    """Saves a classifier whose head is not zero."""
     folder = tmp_path_factory.mktemp("reward") / "model"
     torch.manual_seed(3)
     model = load_scorer(tiny_model)
@@ -113,7 +114,19 @@ def test_packed_values_equal_the_classifiers_scores(reward_model: Path, max_toke
     assert (values[past] == 0).all()
 
 
-def test_a_value_is_the_score_of_the_prefix_that_ends_there(reward_model: Path) -> None:
+def values_of_a_rank(folder: Path) -> list[list[float]]:
+    values: list[list[float]] = make_backend(folder).get_values(make_batch()).tolist()
+    return values
+
+
+@pytest.mark.slow
+def test_two_ranks_keep_the_head_that_they_loaded(reward_model: Path) -> None:
+    expected = make_backend(reward_model).get_values(make_batch())
+    for values in run_ranks(values_of_a_rank, reward_model, world_size=2, timeout_seconds=300.0):
+        torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_value_is_the_score_of_the_prefix_that_ends_there(reward_model: Path) -> None:
     batch = make_batch()
     values = make_backend(reward_model).get_values(batch)
     model = load_scorer(reward_model)
@@ -133,7 +146,7 @@ def test_in_bfloat16_the_head_stays_in_float32(reward_model: Path) -> None:
     assert backend.train_step(batch, bradley_terry)["grad_norm"] > 0
 
 
-def test_a_changed_sequence_leaves_its_neighbours_values_alone_to_the_bit(
+def test_changed_sequence_does_not_change_its_neighbors_values(
     reward_model: Path,
 ) -> None:
     batch, changed = make_batch(), make_batch()
@@ -145,7 +158,7 @@ def test_a_changed_sequence_leaves_its_neighbours_values_alone_to_the_bit(
     assert not torch.equal(before[1], after[1])
 
 
-def test_the_first_loss_over_a_new_head_is_ln_2(tiny_model: Path) -> None:
+def test_first_loss_of_a_new_head_is_ln_2(tiny_model: Path) -> None:
     backend = make_backend(tiny_model)
     assert (backend.get_values(make_batch()) == 0).all()
     metrics = backend.train_step(make_batch(), bradley_terry)
@@ -177,27 +190,27 @@ def test_four_steps_follow_the_plain_loop(tiny_model: Path, max_tokens: int) -> 
         torch.testing.assert_close(weight.cpu(), expected[name].detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_both_of_a_pair_reach_the_loss_together(reward_model: Path) -> None:
+def test_rows_of_a_pair_reach_the_loss_together(reward_model: Path) -> None:
     seen: list[list[int]] = []
 
     def watching(values, batch, **counts):
         seen.append(sorted(batch["pair_ids"].tolist()))
         return bradley_terry(values, batch, **counts)
 
-    # Pair 5 needs rows of 11 (11 and 2 tokens), so two rows: 22 tokens hold no other row of 9.
+    # Pair 5 needs two rows of 11 (11 and 2 tokens), 22 tokens, which leave no room for another row.
     make_backend(reward_model, max_tokens=22).train_step(make_batch(), watching)
     assert len(seen) > 1
     assert all(ids[0::2] == ids[1::2] for ids in seen)
     assert sorted(pair for ids in seen for pair in ids) == sorted(PAIRS)
 
 
-def test_a_pair_over_the_budget_is_refused(reward_model: Path) -> None:
+def test_pair_over_the_budget_is_refused(reward_model: Path) -> None:
     with pytest.raises(DataError, match="2 sequences that belong together") as caught:
         make_backend(reward_model, max_tokens=21).train_step(make_batch(), bradley_terry)
     assert "at least 22" in str(caught.value.fix)
 
 
-def test_a_checkpoint_scores_equally_in_transformers(tiny_model: Path, tmp_path: Path) -> None:
+def test_checkpoint_has_the_same_scores_in_transformers(tiny_model: Path, tmp_path: Path) -> None:
     batch = make_batch()
     backend = make_backend(tiny_model)
     for _ in range(2):
@@ -214,14 +227,14 @@ def test_a_checkpoint_scores_equally_in_transformers(tiny_model: Path, tmp_path:
     torch.testing.assert_close(plain_scores(model, batch).detach(), values, rtol=1e-5, atol=1e-6)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer.pad_token_id == model.config.pad_token_id
-    # Padded, as a user would score a batch: the model skips the padding by itself.
+    # Padded, as a user would score a batch; the model skips the padding by itself.
     attended = (torch.arange(11) < batch["input_lengths"][:, None]).long()
     with torch.no_grad():
         padded = model(input_ids=batch["input_ids"], attention_mask=attended).logits[:, 0]
     torch.testing.assert_close(padded, values, rtol=1e-5, atol=1e-6)
 
 
-def test_a_saved_head_is_kept(tiny_model: Path, tmp_path: Path) -> None:
+def test_saved_head_is_kept(tiny_model: Path, tmp_path: Path) -> None:
     first = make_backend(tiny_model)
     first.train_step(make_batch(), bradley_terry)
     first.save_checkpoint(tmp_path)
@@ -229,7 +242,7 @@ def test_a_saved_head_is_kept(tiny_model: Path, tmp_path: Path) -> None:
     assert torch.equal(again.get_values(make_batch()), first.get_values(make_batch()))
 
 
-def test_resumed_training_is_equal_to_the_bit(tiny_model: Path, tmp_path: Path) -> None:
+def test_resumed_training_is_bitwise_identical(tiny_model: Path, tmp_path: Path) -> None:
     straight, first, second = (make_backend(tiny_model) for _ in range(3))
     for _ in range(4):
         straight.train_step(make_batch(), bradley_terry)
@@ -245,7 +258,7 @@ def test_resumed_training_is_equal_to_the_bit(tiny_model: Path, tmp_path: Path) 
         assert torch.equal(one, other), name
 
 
-def test_padding_is_never_the_token_that_ends_a_sequence(tiny_model: Path, tmp_path: Path) -> None:
+def test_padding_token_is_not_the_end_of_sequence_token(tiny_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -261,18 +274,18 @@ def test_padding_is_never_the_token_that_ends_a_sequence(tiny_model: Path, tmp_p
     backend.save_checkpoint(tmp_path / "saved")
     saved = tmp_path / "saved" / "model"
     assert AutoTokenizer.from_pretrained(saved).pad_token_id == tokenizer.unk_token_id
-    batch = make_batch()  # every sequence ends with EOS, whose score is meant
+    batch = make_batch()  # every sequence ends with EOS, where the score is read
     scores = plain_scores(load_scorer(saved), batch).detach()
     values = backend.get_values(batch).gather(1, batch["input_lengths"][:, None] - 1)[:, 0]
     torch.testing.assert_close(scores, values, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("head", ["zero", "own"])
-def test_a_model_that_changes_its_scores_is_refused(
+def test_model_that_changes_its_scores_is_refused(
     tiny_model: Path, reward_model: Path, head: str
 ) -> None:
     model = load_scorer(reward_model)
-    if head == "zero":  # which agrees with any change
+    if head == "zero":  # it agrees with any change
         torch.nn.init.zeros_(model.score.weight)
     before = model.score.weight.detach().clone()
 
@@ -289,15 +302,15 @@ def test_a_model_that_changes_its_scores_is_refused(
     assert torch.equal(model.score.weight, before)
 
 
-def test_a_classifier_of_two_labels_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_classifier_with_two_labels_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
     AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).save_pretrained(folder)
-    with pytest.raises(ModelError, match="a classifier, not a model of one score"):
+    with pytest.raises(ModelError, match="a classifier with several labels"):
         make_backend(folder)
 
 
-def test_a_model_without_a_plain_scalar_head_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_model_without_a_plain_scalar_head_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     from transformers import BertConfig, BertForSequenceClassification
 
     folder = tmp_path / "model"
@@ -309,7 +322,7 @@ def test_a_model_without_a_plain_scalar_head_is_refused(tiny_model: Path, tmp_pa
         make_backend(folder)
 
 
-def test_a_folder_without_the_language_models_head_is_refused_as_a_policy(
+def test_folder_without_a_language_model_head_is_refused_as_a_policy(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
@@ -324,7 +337,7 @@ def test_a_folder_without_the_language_models_head_is_refused_as_a_policy(
     assert "lm_head.weight" in str(caught.value.got)
 
 
-def test_each_head_answers_only_its_own_questions(tiny_model: Path) -> None:
+def test_each_head_only_supports_its_outputs(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="has no values"):
         make_backend(tiny_model, head="lm").get_values(make_batch())
     with pytest.raises(ConfigError, match="has no logprobs"):

@@ -1,4 +1,4 @@
-"""Weights are gathered in the type of engines, to the bits of whole weights that are rounded."""
+"""Weights gathered in the engines' dtype are bitwise identical to rounded full weights."""
 
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ from transformers import (
 
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
-from nemo_rl_core.backends.training.dtensor.parallelize import whole_tensor
+from nemo_rl_core.backends.training.dtensor.parallelize import full_tensor
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import join_process_group, rank
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 19,  # which no number of ranks divides
+    "vocab_size": 19,  # no number of ranks divides it
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -66,7 +66,7 @@ def folders(tiny_model: Path, tmp_path: Path) -> dict[str, Path]:
 
 
 class Gathered(TorchDispatchMode):
-    """Bytes that this rank gives to gathers."""
+    """Counts the bytes that this rank contributes to gathers."""
 
     num_bytes = 0
 
@@ -109,38 +109,40 @@ def sent_and_rounded(folder: Path, axes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def of_layouts(folders: dict[str, Path], layouts: list[Any]) -> list[dict[str, Any]]:
+def results_of_layouts(folders: dict[str, Path], layouts: list[Any]) -> list[dict[str, Any]]:
     return [sent_and_rounded(folders[name], axes) for name, axes in layouts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_what_is_sent_has_the_bits_of_whole_weights_that_are_rounded(
+def test_sent_weights_are_bitwise_identical_to_rounded_full_weights(
     folders: dict[str, Path], num_ranks: int
 ) -> None:
     layouts = LAYOUTS[num_ranks]
-    for by_layout in run_ranks(of_layouts, folders, layouts, world_size=num_ranks):
-        for (name, axes), found in zip(layouts, by_layout, strict=True):
-            assert found["differing"] == [], (name, axes)
-            assert found["types"] == {torch.bfloat16}
-            assert found["kept"] == {torch.float32}
-            assert found["num_rounded"] > 10  # nothing is compared with itself
-            whole, half = found["bytes"]
-            assert whole > 10_000
+    for by_layout in run_ranks(results_of_layouts, folders, layouts, world_size=num_ranks):
+        for (name, axes), actual in zip(layouts, by_layout, strict=True):
+            assert actual["differing"] == [], (name, axes)
+            assert actual["types"] == {torch.bfloat16}
+            assert actual["kept"] == {torch.float32}
+            assert actual["num_rounded"] > 10  # the comparison is not trivial
+            full, half = actual["bytes"]
+            assert full > 10_000
             # Adapters are merged before they are rounded.
-            assert half == (whole if "lora" in axes else whole // 2), (name, axes)
+            assert half == (full if "lora" in axes else full // 2), (name, axes)
 
 
-def of_a_sum() -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight of which each rank holds a part of a sum: 1 and 2 ** -8, which one bit divides."""
+def partial_sum() -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a weight whose ranks have parts of a sum: 1 and 2 ** -8, half a step of bfloat16."""
     join_process_group()
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     part = torch.tensor([1.0 + 2**-8, 2**-8][rank() :][:1])
     weight = DTensor.from_local(part, mesh, [Partial()])
-    return whole_tensor(weight, torch.bfloat16), whole_tensor(weight)
+    return full_tensor(weight, torch.bfloat16), full_tensor(weight)
 
 
-def test_parts_of_a_sum_are_summed_before_they_are_rounded() -> None:
-    for rounded, whole in run_ranks(of_a_sum, world_size=2):
-        assert whole.tolist() == [1.0 + 2**-7]
-        # In 16 bits 1 + 2 ** -8 is 1 (to even), so that rounded parts add up to 1 as well.
+@pytest.mark.slow
+def test_partial_sums_are_reduced_before_rounding() -> None:
+    for rounded, exact in run_ranks(partial_sum, world_size=2):
+        assert exact.tolist() == [1.0 + 2**-7]
+        # In 16 bits 1 + 2 ** -8 is 1 (to even), so rounded parts would also add up to 1.
         assert rounded.tolist() == [1.0 + 2**-7]

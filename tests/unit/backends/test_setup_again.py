@@ -1,4 +1,4 @@
-"""State that workers keep, and must not keep, after a stage."""
+"""State that workers keep, or must not keep, after a stage."""
 
 from pathlib import Path
 from typing import Any
@@ -28,28 +28,31 @@ def meshes_on_rank() -> tuple[list[int], list[int]]:
         assert mesh is not None
         TrainerState(torch.optim.AdamW([weight]), {"weight": weight})
         counts.append(num_groups())
-        sizes.append(mesh.tensor_size)
-    # A rank that ends while another still connects its last group resets that connection.
+        sizes.append(mesh.tokens["tensor"].size())
+    # A rank that ends while another is still connecting its last group resets that connection.
     torch.distributed.barrier()
     return counts, sizes
 
 
-def test_set_up_again_the_ranks_keep_their_groups() -> None:
+@pytest.mark.slow
+def test_ranks_keep_their_groups_in_a_second_setup() -> None:
     for counts, sizes in run_ranks(meshes_on_rank, world_size=2):
         assert counts[0] == counts[1] < counts[2]
         assert sizes == [1, 1, 2]
 
 
-def test_a_plan_with_shared_rows_is_not_for_a_model_that_must_not_share_them() -> None:
+def test_plan_with_shared_rows_is_ignored_by_a_model_that_cannot_share_them() -> None:
     batch = collate([[1, 2], [3, 4]], [[True] * 2] * 2)
     batch.microbatches = [Microbatch(rows=((0, 1),), row_length=4)]
     for share_rows, rows in ((True, ((0, 1),)), (False, ((0,), (1,)))):
-        parts = Microbatches(8, None).of(batch, share_rows=share_rows, device=torch.device("cpu"))
+        parts = Microbatches(8, None).split(
+            batch, share_rows=share_rows, device=torch.device("cpu")
+        )
         assert [part.plan.rows for part in parts] == [rows]
 
 
 class BlockwiseAdam(torch.optim.Optimizer):
-    """Keeps state in the form of bitsandbytes' AdamW8bit, which needs a GPU to compute it."""
+    """Keeps state like bitsandbytes' AdamW8bit, which needs a GPU."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -63,7 +66,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
             state["qmap1"] = torch.linspace(-1, 1, 256)
 
 
-def test_moments_in_blocks_with_counts_in_plain_numbers_come_back(tmp_path: Path) -> None:
+def test_blockwise_moments_and_integer_counts_are_restored(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.zeros(3, 5))
     saved, loaded = BlockwiseAdam([weight]), BlockwiseAdam([weight])
     for _ in range(3):
@@ -95,7 +98,7 @@ def megatron_on_rank(model: Path, damaged: Path) -> tuple[list[int], list[str], 
         counts.append(num_groups())
     before = {name: weight.clone() for name, weight in backend.named_weights()}
     batch = collate([[1, 2, 3]], [[False, True, True]])
-    alone = backend.get_logprobs(batch)
+    before = backend.get_logprobs(batch)
     refusals = []
     for _ in range(2):
         try:
@@ -103,11 +106,11 @@ def megatron_on_rank(model: Path, damaged: Path) -> tuple[list[int], list[str], 
         except ModelError as error:
             refusals.append(error.problem)
     same = all(torch.equal(weight, before[name]) for name, weight in backend.named_weights())
-    return counts, refusals, same, (backend.get_logprobs(batch) - alone).abs().max().item()
+    return counts, refusals, same, (backend.get_logprobs(batch) - before).abs().max().item()
 
 
 @pytest.mark.thorough
-def test_megatron_keeps_its_groups_and_its_weights_where_a_reference_is_damaged(
+def test_megatron_keeps_groups_and_weights_if_a_reference_is_damaged(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     import shutil

@@ -1,4 +1,4 @@
-"""Saves that have no whole model: each rank writes and describes its own shards, and goes on."""
+"""Saves without a full model: each rank writes and describes its shards, and continues."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ LAYOUTS: dict[str, Any] = {
 def make_batch() -> BatchedDataDict:
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(0, 16, (n,), generator=generator).tolist() for n in LENGTHS]
-    return collate(sequences, [[place >= n // 2 for place in range(n)] for n in LENGTHS])
+    return collate(sequences, [[index >= n // 2 for index in range(n)] for n in LENGTHS])
 
 
 def started(folder: Path, training: Any) -> Any:
@@ -50,27 +50,27 @@ def weights(backend: Any) -> dict[str, torch.Tensor]:
 def on_rank(
     folder: Path, training: Any, path: Path
 ) -> tuple[dict[str, WrittenFile], list[dict[str, torch.Tensor]]]:
-    """What this rank wrote; weights two steps later: straight on, and resumed from either save."""
-    shards, whole = path / "shards", path / "whole"
+    """Returns this rank's files and the weights two steps later: without a resume, and with two."""
+    shards, full = path / "shards", path / "full"
     first = started(folder, training)
     for _ in range(2):
         first.train_step(make_batch(), NLLLoss())
-    first.save_checkpoint(whole)
+    first.save_checkpoint(full)
     named_weights, first.named_weights = first.named_weights, _refuse
     first.start_sharded_checkpoint(shards)
     first.named_weights = named_weights
     for _ in range(2):
         first.train_step(make_batch(), NLLLoss())  # while it is written
-    written, found = first.finish_checkpoint(), [weights(first)]
+    written, actual = first.finish_checkpoint(), [weights(first)]
     first.shutdown()
-    for saved in (shards, whole):
+    for saved in (shards, full):
         resumed = started(folder, training)
         resumed.load_checkpoint(saved)
         for _ in range(2):
             resumed.train_step(make_batch(), NLLLoss())
-        found.append(weights(resumed))
+        actual.append(weights(resumed))
         resumed.shutdown()
-    return written, found
+    return written, actual
 
 
 def _refuse() -> Any:
@@ -79,8 +79,8 @@ def _refuse() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shards_alone_go_on_to_the_bit(tiny_model: Path, tmp_path: Path, layout: str) -> None:
-    for name in ("shards", "whole"):
+def test_shards_resume_bitwise_identically(tiny_model: Path, tmp_path: Path, layout: str) -> None:
+    for name in ("shards", "full"):
         (tmp_path / name).mkdir()
     ranks = run_ranks(
         on_rank, tiny_model, LAYOUTS[layout], tmp_path, world_size=2, timeout_seconds=300.0
@@ -107,9 +107,7 @@ def _assert_each_describes_its_own(saved: Path, by_rank: list[dict[str, WrittenF
             assert (file.sha256, file.num_bytes) == (hash_file(path), path.stat().st_size), name
 
 
-def test_one_process_goes_on_from_its_weights_among_the_shards(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_single_process_resumes_from_sharded_weights(tiny_model: Path, tmp_path: Path) -> None:
     straight = started(tiny_model, DTensorTraining())
     straight.train_step(make_batch(), NLLLoss())
     straight.start_sharded_checkpoint(tmp_path)
@@ -124,8 +122,8 @@ def test_one_process_goes_on_from_its_weights_among_the_shards(
         assert torch.equal(weight, after[name]), name
 
 
-def test_a_whole_save_has_no_weights_among_the_shards(tiny_model: Path, tmp_path: Path) -> None:
-    """So that artifacts are those of before, byte for byte."""
+def test_full_save_has_no_weights_among_the_shards(tiny_model: Path, tmp_path: Path) -> None:
+    """Artifacts stay the same as before, byte for byte."""
     from safetensors import safe_open
 
     backend = started(tiny_model, DTensorTraining())

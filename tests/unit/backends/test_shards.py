@@ -1,4 +1,4 @@
-"""Weights read by slices: equal to the bit to those of whole loading, in a share of the memory."""
+"""Weights read by slices are bitwise identical to fully loaded ones and need less memory."""
 
 import json
 import shutil
@@ -18,24 +18,23 @@ from transformers import (
 
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
-from nemo_rl_core.backends.training.dtensor.loading import (
+from nemo_rl_core.backends.training.dtensor.lora import Adapters
+from nemo_rl_core.checkpoints.tensors import load_tensors, save_tensors
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
+from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.errors import ModelError, StoreError
+from nemo_rl_core.model_files.loading import (
     Head,
     as_published,
     empty_model,
     finish_loading,
     load_model,
 )
-from nemo_rl_core.backends.training.dtensor.lora import Adapters
-from nemo_rl_core.backends.training.dtensor.matching import check_folder
-from nemo_rl_core.backends.training.dtensor.shards import allocate, fill_from_folder
-from nemo_rl_core.checkpoints.tensors import load_tensors, save_tensors
-from nemo_rl_core.config.optimizer import OptimizerConfig
-from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
-from nemo_rl_core.distributed.local_ranks import run_ranks
-from nemo_rl_core.errors import ModelError, StoreError
+from nemo_rl_core.model_files.weights import allocate, check_folder, fill_from_folder
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 19,  # odd over two ranks
+    "vocab_size": 19,  # two ranks do not divide it
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -49,7 +48,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "experts": Qwen3MoeConfig(
         **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),
-    # 7.9 MB in float32, in tensors of 0.3 MB at most.
+    # 7.9 MB in float32, in tensors of at most 0.3 MB.
     "large": Qwen2Config(
         **{**SIZES, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8}
     ),
@@ -64,7 +63,7 @@ def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)
         model.generation_config.max_new_tokens = 7
-        # Several files and an index, but for the large one.
+        # Several files and an index, except for the large one.
         size = "1GB" if name == "large" else "10KB"
         model.save_pretrained(root / name, max_shard_size=size)
         AutoTokenizer.from_pretrained(tiny_model).save_pretrained(root / name)
@@ -81,30 +80,34 @@ def filled(folder: Path, head: Head) -> Any:
 @pytest.mark.parametrize(
     ("kind", "head"), [("tied", "lm"), ("untied", "lm"), ("experts", "lm"), ("tied", "scalar")]
 )
-def test_a_filled_model_is_the_loaded_one(
+def test_filled_model_equals_the_loaded_one(
     folders: dict[str, Path], tmp_path: Path, kind: str, head: Head
 ) -> None:
-    whole, found = load_model(folders[kind], head), filled(folders[kind], head)
-    expected, actual = whole.state_dict(), found.state_dict()
+    loaded, filled_model = load_model(folders[kind], head), filled(folders[kind], head)
+    expected, actual = loaded.state_dict(), filled_model.state_dict()
     assert list(expected) == list(actual)
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
-    assert [n for n, _ in whole.named_parameters()] == [n for n, _ in found.named_parameters()]
+    assert [n for n, _ in loaded.named_parameters()] == [
+        n for n, _ in filled_model.named_parameters()
+    ]
     for (name, buffer), (other, same) in zip(
-        whole.named_buffers(), found.named_buffers(), strict=True
+        loaded.named_buffers(), filled_model.named_buffers(), strict=True
     ):
         assert name == other
         assert torch.equal(buffer, same)
-    # It is also saved as the loaded one is.
-    published = [dict(as_published(model, model.state_dict().items())) for model in (whole, found)]
+    # It is also saved like the loaded model.
+    published = [
+        dict(as_published(model, model.state_dict().items())) for model in (loaded, filled_model)
+    ]
     assert published[0].keys() == published[1].keys()
-    for name, model in (("whole", whole), ("found", found)):
+    for name, model in (("loaded", loaded), ("filled", filled_model)):
         model.save_pretrained(tmp_path / name)
-    for file in (tmp_path / "whole").iterdir():
-        assert file.read_bytes() == (tmp_path / "found" / file.name).read_bytes(), file.name
+    for file in (tmp_path / "loaded").iterdir():
+        assert file.read_bytes() == (tmp_path / "filled" / file.name).read_bytes(), file.name
 
 
 def in_fp8(folder: Path, target: Path) -> Path:
-    """The model with its projections in FP8, in blocks of 8 x 16 with a scale each."""
+    """Saves the model with projections in FP8, in blocks of 8 x 16 with one scale each."""
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.index.json"))
     tensors = {}
     for file in sorted(target.glob("*.safetensors")):
@@ -126,21 +129,21 @@ def in_fp8(folder: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["tied", "experts"])
-def test_fp8_weights_are_read_by_slices_as_transformers_reads_them(
+def test_fp8_weights_read_by_slices_equal_those_of_transformers(
     folders: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
     folder = in_fp8(folders[kind], tmp_path / "fp8")
-    whole, found = load_model(folder, "lm"), filled(folder, "lm")
-    expected, actual = whole.state_dict(), found.state_dict()
+    loaded, filled_model = load_model(folder, "lm"), filled(folder, "lm")
+    expected, actual = loaded.state_dict(), filled_model.state_dict()
     assert list(expected) == list(actual)
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(actual[name], load_model(folders[kind], "lm").get_parameter(name))
-    for model in (whole, found):  # so that it is not saved as quantized
+    for model in (loaded, filled_model):  # so that it is not saved as quantized
         assert not hasattr(model.config, "quantization_config")
 
 
-def test_weights_quantized_otherwise_are_refused_by_name(
+def test_other_quantization_methods_are_refused_by_name(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = in_fp8(folders["tied"], tmp_path / "awq")
@@ -151,16 +154,16 @@ def test_weights_quantized_otherwise_are_refused_by_name(
         filled(folder, "lm")
 
 
-def test_backends_that_read_no_fp8_refuse_it_by_name(
+def test_backends_without_fp8_support_refuse_it_by_name(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Megatron and vLLM, which check a folder against the model before they read it."""
+    """Megatron and vLLM check a folder against the model before they read it."""
     folder = in_fp8(folders["tied"], tmp_path / "fp8")
     with pytest.raises(ModelError, match=r"'fp8' cannot be read here(.|\n)*quant_method: fp8"):
         check_folder(empty_model(folder, "lm"), folder)
 
 
-def test_fp8_weights_are_dequantized_beside_a_gpu(
+def test_fp8_weights_are_dequantized_with_a_gpu_present(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = in_fp8(folders["tied"], tmp_path / "fp8")
@@ -170,7 +173,7 @@ def test_fp8_weights_are_dequantized_beside_a_gpu(
     assert {weight.dtype for weight in model.state_dict().values()} == {torch.float32}
 
 
-def test_adapters_over_an_empty_model_are_those_over_the_loaded_one(
+def test_adapters_of_an_empty_model_equal_those_of_the_loaded_one(
     folders: dict[str, Path],
 ) -> None:
     trained = []
@@ -188,7 +191,7 @@ def test_adapters_over_an_empty_model_are_those_over_the_loaded_one(
 
 
 def damaged(folder: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """The model in one file, changed."""
+    """Saves the model in one file, with a change."""
     model = load_model(folder, "lm")
     model.config.save_pretrained(target)
     tensors = dict(model.state_dict())
@@ -221,26 +224,26 @@ def test_weights_that_do_not_fit_are_refused(
         filled(folder, "lm")
 
 
-def test_a_folder_without_safetensors_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_folder_without_safetensors_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folders["tied"] / "config.json").read_bytes())
     with pytest.raises(ModelError, match=r"has no model\.safetensors"):
         filled(tmp_path, "lm")
 
 
-def test_adapters_whose_base_is_gone_say_so(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_missing_base_of_adapters_is_reported(folders: dict[str, Path], tmp_path: Path) -> None:
     adapters = Adapters(
         load_model(folders["tied"], "lm"), LoRAConfig(rank=4), base_folder=folders["tied"]
     )
     with pytest.raises(StoreError, match="trainer/base"):
-        adapters.base_is(tmp_path / "base")
+        adapters.has_same_base(tmp_path / "base")
 
 
 def peak_allocated_bytes(function: Callable[[], Any], *, mapped_bytes: int) -> int:
-    """The most that torch has allocated at once while a function runs, on its thread.
+    """Returns the peak memory that torch allocates on a function's thread while it runs.
 
     Args:
-        function: What is measured.
-        mapped_bytes: Size of the file that it maps, which the profiler takes for an allocation.
+        function: The function to measure.
+        mapped_bytes: Size of the file that it maps, which the profiler counts as an allocation.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -250,11 +253,11 @@ def peak_allocated_bytes(function: Callable[[], Any], *, mapped_bytes: int) -> i
     assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    held = most = 0
+    current = most = 0
     for _, num_bytes in changes:
         if abs(num_bytes) != mapped_bytes:
-            held += num_bytes
-            most = max(most, held)
+            current += num_bytes
+            most = max(most, current)
     return most
 
 
@@ -275,7 +278,7 @@ def weights_of(folder: Path, head: Head, axes: dict[str, Any]) -> dict[str, torc
 
 
 def peak_of_setup(folder: Path, axes: dict[str, Any]) -> int:
-    """Of making and filling a rank's shards."""
+    """Returns the peak memory of creating and filling a rank's shards."""
     from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
     from nemo_rl_core.backends.training.dtensor.parallelize import parallelize
 
@@ -308,7 +311,7 @@ CASES: dict[int, list[tuple[str, Head, dict[str, Any]]]] = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_hold_the_weights_of_whole_loading(folders: dict[str, Path], num_ranks: int) -> None:
+def test_shards_equal_fully_loaded_weights(folders: dict[str, Path], num_ranks: int) -> None:
     cases = [(folders[kind], head, axes) for kind, head, axes in CASES[num_ranks]]
     by_rank = run_ranks(lambda: [weights_of(*case) for case in cases], world_size=num_ranks)
     for number, (folder, head, axes) in enumerate(cases):
@@ -322,12 +325,12 @@ def test_ranks_hold_the_weights_of_whole_loading(folders: dict[str, Path], num_r
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("axes", [{}, {"tensor_parallel_size": 2}], ids=["FSDP 2", "TP 2"])
-def test_a_rank_that_holds_half_a_model_never_holds_much_more(
+def test_rank_with_half_a_model_never_allocates_much_more(
     folders: dict[str, Path], axes: dict[str, Any]
 ) -> None:
-    """The most that is allocated, over the bytes of the whole model: 0.500 to 0.501 as measured."""
+    """The peak is 0.500 to 0.501 of the bytes of the full model, as measured."""
     folder = folders["large"]
     tensors = load_tensors(folder / "model.safetensors").values()
-    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    full_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     for peak in run_ranks(peak_of_setup, folder, axes, world_size=2):
-        assert 0.5 <= peak / whole < 0.6
+        assert 0.5 <= peak / full_bytes < 0.6

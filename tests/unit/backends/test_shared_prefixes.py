@@ -1,4 +1,4 @@
-"""Shared prefixes: the same values and gradients as sequences alone, from fewer tokens."""
+"""Shared prefixes: values and gradients of separate sequences, from fewer tokens."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +54,7 @@ def made(config: PreTrainedConfig, folder: Path, tokenizer: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Its norms compute in float64 where weights are, as those of Llama and Qwen do not.
+    # Its norms compute in float64 if weights do, unlike those of Llama and Qwen.
     config = Starcoder2Config(**SIZES, sliding_window=None)
     return made(config, tmp_path_factory.mktemp("starcoder2") / "model", tiny_model)
 
@@ -64,7 +64,7 @@ def started(folder: Path, *, share: bool, head: str = "lm", **training: Any) -> 
     backend.setup(
         TrainingSetup(
             model_folder=folder,
-            # The first step of AdamW under such an epsilon is plain descent.
+            # With such an epsilon, AdamW's first step is plain gradient descent.
             optimizer=OptimizerConfig(
                 learning_rate=1e4, adam_epsilon=1e8, adam_beta1=0, adam_beta2=0, max_grad_norm=1e9
             ),
@@ -77,7 +77,7 @@ def started(folder: Path, *, share: bool, head: str = "lm", **training: Any) -> 
 
 
 def groups(*, prompt: int = 9) -> BatchedDataDict:
-    """Four groups of four; in each, two completions begin alike, and two are equal."""
+    """Creates four groups of four; in each, two completions begin alike, and two are equal."""
     generator = torch.Generator().manual_seed(2)
 
     def tokens(count: int) -> list[int]:
@@ -105,7 +105,7 @@ def pairs() -> BatchedDataDict:
 
 
 def num_tokens(backend: DTensorBackend) -> int:
-    """What the last plan lays out."""
+    """Returns the number of tokens in the last plan."""
     (plan,) = backend._microbatches._plans.values()
     return sum(len(part.rows) * part.row_length for part in plan)
 
@@ -142,16 +142,16 @@ def float64() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_values_and_gradients_are_those_of_sequences_alone(
+def test_loss_values_and_gradients_match_separate_sequences(
     case: str, folder: Path, request: pytest.FixtureRequest
 ) -> None:
     make, loss, options = CASES[case]
-    is_scalar = options.get("head") == "scalar"  # a head that is float32 always
+    is_scalar = options.get("head") == "scalar"  # that head is always float32
     backends = [started(folder, share=share, **options) for share in (True, False)]
     if not is_scalar:
         request.getfixturevalue("float64")
     tolerance = 1e-5 if is_scalar else 1e-10
-    found = []
+    results = []
     for backend in backends:
         if not is_scalar:
             backend._policy.model.double()
@@ -159,10 +159,10 @@ def test_loss_values_and_gradients_are_those_of_sequences_alone(
         before = {name: weight.clone() for name, weight in backend.named_weights()}
         metrics = backend.train_step(make(), loss)
         moved = {name: before[name] - weight for name, weight in backend.named_weights()}
-        found.append((values, metrics, moved, num_tokens(backend)))
-    (values, metrics, moved, few), (wanted, same, as_much, many) = found
+        results.append((values, metrics, moved, num_tokens(backend)))
+    (values, metrics, moved, few), (expected_values, same, as_much, many) = results
     assert few < (0.75 if case == "dpo" else 0.6) * many
-    torch.testing.assert_close(values, wanted, rtol=0, atol=tolerance)
+    torch.testing.assert_close(values, expected_values, rtol=0, atol=tolerance)
     assert metrics == pytest.approx(same, rel=tolerance, abs=tolerance)
     largest = max(float(each.abs().max()) for each in as_much.values())
     assert largest > 1e-7
@@ -171,13 +171,15 @@ def test_loss_values_and_gradients_are_those_of_sequences_alone(
         assert error < tolerance * largest, (name, error, largest)
 
 
-def test_logprobs_in_float32_differ_by_rounding_alone(folder: Path) -> None:
-    shared, alone = (started(folder, share=share).get_logprobs(groups()) for share in (True, False))
+def test_logprobs_in_float32_only_differ_by_rounding(folder: Path) -> None:
+    shared, separate = (
+        started(folder, share=share).get_logprobs(groups()) for share in (True, False)
+    )
     assert not torch.equal(shared, torch.zeros_like(shared))
-    assert float((shared.sum(1) - alone.sum(1)).abs().max()) < 3e-5
+    assert float((shared.sum(1) - separate.sum(1)).abs().max()) < 3e-5
 
 
-def test_a_rerun_is_equal_to_the_bit(folder: Path) -> None:
+def test_rerun_is_bitwise_identical(folder: Path) -> None:
     loss = GRPOLossFn(ClippedLoss(kl=None))
     weights = []
     for _ in range(2):
@@ -187,7 +189,7 @@ def test_a_rerun_is_equal_to_the_bit(folder: Path) -> None:
     assert all(torch.equal(each, weights[1][name]) for name, each in weights[0].items())
 
 
-def test_windows_bound_what_is_shared(tiny_model: Path, tmp_path: Path) -> None:
+def test_windows_limit_sharing(tiny_model: Path, tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(**SIZES, sliding_window=12, layer_types=kinds)
     folder = made(config, tmp_path / "gemma3", tiny_model)
@@ -196,14 +198,14 @@ def test_windows_bound_what_is_shared(tiny_model: Path, tmp_path: Path) -> None:
     for prompt, is_shared in ((6, True), (11, False)):
         batches = [groups(prompt=prompt), groups(prompt=prompt)]
         backends = [started(folder, share=share) for share in (True, False)]
-        shared, alone = (
+        shared, separate = (
             each.get_logprobs(batch) for each, batch in zip(backends, batches, strict=True)
         )
-        assert float((shared - alone).abs().max()) < 1e-5
+        assert float((shared - separate).abs().max()) < 1e-5
         assert (num_tokens(backends[0]) < num_tokens(backends[1])) == is_shared
 
 
-def test_a_sequence_longer_than_a_window_keeps_it_beside_shorter_ones(
+def test_sequence_longer_than_a_window_is_packed_separately(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     kinds = ["sliding_attention", "full_attention"]
@@ -216,12 +218,12 @@ def test_a_sequence_longer_than_a_window_keeps_it_beside_shorter_ones(
         for row in rows
     ]
     batch = collate(sequences, [[True] * len(each) for each in sequences])
-    shared, alone = (started(folder, share=share).get_logprobs(batch) for share in (True, False))
-    assert float((shared - alone).abs().max()) < 1e-5
+    shared, separate = (started(folder, share=share).get_logprobs(batch) for share in (True, False))
+    assert float((shared - separate).abs().max()) < 1e-5
 
 
 def tree_of(kernel: str | None, folder: Path) -> tuple[LogprobModel, torch.Tensor]:
-    """Logprobs of two groups in rows of two and one, by an attention."""
+    """Returns logprobs of two groups in rows of two and one, with a kernel."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.get_default_dtype()).eval()
     attention = PackedAttention(model, kernel) if kernel else None
     packed = LogprobModel(
@@ -234,38 +236,38 @@ def tree_of(kernel: str | None, folder: Path) -> tuple[LogprobModel, torch.Tenso
     batch = groups()
     plan = plan_shard(batch, max_tokens=64, sharing=packed.sharing)
     assert all(part.shared for part in plan)
-    found = torch.zeros(batch["token_mask"].shape)
+    actual = torch.zeros(batch["token_mask"].shape)
     for part in plan:
         rows = batch.select_indices(part.indices)
-        found[list(part.indices)] = packed.logprobs(rows, packed.packed(rows, part))
-    return packed, found
+        actual[list(part.indices)] = packed.logprobs(rows, packed.packed(rows, part))
+    return packed, actual
 
 
-def test_trees_by_boundaries_are_those_of_a_dense_mask(folder: Path, float64: None) -> None:
+def test_trees_with_boundaries_match_a_dense_mask(folder: Path, float64: None) -> None:
     gradients = []
     for kernel in (None, "reference"):
-        packed, found = tree_of(kernel, folder)
-        (found * torch.linspace(-1, 1, found.numel()).view_as(found)).sum().backward()
+        packed, actual = tree_of(kernel, folder)
+        (actual * torch.linspace(-1, 1, actual.numel()).view_as(actual)).sum().backward()
         moved = {name: each.grad for name, each in packed.model.named_parameters()}
-        gradients.append((found.detach(), moved))
-    (values, moved), (wanted, as_much) = gradients
-    torch.testing.assert_close(values, wanted, rtol=0, atol=1e-10)
+        gradients.append((actual.detach(), moved))
+    (values, moved), (expected_values, as_much) = gradients
+    torch.testing.assert_close(values, expected_values, rtol=0, atol=1e-10)
     torch.testing.assert_close(moved, as_much, rtol=0, atol=1e-10)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled there, by tests/gpu")
 def test_flex_computes_trees(folder: Path) -> None:
     with torch.no_grad():
-        (_, found), (_, wanted) = (tree_of(kernel, folder) for kernel in ("flex", None))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        (_, actual), (_, expected) = (tree_of(kernel, folder) for kernel in ("flex", None))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
-def test_blocks_of_trees_hold_every_pair(sizes: list[int], seed: int) -> None:
+def test_blocks_of_trees_contain_every_pair(sizes: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     parents = [int(torch.randint(-1, n, (), generator=generator)) for n in range(len(sizes))]
-    # Nodes one behind the other in depth-first order, each with its parent's end behind its own.
+    # Nodes in depth-first order; the end of a node's parent comes after the node's end.
     children = {n: [each for each, of in enumerate(parents) if of == n] for n in (-1, *parents)}
     last: list[int] = []
 
@@ -279,11 +281,11 @@ def test_blocks_of_trees_hold_every_pair(sizes: list[int], seed: int) -> None:
     for root in children[-1]:
         place(root)
     keys = torch.tensor(last, dtype=torch.int32)
-    places = torch.arange(len(last), dtype=torch.int32)
-    want = (places <= places[:, None]) & (places[:, None] <= keys)
+    positions = torch.arange(len(last), dtype=torch.int32)
+    want = (positions <= positions[:, None]) & (positions[:, None] <= keys)
     mask = block_mask(keys, None)
     none = torch.tensor(0)
-    assert torch.equal(mask.mask_mod(none, none, places[:, None], places), want)
+    assert torch.equal(mask.mask_mod(none, none, positions[:, None], positions), want)
     partly = listed_blocks(mask.kv_num_blocks, mask.kv_indices)
     assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
     wholly = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
@@ -295,7 +297,7 @@ def test_blocks_of_trees_hold_every_pair(sizes: list[int], seed: int) -> None:
             assert bool((partly | wholly)[at]) or not pairs.any()
 
 
-def test_what_a_config_allows(tiny_model: Path, tmp_path: Path) -> None:
+def test_allowed_sharing_of_configs(tiny_model: Path, tmp_path: Path) -> None:
     heads = {**SIZES, "max_position_embeddings": 32}
     llama = made(LlamaConfig(**heads), tmp_path / "llama", tiny_model)
     sharing = allowed_sharing(llama)
@@ -304,23 +306,23 @@ def test_what_a_config_allows(tiny_model: Path, tmp_path: Path) -> None:
     assert allowed_sharing(made(mamba, tmp_path / "mamba", tiny_model)) is None
 
 
-def test_a_model_that_computes_other_values_does_not_share(
+def test_model_that_computes_different_values_does_not_share(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # It takes no mask, and derives one from positions that restart, as some models do.
+    # It ignores the mask, and derives one from positions that restart, like some models.
     plain = Starcoder2Model.forward
 
-    def forward(self: Any, *given: Any, attention_mask: Any = None, **named: Any) -> Any:
-        return plain(self, *given, **named)
+    def forward(self: Any, *args: Any, attention_mask: Any = None, **named: Any) -> Any:
+        return plain(self, *args, **named)
 
     monkeypatch.setattr(Starcoder2Model, "forward", forward)
     backend = started(folder, share=True)
     assert backend.prefix_sharing() is None
-    assert "training.share_prefixes: Starcoder2ForCausalLM computes other values" in caplog.text
-    alone = started(folder, share=False)
-    assert torch.equal(backend.get_logprobs(groups()), alone.get_logprobs(groups()))
+    assert "training.share_prefixes: Starcoder2ForCausalLM computes different values" in caplog.text
+    separate = started(folder, share=False)
+    assert torch.equal(backend.get_logprobs(groups()), separate.get_logprobs(groups()))
 
 
-def test_the_setting_turns_it_off(folder: Path) -> None:
+def test_setting_turns_sharing_off(folder: Path) -> None:
     assert started(folder, share=True).prefix_sharing() is not None
     assert started(folder, share=False).prefix_sharing() is None

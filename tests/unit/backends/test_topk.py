@@ -13,7 +13,7 @@ from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.errors import ConfigError, ModelError
 
-EPSILON = 1e-3  # as in test_dtensor.py: a gradient of rounding must not move a weight
+EPSILON = 1e-3  # see test_dtensor.py: a gradient of rounding must not move a weight
 LENGTHS = [11, 4, 7, 2, 9, 3]
 NUM_TOKENS, NUM_TEACHER_ROWS = 19, 32
 K = 3
@@ -22,7 +22,7 @@ K = 3
 def make_batch() -> BatchedDataDict:
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(4, 19, (n,), generator=generator).tolist() for n in LENGTHS]
-    return collate(sequences, [[place >= n // 2 for place in range(n)] for n in LENGTHS])
+    return collate(sequences, [[index >= n // 2 for index in range(n)] for n in LENGTHS])
 
 
 def make_backend(folder: Path, teacher: Path | None = None, **changes: object) -> DTensorBackend:
@@ -42,7 +42,7 @@ def make_backend(folder: Path, teacher: Path | None = None, **changes: object) -
 
 @pytest.fixture(scope="module")
 def teacher(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama over the student's tokenizer, with rows in its head that stand for no token."""
+    """Saves a Llama with the student's tokenizer, and with rows in its head that have no token."""
     folder = tmp_path_factory.mktemp("teacher") / "model"
     config = LlamaConfig(
         vocab_size=NUM_TEACHER_ROWS,
@@ -55,7 +55,7 @@ def teacher(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
-    # Large at random, so that rows without a token are often the likeliest.
+    # Large random values, so that rows without a token are often the likeliest.
     torch.nn.init.normal_(model.lm_head.weight)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
@@ -63,7 +63,7 @@ def teacher(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain_distribution(folder: Path, batch: BatchedDataDict, temperature: float) -> torch.Tensor:
-    """`[B, T-1, V]` log-probabilities, each sequence alone; 0 where the mask is not set."""
+    """Returns `[B, T-1, V]` logprobs of separate sequences; 0 where the mask is not set."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return distribution(model, batch, temperature)
 
@@ -78,7 +78,7 @@ def distribution(model, batch, temperature=1.0):
 
 
 @pytest.mark.parametrize(("max_tokens", "temperature"), [(11, 1.0), (1000, 0.5)])
-def test_the_teachers_likeliest_tokens(
+def test_teachers_likeliest_tokens(
     tiny_model: Path, teacher: Path, max_tokens: int, temperature: float
 ) -> None:
     batch = make_batch()
@@ -89,7 +89,7 @@ def test_the_teachers_likeliest_tokens(
     with torch.no_grad():
         full = plain_distribution(teacher, batch, temperature)
     mask = batch["token_mask"]
-    # Normalized over all 32 rows, chosen among the 19 that stand for tokens.
+    # Normalized over all 32 rows, chosen among the 19 that have tokens.
     assert (full.argmax(-1)[mask] >= NUM_TOKENS).any()
     expected = full[..., :NUM_TOKENS].topk(K, dim=-1)
     assert ids.shape == logprobs.shape == (*mask.shape, K)
@@ -99,20 +99,20 @@ def test_the_teachers_likeliest_tokens(
     assert (logprobs[~mask] == 0).all()
 
 
-def test_another_vocabulary_is_refused(tiny_model: Path, teacher: Path, tmp_path: Path) -> None:
+def test_different_vocabulary_is_refused(tiny_model: Path, teacher: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(teacher, other)
     tokenizer = AutoTokenizer.from_pretrained(other)
     tokenizer.add_tokens(["<tool>"])
     tokenizer.save_pretrained(other)
-    with pytest.raises(ModelError, match="another vocabulary") as caught:
+    with pytest.raises(ModelError, match="a different vocabulary") as caught:
         make_backend(tiny_model, other).get_reference_topk_logprobs(make_batch(), K)
     assert "19 tokens" in str(caught.value.expected)
     assert "20 tokens; 1 differ, such as ['<tool>']" in str(caught.value.got)
 
 
 @pytest.mark.parametrize("k", [0, NUM_TOKENS + 1])
-def test_only_as_many_tokens_as_there_are(tiny_model: Path, teacher: Path, k: int) -> None:
+def test_k_is_limited_by_the_vocabulary(tiny_model: Path, teacher: Path, k: int) -> None:
     backend = make_backend(tiny_model, teacher)
     with pytest.raises(ConfigError, match="cannot be chosen") as caught:
         backend.get_reference_topk_logprobs(make_batch(), k)
@@ -121,7 +121,7 @@ def test_only_as_many_tokens_as_there_are(tiny_model: Path, teacher: Path, k: in
 
 
 def forward_kl(logprobs, batch, *, global_valid_seqs, global_valid_tokens):
-    """A user's loss: `sum p_T (log p_T - log p_S)` over the teacher's tokens."""
+    """A user-defined loss: `sum p_T (log p_T - log p_S)` over the teacher's tokens."""
     teacher, student = batch["topk_logprobs"], batch["current_topk_logprobs"]
     each = (teacher.exp() * (teacher - student)).sum(-1)
     loss = torch.where(batch["token_mask"], each, 0.0).sum() / global_valid_tokens
@@ -129,14 +129,14 @@ def forward_kl(logprobs, batch, *, global_valid_seqs, global_valid_tokens):
 
 
 @pytest.mark.parametrize("max_tokens", [11, 24, 1000])
-def test_three_steps_of_distillation_follow_the_plain_loop(
+def test_three_steps_of_distillation_match_the_plain_loop(
     tiny_model: Path, teacher: Path, max_tokens: int
 ) -> None:
     batch = make_batch()
     backend = make_backend(tiny_model, teacher, max_tokens_per_microbatch=max_tokens)
     ids, targets = backend.get_reference_topk_logprobs(batch, K)
     mask = batch["token_mask"]
-    # What stands where nothing is asked for is not read, not even as an index.
+    # Ids outside of the mask are not read, not even as an index.
     batch["topk_ids"] = torch.where(mask[..., None], ids, 10**6)
     batch["topk_logprobs"] = targets
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
@@ -159,25 +159,25 @@ def test_three_steps_of_distillation_follow_the_plain_loop(
         torch.testing.assert_close(weight.cpu(), expected[name].detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_microbatch_without_trained_tokens_adds_nothing(tiny_model: Path, teacher: Path) -> None:
+def test_microbatch_without_trained_tokens_adds_nothing(tiny_model: Path, teacher: Path) -> None:
     batch = make_batch()
-    batch["token_mask"][0] = False  # 11 tokens, a micro-batch of its own
+    batch["token_mask"][0] = False  # 11 tokens, a separate micro-batch
     backend = make_backend(tiny_model, teacher, max_tokens_per_microbatch=11)
     ids, logprobs = backend.get_reference_topk_logprobs(batch, K)
     assert (ids[0] == 0).all()
     assert (logprobs[0] == 0).all()
     batch["topk_ids"], batch["topk_logprobs"] = ids, logprobs
-    alone = make_backend(tiny_model).train_step(
+    separate = make_backend(tiny_model).train_step(
         batch.select_indices(range(1, len(LENGTHS))), forward_kl
     )
     together = backend.train_step(batch, forward_kl)
-    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-5)
-    assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+    assert together["loss"] == pytest.approx(separate["loss"], rel=1e-5)
+    assert together["grad_norm"] == pytest.approx(separate["grad_norm"], rel=1e-4)
 
 
-def test_the_loss_sees_both_columns_of_the_same_weights(tiny_model: Path) -> None:
+def test_loss_gets_both_columns_of_the_same_weights(tiny_model: Path) -> None:
     batch = make_batch()
-    # The first of the K tokens is the next one, so that its column must repeat the logprobs.
+    # The first of the K tokens is the next one, so its column must repeat the logprobs.
     batch["topk_ids"] = torch.stack([batch["input_ids"][:, 1:], batch["input_ids"][:, :-1]], -1)
     seen = []
 
@@ -195,7 +195,7 @@ def test_the_loss_sees_both_columns_of_the_same_weights(tiny_model: Path) -> Non
     assert "current_topk_logprobs" not in batch
 
 
-def test_logprobs_are_the_same_to_the_bit_with_and_without_the_column(tiny_model: Path) -> None:
+def test_logprobs_are_bitwise_identical_with_and_without_the_column(tiny_model: Path) -> None:
     def collected(batch: BatchedDataDict) -> list[torch.Tensor]:
         seen: list[torch.Tensor] = []
 

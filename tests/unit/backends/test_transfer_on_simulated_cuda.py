@@ -1,4 +1,4 @@
-"""What trainer and engine do on the host in a transfer of weights, on a simulated GPU."""
+"""Host work of trainer and engine in a weight transfer, on a simulated GPU."""
 
 import gc
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ from tests.simulated_cuda import simulated_cuda
 
 
 class LLMOnSimulatedGpu(FakeLLM):
-    """A fake vLLM whose weights lie on the simulated GPU."""
+    """A fake vLLM whose weights are on the simulated GPU."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.model.to("cuda")
 
 
-def test_an_engine_takes_weights_without_a_copy_of_one_to_the_host(
+def test_engine_receives_weights_without_copying_them_to_the_host(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import vllm
@@ -43,15 +43,15 @@ def test_an_engine_takes_weights_without_a_copy_of_one_to_the_host(
         }
         transfers.clear()
         engine.take_weights(iter(sent.items()))
-        held = dict(engine._model().named_parameters())
-        found = [(each.kind, each.operator, each.place) for each in transfers]
-    assert all(torch.equal(held[name].values, sent[name].values) for name in sent)  # type: ignore[attr-defined]
-    # One answer a tensor, whether it is finite and whether the engine has it: never its bytes.
-    assert set(found) == {
+        parameters = dict(engine._model().named_parameters())
+        actual = [(each.kind, each.operator, each.location) for each in transfers]
+    assert all(torch.equal(parameters[name].values, sent[name].values) for name in sent)  # type: ignore[attr-defined]
+    # One result per tensor is copied: whether it is finite and whether the engine has it.
+    assert set(actual) == {
         ("sync", "_local_scalar_dense", "weights.py:require_finite"),
         ("sync", "equal", "incoming.py:refuse_stale"),
     }
-    assert len(found) == 2 * len(sent)
+    assert len(actual) == 2 * len(sent)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def thawed() -> Iterator[None]:
     freeze_libraries.cache_clear()
 
 
-def test_a_trainer_collects_garbage_among_few_objects_its_models_among_them(
+def test_trainer_collects_garbage_among_few_objects_including_its_models(
     tiny_model: Path, thawed: None
 ) -> None:
     training = DTensorTraining(attention="sdpa")  # the simulated GPU has no kernels
@@ -73,7 +73,7 @@ def test_a_trainer_collects_garbage_among_few_objects_its_models_among_them(
             trainer.setup(setup)
             collected = gc.get_objects()
             assert gc.get_freeze_count() > 10 * len(collected)
-            # What is frozen is never freed once it is part of a cycle, as a model with hooks is.
+            # Frozen objects in a cycle, such as a model with hooks, are never freed.
             assert any(each is trainer._policy.model for each in collected)
         trainer.shutdown()
 

@@ -1,4 +1,4 @@
-"""Types of models in vLLM: each takes its trainer's weights and computes the same logprobs."""
+"""Model types in vLLM: each loads its trainer's weights and computes the same logprobs."""
 
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -6,10 +6,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.type_engines import Agreement, agreements
 
 BOUND = 1e-3
-"""In nats; BLOOM differs by 2e-4, the others by less than 1e-5."""
+"""Tolerance in nats; BLOOM differs by 2e-4, the others by less than 1e-5."""
 AGREEING = [
-    *("gpt2", "gemma2", "bloom", "cohere2"),  # tied heads by several names, caps, windows
-    *("qwen3_moe", "granitemoehybrid"),  # experts, and a state next to keys and values
+    *("gpt2", "gemma2", "bloom", "cohere2"),  # tied heads with different names, caps, windows
+    *("qwen3_moe", "granitemoehybrid"),  # experts, and state in addition to keys and values
     *("gpt_neox", "phi3"),  # vLLM's generic class, and fused matrices
 ]
 REFUSED = {
@@ -18,12 +18,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow
-def test_types_take_their_trainers_weights_and_agree() -> None:
-    found = agreements(AGREEING)
-    assert [each.kind for each in found if isinstance(each, Agreement)] == AGREEING
+@pytest.mark.thorough
+def test_types_load_their_trainers_weights_and_agree() -> None:
+    actual = agreements(AGREEING)
+    assert [each.kind for each in actual if isinstance(each, Agreement)] == AGREEING
     assert [
-        each for each in found if not (isinstance(each, Agreement) and each.error < BOUND)
+        each for each in actual if not (isinstance(each, Agreement) and each.error < BOUND)
     ] == []
 
 
@@ -36,7 +36,7 @@ def test_types_that_vllm_cannot_compute_are_refused_with_the_reason() -> None:
 
 
 @pytest.mark.thorough
-def test_every_type_agrees_or_is_refused_by_an_error_of_the_project() -> None:
-    found = agreements(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    tried = [each for each in found if isinstance(each, Agreement)]
+def test_every_type_agrees_or_is_refused_with_a_project_error() -> None:
+    actual = agreements(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    tried = [each for each in actual if isinstance(each, Agreement)]
     assert [each for each in tried if each.refused and not each.is_named] == []

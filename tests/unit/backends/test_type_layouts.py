@@ -1,4 +1,4 @@
-"""Types of different structure at each layout, compared with a plain loop on one rank."""
+"""Model types of different structure at each layout, compared with a plain loop on one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tests.model_types import (
 )
 
 LEARNING_RATE = 1e-2
-"""So large that logprobs after two steps show whether the gradients are right."""
+"""So large that logprobs after two steps depend on correct gradients."""
 FULL_ATTENTION = {"layer_types": ["full_attention"] * 2}
 TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
@@ -38,7 +38,7 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {}),
     "cohere2": ("cohere2", {}),
     "olmo2": ("olmo2", {}),
-    "longcat_flash": ("longcat_flash", {}),  # experts without weights: a rank may use no others
+    "longcat_flash": ("longcat_flash", {}),  # experts without weights: a rank may not use others
 }
 ALL = set(TYPES)
 TENSOR_PARALLEL = {"gemma2", "mistral", "cohere2", "olmo2"}
@@ -54,7 +54,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], set[str]]] = {
         {"qwen3_moe", "deepseek_v3", "olmo2", "longcat_flash"},
     ),
 }
-"""Ranks and axes of each layout, and the types that it takes."""
+"""Ranks and axes of each layout, and the types that it supports."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def expected(folders: dict[str, Path]) -> dict[str, Steps]:
 
 
 def steps_of(folders: dict[str, Path], axes: dict[str, Any]) -> dict[str, Steps]:
-    """Figures of the types that are not refused, on this rank's part of a plan for all ranks."""
+    """Returns figures of the types that are not refused, on this rank's part of a plan."""
     training = DTensorTraining(**axes)
     num_shards = training.data_parallel_size(world_size())
     shards = shard_for_training(make_batch(), num_ranks=num_shards, max_tokens=MAX_TOKENS)
@@ -103,11 +103,11 @@ def steps_of(folders: dict[str, Path], axes: dict[str, Any]) -> dict[str, Steps]
         pytest.param("TP 2", marks=pytest.mark.thorough),
     ],
 )
-def test_a_layout_follows_the_plain_loop_or_refuses_a_type(
+def test_layout_matches_the_plain_loop_or_refuses_a_type(
     layout: str, folders: dict[str, Path], expected: dict[str, Steps]
 ) -> None:
     num_ranks, axes, names = LAYOUTS[layout]
-    for found in run_ranks(steps_of, folders, axes, world_size=num_ranks):
-        errors = {name: steps.error(expected[name]) for name, steps in found.items()}
+    for actual in run_ranks(steps_of, folders, axes, world_size=num_ranks):
+        errors = {name: steps.error(expected[name]) for name, steps in actual.items()}
         assert errors.keys() == names
         assert {name: error for name, error in errors.items() if not error < BOUND} == {}

@@ -1,4 +1,4 @@
-"""Types whose values depend on lengths and switches, in the trainer and the `hf` engine."""
+"""Model types whose values depend on lengths and switches, in the trainer and the `hf` engine."""
 
 import json
 from pathlib import Path
@@ -66,27 +66,28 @@ def _rows(lengths: list[int]) -> BatchedDataDict:
 
 
 def _each_by_itself(folder: Path, batch: BatchedDataDict) -> torch.Tensor:
-    """Logprobs of models that have computed nothing else before."""
+    """Returns logprobs from models that have computed nothing else before."""
     rows = [
         plain_logprobs(loaded(folder), batch.select_indices([row])) for row in range(batch.size)
     ]
     return torch.cat(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", _DEPEND_ON_LENGTH)
 @torch.no_grad()
-def test_values_that_depend_on_length_are_those_of_each_sequence(kind: str, tmp_path: Path) -> None:
+def test_values_that_depend_on_length_match_separate_sequences(kind: str, tmp_path: Path) -> None:
     _saved(kind, tmp_path)
     batch = _rows(_LONG)
     plain = _each_by_itself(tmp_path / "start", batch)
     backend = make_backend(tmp_path / "start", max_tokens_per_microbatch=128)
-    for _ in range(2):  # `dynamic` keeps the frequencies of what came before
+    for _ in range(2):  # `dynamic` keeps the frequencies of earlier rows
         assert (backend.get_logprobs(batch) - plain).abs().max() < BOUND
     ordinary = tiny_model(kind)
     assert independent_length(ordinary.config) != independent_length(backend._policy.model.config)
 
 
-def test_pairs_with_a_sequence_that_needs_its_own_microbatch_are_refused(tmp_path: Path) -> None:
+def test_pairs_with_a_sequence_that_needs_a_separate_microbatch_are_refused(tmp_path: Path) -> None:
     _saved("llama", tmp_path)
     backend = make_backend(tmp_path / "start", max_tokens_per_microbatch=128)
     pairs = {"pair_ids": torch.tensor([0, 0])}
@@ -111,18 +112,18 @@ def _engine(folder: Path) -> HuggingFaceBackend:
 
 
 @pytest.mark.parametrize("kind", ["llama", "bart", "recurrent_gemma", "falcon_h1"])
-def test_the_engine_completes_rows_as_without_neighbours(kind: str, tmp_path: Path) -> None:
-    """Frequencies by length; positions that count padding; a state that padding changes."""
+def test_engine_completes_rows_independently_of_neighbors(kind: str, tmp_path: Path) -> None:
+    """Cases: frequencies by length, positions that count padding, state that padding changes."""
     tiny_model(kind, **_DEPEND_ON_LENGTH.get(kind, {})).save_pretrained(tmp_path / "start")
     save_tokenizer(tmp_path)
     engine = _engine(tmp_path)
     batch = BatchedDataDict({**_rows([5, 12, 3, 1]), "seeds": torch.arange(4)})
     together = engine.generate(batch, greedy=False)
     for row in range(4):
-        alone = engine.generate(batch.select_indices([row]), greedy=False)
-        length = int(alone["unpadded_sequence_lengths"][0])
-        assert torch.equal(together["output_ids"][row, :length], alone["output_ids"][0])
-        difference = together["logprobs"][row, :length] - alone["logprobs"][0]
+        separate = engine.generate(batch.select_indices([row]), greedy=False)
+        length = int(separate["unpadded_sequence_lengths"][0])
+        assert torch.equal(together["output_ids"][row, :length], separate["output_ids"][0])
+        difference = together["logprobs"][row, :length] - separate["logprobs"][0]
         assert difference.abs().max() < BOUND
 
 
@@ -138,13 +139,14 @@ def test_rows_that_end_early_do_not_change_longer_ones(tmp_path: Path) -> None:
     assert difference.abs().max() < BOUND
 
 
-def test_an_engine_that_computes_other_values_than_the_model_is_refused(tmp_path: Path) -> None:
+def test_engine_that_computes_different_values_is_refused(tmp_path: Path) -> None:
     tiny_model("roberta").save_pretrained(tmp_path / "start")
     save_tokenizer(tmp_path)
     with pytest.raises(ModelError, match="RobertaForCausalLM's forward pass"):
         _engine(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "switches"),
     [
@@ -160,7 +162,7 @@ def test_an_engine_that_computes_other_values_than_the_model_is_refused(tmp_path
         ("bert", {"chunk_size_feed_forward": 2}),
     ],
 )
-def test_switches_of_the_form_of_outputs_change_no_values(
+def test_switches_of_the_output_format_do_not_change_values(
     kind: str, switches: dict[str, Any], tmp_path: Path
 ) -> None:
     model = tiny_model(kind)

@@ -1,4 +1,4 @@
-"""The library that vLLM finds in the process, where the system has none."""
+"""The library that vLLM finds in the process if the system has none."""
 
 import _ctypes
 import shutil
@@ -10,14 +10,12 @@ import pytest
 from nemo_rl_core.backends.generation.vllm_libraries import load_libnuma
 
 
-def test_a_copy_in_the_environment_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copy_in_the_environment_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     load_libnuma()
-    own = tmp_path / "lib" / "libnuma.so.1"
-    own.parent.mkdir()
-    shutil.copy(_ctypes.__file__, own)
-    assert str(own) not in Path("/proc/self/maps").read_text()
+    library = tmp_path / "lib" / "libnuma.so.1"
+    library.parent.mkdir()
+    shutil.copy(_ctypes.__file__, library)
+    assert str(library) not in Path("/proc/self/maps").read_text()
     load_libnuma()
-    assert str(own) in Path("/proc/self/maps").read_text()
+    assert str(library) in Path("/proc/self/maps").read_text()

@@ -1,7 +1,6 @@
-"""What `VllmBackend` asks of vLLM around a transfer of weights on a GPU, and in which order.
+"""Calls of `VllmBackend` to vLLM around a weight transfer on a GPU, and their order.
 
-A fake `LLM` records them (`tests/fake_llm.py`). Every recorded call is one that the installed vLLM
-takes.
+A fake `LLM` records them (`tests/fake_llm.py`). The installed vLLM accepts every recorded call.
 """
 
 import inspect
@@ -29,13 +28,14 @@ from nemo_rl_core.backends.generation.vllm_streaming import StreamingVllmBackend
 from nemo_rl_core.checkpoints.tensors import save_weights
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.weight_sync import LinkSpec, SendsWeights
+from nemo_rl_core.distributed.weight_sync.link import SendsWeights
+from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
 from nemo_rl_core.errors import ConfigError, ConsistencyError, ModelError
 from tests.fake_llm import ALL, FakeLLM
 
 
 class Trainer(SendsWeights):
-    """Sends a model's weights, and records when it leaves the GPU."""
+    """Sends a model's weights and records when it leaves the GPU."""
 
     def __init__(self, model: Any, events: list[str]) -> None:
         self._model, self._events = model, events
@@ -49,7 +49,7 @@ class Trainer(SendsWeights):
 
 @pytest.fixture
 def backend(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> VllmBackend:
-    """An engine with the fake LLM, on a machine that says to have one GPU."""
+    """Creates an engine with the fake LLM, on a machine that claims to have one GPU."""
     import vllm
 
     monkeypatch.setattr(vllm, "LLM", FakeLLM, raising=False)
@@ -83,7 +83,7 @@ def other_weights(folder: Path) -> Any:
 
 
 def transfer(trainer: SendsWeights, engine: VllmBackend) -> list[Exception]:
-    """Both ends of a link in threads of this process."""
+    """Runs both ends of a link in threads of this process."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     link = LinkSpec("127.0.0.1", store.port, 1, "gloo", timeout_seconds=60.0, token="secret")
     errors: list[Exception] = []
@@ -103,6 +103,7 @@ def transfer(trainer: SendsWeights, engine: VllmBackend) -> list[Exception]:
     return errors
 
 
+@pytest.mark.slow
 def test_trainer_and_engine_take_turns_on_the_gpu(backend: VllmBackend, tiny_model: Path) -> None:
     llm: Any = backend._llm
     trainer = Trainer(other_weights(tiny_model), llm.events)
@@ -122,20 +123,18 @@ def test_trainer_and_engine_take_turns_on_the_gpu(backend: VllmBackend, tiny_mod
             "wake_up ['kv_cache']",
             "generate",
         ]
-    for own, sent in zip(llm.model.parameters(), trainer._model.parameters(), strict=True):
-        assert torch.equal(own, sent)
+    for weight, sent in zip(llm.model.parameters(), trainer._model.parameters(), strict=True):
+        assert torch.equal(weight, sent)
 
 
-def test_what_it_held_is_asked_for_before_it_sleeps(
-    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_read_before_sleep(backend: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     llm: Any = backend._llm
-    held = iter([41.0, 44.0, 43.0])
-    monkeypatch.setattr(vllm_module, "held_gpu_gib", lambda: 0.0 if llm.asleep else next(held))
+    used = iter([41.0, 44.0, 43.0])
+    monkeypatch.setattr(vllm_module, "used_gpu_gib", lambda: 0.0 if llm.asleep else next(used))
     for most in (41.0, 44.0, 44.0):
         backend.sleep()
-        backend.sleep()  # asleep already
-        assert backend.most_gpu_gib == most
+        backend.sleep()  # is asleep already
+        assert backend.peak_gpu_gib == most
         backend.wake()
 
 
@@ -150,13 +149,13 @@ def test_weights_that_stay_are_kept_on_the_host(backend: VllmBackend, tiny_model
     assert llm.events == ["sleep 1", "wake_up ['weights', 'kv_cache']", "generate"]
 
 
-def test_discarded_weights_are_not_generated_with(backend: VllmBackend, tiny_model: Path) -> None:
+def test_discarded_weights_are_not_used(backend: VllmBackend, tiny_model: Path) -> None:
     backend.sleep(level=2)
     for call in (backend.wake, lambda: backend.generate(prompts(), greedy=True)):
         with pytest.raises(ConsistencyError, match="discarded its weights") as refused:
             call()
         assert "update_weights" in str(refused.value.fix)
-    backend.load_weights(tiny_model)  # as a new stage does with running workers
+    backend.load_weights(tiny_model)  # like a new stage with running workers
     backend.generate(prompts(), greedy=True)
 
 
@@ -188,10 +187,10 @@ def test_tensors_are_read_one_by_one(
     assert max(counts) <= 3  # this one, the one before, and the embedding for the tied head
 
 
-def test_a_folder_is_converted_one_tensor_at_a_time(
+def test_folder_is_converted_one_tensor_at_a_time(
     backend: VllmBackend, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Its float32 files become copies in the engine's type, in every rank of a machine."""
+    """Its float32 files are converted to the engine's dtype, in every rank of a machine."""
     sent = other_weights(tiny_model)
     shutil.copytree(tiny_model, folder := tmp_path / "model")
     (folder / "model.safetensors").unlink()
@@ -203,12 +202,12 @@ def test_a_folder_is_converted_one_tensor_at_a_time(
     names = [name for name in llm.arrived if name != "lm_head.weight"]
     assert names == sorted(name for name, _ in sent.named_parameters())
     assert llm.most_alive <= 3  # this one, the one before, and the embedding for the tied head
-    for own, expected in zip(llm.model.parameters(), sent.parameters(), strict=True):
-        assert torch.equal(own, expected.bfloat16().float())
+    for weight, expected in zip(llm.model.parameters(), sent.parameters(), strict=True):
+        assert torch.equal(weight, expected.bfloat16().float())
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (lambda weights: weights.pop("model.norm.weight"), "lacks weights"),
         (lambda weights: weights.update({"extra": torch.ones(1)}), "does not have"),
@@ -221,17 +220,17 @@ def test_a_folder_is_converted_one_tensor_at_a_time(
     ids=["missing", "surplus", "infinite", "misshapen"],
 )
 def test_wrong_weights_are_named(
-    damage: Any, told: str, backend: VllmBackend, tiny_model: Path
+    damage: Any, message: str, backend: VllmBackend, tiny_model: Path
 ) -> None:
     weights = {
         name: each.detach().clone() for name, each in other_weights(tiny_model).named_parameters()
     }
     damage(weights)
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=message):
         backend.take_weights(iter(weights.items()))
 
 
-def test_a_reload_that_does_nothing_is_found(
+def test_reload_that_does_nothing_is_detected(
     backend: VllmBackend, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reads(*_: Any, **kwargs: Any) -> None:
@@ -239,11 +238,11 @@ def test_a_reload_that_does_nothing_is_found(
             pass
 
     monkeypatch.setattr(FakeLLM, "collective_rpc", staticmethod(reads))
-    with pytest.raises(ConsistencyError, match="still holds old weights"):
+    with pytest.raises(ConsistencyError, match="still has old weights"):
         backend.take_weights(iter(other_weights(tiny_model).named_parameters()))
 
 
-def test_an_engine_on_gpus_of_its_own_never_sleeps(tiny_model: Path, backend: VllmBackend) -> None:
+def test_engine_on_dedicated_gpus_never_sleeps(tiny_model: Path, backend: VllmBackend) -> None:
     backend.setup(setup_of(tiny_model, placement={"own": 1}))
     llm: Any = backend._llm
     backend.sleep(level=2)
@@ -252,7 +251,7 @@ def test_an_engine_on_gpus_of_its_own_never_sleeps(tiny_model: Path, backend: Vl
     assert llm.events == ["reload_weights", "reset_prefix_cache", "generate"]
 
 
-def test_an_engine_on_a_gpu_has_its_caches_and_graphs(backend: VllmBackend) -> None:
+def test_engine_on_a_gpu_uses_caches_and_graphs(backend: VllmBackend) -> None:
     fake: Any = backend._llm
     options = fake.calls[0][2]
     assert options["enable_prefix_caching"]
@@ -262,20 +261,20 @@ def test_an_engine_on_a_gpu_has_its_caches_and_graphs(backend: VllmBackend) -> N
     assert options["gpu_memory_utilization"] == 0.5
 
 
-def test_an_engine_on_a_gpu_reads_its_weights_once(backend: VllmBackend, tiny_model: Path) -> None:
+def test_engine_on_a_gpu_reads_its_weights_once(backend: VllmBackend, tiny_model: Path) -> None:
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import get_model_loader
 
     fake: Any = backend._llm
     loader = get_model_loader(LoadConfig(load_format=fake.calls[0][2]["load_format"]))
-    model = torch.nn.BatchNorm1d(2)  # whose buffers are in no checkpoint of the weights
+    model = torch.nn.BatchNorm1d(2)  # its buffers are in no checkpoint
     loader.load_weights(model, None)
     assert [each.tolist() for each in model.parameters()] == [[0, 0], [0, 0]]
     assert model.running_var.tolist() == [1, 1]
     backend.load_weights(tiny_model)
     backend.generate(prompts(), greedy=True)
     assert fake.events == ["reload_weights", "reset_prefix_cache", "generate"]
-    # Where nobody gives it weights, it reads its own before it completes anything.
+    # If no weights are sent, it reads its own before it generates.
     backend.setup(setup_of(tiny_model))
     fake = backend._llm
     backend.generate(prompts(), greedy=True)
@@ -283,7 +282,7 @@ def test_an_engine_on_a_gpu_reads_its_weights_once(backend: VllmBackend, tiny_mo
     assert fake.events == ["reload_weights", "reset_prefix_cache", "generate", "generate"]
 
 
-def test_a_load_format_that_is_said_stays_and_so_do_those_of_fp8_and_cpus() -> None:
+def test_explicit_load_formats_and_those_of_fp8_and_cpus_are_kept() -> None:
     plain, dummy = VllmGenerationConfig(), VllmGenerationConfig(load_format="dummy")
     rounded = VllmGenerationConfig(quantization="fp8_per_channel")
     assert load_format_of(plain, has_gpu=True) == "zeros"
@@ -293,7 +292,7 @@ def test_a_load_format_that_is_said_stays_and_so_do_those_of_fp8_and_cpus() -> N
 
 
 @pytest.mark.parametrize("quantization", ["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"])
-def test_fp8_is_vllms_own_and_refused_where_no_kernel_computes_it(
+def test_fp8_uses_vllm_and_is_refused_without_a_kernel(
     quantization: str, backend: VllmBackend, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
@@ -316,39 +315,41 @@ def test_fp8_is_vllms_own_and_refused_where_no_kernel_computes_it(
         backend.setup(setup)
 
 
-def test_rounded_weights_are_no_stale_ones() -> None:
+def test_rounded_weights_are_not_stale() -> None:
     sent = [("norm", torch.ones(4)), ("o_proj", torch.eye(4) * 3), ("embedding", torch.ones(2, 4))]
     expected = SimpleNamespace()
-    held = {name: tensor.clone() for name, tensor in sent}
-    held["o_proj"] = held["o_proj"].to(torch.float8_e4m3fn)
+    parameters = {name: tensor.clone() for name, tensor in sent}
+    parameters["o_proj"] = parameters["o_proj"].to(torch.float8_e4m3fn)
     with mock.patch.object(incoming, "check_weights"):
-        weights = incoming.IncomingWeights(expected, held, is_split=False, source="test")
+        weights = incoming.IncomingWeights(
+            expected, parameters, is_tensor_parallel=False, source="test"
+        )
         list(weights.checked(iter(sent)))
-    weights.refuse_stale({**held, "o_proj": torch.zeros(4, 4).to(torch.float8_e4m3fn)})
+    weights.refuse_stale({**parameters, "o_proj": torch.zeros(4, 4).to(torch.float8_e4m3fn)})
     with pytest.raises(ConsistencyError, match="norm"):
-        weights.refuse_stale({**held, "norm": torch.zeros(4)})
+        weights.refuse_stale({**parameters, "norm": torch.zeros(4)})
 
 
-def test_stale_weights_are_found_under_the_engines_names_and_in_its_dtypes() -> None:
-    """GPT-NeoX in vLLM's generic class, the xIELU of Apertus, and fused biases of BLOOM."""
+def test_stale_weights_are_detected_with_the_engines_names_and_dtypes() -> None:
+    """Covers GPT-NeoX in vLLM's generic class, the xIELU of Apertus, and fused biases of BLOOM."""
     fused = "h.0.query_key_value.bias"
     sent = [("gpt_neox.norm.weight", torch.rand(4)), (fused, torch.arange(6))]
-    held = {"model.norm.weight": sent[0][1].bfloat16(), fused: torch.arange(6).flip(0)}
+    parameters = {"model.norm.weight": sent[0][1].bfloat16(), fused: torch.arange(6).flip(0)}
     with mock.patch.object(incoming, "check_weights"):
         weights = incoming.IncomingWeights(
             SimpleNamespace(),
-            held,
-            is_split=False,
+            parameters,
+            is_tensor_parallel=False,
             source="test",
             rename=lambda name: name.replace("gpt_neox.", "model."),
         )
         list(weights.checked(iter(sent)))
-    weights.refuse_stale(held)
+    weights.refuse_stale(parameters)
     with pytest.raises(ConsistencyError, match=r"old weights in 'model\.norm\.weight'"):
-        weights.refuse_stale({**held, "model.norm.weight": torch.zeros(4)})
+        weights.refuse_stale({**parameters, "model.norm.weight": torch.zeros(4)})
 
 
-def test_vllm_takes_every_call(tiny_model: Path, backend: VllmBackend) -> None:
+def test_vllm_accepts_every_call(tiny_model: Path, backend: VllmBackend) -> None:
     fake: Any = backend._llm
     backend.sleep(level=2)
     backend.load_weights(tiny_model)
@@ -368,10 +369,10 @@ def test_vllm_takes_every_call(tiny_model: Path, backend: VllmBackend) -> None:
     for name, args, kwargs in calls:
         inspect.signature(getattr(LLM, name)).bind(None, *args, **kwargs)
         if name == "collective_rpc":
-            for runner in (FirstRunner, SecondRunner):  # CUDA takes the second where it can
+            for runner in (FirstRunner, SecondRunner):  # CUDA uses the second one if it can
                 method = getattr(runner, args[0])
                 inspect.signature(method).bind(None, **kwargs["kwargs"])
     for runner in (FirstRunner, SecondRunner):
         inspect.signature(runner.get_model).bind(None)
-        assert "self.attn_groups" in inspect.getsource(runner)  # which `kernels` reads
+        assert "self.attn_groups" in inspect.getsource(runner)  # `kernels` reads it
     assert ALL == SLEEP_TAGS

@@ -1,4 +1,4 @@
-"""A head split over ranks gives the logprobs, likeliest tokens and gradients of the whole head."""
+"""A head that is split over ranks has the logprobs, top tokens and gradients of the full head."""
 
 from typing import Any
 
@@ -56,21 +56,21 @@ def on_rank(chunk_size: int) -> dict[str, Any]:
     return {"logprobs": logprobs.detach(), "gradients": gradients, "tops": tops, "none": none.shape}
 
 
-def test_two_ranks_agree_with_the_whole_head() -> None:
+def test_two_ranks_agree_with_the_full_head() -> None:
     hidden, weight, bias, token_ids, upstream = inputs()
     leaves = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
     options: dict[str, Any] = {"temperature": 0.7, "chunk_size": 4, "bias": bias}
     expected = token_logprobs_from_hidden(hidden, weight, token_ids, **options)
     (expected * upstream).sum().backward()
 
-    for place, found in enumerate(run_ranks(on_rank, 3, world_size=2)):
-        torch.testing.assert_close(found["logprobs"], expected.detach(), rtol=1e-12, atol=1e-12)
-        first, last = STARTS[place]
-        wanted = [leaves[0].grad, leaves[1].grad[first:last], leaves[2].grad[first:last]]
-        for gradient, want in zip(found["gradients"], wanted, strict=True):
+    for index, actual in enumerate(run_ranks(on_rank, 3, world_size=2)):
+        torch.testing.assert_close(actual["logprobs"], expected.detach(), rtol=1e-12, atol=1e-12)
+        first, last = STARTS[index]
+        gradients = [leaves[0].grad, leaves[1].grad[first:last], leaves[2].grad[first:last]]
+        for gradient, want in zip(actual["gradients"], gradients, strict=True):
             torch.testing.assert_close(gradient, want, rtol=1e-12, atol=1e-12)
-        assert found["none"] == (0, K)
-        for (ids, top), (k, num_ids) in zip(found["tops"], ((3, 11), (5, 8), (4, 4)), strict=True):
+        assert actual["none"] == (0, K)
+        for (ids, top), (k, num_ids) in zip(actual["tops"], ((3, 11), (5, 8), (4, 4)), strict=True):
             want_ids, want_top = topk_logprobs_from_hidden(
                 hidden, weight, k=k, num_ids=num_ids, **options
             )

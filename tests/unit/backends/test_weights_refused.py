@@ -1,4 +1,4 @@
-"""Damaged weights are refused by name on every road by which weights come in."""
+"""Damaged weights are refused by name on every path by which they arrive."""
 
 import json
 import shutil
@@ -16,14 +16,6 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from nemo_rl_core.backends.generation.base import GenerationSetup, get_generation_backend
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
-from nemo_rl_core.backends.training.dtensor.loading import (
-    empty_model,
-    finish_loading,
-    load_model,
-    load_scalar_model,
-)
-from nemo_rl_core.backends.training.dtensor.matching import check_folder
-from nemo_rl_core.backends.training.dtensor.shards import allocate, fill_from_folder
 from nemo_rl_core.config.generation import (
     HuggingFaceGenerationConfig,
     MegatronGenerationConfig,
@@ -38,6 +30,13 @@ from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.converters.vllm_ready import vllm_ready
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.evals.chat import Chat
+from nemo_rl_core.model_files.loading import (
+    empty_model,
+    finish_loading,
+    load_model,
+    load_scalar_model,
+)
+from nemo_rl_core.model_files.weights import allocate, check_folder, fill_from_folder
 
 Tensors = dict[str, torch.Tensor]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -70,7 +69,7 @@ def overflow(tensors: Tensors) -> None:
 
 DAMAGES: dict[Callable[[Tensors], None], str] = {
     lose: f"lacks weights(.|\n)*1 missing: {Q_PROJ}",
-    reshape: rf"another shape(.|\n)*{Q_PROJ} \(16, 32\) for \(32, 32\)",
+    reshape: rf"shapes differ(.|\n)*{Q_PROJ} \(16, 32\) for \(32, 32\)",
     add: r"does not have(.|\n)*surplus: model\.layers\.7\.self_attn\.q_proj\.weight",
     spoil: f"not finite(.|\n)*{Q_PROJ}: 1 NaN and 0 infinite of 1024",
     overflow: r"not finite(.|\n)*model\.norm\.weight: 0 NaN and 1 infinite of 32",
@@ -131,14 +130,14 @@ ROADS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-SLOW = {"for vLLM"}  # whose list of architectures takes 15 s to import
+SLOW = {"for vLLM"}  # importing its list of architectures takes 15 s
 
 
 @pytest.mark.parametrize(
     "road", [pytest.param(road, marks=[pytest.mark.thorough] * (road in SLOW)) for road in ROADS]
 )
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_folder_is_refused_by_name(
+def test_damaged_folder_is_refused_by_name(
     tiny_model: Path, tmp_path: Path, road: str, damage: Callable[[Tensors], None]
 ) -> None:
     folder = changed(tiny_model, tmp_path / "m", damage)
@@ -147,7 +146,7 @@ def test_a_damaged_folder_is_refused_by_name(
 
 
 @pytest.mark.parametrize("damage", [lose, reshape, add])
-def test_vllm_does_not_start_over_a_folder_that_is_not_whole(
+def test_vllm_does_not_start_with_a_damaged_folder(
     tiny_model: Path, tmp_path: Path, damage: Callable[[Tensors], None]
 ) -> None:
     folder = changed(tiny_model, tmp_path / "m", damage)
@@ -156,7 +155,7 @@ def test_vllm_does_not_start_over_a_folder_that_is_not_whole(
 
 
 def vllm_that_reads(folder: Path) -> Any:
-    """The worker over a vLLM that reads all tensors; they are refused on their way to it."""
+    """Creates a worker over a vLLM that reads all tensors; they are refused on their way to it."""
     from nemo_rl_core.backends.generation.vllm import VllmBackend
 
     def reload_weights(_: str, kwargs: dict[str, Any]) -> None:
@@ -186,7 +185,7 @@ def receivers(tiny_model: Path) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("backend", GENERATION)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_weights_are_refused_at_the_hand_over(
+def test_damaged_weights_are_refused_in_a_transfer(
     tiny_model: Path, receivers: dict[str, Any], backend: str, damage: Callable[[Tensors], None]
 ) -> None:
     tensors = load_file(tiny_model / "model.safetensors")
@@ -197,8 +196,8 @@ def test_damaged_weights_are_refused_at_the_hand_over(
         receivers[backend].take_weights(iter(tensors.items()))
 
 
-# Megatron names its own weight where a rank's part has another shape, and fuses three in one.
-OTHERS = r"a weight of another shape(.|\n)*q_proj"
+# Megatron names its weight if a rank's part has the wrong shape, and fuses three into one.
+OTHERS = r"a weight with the wrong shape(.|\n)*q_proj"
 
 
 def trainer(folder: Path, **words: Any) -> DTensorBackend:
@@ -215,7 +214,7 @@ def rewrite(path: Path, change: Callable[[Tensors], None]) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_resumed_run_refuses_damaged_weights(
+def test_resumed_run_refuses_damaged_weights(
     tiny_model: Path, tmp_path: Path, damage: Callable[[Tensors], None]
 ) -> None:
     backend = trainer(tiny_model)
@@ -225,19 +224,19 @@ def test_a_resumed_run_refuses_damaged_weights(
         backend.load_checkpoint(tmp_path)
 
 
-def test_a_resumed_critic_does_not_begin_with_a_new_head(tiny_model: Path, tmp_path: Path) -> None:
+def test_resumed_critic_does_not_start_with_a_new_head(tiny_model: Path, tmp_path: Path) -> None:
     backend = trainer(tiny_model, head="scalar")
     backend.save_checkpoint(tmp_path)
     rewrite(tmp_path / "model" / "model.safetensors", lambda t: t.pop("score.weight"))
     with pytest.raises(ModelError, match=r"1 missing: score\.weight"):
         backend.load_checkpoint(tmp_path)
-    # Nor is one sampled for the folder of a reward model.
+    # A new head is not created for the folder of a reward model either.
     with pytest.raises(ModelError, match=r"1 missing: score\.weight"):
         load_scalar_model(tmp_path / "model")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_other_frozen_weights_under_adapters_are_whole(
+def test_damaged_base_weights_of_adapters_are_refused(
     tiny_model: Path, tmp_path: Path, damage: Callable[[Tensors], None]
 ) -> None:
     backend = trainer(tiny_model, training=DTensorTraining(lora=LoRAConfig(rank=2)))
@@ -246,8 +245,8 @@ def test_other_frozen_weights_under_adapters_are_whole(
         backend._adapters.replace_base(changed(tiny_model, tmp_path / "m", damage))
 
 
-def test_a_causal_model_is_no_reward_models_body(tiny_model: Path, tmp_path: Path) -> None:
-    """A tied head hides that a reward model lacks its own: the surplus score shows it."""
+def test_causal_model_is_refused_as_a_reward_model_base(tiny_model: Path, tmp_path: Path) -> None:
+    """A tied head hides that a reward model's head is missing; the surplus score reveals it."""
     backend = trainer(tiny_model, head="scalar")
     backend.save_checkpoint(tmp_path)
     for road in ("one rank", "many ranks", "transformers' engine", "chat"):
@@ -255,7 +254,7 @@ def test_a_causal_model_is_no_reward_models_body(tiny_model: Path, tmp_path: Pat
             ROADS[road](tmp_path / "model")
 
 
-def test_one_expert_that_is_gone_is_named(tiny_model: Path, tmp_path: Path) -> None:
+def test_missing_expert_is_named(tiny_model: Path, tmp_path: Path) -> None:
     config = Qwen3MoeConfig(
         vocab_size=19,
         hidden_size=32,
@@ -268,21 +267,21 @@ def test_one_expert_that_is_gone_is_named(tiny_model: Path, tmp_path: Path) -> N
         moe_intermediate_size=16,
         intermediate_size=16,
     )
-    whole = tmp_path / "whole"
-    shutil.copytree(tiny_model, whole)
-    AutoModelForCausalLM.from_config(config).save_pretrained(whole)
-    check_folder(empty_model(whole, "lm"), whole)
-    assert export_model(whole, tmp_path / "exported") > 0
+    complete = tmp_path / "whole"
+    shutil.copytree(tiny_model, complete)
+    AutoModelForCausalLM.from_config(config).save_pretrained(complete)
+    check_folder(empty_model(complete, "lm"), complete)
+    assert export_model(complete, tmp_path / "exported") > 0
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
-    lacking = changed(whole, tmp_path / "lacking", lambda tensors: tensors.pop(name))
+    lacking = changed(complete, tmp_path / "lacking", lambda tensors: tensors.pop(name))
     with pytest.raises(ModelError, match=f"1 missing: {name}"):
         fill(lacking)
-    cut = changed(whole, tmp_path / "cut", lambda t: t.update({name: torch.ones(15, 32)}))
+    cut = changed(complete, tmp_path / "cut", lambda t: t.update({name: torch.ones(15, 32)}))
     with pytest.raises(ModelError, match=rf"{name} \(15, 32\) for \(16, 32\)"):
         check_folder(empty_model(cut, "lm"), cut)
 
 
-def test_an_index_that_leads_out_of_its_folder_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_index_that_leads_out_of_its_folder_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "m"
     shutil.copytree(tiny_model, folder)
     (tmp_path / "other").mkdir()
@@ -298,7 +297,7 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(tiny_model: Path, tmp_
 
 
 @pytest.mark.parametrize("content", [b"", b"\x10", b"\xff" * 9, None], ids=str)
-def test_a_broken_file_is_named(tiny_model: Path, tmp_path: Path, content: bytes | None) -> None:
+def test_broken_file_is_named(tiny_model: Path, tmp_path: Path, content: bytes | None) -> None:
     folder = tmp_path / "m"
     shutil.copytree(tiny_model, folder)
     path = folder / "model.safetensors"

@@ -24,7 +24,7 @@ class Mirror(BaseHTTPRequestHandler):
     """As much of the hub's protocol as a download of one model takes."""
 
     asked: list[str]
-    """What was asked for, in order."""
+    """Requests in order."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -99,8 +99,8 @@ def python(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         )
         assert done.returncode == 0, done.stderr[-3000:]
         assert "Retry" not in done.stdout + done.stderr
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        payload: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return payload
 
     return run
 
@@ -109,44 +109,46 @@ _PROBE = """
 import json, time
 from huggingface_hub import constants
 from nemo_rl_core.checkpoints.hub import hub_access
-found = []
+outcomes = []
 for name in ("org/small", "org/small", "."):
     with hub_access(name) as problem:
-        found.append([problem, constants.is_offline_mode()])
-print(json.dumps({"found": found, "after": constants.is_offline_mode()}))
+        outcomes.append([problem, constants.is_offline_mode()])
+print(json.dumps({"found": outcomes, "after": constants.is_offline_mode()}))
 """
 
 
-def test_a_closed_port_is_no_network(python: Callable[..., dict[str, Any]], closed: str) -> None:
-    said = python(_PROBE, HF_ENDPOINT=closed)
-    (problem, is_offline), again, folder = said["found"]
+def test_closed_port_counts_as_no_network(
+    python: Callable[..., dict[str, Any]], closed: str
+) -> None:
+    output = python(_PROBE, HF_ENDPOINT=closed)
+    (problem, is_offline), again, folder = output["found"]
     assert problem.startswith(f"no answer from {closed}: ") and "refused" in problem
     assert is_offline and again == [problem, True]
     assert folder == ["", False], "a folder of this machine needs no hub"
-    assert not said["after"]
+    assert not output["after"]
 
 
 def test_a_mirror_and_a_proxy_are_asked_once(
     python: Callable[..., dict[str, Any]], mirror: ThreadingHTTPServer
 ) -> None:
-    asked = mirror.RequestHandlerClass.asked  # type: ignore[attr-defined]
+    requests = mirror.RequestHandlerClass.asked  # type: ignore[attr-defined]
     assert python(_PROBE, HF_ENDPOINT=address(mirror))["found"] == [["", False]] * 3
-    assert asked == ["HEAD /"], "any answer will do, also this 404"
+    assert requests == ["HEAD /"], "any answer will do, also this 404"
     proxied = python(_PROBE, HF_ENDPOINT="http://hub.invalid", http_proxy=address(mirror))
     assert proxied["found"] == [["", False]] * 3
-    assert asked[1:] == ["HEAD http://hub.invalid/"]
+    assert requests[1:] == ["HEAD http://hub.invalid/"]
 
 
-def test_a_proxy_that_is_away_is_named(
+def test_unreachable_proxy_is_named(
     python: Callable[..., dict[str, Any]], mirror: ThreadingHTTPServer, closed: str
 ) -> None:
-    said = python(_PROBE, HF_ENDPOINT=address(mirror), http_proxy=closed)
-    assert said["found"][0][0].startswith(f"no answer from {address(mirror)}: ")
+    output = python(_PROBE, HF_ENDPOINT=address(mirror), http_proxy=closed)
+    assert output["found"][0][0].startswith(f"no answer from {address(mirror)}: ")
 
 
-def test_offline_mode_is_left_as_it_is(python: Callable[..., dict[str, Any]], closed: str) -> None:
-    said = python(_PROBE, HF_ENDPOINT=closed, HF_HUB_OFFLINE="1")
-    assert said == {"found": [["", True]] * 3, "after": True}
+def test_offline_mode_is_not_changed(python: Callable[..., dict[str, Any]], closed: str) -> None:
+    output = python(_PROBE, HF_ENDPOINT=closed, HF_HUB_OFFLINE="1")
+    assert output == {"found": [["", True]] * 3, "after": True}
 
 
 _LOAD = """
@@ -154,14 +156,15 @@ import json
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.models.policy.pretrained import local_folder
 try:
-    said = {name: str(local_folder(name)) for name in ("org/small",)}
+    result = {name: str(local_folder(name)) for name in ("org/small",)}
 except ModelError as error:
-    said = {"error": str(error)}
-print(json.dumps(said))
+    result = {"error": str(error)}
+print(json.dumps(result))
 """
 
 
-def test_a_model_of_a_mirror_is_found_again_without_it(
+@pytest.mark.slow
+def test_model_from_a_mirror_loads_from_the_cache(
     python: Callable[..., dict[str, Any]], mirror: ThreadingHTTPServer, closed: str
 ) -> None:
     missing = python(_LOAD, HF_ENDPOINT=closed)["error"].splitlines()

@@ -30,10 +30,10 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         revision = self.path.partition("?")[0].partition("/revision/")[2] or "main"
-        known = self.path.startswith(("/api/datasets/org/rows", "/api/models/org/model"))
-        known = known and revision in COMMITS
+        is_known = self.path.startswith(("/api/datasets/org/rows", "/api/models/org/model"))
+        is_known = is_known and revision in COMMITS
         body = json.dumps({"id": "org/rows", "sha": COMMITS.get(revision)}).encode()
-        self.send_response(200 if known else 404)
+        self.send_response(200 if is_known else 404)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -75,7 +75,7 @@ def test_data_of_the_hub_is_that_of_its_commit(
     assert pinned(HubData(name="org/never", revision="v2")).revision == "v2"
 
 
-def test_what_the_hub_does_not_know_is_left_to_the_download(a_hub: HTTPServer) -> None:
+def test_unknown_commits_are_left_to_the_download(a_hub: HTTPServer) -> None:
     config = HubData(name="org/none")
     assert pinned(config) == config
 
@@ -104,11 +104,11 @@ def test_a_model_of_the_hub_is_that_of_its_commit(
     assert pinned(HubData(name="org/model")).revision is None
 
 
-def test_a_folder_is_known_by_its_files(tmp_path: Path) -> None:
+def test_folders_are_identified_by_their_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    found = model_content(PretrainedModel(name=str(tmp_path)))
-    assert len(found) == 64
-    assert commit_in(found) is None
+    output = model_content(PretrainedModel(name=str(tmp_path)))
+    assert len(output) == 64
+    assert commit_in(output) is None
 
 
 def test_the_model_of_a_commit_is_loaded_and_no_later_one(
@@ -128,7 +128,7 @@ def test_the_model_of_a_commit_is_loaded_and_no_later_one(
     for commit in ("a" * 40, "b" * 40):
         materialize(model, tmp_path / commit, seed=None, commit=commit)
         weights = (tmp_path / commit / "model.safetensors").read_bytes()
-        wanted = repository / "snapshots" / commit / "model.safetensors"
-        assert weights == wanted.read_bytes(), commit
+        expected = repository / "snapshots" / commit / "model.safetensors"
+        assert weights == expected.read_bytes(), commit
         named = {"base_model_name_or_path": "org/model", "revision": commit}
         assert base_names(tmp_path / commit) == named

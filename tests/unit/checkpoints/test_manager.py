@@ -99,7 +99,7 @@ manager.save(int(STEP), write)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.thorough)])
-def test_killed_at_any_moment_one_whole_checkpoint_is_there(
+def test_one_complete_checkpoint_survives_a_kill_at_any_moment(
     tmp_path: Path, run_killed_at: KilledAt, step: int
 ) -> None:
     """Replacing the same step (two renames), and adding a step and dropping the one before."""
@@ -121,7 +121,7 @@ def test_killed_at_any_moment_one_whole_checkpoint_is_there(
 
 
 @pytest.mark.slow
-def test_killed_at_random_times_checkpoints_stay_whole(
+def test_checkpoints_stay_complete_when_killed_at_random_times(
     tmp_path: Path, spawn: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
     script = """
@@ -192,12 +192,12 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "AttributeError": lambda folder: (folder / "manifest.json").write_text(
         json.dumps({"step": 2, "files": 3})
     ),
-    "that of step 1": _copy_manifest,
+    "for step 1": _copy_manifest,
 }
 
 
 @pytest.mark.parametrize("message", DAMAGES)
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_offered(
+def test_damaged_checkpoint_is_refused_and_the_previous_one_returned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, message: str
 ) -> None:
     manager = CheckpointManager(tmp_path, keep_latest=2)
@@ -273,7 +273,7 @@ class SlowWriter:
         _writer(self.text)(self.path)
 
 
-def test_a_checkpoint_that_was_begun_is_seen_once_it_is_published(tmp_path: Path) -> None:
+def test_started_checkpoint_is_visible_once_published(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     _save(manager, 1)
     save = manager.start(2, SlowWriter("two"))
@@ -300,7 +300,7 @@ def test_polling_publishes_what_is_written(tmp_path: Path) -> None:
     assert save.poll()
 
 
-def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
+def test_next_save_waits_for_the_previous_one(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_latest=2)
     first = manager.start(1, SlowWriter("one", num_polls=99))
     second = manager.start(2, SlowWriter("two"))
@@ -314,7 +314,7 @@ METHODS = ["start_checkpoint", "checkpoint_is_written", "finish_checkpoint"]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_of_a_checkpoint_whose_writer_fails_nothing_is_left(tmp_path: Path, method: str) -> None:
+def test_failed_writer_leaves_no_files(tmp_path: Path, method: str) -> None:
     class Failing(SlowWriter):
         pass
 
@@ -331,7 +331,7 @@ def test_of_a_checkpoint_whose_writer_fails_nothing_is_left(tmp_path: Path, meth
     assert _visible(tmp_path) == ["step-00000003"]
 
 
-def test_what_publishing_raises_comes_out_of_wait(tmp_path: Path) -> None:
+def test_wait_raises_errors_of_publishing(tmp_path: Path) -> None:
     class Meddling(SlowWriter):
         def finish_checkpoint(self) -> None:
             (self.path / "manifest.json").mkdir()
@@ -346,7 +346,8 @@ def test_what_publishing_raises_comes_out_of_wait(tmp_path: Path) -> None:
     assert _visible(tmp_path) == ["step-00000001"]
 
 
-def test_killed_while_written_in_the_background_the_old_one_is_whole(
+@pytest.mark.slow
+def test_old_checkpoint_is_complete_after_a_kill_in_a_background_save(
     tmp_path: Path, spawn: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
     """The trainer's state of two layers, being written by torch's thread when the process dies."""

@@ -63,7 +63,7 @@ def work_folder(tmp_path: Path, name: str) -> Path:
 
 
 def step(folder: Path, saves: ObjectSaves, number: int, **contents: str) -> None:
-    """What a stage does in a step that is saved."""
+    """Writes the files of a stage in a step that is saved."""
     with (folder / "metrics.jsonl").open("a") as metrics:
         metrics.write(f"{number}\n")
 
@@ -103,7 +103,7 @@ def test_an_empty_disk_gets_what_was_saved(
     assert CheckpointManager(second / "checkpoints").latest() is not None
     assert objects(bucket, prefix + "/1") == set()  # nothing was copied
 
-    # An attempt that has saved nothing of its own hands on what it was given.
+    # An attempt that has saved nothing passes on the save that it took over.
     third = work_folder(tmp_path, "third")
     last = ObjectSaves(system, prefix + "/2")
     assert last.take_over(prefix + "/1")
@@ -130,7 +130,7 @@ def test_restoring_that_was_killed_is_repeated(tmp_path: Path, system: Any, pref
     saves = ObjectSaves(system, prefix + "/1")
     saves.take_over(prefix)
     saves.restore(second)
-    # As if killed between the two moves: metrics are in place, the checkpoint is not.
+    # As if killed between the two moves: metrics are moved, the checkpoint is not.
     (second / ".restoring").mkdir()
     (second / "checkpoints").rename(second / ".restoring" / "checkpoints")
     assert is_to_be_restored(second)
@@ -200,12 +200,14 @@ def test_a_server_that_refuses_ends_the_save_with_its_path(
     folder = work_folder(tmp_path, "first")
     step(folder, ObjectSaves(system, prefix), 1)
     nowhere = ObjectSaves(system, "s3://no-such-bucket/x")
-    with pytest.raises(TransferError, match=r"s3://no-such-bucket/x/files/[0-9a-f]{64} broke off"):
+    with pytest.raises(
+        TransferError, match=r"s3://no-such-bucket/x/files/[0-9a-f]{64} was interrupted"
+    ):
         step(folder, nowhere, 2)
 
 
 @pytest.mark.parametrize("num_failures", [2, 3])
-def test_a_transfer_that_breaks_off_is_repeated(
+def test_interrupted_transfer_is_retried(
     tmp_path: Path, prefix: str, system: Any, monkeypatch: pytest.MonkeyPatch, num_failures: int
 ) -> None:
     monkeypatch.setattr(object_saves, "_PAUSES_SECONDS", (0.0, 0.0))
@@ -220,7 +222,7 @@ def test_a_transfer_that_breaks_off_is_repeated(
     monkeypatch.setattr(system, "put_file", put_or_break)
     saves = ObjectSaves(system, prefix)
     if num_failures == 3:
-        with pytest.raises(TransferError, match="broke off"):
+        with pytest.raises(TransferError, match="was interrupted"):
             step(folder, saves, 1)
         return
     step(folder, saves, 1)
@@ -292,8 +294,8 @@ def test_each_file_knows_who_wrote_it(
             import hashlib
 
             return {
-                f"trainer/{name}": WrittenFile(hashlib.sha256(name.encode()).hexdigest(), 3, place)
-                for name, place in (("one", "node 1"), ("two", "node 2"))
+                f"trainer/{name}": WrittenFile(hashlib.sha256(name.encode()).hexdigest(), 3, node)
+                for name, node in (("one", "node 1"), ("two", "node 2"))
             }
 
     checkpoints = CheckpointManager(folder / "checkpoints", keep_latest=2)
@@ -308,7 +310,8 @@ def test_each_file_knows_who_wrote_it(
     }
 
 
-def test_killed_while_it_sends_the_save_before_is_whole(
+@pytest.mark.slow
+def test_previous_save_is_complete_after_a_kill_while_sending(
     tmp_path: Path, prefix: str, system: Any, bucket: S3Bucket
 ) -> None:
     script = """
@@ -352,7 +355,8 @@ step(folder, saves, 2, **{f"part-{number}": "x" * number for number in range(1, 
     assert objects(bucket, prefix) == set()  # neither the first save nor the one cut off
 
 
-def test_killed_before_it_removes_what_is_not_needed_the_next_attempt_does(
+@pytest.mark.slow
+def test_next_attempt_removes_unneeded_objects_after_a_kill(
     tmp_path: Path, prefix: str, system: Any, bucket: S3Bucket
 ) -> None:
     step(work_folder(tmp_path, "first"), ObjectSaves(system, prefix + "/0"), 1, base="frozen")
@@ -386,13 +390,13 @@ step(folder, saves, 2, base="frozen")
     step(third, saves, 3, base="frozen")
     system.invalidate_cache()
     assert not any(system.exists(f"{prefix}/{number}/save.json") for number in (0, 1))
-    # The base alone, which every step has.
+    # Only the base, which every step has.
     assert [len(objects(bucket, f"{prefix}/{number}")) for number in (0, 1, 2)] == [1, 0, 3]
     step(third, saves, 4, base="other")
     assert [len(objects(bucket, f"{prefix}/{number}")) for number in (0, 1, 2)] == [0, 0, 4]
 
 
-def test_what_is_appended_meanwhile_is_of_a_later_save(
+def test_text_appended_during_a_save_belongs_to_a_later_save(
     tmp_path: Path, prefix: str, system: Any
 ) -> None:
     folder, second = work_folder(tmp_path, "first"), work_folder(tmp_path, "second")
@@ -421,6 +425,7 @@ def test_published_saves_name_their_folder(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_an_object_is_copied_in_parts(
     tmp_path: Path, prefix: str, system: Any, bucket: S3Bucket
 ) -> None:
@@ -430,7 +435,7 @@ def test_an_object_is_copied_in_parts(
     CheckpointManager(folder / "checkpoints").save(1, lambda path: _write_large(path / "shard"))
     shard = folder / "checkpoints/step-00000001/shard"
     saves.save(folder, PublishedSave(shard.parent, {}))
-    (known,) = [each for each in saves.known_to(system).values() if each.num_bytes > LARGE_BYTES]
+    (known,) = [each for each in saves.copyable_to(system).values() if each.num_bytes > LARGE_BYTES]
     copy = StoredFile(known.sha256, known.num_bytes, f"{prefix}/artifact/shard")
     deliver(system, [Transfer(Path("gone"), copy, copied_from=known.address)])
     assert bucket.copied.count(bucket.path(copy.address)) == 4  # parts of 50 MiB
@@ -452,7 +457,7 @@ def test_only_the_same_store_copies(
     folder = work_folder(tmp_path, "first")
     saves = ObjectSaves(system, prefix)
     step(folder, saves, 1)
-    assert len(saves.known_to(system)) == 3
-    assert saves.known_to(fsspec.filesystem("memory")) == {}
+    assert len(saves.copyable_to(system)) == 3
+    assert saves.copyable_to(fsspec.filesystem("memory")) == {}
     monkeypatch.setattr(type(system), "protocol", ("abfs", "az"))
-    assert saves.known_to(system) == {}
+    assert saves.copyable_to(system) == {}

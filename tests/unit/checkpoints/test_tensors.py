@@ -55,24 +55,24 @@ def test_damaged_tensors_are_refused(tmp_path: Path, damage: str) -> None:
 
 def stream(*sizes: int):
     """float32 tensors `w0`, `w1`, ... of so many elements, each holding its own number."""
-    return ((f"w{place}", torch.full((size,), float(place))) for place, size in enumerate(sizes))
+    return ((f"w{number}", torch.full((size,), float(number))) for number, size in enumerate(sizes))
 
 
 def test_weights_are_cut_into_files_by_size(tmp_path: Path) -> None:
-    # 40 + 40 bytes fill the first file; 200 alone exceed the bound; the rest is the third.
+    # 40 + 40 bytes fill the first file; the 200 exceed the bound; the rest is the third.
     total = save_weights(tmp_path, stream(10, 10, 50, 5, 5), max_shard_bytes=80)
     assert total == 320
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 320}
     files = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
     expected = dict(zip(["w0", "w1", "w2", "w3", "w4"], [0, 0, 1, 2, 2], strict=True))
-    assert index["weight_map"] == {name: files[place] for name, place in expected.items()}
+    assert index["weight_map"] == {name: files[number] for name, number in expected.items()}
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *files,
         "model.safetensors.index.json",
     ]
-    for name, place in expected.items():
-        assert (load_tensors(tmp_path / files[place])[name] == int(name[1])).all()
+    for name, number in expected.items():
+        assert (load_tensors(tmp_path / files[number])[name] == int(name[1])).all()
 
 
 def test_few_weights_are_one_file_without_index(tmp_path: Path) -> None:
@@ -85,9 +85,9 @@ def test_no_two_files_are_in_memory_at_once(tmp_path: Path) -> None:
         return [len(load_tensors(path)) for path in tmp_path.iterdir()]
 
     def watched():
-        for place, (name, tensor) in enumerate(stream(10, 10, 10, 10, 10)):
+        for number, (name, tensor) in enumerate(stream(10, 10, 10, 10, 10)):
             # Two tensors a file: by the time that one is made, all but the last two are written.
-            assert sum(written()) >= place - 2
+            assert sum(written()) >= number - 2
             yield name, tensor
 
     save_weights(tmp_path, watched(), max_shard_bytes=80)

@@ -1,4 +1,4 @@
-"""Shapes of clusters, and that their workers hold whole copies of a model."""
+"""Shapes of clusters, whose workers hold complete copies of a model."""
 
 import pytest
 
@@ -20,7 +20,9 @@ from nemo_rl_core.errors import ConfigError
         (ClusterConfig(shape="cluster", num_workers=8, num_gpus_per_node=4), [4, 4], 8),
     ],
 )
-def test_workers_lie_on_machines(config: ClusterConfig, bundles: list[int], num_gpus: int) -> None:
+def test_workers_are_placed_on_machines(
+    config: ClusterConfig, bundles: list[int], num_gpus: int
+) -> None:
     assert config.bundles_per_node == bundles
     assert config.num_gpus == num_gpus
 
@@ -35,11 +37,13 @@ def test_one_gpu_holds_one_worker() -> None:
     ("given", "message", "expected"),
     [
         ({"num_workers": 9}, "room for 8 workers", "cluster.num_workers: 8 or fewer"),
-        ({"num_gpus_per_node": 4}, "eight GPUs", "cluster.num_gpus_per_node: 8, or not said"),
+        ({"num_gpus_per_node": 4}, "eight GPUs", "cluster.num_gpus_per_node: 8, or not set"),
         ({"shape": "laptop", "accelerator": "nvidia-h100"}, "no GPU", "no cluster.accelerator"),
     ],
 )
-def test_what_a_shape_has_no_room_for(given: dict, message: str, expected: str) -> None:
+def test_bundles_that_do_not_fit_a_shape_are_refused(
+    given: dict, message: str, expected: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         ClusterConfig(**{"shape": "node_8gpu", **given})
     assert caught.value.expected == expected
@@ -52,15 +56,15 @@ def test_a_size_is_the_same_after_a_round_trip() -> None:
 
 def test_workers_that_hold_part_of_a_copy_are_refused() -> None:
     parallel = {"tensor_parallel_size": 2, "context_parallel_size": 2}
-    whole = TrainerSettings(training=parallel, cluster={"num_workers": 8})
-    assert whole.cluster.num_workers == 8
-    with pytest.raises(ConfigError, match="6 workers cannot hold whole copies") as caught:
+    full = TrainerSettings(training=parallel, cluster={"num_workers": 8})
+    assert full.cluster.num_workers == 8
+    with pytest.raises(ConfigError, match="6 workers cannot hold complete copies") as caught:
         TrainerSettings(training=parallel, cluster={"num_workers": 6})
     assert caught.value.got == "cluster.num_workers: 6"
     assert "set cluster.num_workers to 8" in caught.value.fix
 
 
-def test_copies_by_hand() -> None:
+def test_copies_of_a_model_by_hand() -> None:
     assert DTensorTraining().data_parallel_size(3) == 3
     four = MegatronTraining(tensor_parallel_size=2, pipeline_parallel_size=2)
     assert four.data_parallel_size(8) == 2

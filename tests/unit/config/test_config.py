@@ -98,7 +98,7 @@ def test_an_unknown_key_is_named_with_its_path(recipe: dict, path: str, suggesti
             ["train_global_batch_size (5)", "num_generations_per_prompt (12)"],
         ),
         (
-            # Operands 0..9 make 10 x 10 = 100 sums; 90 + 11 = 101 are asked for.
+            # Operands 0..9 make 10 x 10 = 100 sums; 90 + 11 = 101 are requested.
             {
                 "data": {
                     "kind": "arithmetic",
@@ -137,7 +137,7 @@ def test_a_contradiction_is_refused_when_the_recipe_is_loaded(
     assert caught.value.exit_code == 2
 
 
-def test_all_sums_may_be_used_and_not_one_more() -> None:
+def test_all_sums_can_be_used_but_not_more() -> None:
     ArithmeticData(num_train=99, num_validation=1, max_operand=9)
     with pytest.raises(ValidationError, match="only 100 different sums"):
         ArithmeticData(num_train=99, num_validation=2, max_operand=9)
@@ -152,7 +152,7 @@ def test_all_sums_may_be_used_and_not_one_more() -> None:
         {"kind": "hub", "name": "organization/name"},
     ],
 )
-def test_every_kind_of_data_says_what_becomes_of_its_rows(data: dict) -> None:
+def test_every_kind_of_data_has_row_policies(data: dict) -> None:
     loaded = GRPORecipe(data={**data, "overlong": "drop", "max_sequence_tokens": 9}).data
     assert isinstance(loaded, RowPolicy)
     assert (loaded.overlong, loaded.max_sequence_tokens) == ("drop", 9)
@@ -179,7 +179,7 @@ def test_all_problems_are_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "problem"),
     [
         (
             {"environment": {"kind": "function", "target": "a b"}},
@@ -192,10 +192,10 @@ def test_all_problems_are_listed() -> None:
         ),
     ],
 )
-def test_patterns_and_kinds_are_said_in_words(values: dict, said: str) -> None:
+def test_patterns_and_kinds_have_readable_messages(values: dict, problem: str) -> None:
     with pytest.raises(RecipeError) as caught:
         GRPORecipe.model_validate({"recipe": "grpo_arithmetic", **values})
-    assert said in str(caught.value)
+    assert problem in str(caught.value)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -203,7 +203,7 @@ def test_a_checked_in_recipe_loads(path: Path) -> None:
     experiment_of(path).model_validate(yaml.safe_load(path.read_text()))
 
 
-def test_what_stands_beside_a_base_recipe_is_laid_over_it() -> None:
+def test_keys_next_to_a_base_recipe_override_it() -> None:
     base = GRPORecipe.model_validate({"recipe": "grpo_arithmetic"})
     changed = GRPORecipe.model_validate(
         {"recipe": "grpo_arithmetic", "seed": 3, "grpo": {"num_iterations": 1}, "sft": None}
@@ -213,12 +213,12 @@ def test_what_stands_beside_a_base_recipe_is_laid_over_it() -> None:
     assert changed.model_dump() == expected
 
 
-def test_a_map_of_another_kind_replaces_that_of_the_base(tmp_path: Path) -> None:
+def test_map_of_another_kind_replaces_the_base_map(tmp_path: Path) -> None:
     base = tmp_path / "base.yaml"
     base.write_text("data: {kind: arithmetic, num_train: 5, num_validation: 5}")
     other = {"kind": "reasoning_gym", "num_validation": 3}
     recipe = GRPORecipe.model_validate({"recipe": str(base), "data": other})
-    # Nothing of the sums is left: num_train is the default of reasoning-gym data.
+    # No setting of the sums remains: num_train is the default of reasoning-gym data.
     assert (recipe.data.kind, recipe.data.num_train, recipe.data.num_validation) == (
         "reasoning_gym",
         1024,
@@ -235,11 +235,11 @@ def test_an_unknown_base_lists_the_choices() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_checked_in_recipe_holds_only_what_differs(
+def test_checked_in_recipes_contain_only_differences(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What would be chosen for a pretrained model is no default: a checked-in recipe states it.
-    monkeypatch.setattr(common, "_chosen_for", lambda *_: {})
+    # Settings chosen for a pretrained model are not defaults: a checked-in recipe states them.
+    monkeypatch.setattr(common, "_chosen_settings", lambda *_: {})
     recipe = yaml.safe_load(path.read_text())
     experiment = experiment_of(path)
     loaded = experiment.model_validate(recipe)
@@ -257,18 +257,18 @@ def _loads_as(
     try:
         return experiment.model_validate(recipe) == loaded
     except (RecipeError, ConfigError):
-        return False  # a recipe that cannot do without it does not repeat it
+        return False  # the recipe is invalid without it, so it is not redundant
 
 
 def _leaves(values: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Paths of all values that a recipe could do without; kinds say how to read the others."""
-    found: list[tuple[str, ...]] = []
+    """Returns paths of all redundant values; kinds are kept, as they determine the other keys."""
+    results: list[tuple[str, ...]] = []
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            found += [(key, *rest) for rest in _leaves(value)]
+            results += [(key, *rest) for rest in _leaves(value)]
         elif key not in ("kind", "name", "package", "recipe"):
-            found.append((key,))
-    return found
+            results.append((key,))
+    return results
 
 
 def _without(values: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
@@ -278,12 +278,12 @@ def _without(values: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
     return {**values, first: _without(values[first], tuple(rest))}
 
 
-def test_there_are_recipes() -> None:
+def test_some_recipes_exist() -> None:
     assert "grpo_arithmetic" in {path.stem for path in RECIPES}
 
 
 @given(st.integers(1, 10_000), st.integers(1, 10_000))
-def test_an_iteration_does_not_know_how_many_follow(one: int, other: int) -> None:
+def test_an_iteration_does_not_depend_on_the_number_of_iterations(one: int, other: int) -> None:
     schedules = [GRPOSchedule(num_iterations=number, learning_rate=2e-4) for number in (one, other)]
     first, second = (schedule.iteration for schedule in schedules)
     assert first == second

@@ -10,9 +10,9 @@ from pydantic.fields import FieldInfo
 
 from nemo_rl_core.algorithms.dpo.config import DPOConfig, SigmoidLoss
 from nemo_rl_core.config.annotations import classes_of, tag_of
-from nemo_rl_core.config.kept_types import fields_of
+from nemo_rl_core.config.base import fields_of
 from nemo_rl_core.errors import ConfigError
-from tasks.cli.run_settings import changes_of
+from tasks.cli.recipe.run_settings import changes_of
 from tasks.recipes.common import Recipe, RecipeError
 from tasks.recipes.distillation import DistillationRecipe
 from tasks.recipes.dpo import DPORecipe
@@ -23,7 +23,7 @@ from tests.unit.config.test_kept_types import configs
 
 
 def default_kinds() -> list[tuple[type[BaseModel], str, FieldInfo]]:
-    """Fields of all configs whose default is one of several variants."""
+    """Returns fields of all configs whose default is one of several variants."""
     return [
         (kind, name, field)
         for kind in configs()
@@ -72,13 +72,13 @@ def test_one_field_is_enough(
     assert expected.items() <= read.model_dump().items()
 
 
-def test_a_preset_chooses_the_kind_before_the_default_does() -> None:
+def test_the_kind_of_a_preset_overrides_the_default() -> None:
     grpo = {"preset": "gdpo", "advantage": {"weights": [1.0, 0.1]}}
     advantage = GRPORecipe.model_validate({"grpo": grpo}).grpo.advantage
     assert advantage.model_dump() == {"kind": "gdpo", "weights": [1.0, 0.1]}
 
 
-def test_python_takes_it_too() -> None:
+def test_python_calls_may_omit_the_kind_too() -> None:
     assert DPOConfig.model_validate({"loss": {"beta": 0.5}}).loss == SigmoidLoss(beta=0.5)
 
 
@@ -108,7 +108,7 @@ def test_a_field_of_another_kind_is_named_with_that_kind(
 
 
 def test_a_config_within_others_sets_the_kind_once() -> None:
-    """Else the schema would grow with each use, until Python's recursion limit."""
+    """Otherwise the schema would grow with each use, up to Python's recursion limit."""
     for _ in range(3):
         TypeAdapter(list[DPOConfig])
     schema, depth = fields_of(DPOConfig.__pydantic_core_schema__)["loss"]["schema"], 0

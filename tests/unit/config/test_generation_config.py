@@ -1,4 +1,4 @@
-"""How completions are sampled: kinds of engines, and what is refused."""
+"""Settings of sampling: kinds of engines, and combinations that are refused."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def read(values: dict[str, Any]) -> Any:
     return TypeAdapter(GenerationConfig).validate_python(values)
 
 
-def test_the_backend_says_which_config_it_is() -> None:
+def test_backend_key_determines_the_config() -> None:
     assert read({"max_new_tokens": 5}) == VllmGenerationConfig(max_new_tokens=5)
     assert read({"backend": "hf", "top_k": 4}) == HuggingFaceGenerationConfig(top_k=4)
     split = read({"backend": "megatron", "tensor_parallel_size": 2, "pipeline_parallel_size": 3})
@@ -61,7 +61,7 @@ def test_the_backend_says_which_config_it_is() -> None:
         ({"repetition_penalty": 0}, "greater than 0"),
         ({"stop_strings": [""]}, "at least 1 character"),
         ({"generate_timeout_seconds": 0}, "greater than 0"),
-        ({"skip_tokenizer_init": True, "stop_strings": ["x"]}, "leave one of them out"),
+        ({"skip_tokenizer_init": True, "stop_strings": ["x"]}, "remove one of them"),
         ({"backend": "vlm"}, "vlm"),
     ],
 )
@@ -73,7 +73,7 @@ def test_contradictions_are_refused(values: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize("generation", UNFIT)
 @pytest.mark.parametrize("settings", [GRPOSettings, PPOSettings, DistillationSettings])
 def test_training_samples_what_the_trainer_can_score(settings: Any, generation: dict) -> None:
-    with pytest.raises(ConfigError, match="rollouts that are trained on") as caught:
+    with pytest.raises(ConfigError, match="rollouts for training") as caught:
         settings(generation=generation)
     reshaping = [f"{k}: {v}" for k, v in generation.items() if k not in ("backend", "temperature")]
     assert ", ".join(reshaping) in str(caught.value)
@@ -82,9 +82,9 @@ def test_training_samples_what_the_trainer_can_score(settings: Any, generation: 
 
 @pytest.mark.parametrize("generation", UNFIT)
 @pytest.mark.parametrize("experiment", [GRPORecipe, PPORecipe, DistillationRecipe])
-def test_a_pipeline_says_so_before_it_starts(experiment: Any, generation: dict) -> None:
+def test_pipeline_warns_before_it_starts(experiment: Any, generation: dict) -> None:
     experiment().refuse_contradictions()
-    with pytest.raises(ConfigError, match="rollouts that are trained on"):
+    with pytest.raises(ConfigError, match="rollouts for training"):
         experiment(generation=generation).refuse_contradictions()
 
 
@@ -94,14 +94,14 @@ def test_evaluation_and_pairs_may_sample_from_another_distribution(generation: d
         experiment(evaluation={"generation": generation}).refuse_contradictions()
     for experiment in (DPORecipe, RewardModelRecipe, EvaluateRecipe):
         experiment(generation=generation).refuse_contradictions()
-    with pytest.raises(ConfigError, match="rollouts that are trained on"):
+    with pytest.raises(ConfigError, match="rollouts for training"):
         PostTrainRecipe(generation=generation).refuse_contradictions()
 
 
 @pytest.mark.parametrize(
     "trainer", [GRPOTrainer, AsyncGRPOTrainer, PPOTrainer, DistillationTrainer]
 )
-def test_trainers_in_python_refuse_it_before_a_model_is_looked_for(trainer: Any) -> None:
+def test_python_trainers_refuse_it_before_loading_a_model(trainer: Any) -> None:
     with pytest.raises(ConfigError, match="must be sampled from all tokens"):
         trainer(model="no/model", top_p=0.9)
     with pytest.raises(ConfigError, match="here it is left out: training samples from the pol"):

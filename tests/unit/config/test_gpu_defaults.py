@@ -1,4 +1,4 @@
-"""What a recipe with GPUs has where it says nothing: the table of docs/gpus.md."""
+"""Defaults of a recipe with GPUs: the table of docs/gpus.md."""
 
 import torch
 
@@ -12,12 +12,12 @@ from tasks.recipes.grpo import GRPORecipe
 
 
 def test_a_recipe_with_gpus_leaves_the_rest_to_these_defaults() -> None:
-    found = GRPORecipe.model_validate(
+    validated = GRPORecipe.model_validate(
         {"model": {"name": "org/model"}, "cluster": {"shape": "node_8gpu"}}
     )
-    assert found.cluster.num_workers == found.generation.num_engines == 8
-    assert found.model.dtype == "bfloat16"
-    training, engine = found.training, found.generation
+    assert validated.cluster.num_workers == validated.generation.num_engines == 8
+    assert validated.model.dtype == "bfloat16"
+    training, engine = validated.training, validated.generation
     assert isinstance(training, DTensorTraining)
     assert isinstance(engine, VllmGenerationConfig)
     for setting in (
@@ -30,7 +30,7 @@ def test_a_recipe_with_gpus_leaves_the_rest_to_these_defaults() -> None:
         assert getattr(training, setting) == "auto", setting
     assert not training.compile
     assert training.offload_for_generation == "none"
-    # What is not computed in float32 is not asked about it.
+    # The precision of float32 does not apply to other types.
     assert training.float32_matmul_precision == engine.float32_matmul_precision == "highest"
     assert engine.gpu_memory_utilization == 0.5
     assert not engine.enforce_eager  # so that vLLM has CUDA graphs

@@ -12,7 +12,7 @@ from nemo_rl_core.algorithms.grpo.config import GRPOSettings
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.registered import RegisteredBackend
 from nemo_rl_core.errors import ConfigError
-from tasks.cli.run_settings import changes_of
+from tasks.cli.recipe.run_settings import changes_of
 from tasks.recipes.common import RecipeError
 from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.recipe_file import read_recipe
@@ -21,7 +21,7 @@ VALUES = (True, False, 0, 1, 1.0, "1", "0.5", "true", "yes", "off")
 
 
 def configs(base: type[FrozenConfig] = FrozenConfig) -> Iterator[type[FrozenConfig]]:
-    """Every config class that is imported."""
+    """Returns every imported config class."""
     for kind in base.__subclasses__():
         if kind.__module__.startswith(("nemo_rl_core", "tasks")):
             yield kind
@@ -29,7 +29,7 @@ def configs(base: type[FrozenConfig] = FrozenConfig) -> Iterator[type[FrozenConf
 
 
 def converted_values(field: FieldInfo) -> list[Any]:
-    """The values that pydantic turns into those of another type for a plain field."""
+    """Returns the values that pydantic converts to another type for a plain field."""
     annotation = Annotated[field.annotation, *field.metadata] if field.metadata else None
     adapter, numbers, converted = TypeAdapter(annotation or field.annotation), (int, float), []
     for value in VALUES:
@@ -44,9 +44,9 @@ def converted_values(field: FieldInfo) -> list[Any]:
     return converted
 
 
-def test_no_field_of_any_config_converts_a_value() -> None:
+def test_config_fields_never_convert_values() -> None:
     num_refused, accepted = 0, []
-    # A registered backend's section is read by the class that is registered with it.
+    # The class registered with a backend reads its section.
     for kind in {each for each in configs() if not issubclass(each, RegisteredBackend)}:
         for name, field in kind.model_fields.items():
             for value in converted_values(field):
@@ -99,7 +99,7 @@ def test_numbers_may_be_written_with_and_without_a_point() -> None:
 
 
 @pytest.mark.parametrize("text", ["yes", "true", "1:30:00", "0777", "00", "_1", "1.0.0"])
-def test_what_looks_like_a_number_to_yaml_1_1_is_refused(tmp_path: Path, text: str) -> None:
+def test_yaml_1_1_numbers_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"grpo:\n  max_grad_norm: {text}\n")
     with pytest.raises(RecipeError, match=r"mine.yaml:2: grpo.max_grad_norm: .* valid number"):
@@ -125,6 +125,6 @@ def test_an_integer_of_5000_digits_is_refused_in_a_few_lines(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="an integer of 5,000 digits") as caught:
         read_recipe(path)
     assert len(str(caught.value)) < 400
-    with pytest.raises(ConfigError, match="the value of seed is no YAML") as caught:
+    with pytest.raises(ConfigError, match="the value of seed is not YAML") as caught:
         changes_of([f"seed={'9' * 5000}"])
     assert len(str(caught.value)) < 400

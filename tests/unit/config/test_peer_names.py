@@ -1,4 +1,4 @@
-"""Names of TRL, NeMo RL, verl and OpenRLHF: what errors and documentation say of them."""
+"""Names of TRL, NeMo RL, verl and OpenRLHF: their hints in errors and documentation."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from nemo_rl_core.algorithms.grpo.config import GRPOSettings
 from nemo_rl_core.config.peer_names import PEER_NAMES, peer_hint
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.trainers.overrides import refuse_unclaimed
+from nemo_rl_core.trainers.fit.overrides import refuse_unclaimed
 from tasks.recipes.common import RecipeError
 from tasks.recipes.dpo import DPORecipe
 from tasks.recipes.grpo import GRPORecipe
@@ -41,19 +41,19 @@ def has(kind: type[BaseModel], path: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("name", list(PEER_NAMES))
-def test_what_is_named_exists(name: str) -> None:
+def test_named_equivalents_exist(name: str) -> None:
     here = PEER_NAMES[name]
     for path in PATH.findall(here.replace("workflows/grpo.py", "")):
         assert any(has(kind, path.split(".")) for kind in RECIPES), path
-    # The name itself is unknown here, or the error for it could never be seen; `seed` stands at the
-    # top of a recipe alone, and is told to who writes it into a section.
+    # The name must be unknown here, or its error could never occur. `seed` is a key at the top of a
+    # recipe only, and the error in a section says so.
     assert name == "seed" or not any(name in kind.model_fields for kind in RECIPES)
     for bare in re.findall(r"(\w+), in the algorithm's section", here):
         assert bare in GRPORecipe.model_fields["grpo"].annotation.model_fields  # type: ignore[union-attr]
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
-    """Page, first cell and the other cells of each row of the tables."""
+    """Returns page, first cell and other cells of each row of the tables."""
     for page in PAGES.glob("*.md"):
         for line in page.read_text().splitlines():
             first, *others = [cell.strip() for cell in line.strip("| ").split(" | ")]
@@ -61,7 +61,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
                 yield page.name, first, " ".join(others)
 
 
-def test_errors_say_what_the_pages_say() -> None:
+def test_errors_match_the_pages() -> None:
     seen = set()
     wrong = []
     for page, first, here in rows():
@@ -89,25 +89,25 @@ def test_errors_say_what_the_pages_say() -> None:
         ({"training": {"lora": {"r": 8}}}, "here it is training.lora.rank"),
     ],
 )
-def test_a_recipe_with_such_a_name_is_told(values: dict[str, Any], hint: str) -> None:
+def test_recipe_with_a_peer_name_gets_the_equivalent(values: dict[str, Any], hint: str) -> None:
     with pytest.raises(RecipeError) as error:
         GRPORecipe.model_validate({"recipe": "grpo_arithmetic", **values})
     assert hint in str(error.value)
     assert "did you mean" not in str(error.value)
 
 
-def test_a_call_from_python_is_told() -> None:
+def test_python_calls_suggest_the_equivalent_setting() -> None:
     with pytest.raises(ConfigError, match=r"fix: write max_new_tokens=64"):
         refuse_unclaimed(GRPOSettings, "grpo", {}, {"max_completion_length": 64})
 
 
 @pytest.mark.parametrize("name", ["num_stepz", "max_step"])
-def test_a_misspelt_name_of_another_algorithm_is_told_as_that_one(name: str) -> None:
+def test_misspelled_name_of_another_algorithm_suggests_that_name(name: str) -> None:
     with pytest.raises(ConfigError, match="fix: write num_steps_per_iteration=3"):
         refuse_unclaimed(GRPOSettings, "grpo", {}, {name: 3})
 
 
-def test_a_misspelt_name_is_none_of_them() -> None:
+def test_misspelled_name_is_not_an_equivalent() -> None:
     assert peer_hint("lerning_rate") is None
     with pytest.raises(RecipeError, match="did you mean 'learning_rate'"):
         GRPORecipe.model_validate({"recipe": "grpo_arithmetic", "grpo": {"lerning_rate": 1}})

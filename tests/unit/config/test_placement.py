@@ -1,9 +1,10 @@
-"""Engines on bundles of their own: what a recipe may ask for, and on which machines they lie."""
+"""Recipes with engines on dedicated bundles, and the machines of the bundles."""
 
 from typing import Any
 
 import pytest
 
+from nemo_rl_core.algorithms.grpo.config import GRPOConfig
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.defaults import DefaultsContext, defaults_of_pretrained
 from nemo_rl_core.config.generation import (
@@ -13,7 +14,7 @@ from nemo_rl_core.config.generation import (
     refuse_misplaced,
 )
 from nemo_rl_core.config.mistakes import describe
-from nemo_rl_core.config.placement import OwnBundles, OwnPlacement, own_bundles_per_node
+from nemo_rl_core.config.placement import DedicatedBundles, OwnPlacement, dedicated_bundles_per_node
 from nemo_rl_core.errors import ConfigError
 
 
@@ -29,13 +30,13 @@ from nemo_rl_core.errors import ConfigError
         ({"num_engines": 4}, 4),
     ],
 )
-def test_there_are_as_many_engines_as_their_bundles_hold(
+def test_dedicated_bundles_determine_the_number_of_engines(
     values: dict[str, Any], num_engines: int
 ) -> None:
     config = VllmGenerationConfig.model_validate(values)
     assert config.num_engines == num_engines
     placement = values.get("placement", "colocated")
-    assert config.num_own_bundles == (
+    assert config.num_dedicated_bundles == (
         0 if placement == "colocated" else num_engines * config.ranks_per_engine
     )
     assert VllmGenerationConfig.model_validate(config.model_dump()) == config
@@ -57,7 +58,7 @@ def test_bundles_that_no_engine_fills_are_refused(values: dict[str, Any], needed
 
 
 @pytest.mark.parametrize(
-    ("placement", "said"),
+    ("placement", "problem"),
     [
         ("own", ["placement:", "colocated, or {own: 4}"]),
         (2, ["placement:", "colocated, or {own: 4}"]),
@@ -65,13 +66,13 @@ def test_bundles_that_no_engine_fills_are_refused(values: dict[str, Any], needed
         ({"owns": 1}, ["placement.owns"]),
     ],
 )
-def test_another_placement_is_refused_by_its_path(placement: Any, said: list[str]) -> None:
+def test_another_placement_is_refused_by_its_path(placement: Any, problem: list[str]) -> None:
     values = {"placement": placement}
     with pytest.raises(Exception) as caught:
         SamplingConfig.model_validate(values)
     error = caught.value
     shown = str(error if isinstance(error, ConfigError) else describe(error, values))
-    assert all(part in shown for part in said), shown
+    assert all(part in shown for part in problem), shown
 
 
 @pytest.mark.parametrize(
@@ -82,27 +83,27 @@ def test_another_placement_is_refused_by_its_path(placement: Any, said: list[str
         ([8, 4], 2, 1, 8, [0, 2]),
         ([8, 4], 6, 1, 8, [0, 4, 2]),
         ([8, 6], 8, 4, 8, [0, 0, 8]),  # an engine of four stays on one machine
-        ([8], 16, 16, 8, [0, 8, 8]),  # none holds sixteen
+        ([8], 16, 16, 8, [0, 8, 8]),  # no machine has sixteen
         ([1], 3, 1, None, [3]),
     ],
 )
 def test_engines_fill_what_the_trainer_leaves_of_its_last_machine(
     taken: list[int], num_own: int, ranks: int, per_node: int | None, expected: list[int]
 ) -> None:
-    own = OwnBundles("generation", num_own, ranks)
-    assert own_bundles_per_node(taken, own, num_gpus_per_node=per_node) == expected
+    bundles = DedicatedBundles("generation", num_own, ranks)
+    assert dedicated_bundles_per_node(taken, bundles, num_gpus_per_node=per_node) == expected
 
 
-def test_gpus_of_engines_and_scorers_come_on_top() -> None:
+def test_gpus_of_engines_and_scorers_are_added() -> None:
     cluster = ClusterConfig(shape="cluster", num_workers=12)
-    own = SamplingConfig.model_validate({"placement": {"own": 8}}).own_bundles
-    assert (cluster.num_gpus_with(own), cluster.bundles_with(own)) == (20, [8, 8, 4])
-    assert SamplingConfig().own_bundles == ()
+    bundles = SamplingConfig.model_validate({"placement": {"own": 8}}).dedicated_bundles
+    assert (cluster.num_gpus_with(bundles), cluster.bundles_with(bundles)) == (20, [8, 8, 4])
+    assert SamplingConfig().dedicated_bundles == ()
     assert (cluster.num_gpus_with(()), cluster.bundles_with(())) == (12, [8, 4])
-    assert ClusterConfig().num_gpus_with(own) == 0  # processes, on a laptop
-    # A judge comes after the engines, and an engine of four stays on one machine.
-    judge = OwnBundles("judge", 3)
-    split = OwnBundles("generation", 4, ranks_per_engine=4)
+    assert ClusterConfig().num_gpus_with(bundles) == 0  # on a laptop they are processes
+    # A judge is placed after the engines, and an engine of four stays on one machine.
+    judge = DedicatedBundles("judge", 3)
+    split = DedicatedBundles("generation", 4, ranks_per_engine=4)
     six = ClusterConfig(shape="cluster", num_workers=6)
     assert six.bundles_with([split, judge]) == [8, 5]
     assert six.bundles_with([judge, split]) == [8, 5]
@@ -135,9 +136,7 @@ def test_a_shape_without_room_for_them_is_refused(
         ({"num_workers": 2}, 3),
     ],
 )
-def test_more_engines_than_workers_have_room_of_their_own(
-    cluster: dict[str, Any], own: int
-) -> None:
+def test_more_engines_than_workers_fit_dedicated_bundles(cluster: dict[str, Any], own: int) -> None:
     generation = SamplingConfig.model_validate({"placement": {"own": own}})
     refuse_misplaced(ClusterConfig.model_validate(cluster), generation)
     colocated = generation.replace(placement="colocated", num_engines=9)
@@ -147,11 +146,11 @@ def test_more_engines_than_workers_have_room_of_their_own(
 
 
 def test_a_machine_is_divided_between_trainer_and_engines() -> None:
-    found = defaults_of_pretrained(
+    defaults = defaults_of_pretrained(
         {"generation": {"placement": {"own": 2}}},
-        section="grpo",
+        algorithm=GRPOConfig.algorithm,
         samples=True,
         context=DefaultsContext(num_gpus=8),
     )
-    assert found["cluster"] == {"shape": "node_8gpu", "num_workers": 6}
-    assert "generation.num_engines" not in found
+    assert defaults["cluster"] == {"shape": "node_8gpu", "num_workers": 6}
+    assert "generation.num_engines" not in defaults

@@ -1,4 +1,4 @@
-"""A recipe of a pretrained model gets the numbers of such models; checked-in ones keep theirs."""
+"""Recipes of pretrained models get defaults for such models; checked-in recipes keep theirs."""
 
 import logging
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.platform import preflight
+from tasks.local_run import preflight
 from tasks.recipes import common
 from tasks.recipes.evaluate import EvaluateRecipe
 from tasks.recipes.grpo import GRPORecipe
@@ -16,13 +16,11 @@ from tests.unit.config.test_config import RECIPES, experiment_of
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_nothing_is_filled_into_a_checked_in_recipe(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[dict[str, Any]] = []
-    monkeypatch.setattr(common, "_tell", found.append)
+def test_checked_in_recipes_get_no_defaults(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results: list[dict[str, Any]] = []
+    monkeypatch.setattr(common, "_log_choices", results.append)
     experiment_of(path).model_validate(yaml.safe_load(path.read_text()))
-    assert not any(found)
+    assert not any(results)
 
 
 def recipe(**sections: Any) -> GRPORecipe:
@@ -30,27 +28,27 @@ def recipe(**sections: Any) -> GRPORecipe:
 
 
 def test_a_pretrained_model_gets_rates_lengths_and_a_type() -> None:
-    found = recipe(cluster={"shape": "one_gpu"}, sft={"num_steps": 3})
-    assert (found.grpo.learning_rate, found.grpo.num_warmup_steps) == (1e-6, 10)
-    assert found.sft is not None
-    assert found.sft.learning_rate == 2e-5
-    assert found.generation.max_new_tokens == 512
-    assert found.model.dtype == "bfloat16"
-    # A stage reads the whole recipe again, in which nothing is left to choose.
-    assert GRPORecipe.model_validate_json(found.model_dump_json()) == found
+    validated = recipe(cluster={"shape": "one_gpu"}, sft={"num_steps": 3})
+    assert (validated.grpo.learning_rate, validated.grpo.num_warmup_steps) == (1e-6, 10)
+    assert validated.sft is not None
+    assert validated.sft.learning_rate == 2e-5
+    assert validated.generation.max_new_tokens == 512
+    assert validated.model.dtype == "bfloat16"
+    # A stage reads the completed recipe again, in which no default is missing.
+    assert GRPORecipe.model_validate_json(validated.model_dump_json()) == validated
 
 
-def test_what_a_recipe_says_stays() -> None:
-    found = recipe(
+def test_settings_of_a_recipe_are_kept() -> None:
+    validated = recipe(
         model={"name": "org/model", "dtype": "float32"},
         cluster={"shape": "one_gpu"},
         grpo={"learning_rate": 3e-6},
         generation={"max_new_tokens": 64},
     )
-    assert (found.grpo.learning_rate, found.grpo.num_warmup_steps) == (3e-6, 0)
-    assert found.generation.max_new_tokens == 64
-    assert found.model.dtype == "float32"
-    assert found.sft is None
+    assert (validated.grpo.learning_rate, validated.grpo.num_warmup_steps) == (3e-6, 0)
+    assert validated.generation.max_new_tokens == 64
+    assert validated.model.dtype == "float32"
+    assert validated.sft is None
 
 
 def test_the_type_may_be_left_to_the_cluster() -> None:
@@ -68,18 +66,18 @@ def test_the_type_may_be_left_to_the_cluster() -> None:
         ({"shape": "node_8gpu"}, {"num_engines": 2}, 2),
         ({"shape": "cluster", "num_workers": 4}, {"placement": {"own": 2}}, 2),
         ({"shape": "one_gpu"}, {}, 1),
-        ({"num_workers": 4}, {}, 1),  # on CPUs results stay as they are
+        ({"num_workers": 4}, {}, 1),  # on CPUs the default does not change results
     ],
 )
 @pytest.mark.parametrize("model", [{"name": "org/model"}, {"kind": "from_config"}])
 def test_engines_fill_the_gpus_of_the_cluster(
     cluster: dict[str, Any], generation: dict[str, Any], engines: int, model: dict[str, Any]
 ) -> None:
-    found = recipe(model=model, cluster=cluster, generation=generation)
-    assert found.generation.num_engines == engines
-    assert found.generation.backend == "vllm"
-    read_again = GRPORecipe.model_validate_json(found.model_dump_json())
-    assert read_again == found
+    validated = recipe(model=model, cluster=cluster, generation=generation)
+    assert validated.generation.num_engines == engines
+    assert validated.generation.backend == "vllm"
+    read_again = GRPORecipe.model_validate_json(validated.model_dump_json())
+    assert read_again == validated
     sampling = {"evaluation": {"generation": {"temperature": 0.5, **generation}}}
     evaluated = recipe(model=model, cluster=cluster, **sampling).evaluation.generation
     assert evaluated is not None
@@ -95,11 +93,11 @@ def test_engines_fill_the_gpus_of_the_cluster(
         ({"generation": {"placement": {"own": 2}}, "cluster": {"num_workers": 4}}, 0.5),  # no GPUs
     ],
 )
-def test_engines_take_most_of_gpus_of_their_own(sections: dict[str, Any], share: float) -> None:
+def test_engines_use_most_of_dedicated_gpus(sections: dict[str, Any], share: float) -> None:
     sections = {"cluster": {"shape": "cluster", "num_workers": 4}, **sections}
-    found = recipe(**sections)
-    assert found.generation.gpu_memory_utilization == share
-    assert GRPORecipe.model_validate_json(found.model_dump_json()) == found
+    validated = recipe(**sections)
+    assert validated.generation.gpu_memory_utilization == share
+    assert GRPORecipe.model_validate_json(validated.model_dump_json()) == validated
     of_megatron = {"generation": {"backend": "megatron", "placement": {"own": 2}}}
     assert recipe(**{**sections, **of_megatron}).generation.num_engines == 2
     evaluated = recipe(**{**sections, "evaluation": {"generation": sections["generation"]}})
@@ -107,9 +105,9 @@ def test_engines_take_most_of_gpus_of_their_own(sections: dict[str, Any], share:
 
 
 def precisions(**sections: Any) -> tuple[str, str, str]:
-    found = recipe(evaluation={"generation": {"temperature": 0.5}}, **sections)
-    assert GRPORecipe.model_validate_json(found.model_dump_json()) == found
-    parts = found.training, found.generation, found.evaluation.generation
+    validated = recipe(evaluation={"generation": {"temperature": 0.5}}, **sections)
+    assert GRPORecipe.model_validate_json(validated.model_dump_json()) == validated
+    parts = validated.training, validated.generation, validated.evaluation.generation
     return tuple(part.float32_matmul_precision for part in parts)
 
 
@@ -118,55 +116,55 @@ def test_float32_is_computed_in_tf32_on_gpus(backend: str) -> None:
     training, cluster = {"backend": backend}, {"shape": "one_gpu"}
     full = {"model": {"name": "org/model", "dtype": "float32"}, "training": training}
     assert precisions(**full, cluster=cluster) == ("high",) * 3
-    small = {"kind": "from_config"}  # float32 by itself
+    small = {"kind": "from_config"}  # float32 by default
     assert precisions(model=small, training=training, cluster=cluster) == ("high",) * 3
-    # On CPUs, in bfloat16 and where bits matter, everything stays.
+    # No change on CPUs, in bfloat16 and if results must be bitwise identical.
     assert precisions(**full) == ("highest",) * 3
     assert precisions(training=training, cluster=cluster) == ("highest",) * 3
     exact = {**full, "training": {**training, "deterministic": True}}
     assert precisions(**exact, cluster=cluster) == ("highest",) * 3
 
 
-def test_full_float32_on_gpus_may_be_asked_for() -> None:
+def test_full_float32_on_gpus_can_be_requested() -> None:
     highest = {"float32_matmul_precision": "highest"}
-    found = precisions(
+    result = precisions(
         model={"kind": "from_config"},
         cluster={"shape": "node_8gpu"},
         training=highest,
         generation=highest,
     )
-    assert found == ("highest", "highest", "high")
+    assert result == ("highest", "highest", "high")
 
 
 def test_an_engine_of_another_kind_has_no_such_settings() -> None:
-    found = recipe(
+    validated = recipe(
         model={"kind": "from_config"}, cluster={"shape": "one_gpu"}, generation={"backend": "hf"}
     )
-    assert found.generation.backend == "hf"
-    assert found.training.float32_matmul_precision == "high"
+    assert validated.generation.backend == "hf"
+    assert validated.training.float32_matmul_precision == "high"
 
 
-def test_an_evaluation_gets_the_length_alone() -> None:
-    found = EvaluateRecipe.model_validate({"model": {"name": "org/model"}})
-    assert found.generation.max_new_tokens == 512
+def test_evaluation_gets_only_the_length() -> None:
+    validated = EvaluateRecipe.model_validate({"model": {"name": "org/model"}})
+    assert validated.generation.max_new_tokens == 512
 
 
 def test_stages_of_a_family_each_get_their_rate() -> None:
-    found = PostTrainRecipe.model_validate(
+    validated = PostTrainRecipe.model_validate(
         {"recipe": "post_train_arithmetic", "model": {"name": "org/model"}}
     )
-    assert found.reward_model.learning_rate == 1e-5
-    assert found.grpo.learning_rate == 0.0005  # which the base recipe says
+    assert validated.reward_model.learning_rate == 1e-5
+    assert validated.grpo.learning_rate == 0.0005  # from the base recipe
 
 
-def test_a_run_is_warned_of_the_rate_of_a_toys_recipe(
+def test_run_warns_of_a_toy_learning_rate(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(preflight, "num_parameters", lambda folder: 1.5e9)
-    found = GRPORecipe.model_validate(
+    validated = GRPORecipe.model_validate(
         {"recipe": "grpo_arithmetic", "model": {"name": str(tiny_model)}, "sft": None}
     )
     with caplog.at_level(logging.WARNING):
-        preflight._warn_of_the_rates(found)
+        preflight._warn_of_the_rates(validated)
     assert "grpo.learning_rate 0.0005 usually destroys" in caplog.text
     assert "5e-07 to 5e-06 is the usual range" in caplog.text

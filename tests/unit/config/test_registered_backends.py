@@ -1,4 +1,4 @@
-"""A backend of one's own is named in a recipe or in Python, with its own validated section."""
+"""Custom backends in a recipe or in Python, with a validated section."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -15,16 +15,17 @@ from nemo_rl_core.config.generation import GENERATION_SECTIONS
 from nemo_rl_core.config.registered import import_user_module
 from nemo_rl_core.config.training import TRAINING_SECTIONS, DTensorTraining, RegisteredTraining
 from nemo_rl_core.errors import ConfigError
+from tasks.plan_tasks.grpo import plan_grpo
 from tasks.recipes.common import RecipeError
-from tasks.recipes.grpo import GRPORecipe, plan_grpo
+from tasks.recipes.grpo import GRPORecipe
 
 MODULE = '''
-"""A backend of a user's."""
+"""A custom backend."""
 from typing import Literal
 
 from pydantic import PositiveInt
 
-import neighbour_of_{name}
+import neighbor_of_{name}
 from nemo_rl_core.backends import register_generation_backend, register_training_backend
 from nemo_rl_core.config.generation import RegisteredGeneration
 from nemo_rl_core.config.training import RegisteredTraining
@@ -57,14 +58,14 @@ def _registries_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module in the current directory, not yet imported, which registers its own name."""
+    """Module in the current directory, not yet imported, that registers a backend."""
     name = f"backend_of_mine_{next(_numbers)}"
     (tmp_path / f"{name}.py").write_text(MODULE.format(name=name))
-    (tmp_path / f"neighbour_of_{name}.py").write_text("FACTOR = 1\n")
+    (tmp_path / f"neighbor_of_{name}.py").write_text("FACTOR = 1\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield name
-    for each in (name, f"neighbour_of_{name}"):
+    for each in (name, f"neighbor_of_{name}"):
         sys.modules.pop(each, None)
 
 
@@ -75,36 +76,36 @@ def recipe(**sections: Any) -> GRPORecipe:
 def test_a_recipe_names_a_backend_and_the_module_that_registers_it(module: str) -> None:
     training = {"backend": module, "module": module, "num_shards": 3}
     engine = {"backend": module, "max_new_tokens": 5}
-    found = recipe(training=training, generation=engine)
-    assert type(found.training).__name__ == "ShardTraining"
-    assert found.training.num_shards == 3
+    validated = recipe(training=training, generation=engine)
+    assert type(validated.training).__name__ == "ShardTraining"
+    assert validated.training.num_shards == 3
     assert get_training_backend(module) is sys.modules[module].Backend
-    assert found.generation.module == module  # known by now
-    # A stage reads the recipe's JSON again.
-    assert GRPORecipe.model_validate_json(found.model_dump_json()) == found
+    assert validated.generation.module == module  # imported by now
+    # Stages read the recipe from JSON.
+    assert GRPORecipe.model_validate_json(validated.model_dump_json()) == validated
 
 
-def test_python_names_a_backend_of_its_own(module: str) -> None:
+def test_python_can_name_a_custom_backend(module: str) -> None:
     import_user_module(module)
     settings = SFTTrainer.from_pretrained(
         "m", training={"backend": module, "num_shards": 2}
     ).settings
     assert settings.training.num_shards == 2
-    assert settings.model_dump(mode="json")["training"]["num_shards"] == 2  # what is recorded
+    assert settings.model_dump(mode="json")["training"]["num_shards"] == 2  # as recorded
 
 
 def test_the_source_of_a_backend_is_part_of_the_key_of_what_trains(
     module: str, tmp_path: Path
 ) -> None:
-    given = recipe(training={"backend": module, "module": module})
+    validated = recipe(training={"backend": module, "module": module})
 
     def settings() -> tuple[Any, Any]:
-        plan = plan_grpo(config=given)
+        plan = plan_grpo(config=validated)
         return plan.grpo.model_dump(mode="json"), plan.evaluation.model_dump(mode="json")
 
     trained, evaluated = settings()
     assert trained["training"]["source"]
-    (tmp_path / f"neighbour_of_{module}.py").write_text("FACTOR = 2\n")
+    (tmp_path / f"neighbor_of_{module}.py").write_text("FACTOR = 2\n")
     trained_now, evaluated_now = settings()
     assert trained_now["training"]["source"] != trained["training"]["source"]
     assert evaluated_now == evaluated
@@ -134,11 +135,11 @@ def misspelt(name: str) -> dict[str, Any]:
         ),
         (
             lambda name: {"generation": {"backend": name, "module": name, "beams": 2}},
-            "register_generation_backend(name, config=...) names a subclass",
+            "to register_generation_backend(name, config=...)",
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_oversized_requests_are_refused(
     module: str, section: Callable[[str], dict[str, Any]], words: str
 ) -> None:
     with pytest.raises(RecipeError) as refused:
@@ -154,7 +155,7 @@ def test_a_backend_without_a_config_does_not_split_the_model() -> None:
     assert recipe(training={"backend": "whole_only"}).training == RegisteredTraining(
         backend="whole_only", module=__name__
     )
-    with pytest.raises(RecipeError, match="leave the parallel sizes out"):
+    with pytest.raises(RecipeError, match="remove the parallel sizes"):
         recipe(training={"backend": "whole_only", "tensor_parallel_size": 2})
 
 
@@ -163,7 +164,7 @@ def test_a_config_of_another_kind_is_refused_at_registration() -> None:
         """Not a section of a registered backend."""
 
     wrong: Any = Section
-    with pytest.raises(ConfigError, match="of another kind"):
+    with pytest.raises(ConfigError, match="has the wrong base class"):
         register_training_backend("sectioned", config=wrong)(object)
 
 
@@ -176,5 +177,5 @@ def test_an_installed_package_announces_its_backend(
     group = "nemo_rl_core.training_backends"
     (package / "entry_points.txt").write_text(f"[{group}]\n{module} = {module}:Backend\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = recipe(training={"backend": module, "num_shards": 2})
-    assert (found.training.num_shards, found.training.module) == (2, module)
+    validated = recipe(training={"backend": module, "num_shards": 2})
+    assert (validated.training.num_shards, validated.training.module) == (2, module)

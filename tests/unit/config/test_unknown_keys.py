@@ -1,4 +1,4 @@
-"""Unknown keys: all of them at once, with their path, and no suggestion that is a guess."""
+"""Errors name all unknown keys with their paths, and suggest only names that are clearly meant."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ FIX = "  fix: change the named values"
 
 
 def refused(recipe: dict[Any, Any], kind: type[Recipe] = GRPORecipe) -> list[str]:
-    """The lines of the error."""
+    """Returns the lines of the error."""
     with pytest.raises(RecipeError) as caught:
         kind.model_validate(recipe)
     return caught.value.message.splitlines()
@@ -29,7 +29,7 @@ def fix_of(recipe: dict[Any, Any], kind: type[Recipe] = GRPORecipe) -> str:
     return refused(recipe, kind)[-1].removeprefix("  fix: ")
 
 
-def test_the_whole_message_of_one_key() -> None:
+def test_full_message_of_one_key() -> None:
     assert refused({"environment": {"kind": "regex", "patern": "x"}}) == [
         "unknown key 'environment.patern'",
         "  expected: one of kind, match, match_timeout_seconds, pattern",
@@ -38,7 +38,7 @@ def test_the_whole_message_of_one_key() -> None:
     ]
 
 
-def test_dozens_of_keys_are_listed_only_where_none_is_clearly_meant() -> None:
+def test_dozens_of_keys_are_listed_only_without_a_suggestion() -> None:
     assert refused({"grpo": {"lerning_rate": 1}}) == [
         "unknown key 'grpo.lerning_rate'",
         "  got: lerning_rate",
@@ -89,17 +89,17 @@ def test_two_keys_of_one_section() -> None:
         ({"clip_low": 0.1}, "'clip_low' belongs to grpo.loss"),
     ],
 )
-def test_a_key_of_another_level_is_sent_there(recipe: dict[str, Any], fix: str) -> None:
+def test_key_of_another_level_names_that_level(recipe: dict[str, Any], fix: str) -> None:
     assert fix_of(recipe) == fix
 
 
-def test_a_key_that_several_sections_have_names_them_all() -> None:
+def test_a_key_of_several_sections_names_them_all() -> None:
     assert fix_of({"learning_rate": 1}, PostTrainRecipe) == (
         "'learning_rate' belongs to sft, reward_model, dpo or grpo"
     )
 
 
-def test_a_kind_belongs_nowhere_in_particular() -> None:
+def test_kind_has_no_section_hint() -> None:
     assert fix_of({"grpo": {"kind": "grpo"}}) == "remove it"
 
 
@@ -121,19 +121,19 @@ def test_a_key_of_another_variant_names_the_variant(recipe: dict[str, Any], fix:
     assert fix_of(recipe) == fix
 
 
-def test_a_key_of_another_place_is_no_misspelling() -> None:
+def test_key_of_another_section_is_not_a_misspelling() -> None:
     part = {"weights": 2, "environment": {"kind": "exact"}}
     recipe = {"environment": {"kind": "weighted_sum", "parts": [part]}}
     assert fix_of(recipe) == "'weights' belongs to training; here there is 'weight'"
 
 
 @pytest.mark.parametrize("key", ["top_l", "min_tokens", "num_prompts", "adam_beta3", "zzz"])
-def test_nothing_is_suggested_where_nothing_is_clearly_meant(key: str) -> None:
+def test_unclear_names_have_no_suggestion(key: str) -> None:
     (found,) = unknown_keys(GRPORecipe, {"grpo": {key: 1}})
     assert (found.dotted, found.hint) == (f"grpo.{key}", None)
 
 
-def test_items_of_lists_and_optional_sections_are_looked_through() -> None:
+def test_items_of_lists_and_optional_sections_are_checked() -> None:
     parts = [
         {"environment": {"kind": "exact"}},
         {"weigth": 2, "environment": {"kind": "regex", "pattern": "x", "flags": "i"}},
@@ -151,7 +151,7 @@ def test_items_of_lists_and_optional_sections_are_looked_through() -> None:
     ]
 
 
-def test_what_follows_from_an_unknown_key_is_not_reported_beside_it() -> None:
+def test_consequences_of_an_unknown_key_are_not_reported() -> None:
     # The pattern is missing because it is misspelt.
     assert refused({"environment": {"kind": "regex", "pattrn": "x"}})[0] == (
         "unknown key 'environment.pattrn'"
@@ -159,7 +159,7 @@ def test_what_follows_from_an_unknown_key_is_not_reported_beside_it() -> None:
     # With the default of 32 prompts, 5 would not divide 32 x 16 completions.
     grpo = {"num_promts_per_step": 5, "train_global_batch_size": 5}
     assert refused({"grpo": grpo})[0] == "unknown key 'grpo.num_promts_per_step'"
-    # But a key that is missing beside it is.
+    # Another missing key is reported.
     assert refused({"data": {"kind": "hub", "trian": "a"}})[1:-1] == [
         "  data.trian: unknown key; did you mean 'train'?",
         "  data.name: Field required",
@@ -216,7 +216,7 @@ def test_a_recipe_within_a_recipe_has_paths_from_the_top(tmp_path: Path) -> None
     assert SweepRecipe.model_validate({**sweep, "base": {"recipe": str(base)}}).base.seed == 3
 
 
-def test_a_base_recipe_is_looked_through_with_what_is_laid_over_it(tmp_path: Path) -> None:
+def test_a_base_recipe_is_checked_together_with_its_overrides(tmp_path: Path) -> None:
     base = tmp_path / "base.yaml"
     base.write_text("{grpo: {num_iteration: 3}}")
     assert refused({"recipe": str(base), "grpo": {"learning_rate": 1}})[0] == (
@@ -224,11 +224,11 @@ def test_a_base_recipe_is_looked_through_with_what_is_laid_over_it(tmp_path: Pat
     )
 
 
-def test_a_config_of_its_own_names_the_path_below_it() -> None:
+def test_custom_config_reports_the_nested_path() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'loss\.kl\.betta'"):
         GRPOConfig.model_validate({"loss": {"kl": {"betta": 1}}})
     with pytest.raises(ConfigError, match=r"unknown key 'parts\.0\.wieght'"):
         WeightedSum.model_validate({"parts": [{"wieght": 1, "environment": {"kind": "exact"}}]})
     with pytest.raises(ConfigError, match="unknown key 'num_iteration'") as caught:
         GRPOConfig().replace(num_iteration=3)
-    assert caught.value.fix == "remove it"  # an iteration has no number of iterations
+    assert caught.value.fix == "remove it"  # the config of one iteration has no num_iterations

@@ -1,4 +1,4 @@
-"""Which name a misspelt one clearly stands for."""
+"""The name that is suggested for a misspelt one."""
 
 import pytest
 
@@ -11,22 +11,22 @@ from nemo_rl_core.errors import DataError
     [
         ("lerning_rate", ["learning_rate", "num_steps"], "learning_rate"),  # one letter too few
         ("sead", ["seed", "step"], "seed"),  # another letter
-        ("clip_hihg", ["clip_low", "clip_high"], "clip_high"),  # neighbours swapped
-        ("nmu_steps", ["num_steps"], "num_steps"),  # in a short word, too
+        ("clip_hihg", ["clip_low", "clip_high"], "clip_high"),  # neighbors swapped
+        ("nmu_steps", ["num_steps"], "num_steps"),  # also in a short word
         ("learningRate", ["learning_rate"], "learning_rate"),
         ("dr-grpo", ["grpo", "dr_grpo"], "dr_grpo"),
         ("generashion", ["generation"], "generation"),  # two letters of a long word
         ("num_step_per_iterations", ["num_steps_per_iteration"], "num_steps_per_iteration"),
     ],
 )
-def test_a_slip_of_the_keyboard_has_a_suggestion(name: str, choices: list[str], meant: str) -> None:
+def test_typing_slip_has_a_suggestion(name: str, choices: list[str], meant: str) -> None:
     assert closest_name(name, choices) == meant
 
 
 @pytest.mark.parametrize(
     ("name", "choices"),
     [
-        ("top_l", ["top_p", "top_k"]),  # two are as close
+        ("top_l", ["top_p", "top_k"]),  # two are equally close
         ("top_p", ["top_k"]),
         ("min_tokens", ["max_tokens"]),
         ("adam_beta1", ["adam_beta2"]),
@@ -39,7 +39,7 @@ def test_a_slip_of_the_keyboard_has_a_suggestion(name: str, choices: list[str], 
         ("anything", []),
     ],
 )
-def test_another_name_has_none(name: str, choices: list[str]) -> None:
+def test_another_name_has_no_suggestion(name: str, choices: list[str]) -> None:
     assert closest_name(name, choices) is None
 
 
@@ -48,7 +48,7 @@ def test_the_fewest_slips_win() -> None:
     assert closest_name("validatoins", ["validation", "validations"]) == "validations"
 
 
-def test_several_names_stand_in_one_error() -> None:
+def test_several_names_share_one_error() -> None:
     error = unknown_names(
         "there is no part",
         ["hed", "xyz", "old"],

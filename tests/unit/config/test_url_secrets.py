@@ -1,4 +1,4 @@
-"""Secrets in addresses of a recipe are refused, and hidden where a run is recorded."""
+"""Secrets in addresses of a recipe are refused, and hidden in records of runs."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ from nemo_rl_core.telemetry.run_log import RunLog
 from tasks.recipes import distillation, grpo, post_train, sweep
 
 IMPORTED = (distillation, grpo, post_train, sweep)
-"""With them, every config class is known."""
+"""Imported so that every config class is defined."""
 SECRET = "hunter2"
 ADDRESSES = [
     f"https://user:{SECRET}@host/v1",
@@ -114,7 +114,7 @@ def test_the_setting_that_takes_the_secret_is_named(address: str) -> None:
 
 
 def test_the_history_the_log_and_the_card_hide_secrets(tmp_path: Path) -> None:
-    """Also those that a command line, an error or an earlier version has."""
+    """This includes secrets in command lines, errors and records of earlier versions."""
     store = Store(tmp_path / "store")
     with RunLog.start(store) as log:
         logging.getLogger("httpx").warning("HTTP Request: POST %s", ADDRESSES[3])

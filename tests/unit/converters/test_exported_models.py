@@ -25,7 +25,7 @@ from nemo_rl_core.converters.export import export_model
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.evals.chat import Chat
-from nemo_rl_core.history.card_usage import model_usage
+from nemo_rl_core.history.card import model_usage
 
 SUMS = ["12+34=", "7+5=", "99+1=", "1+2=", "50+ 6=", "8*9="]
 CHATML = (
@@ -47,7 +47,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def pretrained(folder: Path, config: PreTrainedConfig, template: str | None) -> None:
-    """Somebody else's model: a byte tokenizer, and a penalty of its own for repetition."""
+    """Somebody else's model: a byte tokenizer and a repetition penalty."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {token: index for index, token in enumerate(["<|im_start|>", "<|im_end|>", *alphabet])}
     core = Tokenizer(models.BPE(vocab=words, merges=[]))
@@ -96,7 +96,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "pretrained, experts": from_folder(lambda: Qwen3MoeConfig(**SIZES, **EXPERTS), CHATML),
 }
 IS_PLAIN = {"from_config", "pretrained, no template"}
-"""Models whose prompt is the user's text and nothing else, but for a start token."""
+"""Models whose prompt is the user's text and nothing else, except a start token."""
 
 
 def in_chat(folder: Path) -> list[str]:
@@ -173,7 +173,7 @@ def by_the_card(folder: Path, library: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["from_config", "pretrained, no template"])
-def test_the_card_says_how_to_ask_it_in_transformers(kind: str, tmp_path: Path) -> None:
+def test_card_has_a_working_transformers_example(kind: str, tmp_path: Path) -> None:
     folder = KINDS[kind](tmp_path)
     answer = Chat(folder, max_new_tokens=64).answer(SUMS[0])
     assert by_the_card(folder, "transformers") == answer
@@ -195,7 +195,7 @@ def test_vllm_gives_the_same_answers(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_card_says_how_to_ask_it_in_vllm(tmp_path: Path) -> None:
+def test_card_has_a_working_vllm_example(tmp_path: Path) -> None:
     folder = from_config(tmp_path)
 
     def printed_by_the_card() -> str:

@@ -68,28 +68,28 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bytes_are_those_of_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     source = published(name, tmp_path / "source", dtype, max_shard_size="4KB")
-    count = copy_in_float32(source, tmp_path / "copy", called="it")
+    count = copy_in_float32(source, tmp_path / "copy", source_name="it")
     assert count == MODELS[name]().num_parameters()
-    whole = by_transformers(source, tmp_path / "whole")
-    assert contents(tmp_path / "copy") == contents(whole)
+    full = by_transformers(source, tmp_path / "full")
+    assert contents(tmp_path / "copy") == contents(full)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_more_than_one_file_holds_is_divided_as_transformers_does(
+def test_several_files_are_divided_like_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(float32_copy, "_MOST_IN_A_FILE", "8KB")
+    monkeypatch.setattr(float32_copy, "_MAX_FILE_SIZE", "8KB")
     source = published(name, tmp_path / "source", torch.bfloat16)
-    copy_in_float32(source, tmp_path / "copy", called="it")
-    whole = by_transformers(source, tmp_path / "whole", max_shard_size="8KB")
-    found = contents(tmp_path / "copy")
-    assert len(found) >= 5  # two files, their index, two configs
+    copy_in_float32(source, tmp_path / "copy", source_name="it")
+    full = by_transformers(source, tmp_path / "full", max_shard_size="8KB")
+    result = contents(tmp_path / "copy")
+    assert len(result) >= 5  # two files, their index, two configs
     if name == "experts":  # of a layer, which transformers keeps in one file as views of one tensor
-        copied, expected = tensors_of(tmp_path / "copy"), tensors_of(whole)
+        copied, expected = tensors_of(tmp_path / "copy"), tensors_of(full)
         assert copied.keys() == expected.keys()
         assert all(torch.equal(copied[each], expected[each]) for each in expected)
     else:
-        assert found == contents(whole)
+        assert result == contents(full)
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     assert float32_copy.write_float32 is write
     monkeypatch.setattr(float32_copy, "write_float32", counting)
     source = published("experts", tmp_path / "source", torch.bfloat16)
-    copy_in_float32(source, tmp_path / "copy", called="it")
+    copy_in_float32(source, tmp_path / "copy", source_name="it")
     assert len(most) > 40
     assert max(most) <= 2  # this one, and the one before until it is replaced
 
@@ -135,7 +135,7 @@ def test_damage_is_refused_as_by_a_load(
     damage(tensors)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="the model 'm'") as refused:
-        copy_in_float32(source, tmp_path / "copy", called="the model 'm'")
+        copy_in_float32(source, tmp_path / "copy", source_name="the model 'm'")
     assert "model.norm.weight" in str(refused.value)
 
 
@@ -163,12 +163,12 @@ def as_integers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [as_quantized, as_pickle, as_another_head, as_integers])
-def test_what_only_transformers_can_read_is_left_to_it(
+def test_models_that_only_transformers_can_read_are_left_to_it(
     change: Callable[[Path], None], tmp_path: Path
 ) -> None:
     source = published("tied", tmp_path / "source", torch.float32)
     change(source)
-    assert copy_in_float32(source, tmp_path / "copy", called="it") is None
+    assert copy_in_float32(source, tmp_path / "copy", source_name="it") is None
     assert not (tmp_path / "copy").exists()
 
 
@@ -176,23 +176,23 @@ def test_what_only_transformers_can_read_is_left_to_it(
 def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     from nemo_rl_core.converters import materialize as module
 
-    found: list[str] = []
+    results: list[str] = []
     load = module.load_pretrained
 
     def counted(kind: Any, source: Any, **options: Any) -> Any:
-        found.append(str(source))
+        results.append(str(source))
         return load(kind, source, **options)
 
     monkeypatch.setattr(module, "load_pretrained", counted)
-    return found
+    return results
 
 
-def test_a_stage_loads_no_whole_model(tiny_model: Path, tmp_path: Path, loads: list[str]) -> None:
+def test_stage_never_loads_a_full_model(tiny_model: Path, tmp_path: Path, loads: list[str]) -> None:
     materialize(PretrainedModel(name=str(tiny_model)), tmp_path / "copy", seed=None)
     assert loads == []
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "copy" / file).read_bytes() == (tiny_model / file).read_bytes()
     shutil.copytree(tiny_model, tmp_path / "two heads")
     as_another_head(tmp_path / "two heads")
-    materialize(PretrainedModel(name=str(tmp_path / "two heads")), tmp_path / "whole", seed=None)
+    materialize(PretrainedModel(name=str(tmp_path / "two heads")), tmp_path / "full", seed=None)
     assert loads == [str(tmp_path / "two heads")]

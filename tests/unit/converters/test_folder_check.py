@@ -64,8 +64,8 @@ def in_shards(weight_map: dict[str, str] | None) -> Breaks:
     def write(folder: Path) -> None:
         names = list(load_file(folder / WEIGHTS))
         (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors")
-        found = dict.fromkeys(names, "model-00001-of-00002.safetensors") | (weight_map or {})
-        (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": found}))
+        result = dict.fromkeys(names, "model-00001-of-00002.safetensors") | (weight_map or {})
+        (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": result}))
 
     return write
 
@@ -148,7 +148,7 @@ def test_a_broken_folder_is_refused_by_file(tiny_model: Path, tmp_path: Path, na
     assert len(message) < 1200
 
 
-def test_whole_folders_pass(tiny_model: Path, tmp_path: Path) -> None:
+def test_complete_folders_pass(tiny_model: Path, tmp_path: Path) -> None:
     check_model_folder(tiny_model)
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)

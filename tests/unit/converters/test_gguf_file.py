@@ -18,11 +18,11 @@ from transformers import (
 )
 
 from nemo_rl_core.config.model import TextModelFromConfig
-from nemo_rl_core.converters.gguf_file import write_gguf
-from nemo_rl_core.converters.gguf_tokens import _SPLITS
+from nemo_rl_core.converters.gguf_file import _SPLITS, write_gguf
+from nemo_rl_core.converters.gguf_model import read_gguf
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.errors import ModelError, StoreError
-from tasks.cli import group
+from workflows.cli import group
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -84,7 +84,7 @@ CONFIGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("splitter", list(SPLITTERS))
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_the_model_reads_back_to_the_bit(tmp_path: Path, name: str, splitter: str) -> None:
+def test_model_reads_back_bitwise_identical(tmp_path: Path, name: str, splitter: str) -> None:
     folder = saved(tmp_path / "model", CONFIGS[name](), tokenizer_of(splitter))
     count = write_gguf(folder, tmp_path / "it.gguf")
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["it.gguf"]
@@ -97,18 +97,28 @@ def test_the_model_reads_back_to_the_bit(tmp_path: Path, name: str, splitter: st
     assert torch.equal(ours(ids).logits, back(ids).logits)
     reader = gguf.GGUFReader(tmp_path / "it.gguf")
     assert len(reader.tensors) == count
-    said = {key: field.contents() for key, field in reader.fields.items()}
-    assert said["tokenizer.ggml.pre"] == splitter
-    assert len(said["tokenizer.ggml.tokens"]) == ours.config.vocab_size
+    output = {key: field.contents() for key, field in reader.fields.items()}
+    assert output["tokenizer.ggml.pre"] == splitter
+    assert len(output["tokenizer.ggml.tokens"]) == ours.config.vocab_size
     tokenizer = tokenizer_of(splitter)
-    assert said["tokenizer.ggml.tokens"][: len(tokenizer)] == tokenizer.convert_ids_to_tokens(
+    assert output["tokenizer.ggml.tokens"][: len(tokenizer)] == tokenizer.convert_ids_to_tokens(
         range(len(tokenizer))
     )
-    assert said["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
-    assert said["tokenizer.chat_template"] == tokenizer.chat_template
+    assert output["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
+    assert output["tokenizer.chat_template"] == tokenizer.chat_template
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    assert said["tokenizer.ggml.merges"] == [" ".join(pair) for pair in state["model"]["merges"]]
+    assert output["tokenizer.ggml.merges"] == [" ".join(pair) for pair in state["model"]["merges"]]
     assert len(state["model"]["merges"]) > 20
+
+
+def test_a_model_is_read_from_a_folder_that_has_only_a_gguf_file(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", CONFIGS["llama"](), tokenizer_of("smollm"))
+    write_gguf(folder, tmp_path / "it.gguf")
+    model, tokenizer = read_gguf(tmp_path / "it.gguf", source_name="the model")
+    expected, found = AutoModelForCausalLM.from_pretrained(folder).state_dict(), model.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+    assert tokenizer.eos_token == "<end>"
 
 
 def test_the_small_text_model_and_its_tokenizer(tmp_path: Path) -> None:
@@ -142,8 +152,8 @@ def test_types_of_two_bytes(tmp_path: Path, dtype: Any) -> None:
         assert torch.equal(back[name], kept), name
 
 
-def test_what_has_no_place_in_the_file_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="the tokenizer of 'model' is not written to GGUF") as e:
+def test_unsupported_models_are_refused_for_gguf(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="the tokenizer of 'model' cannot be written to GGUF") as e:
         write_gguf(tiny_model, tmp_path / "it.gguf")
     assert e.value.got == "WordLevel, Split"
     assert "text_from_config" in str(e.value.fix)

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from nemo_rl_core.converters.hub import push_to_hub
 from nemo_rl_core.errors import ModelError
-from tasks.cli import group
 from tests.unit.converters.fake_hub import TOKEN, FakeHub, fake_hub
+from workflows.cli import group
 
 MODEL_FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
@@ -34,10 +34,10 @@ def test_a_new_repository_is_private_and_holds_the_model(hub: FakeHub, tiny_mode
         (tiny_model / "optimizer.pt").unlink()
     assert url == f"{hub.url}/me/mine/commit/abc"
     assert hub.private == {"me/mine": True}
-    found = hub.files["me/mine"]
-    assert found.keys() >= MODEL_FILES
-    assert "optimizer.pt" not in found
-    for name, content in found.items():
+    result = hub.files["me/mine"]
+    assert result.keys() >= MODEL_FILES
+    assert "optimizer.pt" not in result
+    for name, content in result.items():
         assert content == (tiny_model / name).read_bytes(), name
 
 
@@ -79,14 +79,14 @@ def test_without_a_token_no_request_is_made(
 def test_a_wrong_token_and_a_wrong_name(
     hub: FakeHub, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ModelError, match="is not the name of a repository"):
+    with pytest.raises(ModelError, match="is not a valid repository name"):
         push_to_hub(tiny_model, "me/mine/too")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(ModelError, match="refused to write"):
         push_to_hub(tiny_model, "me/mine")
 
 
-def test_no_server_is_named_with_the_way_on(
+def test_missing_server_error_names_the_fix(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fake_hub() as gone:

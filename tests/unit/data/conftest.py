@@ -1,4 +1,4 @@
-"""Small tokenizers with the chat templates that models have."""
+"""Small tokenizers with chat templates like those of models."""
 
 import itertools
 from collections.abc import Callable
@@ -26,12 +26,19 @@ HEADERS = (
     "{{ m['content'] | trim }}<|eot|>{% endfor %}"
     "{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}"
 )
+# Writes calls, and the reasoning of only the last turn, like Qwen3.
+CALLS = CHATML.replace(
+    "{{ m['content'] }}",
+    "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}",
+)
 # Puts a system turn in front of conversations that have none.
 DEFAULT_SYSTEM = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
     + CHATML
 )
-# Leaves out what was thought in all answers but the last.
+# Leaves out the reasoning of all answers except the last.
 FORGETFUL = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
@@ -41,9 +48,10 @@ FORGETFUL = (
 TEMPLATES = {
     "chatml": (CHATML, "<|im_end|>"),
     "headers": (HEADERS, "<|eot|>"),
+    "calls": (CALLS, "<|im_end|>"),
     "default_system": (DEFAULT_SYSTEM, "<|im_end|>"),
     "forgetful": (FORGETFUL, "<|im_end|>"),
-    # As base models with a chat template: turns end with another token than texts do.
+    # Like base models with a chat template: turns end with another token than texts.
     "two_ends": (CHATML, "<|endoftext|>"),
     "none": (None, "<|endoftext|>"),
 }
@@ -51,7 +59,7 @@ TEMPLATES = {
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Callable[[str], Any]:
-    """One token a byte (specials aside), with a chat template of `TEMPLATES`."""
+    """Builds a byte-level tokenizer with special tokens and a chat template of `TEMPLATES`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
 
@@ -68,7 +76,7 @@ def byte_tokenizer() -> Callable[[str], Any]:
 
 @pytest.fixture(scope="session")
 def runs() -> Callable[..., list[tuple[bool, str]]]:
-    """An example as runs of text that are trained on or not."""
+    """Splits an example into runs of text that are trained on or not."""
 
     def of(tokenizer: Any, example: Any) -> list[tuple[bool, str]]:
         pairs = zip(example.loss_mask, example.token_ids, strict=True)

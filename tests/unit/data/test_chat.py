@@ -3,10 +3,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nemo_rl_core.data.chat import prompt_token_ids, supervised_example
+from nemo_rl_core.data.chat import prompt_token_ids, supervised_example, text_example
+from nemo_rl_core.data.control import encode_guarded
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.errors import DataError
 
@@ -19,7 +20,7 @@ CHATML = (
 
 @pytest.fixture(scope="module")
 def byte_bpe() -> PreTrainedTokenizerFast:
-    """A real byte-level BPE, as SmolLM2 and Qwen have, trained on a few sentences."""
+    """A real byte-level BPE, like that of SmolLM2 and Qwen, trained on a few sentences."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -59,7 +60,7 @@ def test_training_ends_with_the_end_of_turn_and_not_its_line_break(byte_bpe: Any
 
 
 @given(prompt=st.text(max_size=30), completion=st.text(min_size=1, max_size=30))
-def test_the_mask_covers_the_completion_and_eos_alone(
+def test_the_mask_covers_only_the_completion_and_eos(
     byte_bpe: Any, prompt: str, completion: str
 ) -> None:
     example = supervised_example(byte_bpe, prompt, completion)
@@ -78,11 +79,11 @@ def test_a_template_without_eos_gets_it_appended(byte_bpe: Any) -> None:
         tokenizer_object=byte_bpe.backend_tokenizer, eos_token="<|im_end|>", chat_template=template
     )
     assert _trained_text(plain, "a", "b") == "[b]\n<|im_end|>"
-    # An end that the text itself holds is not the end of the turn.
+    # An end token in the text does not end the turn.
     assert _trained_text(plain, "a", "b<|im_end|>c") == "[b<|im_end|>c]\n<|im_end|>"
 
 
-def test_without_a_template_the_text_stands_as_it_is(byte_bpe: Any) -> None:
+def test_without_a_template_the_text_is_unchanged(byte_bpe: Any) -> None:
     plain = PreTrainedTokenizerFast(
         tokenizer_object=byte_bpe.backend_tokenizer, eos_token="<|endoftext|>"
     )
@@ -94,7 +95,7 @@ def test_a_boundary_that_moves_is_refused_and_named(byte_bpe: Any) -> None:
     plain = PreTrainedTokenizerFast(
         tokenizer_object=byte_bpe.backend_tokenizer, eos_token="<|endoftext|>"
     )
-    # "ab" is one token of this vocabulary, so "a" is no prefix of "a" + "bab".
+    # "ab" is one token of this vocabulary, so "a" is not a prefix of "a" + "bab".
     with pytest.raises(DataError, match="row with prompt 'a'"):
         supervised_example(plain, "a", "bab")
 
@@ -114,3 +115,40 @@ def test_no_eos_and_an_empty_completion_are_refused(byte_bpe: Any) -> None:
         supervised_example(endless, "a", "b")
     with pytest.raises(DataError, match="empty completion"):
         supervised_example(ARITHMETIC, "1+1=", "")
+
+
+@pytest.mark.parametrize(
+    ("added", "begins"),
+    [
+        ("$A", ""),
+        ("$A <eos>", ""),  # as T5, and Llama with add_eos_token
+        ("<bos> $A", "<bos>"),
+        ("<bos> $A <eos>", "<bos>"),
+        ("<cls> $A <sep>", "<cls>"),
+        ("<bos> <cls> $A <sep> <eos>", "<bos><cls>"),
+    ],
+)
+def test_prompts_do_not_end_with_tokens_of_a_post_processor(added: str, begins: str) -> None:
+    special = ["<bos>", "<eos>", "<cls>", "<sep>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({text: n for n, text in enumerate([*special, *alphabet])}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(special)
+    core.post_processor = processors.TemplateProcessing(
+        single=added, special_tokens=[(text, n) for n, text in enumerate(special)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    assert tokenizer.decode(prompt_token_ids(tokenizer, "2+2=")) == f"{begins}2+2="
+    for text in ("abc", "abc<eos>"):
+        assert tokenizer.decode(text_example(tokenizer, text).token_ids) == f"{begins}abc<eos>"
+    example = supervised_example(tokenizer, "2+2=", "4")
+    assert tokenizer.decode(example.token_ids) == f"{begins}2+2=4<eos>"
+    assert example.num_trained_tokens == 2
+    ids = encode_guarded(tokenizer, "2+2=", add_special_tokens=True)
+    assert tokenizer.decode(ids) == f"{begins}2+2="
+    # A chat template writes all control tokens.
+    tokenizer.chat_template = "<bos>{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+    assert tokenizer.decode(prompt_token_ids(tokenizer, "2+2=")) == "<bos>2+2=<eos>"
+    ids = encode_guarded(tokenizer, "2+2=", add_special_tokens=True)
+    assert tokenizer.decode(ids) == f"{begins}2+2="

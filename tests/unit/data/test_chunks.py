@@ -1,4 +1,4 @@
-"""Rows in many chunks are the rows of one: content, files, splits and messages."""
+"""Rows in many chunks equal rows in one chunk: content, files, splits and messages."""
 
 import json
 import subprocess
@@ -43,13 +43,13 @@ SHAPES: dict[str, Callable[[int], Row]] = {
         "completion": "7",
     },
     "nested": lambda n: {"prompt": f"{n}+1=", "answer": "7", "extra": {"index": n}, "task": "t"},
-    "own metadata": lambda n: {
+    "metadata": lambda n: {
         "prompt": f"{n}+1=",
         "answer": "7",
         "metadata": json.dumps({"n": n}),
     },
     "turns": lambda n: {"prompt": json.dumps(_conversation(n)[:1]), "answer": str(n + 1)},
-    "alone": lambda n: {"prompt": f"{n}+1="},
+    "only prompts": lambda n: {"prompt": f"{n}+1="},
     "text": lambda n: {"text": f"{n}+1={n + 1}"},
     "gsm8k": lambda n: {"question": f"{n}+1=", "answer": f"one more\n#### {n + 1}"},
     "open math": lambda n: {
@@ -65,12 +65,12 @@ SHAPES: dict[str, Callable[[int], Row]] = {
     "messages": lambda n: {"messages": _conversation(n)},
     "pairs": lambda n: {"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n), "margin": n},
 }
-"""Rows by number, with a column that is read and one that is not."""
+"""Functions that make a row from a number."""
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sets how many rows a chunk has."""
+    """Sets the maximum number of rows of a chunk."""
     return lambda num_rows: monkeypatch.setattr(chunks, "MAX_ROWS", num_rows)
 
 
@@ -84,13 +84,14 @@ def _parquet(rows: Sequence[Row], path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("source", ["list", "jsonl", "parquet", "dataset"])
-def test_rows_in_chunks_are_the_rows_of_one(
+def test_rows_in_many_chunks_equal_rows_in_one(
     tmp_path: Path, small_chunks: Callable[[int], None], shape: str, source: str
 ) -> None:
     rows = [SHAPES[shape](number) for number in range(17)]
-    given: Any = {
+    data_source: Any = {
         "list": lambda: rows,
         "jsonl": lambda: _jsonl(rows, tmp_path / "rows.jsonl"),
         "parquet": lambda: _parquet(rows, tmp_path / "rows.parquet"),
@@ -98,18 +99,18 @@ def test_rows_in_chunks_are_the_rows_of_one(
     }[source]()
 
     def read(folder: str) -> list[Any]:
-        data = DataModule.of(given, tokenizer=TOKENIZER, validation_fraction=0.2)
-        found = []
+        data = DataModule.of(data_source, tokenizer=TOKENIZER, validation_fraction=0.2)
+        contents = []
         for name in ("train", "validation"):
             path = save_frame(getattr(data, name), tmp_path / folder / name)
-            found += [getattr(data, name), pq.read_table(path).to_pylist()]
-            found.append(list(load_records(path.parent)))
-        return [*found, data.read_as]
+            contents += [getattr(data, name), pq.read_table(path).to_pylist()]
+            contents.append(list(load_records(path.parent)))
+        return [*contents, data.read_as]
 
-    whole = read("whole")
+    single = read("single")
     small_chunks(3)
     parts = read("parts")
-    for one, other in zip(whole, parts, strict=True):
+    for one, other in zip(single, parts, strict=True):
         if isinstance(one, pd.DataFrame):
             pd.testing.assert_frame_equal(one, other)
         else:
@@ -128,12 +129,12 @@ def test_dropped_and_truncated_rows_are_the_same_in_chunks(
         {"duplicates": "keep"},
     ]
     for policy in policies:
-        found = []
+        frames = []
         for num_rows in (100, 4):
             small_chunks(num_rows)
             data = DataModule.of(path, tokenizer=TOKENIZER, policy=RowPolicy(**policy))
-            found.append((data.train, data.validation))
-        for one, other in zip(*found, strict=True):
+            frames.append((data.train, data.validation))
+        for one, other in zip(*frames, strict=True):
             pd.testing.assert_frame_equal(one, other)
 
 
@@ -143,7 +144,7 @@ FAULTS: dict[str, dict[int, Row]] = {
     "a prompt twice": {9: {"prompt": "2+1="}, 16: {"prompt": "2+1="}},
     "an id twice": {3: {"id": "x"}, 12: {"id": "x"}},
     "unknown characters": {1: {"prompt": "x"}, 11: {"prompt": "y"}},
-    "not text": {10: {"answer": ["1"]}},
+    "not text": {10: {"answer": ["1", "2"]}},
     "half a character": {10: {"answer": "\ud800"}},
     "several columns": {2: {"answer": " "}, 9: {"prompt": "", "task": None}, 12: {"answer": None}},
     "turns": {13: {"prompt": json.dumps(_conversation(1))}},
@@ -151,7 +152,7 @@ FAULTS: dict[str, dict[int, Row]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_in_several_chunks_have_the_message_of_one(
+def test_faults_in_many_chunks_have_the_same_message_as_in_one(
     small_chunks: Callable[[int], None], fault: str
 ) -> None:
     rows = [{"prompt": f"{number}+1=", "answer": "1"} for number in range(17)]
@@ -173,7 +174,7 @@ def test_rows_that_do_not_fit_their_format_are_counted_over_all_chunks(
     for number in (3, 7, 15):
         rows[number]["scores"] = []
     small_chunks(4)
-    with pytest.raises(DataError, match=r"row 3 needs as many .* 2 more do not fit: rows 7, 15"):
+    with pytest.raises(DataError, match=r"row 3 needs one score .* 2 more do not fit: rows 7, 15"):
         DataModule.of(rows)
     answers = [{"question": f"{n}", "answer": "#### 1" if n < 9 else "one"} for n in range(17)]
     with pytest.raises(DataError, match=r"8 of 17 rows have no answer .*\n.*\n.*row 9 "):
@@ -184,16 +185,27 @@ def test_rows_that_do_not_fit_their_format_are_counted_over_all_chunks(
         DataModule.of(seen)
 
 
+def test_margins_of_other_types_in_later_chunks_are_numbers(
+    small_chunks: Callable[[int], None],
+) -> None:
+    small_chunks(3)
+    rows = [
+        {"prompt": f"{n}", "chosen": "1", "rejected": "2", "margin": 1.5 if n < 3 else True}
+        for n in range(9)
+    ]
+    assert set(DataModule.of(rows).train["margin"]) == {1.0, 1.5}
+
+
 def test_shared_prompts_are_found_in_any_chunk(small_chunks: Callable[[int], None]) -> None:
     small_chunks(3)
     train = [{"prompt": str(number)} for number in range(20)]
-    held = [{"prompt": str(number)} for number in (30, 31, 32, 19, 33)]
+    validation = [{"prompt": str(number)} for number in (30, 31, 32, 19, 33)]
     with pytest.raises(DataError, match=r"1 of 5 validation .*\n.*\n.*rows 3; the first is '19'"):
-        check_disjoint(train, held)
-    check_disjoint(train[:19], held)
+        check_disjoint(train, validation)
+    check_disjoint(train[:19], validation)
 
 
-def test_many_rows_lie_on_disk_and_are_read_by_their_index(
+def test_many_rows_are_stored_on_disk_and_read_by_index(
     tmp_path: Path, small_chunks: Callable[[int], None]
 ) -> None:
     rows = [SHAPES["prompts"](number) for number in range(17)]
@@ -214,15 +226,15 @@ def test_many_rows_lie_on_disk_and_are_read_by_their_index(
     damaged = load_frame(tmp_path)
     damaged.loc[[5, 12], "id"] = "0"
     damaged.loc[9, "prompt"] = ""
-    with pytest.raises(DataError) as whole:
+    with pytest.raises(DataError) as single:
         save_frame(damaged, tmp_path / "a")
     small_chunks(4)
     with pytest.raises(DataError) as parts:
         save_frame(damaged, tmp_path / "a")
-    assert sorted(str(whole.value).splitlines()) == sorted(str(parts.value).splitlines())
+    assert sorted(str(single.value).splitlines()) == sorted(str(parts.value).splitlines())
 
 
-def test_no_more_rows_are_read_than_asked_for(tmp_path: Path) -> None:
+def test_rows_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
     rows = [SHAPES["prompts"](number) for number in range(6)]
     path = _jsonl(rows, tmp_path / "rows.jsonl")
     with path.open("a") as file:
@@ -248,12 +260,12 @@ def test_only_the_splits_in_use_are_opened(tmp_path: Path) -> None:
     (tmp_path / "test-00000-of-00001.parquet").write_bytes(b"no parquet")
     data = DataModule.of(tmp_path)
     assert (len(data.train), len(data.validation)) == (6, 2)
-    # The same folder as `datasets` reads a repository of the hub.
+    # `datasets` reads the folder like a repository of the hub.
     assert {*hub.fetch(str(tmp_path), subset=None, revision=None)} == {"train", "validation"}
-    found = load_parts(HubData(name=str(tmp_path), validation="validation"), seed=0)
-    assert (len(found.train), len(found.validation or [])) == (6, 2)
-    alone = hub.read_validation(HubData(name=str(tmp_path), validation="validation"))
-    assert [row["prompt"] for row in alone.rows] == ["6+1=", "7+1="]
+    parts = load_parts(HubData(name=str(tmp_path), validation="validation"), seed=0)
+    assert (len(parts.train), len(parts.validation or [])) == (6, 2)
+    validation = hub.read_validation(HubData(name=str(tmp_path), validation="validation"))
+    assert [row["prompt"] for row in validation.rows] == ["6+1=", "7+1="]
     with pytest.raises(DataError, match=r"no split 'dev'\n.*one of train, validation, test"):
         load_parts(HubData(name=str(tmp_path), validation="dev"), seed=0)
     saved = tmp_path / "saved"
@@ -263,7 +275,7 @@ def test_only_the_splits_in_use_are_opened(tmp_path: Path) -> None:
     assert len(DataModule.of(saved, validation_fraction=0.3).train) == 6
 
 
-def test_a_mixture_of_stored_rows_is_that_of_lists(
+def test_a_mixture_of_stored_rows_equals_one_of_lists(
     tmp_path: Path, small_chunks: Callable[[int], None]
 ) -> None:
     for name, shape in (("a", "prompts"), ("b", "gsm8k"), ("c", "turns")):
@@ -276,11 +288,11 @@ def test_a_mixture_of_stored_rows_is_that_of_lists(
     config = MixtureData.model_validate(
         {"kind": "mixture", "sources": sources, "num_train": 60, "duplicates": "keep"}
     )
-    whole = load_parts(config, seed=3)
+    lists = load_parts(config, seed=3)
     small_chunks(4)
     parts = load_parts(config, seed=3)
     assert isinstance(parts.train, ChunkedRows)
-    assert (parts.train, parts.validation) == (whole.train, whole.validation)
+    assert (parts.train, parts.validation) == (lists.train, lists.validation)
 
 
 MEASURE = """
@@ -314,6 +326,6 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "rows.parquet")]
     printed = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     share, growth_mib = map(float, printed.split())
-    # As lists of rows, they took forty times as long as their reading, and a GiB a million rows.
+    # As lists of rows, this took 40 times as long as reading the file, and 1 GiB per million rows.
     assert share > 0.07
     assert growth_mib < 75

@@ -24,20 +24,20 @@ SHORT, LONG = "1+1=", "1+1+1+1="
 
 
 def rows_of(kind: str) -> list[Row]:
-    """Four rows, of which the second and the last are long."""
+    """Returns four rows, of which the second and the last are long."""
     prompts = [SHORT, LONG, "1+2=", "2+1+1+1="]
     match kind:
         case "prompts":
-            return [{"prompt": each, "completion": "2"} for each in prompts]
+            return [{"prompt": prompt, "completion": "2"} for prompt in prompts]
         case "conversations":
             return [
-                {"messages": [{"role": "user", "content": each},
+                {"messages": [{"role": "user", "content": prompt},
                               {"role": "assistant", "content": "2"}]}
-                for each in prompts
+                for prompt in prompts
             ]  # fmt: skip
         case "text":
-            return [{"text": f"{each}2"} for each in prompts]
-    return [{"prompt": each, "chosen": "2", "rejected": "3"} for each in prompts]
+            return [{"text": f"{prompt}2"} for prompt in prompts]
+    return [{"prompt": prompt, "chosen": "2", "rejected": "3"} for prompt in prompts]
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_trainer_counts_and_names_longer_rows(
 
 
 def rows_other(kind: str) -> list[Row]:
-    """Rows of a kind that are in no other set."""
+    """Returns rows of a kind that are not in any other set."""
     text = json.dumps(rows_of(kind)[:1]).replace(SHORT, "3+3=")
     return list(json.loads(text))
 
@@ -96,11 +96,11 @@ def test_rows_are_refused_dropped_or_cut_when_they_are_prepared(kind: str) -> No
     with pytest.raises(DataError) as caught:
         checked("refuse")
     assert "row has more than 8 tokens (the model's context): rows 1, 3" in str(caught.value)
-    assert "data.overlong: truncate or drop cuts longer rows" in str(caught.value.fix)
+    assert "data.overlong: truncate or drop allows longer rows" in str(caught.value.fix)
     assert len(checked("drop")) == 2
     assert len(checked("refuse", None)) == 4
     assert len(checked("refuse", 11)) == 4
-    # The stricter of both limits holds, and is named.
+    # The message names the stricter of both limits.
     with pytest.raises(DataError, match=r"more than 9 tokens \(max_sequence_tokens\)"):
         checked("refuse", 10, max_sequence_tokens=9)
 

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from nemo_rl_core.config.data import FileData
 from nemo_rl_core.config.generated_data import ArithmeticData, ReasoningGymData
+from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.datasets.reasoning_gym_draw import draw
+from nemo_rl_core.data.datasets.sources import read
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.schemas import COLUMNS, validate_rows
 from nemo_rl_core.errors import DataError
@@ -117,23 +119,23 @@ def test_more_training_rows_leave_the_others_as_they_were() -> None:
     [
         ({"tasks": ("chain_summ",)}, "did you mean 'chain_sum'?"),
         ({"tasks": ("composite",)}, "mixture"),
-        ({"tasks": ("countdown",)}, "runs what the model wrote"),
+        ({"tasks": ("countdown",)}, "runs the model's text as Python"),
         ({"tasks": ("chain_sum", "chain_sum")}, "twice"),
         ({"tasks": ("rubiks_cube",)}, "no reference answer"),
-        ({"tasks": ("arc_agi",)}, "cannot be scored"),
+        ({"tasks": ("arc_agi",)}, "cannot score its rows after they were stored"),
         ({"task_options": {"chain_sum": {"max_trems": 3}}}, "max_trems"),
         ({"task_options": {"chain_sum": {"min_terms": 9, "max_terms": 2}}}, "AssertionError"),
         ({"completion": "{expresion} = {answer}"}, "did you mean 'expression'?"),
-        ({"completion": "{answer"}, "is no template"),
-        ({"completion": "{}"}, "is no template"),
+        ({"completion": "{answer"}, "is not a valid template"),
+        ({"completion": "{}"}, "is not a valid template"),
         (
-            # Sums of one digit and one term: ten questions, of which 12 are asked.
+            # Sums of one digit and one term: there are ten questions, and 12 are requested.
             {"task_options": {"chain_sum": {"min_terms": 1, "max_terms": 1, "max_digits": 1}}},
             "too few different questions",
         ),
     ],
 )
-def test_what_reasoning_gym_cannot_give_is_refused(changes: Row, fragment: str) -> None:
+def test_unusable_reasoning_gym_tasks_are_refused(changes: Row, fragment: str) -> None:
     config = ReasoningGymData(num_train=9, num_validation=3).replace(**changes)
     with pytest.raises(DataError) as caught:
         draw(config, seed=0)
@@ -141,7 +143,7 @@ def test_what_reasoning_gym_cannot_give_is_refused(changes: Row, fragment: str) 
     assert len(str(caught.value).splitlines()) < 10
 
 
-def test_a_refusal_crosses_the_process_boundary_whole() -> None:
+def test_an_error_of_the_child_process_is_complete() -> None:
     with pytest.raises(DataError) as caught:
         load_rows(ReasoningGymData(tasks=("chain_summ",)), seed=0)
     assert caught.value.problem == "data.tasks: reasoning-gym has no task 'chain_summ'"
@@ -197,7 +199,7 @@ def test_given_columns_are_kept_numbers_become_text_and_gaps_are_filled(tmp_path
             "answer": "46",
             "completion": "so 46",
             "task": "t",
-            # Columns without a meaning here reach rewards through the metadata.
+            # Unrecognized columns reach rewards through the metadata.
             "metadata": '{"k": 1, "other": 0}',
         },
         {
@@ -211,7 +213,7 @@ def test_given_columns_are_kept_numbers_become_text_and_gaps_are_filled(tmp_path
     ]
 
 
-def test_prompts_alone_have_no_answers(tmp_path: Path) -> None:
+def test_prompts_may_have_no_answers(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "Tell a joke."}\n{"prompt": "And another."}\n')
     name = str(tmp_path / "a.jsonl")
     train, _ = load_rows(FileData(train=name, validation=name), seed=0)
@@ -221,7 +223,7 @@ def test_prompts_alone_have_no_answers(tmp_path: Path) -> None:
     ]
     frame = validate_rows(train, tokenizer=None, max_prompt_tokens=None, name="train")
     assert frame["answer"].tolist() == ["", ""]
-    # Where one row has an answer, the others are faults.
+    # If one row has an answer, rows without one are faults.
     mixed = [*train, {**train[0], "id": "2", "prompt": "1+1=", "answer": "2"}]
     with pytest.raises(DataError, match="answer is empty: rows 0, 1"):
         validate_rows(mixed, tokenizer=None, max_prompt_tokens=None, name="train")
@@ -266,9 +268,7 @@ def test_a_megabyte_in_a_field_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("column", ["prompt", "answer", "completion", "id", "task"])
-def test_numbers_that_are_none_are_refused_by_row(
-    tmp_path: Path, column: str, value: float
-) -> None:
+def test_invalid_numbers_are_refused_by_row(tmp_path: Path, column: str, value: float) -> None:
     rows: list[Row] = [
         {"prompt": f"{n}+1=", "answer": n + 1, "completion": n + 1} for n in range(4)
     ]
@@ -280,7 +280,7 @@ def test_numbers_that_are_none_are_refused_by_row(
 
 
 @pytest.mark.parametrize("column", ["prompt", "answer", "completion"])
-def test_a_nested_object_is_no_text(column: str) -> None:
+def test_a_nested_object_is_not_text(column: str) -> None:
     rows: list[Row] = [{"prompt": f"{n}+1=", "answer": "1", "completion": "1"} for n in range(4)]
     rows[2][column] = {"a": {"b": "1+1="}}
     with pytest.raises(DataError, match=f"{column} is not text: rows 2"):
@@ -313,3 +313,49 @@ def test_a_column_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     path.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "2", "answer": 2, "answer": 3}\n')
     with pytest.raises(DataError, match="line 2: the key 'answer' occurs twice"):
         DataModule.of(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '\ufeff[{"prompt": "1", "answer": "2"},\n {"prompt": "3", "answer": "4"}]\n',
+        '{"version": 1, "data": [{"prompt": "1", "answer": "2"}, {"prompt": "3", "answer": "4"}]}',
+        '{"prompt": "1", "answer": "2"}\n{"prompt": "3", "answer": "4"}\n',
+    ],
+)
+def test_json_files_are_arrays_or_lines(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    (tmp_path / "dataset_infos.txt").write_text("{}")
+    for source in (tmp_path / "rows.json", tmp_path):
+        rows = read(source, seed=0).train
+        assert [(row["prompt"], row["answer"]) for row in rows] == [("1", "2"), ("3", "4")]
+    one = read(tmp_path / "rows.json", seed=0, form=RowFormat(max_rows=1)).train
+    assert len(one) == 1
+
+
+def test_a_single_object_is_one_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text('{"prompt": "1", "answer": "2"}')
+    assert len(read(tmp_path / "rows.json", seed=0).train) == 1
+
+
+def test_json_next_to_data_files_is_not_data(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+    (tmp_path / "dataset_infos.json").write_text('{"default": {}}')
+    assert len(read(tmp_path, seed=0).train) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("[1]", "element 0 is 1, not an object"),
+        ("7", "neither an array nor an object"),
+        ('[{"prompt": "1", "prompt": "2"}]', "'prompt' occurs twice"),
+        ('[{"prompt": "1"},]', "cannot be read"),
+        ("", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+    ],
+)
+def test_json_files_without_rows_are_refused(tmp_path: Path, text: str, fragment: str) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(DataError, match=fragment):
+        read(tmp_path / "rows.json", seed=0)

@@ -1,4 +1,4 @@
-"""Every table is refused by the rows that are wrong with it, where it is written and where read."""
+"""Invalid rows of every table are refused when it is written and when it is read."""
 
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def test_a_bad_row_is_named(
     schema: Any, good: dict[str, Any], change: dict[str, Any], fragment: str
 ) -> None:
     key = "prompt_id" if "prompt_id" in good else "id"
-    rows = [good | {key: f"row {place}"} for place in range(3)]
+    rows = [good | {key: f"row {index}"} for index in range(3)]
     check_frame(schema, pd.DataFrame(rows), name="good")
     rows[2] |= change
     with pytest.raises(DataError) as caught:

@@ -1,4 +1,4 @@
-"""Prompts that are refused by their characters alone, and no others."""
+"""Prompts that are refused only by their number of characters."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from nemo_rl_core.errors import ConfigError, DataError
 
 
 def words(*, unknown: str | None = "<unk>", split: Any = None) -> PreTrainedTokenizerFast:
-    """Whole words: the longest token is of five characters."""
+    """A tokenizer of words, the longest with five characters."""
     vocabulary = {"<unk>": 0, "<eos>": 1, "abcde": 2, "b": 3}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = split or pre_tokenizers.WhitespaceSplit()
@@ -21,7 +21,7 @@ def words(*, unknown: str | None = "<unk>", split: Any = None) -> PreTrainedToke
 
 
 class Unread:
-    """A tokenizer that may be asked for anything but tokens."""
+    """A tokenizer that fails when it is asked for tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -39,19 +39,19 @@ def test_ten_megabytes_are_refused_before_they_are_tokenized() -> None:
         DataError, match=r"more than 16 tokens \(max_prompt_tokens\): rows 0"
     ) as refused:
         validate_rows(rows, tokenizer=unread, max_prompt_tokens=16, name="train")
-    # Nobody knows how many tokens it has.
-    assert refused.value.fix.startswith("raise data.max_prompt_tokens, or leave")
+    # The number of tokens is unknown.
+    assert refused.value.fix.startswith("raise data.max_prompt_tokens, or drop")
 
 
 def test_the_bound_is_exact() -> None:
     tokenizer = words()
     assert not is_certainly_longer(tokenizer, " ".join(["abcde"] * 4), 4)
     assert is_certainly_longer(tokenizer, " ".join(["abcde"] * 4 + ["b"]), 4)
-    # White space is no token here, however much there is.
+    # White space is not a token of this tokenizer.
     assert not is_certainly_longer(tokenizer, "abcde" + " \n" * 1000 + "b", 2)
 
 
-def test_what_a_normalizer_or_a_template_drops_is_not_counted() -> None:
+def test_characters_that_a_normalizer_or_a_template_drops_do_not_count() -> None:
     tokenizer = words()
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("#", "")
     assert not is_certainly_longer(tokenizer, "abcde" + "#" * 1000, 1)

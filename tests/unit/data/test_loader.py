@@ -23,7 +23,7 @@ def test_every_epoch_holds_every_row_once(size: tuple[int, int], seed: int, epoc
 
 
 @given(sizes, st.integers(0, 99), st.lists(st.integers(0, 500), min_size=1, max_size=5))
-def test_any_step_in_any_order_is_what_a_fresh_loader_gives(
+def test_batches_do_not_depend_on_earlier_steps(
     size: tuple[int, int], seed: int, steps: list[int]
 ) -> None:
     num_rows, batch_size = size
@@ -64,7 +64,7 @@ FRAME = pd.DataFrame(
 
 def test_frames_round_trip_and_equal_frames_are_equal_bytes(tmp_path: Path) -> None:
     first = save_frame(FRAME, tmp_path / "a").read_bytes()
-    # The index is no part of a data set.
+    # The index is not part of a data set.
     second = save_frame(FRAME.set_axis([7, 9]), tmp_path / "b").read_bytes()
     assert first == second
     assert b"pandas" not in first

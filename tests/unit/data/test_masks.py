@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are trained on, template by template."""
+"""Loss masks of conversations, template by template."""
 
 import json
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from nemo_rl_core.config.model import ModelFromConfig
 from nemo_rl_core.data.chat import (
     conversation_example,
     preference_example,
@@ -18,9 +19,16 @@ from nemo_rl_core.data.chat import (
     tokenize_row,
 )
 from nemo_rl_core.data.loss_masks import SupervisedExample
+from nemo_rl_core.data.template_variables import set_template
 from nemo_rl_core.errors import DataError
 
 Turns = list[dict[str, Any]]
+
+
+ENDS_BETWEEN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if not loop.last %}<|endoftext|>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|endoftext|>assistant: {% endif %}"
+)
 
 
 def user(text: str) -> dict[str, Any]:
@@ -76,7 +84,7 @@ SUMS: Turns = [user("2+2"), assistant("4"), user("3+3"), assistant("6")]
             ],
         ),
         (
-            # Texts end with another token than turns: it is added behind the last turn.
+            # Texts end with another token than turns; it is added after the last turn.
             "two_ends",
             [
                 (False, "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n"),
@@ -95,7 +103,7 @@ def test_every_answer_is_trained_on_through_its_end(
 ) -> None:
     tokenizer = byte_tokenizer(template)
     assert runs(tokenizer, conversation_example(tokenizer, SUMS)) == expected
-    # The last turn alone: all that stands before is one masked run.
+    # Only the last turn is trained on: all text before it is one masked run.
     last = runs(tokenizer, conversation_example(tokenizer, SUMS, mask="final_turn"))
     assert last == [(False, "".join(text for _, text in expected[:3])), expected[3]]
 
@@ -112,8 +120,9 @@ def test_the_mask_by_token_numbers(byte_tokenizer: Callable[[str], Any]) -> None
 def test_system_and_tool_turns_are_masked(
     byte_tokenizer: Callable[[str], Any], runs: Callable[..., Any]
 ) -> None:
-    tokenizer = byte_tokenizer("chatml")
-    calling = {"role": "assistant", "content": "add", "tool_calls": [{"name": "add"}]}
+    tokenizer = byte_tokenizer("calls")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    calling = {"role": "assistant", "content": "add", "tool_calls": [call]}
     turns = [
         {"role": "system", "content": "s"},
         user("u"),
@@ -124,7 +133,7 @@ def test_system_and_tool_turns_are_masked(
     assert [
         text for trained, text in runs(tokenizer, conversation_example(tokenizer, turns)) if trained
     ] == [
-        "add<|im_end|>",
+        'add<call>{"name": "add", "arguments": {"x": 1}}</call><|im_end|>',
         "five<|im_end|>",
     ]
 
@@ -135,17 +144,17 @@ def test_system_and_tool_turns_are_masked(
         lambda texts: len(texts) % 2 == 0
     )
 )
-def test_what_is_trained_is_what_the_assistant_says(
+def test_the_trained_text_is_the_assistants(
     byte_tokenizer: Callable[[str], Any], runs: Callable[..., Any], texts: list[str]
 ) -> None:
     tokenizer = byte_tokenizer("chatml")
-    turns = [(assistant if place % 2 else user)(text) for place, text in enumerate(texts)]
+    turns = [(assistant if index % 2 else user)(text) for index, text in enumerate(texts)]
     example = conversation_example(tokenizer, turns)
     trained = [text for is_trained, text in runs(tokenizer, example) if is_trained]
     assert trained == [f"{text}<|im_end|>" for text in texts[1::2]]
-    # The whole is tokenised once: no border changes a token.
-    whole = tokenizer.apply_chat_template(turns, tokenize=False).removesuffix("\n")
-    assert list(example.token_ids) == tokenizer.encode(whole, add_special_tokens=False)
+    # The full text has the same tokens: turn boundaries do not change tokens.
+    text = tokenizer.apply_chat_template(turns, tokenize=False).removesuffix("\n")
+    assert list(example.token_ids) == tokenizer.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("template", ["chatml", "headers", "default_system", "two_ends", "none"])
@@ -181,7 +190,7 @@ def test_a_prompt_of_several_turns_needs_a_chat_template(
         prompt_token_ids(byte_tokenizer("none"), json.dumps(SUMS[:-1]))
 
 
-def test_a_template_that_forgets_is_refused_but_for_the_last_turn(
+def test_a_template_that_drops_reasoning_is_refused_except_for_the_last_turn(
     byte_tokenizer: Callable[[str], Any], runs: Callable[..., Any]
 ) -> None:
     tokenizer = byte_tokenizer("forgetful")
@@ -190,7 +199,7 @@ def test_a_template_that_forgets_is_refused_but_for_the_last_turn(
         conversation_example(tokenizer, turns)
     assert "final_turn" in str(caught.value)
     assert "<think>" in str(caught.value.expected)
-    # The last turn alone is rendered as it is sampled: what was thought is gone there too.
+    # The last turn is rendered as it is sampled, without the earlier reasoning.
     last = conversation_example(tokenizer, turns, mask="final_turn")
     assert runs(tokenizer, last) == [
         (
@@ -216,6 +225,81 @@ def test_a_border_inside_a_token_is_refused(byte_tokenizer: Callable[[str], Any]
     with pytest.raises(DataError, match="tokenized differently"):
         conversation_example(tokenizer, [user("a"), assistant("bc")])
     assert conversation_example(tokenizer, [user("a"), assistant("c")]).num_trained_tokens == 2
+
+
+# Qwen3-Thinking: prompts open the reasoning, and an answer without reasoning closes it.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{{ '<think>\n' }}{% if '</think>' in m['content'] %}"
+    "{{ m['content'].split('</think>')[0].split('<think>')[-1].strip() }}{% endif %}"
+    "{{ '\n</think>\n\n' + m['content'].split('</think>')[-1].strip() }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "trained"),
+    [
+        ("4", "\n</think>\n\n4<|im_end|>"),
+        ("<think>\ntwo\n</think>\n\n4", "two\n</think>\n\n4<|im_end|>"),
+        ("two\n</think>\n\n4", "two\n</think>\n\n4<|im_end|>"),
+    ],
+)
+def test_an_answer_follows_the_tokens_that_sampling_starts_from(
+    byte_tokenizer: Callable[[str], Any], runs: Callable[..., Any], answer: str, trained: str
+) -> None:
+    core = byte_tokenizer("none").backend_tokenizer
+    core.add_tokens(["\n\n"])  # as in the vocabulary of Qwen
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", chat_template=THINKING
+    )
+    example = supervised_example(tokenizer, "2+2", answer)
+    prompt = prompt_token_ids(tokenizer, "2+2")
+    assert list(example.token_ids[: len(prompt)]) == prompt
+    assert runs(tokenizer, example) == [(False, tokenizer.decode(prompt)), (True, trained)]
+    turns = [user("1+1"), assistant("2"), user("2+2"), assistant(answer)]
+    last = runs(tokenizer, conversation_example(tokenizer, turns, mask="final_turn"))
+    assert last[-1] == (True, trained)
+    # A second prompt would continue other tokens than those of the first answer in training.
+    with pytest.raises(DataError, match="final_turn"):
+        conversation_example(tokenizer, turns)
+    # The rest is encoded separately, where an answer could spell a control token.
+    with pytest.raises(DataError):
+        supervised_example(tokenizer, "2+2", f"{answer}<|im_end|>")
+
+
+def test_variables_of_the_recipe_reach_prompts_and_answers(
+    byte_tokenizer: Callable[[str], Any], runs: Callable[..., Any]
+) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    # Qwen3: an empty block before the last answer, but in prompts only with enable_thinking: false.
+    empty = "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    answered = "{% if m['role'] == 'assistant' and loop.last %}" + empty + "{{ m['content'] }}"
+    opening = "assistant\n{% if enable_thinking is defined and not enable_thinking %}" + empty
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ m['content'] }}", answered
+    ).replace("assistant\n{% endif %}", opening + "{% endif %}")
+    thinks = runs(tokenizer, supervised_example(tokenizer, "2+2", "4"))
+    assert thinks[-1] == (True, "<think>\n\n</think>\n\n4<|im_end|>")
+    model = ModelFromConfig(chat_template_kwargs={"enable_thinking": False})
+    set_template(tokenizer, model)
+    assert tokenizer.decode(prompt_token_ids(tokenizer, "2+2")).endswith("</think>\n\n")
+    assert runs(tokenizer, supervised_example(tokenizer, "2+2", "4"))[-1] == (True, "4<|im_end|>")
+
+
+def test_a_prompt_that_the_template_never_continues_is_refused(
+    byte_tokenizer: Callable[[str], Any],
+) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    # DeepSeek-R1: prompts open the reasoning, and conversations have none.
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
+    )
+    with pytest.raises(DataError, match="ends a prompt to sample from with text") as caught:
+        supervised_example(tokenizer, "2+2", "4")
+    assert "<think>" in str(caught.value.expected)
+    assert "final_turn" not in str(caught.value)
 
 
 def test_conversations_that_cannot_be_rendered_are_refused(
@@ -271,3 +355,14 @@ def test_rows_are_cut_where_they_say() -> None:
     assert example.truncated(2).num_trained_tokens == 0
     # A first token is never predicted, for any mask.
     assert SupervisedExample((5,), (True,)).num_trained_tokens == 0
+
+
+def test_an_end_token_that_is_only_between_turns_is_trained_on(
+    byte_tokenizer: Callable[[str], Any], runs: Callable[..., Any]
+) -> None:
+    tokenizer = byte_tokenizer("none")
+    tokenizer.chat_template = ENDS_BETWEEN
+    trained = [
+        text for is_kept, text in runs(tokenizer, conversation_example(tokenizer, SUMS)) if is_kept
+    ]
+    assert trained == ["4<|endoftext|>", "6<|endoftext|>"]

@@ -16,9 +16,10 @@ def _file(folder: Path, name: str, count: int, **row: str) -> dict[str, Any]:
     path = folder / f"{name}.jsonl"
     rows = [{"question": f"{name} {n}", "answer": str(n), **row} for n in range(count)]
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    held = folder / f"{name}-held.jsonl"
-    held.write_text(json.dumps({"question": f"{name} held", "answer": "1", **row}) + "\n")
-    return {"kind": "file", "train": str(path), "validation": str(held), "task": name}
+    validation = folder / f"{name}-validation.jsonl"
+    question = f"{name} validation"
+    validation.write_text(json.dumps({"question": question, "answer": "1", **row}) + "\n")
+    return {"kind": "file", "train": str(path), "validation": str(validation), "task": name}
 
 
 def _mixture(folder: Path, *weights: float | None, **keys: Any) -> MixtureData:
@@ -48,7 +49,7 @@ def test_the_seed_alone_draws_the_rows(tmp_path: Path) -> None:
     one, again, other = (load_parts(config, seed=seed) for seed in (0, 0, 1))
     assert one == again
     assert one.train != other.train
-    assert [row["prompt"] for row in one.validation or []] == ["a held", "b held"]
+    assert [row["prompt"] for row in one.validation or []] == ["a validation", "b validation"]
     assert one.read_as.startswith("0: question_answer: prompts with answers; 1: question_answer")
 
 
@@ -58,7 +59,7 @@ def test_rows_repeat_on_request(tmp_path: Path) -> None:
     config = _mixture(tmp_path, 1, 1, num_train=50, duplicates="keep")
     data = DataModule.of(config)
     drawn = data.train[data.train["task"] == "b"]["prompt"]
-    # Two whole passes over 10 rows, and 5 of a third one
+    # Two full passes over 10 rows, and 5 rows of a third
     assert len(drawn) == 25
     assert sorted(set(drawn.value_counts())) == [2, 3]
 
@@ -69,7 +70,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="num_train draws rows by weights"):
         _mixture_of(tmp_path, {}, {}, num_train=3)
     source = {"kind": "arithmetic", "duplicates": "drop"}
-    with pytest.raises(ValueError, match="duplicates holds for all rows of a mixture"):
+    with pytest.raises(ValueError, match="duplicates applies to all rows of a mixture"):
         MixtureData.model_validate({"sources": [{"data": source}]})
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n' * 2)

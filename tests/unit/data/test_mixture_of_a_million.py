@@ -1,4 +1,4 @@
-"""A mixture of a million rows, from files as they come to a training's folder."""
+"""A mixture of a million rows, from files to the data set folder."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Data in any shape, checked as one."""
+"""Data from any source, read and checked by `DataModule`."""
 
 import json
 import logging
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from nemo_rl_core.config.data import FileData, HubData
 from nemo_rl_core.config.generated_data import ArithmeticData
 from nemo_rl_core.config.row_policy import RowPolicy
-from nemo_rl_core.data.datasets.split import hold_out
+from nemo_rl_core.data.datasets.parts import held_out_mask
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.errors import DataError
@@ -56,7 +57,7 @@ def _arrow(path: Path, rows: list[dict[str, Any]], new: Any) -> Path:
 
 
 def _sources(folder: Path) -> dict[str, Any]:
-    """The training rows alone, in every shape."""
+    """Returns the training rows in every kind of source."""
     pq.write_table(pa.Table.from_pylist(TRAIN), folder / "a.parquet")
     (folder / "a.csv").write_text(
         "prompt,answer\n" + "".join(f"{row['prompt']},{row['answer']}\n" for row in TRAIN)
@@ -88,7 +89,7 @@ def test_every_shape_gives_the_same_rows(tmp_path: Path) -> None:
         assert prompts(data.validation) == ["6+1=", "7+1="], shape
 
 
-def test_splits_that_are_named_are_taken(tmp_path: Path) -> None:
+def test_named_splits_are_used(tmp_path: Path) -> None:
     both = datasets.DatasetDict(
         {"train": _dataset(TRAIN), "validation": _dataset(HELD), "test": _dataset(sums(8, 9))}
     )
@@ -104,7 +105,7 @@ def test_splits_that_are_named_are_taken(tmp_path: Path) -> None:
 def test_generated_sources_and_configs() -> None:
     data = DataModule.of(ArithmeticData(num_train=20, num_validation=5), tokenizer=TOKENIZER)
     assert (len(data.train), len(data.validation)) == (20, 5)
-    # The config's own limit holds: 16 tokens by default, here 3.
+    # The limit of the config applies: 16 tokens by default, here 3.
     short = ArithmeticData(num_train=20, num_validation=5, max_prompt_tokens=3)
     with pytest.raises(DataError, match="more than 3 tokens"):
         DataModule.of(short, tokenizer=TOKENIZER)
@@ -133,10 +134,11 @@ def test_a_share_is_held_out_with_a_seed_and_said(caplog: pytest.LogCaptureFixtu
 )
 def test_rows_of_one_prompt_stay_on_one_side(keys: list[int], fraction: float, seed: int) -> None:
     rows = [{"prompt": str(key), "chosen": str(n)} for n, key in enumerate(keys)]
-    held = hold_out(rows, fraction=fraction, seed=seed, where="rows")
-    inside = {keys[place] for place in held}
-    assert held == [place for place, key in enumerate(keys) if key in inside]
-    assert 0 < len(inside) < len(set(keys))
+    mask = held_out_mask(rows, fraction=fraction, seed=seed, where="rows")
+    indices = np.flatnonzero(mask).tolist()
+    selected = {keys[index] for index in indices}
+    assert indices == [index for index, key in enumerate(keys) if key in selected]
+    assert 0 < len(selected) < len(set(keys))
 
 
 def test_overlap_and_mixed_kinds_are_refused() -> None:
@@ -160,7 +162,7 @@ def test_repeated_prompts_are_refused_with_the_way_to_keep_them() -> None:
     for duplicates, left in (("keep", 8), ("drop", 6)):
         data = DataModule.of(rows, policy=RowPolicy.model_validate({"duplicates": duplicates}))
         assert len(data.train) + len(data.validation) == left
-        # As a trainer does, which has the tokenizer and is told no rules.
+        # A trainer does the same, with the tokenizer and without a policy.
         again = DataModule.of(data, tokenizer=TOKENIZER)
         assert again.train.equals(data.train)
 
@@ -175,24 +177,24 @@ def test_rows_are_named_as_the_source_counts_them() -> None:
     [
         ("./no/such.jsonl", "does not exist"),
         ("no_such.csv", "does not exist"),
-        ("notes.txt", "suffix that is not known"),
-        (7, "data source is not recognised"),
-        ([1, 2], "data source is not recognised"),
+        ("notes.txt", "unknown suffix"),
+        (7, "data source is not recognized"),
+        ([1, 2], "data source is not recognized"),
         ({"test": []}, "no split to train on"),
         ("reasoning_gym:chain_summ", "no task"),
     ],
 )
-def test_what_cannot_be_read_is_refused(source: Any, fragment: str) -> None:
+def test_unreadable_sources_are_refused(source: Any, fragment: str) -> None:
     with pytest.raises(DataError, match=fragment):
         DataModule.of(source)
 
 
-def test_folders_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
+def test_folders_without_a_data_set_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         DataModule.of(tmp_path)
     _jsonl(tmp_path / "a.jsonl", TRAIN)
     (tmp_path / "b.csv").write_text("prompt,answer\n1,2\n")
-    with pytest.raises(DataError, match=r"files of \.csv and \.jsonl"):
+    with pytest.raises(DataError, match=r"files with \.csv and \.jsonl"):
         DataModule.of(tmp_path)
     datasets.DatasetDict({"train": _dataset(TRAIN)}).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match="several splits"):
@@ -200,13 +202,13 @@ def test_folders_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
 
 
 def test_columns_are_renamed_and_folders_read_by_a_recipe(tmp_path: Path) -> None:
-    asked = [{"question": row["prompt"], "reply": row["answer"]} for row in TRAIN]
-    _jsonl(tmp_path / "train" / "0.jsonl", asked)
-    held = _jsonl(tmp_path / "held.jsonl", [{"question": "8+1=", "reply": "9"}])
+    rows = [{"question": row["prompt"], "reply": row["answer"]} for row in TRAIN]
+    _jsonl(tmp_path / "train" / "0.jsonl", rows)
+    validation = _jsonl(tmp_path / "validation.jsonl", [{"question": "8+1=", "reply": "9"}])
     data = DataModule.of(
         FileData(
             train=str(tmp_path / "train"),
-            validation=str(held),
+            validation=str(validation),
             columns={"question": "prompt", "reply": "answer"},
         )
     )
@@ -235,7 +237,7 @@ def test_a_hub_name_without_a_network_is_a_data_error(tmp_path: Path) -> None:
 def test_a_hub_config_takes_or_makes_a_validation_split(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # load_dataset reads a folder by the same call as a name on the hub.
+    # load_dataset reads a folder with the same call as a hub name.
     _jsonl(tmp_path / "data" / "train.jsonl", TRAIN)
     _jsonl(tmp_path / "data" / "test.jsonl", HELD)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""Pairs as a batch, and pairs out of scores, by hand."""
+"""Pairs as a batch, and pairs from scores, with values computed by hand."""
 
 from dataclasses import replace
 
@@ -70,7 +70,7 @@ def test_without_cached_logprobs_the_column_is_missing():
 
 
 def test_pairs_with_and_without_cached_logprobs_do_not_mix():
-    with pytest.raises(DataError, match="others have not") as caught:
+    with pytest.raises(DataError, match="others have none") as caught:
         pair_batch([bare(FIRST), SECOND, bare(SECOND)])
     assert caught.value.expected.startswith("3 pairs")
     assert caught.value.got == "1"
@@ -105,7 +105,7 @@ def test_a_difference_of_the_margin_is_not_more_than_the_margin():
     assert ids == [["x", "y"], ["y"], []]
 
 
-def test_groups_that_teach_nothing_give_no_pair():
+def test_groups_without_a_preference_give_no_pair():
     groups = [
         rollout("one", (5,), 1.0),
         rollout("equal", (5,), 1.0),
@@ -148,7 +148,7 @@ def test_two_prompts_of_one_id_are_refused():
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=6), st.floats(0, 3))
 def test_the_chosen_is_better_by_more_than_the_margin(scores, margin):
-    group = [rollout("x", (10 + place,), score) for place, score in enumerate(scores)]
+    group = [rollout("x", (10 + index,), score) for index, score in enumerate(scores)]
     pairs = pairs_from_rollouts(group, margin=margin)
     differences = [
         scores[pair.chosen.token_ids[-1] - 10] - scores[pair.rejected.token_ids[-1] - 10]
@@ -177,7 +177,7 @@ def test_logprobs_of_other_pairs_are_refused(tmp_path):
 ROW = {"task": "sums", "metadata": "{}"}
 
 
-def test_rows_of_another_kind_are_no_pairs(tmp_path):
+def test_rows_of_another_kind_are_not_pairs(tmp_path):
     tokenizer = build_arithmetic_tokenizer()
     rows = [{"id": "1", "prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5} | ROW]
     save_frame(pd.DataFrame(rows), tmp_path / "text")

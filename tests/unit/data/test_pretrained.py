@@ -1,4 +1,4 @@
-"""A tokenizer that lies beside a model's config is read as it was saved."""
+"""A tokenizer in a model folder is read as it was saved, for any model config."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ BUILT = build_arithmetic_tokenizer()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of a model from a config, without weights."""
+    """A model folder from a config, without weights."""
     made = tmp_path_factory.mktemp("saved")
     Qwen2Config(vocab_size=len(BUILT)).save_pretrained(made)
     BUILT.save_pretrained(made)
@@ -46,12 +46,12 @@ def test_it_is_the_same_after_it_was_loaded_and_saved_again(folder: Path, tmp_pa
 
 @pytest.fixture(scope="module")
 def auto(folder: Path) -> Any:
-    """As vLLM and other users of an exported model load it."""
+    """Loads a tokenizer like vLLM and other users of an exported model."""
     return AutoTokenizer.from_pretrained(folder)
 
 
-def test_auto_tokenizer_is_what_misreads(auto: Any) -> None:
-    """The bug that the two adjacent tests cover; if this fails, remove them."""
+def test_auto_tokenizer_misreads(auto: Any) -> None:
+    """Shows the bug that the two adjacent tests cover; if this fails, remove them."""
     assert type(auto).__name__ == "Qwen2Tokenizer"
 
 
@@ -62,7 +62,7 @@ def test_auto_tokenizer_sees_the_same_ids(auto: Any, text: str) -> None:
     assert auto.decode([*ids, BUILT.eos_token_id], skip_special_tokens=True) == text
 
 
-def test_settings_that_are_no_json_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_settings_that_are_not_json_are_refused(folder: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "X"})[:-1])
@@ -71,7 +71,7 @@ def test_settings_that_are_no_json_are_refused(folder: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1, 2]", '"x"'])
-def test_a_config_that_is_no_json_is_named(folder: Path, tmp_path: Path, content: str) -> None:
+def test_a_config_that_is_not_json_is_named(folder: Path, tmp_path: Path, content: str) -> None:
     shutil.copytree(folder, tmp_path / "m")
     path = tmp_path / "m" / "config.json"
     path.write_text(content)
@@ -154,5 +154,5 @@ def test_longrope_with_one_set_of_factors_does_not_limit_rollouts(tmp_path: Path
 
 def test_a_type_that_transformers_does_not_know_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "other", "max_position_embeddings": 8}')
-    with pytest.raises(ModelError, match="not that of a model that transformers knows"):
+    with pytest.raises(ModelError, match="does not describe a model that transformers supports"):
         context_length(tmp_path)

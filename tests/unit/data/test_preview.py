@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from nemo_rl_core.data.preview import preview
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
-from tasks.cli import group
+from workflows.cli import group
 
 ARITHMETIC = build_arithmetic_tokenizer()
 TURNS = [
@@ -38,7 +38,7 @@ def test_every_turn_or_the_last_and_the_cut() -> None:
     assert preview({**row, "max_tokens": 8}, ARITHMETIC).endswith("\n<bos>1+1=⟦2<eos>⏹⟧2")
 
 
-def test_text_pairs_and_colour() -> None:
+def test_text_pairs_and_color() -> None:
     # Nothing predicts the first token.
     assert preview({"text": "12"}, ARITHMETIC).endswith("\n<bos>⟦12<eos>⏹⟧")
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
@@ -46,7 +46,7 @@ def test_text_pairs_and_colour() -> None:
         "chosen: 7 tokens, 2 trained on, 1 end-of-sequence\n<bos>1+1=⟦2<eos>⏹⟧\n\n"
         "rejected: 7 tokens, 2 trained on, 1 end-of-sequence\n<bos>1+1=⟦3<eos>⏹⟧"
     )
-    assert preview({"text": "12"}, ARITHMETIC, colour=True).endswith(
+    assert preview({"text": "12"}, ARITHMETIC, color=True).endswith(
         "\n<bos>\x1b[32m⟦12<eos>⏹⟧\x1b[0m"
     )
 
@@ -70,7 +70,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_command_shows_a_row(folder: Path) -> None:
     arguments = [str(folder / "rows.jsonl"), "--model", str(folder / "model"), "--row", "1"]
     finished = subprocess.run(
-        [sys.executable, "-c", "from tasks.cli import main; main()", "preview", *arguments],
+        [sys.executable, "-c", "from workflows.cli import main; main()", "preview", *arguments],
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
         capture_output=True,
         encoding="utf-8",
@@ -81,7 +81,7 @@ def test_the_command_shows_a_row(folder: Path) -> None:
         "row: 13 tokens, 4 trained on, 2 end-of-sequence",
         "<bos>1+1=⟦2<eos>⏹⟧2+2=⟦4<eos>⏹⟧",
     ]
-    # No colour into a pipe.
+    # Output to a pipe has no color.
     assert "\x1b" not in finished.stdout
 
 
@@ -95,11 +95,11 @@ def test_the_command_shows_a_row(folder: Path) -> None:
         (["--columns", "messages"], "'messages' is not YOURS=NAME"),
     ],
 )
-def test_the_command_explains_what_it_cannot_show(
+def test_the_command_explains_rows_that_it_cannot_show(
     folder: Path, arguments: list[str], fragment: str
 ) -> None:
-    given = [str(folder / "rows.jsonl"), "--model", str(folder / "model"), *arguments]
-    result = CliRunner().invoke(group, ["preview", *given])
+    command = [str(folder / "rows.jsonl"), "--model", str(folder / "model"), *arguments]
+    result = CliRunner().invoke(group, ["preview", *command])
     assert (result.exit_code, result.stdout) == (2, "")
     assert fragment in result.stderr
 
@@ -107,14 +107,14 @@ def test_the_command_explains_what_it_cannot_show(
 def test_the_command_maps_columns(folder: Path) -> None:
     rows = folder / "mapped.jsonl"
     rows.write_text(json.dumps({"query": "1+1=", "label": "2"}) + "\n")
-    given = [str(rows), "--model", str(folder / "model")]
+    command = [str(rows), "--model", str(folder / "model")]
     columns = ["--columns", "query=prompt", "--columns", "label=answer"]
-    result = CliRunner().invoke(group, ["preview", *given, *columns])
+    result = CliRunner().invoke(group, ["preview", *command, *columns])
     assert result.exit_code == 0, result.output
     assert "<bos>1+1=⟦2<eos>⏹⟧" in result.stdout
 
 
-def test_a_column_that_nothing_reads_is_mapped_by_the_commands_own_option(folder: Path) -> None:
+def test_an_unread_column_is_mapped_by_the_commands_option(folder: Path) -> None:
     rows = folder / "unknown.jsonl"
     rows.write_text(json.dumps({"query": "1+1=", "label": "2"}) + "\n")
     result = CliRunner().invoke(group, ["preview", str(rows), "--model", str(folder / "model")])
@@ -126,7 +126,7 @@ def test_control_characters_of_a_row_reach_a_pipe_as_they_are(
     folder: Path, byte_tokenizer: Callable[[str], Any]
 ) -> None:
     byte_tokenizer("none").save_pretrained(folder / "bytes")
-    rows = folder / "coloured.jsonl"
+    rows = folder / "colored.jsonl"
     rows.write_text(json.dumps({"prompt": "a", "completion": "\x1b[1mb"}) + "\n")
     result = CliRunner().invoke(group, ["preview", str(rows), "--model", str(folder / "bytes")])
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""The field's data sets, by files with the columns and types that they are published with."""
+"""Published data sets, as files with their original columns and types."""
 
 import json
 import logging
@@ -141,7 +141,7 @@ def _read(folder: Path, rows: list[dict[str, Any]], **row_format: Any) -> DataMo
 
 
 def _row(data: DataModule, number: int = 0) -> dict[str, Any]:
-    """The row with that number in the file, of whichever part."""
+    """Returns the row with that number in the file, from either split."""
     records = [*data.train.to_dict("records"), *data.validation.to_dict("records")]
     return {str(key): value for key, value in sorted(records, key=_number)[number].items()}
 
@@ -185,7 +185,7 @@ def test_prompts_are_read_without_a_word(
     assert expected.items() <= _row(data).items()
 
 
-def test_columns_that_only_rewards_read_reach_them(tmp_path: Path) -> None:
+def test_columns_for_rewards_reach_them(tmp_path: Path) -> None:
     about = json.loads(_row(_read(tmp_path, VERL))["metadata"])
     assert about == {
         "ability": "MATH",
@@ -194,11 +194,16 @@ def test_columns_that_only_rewards_read_reach_them(tmp_path: Path) -> None:
         "reward_model": {"ground_truth": "1", "style": "rule-lighteval/MATH_v2"},
     }
     about = json.loads(_row(_read(tmp_path, MATH))["metadata"])
-    assert about == {"level": "Level 1", "type": "Algebra"}
+    assert about == {"level": "Level 1", "type": "Algebra", "solution": MATH[0]["solution"]}
+    rows = [{"ask": f"{n}?", "ground_truth": f"It is {n}", "uid": f"u{n}"} for n in range(3)]
+    columns = {"ask": "prompt", "ground_truth": "answer", "uid": "id"}
+    row = _row(_read(tmp_path, rows, columns=columns, answer_pattern=r"is (\d)"))
+    assert (row["id"], row["answer"]) == ("u0", "0")
+    assert json.loads(row["metadata"]) == {"ground_truth": "It is 0", "uid": "u0"}
     assert json.loads(_row(_read(tmp_path, SQUAD))["metadata"])["answers"]["text"] == ["7", "some"]
 
 
-def test_preferences_are_read_without_a_word(
+def test_preferences_are_read_without_options(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -207,7 +212,7 @@ def test_preferences_are_read_without_a_word(
     # -2: the first is better; 3 and 1: the second; 0 is a tie
     pairs = [(_row(data, n)["chosen"], _row(data, n)["rejected"]) for n in range(3)]
     assert pairs == [("one", "two"), ("two", "one"), ("two", "one")]
-    assert "1 rows whose scores are all equal are dropped" in caplog.text
+    assert "1 rows with equal scores are dropped" in caplog.text
     data = _read(tmp_path, ULTRAFEEDBACK)
     assert data.kind == "preferences"
     assert json.loads(_row(data)["prompt"]) == ULTRAFEEDBACK[0]["messages"][:1]
@@ -230,18 +235,89 @@ def test_conversations_are_read_without_a_word(
     assert [turn["content"] for turn in json.loads(_row(data)["messages"])] == turns
 
 
+CALL = {"name": "get_stock_price", "arguments": {"symbol": "AAPL"}}
+RESULT = '{"stock_price": 150.75}'
+CALLED = [
+    {"role": "user", "content": "What does AAPL cost?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": CALL}],
+    },
+    {"role": "tool", "content": RESULT},
+    {"role": "assistant", "content": "$150.75"},
+]
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        # glaive_toolcall of LLaMA-Factory
+        [
+            {"from": "human", "value": "What does AAPL cost?"},
+            {"from": "function_call", "value": json.dumps(CALL)},
+            {"from": "observation", "value": RESULT},
+            {"from": "gpt", "value": "$150.75"},
+        ],
+        # xLAM: several calls, and arguments that are text
+        [
+            {"from": "Human", "value": "What does AAPL cost?"},
+            {
+                "from": "function-call",
+                "value": json.dumps([{**CALL, "arguments": json.dumps(CALL["arguments"])}]),
+            },
+            {"from": "function-response", "value": RESULT},
+            {"from": "GPT", "value": "$150.75"},
+        ],
+        # `conversations` with turns of OpenAI's current and earlier formats
+        CALLED,
+        [
+            CALLED[0],
+            {"role": "assistant", "content": None, "function_call": CALL},
+            {"role": "function", "content": RESULT},
+            CALLED[3],
+        ],
+    ],
+)
+def test_calls_of_tools_are_read_in_every_spelling(
+    tmp_path: Path, turns: list[dict[str, Any]]
+) -> None:
+    other = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    rows = [{"id": f"{n}", "conversations": each} for n, each in enumerate([turns, other])]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for data in (_read(tmp_path, rows), DataModule.of(path)):
+        assert data.read_as.startswith("sharegpt")
+        assert json.loads(_row(data)["messages"]) == CALLED
+
+
+def test_flags_of_sharegpt_turns_are_kept(tmp_path: Path) -> None:
+    # OpenHermes has OpenChat's weights: null, 0.0 and 1.0.
+    turns = [
+        {"from": "human", "value": "Say 1.", "weight": 0.0},
+        {"from": "gpt", "value": "2!", "weight": 0.0},
+        {"from": "human", "value": "Say 1.", "weight": None},
+        {"from": "gpt", "value": "1!", "weight": 1.0},
+    ]
+    other = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    rows = [{"id": f"{n}", "conversations": each} for n, each in enumerate([turns, other])]
+    turns = json.loads(_row(_read(tmp_path, rows))["messages"])
+    assert [turn.get("train") for turn in turns] == [False, False, None, True]
+
+
 def test_two_readings_are_refused_with_both(tmp_path: Path) -> None:
     both = [{**row, **other} for row, other in zip(ALPACA, AIME_2025, strict=True)]
     for row in both:
         del row["text"]
     with pytest.raises(DataError) as caught:
         _read(tmp_path, both)
-    assert "say data.format: question_answer or alpaca" in str(caught.value)
+    assert "set data.format: question_answer or alpaca" in str(caught.value)
     assert _read(tmp_path, both, format="alpaca").kind == "conversations"
-    assert _row(_read(tmp_path, both, columns={"question": "prompt"}))["answer"] == "0"
-    with pytest.raises(DataError, match="not of the format 'math'"):
+    columns = {"question": "prompt"}
+    assert _row(_read(tmp_path, both, columns=columns, drop_columns=["input"]))["answer"] == "0"
+    with pytest.raises(DataError, match="not in the format 'math'"):
         _read(tmp_path, both, format="math")
-    # Text to train on, or a question to ask?
+    # The column may be text to train on, or a question.
     with pytest.raises(DataError, match="text: plain text"):
         _read(tmp_path, [{**row, "text": "t"} for row in AIME_2025])
 
@@ -251,9 +327,14 @@ def test_two_readings_are_refused_with_both(tmp_path: Path) -> None:
     [
         (GSM8K, {"answer": "no mark"}, "1 of 4 rows have no answer of the pattern 'hashes'"),
         (MATH, {"solution": r"\boxed{1"}, "no answer of the pattern 'boxed'"),
-        (HELPSTEER3, {"overall_preference": 7}, "row 4 has an overall_preference"),
+        (HELPSTEER3, {"overall_preference": 7}, "row 4 has the overall_preference 7"),
         (SQUAD, {"answers": {"text": [], "answer_start": []}}, "row 3 has no answer"),
         (SHAREGPT, {"conversations": [{"from": "bing", "value": "x"}]}, "row 3 has a turn from"),
+        (
+            SHAREGPT,
+            {"conversations": [{"from": "function_call", "value": "add(1)"}]},
+            "row 3 has text where JSON is expected",
+        ),
     ],
 )
 def test_rows_that_do_not_fit_are_named(

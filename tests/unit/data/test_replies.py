@@ -1,4 +1,4 @@
-"""An environment's turn between two of the policy's, under templates of different families."""
+"""An environment's turn between two turns of the policy, under templates of several families."""
 
 import pytest
 
@@ -19,13 +19,13 @@ STRICT = "{% for m in messages %}{% if m['role'] not in ['user', 'assistant'] %}
 
 @pytest.fixture
 def chat(request):
-    """A tokenizer of whole words, with special tokens for the ends of turns."""
+    """A tokenizer of words, with special tokens for the ends of turns."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = ["<unk>", "<end>", "<|user|>", "<|assistant|>", "<|tool|>", "<think>", "\n", *"0123+="]
     core = Tokenizer(
-        models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>")
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
     )
     core.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
     core.decoder = decoders.Fuse()
@@ -48,26 +48,26 @@ def reply(tokenizer, role, content, last_token):
 @pytest.mark.parametrize(("role", "named"), [("environment", "user"), ("tool", "tool")])
 def test_a_reply_closes_the_turn_and_opens_the_next(chat, role, named):
     end, one = chat.convert_tokens_to_ids(["<end>", "1"])
-    # The policy's stop token is there already; a turn that ended without it is closed.
+    # The policy's stop token is not repeated; a turn that ended without it is closed.
     assert reply(chat, role, "2", end) == f"\n<|{named}|>2<end>\n<|assistant|>"
     assert reply(chat, role, "2", one) == f"<end>\n<|{named}|>2<end>\n<|assistant|>"
 
 
 @pytest.mark.parametrize("chat", [CHATML], indirect=True)
-def test_what_is_appended_is_what_the_template_writes(chat):
-    # A whole conversation of the template, and the same one turn by turn.
+def test_appended_replies_equal_the_rendered_conversation(chat):
+    # A full conversation from the template, and the same one turn by turn.
     turns = [("user", "1+1="), ("assistant", "3"), ("user", "2="), ("assistant", "2")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    whole = chat.apply_chat_template(messages, tokenize=False)
+    text = chat.apply_chat_template(messages, tokenize=False)
     prompt = chat.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     (end,) = chat.convert_tokens_to_ids(["<end>"])
     built = f"{prompt}3<end>{reply(chat, 'user', '2=', end)}2<end>\n"
-    assert built == whole
+    assert built == text
 
 
 @pytest.mark.parametrize("chat", [THINKS], indirect=True)
-def test_a_template_that_opens_a_turn_otherwise_is_refused(chat):
-    with pytest.raises(DataError, match=r"differently once another turn follows(.|\n)*<think>0"):
+def test_a_template_that_opens_a_turn_differently_is_refused(chat):
+    with pytest.raises(DataError, match=r"differently when another turn follows(.|\n)*<think>0"):
         reply(chat, "user", "2", 1)
 
 

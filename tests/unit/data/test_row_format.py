@@ -1,4 +1,4 @@
-"""Columns, answer patterns, templates and system prompts of a user's own."""
+"""Custom columns, answer patterns, templates and system prompts."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,9 @@ import pytest
 
 from nemo_rl_core.config.data import FileData
 from nemo_rl_core.config.row_format import RowFormat
-from nemo_rl_core.data.datasets import load_parts, load_validation
-from nemo_rl_core.data.datasets.answers import answer_finder
-from nemo_rl_core.data.datasets.formats import recognise
+from nemo_rl_core.data.datasets import load_parts, recognized_validation
+from nemo_rl_core.data.datasets.formats import recognize
+from nemo_rl_core.data.datasets.prompt_columns import answer_finder
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.errors import ConfigError, DataError
 
@@ -28,7 +28,7 @@ COLUMNS = {"task_text": "prompt", "label.ground_truth": "answer", "extra_info.in
 
 
 def _rows(records: list[dict[str, Any]], **row_format: Any) -> list[dict[str, Any]]:
-    return recognise(records, where="here", task="t", form=RowFormat.of(row_format)).rows
+    return recognize(records, where="here", task="t", form=RowFormat.of(row_format)).rows
 
 
 def test_columns_reach_into_nested_ones() -> None:
@@ -48,8 +48,8 @@ def test_columns_reach_into_nested_ones() -> None:
     assert row["answer"] == "hard"
 
 
-def test_mapped_columns_say_what_rows_are() -> None:
-    """A set with conversations beside problem and answer, such as NuminaMath, can be prompts."""
+def test_mapped_columns_determine_the_kind_of_rows() -> None:
+    """A set with conversations, problem and answer, such as NuminaMath, can become prompts."""
     turns = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]
     record = {"problem": "p", "answer": "a", "messages": turns}
     assert set(_rows([record])[0]) == {"id", "messages", "task", "metadata"}
@@ -66,14 +66,14 @@ def test_files_of_recipes_and_python_take_the_same_keys(tmp_path: Path) -> None:
             {"train": str(path), "validation": None, "validation_fraction": 0.3, **keys}
         )
     )
-    given = DataModule.of(path, validation_fraction=0.3, **keys)
+    from_python = DataModule.of(path, validation_fraction=0.3, **keys)
     rows = DataModule.of(NESTED, validation_fraction=0.3, **keys)
-    for data in (given, rows):
+    for data in (from_python, rows):
         assert data.train.drop(columns="task").equals(recipe.train.drop(columns="task"))
     assert sorted([*rows.train["answer"], *rows.validation["answer"]]) == ["1", "2", "3"]
-    with pytest.raises(DataError, match="says itself how its rows are read"):
+    with pytest.raises(DataError, match="already defines how its rows are read"):
         DataModule.of(FileData(train=str(path)), **keys)
-    with pytest.raises(DataError, match="columns have been read"):
+    with pytest.raises(DataError, match="columns of a DataModule have already been read"):
         DataModule.of(rows, **keys)
 
 
@@ -88,12 +88,12 @@ def test_rename_is_the_earlier_name_of_columns() -> None:
     ("row_format", "message"),
     [
         ({"columns": {"q": "promt"}}, "did you mean 'prompt'"),
-        ({"columns": {"prompt": "question"}}, "the data's column stands first"),
+        ({"columns": {"prompt": "question"}}, "the data's column comes first"),
         ({"columns": {"a": "prompt", "b": "prompt"}}, "several columns to prompt"),
-        ({"answer_pattern": "####"}, "has 0 groups .* write 'hashes'"),
+        ({"answer_pattern": "####"}, "has 0 groups(.|\\n)*write 'hashes'"),
         ({"answer_pattern": "(a)|(b)"}, "has 2 groups"),
-        ({"answer_pattern": "("}, "no regular expression"),
-        ({"format": "gsm8k", "columns": {"q": "prompt"}}, "give one"),
+        ({"answer_pattern": "("}, "not a regular expression"),
+        ({"format": "gsm8k", "columns": {"q": "prompt"}}, "set only one"),
         ({"sytem_prompt": "x"}, "did you mean 'system_prompt'"),
         ({"format": "gsm9k"}, "'gsm8k'"),
     ],
@@ -174,7 +174,7 @@ def test_system_prompts_begin_conversations_and_pairs() -> None:
         (
             {"messages": [{"role": "user", "content": "a"}]},
             {"prompt_template": "{prompt}"},
-            "these rows have none",
+            "needs rows with prompts",
         ),
         ({"text": "t"}, {"system_prompt": "S"}, "needs conversations or prompts"),
         ({"text": "t"}, {"answer_pattern": "boxed"}, "needs rows with answers"),
@@ -182,7 +182,7 @@ def test_system_prompts_begin_conversations_and_pairs() -> None:
             {"prompt": [{"role": "system", "content": "T"}, {"role": "user", "content": "a"}],
              "answer": "4"},
             {"system_prompt": "S"},
-            "system turn of their own",
+            "already have a system turn",
         ),
     ],
 )  # fmt: skip
@@ -218,15 +218,16 @@ def test_images_and_tools_are_refused_unless_dropped(column: str) -> None:
 
 
 def test_rows_to_measure_on_are_read_without_those_to_train_on(tmp_path: Path) -> None:
-    held = tmp_path / "held.parquet"
-    pq.write_table(pa.Table.from_pylist(NESTED), held)
+    validation = tmp_path / "validation.parquet"
+    pq.write_table(pa.Table.from_pylist(NESTED), validation)
     broken = tmp_path / "train.parquet"
     broken.write_text("no parquet")
-    config = FileData(train=str(broken), validation=str(held), columns=COLUMNS)
-    assert [row["id"] for row in load_validation(config, seed=0)] == ["40", "41", "42"]
+    config = FileData(train=str(broken), validation=str(validation), columns=COLUMNS)
+    read = recognized_validation(config, seed=0)
+    assert [row["id"] for row in read.rows] == ["40", "41", "42"]
     with pytest.raises(DataError, match="cannot be read"):
         load_parts(config, seed=0)
-    # An unused split of a folder is not read either.
+    # An unused split of a folder is also not read.
     splits = tmp_path / "splits"
     splits.mkdir()
     pq.write_table(pa.Table.from_pylist(NESTED), splits / "train-0.parquet")

@@ -1,4 +1,6 @@
 import json
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,7 +36,7 @@ def _check(rows: list[Row], max_prompt_tokens: int = 5) -> Any:
     )
 
 
-def test_unknown_characters_are_named_with_the_tokenizer_and_the_ways_on() -> None:
+def test_unknown_characters_are_named_with_the_tokenizer_and_the_fixes() -> None:
     rows = _rows()
     rows[1]["prompt"], rows[3]["prompt"] = "ab=", "b\u00e9="
     with pytest.raises(DataError) as caught:
@@ -43,27 +45,27 @@ def test_unknown_characters_are_named_with_the_tokenizer_and_the_ways_on() -> No
         "the train data set fails a check:",
         "    prompt has unknown characters: rows 1, 3",
         "  got: 'a', 'b', '\u00e9'; the model's tokenizer knows only ' *+-0123456789='",
-        "  fix: mend or remove these rows (counted from 0), or take a model that reads any text: "
-        "model: {kind: text_from_config} or a pretrained one, model: {name: FOLDER}",
+        "  fix: correct or remove these rows (counted from 0), or use a model that reads any "
+        "text: model: {kind: text_from_config} or a pretrained one, model: {name: FOLDER}",
     ]
 
 
-def test_the_fix_of_long_prompts_is_the_setting_and_how_large_it_must_be() -> None:
+def test_the_fix_of_long_prompts_names_the_setting_and_its_minimum() -> None:
     rows = _rows()
     rows[1]["prompt"], rows[3]["prompt"] = "100+1=", "10+1="  # with bos: 7 and 6 tokens
     with pytest.raises(DataError, match=r"more than 5 tokens \(max_prompt_tokens\)") as caught:
         _check(rows)
     assert caught.value.fix == (
-        "raise data.max_prompt_tokens to at least 7, or leave these rows out: data.overlong: drop"
+        "raise data.max_prompt_tokens to at least 7, or drop these rows: data.overlong: drop"
     )
     assert len(_check(rows, max_prompt_tokens=7)) == len(rows)
     with pytest.raises(DataError, match="rows 1"):
         _check(rows, max_prompt_tokens=6)
 
 
-def test_all_faults_come_at_once_with_their_file_and_each_way_on() -> None:
-    """Repeated rows too, among those without another fault; a model mends characters only."""
-    rows = [row for each in range(2) for row in _rows()[:2]]
+def test_all_faults_are_reported_together_with_their_file_and_fixes() -> None:
+    """Also repeated rows without another fault; another model fixes only unknown characters."""
+    rows = [row for _ in range(2) for row in _rows()[:2]]
     rows += [{**_rows()[3], "prompt": text} for text in ("", "b=", "b=")]
     for number, row in enumerate(rows):
         row["id"] = str(number)
@@ -77,13 +79,13 @@ def test_all_faults_come_at_once_with_their_file_and_each_way_on() -> None:
         "    prompt has unknown characters: rows 5, 6",
         "    prompt occurs twice: rows 2, 3",
         "  got: 'b'; the model's tokenizer knows only ' *+-0123456789='",
-        "  fix: mend or remove these rows of rows.jsonl (counted from 0), for the unknown "
-        "characters it is enough to take a model that reads any text: "
+        "  fix: correct or remove these rows of rows.jsonl (counted from 0), or, for the unknown "
+        "characters, use a model that reads any text: "
         "model: {kind: text_from_config} or a pretrained one, model: {name: FOLDER}",
     ]
 
 
-def test_good_rows_come_back_in_order_with_the_columns_alone() -> None:
+def test_valid_rows_are_returned_in_order_with_only_their_columns() -> None:
     rows = [{**row, "extra": 1} for row in _rows()]
     frame = _check(rows)
     assert tuple(frame.columns) == COLUMNS
@@ -109,8 +111,14 @@ def test_good_rows_come_back_in_order_with_the_columns_alone() -> None:
         ({"completion": ""}, "completion is empty: rows 3"),
         ({"id": "0"}, "id occurs twice: rows 3"),
         ({"task": None}, "task is missing or null: rows 3"),
-        ({"metadata": "[1]"}, "metadata is not a JSON object: rows 3"),
-        ({"metadata": "{"}, "metadata is not a JSON object: rows 3"),
+        (
+            {"metadata": "[1]"},
+            "metadata is not a JSON object (data.drop_columns",
+        ),
+        (
+            {"metadata": "{"},
+            "metadata is not a JSON object (data.drop_columns",
+        ),
     ],
 )
 def test_a_bad_row_is_named_with_its_check(changes: Row, fragment: str) -> None:
@@ -205,7 +213,11 @@ PAIR: Row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
         (CONVERSATION, {"messages": "hello"}, "messages is not a list of messages: rows 1"),
         (CONVERSATION, {"messages": 7}, "messages is not text: rows 1"),
         (CONVERSATION, {"messages": _turns("1", " ")}, "messages has an empty turn: rows 1"),
-        (CONVERSATION, {"messages": _turns("1")}, "does not end with an assistant turn: rows 1"),
+        (
+            CONVERSATION,
+            {"messages": _turns("1")},
+            "{messages: prompt, COLUMN: answer}",
+        ),
         (CONVERSATION, CONVERSATION, "conversation up to its last turn occurs twice: rows 1"),
         (PAIR, {**PAIR, "prompt": "2"} | {"rejected": "2"}, "chosen equals rejected: rows 1"),
         (PAIR, {**PAIR, "chosen": ""}, "chosen is empty: rows 1"),
@@ -306,7 +318,7 @@ def test_pairs_and_conversations_in_both_sets_are_refused() -> None:
     same = {"messages": _turns("1+1=", "two")}
     with pytest.raises(DataError, match="1 of 1 validation prompts"):
         check_disjoint(_as_rows(CONVERSATION), _as_rows(same))
-    # The same opening is no shared question.
+    # Answers with the same first word do not share a question.
     further = {"messages": _turns("1+1=", "2", "2+2=", "4")}
     check_disjoint(_as_rows(CONVERSATION), _as_rows(further))
 
@@ -322,3 +334,32 @@ def test_pairs_and_conversations_in_both_sets_are_refused() -> None:
 )
 def test_columns_tell_the_kind(columns: tuple[str, ...], kind: str) -> None:
     assert row_kind(columns) == kind
+
+
+def test_pairs_of_equal_tokens_are_dropped_and_counted(
+    byte_tokenizer: Callable[[str], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    pairs = [("4", "5"), ("6 ", "6"), ("abcdefghi", "abcdefghj")]
+    rows = [
+        {"id": str(n), "prompt": f"{n}?", "chosen": better, "rejected": worse, "task": "t",
+         "metadata": "{}"}
+        for n, (better, worse) in enumerate(pairs)
+    ]  # fmt: skip
+    # A prompt has 25 tokens, and the template trims.
+    policy = RowPolicy(max_sequence_tokens=33, overlong="truncate")
+    with caplog.at_level(logging.WARNING):
+        frame = validate_rows(
+            rows,
+            tokenizer=byte_tokenizer("headers"),
+            max_prompt_tokens=None,
+            name="train",
+            policy=policy,
+        )
+    assert frame["id"].tolist() == ["0"]
+    assert "train data set: 1 rows dropped: chosen and rejected have equal tokens" in caplog.text
+    dropped = "1 rows dropped: chosen and rejected have equal tokens after cutting at 33"
+    assert dropped in caplog.text
+    with pytest.raises(DataError, match="no rows left"):
+        validate_rows(
+            rows[1:2], tokenizer=byte_tokenizer("headers"), max_prompt_tokens=None, name="train"
+        )

@@ -1,4 +1,4 @@
-"""Stored tokens are those of one process, are made once, and name bad rows alike."""
+"""Stored tokens equal those of one process, are made once, and give the same errors."""
 
 import json
 from collections.abc import Callable
@@ -38,14 +38,14 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list
     """Stores tokens of any number of rows, by two processes, and lists the stored files."""
     home = tmp_path / "home"
     monkeypatch.setenv("NEMO_RL_HOME", str(home))
-    monkeypatch.setattr(tokenized, "FEWEST_ROWS", 10)
-    monkeypatch.setattr(tokenized, "_ROWS_A_PROCESS", 10)
+    monkeypatch.setattr(tokenized, "MIN_ROWS", 10)
+    monkeypatch.setattr(tokenized, "_ROWS_PER_PROCESS", 10)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     return lambda: sorted((home / "cache" / "tokens").iterdir())
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_one_process_and_are_made_once(
+def test_tokens_equal_those_of_one_process_and_are_made_once(
     tmp_path: Path,
     byte_tokenizer: Callable[[str], Any],
     stored: Callable[[], list[Path]],
@@ -60,35 +60,35 @@ def test_tokens_are_those_of_one_process_and_are_made_once(
         raise AssertionError("tokens are made again")
 
     with monkeypatch.context() as patched:
-        patched.setattr(tokenized, "_made_by_processes", none)
+        patched.setattr(tokenized, "_tokenize_in_processes", none)
         assert list(load_examples(folder, tokenizer)) == list(many)
         tokenizer.save_pretrained(tmp_path / "elsewhere")
         elsewhere = load_tokenizer(tmp_path / "elsewhere")
         assert list(load_examples(folder, elsewhere)) == list(many)
-    # Another template, and other rows, have tokens of their own.
+    # Another template, and other rows, have separate tokens.
     load_examples(folder, byte_tokenizer("headers"))
     assert len(stored()) == 2
     assert file in stored()
-    monkeypatch.setattr(tokenized, "FEWEST_ROWS", 100)
-    alone = load_examples(folder, tokenizer)
-    assert isinstance(alone, list)
-    assert list(many) == alone
-    assert (many[7], many[20:]) == (alone[7], alone[20:])
+    monkeypatch.setattr(tokenized, "MIN_ROWS", 100)
+    direct = load_examples(folder, tokenizer)
+    assert isinstance(direct, list)
+    assert list(many) == direct
+    assert (many[7], many[20:]) == (direct[7], direct[20:])
 
 
-def test_pairs_and_errors_are_those_of_one_process(
+def test_pairs_and_errors_equal_those_of_one_process(
     tmp_path: Path,
     byte_tokenizer: Callable[[str], Any],
     stored: Callable[[], list[Path]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tokenized, "_ROWS_A_PROCESS", 1000)
+    monkeypatch.setattr(tokenized, "_ROWS_PER_PROCESS", 1000)
     pairs = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(12)]
     folder = _saved(tmp_path / "pairs", pairs)
     bad = _saved(tmp_path / "bad", [_conversation(number) for number in range(12)])
     found, messages = [], []
     for fewest in (10, 100):
-        monkeypatch.setattr(tokenized, "FEWEST_ROWS", fewest)
+        monkeypatch.setattr(tokenized, "MIN_ROWS", fewest)
         found.append(tokenized_pairs(folder, byte_tokenizer("chatml")))
         with pytest.raises(DataError) as caught:
             load_examples(bad, byte_tokenizer("none"))

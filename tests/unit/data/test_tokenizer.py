@@ -109,7 +109,7 @@ def test_saved_folders_are_equal_to_the_byte_across_processes(tmp_path: Path) ->
 
 
 def test_no_road_puts_the_start_token_twice() -> None:
-    """Training and rollouts get the tokens of a tokenizer without its own start token."""
+    """Training and rollouts get the same tokens from a tokenizer without a start token."""
     bare = build_arithmetic_tokenizer()
     bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
     assert bare.encode("1+2=") == [5, 14, 6, 17]
@@ -128,5 +128,5 @@ def test_no_road_puts_the_start_token_twice() -> None:
             lambda t, p=prompt: reply_token_ids(t, p, reply, last_token=2),
         ):
             assert road(TOKENIZER) == road(bare)
-    # A text of its own, which no template writes, begins as a prompt does.
+    # A separate text, which no template renders, begins like a prompt.
     assert text_example(TOKENIZER, "12").token_ids == (1, 5, 6, 2)

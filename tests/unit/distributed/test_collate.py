@@ -20,16 +20,16 @@ def test_a_batch_by_hand() -> None:
     assert batch["token_mask"].dtype == torch.bool
 
 
-def test_completions_in_whole_are_collated_as_with_masks() -> None:
+def test_completions_without_masks_are_collated_like_full_masks() -> None:
     prompts, completions = [[5, 6], [9], [3]], [[7, 8], [4], []]
-    found = collate_completions(prompts, completions)
+    result = collate_completions(prompts, completions)
     expected = collate(
         [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)],
         [[False, False, True, True], [False, True], [False]],
     )
-    assert found.keys() == expected.keys()
+    assert result.keys() == expected.keys()
     for name, column in expected.items():
-        assert torch.equal(found[name], column), name
+        assert torch.equal(result[name], column), name
 
 
 def test_the_first_token_is_never_trained_on() -> None:

@@ -32,7 +32,7 @@ def passes() -> tuple[int, int]:
     groups = groups_of_pairs()
     check_collectives(groups)
     first = len(collective_check._checked)
-    check_collectives(groups)  # which sums nothing again
+    check_collectives(groups)  # does not sum again
     return first, len(collective_check._checked)
 
 
@@ -43,7 +43,7 @@ def test_groups_that_work_pass_and_are_checked_once() -> None:
 def with_one_that_hangs() -> str:
     join_process_group()
     if rank() == HANGING:
-        time.sleep(8)  # before the check: in an import, a file system, a debugger
+        time.sleep(8)  # before the check, as in an import, a file system or a debugger
         return ""
     with pytest.raises(WorkerError) as caught:
         check_collectives({}, timeout_seconds=2)
@@ -51,22 +51,23 @@ def with_one_that_hangs() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named() -> None:
-    found = run_ranks(with_one_that_hangs, world_size=3)
+    results = run_ranks(with_one_that_hangs, world_size=3)
     for each in (0, 2):
-        assert f"rank {HANGING} (unknown host) did not come" in found[each]
-        assert "2 of 3 ranks within 2 s" in found[each]
+        assert f"rank {HANGING} (unknown host) did not join" in results[each]
+        assert "2 of 3 ranks within 2 s" in results[each]
 
 
 def with_a_sum_that_hangs() -> str:
-    """One rank comes, and hangs in the sum itself."""
+    """One rank arrives, and hangs in the sum itself."""
     join_process_group()
     if rank() == HANGING:
-        ends = collective_check._ends
-        collective_check._ends = lambda *_: time.sleep(6) or False  # type: ignore[func-returns-value]
+        ends = collective_check._sum_ends
+        collective_check._sum_ends = lambda *_: time.sleep(6) or False  # type: ignore[func-returns-value]
         with pytest.raises(WorkerError):
             check_collectives({}, timeout_seconds=2)
-        collective_check._ends = ends
+        collective_check._sum_ends = ends
         return ""
     with pytest.raises(WorkerError) as caught:
         check_collectives({}, timeout_seconds=2)
@@ -74,14 +75,15 @@ def with_a_sum_that_hangs() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_sum_that_does_not_end_names_ranks_and_machines() -> None:
-    found = run_ranks(with_a_sum_that_hangs, world_size=2)[0]
-    assert "a sum over the group 'world' did not end" in found
-    assert f"rank {HANGING} ({socket.gethostname()}, process " in found
+    results = run_ranks(with_a_sum_that_hangs, world_size=2)[0]
+    assert "a sum over the group 'world' did not end" in results
+    assert f"rank {HANGING} ({socket.gethostname()}, process " in results
 
 
 def with_a_call_that_hangs() -> str:
-    """The first sum of a group makes NCCL's communicator: the call itself does not return."""
+    """The first sum of a group creates NCCL's communicator, so the call itself may hang."""
     join_process_group()
     if rank() == HANGING:
         dist.all_reduce = lambda *_, **__: threading.Event().wait()
@@ -91,7 +93,8 @@ def with_a_call_that_hangs() -> str:
     return str(caught.value)
 
 
-def test_a_call_that_does_not_return_is_given_up() -> None:
+@pytest.mark.slow
+def test_call_that_hangs_times_out() -> None:
     for found in run_ranks(with_a_call_that_hangs, world_size=2, timeout_seconds=120):
         assert "a sum over the group 'world' did not end" in found
 
@@ -117,7 +120,7 @@ def test_the_error_of_a_sum_is_raised() -> None:
 def with_changed_bytes() -> str:
     join_process_group()
     groups = groups_of_pairs()
-    ends = collective_check._ends
+    ends = collective_check._sum_ends
 
     def changed(group: Any, values: torch.Tensor, timeout_seconds: float) -> bool:
         is_done = ends(group, values, timeout_seconds)
@@ -125,7 +128,7 @@ def with_changed_bytes() -> str:
             values[1000] += 1
         return is_done
 
-    collective_check._ends = changed
+    collective_check._sum_ends = changed
     try:
         check_collectives(groups)
     except WorkerError as error:
@@ -134,11 +137,11 @@ def with_changed_bytes() -> str:
 
 
 def test_a_sum_with_another_value_is_refused() -> None:
-    found = run_ranks(with_changed_bytes, world_size=4)
-    assert found[:3] == [""] * 3
-    assert "a sum over the group 'pair' is wrong on rank 3" in found[3]
-    assert "7 from rank 2" in found[3]
-    assert "got: 7 to 8" in found[3]
+    results = run_ranks(with_changed_bytes, world_size=4)
+    assert results[:3] == [""] * 3
+    assert "a sum over the group 'pair' is wrong on rank 3" in results[3]
+    assert "7 from rank 2" in results[3]
+    assert "got: 7 to 8" in results[3]
 
 
 def timeout_of_the_group(environment: dict[str, str]) -> timedelta:
@@ -147,13 +150,13 @@ def timeout_of_the_group(environment: dict[str, str]) -> timedelta:
     return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
 
 
-def test_the_timeout_is_that_of_the_environment() -> None:
+def test_timeout_comes_from_the_environment() -> None:
     assert run_ranks(timeout_of_the_group, {}, world_size=2) == [timedelta(seconds=600)] * 2
-    told = {TIMEOUT: "37"}
-    assert run_ranks(timeout_of_the_group, told, world_size=2) == [timedelta(seconds=37)] * 2
+    error = {TIMEOUT: "37"}
+    assert run_ranks(timeout_of_the_group, error, world_size=2) == [timedelta(seconds=37)] * 2
 
 
-def test_a_recipe_says_the_timeout() -> None:
+def test_recipe_sets_the_timeout() -> None:
     assert ClusterConfig(collective_timeout_seconds=90).collective_timeout_seconds == 90
     with pytest.raises(ValueError, match="greater than 0"):
         ClusterConfig(collective_timeout_seconds=0)

@@ -1,4 +1,4 @@
-"""Weights that all ranks gather and rank 0 writes: nobody is ahead of the disk."""
+"""Weights that all ranks gather and rank 0 writes: no rank gets ahead of the disk."""
 
 import time
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ WRITE_SECONDS = 0.4
 
 
 class Enqueued:
-    """Gathers as NCCL runs them: a rank enqueues one and goes on, and each waits for all ranks.
+    """Gathers as NCCL runs them: a rank enqueues one and continues, and each waits for all ranks.
 
     Pending are those that rank 0 has not joined.
     """
@@ -37,7 +37,7 @@ class Enqueued:
             joined = self._store.add("joined", int(rank() == 0))
             self.most_pending = max(self.most_pending, index + 1 - joined)
             if rank() == 0:
-                work.wait()  # as the copy to the host waits
+                work.wait()  # the copy to the host waits too
             yield name, value
 
 
@@ -56,7 +56,7 @@ def test_no_gather_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.Monkey
                 yield named
 
         def slow(*args: Any, **kwargs: Any) -> None:
-            time.sleep(WRITE_SECONDS)  # in which the other ranks would run ahead
+            time.sleep(WRITE_SECONDS)  # the other ranks could get ahead meanwhile
             begun.append(counter.add("begun", 0))
             save(*args, **kwargs)
 
@@ -69,7 +69,7 @@ def test_no_gather_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(begun) == 4
     assert all(found <= most for found, most in zip(begun, (4, 7, 10, 12), strict=True)), begun
     assert [pending <= 1 for pending, *_ in others] == [True, True]
-    assert [num_files for *_, num_files in others] == [4, 4]  # they return when all is written
+    assert [num_files for *_, num_files in others] == [4, 4]  # they return after the last write
     written: dict[str, torch.Tensor] = {}
     for path in tmp_path.glob("*.safetensors"):
         written |= load_tensors(path)
@@ -96,6 +96,6 @@ def test_a_write_that_fails_ends_all_ranks() -> None:
     assert others == ["rank 0 could not write the model"] * 2
 
 
-def test_one_rank_writes_what_it_has(tmp_path: Path) -> None:
+def test_single_rank_writes_its_tensors(tmp_path: Path) -> None:
     write_on_rank_0([("a", torch.ones(2))], lambda each: save_weights(tmp_path, each))
     assert load_tensors(tmp_path / "model.safetensors")["a"].tolist() == [1.0, 1.0]

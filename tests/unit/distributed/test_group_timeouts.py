@@ -1,9 +1,10 @@
-"""`cluster.collective_timeout_seconds` holds for every group of ranks, not only for all ranks."""
+"""`cluster.collective_timeout_seconds` applies to every group of ranks."""
 
 import os
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -15,7 +16,7 @@ ASKED = timedelta(seconds=77)
 
 
 def timeouts_of_all_groups() -> dict[str, timedelta]:
-    """By the description of a group, the timeout of its backend of gloo."""
+    """Returns the timeout of each group's gloo backend, by description of the group."""
     from torch.distributed.distributed_c10d import _world
 
     return {
@@ -76,6 +77,7 @@ def of_megatron() -> dict[str, timedelta]:
     return timeouts_of_all_groups()
 
 
+@pytest.mark.slow
 def test_every_group_of_megatron_has_the_timeout() -> None:
     timeouts = run_ranks(of_megatron, world_size=4)[0]
     assert len(timeouts) > 20
@@ -83,7 +85,7 @@ def test_every_group_of_megatron_has_the_timeout() -> None:
 
 
 def of_64_gpus() -> tuple[list[tuple[int, float]], dict[str, list[int]]]:
-    """The size and the timeout with which torch makes each backend of a grid over 64 GPUs."""
+    """Returns size and timeout of each backend that torch creates for a grid of 64 GPUs."""
     from torch._C._distributed_c10d import FakeProcessGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -95,7 +97,7 @@ def of_64_gpus() -> tuple[list[tuple[int, float]], dict[str, list[int]]]:
         made.append((common.group_size, common.timeout.total_seconds()))
         return FakeProcessGroup._create_internal(common.group_rank, common.group_size, None)
 
-    for name in ("of_cpus", "of_gpus"):  # as gloo and NCCL, of which every group has both
+    for name in ("of_cpus", "of_gpus"):  # for gloo and NCCL, as every group has both
         dist.Backend.register_backend(name, recorded, extended_api=True, devices=["cpu", "cuda"])
     dist.init_process_group(
         "cpu:of_cpus,cuda:of_gpus", store=FakeStore(), rank=37, world_size=64, timeout=ASKED

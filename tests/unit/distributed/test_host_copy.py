@@ -12,7 +12,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def of_all_kinds() -> list[torch.Tensor]:
-    """Of sizes that leave the next one unaligned, if nothing fills them up."""
+    """Returns tensors whose sizes would leave the next one unaligned without padding."""
     return [
         torch.tensor([True, False, True]),
         torch.arange(5),
@@ -34,7 +34,7 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     assert all(a is b for a, b in zip(move_together(tensors, CPU), tensors, strict=True))
 
 
-def test_there_and_back_in_one_copy_each() -> None:
+def test_round_trip_uses_one_copy_each_way() -> None:
     tensors = of_all_kinds()
     with simulated_cuda() as transfers:
         moved = move_together(tensors, GPU)
@@ -46,16 +46,16 @@ def test_there_and_back_in_one_copy_each() -> None:
     assert_same(back, tensors)
 
 
-def test_what_is_there_already_stays() -> None:
+def test_tensors_already_on_the_device_are_kept() -> None:
     with simulated_cuda() as transfers:
-        there = torch.ones(2, device="cuda")
+        on_gpu = torch.ones(2, device="cuda")
         transfers.clear()
-        (found,) = move_together([there], GPU)
-        assert found is there
+        (found,) = move_together([on_gpu], GPU)
+        assert found is on_gpu
         assert not transfers
 
 
-def test_a_batch_moves_at_once_with_its_lists_and_other_tensors() -> None:
+def test_batch_moves_in_one_copy_with_lists_and_other_tensors() -> None:
     images = [torch.rand(2, 2), None]
     batch = BatchedDataDict(
         {"input_ids": torch.arange(4).view(2, 2), "pixel_values": images, "id": ["a", "b"]}
@@ -64,20 +64,20 @@ def test_a_batch_moves_at_once_with_its_lists_and_other_tensors() -> None:
         moved, (other,) = batch.moved_with([torch.tensor([7])], GPU)
         assert count(transfers, "pinned") == len(transfers) == 1
         assert moved["pixel_values"][0].device == moved["input_ids"].device == other.device == GPU
-        found = to_host([moved["input_ids"], moved["pixel_values"][0], other])
-    assert_same(found, [batch["input_ids"], images[0], torch.tensor([7])])  # type: ignore[list-item]
+        result = to_host([moved["input_ids"], moved["pixel_values"][0], other])
+    assert_same(result, [batch["input_ids"], images[0], torch.tensor([7])])  # type: ignore[list-item]
     assert (moved["pixel_values"][1], moved["id"]) == (None, ["a", "b"])
     assert batch["input_ids"].device == CPU
 
 
-def test_numbers_are_those_of_item_for_one_wait() -> None:
+def test_numbers_equal_item_with_one_wait() -> None:
     values = {"a": torch.tensor(0.1), "b": torch.tensor(2**40 + 1), "c": torch.tensor(True)}
     expected = {name: value.item() for name, value in values.items()}
     assert numbers_of(values) == expected
     assert [type(value) for value in numbers_of(values).values()] == [float, int, int]
     assert numbers_of({}) == {}
     with simulated_cuda() as transfers:
-        there = {name: value.to("cuda") for name, value in values.items()}
+        on_gpu = {name: value.to("cuda") for name, value in values.items()}
         transfers.clear()
-        assert numbers_of(there) == expected
+        assert numbers_of(on_gpu) == expected
         assert [each.kind for each in transfers] == ["sync"]

@@ -34,14 +34,14 @@ def test_ranks_listen_on_loopback_only():
     assert run_ranks(listening, world_size=2) == [{"127.0.0.1"}, {"127.0.0.1"}]
 
 
-def test_a_rank_alone_is_a_group_of_one():
-    def alone() -> tuple[int, int]:
+def test_single_rank_is_a_group_of_one():
+    def rank_and_size() -> tuple[int, int]:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
         join_process_group()
         return dist.get_world_size(), world_size()
 
-    assert run_ranks(alone, world_size=1) == [(1, 1)]
+    assert run_ranks(rank_and_size, world_size=1) == [(1, 1)]
 
 
 def test_a_rank_that_raises_is_named_and_the_others_are_not_waited_for():

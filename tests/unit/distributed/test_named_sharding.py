@@ -24,7 +24,7 @@ def test_a_grid_by_hand() -> None:
 
 
 @given(st.lists(st.integers(1, 3), min_size=4, max_size=4))
-def test_every_rank_is_where_its_coordinates_say(sizes: list[int]) -> None:
+def test_every_rank_matches_its_coordinates(sizes: list[int]) -> None:
     grid = NamedSharding(np.arange(np.prod(sizes)).reshape(sizes), AXES)
     for rank in range(grid.world_size):
         assert grid.ranks(**grid.coordinates(rank)) == [rank]
@@ -55,7 +55,7 @@ def test_part_of_a_copy_is_refused() -> None:
         ([0, 0], ["data"], "each rank from 0 to 1 once"),
     ],
 )
-def test_a_layout_that_is_none_is_refused(layout: list, names: list[str], message: str) -> None:
+def test_invalid_layout_is_refused(layout: list, names: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NamedSharding(layout, names)
 

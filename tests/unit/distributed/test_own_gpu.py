@@ -1,4 +1,4 @@
-"""Which GPU a process computes on, by what Ray and the environment say."""
+"""The GPU that a process computes on, according to Ray and the environment."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from nemo_rl_core.errors import ResourceError
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Eight GPUs, and no Ray."""
+    """Simulates eight GPUs without Ray."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -22,7 +22,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def give(gpus: pytest.MonkeyPatch, *given: str) -> None:
-    """As Ray does in a worker of a bundle with that GPU."""
+    """Sets what Ray would in a worker of a bundle with that GPU."""
     context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": list(given), "TPU": []})
     gpus.setattr(ray, "is_initialized", lambda: True)
     gpus.setattr(ray, "get_runtime_context", lambda: context)
@@ -36,11 +36,11 @@ def test_a_worker_that_sees_one_gpu_computes_on_it(gpus: pytest.MonkeyPatch) -> 
 
 
 def test_a_worker_that_sees_all_gpus_takes_that_of_its_bundle(gpus: pytest.MonkeyPatch) -> None:
-    # Of the second engine of a machine: its place among the engine's ranks is 0.
+    # The second engine of a machine has a local rank 0 too.
     gpus.setenv("LOCAL_RANK", "0")
     give(gpus, "4")
     assert (own_gpu(), local_device()) == ("4", torch.device("cuda", 4))
-    # A machine of which Ray was given a part, by number or by name.
+    # Ray was started with some GPUs of the machine, by number or by name.
     gpus.setenv("CUDA_VISIBLE_DEVICES", "6,4,7")
     assert (own_gpu(), local_device()) == ("4", torch.device("cuda", 1))
     gpus.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa,GPU-bb")
@@ -53,7 +53,7 @@ def test_without_ray_the_local_rank_decides(gpus: pytest.MonkeyPatch) -> None:
     assert local_device() == torch.device("cuda", 0)
     gpus.setenv("LOCAL_RANK", "2")
     assert (own_gpu(), local_device()) == ("2", torch.device("cuda", 2))
-    give(gpus)  # the process that has started Ray has no GPU of its own
+    give(gpus)  # the process that started Ray has no GPU
     assert local_device() == torch.device("cuda", 2)
 
 

@@ -34,7 +34,7 @@ def test_budget_and_rows_are_kept(lengths: list[int], max_tokens: int) -> None:
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(40, 200))
-def test_a_plan_depends_on_the_lengths_alone(lengths: list[int], max_tokens: int) -> None:
+def test_plan_depends_only_on_lengths(lengths: list[int], max_tokens: int) -> None:
     first, second = (plan_microbatches(tuple(lengths), max_tokens=max_tokens) for _ in range(2))
     assert first == second
 
@@ -47,7 +47,7 @@ def test_the_tightest_fit_is_taken() -> None:
     assert plan == [Microbatch(rows=((1,), (3, 2), (4, 0)), row_length=6)]
 
 
-def test_what_does_not_fit_opens_another_microbatch() -> None:
+def test_sequence_that_does_not_fit_opens_another_microbatch() -> None:
     # Budget 8: two rows of 4 hold the sequences of 4; the 3 and the 3 get two rows of 3.
     assert plan_microbatches([3, 4, 4, 3], max_tokens=8) == [
         Microbatch(rows=((1,), (2,)), row_length=4),
@@ -64,7 +64,7 @@ def test_a_budget_below_one_sequence_is_refused() -> None:
 
 @st.composite
 def bundled(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
-    """Lengths, ids of bundles of at most three, and a budget that holds every bundle."""
+    """Draws lengths, ids of bundles of at most three, and a budget that fits every bundle."""
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=20))
     ids = draw(st.permutations([7 * bundle for bundle, n in enumerate(sizes) for _ in range(n)]))
     lengths = draw(st.lists(st.integers(1, 40), min_size=len(ids), max_size=len(ids)))
@@ -93,14 +93,14 @@ def test_bundles_of_one_change_nothing(
     """Bundles are tried one after the other; single sequences are found by their length."""
     of_one = range(len(lengths))
     tried = plan_microbatches(lengths, max_tokens=max_tokens, bundles=of_one, share_rows=share_rows)
-    found = plan_microbatches(lengths, max_tokens=max_tokens, share_rows=share_rows)
-    assert tried == found
+    result = plan_microbatches(lengths, max_tokens=max_tokens, share_rows=share_rows)
+    assert tried == result
 
 
-def test_a_bundle_goes_where_all_of_it_fits() -> None:
-    # Budget 12: two rows of 6. Bundle 0 (6 and 3) leaves 3 places in its second row; bundle 1 (4
+def test_bundle_stays_in_one_microbatch() -> None:
+    # Budget 12: two rows of 6. Bundle 0 (6 and 3) leaves room for 3 in its second row; bundle 1 (4
     # and 1) needs 4, and its 1, which would fit, waits with it; bundle 2 (2) and bundle 3 (1) fit.
-    # Then bundle 1 has two micro-batches of its own to choose from, and takes rows of 4.
+    # Then bundle 1 gets separate micro-batches with rows of 4.
     plan = plan_microbatches([6, 3, 4, 1, 2, 1], max_tokens=12, bundles=[0, 0, 1, 1, 2, 3])
     assert plan == [
         Microbatch(rows=((0,), (1, 4, 5)), row_length=6),
@@ -121,7 +121,7 @@ def test_pairs_pack_nearly_as_tightly_as_single_sequences() -> None:
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(40, 200))
-def test_rows_of_their_own(lengths: list[int], max_tokens: int) -> None:
+def test_sequences_in_separate_rows(lengths: list[int], max_tokens: int) -> None:
     plan = plan_microbatches(lengths, max_tokens=max_tokens, share_rows=False)
     assert sorted(index for part in plan for index in part.indices) == list(range(len(lengths)))
     for part in plan:
@@ -129,8 +129,8 @@ def test_rows_of_their_own(lengths: list[int], max_tokens: int) -> None:
         assert len(part.rows) * part.row_length <= max_tokens
 
 
-def test_a_bundle_over_the_budget_says_what_to_raise() -> None:
-    # 5 and 4 need a row of 5 each, 1 fits behind the 4: two rows of 5 are 10 tokens.
+def test_bundle_over_the_budget_names_the_setting_to_raise() -> None:
+    # 5 and 4 need one row of 5 each, 1 fits after the 4: two rows of 5 are 10 tokens.
     with pytest.raises(DataError, match="3 sequences that belong together") as caught:
         plan_microbatches([5, 2, 4, 1], max_tokens=9, bundles=[3, 8, 3, 3])
     assert "2 rows of 5 tokens" in caught.value.got

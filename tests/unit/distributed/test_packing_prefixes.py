@@ -1,4 +1,4 @@
-"""Trees of prefixes: every sequence is in one, and attends to its own tokens and to no other."""
+"""Trees of prefixes contain every sequence, which attends only to its own tokens."""
 
 import pytest
 import torch
@@ -62,20 +62,20 @@ def test_a_tree_in_a_row_by_hand() -> None:
 
 
 def attended(batch: BatchedDataDict, part: Microbatch, index: int) -> list[list[int]]:
-    """For each token of a sequence, the tokens that it attends to, in the order of the row."""
+    """Returns the tokens that each token of a sequence attends to, in the order of the row."""
     chosen = batch.select_indices(part.indices)
     rows = pack(chosen["input_ids"], chosen["input_lengths"], part)
     mask = packed_causal_mask(rows.last, None)[:, 0]
-    place = part.indices.index(index)
-    length = int(chosen["input_lengths"][place])
-    row, columns = int(rows.row[place, 0]), rows.column[place, :length]
+    position = part.indices.index(index)
+    length = int(chosen["input_lengths"][position])
+    row, columns = int(rows.row[position, 0]), rows.column[position, :length]
     assert rows.position_ids[row, columns].tolist() == list(range(length))
     return [rows.input_ids[row][mask[row, column]].tolist() for column in columns]
 
 
 @settings(deadline=None, max_examples=150)
 @given(SEQUENCES, st.sampled_from([0.0, 5.0, 50.0, 1e9]), st.integers(7, 60), st.booleans())
-def test_every_token_attends_to_its_own_sequence_alone(
+def test_every_token_attends_only_to_its_sequence(
     sequences: list[list[int]], pairs_per_token: float, max_tokens: int, is_paired: bool
 ) -> None:
     max_tokens = max(max_tokens, 14)
@@ -90,13 +90,13 @@ def test_every_token_attends_to_its_own_sequence_alone(
         assert len(part.rows) * part.row_length <= max_tokens
         for index in part.indices:
             sequence = sequences[index]
-            wanted = [sequence[: place + 1] for place in range(len(sequence))]
-            assert attended(batch, part, index) == wanted
+            expected = [sequence[: position + 1] for position in range(len(sequence))]
+            assert attended(batch, part, index) == expected
 
 
 @settings(deadline=None, max_examples=100)
 @given(SEQUENCES, st.integers(1, 5))
-def test_every_rank_gets_whole_trees_and_as_many_microbatches(
+def test_every_rank_gets_full_trees_and_the_same_number_of_microbatches(
     sequences: list[list[int]], num_ranks: int
 ) -> None:
     batch = as_batch(sequences)
@@ -104,9 +104,9 @@ def test_every_rank_gets_whole_trees_and_as_many_microbatches(
     assert sorted(shards.order) == list(range(len(sequences)))
     for shard in shards:
         for part in shard.microbatches or []:
-            for place, index in enumerate(part.indices):
+            for position, index in enumerate(part.indices):
                 sequence = shard["input_ids"][index, : int(shard["input_lengths"][index])].tolist()
-                assert attended(shard, part, index)[-1] == sequence, place
+                assert attended(shard, part, index)[-1] == sequence, position
 
 
 def test_one_group_is_divided_over_the_ranks() -> None:
@@ -127,7 +127,7 @@ def test_equal_sequences_without_padding_share_all_their_tokens() -> None:
 @pytest.mark.parametrize(
     ("pairs_per_token", "num_trees"),
     [
-        # Two sequences of 3 + 5 tokens: a row of 13 has 13² - 8² = 105 pairs more, one of its own
+        # Two sequences of 3 + 5 tokens: a row of 13 has 13² - 8² = 105 pairs more, a separate one
         # has 8² = 64 and 3 tokens.
         (14.0, 1),  # 64 + 3 * 14 = 106
         (13.0, 2),  # 64 + 3 * 13 = 103
@@ -143,7 +143,7 @@ def test_a_row_grows_while_the_tokens_it_saves_cost_more(
 
 
 @pytest.mark.parametrize(("longest", "found"), [(4, [(0,), (1,), (2,)]), (5, [(2, 1, 0)])])
-def test_nothing_is_shared_beside_sequences_longer_than_a_window(
+def test_nothing_is_shared_with_sequences_longer_than_a_window(
     longest: int, found: list[tuple[int, ...]]
 ) -> None:
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 0, 0], [1, 2, 0, 0, 0]])

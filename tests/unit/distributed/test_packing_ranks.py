@@ -27,7 +27,7 @@ NUM_RANKS = st.integers(1, 9)
 
 @st.composite
 def bundled(draw: st.DrawFn) -> tuple[list[int], list[int] | None, int]:
-    """Lengths, ids of bundles of at most three or none, and a budget that holds every bundle."""
+    """Draws lengths, ids of bundles of at most three or none, and a budget for every bundle."""
     members = draw(st.lists(st.integers(1, 3), max_size=20))
     ids = draw(st.permutations([7 * bundle for bundle, n in enumerate(members) for _ in range(n)]))
     lengths = draw(st.lists(st.integers(1, 40), min_size=len(ids), max_size=len(ids)))
@@ -62,9 +62,7 @@ def test_ranks_run_equally_many_microbatches_within_the_budget(
 
 @settings(deadline=None)
 @given(LENGTHS, NUM_RANKS)
-def test_a_rank_idles_only_where_it_has_too_few_sequences(
-    lengths: list[int], num_ranks: int
-) -> None:
+def test_rank_is_idle_only_with_too_few_sequences(lengths: list[int], num_ranks: int) -> None:
     for plan in plan_for_ranks(lengths, num_ranks=num_ranks, max_tokens=60):
         if NO_SEQUENCES in plan:
             assert all(len(part.indices) <= 1 for part in plan)
@@ -76,15 +74,15 @@ def test_one_rank_has_the_plan_of_one(
     drawn: tuple[list[int], list[int] | None, int], share_rows: bool
 ) -> None:
     lengths, bundles, budget = drawn
-    alone = plan_microbatches(lengths, max_tokens=budget, bundles=bundles, share_rows=share_rows)
-    assert [alone] == plan_for_ranks(
+    single = plan_microbatches(lengths, max_tokens=budget, bundles=bundles, share_rows=share_rows)
+    assert [single] == plan_for_ranks(
         lengths, num_ranks=1, max_tokens=budget, bundles=bundles, share_rows=share_rows
     )
 
 
 @settings(deadline=None)
 @given(LENGTHS, NUM_RANKS)
-def test_a_plan_depends_on_the_lengths_alone(lengths: list[int], num_ranks: int) -> None:
+def test_plan_depends_only_on_lengths(lengths: list[int], num_ranks: int) -> None:
     first, second = (
         plan_for_ranks(tuple(lengths), num_ranks=num_ranks, max_tokens=60) for _ in range(2)
     )
@@ -102,7 +100,7 @@ def test_two_ranks_by_hand() -> None:
     ]
 
 
-def test_microbatches_are_dealt_out_where_that_is_cheaper() -> None:
+def test_microbatches_are_distributed_if_that_is_cheaper() -> None:
     # Cost is the square. Budget 6 makes [6], [3, 3] and [3, 3] of all: a multiple of two after one
     # of the pairs is split. 36 to rank 0; 18, then 9 to rank 1, which is full; 9 to rank 0. The
     # step costs 36 + 9. To share out first would leave rank 1 with twice two of 3: 36 + 18.
@@ -111,7 +109,7 @@ def test_microbatches_are_dealt_out_where_that_is_cheaper() -> None:
     assert plans[1] == [Microbatch(((3,), (4,)), 3), Microbatch(((1,),), 3)]
 
 
-def test_sequences_are_shared_out_first_where_that_is_cheaper() -> None:
+def test_sequences_are_distributed_first_if_that_is_cheaper() -> None:
     # 16 to rank 0; 9, 4 and 4 to rank 1, and the last 4 to rank 0. Under a budget of 8, rank 1 has
     # two rows of 3 and a 2 left over; rank 0, whose two rows of 4 would do, computes them apart.
     # The step costs 18 + 4, against 32 of two rows of 4 on one rank and three of 2 on the other.
@@ -129,8 +127,8 @@ def test_a_rank_without_sequences_has_empty_microbatches() -> None:
     assert plan_for_ranks([], num_ranks=2, max_tokens=5) == [[], []]
 
 
-def test_the_costliest_goes_where_least_is() -> None:
-    # 7 | 6; 5 beside 6 (11); 4 beside 7 (11); 3 to the first of equals (14).
+def test_most_expensive_item_goes_to_the_cheapest_share() -> None:
+    # 7 | 6; 5 joins 6 (11); 4 joins 7 (11); 3 goes to the first of equals (14).
     assert share_out([3, 4, 5, 6, 7], 2) == [[4, 1, 0], [3, 2]]
     # At most two in a share: the third must take 3.
     assert share_out([3, 4, 5, 6, 7], 3, max_items=2) == [[4], [3, 0], [2, 1]]
@@ -150,14 +148,14 @@ def test_a_step_over_a_long_tail_is_nearly_even(share_rows: bool) -> None:
     plans = plan_for_ranks(lengths, num_ranks=8, max_tokens=16_384, share_rows=share_rows)
     assert step_cost(plans) < 1.13 * even
     # Contiguous shards of the same rows, each planned for itself, take longer.
-    alone = [
+    unsplit = [
         plan_microbatches(lengths[at : at + 128], max_tokens=16_384, share_rows=share_rows)
         for at in range(0, 1024, 128)
     ]
-    assert step_cost(alone) > 1.15 * even
+    assert step_cost(unsplit) > 1.15 * even
 
 
-def test_what_is_too_long_is_refused_for_ranks_too() -> None:
+def test_too_long_sequences_are_refused_for_ranks_too() -> None:
     with pytest.raises(DataError, match="9 tokens does not fit"):
         plan_for_ranks([1, 9, 2], num_ranks=2, max_tokens=8)
     with pytest.raises(DataError, match="belong together"):
@@ -169,6 +167,6 @@ def test_operations_by_hand() -> None:
     # T = 5: 2 * 5 * 328 = 3280, attention 2 * 2 * 4 * 25 = 400; three times their sum.
     shape = ModelShape(4, 2, 8, 10, 4, 2)
     assert sequence_flops(5, shape) == 3 * (3280 + 400)
-    # What the docstring of the typical shape says: both terms are equal at 33,696 tokens.
+    # As in the docstring of the typical shape, both terms are equal at 33,696 tokens.
     assert sequence_flops(2 * 33_696) == 3 * sequence_flops(33_696)
     assert TYPICAL_SHAPE.num_layers == 32

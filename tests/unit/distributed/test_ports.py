@@ -19,25 +19,25 @@ input()
 
 
 def bound_plainly(port: int) -> int:
-    """The error of another program that takes the port."""
+    """Returns the error of another program that takes the port."""
     with socket.socket() as other, pytest.raises(OSError, match="in use") as refused:
         other.bind(("", port))
     return refused.value.errno or 0
 
 
-def test_a_held_port_is_refused_to_others_and_given_to_a_rendezvous() -> None:
+def test_reserved_port_is_refused_to_others_but_usable_by_a_rendezvous() -> None:
     port = hold_port([0], host=LOOPBACK)
     assert port
     assert bound_plainly(port) == errno.EADDRINUSE
     assert (
         hold_port([port], host=LOOPBACK) is None
-    )  # to another group of workers that chooses the same
+    )  # for another group of workers that chooses the same port
     store = host_store(LOOPBACK, port, wait_for_workers=False)
     store.set("key", "value")
     assert TCPStore(LOOPBACK, port).get("key") == b"value"
 
 
-def test_a_port_is_held_for_another_process() -> None:
+def test_port_is_reserved_for_another_process() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
@@ -57,7 +57,7 @@ def test_the_first_port_that_is_free_is_taken() -> None:
         assert hold_port([taken, 0], host=LOOPBACK) not in (None, taken)
 
 
-def test_a_store_listens_on_its_address_alone() -> None:
+def test_store_listens_only_on_its_address() -> None:
     store = host_store(LOOPBACK, 0, wait_for_workers=False)
     listening = psutil.Process().net_connections()
     assert [

@@ -39,7 +39,7 @@ def test_each_start_has_a_new_token_that_no_other_program_gets() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [(TOKEN, "mine"), (MODE, "disabled")])
-def test_what_the_user_has_set_stays(
+def test_variables_of_the_user_are_kept(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -49,7 +49,7 @@ def test_what_the_user_has_set_stays(
     assert os.environ[name] == value
 
 
-def test_an_open_folder_is_closed_and_one_of_others_refused(
+def test_open_folder_is_made_private_and_foreign_folder_refused(
     temporary: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = temporary / f"ray-{os.getuid()}"

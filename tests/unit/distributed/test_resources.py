@@ -21,14 +21,14 @@ echo "GPU 1: NVIDIA H200 (UUID: GPU-2)"
 HERE = ResourceManager.of_this_machine()
 
 
-def test_this_machine_holds_what_it_has_and_no_more() -> None:
+def test_this_machine_fits_its_resources_and_no_more() -> None:
     has = {"CPU": CORES, "GPU": 0, "memory": total_memory_gib()}
     assert HERE.missing(has) == {}
     more = {"CPU": CORES + 1, "GPU": 0, "memory": 1.01 * total_memory_gib()}
     assert HERE.missing(more) == {"CPU": CORES, "memory": pytest.approx(total_memory_gib())}
 
 
-def test_all_that_is_missing_is_named_at_once() -> None:
+def test_all_missing_resources_are_named_at_once() -> None:
     with pytest.raises(ResourceError) as caught:
         HERE.check({"CPU": CORES + 1, "GPU": 64, "memory": 2**20})
     text = str(caught.value)
@@ -45,7 +45,7 @@ def test_only_what_is_missing_is_named() -> None:
     assert "larger machine" in (caught.value.fix or "")
 
 
-def test_what_a_ray_cluster_lacks() -> None:
+def test_missing_resources_of_a_ray_cluster() -> None:
     cluster = ResourceManager.of_ray({"CPU": 4.0, "memory": 2.0**34}, name="the cluster")
     assert cluster.missing({"CPU": 4, "GPU": 0}) == {}
     assert cluster.missing({"CPU": 5, "GPU": 1}) == {"CPU": 4.0, "GPU": 0.0}
@@ -56,7 +56,7 @@ def test_what_a_ray_cluster_lacks() -> None:
     assert caught.value.fix == "ask for none"
 
 
-def test_memory_is_what_the_kernel_says_or_less_in_a_container() -> None:
+def test_memory_is_the_smaller_limit_of_kernel_and_container() -> None:
     (line,) = re.findall(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
     installed = int(line) * 1024 / 2**30
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -65,7 +65,7 @@ def test_memory_is_what_the_kernel_says_or_less_in_a_container() -> None:
     assert total_memory_gib() == pytest.approx(min(installed, allowed))
 
 
-def test_an_imported_torch_is_asked() -> None:
+def test_an_imported_torch_is_queried() -> None:
     torch = pytest.importorskip("torch")
     assert count_gpus() == torch.cuda.device_count()
     if torch.version.cuda is None:
@@ -76,7 +76,7 @@ def test_an_imported_torch_is_asked() -> None:
 @pytest.mark.parametrize(
     ("visible", "expected"), [(None, "2"), ("0", "1"), ("0,1,2", "2"), ("", "0"), ("-1", "0")]
 )
-def test_without_torch_the_driver_is_asked(
+def test_without_torch_the_driver_is_queried(
     tmp_path: Path, visible: str | None, expected: str
 ) -> None:
     """A stand-in for the driver's program, since its answer needs the hardware."""
@@ -90,7 +90,7 @@ def test_without_torch_the_driver_is_asked(
     assert _count_in_child(environment) == [expected, "False"]
 
 
-def test_without_a_driver_the_answer_is_the_kernels() -> None:
+def test_without_a_driver_the_kernel_counts_gpus() -> None:
     environment = dict(os.environ, PATH="/nonexistent")
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     folder = Path("/proc/driver/nvidia/gpus")

@@ -1,4 +1,4 @@
-"""Shards: every row in one of them, and back where it was."""
+"""Every row is in one shard and returns to its position."""
 
 import torch
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ NUM_SHARDS = st.integers(1, 9)
 
 
 def make_batch(lengths: list[int], *, pairs: bool = False) -> BatchedDataDict:
-    """Rows whose tokens tell them apart; with `pairs`, each two neighbours belong together."""
+    """Returns rows with distinct tokens; with `pairs`, two neighbors form a group."""
     ids = torch.zeros(len(lengths), 20, dtype=torch.long)
     for row, length in enumerate(lengths):
         ids[row, :length] = torch.arange(length) + 100 * (row + 1)
@@ -24,7 +24,7 @@ def make_batch(lengths: list[int], *, pairs: bool = False) -> BatchedDataDict:
 
 
 def restored_rows(shards: Shards) -> list[list[int]]:
-    """What comes back when each rank returns the ids that it was given."""
+    """Restores the batch from ranks that return the ids of their shard."""
     results = [BatchedDataDict({"x": shard["input_ids"]}) for shard in shards]
     rows: list[list[int]] = shards.restored(results)["x"].tolist()
     return rows
@@ -42,7 +42,7 @@ def test_shards_come_back(
     most = max(len(part.microbatches or []) for part in shards)
     for part in shards:
         plans = part.microbatches or []
-        # Fewer than on other ranks only where nothing is left to split.
+        # Fewer than on other ranks only if nothing is left to split.
         assert len(plans) == most or all(len(plan.indices) <= 1 + pairs for plan in plans)
     for rows, part in zip(shards.indices, shards, strict=True):
         assert list(rows) == sorted(rows)
@@ -52,7 +52,7 @@ def test_shards_come_back(
         parts = [(part.select_indices(plan.indices), plan) for plan in part.microbatches or []]
         for rows_of_part, plan in parts:
             assert len(plan.rows) * plan.row_length <= 64
-            # Every row fits where the plan puts it.
+            # Every row fits at its planned position.
             packed = pack(rows_of_part["input_ids"], rows_of_part["input_lengths"], plan)
             assert int((packed.input_ids > 0).sum()) == int(rows_of_part["input_lengths"].sum())
         if pairs:
@@ -65,12 +65,12 @@ def test_shards_come_back(
 
 @settings(deadline=None)
 @given(LENGTHS, st.booleans())
-def test_one_rank_gets_the_batch_as_it_was(lengths: list[int], pairs: bool) -> None:
+def test_one_rank_gets_the_unchanged_batch(lengths: list[int], pairs: bool) -> None:
     batch = make_batch(lengths, pairs=pairs)
-    (alone,) = shard_for_training(batch, num_ranks=1, max_tokens=64)
-    assert torch.equal(alone["input_ids"], batch["input_ids"])
+    (single,) = shard_for_training(batch, num_ranks=1, max_tokens=64)
+    assert torch.equal(single["input_ids"], batch["input_ids"])
     bundles = batch["pair_ids"].tolist() if pairs else None
-    assert alone.microbatches == plan_microbatches(lengths, max_tokens=64, bundles=bundles)
+    assert single.microbatches == plan_microbatches(lengths, max_tokens=64, bundles=bundles)
 
 
 def test_ranks_past_the_rows_get_none() -> None:
@@ -84,8 +84,8 @@ def test_ranks_past_the_rows_get_none() -> None:
     assert shards[2]["input_ids"].shape == (0, 20)
 
 
-def test_filler_stands_for_no_sequence() -> None:
-    # A backend that has nothing to compute lays out one token of filler.
+def test_filler_does_not_represent_a_sequence() -> None:
+    # A backend without rows to compute uses one token of filler.
     empty = make_batch([3]).select_indices([])
     rows = pack(empty["input_ids"], empty["input_lengths"], NO_SEQUENCES)
     assert rows.input_ids.tolist() == [[0]]
@@ -93,7 +93,7 @@ def test_filler_stands_for_no_sequence() -> None:
     assert rows.row.shape == (0, 20)
 
 
-def test_results_of_other_width_are_padded_when_put_back() -> None:
+def test_results_of_other_width_are_padded_when_restored() -> None:
     shards = shard_for_training(make_batch([4, 3, 2, 1]), num_ranks=2, max_tokens=8)
     assert shards.order == [0, 1, 3, 2]
     wide = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0], [8, 0, 0, 0]])

@@ -1,4 +1,4 @@
-"""Ranks that the others wait for, by the seconds that each computes."""
+"""Stragglers are found by the time that each rank computes."""
 
 import time
 
@@ -6,22 +6,22 @@ import torch.distributed as dist
 
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import join_process_group, rank
-from nemo_rl_core.distributed.step_times import RankTimes, step_time, stragglers, taken_times
+from nemo_rl_core.distributed.step_times import RankTimes, pop_step_times, step_time, stragglers
 
 
 def times(*own: float) -> list[RankTimes]:
     return [RankTimes(rank, f"node{rank // 2}", 10, 9.0, each) for rank, each in enumerate(own)]
 
 
-def test_a_rank_past_the_ratio_is_named_with_its_machine() -> None:
+def test_straggler_is_named_with_its_machine() -> None:
     assert stragglers(times(1.0, 1.1, 1.4, 0.2)) == []
     assert stragglers(times(1.0, 1.1, 1.8, 1.0)) == [
-        "rank 2 on node1 computes 1.80 times as long as the median rank, 1.80 s of a step"
+        "rank 2 on node1 computes 1.80 times as long as the median rank, 1.80 s per step"
     ]
     assert [each[:6] for each in stragglers(times(1.0, 2.0, 1.0, 1.0, 3.0))] == ["rank 4", "rank 1"]
 
 
-def test_of_two_ranks_the_slower_one_is_named() -> None:
+def test_slower_of_two_ranks_is_named() -> None:
     assert len(stragglers(times(1.0, 2.0))) == 1
     assert stragglers(times(1.0)) == stragglers([]) == []
 
@@ -33,23 +33,25 @@ def of_uneven_steps() -> RankTimes | None:
             end = time.process_time() + (0.4 if rank() == 1 else 0.02)
             while time.process_time() < end:
                 pass
-            dist.barrier()  # in which the others wait
-    found = taken_times()
-    assert taken_times() is None
-    return found
+            dist.barrier()  # the others wait here
+    result = pop_step_times()
+    assert pop_step_times() is None
+    return result
 
 
 def test_waiting_for_another_rank_does_not_count() -> None:
-    found = run_ranks(of_uneven_steps, world_size=3)
-    assert [each.rank for each in found] == [0, 1, 2]
-    assert all(each.num_steps == 2 for each in found)
+    results = run_ranks(of_uneven_steps, world_size=3)
+    assert [each.rank for each in results] == [0, 1, 2]
+    assert all(each.num_steps == 2 for each in results)
     # All see steps of the same length.
-    assert max(each.wall_seconds for each in found) < 2 * min(each.wall_seconds for each in found)
-    (sentence,) = stragglers(found)
+    assert max(each.wall_seconds for each in results) < 2 * min(
+        each.wall_seconds for each in results
+    )
+    (sentence,) = stragglers(results)
     assert sentence.startswith("rank 1 on ")
 
 
-def test_one_rank_alone_records_nothing() -> None:
+def test_single_rank_records_nothing() -> None:
     with step_time():
         pass
-    assert taken_times() is None
+    assert pop_step_times() is None

@@ -1,4 +1,4 @@
-"""Weights in buckets: nothing lost, nothing changed in silence."""
+"""Weights in buckets: nothing is lost, and no change goes unnoticed."""
 
 import dataclasses
 from itertools import combinations
@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_core.distributed.weight_sync import (
+from nemo_rl_core.distributed.weight_sync import messages
+from nemo_rl_core.distributed.weight_sync.messages import (
     bucket_digest,
     combined_digest,
     compare_digests,
     make_buckets,
-    messages,
+    word_sums,
 )
-from nemo_rl_core.distributed.weight_sync.messages import word_sums
 from nemo_rl_core.errors import ConsistencyError
 
 
@@ -47,7 +47,7 @@ def test_tensors_of_all_types_arrive_as_they_were_sent(bucket_bytes: int) -> Non
 
 
 def test_buckets_are_split_by_size() -> None:
-    # Four floats are 16 bytes; two fit into 40, and the large one (80) gets a bucket of its own.
+    # Four floats are 16 bytes; two fit into 40, and the large one (80) gets a separate bucket.
     sizes = {"a": 4, "b": 4, "c": 4, "large": 20, "d": 4}
     buckets = list(make_buckets(((n, torch.ones(s)) for n, s in sizes.items()), bucket_bytes=40))
     names = [[spec.name for spec in bucket.specs] for bucket in buckets]
@@ -58,19 +58,19 @@ def test_buckets_are_split_by_size() -> None:
 
 def test_large_tensors_are_cut_into_pieces() -> None:
     # 80 bytes in buckets of 40, which hold 32 where pieces begin at multiples of 16.
-    large, whole = torch.arange(20.0).view(4, 5), torch.empty(80, dtype=torch.uint8)
+    large, full = torch.arange(20.0).view(4, 5), torch.empty(80, dtype=torch.uint8)
     named = [("a", torch.ones(4)), ("large", large), ("d", torch.ones(4))]
     buckets = list(make_buckets(named, bucket_bytes=40, splits_tensors=True))
-    found = [
+    result = [
         [(spec.name, spec.start, spec.num_bytes, spec.is_piece) for spec in bucket.specs]
         for bucket in buckets
     ]
     pieces = [[("large", start, size, True)] for start, size in ((0, 32), (32, 32), (64, 16))]
-    assert found == [[("a", 0, 16, False)], *pieces, [("d", 0, 16, False)]]
+    assert result == [[("a", 0, 16, False)], *pieces, [("d", 0, 16, False)]]
     for bucket in buckets[1:4]:
         (spec,) = bucket.specs
-        whole[spec.start : spec.start + spec.num_bytes] = torch.as_tensor(bucket.payload)
-    assert torch.equal(spec.tensor(whole), large)
+        full[spec.start : spec.start + spec.num_bytes] = torch.as_tensor(bucket.payload)
+    assert torch.equal(spec.tensor(full), large)
     assert len({bucket.digest for bucket in buckets[1:4]}) == 3
     swapped = dataclasses.replace(buckets[1].specs[0], start=32)
     assert bucket_digest((swapped,), buckets[1].payload) != buckets[1].digest
@@ -81,34 +81,34 @@ def test_no_weights_make_no_buckets() -> None:
 
 
 @given(st.integers(0, 4 * 15 - 1), st.integers(0, 7))
-def test_one_flipped_bit_changes_the_digest(place: int, bit: int) -> None:
+def test_one_flipped_bit_changes_the_digest(position: int, bit: int) -> None:
     (bucket,) = make_buckets([("matrix", torch.ones(3, 5))])
     assert bucket_digest(bucket.specs, bucket.payload) == bucket.digest
     payload = bucket.payload.copy()
-    payload[place] ^= 1 << bit
+    payload[position] ^= 1 << bit
     damaged = dataclasses.replace(bucket, payload=payload)
     assert bucket_digest(damaged.specs, damaged.payload) != bucket.digest
 
 
 def words_of(count: int) -> torch.Tensor:
-    """Bytes of so many words, in rows of four."""
+    """Returns the bytes of this many words, in rows of four."""
     return torch.randint(256, (8 * count,), generator=torch.Generator().manual_seed(0)).byte()
 
 
 @pytest.fixture
 def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_WORDS_A_ROW", 4)
+    monkeypatch.setattr(messages, "_WORDS_PER_ROW", 4)
 
 
 @pytest.mark.usefixtures("short_rows")
 def test_each_flipped_bit_changes_the_sums_of_a_gpu() -> None:
     payload = words_of(14)
-    found = {word_sums(payload)}
-    for place in range(8 * len(payload)):
+    result = {word_sums(payload)}
+    for position in range(8 * len(payload)):
         damaged = payload.clone()
-        damaged[place // 8] ^= 1 << place % 8
-        found.add(word_sums(damaged))
-    assert len(found) == 1 + 8 * len(payload)
+        damaged[position // 8] ^= 1 << position % 8
+        result.add(word_sums(damaged))
+    assert len(result) == 1 + 8 * len(payload)
 
 
 @pytest.mark.usefixtures("short_rows")
@@ -134,13 +134,13 @@ def test_a_change_that_all_words_share_changes_the_sums_of_a_gpu(
 
 @pytest.mark.usefixtures("short_rows")
 def test_up_to_three_changed_words_change_the_sums_of_a_gpu() -> None:
-    """Also where the changes cancel in the sum of all: brute force over all places of 14 words."""
+    """Also if the changes cancel in the sum of all: brute force over all positions of 14 words."""
     payload = words_of(14)
     words, before = payload.view(torch.int64), word_sums(payload)
-    for places in combinations(range(14), 3):
+    for positions in combinations(range(14), 3):
         for changes in ([1, -1, 0], [1, 1, -2], [-(2**63), -(2**63), 0]):
             damaged = words.clone()
-            damaged[list(places)] += torch.tensor(changes)
+            damaged[list(positions)] += torch.tensor(changes)
             assert word_sums(damaged.view(torch.uint8)) != before
     for one, other in combinations(range(14), 2):
         damaged = words.clone()
@@ -149,19 +149,19 @@ def test_up_to_three_changed_words_change_the_sums_of_a_gpu() -> None:
 
 
 @pytest.mark.usefixtures("short_rows")
-def test_a_rectangle_whose_changes_cancel_is_what_the_sums_of_a_gpu_miss() -> None:
+def test_gpu_sums_miss_only_rectangles_whose_changes_cancel() -> None:
     words = words_of(14).view(torch.int64)
     damaged = words.clone()
     damaged[[0, 2, 8, 10]] += torch.tensor([3, -3, -3, 3])
     assert word_sums(damaged.view(torch.uint8)) == word_sums(words.view(torch.uint8))
 
 
-def test_rows_and_columns_in_another_place_change_the_sums_of_a_gpu() -> None:
-    """Weights that arrive in another place: rows moved, columns moved, a matrix turned."""
+def test_moved_rows_and_columns_change_the_sums_of_a_gpu() -> None:
+    """Weights that arrive in another order: moved rows, moved columns, a transposed matrix."""
     matrix = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0))
     wrong = [matrix.roll(2, 0), matrix.roll(2, 1), matrix.flip(0), matrix.T.contiguous()]
-    found = {word_sums(each.view(-1).view(torch.uint8)) for each in (matrix, *wrong)}
-    assert len(found) == 5
+    result = {word_sums(each.view(-1).view(torch.uint8)) for each in (matrix, *wrong)}
+    assert len(result) == 5
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_order_matters_to_the_digest_of_a_transfer() -> None:
 
 def test_digests_that_differ_stop_the_run() -> None:
     compare_digests(sent="aa", received="aa")
-    with pytest.raises(ConsistencyError, match="weights that arrived") as caught:
+    with pytest.raises(ConsistencyError, match="weights received") as caught:
         compare_digests(sent="aa", received="bb")
     assert caught.value.expected == "checksum aa"
     assert caught.value.got == "checksum bb"

@@ -14,20 +14,15 @@ from torch.distributed import TCPStore
 
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import join_process_group, rank
-from nemo_rl_core.distributed.weight_sync import (
-    SENDER,
-    Endpoint,
-    LinkSpec,
-    ReceivesWeights,
-    SendsWeights,
-)
+from nemo_rl_core.distributed.weight_sync.link import Endpoint, ReceivesWeights, SendsWeights
+from nemo_rl_core.distributed.weight_sync.messages import SENDER, LinkSpec
 from nemo_rl_core.errors import TransferError
 
 Named = list[tuple[str, float]]
 
 
 class Trainer(SendsWeights):
-    """Two numbers a step, gathered over all ranks."""
+    """Two numbers per step, gathered over all ranks."""
 
     step = 0
     num_gathered = 0
@@ -68,26 +63,26 @@ def new_link(meeting_points: list[TCPStore]) -> Callable[[], LinkSpec]:
 
 @pytest.fixture
 def meeting_points() -> list[TCPStore]:
-    """Where endpoints meet, as long as the test lasts."""
+    """Rendezvous of endpoints that lasts as long as the test."""
     return []
 
 
 def side_by_side(*ends: Callable[[], Any]) -> list[Any]:
-    """What each returns or raises, in a thread of its own."""
-    found: list[Any] = [None] * len(ends)
+    """Runs each function in a separate thread; returns results and errors."""
+    result: list[Any] = [None] * len(ends)
 
-    def run(place: int) -> None:
+    def run(index: int) -> None:
         try:
-            found[place] = ends[place]()
+            result[index] = ends[index]()
         except Exception as error:  # noqa: BLE001 (compared by the test)
-            found[place] = error
+            result[index] = error
 
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(ends))]
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(ends))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=500)
-    return found
+    return result
 
 
 def transfer(trainer: Trainer, engine: Engine, link: LinkSpec, *others: LinkSpec) -> list[Any]:
@@ -96,7 +91,7 @@ def transfer(trainer: Trainer, engine: Engine, link: LinkSpec, *others: LinkSpec
     )
 
 
-def test_a_link_serves_every_transfer_until_another_one_replaces_it(
+def test_link_is_reused_until_another_replaces_it(
     new_link: Callable[[], LinkSpec],
 ) -> None:
     trainer, engine = Trainer(), Engine()
@@ -116,7 +111,7 @@ def test_a_link_serves_every_transfer_until_another_one_replaces_it(
     assert trainer._endpoints == {}
 
 
-def test_an_end_without_the_token_sends_and_receives_nothing(
+def test_endpoint_without_the_token_cannot_send_or_receive(
     new_link: Callable[[], LinkSpec],
 ) -> None:
     trainer, engine, link = Trainer(), Engine(), new_link()
@@ -127,7 +122,7 @@ def test_an_end_without_the_token_sends_and_receives_nothing(
     )
     assert isinstance(sent, TransferError)
     assert isinstance(received, TransferError)
-    assert received.problem == "a message of a transfer of weights is not from this run"
+    assert received.problem == "a message of a weight transfer is not from this run"
     assert engine.taken == []
     link = new_link()
     sent, received = side_by_side(
@@ -164,9 +159,9 @@ def test_a_failure_drops_both_endpoints_and_another_link_works(
     assert isinstance(received, ValueError)
     assert trainer._endpoints == {}
     assert engine._endpoint is None
-    sent, received = transfer(trainer, whole := Engine(), second)
+    sent, received = transfer(trainer, complete := Engine(), second)
     assert sent == received
-    assert whole.taken == [[("first", 0.0), ("second", 0.0)]]
+    assert complete.taken == [[("first", 0.0), ("second", 0.0)]]
 
 
 def test_every_rank_gathers_to_the_end_though_the_engine_has_failed(
@@ -184,8 +179,8 @@ def test_every_rank_gathers_to_the_end_though_the_engine_has_failed(
         assert digests[0] == digests[1]
         return [type(failed).__name__, trainer.num_gathered, *engine.taken]
 
-    found = run_ranks(end, new_link(), new_link(), world_size=2, timeout_seconds=60)
-    assert found == [["TransferError", 4, [("first", 2.0), ("second", 2.0)]], ["", ""]]
+    results = run_ranks(end, new_link(), new_link(), world_size=2, timeout_seconds=60)
+    assert results == [["TransferError", 4, [("first", 2.0), ("second", 2.0)]], ["", ""]]
 
 
 @pytest.mark.parametrize("group_rank", [SENDER, SENDER + 1])
@@ -199,7 +194,7 @@ def test_an_endpoint_that_waits_fails_when_the_controller_closes_the_link(
     link = replace(new_link(), port=port.recv())
     timer = threading.Timer(0.3, controller.kill)
     timer.start()
-    with pytest.raises(TransferError, match="broke off"):
+    with pytest.raises(TransferError, match="was interrupted"):
         Endpoint(link, group_rank)  # with the link open it would wait until pytest ends it
     timer.join()
     controller.join()

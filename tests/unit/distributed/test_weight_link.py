@@ -1,4 +1,4 @@
-"""The controller of a link: several senders, what it compares, and what it leaves behind.
+"""The controller of a link: several senders, its comparisons, and its cleanup.
 
 Its two groups are plain objects whose methods run in threads; `tests/ray/` has real workers.
 """
@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_core.distributed.weight_sync import (
-    ReceivesWeights,
-    SendsWeights,
-    WeightLink,
-    link,
-)
+from nemo_rl_core.distributed.weight_sync import link
+from nemo_rl_core.distributed.weight_sync.link import ReceivesWeights, SendsWeights, WeightLink
+from nemo_rl_core.distributed.weight_sync.routes import Location
 from nemo_rl_core.errors import ConsistencyError
-from nemo_rl_core.planning.routes import Location
 from tests.simulated_gpus import SimulatedIpc, SimulatedNccl, simulate_transports
 
 BUCKET_BYTES = 4096
@@ -53,15 +49,15 @@ class Call:
 
 
 class Group:
-    """What a link asks of a worker group."""
+    """A worker group with the methods that a link calls."""
 
-    def __init__(self, kind: type, places: Sequence[Location]) -> None:
-        self.places, self.workers = places, [kind() for _ in places]
-        self.world_size = len(places)
+    def __init__(self, kind: type, locations: Sequence[Location]) -> None:
+        self.locations, self.workers = locations, [kind() for _ in locations]
+        self.world_size = len(locations)
 
     def run_all_workers_single_data(self, method: str, *_: Any) -> list[Location]:
-        assert method == "__ray_call__"  # of where it is
-        return list(self.places)
+        assert method == "__ray_call__"  # asks for its machine
+        return list(self.locations)
 
     def start_single_worker(self, method: str, *args: Any, rank: int) -> Call:
         return Call(getattr(self.workers[rank], method), args)
@@ -71,15 +67,15 @@ class Group:
 
 
 def finish_together(pending: Any, timeout_seconds: float | None) -> list[list[Any]]:
-    found = []
+    results = []
     for _, calls in pending:
         for call in calls:
             call.thread.join(timeout=60)
-        found.append([call.value for call in calls])
-    errors = [value for values in found for value in values if isinstance(value, Exception)]
+        results.append([call.value for call in calls])
+    errors = [value for values in results for value in values if isinstance(value, Exception)]
     if errors:
         raise errors[0]
-    return found
+    return results
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +88,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_gpus(*names: str) -> list[Location]:
-    """Of machines that the first letter names."""
+    """Returns locations on machines that the first letter names."""
     return [Location(name[0], name) for name in names]
 
 
@@ -115,8 +111,8 @@ def test_every_rank_sends_to_the_engine_on_its_gpu() -> None:
         way = opened(trainer, engine)
         way.transfer()
         assert has_taken(engine, step) == [True] * 4
-    found = [(spec.sender, spec.transport, spec.num_receivers) for spec in way.specs.values()]
-    assert found == [(rank, "cuda_ipc", 1) for rank in range(4)]
+    result = [(spec.sender, spec.transport, spec.num_receivers) for spec in way.specs.values()]
+    assert result == [(rank, "cuda_ipc", 1) for rank in range(4)]
     for worker in trainer.workers:
         ((_, endpoint),) = worker._endpoints.items()
         assert endpoint._transport.most_bytes == 2 * BUCKET_BYTES
@@ -124,7 +120,7 @@ def test_every_rank_sends_to_the_engine_on_its_gpu() -> None:
     assert [worker._endpoints for worker in trainer.workers] == [{}] * 4
 
 
-def test_one_rank_sends_to_engines_of_their_own_and_the_others_gather() -> None:
+def test_one_rank_sends_to_dedicated_engines_and_the_others_gather() -> None:
     trainer = Group(Trainer, on_gpus("a0", "a1"))
     engine = Group(Engine, on_gpus("b0", "b1", "c0"))
     way = opened(trainer, engine)
@@ -133,12 +129,12 @@ def test_one_rank_sends_to_engines_of_their_own_and_the_others_gather() -> None:
     assert [len(worker._endpoints) for worker in trainer.workers] == [1, 0]
 
 
-def test_a_rank_that_has_sent_other_weights_is_named_and_the_link_dropped() -> None:
+def test_rank_that_sent_other_weights_is_named_and_the_link_dropped() -> None:
     trainer = Group(Trainer, on_gpus("a0", "a1", "a2"))
     engine = Group(Engine, on_gpus("a0", "a1", "a2"))
     trainer.workers[2].step = 7
     way = opened(trainer, engine)
-    with pytest.raises(ConsistencyError, match="rank 2 of the trainer has other weights"):
+    with pytest.raises(ConsistencyError, match="rank 2 of the trainer sent weights that differ"):
         way.transfer()
     assert engine not in WeightLink.by_engine
     trainer.workers[2].step = 1
@@ -147,11 +143,11 @@ def test_a_rank_that_has_sent_other_weights_is_named_and_the_link_dropped() -> N
     assert has_taken(engine, 1) == [True] * 3
 
 
-def test_an_engine_that_received_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_received_other_weights_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, engine = Group(Trainer, on_gpus("a0", "a1")), Group(Engine, on_gpus("a0", "a1"))
     received = engine.workers[1].receive_weights
     engine.workers[1].receive_weights = lambda *args: received(*args)[::-1]
-    with pytest.raises(ConsistencyError, match="that arrived in the rollout engine are not"):
+    with pytest.raises(ConsistencyError, match="received by the rollout engine are not"):
         opened(trainer, engine).transfer()
 
 

@@ -1,4 +1,4 @@
-"""Who sends weights to whom, for 1, 8 and 16 GPUs; and that no rank's memory is passed through."""
+"""Routes of weights for 1, 8 and 16 GPUs, which never pass through another rank's memory."""
 
 import multiprocessing
 import os
@@ -14,9 +14,14 @@ from torch.distributed import TCPStore
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import join_process_group, rank_environment
 from nemo_rl_core.distributed.virtual_cluster import free_address
-from nemo_rl_core.distributed.weight_sync import LinkSpec, ReceivesWeights, SendsWeights
-from nemo_rl_core.distributed.weight_sync.places import current_location
-from nemo_rl_core.planning.routes import Location, Route, choose_routes
+from nemo_rl_core.distributed.weight_sync.link import ReceivesWeights, SendsWeights
+from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
+from nemo_rl_core.distributed.weight_sync.routes import (
+    Location,
+    Route,
+    choose_routes,
+    current_location,
+)
 from tests.simulated_cuda import SimulatedTensor, simulated_cuda
 from tests.simulated_gpus import SimulatedIpc, SimulatedNccl, simulate_transports
 
@@ -32,25 +37,25 @@ def cores(*machines: str) -> list[Location]:
     return [Location(machine, None) for machine in machines]
 
 
-def beside(count: int) -> list[Route]:
+def on_same_gpu(count: int) -> list[Route]:
     return [Route(rank, (rank,), "cuda_ipc") for rank in range(count)]
 
 
 @pytest.mark.parametrize(
     ("trainer", "engine", "expected"),
     [
-        pytest.param(gpus(1, each=1), gpus(1, each=1), beside(1), id="1"),
-        pytest.param(gpus(1), gpus(1), beside(8), id="1x8"),
-        pytest.param(gpus(2), gpus(2), beside(16), id="2x8"),
-        pytest.param(gpus(2), gpus(1), beside(8), id="engines on the first of 2x8"),
+        pytest.param(gpus(1, each=1), gpus(1, each=1), on_same_gpu(1), id="1"),
+        pytest.param(gpus(1), gpus(1), on_same_gpu(8), id="1x8"),
+        pytest.param(gpus(2), gpus(2), on_same_gpu(16), id="2x8"),
+        pytest.param(gpus(2), gpus(1), on_same_gpu(8), id="engines on the first of 2x8"),
         pytest.param(
-            gpus(1), gpus(1, first=1), [Route(0, tuple(range(8)), "nccl")], id="1x8 of their own"
+            gpus(1), gpus(1, first=1), [Route(0, tuple(range(8)), "nccl")], id="1x8 dedicated"
         ),
         pytest.param(
             gpus(1),
             gpus(2, first=1),
             [Route(0, tuple(range(16)), "nccl")],
-            id="2x8 of their own",
+            id="2x8 dedicated",
         ),
         pytest.param(
             gpus(1, each=6),
@@ -62,9 +67,9 @@ def beside(count: int) -> list[Route]:
             gpus(1, each=2),
             [*gpus(1, each=1), *gpus(1, first=1, each=2)],
             [Route(0, (0,), "cuda_ipc"), Route(1, (1, 2), "nccl")],
-            id="one of the trainer's and two of their own",
+            id="one of the trainer's and two dedicated",
         ),
-        # No rank is left that sends to nobody else, and NCCL refuses two ranks on one GPU.
+        # Every rank sends already, and NCCL refuses two ranks on one GPU.
         pytest.param(
             gpus(1, each=1),
             gpus(1, each=2),
@@ -106,8 +111,8 @@ class Trainer(SendsWeights):
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._shards = {
-            name: SimulatedTensor(whole.chunk(num_ranks)[rank].clone())
-            for name, whole in whole_weights(num_ranks).items()
+            name: SimulatedTensor(full.chunk(num_ranks)[rank].clone())
+            for name, full in full_weights(num_ranks).items()
         }
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -118,50 +123,50 @@ class Trainer(SendsWeights):
 
 
 class Engine(ReceivesWeights):
-    """Keeps what it is given."""
+    """Records the tensors that it receives."""
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         self.taken = dict(named_tensors)
 
 
-def whole_weights(num_ranks: int) -> dict[str, torch.Tensor]:
+def full_weights(num_ranks: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     shapes = {"embedding": (128, 80), "norm": (num_ranks,)}
     shapes |= {f"layer {index}": (num_ranks, 30) for index in range(6)}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def send(rank: int, places: dict[str, list[Location]], link: LinkSpec | None) -> dict[str, Any]:
-    """What a rank of the trainer has sent, and what it cost the host."""
+def send(rank: int, locations: dict[str, list[Location]], link: LinkSpec | None) -> dict[str, Any]:
+    """Sends weights from a trainer rank; returns the digest and the waits of the host."""
     join_process_group(timeout_seconds=100)
-    gpu = places["trainer"][rank].gpu
+    gpu = locations["trainer"][rank].gpu
     assert gpu is not None
     with simulated_cuda(gpu) as transfers, pytest.MonkeyPatch.context() as patch:
         simulate_transports(patch)
         assert current_location().gpu == gpu
-        trainer = Trainer(rank, len(places["trainer"]))
+        trainer = Trainer(rank, len(locations["trainer"]))
         transfers.clear()
         digests = [trainer.send_weights(link, [link] if link else []) for _ in range(2)]
-        waits = {(each.kind, each.operator, each.place) for each in transfers}
+        waits = {(each.kind, each.operator, each.location) for each in transfers}
         opened = trainer._endpoints or {}
         most_bytes = [each._transport.most_bytes for each in opened.values()]  # type: ignore[attr-defined]
     return {"digests": digests, "waits": waits, "most_bytes": most_bytes, "pid": os.getpid()}
 
 
 def receive(
-    rank: int, places: dict[str, list[Location]], link: LinkSpec, index: int
+    rank: int, locations: dict[str, list[Location]], link: LinkSpec, index: int
 ) -> dict[str, Any]:
-    gpu = places["engine"][rank].gpu
+    gpu = locations["engine"][rank].gpu
     assert gpu is not None
     with simulated_cuda(gpu) as transfers, pytest.MonkeyPatch.context() as patch:
         simulate_transports(patch)
         engine = Engine()
         digests = [engine.receive_weights(link, index) for _ in range(2)]
-        waits = {(each.kind, each.operator, each.place) for each in transfers}
-        expected = whole_weights(len(places["trainer"]))
+        waits = {(each.kind, each.operator, each.location) for each in transfers}
+        expected = full_weights(len(locations["trainer"]))
         is_equal = engine.taken.keys() == expected.keys() and all(
-            torch.equal(engine.taken[name].values, whole.bfloat16())
-            for name, whole in expected.items()
+            torch.equal(engine.taken[name].values, full.bfloat16())
+            for name, full in expected.items()
         )
     return {
         "digests": digests,
@@ -171,9 +176,9 @@ def receive(
     }
 
 
-def transfer(places: dict[str, list[Location]]) -> dict[str, list[dict[str, Any]]]:
-    """Two transfers between forked processes, one for each rank; called in a process of its own."""
-    routes = choose_routes(places["trainer"], places["engine"])
+def transfer(locations: dict[str, list[Location]]) -> dict[str, list[dict[str, Any]]]:
+    """Runs two transfers between forked processes, one per rank; called in a separate process."""
+    routes = choose_routes(locations["trainer"], locations["engine"])
     SimulatedIpc.bucket_bytes = SimulatedNccl.bucket_bytes = BUCKET_BYTES
     with simulated_cuda():
         pass  # imports what each process needs
@@ -192,14 +197,14 @@ def transfer(places: dict[str, list[Location]]) -> dict[str, list[dict[str, Any]
     }
     address, port = free_address()
     calls: list[tuple[str, dict[str, str], Callable[..., Any], tuple[Any, ...]]] = []
-    for rank in range(len(places["trainer"])):
+    for rank in range(len(locations["trainer"])):
         environment = rank_environment(
-            rank, len(places["trainer"]), address=address, port=port, local_rank=0
+            rank, len(locations["trainer"]), address=address, port=port, local_rank=0
         )
-        calls.append(("trainer", environment, send, (rank, places, links.get(rank))))
+        calls.append(("trainer", environment, send, (rank, locations, links.get(rank))))
     for route in routes:
         for index, receiver in enumerate(route.receivers):
-            calls.append(("engine", {}, receive, (receiver, places, links[route.sender], index)))
+            calls.append(("engine", {}, receive, (receiver, locations, links[route.sender], index)))
     fork = multiprocessing.get_context("fork")
     results: Any = fork.Queue()
 
@@ -215,14 +220,14 @@ def transfer(places: dict[str, list[Location]]) -> dict[str, list[dict[str, Any]
     ]
     for process in processes:
         process.start()
-    found = dict(results.get(timeout=200) for _ in processes)
+    by_rank = dict(results.get(timeout=200) for _ in processes)
     for process in processes:
         process.join()
-    failed = [each for each in found.values() if isinstance(each, str)]
+    failed = [each for each in by_rank.values() if isinstance(each, str)]
     assert not failed, failed[0]
     by_group: dict[str, list[dict[str, Any]]] = {"trainer": [], "engine": []}
     for number, (group, *_) in enumerate(calls):
-        by_group[group].append(found[number])
+        by_group[group].append(by_rank[number])
     return by_group
 
 
@@ -231,27 +236,29 @@ def transfer(places: dict[str, list[Location]]) -> dict[str, list[dict[str, Any]
     [
         pytest.param(gpus(1), gpus(1), id="1x8"),
         pytest.param(gpus(2), gpus(2), id="2x8", marks=pytest.mark.thorough),
-        pytest.param(gpus(1, each=2), gpus(1, first=1, each=4), id="four of their own"),
+        pytest.param(gpus(1, each=2), gpus(1, first=1, each=4), id="four dedicated"),
     ],
 )
 def test_no_tensor_passes_through_the_host_or_another_rank(
     trainer: list[Location], engine: list[Location]
 ) -> None:
-    places = {"trainer": trainer, "engine": engine}
-    found = run_ranks(transfer, places, world_size=1, timeout_seconds=300)[0]
+    locations = {"trainer": trainer, "engine": engine}
+    results = run_ranks(transfer, locations, world_size=1, timeout_seconds=300)[0]
     routes = choose_routes(trainer, engine)
-    senders = [found["trainer"][route.sender] for route in routes]
-    digests = {tuple(each["digests"]) for each in (*senders, *found["engine"])}
+    senders = [results["trainer"][route.sender] for route in routes]
+    digests = {tuple(each["digests"]) for each in (*senders, *results["engine"])}
     assert len(digests) == 1
-    assert all(each["is_equal"] for each in found["engine"])
-    # All that reaches the host is the sums of rows and columns of a bucket.
-    (waits,) = {frozenset(each["waits"]) for each in (*senders, *found["engine"])}
+    assert all(each["is_equal"] for each in results["engine"])
+    # Only the sums of rows and columns of a bucket reach the host.
+    (waits,) = {frozenset(each["waits"]) for each in (*senders, *results["engine"])}
     assert waits == {("sync", "to", "messages.py:word_sums")}
     assert all(each["most_bytes"] == [2 * BUCKET_BYTES] for each in senders)
-    idle = [each for each in found["trainer"] if each not in senders]
+    idle = [each for each in results["trainer"] if each not in senders]
     assert all(each["digests"] == ["", ""] and not each["waits"] for each in idle)
-    received = iter(found["engine"])
+    received = iter(results["engine"])
     for route in routes:
         for _ in route.receivers:
-            mapped = {found["trainer"][route.sender]["pid"]} if route.transport != "nccl" else set()
+            mapped = (
+                {results["trainer"][route.sender]["pid"]} if route.transport != "nccl" else set()
+            )
             assert next(received)["mapped_from"] == mapped

@@ -1,4 +1,4 @@
-"""Transfers of weights between real processes: the same bits, or an error, but never a hang."""
+"""Transfers of weights between real processes are exact or raise an error, but never hang."""
 
 import inspect
 import json
@@ -16,19 +16,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank
-from nemo_rl_core.distributed.weight_sync import (
+from nemo_rl_core.distributed.weight_sync import transport as transport_module
+from nemo_rl_core.distributed.weight_sync.link import Endpoint
+from nemo_rl_core.distributed.weight_sync.messages import (
     SENDER,
-    Endpoint,
     LinkSpec,
-    TransportName,
     combined_digest,
     make_buckets,
 )
-from nemo_rl_core.distributed.weight_sync import transport as transport_module
-from nemo_rl_core.distributed.weight_sync.places import current_location
+from nemo_rl_core.distributed.weight_sync.routes import (
+    Location,
+    TransportName,
+    choose_transport,
+    current_location,
+)
 from nemo_rl_core.distributed.weight_sync.transport import CudaIpcTransport
 from nemo_rl_core.errors import ConsistencyError, ResourceError, WorkerError
-from nemo_rl_core.planning.routes import Location, choose_transport
 from tests.simulated_gpus import simulate_transports
 
 TRANSPORTS = [
@@ -71,7 +74,7 @@ def make_weights(seed: int = 0) -> Named:
 
 
 def bits(named_tensors: Iterator[tuple[str, torch.Tensor]] | Named) -> list[tuple[Any, ...]]:
-    """Equal exactly where names, types, shapes and all bytes are."""
+    """Returns values that are equal only if names, types, shapes and all bytes are."""
     return [
         (name, str(t.dtype), tuple(t.shape), bytes(t.detach().cpu().flatten().view(torch.uint8)))
         if t.numel()
@@ -82,7 +85,7 @@ def bits(named_tensors: Iterator[tuple[str, torch.Tensor]] | Named) -> list[tupl
 
 @pytest.fixture
 def new_link() -> Iterator[Callable[..., LinkSpec]]:
-    """Makes links; their endpoints can meet as long as the test lasts."""
+    """Creates links with a rendezvous that lasts as long as the test."""
     stores = []
 
     def open_one(
@@ -100,7 +103,7 @@ def new_link() -> Iterator[Callable[..., LinkSpec]]:
 def test_the_handle_of_a_gpu_tensor_is_sent_as_plain_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The arguments are those that torch makes on a GPU; none is unpickled."""
+    """Uses the arguments that torch creates on a GPU; none is unpickled."""
     names = [*inspect.signature(reductions.rebuild_cuda_tensor).parameters]
     counter = (b"/torch_1_2", 3, b"event", True)
     where = (1, b"\x00handle\xff", 64, 512)
@@ -116,12 +119,12 @@ def test_the_handle_of_a_gpu_tensor_is_sent_as_plain_values(
     sender, receiver = (object.__new__(CudaIpcTransport) for _ in range(2))
     sender._device, receiver._device = torch.device("cuda", 1), torch.device("cuda", 0)
     receiver._mapped(json.loads(json.dumps(sender.reference(torch.zeros(16)))))
-    # Each process may number the GPUs differently; JSON has lists for tuples.
+    # Each process may number the GPUs differently; JSON turns tuples into lists.
     assert rebuilt == {**sent, "storage_device": 0, "tensor_size": [16], "tensor_stride": [1]}
 
 
 def outcome(function: Callable[[], Any]) -> str:
-    """The name of the error that it ends in."""
+    """Returns the name of the error that it raises."""
     try:
         function()
     except (ConsistencyError, WorkerError, ValueError) as error:
@@ -129,6 +132,7 @@ def outcome(function: Callable[[], Any]) -> str:
     return "none"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("bucket_bytes", [64, 10**6])
 def test_all_kinds_of_tensors_arrive_at_two_receivers(
@@ -147,12 +151,12 @@ def test_all_kinds_of_tensors_arrive_at_two_receivers(
     sent, *received = run_ranks(end, link, world_size=3)
     assert sent[0] != sent[1]
     for digests_and_weights in received:
-        # The second transfer takes the memory of the first one again.
+        # The second transfer reuses the memory of the first.
         assert digests_and_weights == [*sent, bits(make_weights(0)), bits(make_weights(1))]
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-def test_what_is_empty_arrives_as_well(
+def test_empty_tensors_arrive_too(
     transport: TransportName, new_link: Callable[..., LinkSpec]
 ) -> None:
     nothing: list[Named] = [[], [("empty", torch.empty(3, 0))], []]
@@ -171,7 +175,7 @@ def test_what_is_empty_arrives_as_well(
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-def test_tensors_hold_until_all_are_loaded_and_larger_ones_may_follow(
+def test_tensors_stay_valid_until_all_are_loaded(
     transport: TransportName, new_link: Callable[..., LinkSpec]
 ) -> None:
     def end(link: LinkSpec) -> list[Any]:
@@ -193,12 +197,13 @@ def test_tensors_hold_until_all_are_loaded_and_larger_ones_may_follow(
     assert received == sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl", "gloo"])
-def test_two_buckets_are_held_however_many_there_are_and_however_large_a_tensor_is(
+def test_sender_keeps_two_buckets_for_any_number_and_size(
     transport: TransportName, new_link: Callable[..., LinkSpec]
 ) -> None:
     weights = [(f"{index}", torch.full((100,), float(index))) for index in range(50)]
-    weights.insert(20, ("large", torch.arange(1000.0)))  # two whole pieces and a part of one
+    weights.insert(20, ("large", torch.arange(1000.0)))  # two full pieces and a part of one
     weights.insert(30, ("none", torch.empty(0)))
     weights.insert(31, ("two pieces", torch.arange(800.0).view(2, 400).T))
     weights.append(("last", torch.arange(3201, dtype=torch.int8)))  # its last piece is a byte
@@ -210,13 +215,13 @@ def test_two_buckets_are_held_however_many_there_are_and_however_large_a_tensor_
                 sender = Endpoint(link, SENDER, bucket_bytes=1600)
                 for _ in range(2):
                     sender.send(weights)
-                held: Any = sender._transport
-                return bits(weights), getattr(held, "most_bytes", 0) or sum(
-                    buffer.nbytes for buffer in held._buffers
+                transport: Any = sender._transport
+                return bits(weights), getattr(transport, "most_bytes", 0) or sum(
+                    buffer.nbytes for buffer in transport._buffers
                 )
             receiver, seen = Endpoint(link, rank()), []  # type: Endpoint, list[Any]
             for _ in range(2):
-                # All at once: none lies in memory that the sender writes to again.
+                # All at once: none is in memory that the sender writes to again.
                 receiver.receive(lambda tensors: seen.extend(list(tensors)))
             return bits(seen), 0
 
@@ -243,7 +248,7 @@ class _AllocatorSettings(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("growing", [True, False])
-def test_buffers_of_cuda_ipc_lie_in_memory_that_others_can_map(growing: bool) -> None:
+def test_cuda_ipc_buffers_are_in_shareable_memory(growing: bool) -> None:
     settings = f"max_split_size_mb:64,expandable_segments:{growing}"
 
     def allocated() -> tuple[list[str], str]:
@@ -304,9 +309,9 @@ def test_one_changed_bit_is_refused_at_both_ends(
 
     link = new_link(transport)
     (sent, _), (received, loaded) = run_ranks(end, link, world_size=2)
-    assert received.startswith("ConsistencyError: the weights that arrived")
+    assert received.startswith("ConsistencyError: the weights received")
     assert loaded == []
-    assert sent.startswith("TransferError: a transfer of weights broke off")
+    assert sent.startswith("TransferError: a weight transfer was interrupted")
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
@@ -322,10 +327,10 @@ def test_a_receiver_that_dies_is_an_error(
 
     link = new_link(transport)
     (error,) = run_ranks(end, link, world_size=1, timeout_seconds=30)
-    assert error.startswith("TransferError: a transfer of weights broke off")
+    assert error.startswith("TransferError: a weight transfer was interrupted")
 
 
-def test_a_failed_transfer_ends_what_nccl_would_wait_for(
+def test_failed_transfer_aborts_nccl(
     new_link: Callable[..., LinkSpec],
 ) -> None:
     def end(link: LinkSpec) -> tuple[str, bool]:
@@ -333,15 +338,15 @@ def test_a_failed_transfer_ends_what_nccl_would_wait_for(
             simulate_transports(patch)
             endpoint = Endpoint(link, rank(), bucket_bytes=64)
             if rank() == SENDER:
-                told = outcome(lambda: endpoint.send(make_weights()))
+                error = outcome(lambda: endpoint.send(make_weights()))
             else:
-                told = outcome(lambda: endpoint.receive(lambda tensors: next(tensors) and None))
+                error = outcome(lambda: endpoint.receive(lambda tensors: next(tensors) and None))
             group: Any = endpoint._transport
-            return told, group._group.is_aborted
+            return error, group._group.is_aborted
 
     (sent, is_ended), (received, has_ended) = run_ranks(end, new_link("nccl"), world_size=2)
-    assert "broke off" in sent
-    assert "loaded in part" in received
+    assert "was interrupted" in sent
+    assert "only a part of the new weights" in received
     assert is_ended
     assert has_ended
 
@@ -359,26 +364,29 @@ def test_a_receiver_that_cannot_load_closes_its_end(
     def end(link: LinkSpec, load: Callable[..., None], done: Path) -> str:
         if rank() == 0:
             sender = Endpoint(link, SENDER)
-            told = outcome(lambda: sender.send(make_weights()))
+            outcome_text = outcome(lambda: sender.send(make_weights()))
             done.touch()
-            return told
+            return outcome_text
         receiver = Endpoint(link, 1)
-        told = outcome(lambda: receiver.receive(load))
+        outcome_text = outcome(lambda: receiver.receive(load))
         while not done.exists():  # its process lives on
             time.sleep(0.01)
-        return f"{told}; {outcome(lambda: receiver.receive(load))}"
+        return f"{outcome_text}; {outcome(lambda: receiver.receive(load))}"
 
-    for load, error in ((fail, "ValueError: no room for embed_tokens"), (leave_some, "in part")):
+    for load, error in (
+        (fail, "ValueError: no room for embed_tokens"),
+        (leave_some, "only a part of"),
+    ):
         link = new_link("shared_memory")
         done = tmp_path / load.__name__
         sent, received = run_ranks(end, link, load, done, world_size=2)
-        assert sent.startswith("TransferError: a transfer of weights broke off")
+        assert sent.startswith("TransferError: a weight transfer was interrupted")
         assert error in received
         assert "the link was closed" in received
 
 
 @pytest.mark.thorough
-def test_an_end_that_does_not_come_or_is_stuck_is_an_error(
+def test_missing_or_stuck_endpoint_is_an_error(
     new_link: Callable[..., LinkSpec],
 ) -> None:
     def lonely(link: LinkSpec) -> str:
@@ -391,10 +399,10 @@ def test_an_end_that_does_not_come_or_is_stuck_is_an_error(
         sender = Endpoint(link, SENDER)
         return outcome(lambda: sender.send(make_weights()))
 
-    alone = new_link("gloo", timeout_seconds=1)
-    assert "broke off" in run_ranks(lonely, alone, world_size=1)[0]
+    unused = new_link("gloo", timeout_seconds=1)
+    assert "was interrupted" in run_ranks(lonely, unused, world_size=1)[0]
     slow = new_link("gloo", timeout_seconds=1)
-    assert "broke off" in run_ranks(stuck, slow, world_size=2)[0]
+    assert "was interrupted" in run_ranks(stuck, slow, world_size=2)[0]
 
 
 @pytest.mark.thorough
@@ -409,8 +417,8 @@ def test_transports_of_gpus_are_refused_without_one(
         return outcome_of_missing_gpu(lambda: Endpoint(link, SENDER))
 
     link = new_link(transport)
-    for told in run_ranks(end, link, world_size=2):
-        assert f"cannot travel by '{transport}'" in told
+    for message in run_ranks(end, link, world_size=2):
+        assert f"cannot be sent by '{transport}'" in message
 
 
 def outcome_of_missing_gpu(function: Callable[[], Any]) -> str:
@@ -434,7 +442,7 @@ def outcome_of_missing_gpu(function: Callable[[], Any]) -> str:
         (("a", "0"), [("b", None)], "gloo"),
     ],
 )
-def test_the_transport_follows_from_the_places(
+def test_transport_follows_from_the_locations(
     sender: tuple[str, str | None], receivers: list[tuple[str, str | None]], expected: str
 ) -> None:
     assert (

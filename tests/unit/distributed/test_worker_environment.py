@@ -1,4 +1,4 @@
-"""What workers find in their environment."""
+"""Environment variables of workers."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ def test_freed_memory_is_kept_on_cpus_unless_the_user_decides(monkeypatch):
     assert not memory_environment(on_cpus)
 
 
-def test_memory_of_gpus_grows_in_place_in_trainers_alone(monkeypatch):
+def test_only_trainers_use_expandable_segments(monkeypatch):
     on_gpus = SimpleNamespace(use_gpus=True)
     assert memory_environment(on_gpus) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert not [name for name in engine_environment(VllmGenerationConfig()) if "ALLOC" in name]
@@ -48,7 +48,7 @@ def test_memory_of_gpus_grows_in_place_in_trainers_alone(monkeypatch):
 
 
 def test_no_engine_compiles_kernels_of_flashinfer(monkeypatch):
-    """By vLLM's own choice on a CUDA machine; without the variable it goes on to FlashInfer."""
+    """By vLLM's own choice on a CUDA machine; without the variable it uses FlashInfer."""
     from vllm import envs
     from vllm.v1.sample.ops import topk_topp_sampler
 
@@ -75,11 +75,11 @@ print(faults())
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the settings are glibc's")
-def test_freed_memory_is_not_cleared_anew():
+def test_freed_memory_is_not_cleared_again():
     def page_faults(environment):
         command = [sys.executable, "-c", _FAULTS]
-        told = {**os.environ, **environment}
-        return int(subprocess.run(command, env=told, capture_output=True, check=True).stdout)
+        error = {**os.environ, **environment}
+        return int(subprocess.run(command, env=error, capture_output=True, check=True).stdout)
 
     kept = page_faults(memory_environment(SimpleNamespace(use_gpus=False)))
     given_back = page_faults({})
@@ -91,10 +91,10 @@ def test_freed_memory_is_not_cleared_anew():
 
 def test_ranks_on_gpus_record_their_collectives_unless_the_user_decides(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
-    found = gang_environment(name="policy", use_gpus=True, timeout_seconds=90.0, folder=tmp_path)
-    assert found["NEMO_RL_COLLECTIVE_TIMEOUT"] == "90"
-    assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-    assert found["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/policy-rank_"
+    result = gang_environment(name="policy", use_gpus=True, timeout_seconds=90.0, folder=tmp_path)
+    assert result["NEMO_RL_COLLECTIVE_TIMEOUT"] == "90"
+    assert result["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert result["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/policy-rank_"
     assert gang_environment(
         name="policy", use_gpus=False, timeout_seconds=90.0, folder=tmp_path
     ) == {"NEMO_RL_COLLECTIVE_TIMEOUT": "90"}

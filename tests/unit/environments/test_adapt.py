@@ -20,7 +20,7 @@ def test_a_scorer_is_taken_as_it_is():
         assert as_scorer(scorer) is scorer
 
 
-def test_a_class_of_ones_own_implements_score_alone(rollout):
+def test_a_custom_scorer_needs_only_score(rollout):
     class Halves(Scorer):
         def score(self, rollouts):
             return [0.5] * len(rollouts)
@@ -35,7 +35,7 @@ def test_a_class_of_ones_own_implements_score_alone(rollout):
 
 def test_a_function_and_an_environment_reach_the_rollouts(rollout):
     class Environment:
-        """Not a scorer itself: it only takes steps."""
+        """An object that has only the method `step`."""
 
         step = FunctionalRewardWrapper(length).step
 
@@ -55,13 +55,13 @@ def picky_batch(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 class PickyEnvironment:
-    """Raises for the whole batch where one row is bad."""
+    """Raises for the full batch if one row is bad."""
 
     step = FunctionalRewardWrapper(picky_batch).step
 
 
 class QuarantiningEnvironment:
-    """Says itself which rows it cannot score."""
+    """Reports which rows it cannot score."""
 
     def step(self, logs, metadata):
         texts = [log[-1]["content"] for log in logs]
@@ -85,7 +85,7 @@ def test_a_row_that_cannot_be_scored_costs_no_other_its_score(rollout, reward):
         raise_first(scorer.score([rollout("a"), rollout("bad")]))
 
 
-def test_a_wrong_number_of_replies_is_nobodys_score(rollout):
+def test_a_wrong_number_of_replies_fails_every_row(rollout):
     class One:
         def step(self, logs, metadata):
             return joined_replies([Reply(1.0)] * 2)
@@ -105,15 +105,15 @@ def test_a_scorer_as_an_environment_sees_prompt_answer_task_and_metadata(rollout
 
     environment = as_environment(Remembers())
     rows = [rollout(text, task="t", metadata='{"own": 1}') for text in ("good", "bad")]
-    # As a scorer again: there and back, texts and metadata are the same.
+    # Converted to a scorer again: texts and metadata survive the round trip.
     outcomes = EnvironmentScorer(environment).score(rows)
     assert outcomes[0] == 0.5
     assert "no score; got: a reason" in outcomes[1].got
-    for given, found in zip(rows, seen, strict=True):
-        assert found.text == given.text
-        assert replace(found.prompt, id="0", token_ids=(1,)) == given.prompt
+    for row, converted in zip(rows, seen, strict=True):
+        assert converted.text == row.text
+        assert replace(converted.prompt, id="0", token_ids=(1,)) == row.prompt
 
 
-def test_what_is_no_reward_is_refused():
-    with pytest.raises(ConfigError, match="this is no reward"):
+def test_an_object_that_is_not_a_reward_is_refused():
+    with pytest.raises(ConfigError, match="reward_fn is not a reward"):
         as_scorer(1.0)

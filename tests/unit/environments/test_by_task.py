@@ -3,7 +3,12 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from nemo_rl_core.config.environment import ByTask, answers_back, single_environments
+from nemo_rl_core.config.environment import (
+    ByTask,
+    grader_version,
+    is_multi_turn,
+    single_environments,
+)
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.by_task import ByTaskEnvironment
 from nemo_rl_core.environments.factory import make_scorer
@@ -25,7 +30,7 @@ def by_task(*tasks):
     return ByTask.model_validate({"tasks": tasks})
 
 
-def test_each_row_goes_to_its_own_environment_in_any_order(rollout):
+def test_each_row_is_scored_by_the_environment_of_its_task(rollout):
     scorer = make_scorer(by_task(*SINGLE))
     rows = [
         rollout("abc", task="form"),
@@ -49,18 +54,27 @@ def test_an_unknown_task_is_an_error_of_its_rows(rollout):
 
 
 def test_a_task_named_twice_is_refused():
-    with pytest.raises(ValidationError, match="names one twice"):
+    with pytest.raises(ValidationError, match="repeats a task"):
         by_task(SINGLE[0], SINGLE[0])
 
 
-def test_what_is_in_it_is_known_before_it_is_made():
+def test_the_config_lists_its_environments():
     assert [each.kind for each in single_environments(by_task(*SINGLE, GAME))] == [
         "exact",
         "regex",
         "exact",
     ]
-    assert not answers_back(by_task(*SINGLE))
-    assert answers_back(by_task(*SINGLE, GAME))
+    assert not is_multi_turn(by_task(*SINGLE))
+    assert is_multi_turn(by_task(*SINGLE, GAME))
+
+
+def test_each_task_has_the_version_of_its_grader():
+    both = {"kind": "weighted_sum", "parts": [{"environment": {"kind": "math"}}]}
+    tools = {"kind": "tools", "answer": {"kind": "multiple_choice"}}
+    tasks = [("both", both), ("tools", tools), ("exact", {"kind": "exact"})]
+    config = by_task(*({"task": name, "environment": each} for name, each in tasks), GAME)
+    assert [grader_version(config, name) for name, _ in tasks] == [2, 2, 1]
+    assert grader_version(config, "guess_number") == grader_version(config, "unknown") == 1
 
 
 def conversation(text, task, **metadata):
@@ -68,7 +82,7 @@ def conversation(text, task, **metadata):
     return log, {"answer": "46", "task": task, **metadata}
 
 
-def test_games_and_single_turns_run_side_by_side():
+def test_games_and_single_turns_run_in_one_batch():
     scorer = make_scorer(by_task(*SINGLE, GAME))
     assert isinstance(scorer, EnvironmentScorer)
     game = {"game": {"secret": 3, "low": 0, "high": 9}, "max_turns": 4}
@@ -86,10 +100,10 @@ def test_games_and_single_turns_run_side_by_side():
     assert replies[0].observation == "0-4="
     assert replies[0].metadata["task"] == "guess_number"
     assert "no environment scores the task 'poems'" in replies[3].error
-    assert [reply.error for place, reply in enumerate(replies) if place != 3] == [None] * 4
+    assert [reply.error for index, reply in enumerate(replies) if index != 3] == [None] * 4
 
 
-def test_an_environment_that_raises_takes_no_other_task_with_it():
+def test_an_environment_that_raises_fails_only_its_task():
     class Raises:
         def step(self, logs, metadata):
             if any(log[-1]["content"] == "bad" for log in logs):
@@ -106,7 +120,7 @@ def test_an_environment_that_raises_takes_no_other_task_with_it():
     assert (replies[1].reward, replies[1].error) == (1.0, None)
 
 
-def test_the_first_turn_stops_where_any_task_wants_it_to():
+def test_first_stop_strings_are_those_of_all_tasks():
     class Tools:
         first_stop_strings = ("</call>", "</end>")
 

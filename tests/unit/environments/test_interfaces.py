@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nemo_rl_core.environments.interfaces import attempt, checked, raise_first, shorten
 from nemo_rl_core.errors import RewardError
 
-ASKED = {"prompt": "12+34=", "completion": "forty-six", "source": "the reward function 'f'"}
+EXCHANGE = {"prompt": "12+34=", "completion": "forty-six", "source": "the reward function 'f'"}
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ ASKED = {"prompt": "12+34=", "completion": "forty-six", "source": "the reward fu
     ],
 )
 def test_numbers_of_every_kind_become_floats(value: object, expected: float) -> None:
-    result = checked(value, **ASKED)
+    result = checked(value, **EXCHANGE)
     assert result == expected
     assert type(result) is float
 
@@ -45,10 +45,10 @@ def test_numbers_of_every_kind_become_floats(value: object, expected: float) -> 
         1j,
     ],
 )
-def test_what_is_no_finite_number_is_an_error_that_names_prompt_and_completion(
+def test_other_values_are_errors_that_name_prompt_and_completion(
     value: object,
 ) -> None:
-    result = checked(value, **ASKED)
+    result = checked(value, **EXCHANGE)
     assert isinstance(result, RewardError)
     text = str(result)
     assert "'12+34='" in text
@@ -57,11 +57,11 @@ def test_what_is_no_finite_number_is_an_error_that_names_prompt_and_completion(
 
 
 @pytest.mark.parametrize("raised", [ValueError("no digits"), SystemExit(0), RecursionError("deep")])
-def test_whatever_a_reward_raises_becomes_an_outcome(raised: BaseException) -> None:
+def test_an_exception_of_a_reward_becomes_an_outcome(raised: BaseException) -> None:
     def reward() -> float:
         raise raised
 
-    result = attempt(reward, **ASKED)
+    result = attempt(reward, **EXCHANGE)
     assert isinstance(result, RewardError)
     assert type(raised).__name__ in str(result)
     assert str(raised) in str(result)
@@ -72,7 +72,7 @@ def test_an_interrupt_is_not_an_outcome() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        attempt(reward, **ASKED)
+        attempt(reward, **EXCHANGE)
 
 
 def test_raise_first_returns_scores_or_raises_the_first_failure() -> None:
@@ -98,10 +98,10 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 @pytest.mark.parametrize("value", [1e308, -3.5e38, math.nextafter(LARGEST, math.inf)])
-def test_a_reward_beyond_float32_is_none(value: float) -> None:
+def test_a_reward_beyond_float32_is_an_error(value: float) -> None:
     # Batches are float32: the reward would be infinite there, and the gradient not finite.
-    result = checked(value, **ASKED)
+    result = checked(value, **EXCHANGE)
     assert isinstance(result, RewardError)
     assert "returned a number that is not finite in float32 for prompt '12+34='" in str(result)
-    assert checked(LARGEST, **ASKED) == LARGEST
+    assert checked(LARGEST, **EXCHANGE) == LARGEST
     assert torch.tensor(LARGEST, dtype=torch.float32).isfinite()

@@ -1,4 +1,4 @@
-"""`global_post_process_and_metrics`: what it may change, and what becomes of its metrics."""
+"""`global_post_process_and_metrics`: allowed changes, and metrics."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ from nemo_rl_core.errors import ConfigError, RewardError
 
 
 class Environment:
-    """Answers with what it is made of."""
+    """An environment with the given hook."""
 
     def __init__(self, hook: Any) -> None:
         self._hook = hook
@@ -24,7 +24,7 @@ class Environment:
 
 
 def halved(batch: dict[str, Any]) -> Any:
-    """In place, as environments elsewhere do it; the metric is a tensor, as it often is."""
+    """Changes rewards in place, and returns a tensor as a metric, as many environments do."""
     batch["rewards"] /= 2
     return batch, {"mean": batch["rewards"].mean(), "rows": len(batch["tasks"])}
 
@@ -38,7 +38,7 @@ def batch_of(*rewards: float, tasks: str) -> dict[str, Any]:
     }
 
 
-def test_rewards_may_be_changed_and_the_batch_given_stays() -> None:
+def test_rewards_may_change_but_the_input_batch_does_not() -> None:
     batch = batch_of(1.0, 3.0, tasks="ab")
     rewards, metrics = post_process(Environment(halved), batch)
     assert rewards.tolist() == [0.5, 1.5]
@@ -46,7 +46,7 @@ def test_rewards_may_be_changed_and_the_batch_given_stays() -> None:
     assert batch["rewards"].tolist() == [1.0, 3.0]
 
 
-def test_whole_numbers_are_rewards_and_further_columns_do_no_harm() -> None:
+def test_integer_rewards_and_extra_columns_are_accepted() -> None:
     hook = lambda batch: ({**batch, "rewards": torch.tensor([2, 3]), "mine": 1}, {})  # noqa: E731
     rewards, metrics = post_process(Environment(hook), batch_of(1.0, 3.0, tasks="ab"))
     assert (rewards.dtype, rewards.tolist(), metrics) == (torch.float32, [2, 3], {})
@@ -63,8 +63,11 @@ def test_an_environment_without_the_method_changes_nothing() -> None:
         (lambda batch: {}[0], "KeyError"),
         (lambda batch: batch, "ValueError: too many values to unpack"),
         (lambda batch: (None, {}), "TypeError"),
-        (lambda batch: ({"rewards": batch["rewards"]}, {}), "other generation_logprobs, tasks"),
-        (lambda batch: ({**batch, "tasks": ["b", "a"]}, {}), "other tasks"),
+        (
+            lambda batch: ({"rewards": batch["rewards"]}, {}),
+            "changed columns: generation_logprobs, tasks",
+        ),
+        (lambda batch: ({**batch, "tasks": ["b", "a"]}, {}), "changed columns: tasks"),
         (lambda batch: ({**batch, "generation_logprobs": torch.zeros(2, 2)}, {}), "generation_log"),
         (lambda batch: ({**batch, "rewards": [1.0, 2.0]}, {}), "2 finite rewards in a tensor"),
         (lambda batch: ({**batch, "rewards": torch.zeros(1)}, {}), "2 finite rewards"),
@@ -77,13 +80,13 @@ def test_an_environment_without_the_method_changes_nothing() -> None:
         (lambda batch: (batch, {"won": "all"}), "won = 'all'"),
     ],
 )
-def test_what_cannot_be_used_is_refused(hook: Any, words: str) -> None:
+def test_an_invalid_result_is_refused(hook: Any, words: str) -> None:
     with pytest.raises(RewardError, match="of the environment 'Environment' failed") as refused:
         post_process(Environment(hook), batch_of(1.0, 3.0, tasks="ab"))
     assert words in str(refused.value)
 
 
-def test_an_error_with_advice_of_its_own_passes() -> None:
+def test_an_error_of_this_project_is_not_wrapped() -> None:
     def hook(batch: dict[str, Any]) -> Any:
         raise ConfigError("no such level")
 
@@ -91,7 +94,7 @@ def test_an_error_with_advice_of_its_own_passes() -> None:
         post_process(Environment(hook), batch_of(1.0, tasks="a"))
 
 
-def test_each_task_has_its_own_rows() -> None:
+def test_each_environment_gets_the_rows_of_its_task() -> None:
     parts = {"a": Environment(halved), "b": Environment(lambda batch: (batch, {"of_b": 1}))}
     batch = batch_of(4.0, 5.0, 6.0, tasks="aba")
     rewards, metrics = post_process(ByTaskEnvironment(parts), batch)
@@ -99,7 +102,7 @@ def test_each_task_has_its_own_rows() -> None:
     assert metrics == {"a_mean": 2.5, "a_rows": 2, "b_of_b": 1}
 
 
-def test_games_and_scorers_side_by_side_have_their_metrics() -> None:
+def test_games_and_scorers_in_one_batch_have_their_metrics() -> None:
     tasks = [
         {"task": "guess_number", "environment": {"kind": "guess_number"}},
         {"task": "sums", "environment": {"kind": "exact"}},

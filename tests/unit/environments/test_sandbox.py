@@ -1,4 +1,4 @@
-"""Hostile programs, each against the real sandbox."""
+"""Hostile programs in the real sandbox."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ def sandbox(namespaces: None) -> Sandbox:
 
 @pytest.fixture
 def run(sandbox: Sandbox) -> Iterator[Run]:
-    """Runs a program, and looks for what it left on the machine."""
+    """Runs a program, and checks that none of its processes is left."""
     before = set(psutil.pids())
 
     def go(program: str, *, stdin: str = "", limits: Limits | None = None) -> Finished:
@@ -37,11 +37,15 @@ def run(sandbox: Sandbox) -> Iterator[Run]:
         return sandbox.run(files, stdin=stdin, limits=limits)
 
     yield go
-    assert [each for each in set(psutil.pids()) - before if _is_left_over(each)] == []
+    # On a busy machine the kernel ends a killed process only after a while.
+    deadline = time.monotonic() + 30
+    while left := [each for each in set(psutil.pids()) - before if _is_left_over(each)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def _is_left_over(pid: int) -> bool:
-    """A program in a sandbox, but not of the test that another process of `pytest -n 2` runs."""
+    """Whether a process is of a sandbox of this pytest worker, and not of a parallel one."""
     mine = psutil.Process()
     others = [each for each in mine.parents()[0].children() if each != mine]
     try:
@@ -60,13 +64,13 @@ def _of_a_sandbox(pid: int) -> bool:
         return False
 
 
-def test_a_program_gets_its_input_and_gives_its_output(run: Run) -> None:
+def test_a_program_reads_stdin_and_writes_stdout(run: Run) -> None:
     ended = run("print(input()[::-1], end='')", stdin="abc\n")
     assert ended == Finished("cba", "", 0, timed_out=False, output_cut=False)
     assert ended.succeeded
 
 
-def test_the_exit_code_and_the_traceback_come_back(run: Run) -> None:
+def test_the_exit_code_and_the_traceback_are_returned(run: Run) -> None:
     ended = run("import sys; sys.exit(3)")
     assert (ended.exit_code, ended.succeeded) == (3, False)
     ended = run("1 / 0")
@@ -74,7 +78,7 @@ def test_the_exit_code_and_the_traceback_come_back(run: Run) -> None:
     assert "ZeroDivisionError" in ended.stderr
 
 
-def test_it_sees_no_environment_and_no_descriptor(
+def test_a_program_sees_no_environment_variables_and_no_descriptors(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
@@ -98,12 +102,12 @@ def test_it_sees_no_environment_and_no_descriptor(
     assert ended.stdout == "['LC_CTYPE', 'PYTHONHASHSEED'] []\n"
 
 
-def test_sets_of_text_have_one_order_in_every_run(run: Run) -> None:
+def test_sets_of_text_have_the_same_order_in_every_run(run: Run) -> None:
     program = "print(list({'one', 'two', 'three', 'four', 'five', 'six'}))"
     assert run(program).stdout == run(program).stdout
 
 
-def test_files_outside_are_not_there(run: Run, tmp_path: Path) -> None:
+def test_outside_files_do_not_exist(run: Run, tmp_path: Path) -> None:
     secret = tmp_path / "store" / "secret"
     secret.parent.mkdir()
     secret.write_text("hunter2")
@@ -133,7 +137,7 @@ def test_the_interpreter_cannot_be_changed(run: Run) -> None:
     assert ended.stdout == "True\nTrue\nTrue\n"
 
 
-def test_what_it_writes_is_gone_with_it(run: Run) -> None:
+def test_written_files_disappear_with_the_program(run: Run) -> None:
     assert run("open('left', 'w').write('here')").succeeded
     assert run("import os; print(os.listdir('.'))").stdout == "['main.py']\n"
     assert not Path("/program/left").exists()
@@ -152,7 +156,7 @@ def test_there_is_no_network(run: Run) -> None:
 @pytest.mark.parametrize(
     "family", ["AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK", "AF_VSOCK", "AF_ALG"]
 )
-def test_no_kind_of_socket_is_given(run: Run, family: str) -> None:
+def test_no_kind_of_socket_can_be_opened(run: Run, family: str) -> None:
     ended = run(f"import socket; socket.socket(socket.{family}, socket.SOCK_STREAM)")
     assert "Operation not permitted" in ended.stderr
 
@@ -168,7 +172,7 @@ def test_a_program_that_waits_ends_at_the_deadline(run: Run) -> None:
     assert ended == Finished("", "", None, timed_out=True, output_cut=False)
 
 
-def test_signals_ignored_do_not_help(run: Run) -> None:
+def test_ignoring_signals_does_not_prevent_the_end(run: Run) -> None:
     ended = run(
         """
         import signal, time
@@ -182,6 +186,7 @@ def test_signals_ignored_do_not_help(run: Run) -> None:
     assert (ended.stdout, ended.exit_code, ended.timed_out) == ("deaf\n", None, True)
 
 
+@pytest.mark.slow
 def test_a_fork_bomb_stays_within_its_number_of_processes(run: Run) -> None:
     ended = run(
         """
@@ -197,7 +202,7 @@ def test_a_fork_bomb_stays_within_its_number_of_processes(run: Run) -> None:
         print(made)
         """
     )
-    # Four processes, the first of which is the program.
+    # Four processes, including the program itself.
     assert ended.stdout == "3\n"
     bomb = run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
     assert not bomb.succeeded
@@ -235,7 +240,7 @@ def test_a_memory_bomb_is_an_error_inside(run: Run) -> None:
         "resource.prlimit(1, resource.RLIMIT_CPU, (0, 0))",
     ],
 )
-def test_ways_around_the_limits_are_refused(run: Run, call: str) -> None:
+def test_system_calls_that_evade_the_limits_are_refused(run: Run, call: str) -> None:
     ended = run(
         f"""
         import ctypes, errno, os, resource
@@ -259,14 +264,14 @@ def test_limits_cannot_be_raised(run: Run) -> None:
     assert "not allowed to raise maximum limit" in ended.stderr
 
 
-def test_files_are_bounded_alone_and_together(run: Run) -> None:
-    alone = run("open('big', 'wb').write(b'x' * (5 << 20))")
-    assert not alone.succeeded
+def test_single_files_and_their_total_are_limited(run: Run) -> None:
+    single = run("open('big', 'wb').write(b'x' * (5 << 20))")
+    assert not single.succeeded
     together = run("for i in range(9): open(str(i), 'wb').write(b'x' * (1 << 20))")
     assert "No space left" in together.stderr
 
 
-def test_endless_output_is_cut(run: Run) -> None:
+def test_endless_output_is_truncated(run: Run) -> None:
     ended = run("while True: print('y' * 1000)", limits=Limits(output_bytes=5000))
     assert len(ended.stdout) == 5000
     assert (ended.output_cut, ended.succeeded) == (True, False)
@@ -274,12 +279,12 @@ def test_endless_output_is_cut(run: Run) -> None:
     assert len(ended.stderr) == 65536
 
 
-def test_output_that_is_no_text_is_still_output(run: Run) -> None:
+def test_binary_output_is_decoded_with_replacement(run: Run) -> None:
     ended = run(r"import os; os.write(1, b'\xff\x00a')")
     assert ended.stdout == "\ufffd\x00a"
 
 
-def test_it_cannot_kill_its_parent_or_the_group(run: Run) -> None:
+def test_a_program_cannot_kill_its_parent_or_the_group(run: Run) -> None:
     survived = run(
         """
         import os, signal
@@ -309,29 +314,30 @@ def test_daemons_end_with_the_program(run: Run) -> None:
         print("done")
         """
     )
-    # The daemon holds stdout; the fixture looks whether it is left.
+    # The daemon keeps stdout open; the fixture checks that it has ended.
     assert ended == Finished("done\n", "", 0, timed_out=False, output_cut=False)
 
 
-def test_a_program_may_be_ended_before_it_has_begun(sandbox: Sandbox, run: Run) -> None:
+def test_a_program_can_be_ended_before_it_starts(sandbox: Sandbox, run: Run) -> None:
     for _ in range(3):
         with sandbox.start({"main.py": "import time; time.sleep(60)"}) as running:
             running.terminate()
             assert running.wait().exit_code is None
 
 
-def test_a_closed_output_is_not_the_end(run: Run) -> None:
+def test_a_closed_output_does_not_end_the_program(run: Run) -> None:
     ended = run("import os, time; os.close(1); os.close(2); time.sleep(0.3); os._exit(7)")
     assert ended.exit_code == 7
 
 
 def test_deep_recursion_ends_in_the_program(run: Run) -> None:
-    ended = run("import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()")
+    program = "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()"
+    ended = run(program, limits=Limits(cpu_seconds=1, wall_seconds=120, memory_mib=128))
     assert ended.exit_code in (1, -9, -11)
 
 
 def _most_at_once(sandbox: Sandbox, program: str, num_programs: int) -> int:
-    """Runs a program several times, and returns how many were there at once."""
+    """Runs a program several times, and returns the maximum number at once."""
     most = 0
     done = threading.Event()
 
@@ -353,25 +359,26 @@ def _most_at_once(sandbox: Sandbox, program: str, num_programs: int) -> int:
 
 
 @pytest.mark.thorough
-def test_at_most_so_many_compute_at_once(namespaces: None) -> None:
+def test_at_most_num_parallel_programs_compute_at_once(namespaces: None) -> None:
     busy = "import time\nwhile time.process_time() < 0.3: pass"
     assert _most_at_once(Sandbox(num_parallel=2), busy, 6) == 2
 
 
-def test_programs_that_sleep_keep_no_other_waiting(namespaces: None) -> None:
+@pytest.mark.slow
+def test_sleeping_programs_do_not_block_others(namespaces: None) -> None:
     sandbox = Sandbox(Limits(wall_seconds=60), num_parallel=1)
-    sandbox.slots.most = 5  # whatever memory this machine has
+    sandbox.slots.most = 5  # independent of this machine's memory
     asleep = "import time; time.sleep(4)"
     assert _most_at_once(sandbox, asleep, 8) in (4, 5)
 
 
-def test_no_more_programs_than_memory_allows() -> None:
+def test_the_number_of_programs_is_limited_by_memory() -> None:
     free_mib = psutil.virtual_memory().available / 2**20
     assert Slots(2, int(free_mib)).most == 2
     assert 3 <= Slots(2, int(free_mib / 8)).most <= 5
 
 
-def test_it_ends_with_the_process_that_started_it(namespaces: None) -> None:
+def test_a_program_ends_with_the_process_that_started_it(namespaces: None) -> None:
     code = """
         from nemo_rl_core.environments.sandbox import Sandbox
         print("up", flush=True)
@@ -396,10 +403,10 @@ def _descendants(pid: int) -> list[int]:
 def _until(condition: Callable[[], object]) -> list[int]:
     deadline = time.monotonic() + 500
     while time.monotonic() < deadline:
-        if found := condition():
-            return found if isinstance(found, list) else []
+        if result := condition():
+            return result if isinstance(result, list) else []
         time.sleep(0.02)
-    raise AssertionError("it did not come to be")
+    raise AssertionError("the condition did not become true")
 
 
 FORKS = """
@@ -420,9 +427,9 @@ socket.socket()
 @pytest.mark.thorough
 @pytest.mark.skipif(
     os.geteuid() != 0 or not Path("/usr/bin/python3").exists(),
-    reason="other users are what the other tests run as, or lack an interpreter they may read",
+    reason="the tests already run without root, or other users cannot read the interpreter",
 )
-def test_without_root_a_user_namespace_gives_the_same(namespaces: None) -> None:
+def test_a_user_namespace_without_root_gives_the_same_isolation(namespaces: None) -> None:
     code = f"""
 import os, sys
 from nemo_rl_core.environments.sandbox import Sandbox
@@ -430,7 +437,7 @@ assert os.geteuid() == 65534
 sys.executable, sys.base_prefix = "/usr/bin/python3", "/usr"
 print(Sandbox().run({{"main.py": {FORKS!r}}}))
 """
-    # Root's files, where the tests' own interpreter may lie, can be read, and nothing else is kept.
+    # The only capability: reading root's files, since the tests' interpreter may be among them.
     kept = "+dac_read_search"
     as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     as_nobody += [f"--inh-caps={kept}", f"--ambient-caps={kept}", "--"]

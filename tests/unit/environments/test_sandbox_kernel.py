@@ -28,7 +28,7 @@ def test_buffers_of_sockets_and_pipes_are_bounded(namespaces: None) -> None:
                     end.setblocking(False)
                     tried(lambda: end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24))
                     fill(end.send)
-                    # Descriptors in flight would be further ones.
+                    # Descriptors in flight would not count towards the limit.
                     tried(lambda: socket.send_fds(end, [b"x"], [0]))
                 kept.append(pair)
                 reading, writing = os.pipe2(os.O_NONBLOCK)
@@ -43,7 +43,7 @@ def test_buffers_of_sockets_and_pipes_are_bounded(namespaces: None) -> None:
     assert mebibytes < 15
 
 
-def test_what_programs_need_of_the_kernel_is_given(namespaces: None) -> None:
+def test_common_libraries_work_in_the_sandbox(namespaces: None) -> None:
     ended = _run(
         """
         import asyncio, concurrent.futures, multiprocessing, sqlite3, subprocess, sys

@@ -1,4 +1,4 @@
-"""Environments of one's own, named in a recipe."""
+"""User-defined environments that a recipe names."""
 
 import json
 import os
@@ -29,15 +29,15 @@ class Prices:
         self.prices, self.wrong = prices, wrong
 
     def step(self, message_log_batch, metadata):
-        asked = [log[-1]["content"].strip() for log in message_log_batch]
+        texts = [log[-1]["content"].strip() for log in message_log_batch]
         looked_up = [about.get("looked_up", False) for about in metadata]
-        right = [text == about["answer"] for text, about in zip(asked, metadata)]
+        right = [text == about["answer"] for text, about in zip(texts, metadata)]
         return EnvironmentReturn(
             observations=[
-                {"role": "environment", "content": str(self.prices.get(text))} for text in asked
+                {"role": "environment", "content": str(self.prices.get(text))} for text in texts
             ],
             metadata=[{**about, "looked_up": True} for about in metadata],
-            next_stop_strings=[None] * len(asked),
+            next_stop_strings=[None] * len(texts),
             rewards=torch.tensor(
                 [(1.0 if good else self.wrong) * done for good, done in zip(right, looked_up)]
             ),
@@ -81,7 +81,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def episode(config: PythonEnvironment) -> tuple[str, float]:
-    """Plays `tea`, then `3`: what is answered first, and the reward at the end."""
+    """Plays `tea`, then `3`; returns the first observation and the final reward."""
     scorer = make_scorer(config)
     assert isinstance(scorer, EnvironmentScorer)
     log = [{"role": "user", "content": "price of tea?"}, {"role": "assistant", "content": "tea"}]
@@ -108,7 +108,7 @@ def test_a_class_a_function_and_an_object_play_two_turns(
 
 
 @pytest.mark.parametrize(
-    ("target", "arguments", "said"),
+    ("target", "arguments", "message"),
     [
         ("my_shop:Price", {}, "did you mean 'Prices'"),
         ("no_shop:Prices", {}, "ModuleNotFoundError"),
@@ -116,32 +116,32 @@ def test_a_class_a_function_and_an_object_play_two_turns(
         ("my_shop:number", {}, "int with"),
         ("my_shop:Prices", {}, "missing a required argument: 'prices'"),
         ("my_shop:Prices", {"prices": {}, "price": 1}, "unexpected keyword argument 'price'"),
-        ("my_shop:ready", {"prices": {}}, "is made already"),
-        ("my_shop:reward", {}, "named with kind: function"),
+        ("my_shop:ready", {"prices": {}}, "is already an object"),
+        ("my_shop:reward", {}, "use kind: function for a reward function"),
         ("unheard-of", {}, "an entry point of the group 'nemo_rl_core.environments'"),
     ],
 )
 def test_a_wrong_target_is_refused_without_making_anything(
-    shop: Path, target: str, arguments: dict[str, Any], said: str
+    shop: Path, target: str, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         find_environment(PythonEnvironment(target=target, arguments=arguments))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("target", "arguments", "said"),
+    ("target", "arguments", "message"),
     [
         ("my_shop:broken", {"prices": {}}, "LookupError: no prices today (my_shop.py:"),
         ("my_shop:nothing", {}, "int with"),
     ],
 )
-def test_what_cannot_be_made_says_why(
-    shop: Path, target: str, arguments: dict[str, Any], said: str
+def test_an_environment_that_cannot_be_made_is_refused_with_the_reason(
+    shop: Path, target: str, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         make_scorer(PythonEnvironment(target=target, arguments=arguments))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_arguments_that_cannot_be_recorded_are_refused() -> None:
@@ -150,7 +150,7 @@ def test_arguments_that_cannot_be_recorded_are_refused() -> None:
             PythonEnvironment(target="my_shop:Prices", arguments={"prices": value})
 
 
-def test_its_source_is_part_of_the_key(shop: Path) -> None:
+def test_the_source_of_an_environment_is_part_of_the_key(shop: Path) -> None:
     config = PythonEnvironment(target="my_shop:Prices", arguments={"prices": {}})
     before = reward_content(config)
     assert before
@@ -175,7 +175,7 @@ def test_a_registered_environment_has_a_name(shop: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package as pip lays it out: modules, and metadata that names an entry point."""
+    """Package in the layout of pip: modules, and metadata with an entry point."""
     site = tmp_path / "site"
     info = site / "shop_environments-1.2.dist-info"
     info.mkdir(parents=True)
@@ -216,7 +216,7 @@ shop = "shop_environments:Prices"
 
 
 @pytest.mark.slow
-def test_a_package_that_pip_installs_serves_a_recipe(tmp_path: Path) -> None:
+def test_a_pip_package_can_be_used_in_a_recipe(tmp_path: Path) -> None:
     package, site = tmp_path / "package", tmp_path / "site"
     (package / "shop_environments").mkdir(parents=True)
     (package / "pyproject.toml").write_text(PROJECT)
@@ -226,8 +226,8 @@ def test_a_package_that_pip_installs_serves_a_recipe(tmp_path: Path) -> None:
     subprocess.run(pip, check=True, capture_output=True)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "price of tea?", "answer": "3"}\n')
     rows = {"kind": "file", "train": "rows.jsonl", "validation": "rows.jsonl"}
-    own = {"kind": "python", "target": "shop", "arguments": {"prices": {"3": "three"}}}
-    (tmp_path / "recipe.yaml").write_text(json.dumps({"data": rows, "environment": own}))
+    custom = {"kind": "python", "target": "shop", "arguments": {"prices": {"3": "three"}}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"data": rows, "environment": custom}))
     done = subprocess.run(
         [Path(sys.executable).with_name("nemo-rl"), "try-reward", "recipe.yaml"],
         cwd=tmp_path,
@@ -241,9 +241,9 @@ def test_a_package_that_pip_installs_serves_a_recipe(tmp_path: Path) -> None:
     assert "0, then 'three'" in done.stdout
 
 
-def test_an_entry_point_that_is_broken_says_so(installed: Path) -> None:
+def test_a_broken_entry_point_is_refused(installed: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         find_environment(PythonEnvironment(target="gone"))
-    assert "shop_gone:Prices, as its package says" in str(caught.value)
+    assert "shop_gone:Prices, as its package declares" in str(caught.value)
     with pytest.raises(ConfigError, match="expected: gone, shop"):
         find_environment(PythonEnvironment(target="shopp"))

@@ -70,7 +70,7 @@ def test_the_calculator_calculates(expression: str, value: str) -> None:
         "\x00",
     ],
 )
-def test_the_calculator_refuses_the_rest_at_once(expression: str) -> None:
+def test_the_calculator_refuses_other_expressions(expression: str) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         calculate(expression)
 
@@ -90,7 +90,7 @@ def test_the_calculator_gives_a_number_or_a_value_error(text: str) -> None:
         assert time.monotonic() - started < 100
 
 
-def test_bm25_is_what_its_formula_says() -> None:
+def test_bm25_matches_its_formula() -> None:
     retriever = Retriever(["the cat sat", "the dog", "a cat and a cat in a hat"])
     # n = 3, lengths 3, 2, 8, average 13 / 3; "cat" is in two of them.
     idf = math.log(1 + (3 - 2 + 0.5) / (2 + 0.5))
@@ -100,7 +100,7 @@ def test_bm25_is_what_its_formula_says() -> None:
     assert retriever.scores("CAT, cat!") == pytest.approx([2 * first, 0.0, 2 * third])
 
 
-def test_the_best_passages_come_first_and_equal_ones_in_their_order(tmp_path: Path) -> None:
+def test_the_best_passages_come_first_and_ties_keep_their_order(tmp_path: Path) -> None:
     lines = ["Paris is in France", "Rome is in Italy", "Lyon is in France", "France"]
     (tmp_path / "facts.txt").write_text("\n".join(lines) + "\n\n")
     rows = [json.dumps({"text": line}) for line in lines]
@@ -121,19 +121,19 @@ def test_a_file_without_passages_is_refused(tmp_path: Path, content: str | None)
         Retriever.from_file(path, num_passages=3)
 
 
-def test_python_prints_or_says_why_not(namespaces: None) -> None:
+def test_python_returns_the_output_or_the_reason_of_a_failure(namespaces: None) -> None:
     python = PythonRunner(Limits(cpu_seconds=1, memory_mib=128))
     assert python("print(6 * 7)\nprint('x')") == "42\nx"
     assert python("") == ""
-    for program, said in (
+    for program, message in (
         ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero"),
-        ("while True: pass", "the program passed its limits"),
+        ("while True: pass", "the program exceeded its limits"),
         ("while True: print('y' * 999)", "y\ntoo much output"),
         ("raise SystemExit(3)", "exit code 3"),
     ):
         with pytest.raises(ValueError, match=r"\w") as caught:
             python(program)
-        assert str(caught.value).endswith(said)
+        assert str(caught.value).endswith(message)
 
 
 @pytest.mark.parametrize(
@@ -192,11 +192,11 @@ def test_a_call_is_answered_and_the_answer_scored(environment: Environment) -> N
     assert first.rewards.tolist() == [0.0]
     assert first.next_stop_strings == [["</tool>"]]
     assert first.errors == [None]
-    said = first.observations[0]["content"]
-    last = _step(environment, call, said, " 408 ", metadata=first.metadata[0])
+    result = first.observations[0]["content"]
+    last = _step(environment, call, result, " 408 ", metadata=first.metadata[0])
     assert last.terminateds.tolist() == [True]
     assert last.rewards.tolist() == [1.0]
-    assert _step(environment, call, said, "409").rewards.tolist() == [0.0]
+    assert _step(environment, call, result, "409").rewards.tolist() == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_call_is_answered_and_the_answer_scored(environment: Environment) -> N
         ("<tool>echo </result>a<tool>b</tool>", "ab"),
     ],
 )
-def test_a_call_that_fails_is_text_for_the_policy(
+def test_a_failing_call_is_answered_with_an_error_message(
     environment: Environment, call: str, result: str
 ) -> None:
     answer = _step(environment, call)
@@ -216,7 +216,7 @@ def test_a_call_that_fails_is_text_for_the_policy(
     assert (answer.errors, answer.terminateds.tolist()) == ([None], [False])
 
 
-def test_a_call_beyond_the_bound_is_the_last_turn(environment: Environment) -> None:
+def test_a_call_beyond_max_calls_is_the_last_turn(environment: Environment) -> None:
     metadata: dict[str, Any] = ROW
     for ended in (False, False, True):
         answer = _step(environment, "<tool>calculator 1</tool>", metadata=metadata)
@@ -226,7 +226,7 @@ def test_a_call_beyond_the_bound_is_the_last_turn(environment: Environment) -> N
     assert metadata["num_calls"] == 2
 
 
-def test_a_broken_tool_is_an_error_of_its_conversation_alone(environment: Environment) -> None:
+def test_a_broken_tool_fails_only_its_conversation(environment: Environment) -> None:
     logs = [_log("408"), _log("<tool>broken x</tool>"), _log("<tool>calculator 1</tool>")]
     answer = environment.step(logs, [ROW] * 3)
     assert answer.errors is not None
@@ -235,6 +235,7 @@ def test_a_broken_tool_is_an_error_of_its_conversation_alone(environment: Enviro
     assert answer.rewards.tolist() == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_an_answer_that_cannot_be_scored_is_an_error() -> None:
     environment = ToolEnvironment(ToolUse(), {}, make_scorer(MathVerify()))
     try:
@@ -267,7 +268,7 @@ def test_the_config_makes_an_environment() -> None:
 
 def test_a_config_names_each_tool_once() -> None:
     ToolUse.model_validate({"tools": [{"kind": "calculator"}, {"kind": "python"}]})
-    with pytest.raises(ValueError, match="names one twice"):
+    with pytest.raises(ValueError, match="repeats one"):
         ToolUse(tools=[CalculatorTool(), CalculatorTool()])
     with pytest.raises(ConfigError, match="unknown key"):
         ToolUse.model_validate({"tools": [{"kind": "python", "cpu": 3}]})

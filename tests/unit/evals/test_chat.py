@@ -1,4 +1,4 @@
-"""Asking an exported model in the terminal."""
+"""Chat with an exported model in the terminal."""
 
 import io
 import json
@@ -15,12 +15,12 @@ from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.evals.chat import Chat, Conversation
-from tasks.cli import group
-from tasks.cli.chat import chat as command
+from tasks.cli.models.chat import chat as command
+from workflows.cli import group
 
 
 def greedy(folder: Path, prompt: str, num_tokens: int) -> str:
-    """Argmax by argmax over whole forward passes, without `generate` or a cache."""
+    """Returns the greedy completion by full forward passes, without `generate` or a cache."""
     from transformers import AutoModelForCausalLM
 
     tokenizer = load_tokenizer(folder)
@@ -46,7 +46,7 @@ def test_answer_is_the_greedy_one(tiny_model: Path, prompt: str) -> None:
 
 @pytest.mark.slow
 def test_program_prints_the_answer_and_nothing_else(tiny_model: Path) -> None:
-    program = [sys.executable, "-c", "from tasks.cli import main; main()", "chat"]
+    program = [sys.executable, "-c", "from workflows.cli import main; main()", "chat"]
     done = subprocess.run(
         [*program, str(tiny_model), "12+34=", "--max-new-tokens", "4"],
         capture_output=True,
@@ -57,7 +57,7 @@ def test_program_prints_the_answer_and_nothing_else(tiny_model: Path) -> None:
     assert done.stdout == greedy(tiny_model, "12+34=", 4) + "\n"
 
 
-def test_each_line_is_answered_on_its_own(tiny_model: Path) -> None:
+def test_each_line_is_answered_separately(tiny_model: Path) -> None:
     result = ask(tiny_model, "--max-new-tokens", "4", lines="12+34=\n\n7+5=\n12+34=\n")
     assert result.exit_code == 0
     first, second = (greedy(tiny_model, prompt, 4) for prompt in ("12+34=", "7+5="))
@@ -66,7 +66,7 @@ def test_each_line_is_answered_on_its_own(tiny_model: Path) -> None:
 
 @pytest.fixture
 def marking_model(tiny_model: Path, tmp_path: Path) -> Path:
-    """A model whose chat template tells turns apart, by characters that it knows."""
+    """Model whose chat template separates turns with characters of its vocabulary."""
     folder = tmp_path / "marking"
     shutil.copytree(tiny_model, folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -90,15 +90,15 @@ def test_earlier_turns_are_part_of_a_prompt_until_a_reset(marking_model: Path) -
     assert chat.marks_turns
     first = greedy(marking_model, "12+34=", 4)
     second = greedy(marking_model, conversation_of("12+34=", first, "7+5="), 4)
-    alone = greedy(marking_model, "7+5=", 4)
+    separate = greedy(marking_model, "7+5=", 4)
     lines = "12+34=\n7+5=\n/reset\n7+5=\n/quit\n1+1=\n"
     result = ask(marking_model, "--max-new-tokens", "4", lines=lines)
-    assert (result.exit_code, result.stdout) == (0, f"{first}\n{second}\n{alone}\n")
+    assert (result.exit_code, result.stdout) == (0, f"{first}\n{second}\n{separate}\n")
     result = ask(marking_model, "--max-new-tokens", "4", "--no-history", lines="12+34=\n7+5=\n")
-    assert result.stdout == f"{first}\n{alone}\n"
+    assert result.stdout == f"{first}\n{separate}\n"
 
 
-def test_a_turn_that_fails_is_no_part_of_the_conversation(marking_model: Path) -> None:
+def test_a_failed_turn_is_not_part_of_the_conversation(marking_model: Path) -> None:
     conversation = Conversation(Chat(marking_model, max_new_tokens=4))
     first = conversation.answer("12+34=")
     with pytest.raises(ModelError) as caught:
@@ -108,7 +108,7 @@ def test_a_turn_that_fails_is_no_part_of_the_conversation(marking_model: Path) -
     assert conversation.answer("7+5=") == expected
 
 
-def test_history_that_the_model_was_not_trained_on_is_kept_only_when_asked(
+def test_history_without_turn_marks_is_kept_only_on_request(
     tiny_model: Path,
 ) -> None:
     assert not Chat(tiny_model).marks_turns
@@ -119,7 +119,7 @@ def test_history_that_the_model_was_not_trained_on_is_kept_only_when_asked(
     assert result.stdout == f"{first}\n{second}\n"
 
 
-def test_unknown_characters_and_commands_are_named_and_the_loop_goes_on(tiny_model: Path) -> None:
+def test_unknown_characters_and_commands_do_not_end_the_loop(tiny_model: Path) -> None:
     result = ask(tiny_model, "--max-new-tokens", "4", lines="hello\n/rest\n7+5=\n")
     assert result.exit_code == 0
     assert result.stdout.splitlines()[:4] == [
@@ -129,9 +129,9 @@ def test_unknown_characters_and_commands_are_named_and_the_loop_goes_on(tiny_mod
         "there is no command /rest: /reset forgets the conversation, /quit ends it",
     ]
     assert result.stdout.endswith(f"\n{greedy(tiny_model, '7+5=', 4)}\n")
-    alone = ask(tiny_model, "hello")
-    assert (alone.exit_code, alone.stdout) == (2, "")
-    assert "unknown characters" in alone.stderr
+    single = ask(tiny_model, "hello")
+    assert (single.exit_code, single.stdout) == (2, "")
+    assert "unknown characters" in single.stderr
 
 
 def test_sampling_settings_of_the_model_are_not_used(tiny_model: Path, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_sampling_settings_of_the_model_are_not_used(tiny_model: Path, tmp_path:
     assert {chat.answer("12+34=") for _ in range(5)} == {greedy(tiny_model, "12+34=", 6)}
 
 
-def test_prompt_without_room_is_explained_and_the_loop_goes_on(tiny_model: Path) -> None:
+def test_a_prompt_without_room_does_not_end_the_loop(tiny_model: Path) -> None:
     # 256 positions; `<bos>` and 255 characters fill them all, 254 leave room for one token.
     chat = Chat(tiny_model)
     with pytest.raises(ModelError, match="no tokens for an answer") as caught:
@@ -158,13 +158,13 @@ def test_prompt_without_room_is_explained_and_the_loop_goes_on(tiny_model: Path)
 def test_a_line_that_cannot_be_written_does_not_end_the_loop(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Not by click's runner, whose input is bytes of valid text.
+    # Not with click's runner, whose input is valid UTF-8.
     monkeypatch.setattr("sys.stdin", io.StringIO("\ud800\n7+5=\n"))
     with pytest.raises(SystemExit) as ended:
         command.main([str(tiny_model), "--max-new-tokens", "4"])
     assert ended.value.code == 0
     output = capsys.readouterr().out
-    assert output.startswith("the prompt '\\ud800' holds half of a surrogate pair")
+    assert output.startswith("the prompt '\\ud800' has half of a surrogate pair")
     assert output.endswith(f"\n{greedy(tiny_model, '7+5=', 4)}\n")
 
 
@@ -207,7 +207,7 @@ def test_an_interrupt_ends_a_conversation_with_a_new_line(
     assert (result.exit_code, result.output) == (0, "\n")
 
 
-def test_an_answer_reaches_a_pipe_as_the_model_wrote_it(
+def test_an_answer_reaches_a_pipe_unchanged(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Chat, "answer", lambda self, prompt: "\x1b[1m4")

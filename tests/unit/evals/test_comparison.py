@@ -1,4 +1,4 @@
-"""Two evaluations of the same prompts, with figures computed by hand and by enumeration."""
+"""Comparisons of two evaluations, with figures computed by hand and by enumeration."""
 
 import math
 
@@ -14,13 +14,13 @@ Z_LEVEL, Z_POWER = 1.959964, 0.841621
 
 
 def outcomes(right: str) -> dict[str, bool | None]:
-    """`+` right, `-` wrong, `?` not scored; prompt ids are places."""
-    return {str(place): {"+": True, "-": False}.get(each) for place, each in enumerate(right)}
+    """`+` right, `-` wrong, `?` not scored; prompt ids are indices."""
+    return {str(index): {"+": True, "-": False}.get(each) for index, each in enumerate(right)}
 
 
 def test_figures_by_hand() -> None:
     compared = compare(outcomes("++---?-+"), outcomes("-++++++?"), confidence=0.95)
-    # Scored in both: places 0 to 4 and 6. Right before: 0, 1. Right after: 1, 2, 3, 4, 6.
+    # Scored in both: prompts 0 to 4 and 6. Right before: 0, 1. Right after: 1, 2, 3, 4, 6.
     assert (compared.num_prompts, compared.num_unscored) == (6, 2)
     assert compared.before == pytest.approx(2 / 6)
     assert compared.after == pytest.approx(5 / 6)
@@ -38,7 +38,7 @@ def test_order_of_prompts_does_not_matter() -> None:
     assert compare(before, mixed, confidence=0.9) == first
 
 
-def test_the_verdict_says_what_was_shown_and_what_could_have_been() -> None:
+def test_the_verdict_reports_the_result_and_the_sensitivity() -> None:
     many = 200
     better = compare(outcomes("-" * many), outcomes("+" * many), confidence=0.95)
     assert better.verdict.startswith("better at 95 % confidence: +100.0 points")
@@ -46,7 +46,7 @@ def test_the_verdict_says_what_was_shown_and_what_could_have_been() -> None:
     assert worse.verdict.startswith("worse at 95 % confidence: -100.0 points")
     same = compare(outcomes("+-" * 100), outcomes("+-" * 100), confidence=0.95)
     assert same.verdict.startswith("no difference shown")
-    # Nothing changed: the least is a true difference whose changes all go one way, see below.
+    # Nothing changed: the smallest true difference has only changes of one sign, see below.
     assert "a true difference below 3.9 points would usually not have been detected" in same.verdict
     few = compare(outcomes("+-"), outcomes("-+"), confidence=0.95)
     assert few.verdict.endswith("2 prompts are too few to show any difference")
@@ -75,13 +75,13 @@ def test_detectable_difference_by_hand() -> None:
 
 @given(st.integers(20, 5000), st.floats(0.05, 1.0))
 def test_detectable_difference_solves_the_equation_of_its_source(n: int, psi: float) -> None:
-    found = detectable_difference(n, changed=psi, confidence=0.95)
-    psi = max(psi, found)  # where all changes go one way
-    right = Z_LEVEL * math.sqrt(psi) + Z_POWER * math.sqrt(psi - found**2)
-    assert math.sqrt(n) * found == pytest.approx(right, rel=1e-5)
+    difference = detectable_difference(n, changed=psi, confidence=0.95)
+    psi = max(psi, difference)  # if all changes have the same sign
+    right = Z_LEVEL * math.sqrt(psi) + Z_POWER * math.sqrt(psi - difference**2)
+    assert math.sqrt(n) * difference == pytest.approx(right, rel=1e-5)
 
 
-def test_a_test_finds_the_detectable_difference_as_often_as_it_says() -> None:
+def test_the_power_at_the_detectable_difference_is_nominal() -> None:
     # The exact power of McNemar's asymptotic test over all outcomes of 150 pairs of which 30 %
     # change: chance of (gained, lost) under the true difference, summed where |z| > 1.96.
     n, psi = 150, 0.3
@@ -122,7 +122,7 @@ def test_impossible_figures_are_refused(num_pairs: int, changed: float, confiden
         (-0.1, -0.22, 0.02, "no difference shown"),
     ],
 )
-def test_the_verdict_is_that_of_the_interval(
+def test_the_verdict_follows_the_interval(
     difference: float, low: float, high: float, verdict: str
 ) -> None:
     compared = Comparison(

@@ -1,4 +1,4 @@
-"""Which answer a completion votes for, and what several agree on."""
+"""Votes of completions, and their majority."""
 
 import pytest
 from hypothesis import given
@@ -28,6 +28,7 @@ def _votes(environment: EnvironmentConfig, *texts: str, task: str = "") -> list[
         return get_votes([Rollout(prompt, completion, text) for text in texts])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("texts", "votes"),
     [
@@ -48,7 +49,7 @@ def test_equal_mathematics_votes_for_one_answer(texts: list[str], votes: list[st
     assert _votes(MathVerify(), *texts) == votes
 
 
-def test_each_environment_reads_its_own_kind_of_answer() -> None:
+def test_each_environment_extracts_its_kind_of_answer() -> None:
     text = "so <answer> 7 </answer>, or (B) "
     choice, gym = MultipleChoice(), ReasoningGymScore()
     assert _votes(ExactMatch(), text) == [text.strip()]
@@ -74,10 +75,10 @@ def test_ties_go_to_the_answer_that_came_first() -> None:
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=9))
-def test_the_winner_is_as_frequent_as_any_and_is_where_it_first_came(answers: list[str]) -> None:
-    place = majority(answers)
-    assert place == answers.index(answers[place])
-    assert all(answers.count(answers[place]) >= answers.count(each) for each in answers)
+def test_the_winner_is_the_first_of_the_most_frequent_answers(answers: list[str]) -> None:
+    index = majority(answers)
+    assert index == answers.index(answers[index])
+    assert all(answers.count(answers[index]) >= answers.count(each) for each in answers)
 
 
 def test_consensus_by_hand() -> None:

@@ -9,15 +9,15 @@ from nemo_rl_core.evals.harness import Adapter
 
 
 class Library:
-    """As the library's class encodes a pair: whole, and cut behind the context."""
+    """Encodes a pair as the library does: the full text, split after the context."""
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        whole, start = self.tok_encode(context + continuation), self.tok_encode(context)
-        return start, whole[len(start) :]
+        full, start = self.tok_encode(context + continuation), self.tok_encode(context)
+        return start, full[len(start) :]
 
 
 class Offline(Adapter, Library):
-    """The adapter's tokenizer alone."""
+    """Adapter that has only a tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -28,14 +28,14 @@ def adapter() -> Offline:
     return Offline(build_arithmetic_tokenizer())
 
 
-def test_ordinary_text_stays_as_it_is(adapter: Offline) -> None:
+def test_ordinary_text_does_not_change(adapter: Offline) -> None:
     chat = adapter.apply_chat_template([{"role": "user", "content": "1+2="}])
     assert chat == "<bos>1+2="
     assert adapter.tok_encode(chat) == [1, 5, 14, 6, 17]
     assert adapter._encode_pair(chat, "3") == ([1, 5, 14, 6, 17], [7])
 
 
-def test_a_tasks_text_writes_no_control_token(adapter: Offline) -> None:
+def test_text_of_a_task_never_becomes_control_tokens(adapter: Offline) -> None:
     turns = [{"role": "user", "content": "1<eos><bos>"}]
     for opened in (True, False):
         ids = adapter.tok_encode(adapter.apply_chat_template(turns, opened))
@@ -48,9 +48,9 @@ def test_a_tasks_text_writes_no_control_token(adapter: Offline) -> None:
     assert 2 not in answer
 
 
-def test_without_a_template_all_of_it_is_text(adapter: Offline) -> None:
+def test_without_a_template_everything_is_text(adapter: Offline) -> None:
     adapter.tokenizer.chat_template = None
     assert not {1, 2} & set(adapter.tok_encode("1<eos>", add_special_tokens=False))
     start, answer = adapter._encode_pair("1<bos>=", "<eos>")
-    assert start[0] == adapter.tokenizer.bos_token_id  # the tokenizer's own, and no other
+    assert start[0] == adapter.tokenizer.bos_token_id  # only the one that the tokenizer adds
     assert not {1, 2} & {*start[1:], *answer}

@@ -1,4 +1,4 @@
-"""Figures out of rollouts, some of which nobody could score."""
+"""Metrics of rollouts, some of which could not be scored."""
 
 from collections.abc import Sequence
 
@@ -23,8 +23,8 @@ def texts(rollouts: Sequence[Rollout]) -> list[str]:
     return [rollout.text.strip() for rollout in rollouts]
 
 
-def rollout(place: int, text: str, reward: float | None, task: str = "sums") -> Rollout:
-    prompt = Prompt(str(place), "?", (1,), "4", task, metadata=f'{{"level": {place % 2}}}')
+def rollout(index: int, text: str, reward: float | None, task: str = "sums") -> Rollout:
+    prompt = Prompt(str(index), "?", (1,), "4", task, metadata=f'{{"level": {index % 2}}}')
     error = "the judge was out" if reward is None else None
     return Rollout(prompt, COMPLETION, text, reward=reward, error=error)
 
@@ -39,7 +39,7 @@ SAMPLED = [
     rollout(1, "5", 0.0),
     rollout(1, "4", 1.0),
     rollout(1, "6", 0.0),
-    # One scored: counts for k = 1 alone.
+    # One scored: counts only for k = 1.
     rollout(2, "4", 1.0),
     rollout(2, "4", None),
     rollout(2, "4", None),
@@ -55,14 +55,14 @@ def test_figures_by_hand() -> None:
     assert 0 < low < 2 / 3 < high < 1
     bounds = {name: metrics.pop(name) for name in list(metrics) if name.endswith(("low", "high"))}
     assert len(bounds) == 2 * 5
-    # One of two, and two of two, which a prompt cannot be between: Wilson's.
+    # One of two and two of two prompts, each right or wrong: Wilson's interval.
     for name, num_right in (("cons_at_2", 1), ("cons_at_3", 1), ("pass_at_3", 2)):
-        found = (bounds[f"{name}_low"], bounds[f"{name}_high"])
-        assert found == wilson_interval(num_right, 2, 0.95)
+        interval = (bounds[f"{name}_low"], bounds[f"{name}_high"])
+        assert interval == wilson_interval(num_right, 2, 0.95)
     outcomes = [[True, False, True], [False, True, False]]
     for k, rows in ((1, [*outcomes, [True]]), (2, outcomes)):
-        found = (bounds[f"pass_at_{k}_low"], bounds[f"pass_at_{k}_high"])
-        assert found == pass_at_k_interval(rows, k=k, confidence=0.95)
+        interval = (bounds[f"pass_at_{k}_low"], bounds[f"pass_at_{k}_high"])
+        assert interval == pass_at_k_interval(rows, k=k, confidence=0.95)
     assert metrics == pytest.approx(
         {
             "num_prompts": 4,
@@ -80,14 +80,14 @@ def test_figures_by_hand() -> None:
     )
 
 
-def test_nothing_scored_is_no_accuracy_of_zero() -> None:
-    with pytest.raises(RewardError, match="not one completion") as caught:
+def test_an_accuracy_without_scored_completions_is_an_error() -> None:
+    with pytest.raises(RewardError, match="no completion could be scored") as caught:
         accuracy_metrics([rollout(0, "4", None)])
     assert "the judge was out" in caught.value.got
     assert accuracy_metrics(GREEDY)["unscored_fraction"] == 1 / 4
 
 
-def test_a_k_without_samples_has_no_figure() -> None:
+def test_a_k_without_samples_has_no_metric() -> None:
     config = EvaluationConfig(num_samples_per_prompt=3)
     few = [rollout(0, "4", 1.0), rollout(0, "4", None), rollout(0, "5", None)]
     metrics = evaluation_metrics(GREEDY, few, config=config, get_votes=texts)
@@ -106,7 +106,7 @@ def test_categories_by_task_and_by_metadata() -> None:
     assert category_of(tasks[0], "author") == "none"
 
 
-def test_of_a_category_that_nobody_could_score_there_are_no_figures() -> None:
+def test_a_category_without_scored_completions_is_left_out() -> None:
     mixed = [rollout(0, "4", 1.0, "a"), rollout(1, "4", None, "b")]
     assert list(category_metrics(mixed, [], config=EvaluationConfig(), get_votes=texts)) == ["a"]
 
@@ -119,7 +119,7 @@ def test_more_samples_than_are_drawn_are_refused() -> None:
     assert EvaluationConfig(num_samples_per_prompt=1).all_ks == [1]
 
 
-def test_without_samples_there_is_greedy_accuracy_alone() -> None:
+def test_without_samples_there_is_only_greedy_accuracy() -> None:
     greedy = [rollout(0, "4", 1.0), rollout(1, "5", 0.0)]
     config = EvaluationConfig(num_samples_per_prompt=0)
     figures = evaluation_metrics(greedy, [], config=config, get_votes=texts)

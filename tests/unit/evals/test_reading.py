@@ -7,11 +7,18 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner, Result
 
+from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.evals.evaluate import eval_rows
-from nemo_rl_core.evals.rows import greedy_outcomes, load_eval_rows, load_outcomes, save_eval_rows
+from nemo_rl_core.evals.rows import (
+    compare_files,
+    compare_rows,
+    greedy_outcomes,
+    load_eval_rows,
+    save_eval_rows,
+)
 from nemo_rl_core.types import Completion, Prompt, Rollout
-from tasks.cli import group
+from workflows.cli import group
 
 
 def texts(rollouts: Sequence[Rollout]) -> list[str]:
@@ -22,8 +29,8 @@ def read(*arguments: object) -> Result:
     return CliRunner().invoke(group, ["eval", *map(str, arguments)])
 
 
-def rollout(place: int, text: str, reward: float | None) -> Rollout:
-    prompt = Prompt(f"row-{place}", f"{place}+1=", (1,), str(place + 1), "sums")
+def rollout(index: int, text: str, reward: float | None) -> Rollout:
+    prompt = Prompt(f"row-{index}", f"{index}+1=", (1,), str(index + 1), "sums")
     error = "no answer\nfrom the judge" if reward is None else None
     return Rollout(prompt, Completion((1,), (0.0,), truncated=False), text, reward, error=error)
 
@@ -31,8 +38,11 @@ def rollout(place: int, text: str, reward: float | None) -> Rollout:
 def saved(folder: Path, rollouts: list[Rollout]) -> Path:
     folder.mkdir()
     rows = [
-        *eval_rows(rollouts, "greedy", category="task", get_votes=texts),
-        *eval_rows([rollouts[0], rollouts[0]], "sampled", category="task", get_votes=texts),
+        row
+        for mode, drawn in (("greedy", rollouts), ("sampled", [rollouts[0], rollouts[0]]))
+        for row in eval_rows(
+            drawn, mode, category="task", get_votes=texts, environment=ExactMatch()
+        )
     ]
     save_eval_rows(rows, folder / "rows.parquet")
     assert load_eval_rows(folder / "rows.parquet") == rows
@@ -59,7 +69,7 @@ def test_equal_rows_are_equal_bytes(tmp_path: Path) -> None:
     assert (one / "rows.parquet").read_bytes() == (two / "rows.parquet").read_bytes()
 
 
-def test_completions_are_shown_without_what_would_move_the_cursor(evaluation: Path) -> None:
+def test_control_characters_of_completions_are_escaped(evaluation: Path) -> None:
     result = read(evaluation, "--only", "wrong")
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
@@ -79,7 +89,7 @@ def test_completions_are_shown_without_what_would_move_the_cursor(evaluation: Pa
     assert result.stdout.endswith("1 of 2 sampled completions\n")
 
 
-def test_what_changed_between_two(evaluation: Path, tmp_path: Path) -> None:
+def test_changes_between_two_evaluations_are_listed(evaluation: Path, tmp_path: Path) -> None:
     after = saved(
         tmp_path / "after", [rollout(0, "7", 0.0), rollout(1, "2", 1.0), rollout(2, "3", 1.0)]
     )
@@ -93,7 +103,7 @@ def test_what_changed_between_two(evaluation: Path, tmp_path: Path) -> None:
     assert lines[-1].startswith("no difference shown at 95 % confidence: +0.0 points")
 
 
-def test_what_is_no_evaluation_is_explained(tmp_path: Path) -> None:
+def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:
     result = read(tmp_path / "nowhere")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "there is no evaluation in" in result.stderr
@@ -118,13 +128,27 @@ def test_pairs_are_compared_by_whether_the_chosen_completion_scores_higher(tmp_p
             "rejected_score": [0.5, -1.0, 0.5],
         }
     )
-    pairs.to_parquet(tmp_path / "rows.parquet")
-    assert load_outcomes(tmp_path / "rows.parquet") == {"a": True, "b": False, "c": False}
-    pairs.assign(chosen_score=float("nan")).to_parquet(tmp_path / "rows.parquet")
+    file = tmp_path / "rows.parquet"
+    pairs.to_parquet(file)
+    compared = compare_files(file, file, confidence=0.95)
+    assert (compared.before, compared.num_prompts) == (1 / 3, 3)
+    pairs.assign(chosen_score=float("nan")).to_parquet(file)
     with pytest.raises(DataError, match=r"rows\.parquet"):
-        load_outcomes(tmp_path / "rows.parquet")
+        compare_files(file, file, confidence=0.95)
 
 
 def test_the_outcomes_of_questions_are_the_greedy_ones(evaluation: Path) -> None:
-    outcomes = load_outcomes(evaluation / "rows.parquet")
-    assert outcomes == {"row-0": True, "row-1": False, "row-2": None}
+    file = evaluation / "rows.parquet"
+    compared = compare_files(file, file, confidence=0.95)
+    assert (compared.before, compared.num_prompts, compared.num_unscored) == (0.5, 2, 1)
+
+
+def test_evaluations_by_different_versions_of_a_grader_are_not_compared(evaluation: Path) -> None:
+    rows = load_eval_rows(evaluation / "rows.parquet")
+    old = [{key: value for key, value in row.items() if key != "grader_version"} for row in rows]
+    later = [{**row, "grader_version": 2} for row in rows]
+    assert compare_rows(old, rows, confidence=0.95).num_prompts == 2
+    assert compare_rows(later, later, confidence=0.95).num_prompts == 2
+    with pytest.raises(DataError, match="scored 3 of 3 prompts") as caught:
+        compare_rows(old, later, confidence=0.95)
+    assert caught.value.got == "version 1 and version 2 for the prompt row-0"

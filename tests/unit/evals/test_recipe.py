@@ -1,4 +1,4 @@
-"""The recipe of an evaluation, and the words of a promotion."""
+"""Recipe of an evaluation, and explanations of a promotion."""
 
 import json
 from pathlib import Path
@@ -17,12 +17,12 @@ def recipe(**values: object) -> EvaluateRecipe:
     return EvaluateRecipe.model_validate(values)
 
 
-def test_only_the_rows_to_ask_are_named(tmp_path: Path) -> None:
+def test_only_the_validation_rows_need_a_name(tmp_path: Path) -> None:
     file = recipe(data={"kind": "file", "validation": "test.jsonl"})
     assert (file.data.train, file.data.validation) == ("test.jsonl", "test.jsonl")
     hub = recipe(data={"kind": "hub", "name": "some/set", "validation": "test"})
     assert (hub.data.train, hub.data.validation) == ("test", "test")
-    # Without a split named, a share of the training split is held out, as in training.
+    # Without the name of a split, a share of the training split is held out, as in training.
     assert recipe(data={"kind": "hub", "name": "some/set"}).data.validation is None
     assert recipe(data=json.loads(file.data.model_dump_json())).data == file.data
     suite = recipe(data={"kind": "reasoning_gym", "tasks": ["chain_sum", "gcd"]})
@@ -32,8 +32,8 @@ def test_only_the_rows_to_ask_are_named(tmp_path: Path) -> None:
 def test_an_artifact_of_a_run_is_a_model(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    given = recipe(model={"name": str(tmp_path)}, baseline={"name": str(tmp_path / "model")})
-    assert [model.name for model in given.models] == [str(tmp_path / "model")] * 2
+    local = recipe(model={"name": str(tmp_path)}, baseline={"name": str(tmp_path / "model")})
+    assert [model.name for model in local.models] == [str(tmp_path / "model")] * 2
     assert [model.name for model in recipe(model={"name": "some/hub-name"}).models] == [
         "some/hub-name"
     ]
@@ -44,19 +44,19 @@ def test_a_wrong_key_is_refused() -> None:
         recipe(basline={"name": "x"})
 
 
-def test_questions_name_no_rows_to_train_on() -> None:
+def test_questions_need_no_training_rows() -> None:
     file = {"kind": "file", "validation": "asked.jsonl"}
     assert recipe(evaluation={"data": file}).question_data.train == "asked.jsonl"
     both = recipe(evaluation={"data": {**file, "train": "other.jsonl"}}).question_data
     assert (both.train, both.validation) == ("other.jsonl", "asked.jsonl")
-    # Rows that are only named to train on are held out of, as in training.
-    held_out = {"kind": "file", "train": "rows.jsonl"}
-    assert recipe(evaluation={"data": held_out}).question_data.validation is None
+    # A share of rows that are named only as training rows is held out, as in training.
+    training_only = {"kind": "file", "train": "rows.jsonl"}
+    assert recipe(evaluation={"data": training_only}).question_data.validation is None
     mixture = {"kind": "mixture", "sources": [{"data": file}]}
     assert recipe(evaluation={"data": mixture}).question_data.sources[0].data.train == "asked.jsonl"
 
 
-def test_evaluation_may_sample_in_its_own_way() -> None:
+def test_evaluation_may_have_separate_sampling_settings() -> None:
     changed = recipe(
         generation={"max_new_tokens": 5},
         evaluation={"generation": {"max_new_tokens": 9, "temperature": 0.5}},
@@ -69,8 +69,8 @@ def test_evaluation_may_sample_in_its_own_way() -> None:
 
 
 def explained(gained: int, lost: int, total: int, margin: float = 0.0) -> str:
-    before = {str(place): gained <= place < gained + lost for place in range(total)}
-    after = {str(place): place < gained for place in range(total)}
+    before = {str(index): gained <= index < gained + lost for index in range(total)}
+    after = {str(index): index < gained for index in range(total)}
     compared = compare(before, after, confidence=0.95)
     return explain(compared, PromotionConfig(min_improvement=margin))
 
@@ -102,7 +102,7 @@ def test_a_model_is_promoted_by_the_lower_bound(
         assert promoted == (gained > lost and compared.p_value < 0.05)
 
 
-def test_a_verdict_on_pairs_says_so() -> None:
+def test_a_verdict_on_pairs_names_pairs() -> None:
     def rows(num_gained: int, num_lost: int, num_equal: int = 0) -> list[dict[str, object]]:
         margins = [2.0] * num_gained + [-1.0] * num_lost + [0.0] * num_equal
         return [{"id": "x", "chosen_score": margin, "rejected_score": 0.0} for margin in margins]
@@ -110,8 +110,8 @@ def test_a_verdict_on_pairs_says_so() -> None:
     compared = compare_pairs(rows(6, 0), confidence=0.95)
     assert (compared.before, compared.after, compared.gained, compared.lost) == (0.5, 1.0, 6, 0)
     assert compared.p_value == 2 / 2**6
-    told = explain(compared, PromotionConfig(), measured_on="pairs")
-    assert told.startswith("promoted: +50.0 points [+2.2, +50.0] of pair accuracy from 50 %")
+    explanation = explain(compared, PromotionConfig(), measured_on="pairs")
+    assert explanation.startswith("promoted: +50.0 points [+2.2, +50.0] of pair accuracy from 50 %")
     few = compare_pairs(rows(4, 0, num_equal=4), confidence=0.95)
     assert (few.after, few.difference) == (0.75, 0.25)
     assert not promotes(few, PromotionConfig())  # 4 gained, 0 lost: p = 0.125
@@ -132,7 +132,7 @@ def test_scores_of_pairs_by_hand() -> None:
     assert (metrics["num_pairs"], metrics["accuracy"], metrics["margin"]) == (2, 0.5, 2.0)
 
 
-def test_promotion_says_why() -> None:
+def test_a_promotion_is_explained() -> None:
     assert explained(50, 5, 100).startswith("promoted: +45.0 points [")
     worse = explained(5, 10, 100)
     assert worse.startswith("NOT promoted: -5.0 points [")

@@ -40,7 +40,7 @@ def test_wilson_properties(total, data, confidence):
 
 
 @pytest.mark.parametrize("proportion", [0.1, 0.4, 0.75])
-def test_wilson_covers_as_often_as_it_says(proportion):
+def test_wilson_coverage_is_nominal(proportion):
     # The exact coverage, summed over all outcomes of 60 trials; Wilson's is close to nominal.
     total = 60
     covered = sum(
@@ -101,44 +101,44 @@ def test_mean_pass_at_k_by_hand():
         mean_pass_at_k([], k=1)
 
 
-def test_pass_at_k_of_all_samples_has_wilsons_interval():
-    # k = n: a prompt passes or does not, and 3 of 4 do.
+def test_the_interval_for_k_equal_to_n_is_wilsons():
+    # k = n: 3 of 4 prompts pass.
     outcomes = [[True, False], [True, True], [False, False], [False, True]]
-    found = pass_at_k_interval(outcomes, k=2, confidence=0.9)
-    assert found == pytest.approx(wilson_interval(3, 4, 0.9))
+    interval = pass_at_k_interval(outcomes, k=2, confidence=0.9)
+    assert interval == pytest.approx(wilson_interval(3, 4, 0.9))
 
 
 def test_pass_at_k_interval_by_hand():
-    # k = 1: 1/2, 1, 0, 1/2: mean 1/2, mean square 0.375, variance 1/8; with two prompts more of
+    # k = 1: 1/2, 1, 0, 1/2: mean 1/2, mean square 0.375, variance 1/8; with two more prompts of
     # the largest variance, 1/4, it is (4 / 8 + 2 / 4) / 6 = 1/6, so 4 prompts count as
     # 4 * (1/4) / (1/6) = 6: center 1/2, half z / (1 + z^2 / 6) * sqrt(1 / 24 + z^2 / 144)
     outcomes = [[True, False], [True, True], [False, False], [False, True]]
     z = 1.959964
     half = z / (1 + z**2 / 6) * math.sqrt(1 / 24 + z**2 / 144)
-    found = pass_at_k_interval(outcomes, k=1, confidence=0.95)
-    assert found == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
+    interval = pass_at_k_interval(outcomes, k=1, confidence=0.95)
+    assert interval == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
 
 
-def test_as_many_prompts_as_samples_is_the_most_that_count():
-    # All prompts alike: the variance of two prompts would make 20 * 22 / 2 = 220 of 20 prompts.
+def test_the_effective_number_of_prompts_is_at_most_the_number_of_samples():
+    # Equal prompts: the variance of the two added ones would count 20 prompts as 20 * 22 / 2 = 220.
     outcomes = [[True, False]] * 20
-    found = pass_at_k_interval(outcomes, k=1, confidence=0.95)
-    assert found == pytest.approx(wilson_interval(20, 40, 0.95))
-    # Nothing solved: nothing is known of the spread, so that a prompt counts once.
+    interval = pass_at_k_interval(outcomes, k=1, confidence=0.95)
+    assert interval == pytest.approx(wilson_interval(20, 40, 0.95))
+    # Nothing solved: the spread is unknown, so each prompt counts once.
     nothing = pass_at_k_interval([[False, False]] * 20, k=1, confidence=0.95)
     assert nothing == pytest.approx(wilson_interval(0, 20, 0.95))
 
 
 @pytest.mark.parametrize("num_prompts", [10, 40])
-@pytest.mark.parametrize("k", [1, 2, 4])  # 8 of 8 is Wilson's own interval
+@pytest.mark.parametrize("k", [1, 2, 4])  # 8 of 8 is Wilson's interval
 @pytest.mark.parametrize(
     "difficulty",
-    # Shapes of a beta distribution: known or not, all kinds, mostly hard, mostly easy, all alike.
+    # Beta distributions: bimodal, uniform, mostly hard, mostly easy, nearly equal.
     [(0.3, 0.3), (1, 1), (0.3, 3), (5, 0.5), (200, 200)],
     ids=str,
 )
-def test_pass_at_k_interval_covers_as_often_as_it_says(difficulty, k, num_prompts):
-    # 300 evaluations of new prompts, 8 samples each; at 95 % about 285 hold the true value.
+def test_pass_at_k_interval_coverage_is_nominal(difficulty, k, num_prompts):
+    # 300 evaluations of new prompts, 8 samples each; at 95 % about 285 contain the true value.
     rng = random.Random(f"{difficulty} {k} {num_prompts}")
     a, b = difficulty
     # 1 - E(1 - p)^k of a beta distribution
@@ -161,7 +161,7 @@ def test_exact_interval_by_hand():
 
 
 @given(st.integers(1, 300), st.data(), st.floats(0.5, 0.999))
-def test_exact_interval_is_bounded_by_tails(total, data, confidence):
+def test_the_bounds_of_the_exact_interval_have_the_tail_probability(total, data, confidence):
     successes = data.draw(st.integers(1, total))
     lower = exact_interval(successes, total, confidence).lower
     tail = sum(
@@ -180,6 +180,7 @@ def test_paired_interval_by_hand():
     assert paired_interval(6, 0, 6, 0.95) == pytest.approx((low, 1), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("confidence", [0.8, 0.9, 0.95, 0.99])
 def test_paired_interval_and_mcnemar_never_contradict(confidence):
     for gained, lost in itertools.product(range(40), repeat=2):
@@ -190,8 +191,9 @@ def test_paired_interval_and_mcnemar_never_contradict(confidence):
         assert paired_interval(lost, gained, 100, confidence) == pytest.approx((-high, -low))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("true", [0.0, 0.1, 0.3])
-def test_paired_interval_is_wrong_no_oftener_than_it_says(true):
+def test_the_error_rate_of_the_paired_interval_is_at_most_nominal(true):
     # By enumeration: the chance, over all outcomes of 60 prompts, of an interval above (below) the
     # true difference is at most 0.025.
     total, intervals = 60, {}
@@ -226,7 +228,7 @@ def test_mcnemar_of_many_prompts_does_not_overflow():
     assert 0 < mcnemar_p_value(1000, 0) < 1e-300
 
 
-def test_mcnemar_rejects_no_oftener_than_it_says():
+def test_the_error_rate_of_mcnemar_is_at_most_nominal():
     # Under the null, n changed prompts: the chance of p <= 0.05 over all outcomes is at most 0.05.
     for changed in range(1, 40):
         rejected = sum(

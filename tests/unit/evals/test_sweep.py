@@ -19,12 +19,12 @@ from nemo_rl_core.history.records import point_label
     # A table of Student's distribution.
     [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (10, 2.228), (30, 2.042)],
 )
-def test_quantiles_are_those_of_the_table(degrees: int, quantile: float) -> None:
+def test_quantiles_match_a_published_table(degrees: int, quantile: float) -> None:
     assert student_quantile(0.975, degrees=degrees) == pytest.approx(quantile, abs=5e-4)
 
 
 def sweep(accuracies: dict[object, list[float | None]]):
-    """One setting per key, one seed per place in its list."""
+    """One setting per key, one seed per item of its list."""
     points = [
         ({"seed": seed, "grpo.rate": rate}, values[seed])
         for rate, values in accuracies.items()
@@ -56,7 +56,7 @@ def test_intervals_of_accuracies_stay_between_0_and_1(values: list[float | None]
     "differences",
     [[0.1], [0.02, 0.02], [0.1, -0.2, 0.05], [0.0, 0.1, 0.1], [0.03, 0.01, 0.02, 0.07, -0.01]],
 )
-def test_p_values_are_those_of_all_sign_patterns(differences: list[float]) -> None:
+def test_p_values_match_an_enumeration_of_sign_patterns(differences: list[float]) -> None:
     observed = abs(sum(differences)) - 1e-9
     patterns = list(itertools.product((-1, 1), repeat=len(differences)))
     sums = [sum(s * d for s, d in zip(signs, differences, strict=True)) for signs in patterns]
@@ -71,7 +71,7 @@ def test_the_test_handles_many_seeds_and_none() -> None:
 
 
 def test_two_seeds_never_show_a_best_setting() -> None:
-    # The same difference on both seeds: its deviation is 0, and a t test would have p = 0.
+    # The same difference on both seeds: its standard deviation is 0, so a t test would give p = 0.
     result = sweep({2e-4: [0.124, 0.146], 5e-4: [0.224, 0.246]})
     assert result.leader == {"grpo.rate": 5e-4}
     assert result.best is None
@@ -88,16 +88,16 @@ def test_a_setting_that_is_better_on_all_of_six_seeds_is_the_best() -> None:
     assert result.best == {"grpo.rate": 2}
     assert [each.p_value for each in result.comparisons] == [2 / 64, 2 / 64]
     assert result.verdict == (
-        "best: rate 2, better than each other setting at 95 % confidence "
+        "best: rate 2, better than every other setting at 95 % confidence "
         "(paired exact test, p at most 0.031)"
     )
-    # Noise of the seeds cancels out; one seed that points the other way by as much does not.
+    # The seeds' noise cancels out; one seed with the opposite difference does not.
     mixed = sweep({1: low, 2: [*high[:5], low[5] - 0.05]})
     assert mixed.best is None
     assert mixed.verdict.endswith("p 0.22 on 6 shared seeds")
 
 
-def test_a_setting_with_failed_seeds_is_not_the_best_by_its_mean_of_fewer() -> None:
+def test_a_setting_with_failed_seeds_is_never_the_best() -> None:
     low: list[float | None] = [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
     lucky: list[float | None] = [0.9, None, None, None, None, None, None]
     result = sweep({1: low, 2: lucky})
@@ -110,14 +110,14 @@ def test_a_setting_with_failed_seeds_is_not_the_best_by_its_mean_of_fewer() -> N
     assert nothing.verdict.startswith("no best setting: points of every setting failed")
 
 
-def test_a_setting_of_which_every_seed_failed_is_listed_and_not_compared() -> None:
+def test_a_setting_with_only_failed_seeds_is_listed_but_not_compared() -> None:
     low: list[float | None] = [0.1, 0.11, 0.12, 0.1, 0.13, 0.1]
     result = sweep({1: low, 2: [0.5] * 6, 3: [None] * 6})
     assert result.best == {"grpo.rate": 2}
     assert result.settings[2].described == "rate 3: failed"
 
 
-def test_one_setting_or_no_seeds_are_no_comparison() -> None:
+def test_one_setting_or_one_seed_gives_no_best_setting() -> None:
     assert sweep({1: [0.5, 0.6]}).verdict == "one setting, nothing to compare"
     points = [({"rate": rate}, 0.1 * rate) for rate in (1, 2)]
     result = summarize(points, apart="seed", confidence=0.9)

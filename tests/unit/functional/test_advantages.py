@@ -46,7 +46,7 @@ def test_group_normalized_by_hand():
     assert result.tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_penalty_is_measured_by_the_spread_of_the_outcomes():
+def test_penalty_is_scaled_by_the_std_of_outcomes():
     # group 0: 0.9 and -0.4 after the penalty, 1 and 0 before it with the std sqrt(1/2);
     # group 1: equal outcomes, which the penalty does not tell apart.
     rewards, ids = rows([0.9, -0.4, 2.9, 2.6], [0, 0, 1, 1])
@@ -95,7 +95,7 @@ groups = st.lists(
 
 @settings(deadline=None)
 @given(groups)
-def test_agrees_with_each_group_alone_in_any_order(case):
+def test_agrees_with_separate_groups_in_any_order(case):
     pairs, order = case
     ids = [10 * group - 7 for group, _ in pairs]  # neither dense nor positive
     rewards = [float(reward) for _, reward in pairs]
@@ -197,30 +197,30 @@ def test_joined_moments_against_exact_sums(offset, scale):
         offset + scale * (k + torch.randn(n, generator=drawn, dtype=torch.float64))
         for k, n in enumerate(sizes)
     ]
-    found = Moments.joined([Moments.of(part, torch.ones(len(part)).bool()) for part in parts])
+    result = Moments.joined([Moments.of(part, torch.ones(len(part)).bool()) for part in parts])
     exact = [Fraction(value) for part in parts for value in part.tolist()]
     mean = sum(exact) / len(exact)
     squares = float(sum((value - mean) ** 2 for value in exact))
     # The values themselves are rounded to so much of their spread.
     rounding = 1e-12 + 1e-15 * abs(offset) / scale
     assert rounding < 0.02
-    assert found.count == len(exact)
-    assert found.mean == pytest.approx(float(mean), rel=1e-14, abs=1e-15 * scale)
-    assert found.squares == pytest.approx(squares, rel=rounding)
-    assert (found.lowest, found.highest) == (float(min(exact)), float(max(exact)))
+    assert result.count == len(exact)
+    assert result.mean == pytest.approx(float(mean), rel=1e-14, abs=1e-15 * scale)
+    assert result.squares == pytest.approx(squares, rel=rounding)
+    assert (result.lowest, result.highest) == (float(min(exact)), float(max(exact)))
 
 
-def test_parts_are_whitened_as_the_whole_is():
+def test_parts_are_whitened_like_the_full_batch():
     drawn = torch.Generator().manual_seed(0)
     values = 20 + 3 * torch.randn(40, 9, generator=drawn)
     mask = torch.rand(40, 9, generator=drawn) < 0.6
-    whole = whitened(values, mask)
-    assert torch.equal(whitened(values, mask, Moments.joined([Moments.of(values, mask)])), whole)
+    full = whitened(values, mask)
+    assert torch.equal(whitened(values, mask, Moments.joined([Moments.of(values, mask)])), full)
     ends = [(0, 3), (3, 3), (3, 30), (30, 40)]
     parts = [(values[start:end], mask[start:end]) for start, end in ends]
     moments = Moments.joined([Moments.of(*part) for part in parts])
-    found = torch.cat([whitened(*part, moments) for part in parts])
-    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+    result = torch.cat([whitened(*part, moments) for part in parts])
+    torch.testing.assert_close(result, full, rtol=1e-5, atol=1e-6)
 
 
 def test_parts_of_equal_entries_are_exactly_zero_only_if_they_equal_one_another():
@@ -234,7 +234,7 @@ def test_parts_of_equal_entries_are_exactly_zero_only_if_they_equal_one_another(
     assert whitened(parts[0], mask, moments).tolist() == [pytest.approx([-expected] * 3, rel=1e-5)]
 
 
-def test_what_is_not_a_number_reaches_every_part():
+def test_nan_reaches_every_part():
     mask = torch.ones(2).bool()
     parts = [torch.tensor([1.0, 1.0]), torch.tensor([1.0, math.nan])]
     moments = Moments.joined([Moments.of(part, mask) for part in parts])
@@ -253,7 +253,7 @@ def test_gdpo_by_hand():
     assert result.tolist() == pytest.approx([expected, -expected] * 2, rel=1e-5)
 
 
-def test_gdpo_tells_one_reward_from_two():
+def test_gdpo_distinguishes_one_reward_from_two():
     # A group in which one reward was won, and a group in which both were.
     rewards = torch.tensor([[0, 0], [1, 0], [0, 0], [1, 1]], dtype=torch.float64)
     ids, valid = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)

@@ -40,7 +40,7 @@ def test_estimates_are_clamped_to_ten():
     assert [value(kind, -math.inf, -1.0) for kind in KINDS] == [-10, 10, 10]
 
 
-def test_inner_clamp_is_at_twenty_nats():
+def test_log_ratio_is_clamped_at_twenty_nats():
     # The outer bound hides the inner one in the value, but e^d must not overflow float32.
     result = kl_estimate(torch.tensor(-200.0), torch.tensor(0.0), kind="k3")
     assert result.item() == 10
@@ -85,9 +85,9 @@ def test_mean_value_is_that_of_the_divergence(kind):
 
 
 def gradients(logits, reference, kind):
-    """Of the penalty's mean over all tokens, sampled as the policy does, and of `KL(pi || ref)`."""
+    """Gradients of the mean penalty over sampled tokens and of `KL(pi || ref)`."""
     current = torch.log_softmax(logits, -1)
-    # The probabilities are held fixed: samples have no gradient.
+    # The probabilities are fixed: samples have no gradient.
     penalty = (current.detach().exp() * kl_penalty(current, reference, kind=kind)).sum()
     exact = (current.exp() * (current - reference)).sum()
     return [torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (penalty, exact)]
@@ -101,7 +101,7 @@ def test_mean_gradient_is_that_of_the_divergence(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("distance", [-15, -10, -5, -3, 3, 5, 10, 15])
-def test_a_token_far_from_the_reference_is_drawn_to_it(kind, distance):
+def test_token_far_from_the_reference_moves_towards_it(kind, distance):
     # A vocabulary of three; the first token is e^distance times as likely in the reference.
     rare, usual = math.exp(-16), math.exp(-16 + abs(distance))
     current, reference = (

@@ -139,7 +139,7 @@ def peak_of(compute, vocab):
     return mode.peak
 
 
-def test_whole_logits_never_exist_forward_or_backward():
+def test_full_logits_never_exist_forward_or_backward():
     num_rows, vocab, chunk_size = 64, 1000, 4
     hidden, weight, targets, _ = head(num_rows, 8, vocab, dtype=torch.float32)
     chunked = peak_of(
@@ -196,7 +196,7 @@ def test_gradients_of_several_tokens_by_finite_differences():
     assert torch.autograd.gradcheck(compute, (hidden, weight, bias))
 
 
-def test_the_likeliest_tokens_by_hand():
+def test_top_k_tokens_by_hand():
     # The head is the identity and T = 2: probabilities 1/8, 2/8, 5/8 and 5/8, 1/8, 2/8.
     hidden = 2 * torch.tensor([[1.0, 2.0, 5.0], [5.0, 1.0, 2.0]]).log()
     ids, logprobs = topk_logprobs_from_hidden(
@@ -212,7 +212,7 @@ def test_the_likeliest_tokens_by_hand():
     assert logprobs.exp().flatten().tolist() == pytest.approx([2 / 8, 1 / 8, 5 / 8, 1 / 8])
 
 
-def test_whole_logits_never_exist_for_several_tokens_either():
+def test_full_logits_never_exist_for_several_tokens_either():
     num_rows, vocab, chunk_size = 64, 1000, 4
     hidden, weight, _, _ = head(num_rows, 8, vocab, dtype=torch.float32)
     ids = torch.randint(vocab, (num_rows, 5), generator=torch.Generator().manual_seed(0))
@@ -262,9 +262,9 @@ def test_large_heads_by_finite_differences():
 
     assert torch.autograd.gradcheck(compute, (hidden, weight, bias))
     frozen = weight.detach()  # as below adapters
-    (alone,) = torch.autograd.grad(compute(hidden, frozen, None).sum(), hidden)
-    (beside, _) = torch.autograd.grad(compute(hidden, weight, None).sum(), (hidden, weight))
-    assert torch.equal(alone, beside)
+    (without_weight,) = torch.autograd.grad(compute(hidden, frozen, None).sum(), hidden)
+    (with_weight, _) = torch.autograd.grad(compute(hidden, weight, None).sum(), (hidden, weight))
+    assert torch.equal(without_weight, with_weight)
 
 
 @pytest.mark.usefixtures("two_rows_at_once")
@@ -322,13 +322,13 @@ def test_kept_logits_are_one_tensor():
 @pytest.mark.usefixtures("two_rows_at_once")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_heads_in_bfloat16_sum_their_gradient_in_float32(dtype):
-    """Of a weight that is bfloat16 itself, as FSDP gathers it, the sum alone is rounded."""
+    """For a bfloat16 weight, as FSDP gathers it, only the sum is rounded."""
     hidden, weight, targets, _ = head(200, 3, 5, dtype=torch.float32)
     ids = targets[:, None]
-    given = weight.detach().to(dtype).requires_grad_()
+    values = weight.detach().to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        rounded = token_logprobs_within_budget(hidden, given, ids, temperature=1.0)
-    (of_weight,) = torch.autograd.grad(rounded.sum(), given)
+        rounded = token_logprobs_within_budget(hidden, values, ids, temperature=1.0)
+    (of_weight,) = torch.autograd.grad(rounded.sum(), values)
     plain = torch.log_softmax(hidden @ weight.T, dim=-1).gather(-1, ids)
     (exact,) = torch.autograd.grad(plain.sum(), weight)
     assert of_weight.dtype == dtype

@@ -73,11 +73,11 @@ def test_sums_of_parts_are_the_sum(entries, cut):
     values = torch.tensor([value for value, _ in entries], dtype=torch.float64)
     mask = torch.tensor([valid for _, valid in entries])
     count = mask.sum()
-    whole = masked_sum(values, mask, denominator=count)
+    full = masked_sum(values, mask, denominator=count)
     parts = [
         masked_sum(values[part], mask[part], denominator=count)
         for part in (slice(None, cut), slice(cut, None))
     ]
-    torch.testing.assert_close(sum(parts), whole)
+    torch.testing.assert_close(sum(parts), full)
     valid = [value for value, is_valid in entries if is_valid]
-    assert whole.item() == pytest.approx(math.fsum(valid) / max(len(valid), 1), abs=1e-9)
+    assert full.item() == pytest.approx(math.fsum(valid) / max(len(valid), 1), abs=1e-9)

@@ -125,7 +125,7 @@ def test_sampled_entropy_has_the_value_and_gradient_of_the_entropy_in_the_mean()
     logits = torch.tensor([0.3, -0.8, 1.1], dtype=torch.float64, requires_grad=True)
     current = torch.log_softmax(logits, -1)
     exact = -(current.exp() * current).sum()
-    # The expectation over samples, with their probabilities held fixed as sampling does.
+    # The expectation over samples, with fixed probabilities, as in sampling.
     estimate = (current.detach().exp() * sampled_entropy(current[None])[0]).sum()
     torch.testing.assert_close(estimate, exact)
     (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)

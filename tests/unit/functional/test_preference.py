@@ -37,7 +37,7 @@ def test_pairs_are_found_in_any_order():
     ("ids", "is_chosen"),
     [([1, 2], [1, 0]), ([1, 1], [1, 1]), ([1, 1], [0, 0])],
 )
-def test_rows_that_are_no_pair_are_told(ids, is_chosen):
+def test_rows_that_are_not_a_pair_are_reported(ids, is_chosen):
     assert pair_rows(torch.tensor(ids), torch.tensor(is_chosen))[2].tolist() == [False]
 
 
@@ -78,7 +78,7 @@ def test_robust_is_unbiased_under_flipped_labels_and_smoothing_is_not(margin, ra
     assert mean_over_flips(sigmoid_loss) == pytest.approx(clean + bias, abs=1e-9)
 
 
-def test_smoothing_is_least_where_the_model_is_as_sure_as_the_labels():
+def test_smoothed_loss_is_minimal_at_the_labels_certainty():
     margin = torch.tensor(LN3, dtype=torch.float64, requires_grad=True)
     sigmoid_loss(margin, label_smoothing=0.25).backward()
     assert margin.grad.item() == pytest.approx(0, abs=1e-12)

@@ -35,7 +35,7 @@ def test_a_buffer_that_does_not_fit_is_refused(buffer_tokens):
         overlong_penalty(torch.tensor([1]), max_tokens=4, buffer_tokens=buffer_tokens, penalty=1.0)
 
 
-def test_outcomes_lie_on_the_last_valid_token():
+def test_outcomes_are_at_the_last_valid_token():
     rewards = outcome_rewards(torch.tensor([5.0, 7.0, math.nan]), MASK)
     assert rewards.tolist() == [[0, 0, 5, 0], [0, 0, 0, 7], [0, 0, 0, 0]]
 

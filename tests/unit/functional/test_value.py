@@ -61,8 +61,8 @@ def test_explained_variance_by_hand():
 def test_explained_variance_is_that_of_the_definition(pairs):
     values, returns = (tensor(*column) for column in zip(*pairs, strict=True))
     variance = returns.var(correction=0).item()
-    found = explained(values.tolist(), returns.tolist())
+    result = explained(values.tolist(), returns.tolist())
     if variance > 1e-3:
         unexplained = (returns - values).var(correction=0).item()
-        assert found == pytest.approx(1 - unexplained / variance, abs=1e-6)
-        assert found <= 1 + 1e-9
+        assert result == pytest.approx(1 - unexplained / variance, abs=1e-6)
+        assert result <= 1 + 1e-9

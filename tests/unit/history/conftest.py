@@ -18,18 +18,18 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def begin(store: Store) -> Callable[..., HistoryWriter]:
-    """Begins an execution with that id."""
+    """Returns a function that begins an execution with an id."""
 
     def start(execution: str, **fields: Any) -> HistoryWriter:
         writer = HistoryWriter(store, execution)
-        known = {
+        defaults = {
             "workflow": "workflows.grpo.grpo",
             "recipe": "grpo_ci",
             "command": ["pyflyte", "run"],
             "inputs": {"config": {"seed": 3}},
             "log_path": store.runs / execution / "run.log",
         }
-        writer.begin(NewExecution(**(known | fields)))
+        writer.begin(NewExecution(**(defaults | fields)))
         return writer
 
     return start
@@ -37,7 +37,7 @@ def begin(store: Store) -> Callable[..., HistoryWriter]:
 
 @pytest.fixture
 def make_artifact(store: Store) -> Callable[..., tuple[Path, Manifest]]:
-    """A folder in the store with a manifest."""
+    """Returns a function that creates a folder in the store with a manifest."""
 
     def make(stage: str, digest: str, *parents: tuple[Path, Manifest]) -> tuple[Path, Manifest]:
         folder = store.artifacts / f"{stage.partition(' ')[0]}-{digest * 8}"

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import save_file
 
 from nemo_rl_core.history.card import model_card
-from nemo_rl_core.history.card_evaluations import evaluations_behind
+from nemo_rl_core.history.card_evaluations import recorded_evaluations
 from nemo_rl_core.history.equality import TensorDifference, compare_artifacts
 from nemo_rl_core.store.ancestry import write_ancestors
 from nemo_rl_core.store.manifest import Cost, Manifest
@@ -69,14 +69,14 @@ def evaluation(tmp_path: Path, trained: Path) -> Path:
 
 
 def test_a_card_has_data_training_evaluation_and_lineage(trained: Path, evaluation: Path) -> None:
-    card = model_card(trained, evaluations=evaluations_behind(evaluation))
+    card = model_card(trained, evaluations=recorded_evaluations(evaluation))
     _, front, body = card.split("---\n", 2)
-    known = yaml.safe_load(front)
-    assert known["library_name"] == "transformers"
-    assert known["base_model"] == "org/model"
-    assert known["datasets"] == ["org/rows"]
-    assert known["tags"] == ["nemo-rl-flow", "grpo"]
-    (result,) = known["model-index"][0]["results"]
+    metadata = yaml.safe_load(front)
+    assert metadata["library_name"] == "transformers"
+    assert metadata["base_model"] == "org/model"
+    assert metadata["datasets"] == ["org/rows"]
+    assert metadata["tags"] == ["nemo-rl-flow", "grpo"]
+    (result,) = metadata["model-index"][0]["results"]
     assert result["metrics"][0]["value"] == 0.75
     assert "| **this model** | 0.750 [0.500, 0.900] | 40 |" in body
     assert "| **this model**, pass@4 | 0.875 [0.625, 0.938] | |" in body
@@ -86,12 +86,12 @@ def test_a_card_has_data_training_evaluation_and_lineage(trained: Path, evaluati
     assert "| grpo.learning\\_rate | 0.001 |" in body
     assert "`c0ffeec0ff` with changes" in body
     assert "nemo-rl reproduce grpo" in body and "ab" * 32 in body
-    # Nothing of the data ends a cell or is markup.
+    # The data cannot end a cell or add markup.
     assert "a\\|b\\<script>\\`x\\`" in body
 
 
 def test_training_stages_are_in_order(tmp_path: Path) -> None:
-    # Every iteration has the start as its reference, which so is a parent of the last one, too.
+    # The start is the reference of every iteration, so it is a parent of the last one, too.
     cost, config = Cost(tokens=5), {"model": {"kind": "pretrained", "name": "org/model"}}
     base = artifact(tmp_path / "base", "prepare_model", "checkpoint", config=config)
     start = artifact(tmp_path / "sft", "train_sft", "checkpoint", base, cost=cost)
@@ -113,16 +113,16 @@ def test_times_and_costs_are_left_out(trained: Path) -> None:
     assert model_card(trained, evaluations=[]) == card
 
 
-def test_figures_travel_where_the_evaluation_does_not(
+def test_evaluation_figures_are_kept_without_the_evaluation(
     tmp_path: Path, trained: Path, evaluation: Path
 ) -> None:
     promotion = artifact(tmp_path / "promotion", "promote", "promotion", evaluation)
     write_ancestors(evaluation, [trained])
     write_ancestors(promotion, [evaluation])
-    here = evaluations_behind(promotion)
+    here = recorded_evaluations(promotion)
     shutil.rmtree(evaluation)
     shutil.rmtree(trained)
-    assert evaluations_behind(promotion) == here
+    assert recorded_evaluations(promotion) == here
     (found,) = here
     assert found.accuracy == (0.75, 0.5, 0.9)
     assert (found.num_rows, found.confidence) == (40, 0.9)
@@ -145,27 +145,27 @@ def with_weights(folder: Path, tensors: dict[str, torch.Tensor], digest: str) ->
     return folder
 
 
-def test_which_tensor_differs_and_by_how_much(tmp_path: Path) -> None:
+def test_differing_tensors_are_named_with_their_difference(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(4), "b": torch.ones(2, 2)}
     one = with_weights(tmp_path / "one", tensors, "aa" * 32)
     shutil.copytree(one, tmp_path / "same")
     same = compare_artifacts(one, tmp_path / "same")
-    assert same.to_the_bit and same.num_tensors == 2 and same.tensors == ()
+    assert same.is_bitwise_identical and same.num_tensors == 2 and same.tensors == ()
     changed = {"a": torch.tensor([0.0, 0.5, 0.0, 0.0]), "b": torch.ones(4), "c": torch.ones(1)}
     other = with_weights(tmp_path / "other", changed, "bb" * 32)
     result = compare_artifacts(one, other)
-    assert not result.to_the_bit and not result.content and result.weights is False
-    found = {each.name: each for each in result.tensors}
-    assert (found["a"].largest, found["a"].share) == (0.5, 0.25)
-    assert found["b"].what == "(2, 2) torch.float32 and (4,) torch.float32"
-    assert found["c"].what == "only the second has it"
+    assert not result.is_bitwise_identical and not result.content and result.weights is False
+    by_name = {each.name: each for each in result.tensors}
+    assert (by_name["a"].largest, by_name["a"].share) == (0.5, 0.25)
+    assert by_name["b"].what == "(2, 2) torch.float32 and (4,) torch.float32"
+    assert by_name["c"].what == "only the second has it"
 
 
 @pytest.mark.parametrize(
     ("before", "after", "far"),
     [(1.0, 1.0 + 2**-23, 2**-23), (0.0, -0.0, 0.0), (1.0, math.nan, math.inf)],
 )
-def test_one_bit_on_the_disk_is_found_despite_an_equal_manifest(
+def test_one_changed_bit_on_disk_is_detected_despite_an_equal_manifest(
     tmp_path: Path, before: float, after: float, far: float
 ) -> None:
     weights = torch.full((4,), 7.0)
@@ -174,5 +174,5 @@ def test_one_bit_on_the_disk_is_found_despite_an_equal_manifest(
         weights[2] = value
         folders.append(with_weights(tmp_path / name, {"w": weights, "n": weights * math.nan}, "a"))
     result = compare_artifacts(*folders)
-    assert (result.to_the_bit, result.content, result.weights) == (False, False, False)
+    assert (result.is_bitwise_identical, result.content, result.weights) == (False, False, False)
     assert result.tensors == (TensorDifference("w", "differs", far, 0.25),)

@@ -1,4 +1,4 @@
-"""Records that stages write on a cluster, brought together on another machine."""
+"""Records that stages write on a cluster, imported on another machine."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.history.ancestry import of_folder
+from nemo_rl_core.history.ancestry import folder_ancestry
 from nemo_rl_core.history.cluster import import_folders
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Parentage
@@ -27,7 +27,7 @@ CONTAINER = {
 
 
 def stage(name: str, environment: dict[str, str], **parents: Path) -> Path:
-    """A stage as `tasks.platform.stage.make` runs it."""
+    """Runs a stage like `tasks.stage.stage.make`."""
 
     def work(folder: Path) -> StageResult:
         (folder / "text.txt").write_text(name)
@@ -43,19 +43,19 @@ def stage(name: str, environment: dict[str, str], **parents: Path) -> Path:
 def download(
     folder: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str] = CONTAINER
 ) -> dict[str, Path]:
-    """A checkpoint and its data; a bucket calls folders as it likes, and so does each pod."""
-    found = {}
+    """Downloads a checkpoint and its data into folders with other names, like in each pod."""
+    folders = {}
     before: dict[str, Path] = {}
     for name, role in (("prepare_data", "train"), ("train_sft", "policy")):
         monkeypatch.setenv("NEMO_RL_HOME", str(folder / f"pod of {name}"))
         made = stage(name, environment, **before)
-        found[name] = folder / "downloaded" / f"7f{len(found)}"
-        shutil.move(made, found[name])
-        passed_on = folder / "tmp" / f"in the next pod {len(found)}"
-        shutil.copytree(found[name], passed_on)
+        folders[name] = folder / "downloaded" / f"7f{len(folders)}"
+        shutil.move(made, folders[name])
+        passed_on = folder / "tmp" / f"in the next pod {len(folders)}"
+        shutil.copytree(folders[name], passed_on)
         before = {role: passed_on}
     shutil.rmtree(folder / "tmp")
-    return found
+    return folders
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def name_of(folder: Path) -> str:
 
 def test_stages_of_a_cluster_become_a_run(store: Store, downloaded: dict[str, Path]) -> None:
     folders = list(downloaded.values())[::-1]
-    for _ in range(2):  # the second time there is nothing left to add
+    for _ in range(2):  # the second import adds nothing
         assert import_folders(store, folders) == {"a1b2"}
     with History(store) as history:
         (run,) = history.executions().items
@@ -116,21 +116,21 @@ def test_one_folder_is_enough_for_its_ancestors(store: Store, downloaded: dict[s
     assert import_folders(store, [trained]) == {"a1b2"}
     with History(store) as history:
         assert [node.name for node in history.nodes("a1b2")] == ["prepare_data", "train_sft"]
-        alone = history.ancestry(name_of(trained))
-        assert [each.state for each in alone.artifacts] == ["found", "missing"]
-        assert [each.execution for each in alone.artifacts] == ["a1b2", "a1b2"]
+        graph = history.ancestry(name_of(trained))
+        assert [each.state for each in graph.artifacts] == ["found", "missing"]
+        assert [each.execution for each in graph.artifacts] == ["a1b2", "a1b2"]
         assert history.metrics(history.nodes("a1b2")[0].id) == {}
-    # Without any store, too.
+    # Also without any store.
     assert [
         (each.id, each.content_hash, each.depth, each.execution, each.state)
-        for each in of_folder(trained).artifacts
+        for each in folder_ancestry(trained).artifacts
     ] == [
         (each.id, each.content_hash, each.depth, each.execution, each.state)
-        for each in alone.artifacts
+        for each in graph.artifacts
     ]
-    assert of_folder(trained).parentage == alone.parentage
+    assert folder_ancestry(trained).parentage == graph.parentage
 
-    # What is downloaded later finds its place.
+    # Later downloads are added.
     import_folders(store, [aside])
     with History(store) as history:
         later = history.ancestry(name_of(trained))
@@ -139,7 +139,7 @@ def test_one_folder_is_enough_for_its_ancestors(store: Store, downloaded: dict[s
         assert len(history.nodes("a1b2")) == 2
 
 
-def test_two_runs_that_made_the_same_have_their_own_records(
+def test_two_runs_with_identical_artifacts_have_separate_records(
     store: Store, downloaded: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again = {**CONTAINER, "FLYTE_INTERNAL_EXECUTION_ID": "c3d4"}
@@ -152,7 +152,7 @@ def test_two_runs_that_made_the_same_have_their_own_records(
             (edge,) = history.edges(run)
             assert (edge.source, edge.target) == (rows.id, trained.id)
             assert trained.ended_at is not None and trained.ended_at >= trained.started_at
-        # What lies where it was is looked for there; what was never here, where it is now.
+        # Present artifacts keep their path; others get that of the import.
         graph = history.ancestry(name_of(later["train_sft"]))
         assert [each.execution for each in graph.artifacts] == ["a1b2", "a1b2"]
         paths = [each.artifact.path for each in graph.artifacts if each.artifact]
@@ -184,7 +184,7 @@ def test_the_page_shows_the_deck_of_a_downloaded_stage(
     assert client.get(f"/nodes/{rows.id}/deck").status_code == 404
 
 
-def test_who_made_it_is_no_part_of_the_content(
+def test_the_maker_is_not_part_of_the_content(
     downloaded: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "laptop"))

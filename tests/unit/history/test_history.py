@@ -1,4 +1,4 @@
-"""Records of runs, as written and as read."""
+"""Writing and reading of records of runs."""
 
 import json
 import math
@@ -25,7 +25,7 @@ Begin = Callable[..., HistoryWriter]
 MakeArtifact = Callable[..., tuple[Path, Manifest]]
 
 
-def test_a_run_is_found_as_it_was_written(
+def test_a_run_is_read_as_it_was_written(
     store: Store, begin: Begin, make_artifact: MakeArtifact
 ) -> None:
     data = make_artifact("prepare_data train", "ab")
@@ -49,7 +49,7 @@ def test_a_run_is_found_as_it_was_written(
     writer.connect(rows, "train", sft, "train")
     writer.log_metrics(sft, 1, {"loss": 2.0, "gap": math.nan})
     writer.log_metrics(sft, 2, {"loss": 1.5})
-    writer.log_metrics(sft, 2, {"loss": 1.0})  # the step was done again
+    writer.log_metrics(sft, 2, {"loss": 1.0})  # the step was repeated
     end = NodeEnd(
         "succeeded",
         outputs=[as_value("o0", "Checkpoint", {}, trained[0].name)],
@@ -93,14 +93,14 @@ def test_a_run_is_found_as_it_was_written(
         assert history.metrics(sft, names=["loss"], since_step=1) == {"loss": [(2, 1.0)]}
         assert history.metric_names(sft) == ["gap", "loss"]
         artifact = history.artifact(trained[0].name)
-        # The dynamic that handed it on did not make it.
+        # The dynamic workflow that returned it did not make it.
         assert artifact.made_by == sft and artifact.step == 4
         maker = history.maker(artifact)
         assert maker is not None and maker.id == "run1"
         assert history.artifacts_used("run1") == {data[0].name, trained[0].name}
 
 
-def test_a_hit_knows_the_run_it_came_from(
+def test_a_cache_hit_names_the_run_that_made_it(
     store: Store, begin: Begin, make_artifact: MakeArtifact
 ) -> None:
     made = make_artifact("train_sft", "cd")
@@ -122,7 +122,7 @@ def test_a_hit_knows_the_run_it_came_from(
         assert history.execution("run3").num_cached == 1
 
 
-def test_what_a_task_passes_on_is_not_its_own(
+def test_a_task_is_not_the_maker_of_an_artifact_that_it_returns(
     store: Store, begin: Begin, make_artifact: MakeArtifact
 ) -> None:
     older = make_artifact("train_sft", "cd")
@@ -159,7 +159,7 @@ def test_lists_are_filtered_and_paged(store: Store, begin: Begin) -> None:
         assert history.executions(state="failed").items[0].error == "no space"
         assert history.executions(workflow="sft").total == 3
         assert history.executions(workflow="ft").total == 0
-        assert history.executions(text="0%_4").total == 1  # these characters stand for themselves
+        assert history.executions(text="0%_4").total == 1  # these characters are literal
         assert history.executions(text="no SPACE").total == 1
         later = page.items[0].started_at
         assert history.executions(since=later).total == 2
@@ -181,14 +181,14 @@ def test_ancestry_crosses_runs_and_marks_missing_artifacts(
     (first[0] / "manifest.json").unlink()
     with History(store) as history:
         graph = history.ancestry(second[0].name)
-        found = {each.id: each for each in graph.artifacts}
+        by_id = {each.id: each for each in graph.artifacts}
         assert [each.depth for each in graph.artifacts] == [0, 1, 1]
-        assert found[second[0].name].execution == "run2"
-        assert found[first[0].name].execution == "run1"
-        assert found[first[0].name].state == "missing"
-        # Older than the database: only the disk knows of it.
-        assert found[data[0].name].artifact is not None
-        assert found[data[0].name].execution is None
+        assert by_id[second[0].name].execution == "run2"
+        assert by_id[first[0].name].execution == "run1"
+        assert by_id[first[0].name].state == "missing"
+        # Older than the database: only on disk.
+        assert by_id[data[0].name].artifact is not None
+        assert by_id[data[0].name].execution is None
         roles = {(each.parent, each.child): each.role for each in graph.parentage}
         assert roles[first[0].name, second[0].name] == "start"
         assert (data[0].name, first[0].name) in roles
@@ -228,7 +228,7 @@ writer.begin(NewExecution("w.w", "", [], {}, Path("run.log")))
 node = writer.begin_node("train_sft", task="tasks.train_sft", kind="task")
 writer.log_metrics(node, 900, {"loss": 1.0})  # a step
 writer.log_metrics(node, 30, {"machine/cpu": 0.5})  # seconds since the run's start
-if os.fork() == 0:  # a worker that outlives it does not pass for it
+if os.fork() == 0:  # a worker that outlives the run does not count as it
     sys.stdin.read()
     os._exit(0)
 print("running", flush=True)
@@ -340,7 +340,7 @@ def test_older_files_are_brought_up_to_date(store: Store, begin: Begin, version:
         assert [each.point for each in history.nodes("new")] == [{"seed": 1}]
 
 
-def test_a_newer_file_is_refused_and_left_alone(
+def test_a_newer_file_is_refused_and_not_changed(
     store: Store, begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
     old_file(store.root / "history.db", VERSION)
@@ -353,7 +353,7 @@ def test_a_newer_file_is_refused_and_left_alone(
     assert writer.begin_node("n", task="t.n", kind="task") is None
     writer.end("succeeded")
     assert [record.message.partition(":")[0] for record in caplog.records] == [
-        f"recording of this run in {store.root / 'history.db'} stopped, the run goes on"
+        f"recording of this run in {store.root / 'history.db'} stopped, the run continues"
     ]
 
 
@@ -372,7 +372,7 @@ def test_a_damaged_file_stops_no_run_and_is_explained(
         History(store)
 
 
-def test_a_file_that_breaks_while_a_run_goes_on_stops_nothing(
+def test_a_file_that_breaks_during_a_run_does_not_stop_it(
     store: Store, begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = begin("run1")
@@ -385,7 +385,7 @@ def test_a_file_that_breaks_while_a_run_goes_on_stops_nothing(
     writer.end("succeeded")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     with History(store) as history:
-        assert history.execution("run1").state == "succeeded"  # its end is written all the same
+        assert history.execution("run1").state == "succeeded"  # its end is still recorded
 
 
 def test_an_empty_store_names_the_fix(store: Store) -> None:
@@ -394,7 +394,7 @@ def test_an_empty_store_names_the_fix(store: Store) -> None:
 
 
 def test_a_store_that_cannot_be_written_can_be_read(store: Store, begin: Begin) -> None:
-    """As another user: root may write everything."""
+    """Runs as another user, since root may write everything."""
     begin("run1").end("succeeded")
     code = """
 import os, sys
@@ -435,8 +435,8 @@ def test_long_values_are_cut_and_odd_ones_written(store: Store, begin: Begin) ->
     assert values == ["a\ud800b\x00", "p"]
 
 
-def test_what_sqlite_cannot_store_ends_no_run(store: Store, begin: Begin) -> None:
-    """Half a surrogate pair, as an error may quote it, and a number of more than 64 bits."""
+def test_values_that_sqlite_cannot_store_do_not_end_a_run(store: Store, begin: Begin) -> None:
+    """Half a surrogate pair, such as in a quoted error, and a number of more than 64 bits."""
     half = "half \ud800 a pair"
     writer = begin("odd", workflow=half, command=[half])
     node = writer.begin_node(half, task=half, kind="task", inputs=[as_value(half, half, half)])

@@ -1,4 +1,4 @@
-"""Events as the public specification (version 2-0-2) describes them."""
+"""Events conform to the public specification (version 2-0-2)."""
 
 import json
 import threading
@@ -26,7 +26,7 @@ URI = {"type": "string", "pattern": "^(https://[a-z]+|urn:[a-z-]+:).+"}
 
 
 def facets(**required: list[str]) -> dict[str, Any]:
-    """Any facet names its producer and schema; those named here hold what the standard asks for."""
+    """Schema of facets: each has producer and schema; these have the required fields, too."""
     base = {"properties": {"_producer": URI, "_schemaURL": URI}}
     return {
         "type": "object",
@@ -101,7 +101,7 @@ def events(
         return events_of(history.ancestry(trained[0].name))
 
 
-def test_events_are_what_the_standard_asks_for(events: list[Event]) -> None:
+def test_events_conform_to_the_standard(events: list[Event]) -> None:
     for event in events:
         jsonschema.validate(event, RUN_EVENT)
         assert UUID(event["run"]["runId"])
@@ -128,17 +128,17 @@ def test_events_are_what_the_standard_asks_for(events: list[Event]) -> None:
 def test_facets_name_the_schemas_that_the_client_of_the_standard_writes(
     events: list[Event],
 ) -> None:
-    """As in openlineage-python 1.54.0; other facets are ours, by the prefix of their names."""
+    """Compares with openlineage-python 1.54.0; custom facets have a prefix."""
     named: dict[str, str] = {}
     for event in events:
         holders = [event["run"], event["job"], *event["inputs"], *event["outputs"]]
         for holder in holders:
             for name, facet in {**holder["facets"], **holder.get("inputFacets", {})}.items():
                 named[name] = facet["_schemaURL"]
-    own = {name for name in named if name.startswith("nemo_rl_")}
-    assert own == {"nemo_rl_making", "nemo_rl_role"}
+    custom = {name for name in named if name.startswith("nemo_rl_")}
+    assert custom == {"nemo_rl_making", "nemo_rl_role"}
     spec = "https://openlineage.io/spec/facets"
-    assert {name: url for name, url in named.items() if name not in own} == {
+    assert {name: url for name, url in named.items() if name not in custom} == {
         name: f"{spec}/{version}/{schema}.json#/$defs/{schema}"
         for name, version, schema in [
             ("datasetType", "1-0-1", "DatasetTypeDatasetFacet"),
@@ -149,7 +149,7 @@ def test_facets_name_the_schemas_that_the_client_of_the_standard_writes(
     }
 
 
-def test_what_was_read_twice_is_one_input(
+def test_an_artifact_read_twice_is_one_input(
     store: Store, begin: Callable[..., HistoryWriter], make_artifact: Callable[..., Any]
 ) -> None:
     start = make_artifact("train_sft", "aa")
@@ -166,7 +166,7 @@ def test_what_was_read_twice_is_one_input(
     assert read["inputFacets"]["nemo_rl_role"]["role"] == "checkpoint, reference"
 
 
-def test_the_schema_refuses_what_is_wrong(events: list[Event]) -> None:
+def test_the_schema_refuses_invalid_events(events: list[Event]) -> None:
     for wrong in ({"eventType": "DONE"}, {"eventTime": "yesterday"}, {"run": {}}, {"more": 1}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**events[0], **wrong}, RUN_EVENT)
@@ -174,7 +174,7 @@ def test_the_schema_refuses_what_is_wrong(events: list[Event]) -> None:
 
 @pytest.fixture
 def endpoint() -> Iterator[tuple[str, list[Any]]]:
-    """An address on this machine that takes events, and what it took; /refuse takes none."""
+    """An address on this machine that accepts events, except /refuse, and the received events."""
     taken: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -207,5 +207,5 @@ def test_events_go_to_a_file_or_an_endpoint(
     assert taken == [("application/json", event) for event in events]
     with pytest.raises(ConfigError, match="422"):
         send(events, f"{address}/refuse")
-    with pytest.raises(ConfigError, match="accepted no event"):
+    with pytest.raises(ConfigError, match="rejected an event"):
         send(events, "http://127.0.0.1:9/api/v1/lineage")

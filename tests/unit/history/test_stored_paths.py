@@ -1,4 +1,4 @@
-"""A store that is moved keeps its record, also one that an older version wrote."""
+"""A moved store keeps its record, also if an older version wrote it."""
 
 import shutil
 import sqlite3
@@ -13,10 +13,10 @@ from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
 
 WITH_WHOLE_PATHS = 3
-"""The last version of the tables that held them."""
+"""The last version of the tables with absolute paths."""
 
 
-def test_what_lies_in_a_moved_store_is_found_and_what_lies_elsewhere_stays(
+def test_paths_in_a_moved_store_are_updated_and_others_are_unchanged(
     store: Store,
     begin: Callable[..., HistoryWriter],
     make_artifact: Callable[..., tuple[Path, Manifest]],
@@ -26,16 +26,17 @@ def test_what_lies_in_a_moved_store_is_found_and_what_lies_elsewhere_stays(
     elsewhere, other = tmp_path / "downloads" / "train_sft-0", manifest
     shutil.copytree(folder, elsewhere)
     writer = begin("one")
-    for place, made in ((folder, manifest), (elsewhere, other)):
+    for artifact_folder, made in ((folder, manifest), (elsewhere, other)):
         node = writer.begin_node("train_sft", task="t.train_sft", kind="task")
-        output = as_value("o0", "Checkpoint", "", place.name)
-        deck = str(place / "deck.html")
+        output = as_value("o0", "Checkpoint", "", artifact_folder.name)
+        deck = str(artifact_folder / "deck.html")
         writer.end_node(
-            node, NodeEnd("succeeded", outputs=[output], made=[(place, made)], deck_path=deck)
+            node,
+            NodeEnd("succeeded", outputs=[output], made=[(artifact_folder, made)], deck_path=deck),
         )
     writer.end("succeeded")
 
-    moved = Store(store.root.rename(tmp_path / "other place"))
+    moved = Store(store.root.rename(tmp_path / "other folder"))
     with History(moved) as history:
         assert Path(history.execution("one").log_path) == moved.runs / "one" / "run.log"
         decks = [Path(node.deck_path) for node in history.nodes("one")]
@@ -47,8 +48,8 @@ def test_what_lies_in_a_moved_store_is_found_and_what_lies_elsewhere_stays(
         assert Path(ancestor.artifact.path) == moved.artifacts / folder.name
 
 
-def test_whole_paths_of_an_older_file_are_named_from_the_store(store: Store) -> None:
-    """Written when the store lay at `/old/artifacts/store`, and moved since."""
+def test_absolute_paths_of_an_older_file_become_relative_to_the_store(store: Store) -> None:
+    """The store was in `/old/artifacts/store` when it was written, and was moved."""
     old = "/old/artifacts/store"
     _old_file(store.root / "history.db", old)
     with History(store) as history:

@@ -31,7 +31,7 @@ class SmallStore:
     def artifact(
         self, stage: str, *parents: str, days_old: float = 0.0, kib: int = 1, **config: Any
     ) -> str:
-        """Publishes an artifact through a work folder; returns its name."""
+        """Publishes an artifact through a work folder and returns its name."""
         key = f"{len(list(self.store.work.glob('*.lock'))):032x}"
         with self.store.work_folder(stage, key) as folder:
             (folder / "rows").write_bytes(os.urandom(1024 * kib))
@@ -55,7 +55,7 @@ class SmallStore:
             return self.store.publish(folder, stage=stage, content_hash=digest).name
 
     def run(self, name: str, *artifacts: str, days_old: float, **inputs: Any) -> str:
-        """A run that ended, and used these."""
+        """Records a finished run that used these artifacts."""
         (self.store.runs / name).mkdir(parents=True)
         (self.store.runs / name / "run.log").write_text("done\n")
         writer = HistoryWriter(self.store, name)
@@ -81,17 +81,17 @@ class SmallStore:
         return name
 
     def artifacts(self) -> set[str]:
-        """Names of those that are there."""
+        """Returns the names of existing artifacts."""
         return {path.name for path in self.store.artifacts.iterdir()}
 
     def runs(self) -> set[str]:
-        """Names of those whose folders are there."""
+        """Returns the names of runs with folders."""
         return {path.name for path in self.store.runs.iterdir()}
 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallStore]:
-    """A store that `Store.default()` finds, too."""
+    """A store that is also `Store.default()`."""
     store = Store(tmp_path / "store")
     monkeypatch.setenv("NEMO_RL_HOME", str(store.root))
     store.check_writable(min_free_mib=1)
@@ -101,7 +101,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallStor
 
 @pytest.fixture
 def lineage(small: SmallStore) -> dict[str, str]:
-    """Three runs that share the data, 40, 20 and 1 days old; the third went on from the second."""
+    """Three runs on the same data, 40, 20 and 1 days old; the third continued the second."""
     data = small.artifact("prepare_data", days_old=40)
     first = small.artifact("train_sft", data, days_old=40, kib=100)
     second = small.artifact("train_sft", data, days_old=20, kib=200)

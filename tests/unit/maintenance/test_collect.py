@@ -1,4 +1,4 @@
-"""`gc` on real folders: what goes, what stays, beside others, and killed at any moment."""
+"""`gc` on real folders: what is removed and kept, with concurrent processes and after kills."""
 
 import json
 import os
@@ -29,11 +29,11 @@ def _collect(store: Store, policy: RetentionPolicy) -> Removed:
     return remove(store, policy, make_plan(store, policy))
 
 
-def test_nothing_goes_while_every_run_is_kept(small: Small, lineage: dict[str, str]) -> None:
+def test_gc_removes_nothing_while_every_run_is_kept(small: Small, lineage: dict[str, str]) -> None:
     assert make_plan(small.store, RetentionPolicy()).is_empty
 
 
-def test_what_no_kept_run_reaches_goes(small: Small, lineage: dict[str, str]) -> None:
+def test_gc_removes_artifacts_that_no_kept_run_needs(small: Small, lineage: dict[str, str]) -> None:
     plan = make_plan(small.store, RetentionPolicy(keep_runs=2))
     assert (plan.runs, plan.artifacts) == (("run1",), (lineage["first"],))
     before = small.artifacts()
@@ -41,7 +41,7 @@ def test_what_no_kept_run_reaches_goes(small: Small, lineage: dict[str, str]) ->
     assert before - small.artifacts() == {lineage["first"]}
     assert small.runs() == {"run2", "run3"}
     assert done.in_use == ()
-    # The third run alone needs what it went on from, and that needs its data.
+    # Only the third run needs the checkpoint that it continued, which needs its data.
     _collect(small.store, RetentionPolicy(keep_runs=1))
     assert small.artifacts() == {lineage[name] for name in ("data", "second", "third")}
     assert small.runs() == {"run3"}
@@ -60,15 +60,15 @@ def test_freed_bytes_equal_the_difference_of_du(small: Small, lineage: dict[str,
         return int(listed.stdout.split()[0])
 
     artifacts = small.store.artifacts
-    # A file with a second name comes free with the last of them only.
+    # A file with two names is freed only with the last of them.
     os.link(artifacts / lineage["first"] / "rows", artifacts / lineage["second"] / "again")
     plan = make_plan(small.store, RetentionPolicy(keep_runs=2))
-    before = du()  # reading the history has left its shared-memory file
+    before = du()  # reading the history leaves its shared-memory file
     assert plan.num_bytes == before
     files = [artifacts / lineage["first"], small.store.runs / "run1"]
     linked = allocated(artifacts / lineage["first"] / "rows")
     assert plan.freed_bytes == sum(map(allocated, files)) - linked
-    # Records and locks in work/ go, too: they are empty or a block each.
+    # Records and locks in work/ are removed, too; each is empty or one block.
     done = remove(small.store, RetentionPolicy(keep_runs=2), plan).plan
     assert 0 <= before - du() - done.freed_bytes <= 8192
     assert Snapshot(small.store.root).num_bytes == du()
@@ -82,22 +82,22 @@ def test_a_pinned_run_stays(small: Small, lineage: dict[str, str]) -> None:
 
 
 def test_max_size_drops_the_oldest_first(small: Small, lineage: dict[str, str]) -> None:
-    whole = make_plan(small.store, RetentionPolicy()).num_bytes
-    assert make_plan(small.store, RetentionPolicy(max_bytes=whole)).is_empty
-    plan = make_plan(small.store, RetentionPolicy(max_bytes=whole - 1))
+    total_bytes = make_plan(small.store, RetentionPolicy()).num_bytes
+    assert make_plan(small.store, RetentionPolicy(max_bytes=total_bytes)).is_empty
+    plan = make_plan(small.store, RetentionPolicy(max_bytes=total_bytes - 1))
     assert (plan.runs, plan.artifacts) == (("run1",), (lineage["first"],))
-    plan = make_plan(small.store, RetentionPolicy(max_bytes=whole - 150 * 1024))
+    plan = make_plan(small.store, RetentionPolicy(max_bytes=total_bytes - 150 * 1024))
     assert plan.runs == ("run1", "run2", "run3")
-    # What was made from another goes before it.
+    # Children are removed before their parents.
     order = [plan.artifacts.index(lineage[name]) for name in ("third", "second", "data")]
     assert order == sorted(order)
 
 
-def test_a_folder_named_by_a_config_or_by_a_runs_inputs_is_needed(small: Small) -> None:
-    given = small.artifact("export", days_old=50)
+def test_folders_in_configs_and_inputs_of_runs_are_kept(small: Small) -> None:
+    named = small.artifact("export", days_old=50)
     reward_model = small.artifact("export", days_old=50)
-    model = {"name": str(small.store.artifacts / given / "model")}
-    small.run("older", given, reward_model, days_old=50)
+    model = {"name": str(small.store.artifacts / named / "model")}
+    small.run("older", named, reward_model, days_old=50)
     made = small.artifact("train_sft", days_old=1, model=model)
     small.run(
         "newer",
@@ -109,11 +109,11 @@ def test_a_folder_named_by_a_config_or_by_a_runs_inputs_is_needed(small: Small) 
     assert make_plan(small.store, RetentionPolicy(keep_runs=1)).artifacts == ()
 
 
-def test_in_a_store_that_was_moved_what_is_needed_stays(small: Small, tmp_path: Path) -> None:
-    given = small.artifact("export", days_old=50)
+def test_needed_artifacts_are_kept_in_a_moved_store(small: Small, tmp_path: Path) -> None:
+    named = small.artifact("export", days_old=50)
     data = small.artifact("prepare_data", days_old=50)
-    small.run("older", given, data, days_old=50)
-    model = {"name": str(small.store.artifacts / given / "model")}
+    small.run("older", named, data, days_old=50)
+    model = {"name": str(small.store.artifacts / named / "model")}
     made = small.artifact("train_sft", data, days_old=1, model=model)
     small.run("newer", made, days_old=1)
     small.store.release()
@@ -122,7 +122,7 @@ def test_in_a_store_that_was_moved_what_is_needed_stays(small: Small, tmp_path: 
     assert (plan.runs, plan.artifacts) == (("older",), ())
 
 
-def test_a_removed_artifact_is_made_again(small: Small) -> None:
+def test_a_removed_artifact_is_rebuilt(small: Small) -> None:
     small.artifact("train_sft", days_old=1)
     small.store.release()
     key = f"{0:032x}"
@@ -133,13 +133,13 @@ def test_a_removed_artifact_is_made_again(small: Small) -> None:
     assert list(small.store.work.iterdir()) == [], "its record and its lock went, too"
 
 
-def test_what_this_process_uses_stays(small: Small, lineage: dict[str, str]) -> None:
+def test_artifacts_in_use_by_this_process_are_kept(small: Small, lineage: dict[str, str]) -> None:
     assert small.store.hold(small.store.artifacts / lineage["second"])
     _collect(small.store, RetentionPolicy(keep_runs=0))
     assert small.artifacts() == {lineage["second"], lineage["data"]}
 
 
-def test_what_is_taken_between_plan_and_removal_stays_with_its_ancestors(
+def test_artifacts_locked_after_planning_are_kept_with_their_ancestors(
     small: Small, lineage: dict[str, str]
 ) -> None:
     plan = make_plan(small.store, RetentionPolicy(keep_runs=0))
@@ -149,7 +149,7 @@ def test_what_is_taken_between_plan_and_removal_stays_with_its_ancestors(
     assert small.artifacts() == {lineage[name] for name in ("data", "second", "third")}
 
 
-def test_a_run_that_goes_on_stays(small: Small, lineage: dict[str, str], spawn: Any) -> None:
+def test_a_running_run_is_kept(small: Small, lineage: dict[str, str], spawn: Any) -> None:
     script = """
 import sys, time
 from pathlib import Path
@@ -165,7 +165,7 @@ time.sleep(60)
 """
     child = spawn(script, small.store.root, small.store.artifacts / lineage["first"])
     assert child.stdout.readline() == "begun\n"
-    # So that it does not stay for being young.
+    # So that it is not kept because it is recent.
     (run,) = [run for run in survey(small.store).runs if run.name == "works"]
     assert run.running
     later = time.time() + 1000
@@ -177,7 +177,7 @@ time.sleep(60)
     child.wait()
 
 
-def test_an_unreadable_history_stops_all_but_leftovers(
+def test_with_an_unreadable_history_only_leftovers_are_removed(
     small: Small, lineage: dict[str, str]
 ) -> None:
     path_of(small.store).write_bytes(b"no database at all" * 100)
@@ -187,32 +187,32 @@ def test_an_unreadable_history_stops_all_but_leftovers(
     assert set(lineage.values()) == small.artifacts()
 
 
-def test_work_of_killed_runs_goes_when_it_is_old_and_free(small: Small, spawn: Any) -> None:
-    for name in ("sft-young", "sft-old", "sft-held"):
+def test_old_unlocked_work_of_killed_runs_is_removed(small: Small, spawn: Any) -> None:
+    for name in ("sft-young", "sft-old", "sft-locked"):
         (small.store.work / name).mkdir()
         (small.store.work / name / "checkpoint").write_text("x" * 5000)
         (small.store.work / f"{name}.lock").touch()
     long_ago = time.time() - 15 * DAY
-    for name in ("sft-old", "sft-held"):
+    for name in ("sft-old", "sft-locked"):
         for path in (small.store.work / name / "checkpoint", small.store.work / name):
             os.utime(path, (long_ago, long_ago))
     script = """
 import sys, time
 from pathlib import Path
 from nemo_rl_core.store.store import Store
-with Store(Path(sys.argv[1])).work_folder("sft", "held"):
-    print("held", flush=True)
+with Store(Path(sys.argv[1])).work_folder("sft", "locked"):
+    print("locked", flush=True)
     time.sleep(60)
 """
     holder = spawn(script, small.store.root)
-    assert holder.stdout.readline() == "held\n"
+    assert holder.stdout.readline() == "locked\n"
     done = _collect(small.store, RetentionPolicy())
     assert done.plan.work == ("sft-old",)
     left = sorted(path.name for path in small.store.work.iterdir())
-    assert left == ["sft-held", "sft-held.lock", "sft-young", "sft-young.lock"]
+    assert left == ["sft-locked", "sft-locked.lock", "sft-young", "sft-young.lock"]
 
 
-def test_leftovers_go_and_what_is_being_written_stays(small: Small) -> None:
+def test_leftovers_are_removed_but_not_files_being_written(small: Small) -> None:
     half = small.store.artifacts / ".sft-1.0a.discarded~"
     half.mkdir()
     (half / "weights").write_text("x")
@@ -236,25 +236,25 @@ def test_leftovers_go_and_what_is_being_written_stays(small: Small) -> None:
     assert written.exists() and kept.exists()
 
 
-def test_a_waiter_for_a_removed_lock_takes_a_new_one(small: Small, spawn: Any) -> None:
-    """Two would otherwise work in one folder: one on the lock that is gone, one on the new."""
+def test_a_process_waiting_for_a_removed_lock_creates_a_new_one(small: Small, spawn: Any) -> None:
+    """Otherwise two processes would work in one folder, one with the removed lock."""
     script = """
 import sys, time
 from pathlib import Path
 from nemo_rl_core.store import locks
-with locks.held(Path(sys.argv[1]), "sft"):
+with locks.locked(Path(sys.argv[1]), "sft"):
     print(Path(sys.argv[1]).read_text(), flush=True)
     time.sleep(60)
 """
     from nemo_rl_core.store import locks
 
     lock = small.store.work / "sft-1.lock"
-    with locks.held(lock, "sft"):
+    with locks.locked(lock, "sft"):
         waiter = spawn(script, lock)
         assert "waiting for process" in waiter.stderr.readline()
         lock.unlink()
     assert int(waiter.stdout.readline()) == waiter.pid
-    with locks.held_if_free(lock) as free:
+    with locks.locked_if_free(lock) as free:
         assert not free
 
 
@@ -278,10 +278,11 @@ remove(Store(root), policy, make_plan(Store(root), policy))
 """
 
 
-def test_killed_at_any_moment_every_artifact_is_whole_or_gone(
+@pytest.mark.slow
+def test_after_a_kill_at_any_moment_every_artifact_is_complete_or_gone(
     small: Small, lineage: dict[str, str], run_killed_at: Callable[[str, int, Path], bool]
 ) -> None:
-    """Each kill is one more call on the same store: the last one ends what they left."""
+    """Each kill is a further call on the same store; the last call completes the removal."""
     needed = {lineage[name] for name in ("data", "second", "third")}
     moment, killed = 0, True
     while killed:
@@ -299,8 +300,10 @@ def test_killed_at_any_moment_every_artifact_is_whole_or_gone(
 
 
 @pytest.mark.slow
-def test_beside_processes_that_use_and_make_the_same_artifacts(small: Small, spawn: Any) -> None:
-    """Nobody sees an artifact vanish that it was given, while everything is collected in a loop."""
+def test_gc_with_concurrent_users_and_makers_of_the_same_artifacts(
+    small: Small, spawn: Any
+) -> None:
+    """No process loses an artifact that it uses while everything is collected in a loop."""
     user = """
 import sys, time
 from pathlib import Path
@@ -346,7 +349,7 @@ def test_two_collections_at_once(small: Small, lineage: dict[str, str], spawn: A
 
 
 def test_the_plan_is_json(small: Small, lineage: dict[str, str]) -> None:
-    command = [sys.executable, "-c", "from tasks.cli import main; main()", "gc", "--json"]
+    command = [sys.executable, "-c", "from workflows.cli import main; main()", "gc", "--json"]
     command += ["--keep-runs", "2", "--yes"]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=True
@@ -358,7 +361,7 @@ def test_the_plan_is_json(small: Small, lineage: dict[str, str]) -> None:
     assert small.runs() == {"run2", "run3"}
 
 
-def test_a_full_disk_is_what_it_is_for(small_disk: Path) -> None:
+def test_gc_works_on_a_full_disk(small_disk: Path) -> None:
     store = Store(small_disk)
     for key in ("a", "b"):
         with store.work_folder("sft", key) as folder:

@@ -1,4 +1,4 @@
-"""The doctor on this machine, and on the same machine broken in one way after another."""
+"""The doctor on this machine, and with various problems."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from nemo_rl_core.maintenance.doctor import compiler, machine, services, softwar
 from nemo_rl_core.maintenance.doctor.check import Check, Result
 from nemo_rl_core.maintenance.doctor.diagnose import diagnose
 from nemo_rl_core.store.store import Store
-from tasks.cli.doctor import doctor
+from tasks.cli.machine.doctor import doctor
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -33,8 +33,8 @@ def _diagnose(
     before: Callable[[], None] | None = None,
     **environment: str,
 ) -> tuple[int, dict[str, dict[str, Any]]]:
-    """The command in a process of its own: its exit code, and its checks by name."""
-    command = [sys.executable, "-c", "from tasks.cli import main; main()", "doctor", "--json"]
+    """Runs the command in a separate process; returns its exit code and checks by name."""
+    command = [sys.executable, "-c", "from workflows.cli import main; main()", "doctor", "--json"]
     settings = {"NEMO_RL_HOME": str(tmp_path / "store"), "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [*command, *(["--quick"] if quick else [])],
@@ -53,9 +53,9 @@ def _diagnose(
 
 
 def _problems(checks: dict[str, dict[str, Any]]) -> set[str]:
-    """Without what other programs of this machine may cause."""
-    found = {name for name, check in checks.items() if check["state"] != "ok"}
-    return found - {"ports", "ray processes", "ray sessions", "memory", "disk"}
+    """Returns problems that other programs of this machine cannot cause."""
+    result = {name for name, check in checks.items() if check["state"] != "ok"}
+    return result - {"ports", "ray processes", "ray sessions", "memory", "disk"}
 
 
 def test_a_healthy_machine(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_healthy_machine_imports_its_libraries(tmp_path: Path) -> None:
     assert {"import torch", "import vllm", "import ray", "sandbox"} <= set(checks)
 
 
-def test_every_problem_at_once_is_named_with_its_fix(tmp_path: Path) -> None:
+def test_all_problems_at_once_are_reported_with_fixes(tmp_path: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     info = tmp_path / "site" / "pandera-0.1.dist-info"
@@ -108,42 +108,44 @@ def listener() -> Iterator[socket.socket]:
         yield listening
 
 
-def test_a_port_that_is_taken(tmp_path: Path, listener: socket.socket) -> None:
+def test_a_port_in_use_is_reported(tmp_path: Path, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     ports = {port: "`nemo-rl ui`"}
-    found = services.check_ports(Store(tmp_path), ports=ports)
-    assert (found.state, found.found) == ("warn", f"{port} (`nemo-rl ui`) taken")
+    result = services.check_ports(Store(tmp_path), ports=ports)
+    assert (result.state, result.found) == ("warn", f"{port} (`nemo-rl ui`) taken")
     listener.close()
-    found = services.check_ports(Store(tmp_path), ports=ports)
-    assert (found.state, found.found) == ("ok", f"{port} are free")
+    result = services.check_ports(Store(tmp_path), ports=ports)
+    assert (result.state, result.found) == ("ok", f"{port} are free")
 
 
-def test_the_page_s_own_port_is_no_warning(
+def test_the_port_of_a_running_ui_is_not_a_warning(
     tmp_path: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = listener.getsockname()[1]
     monkeypatch.setattr(services, "UI_PORT", port)
-    page = tmp_path / "nemo-rl"  # a process with the command line of the page
+    page = tmp_path / "nemo-rl"  # a process with the command line of the UI
     page.write_text("import sys\nprint(flush=True)\nsys.stdin.read()\n")
     command = [sys.executable, str(page), "ui"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        found = services.check_ports(Store(tmp_path), ports={port: "`nemo-rl ui`"})
-    assert found.state == "ok"
-    assert found.found == f"{port} (`nemo-rl ui`) taken, and `nemo-rl ui` runs here"
+        result = services.check_ports(Store(tmp_path), ports={port: "`nemo-rl ui`"})
+    assert result.state == "ok"
+    assert result.found == f"{port} (`nemo-rl ui`) taken by `nemo-rl ui` on this machine"
 
 
-def test_a_library_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_fails_to_import_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "vllm.py").write_text("raise ImportError('libcuda.so.1: cannot open')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = software.check_vllm_import(Store(tmp_path))
-    assert (found.state, found.found) == (
+    result = software.check_vllm_import(Store(tmp_path))
+    assert (result.state, result.found) == (
         "fail", "`import vllm`: ImportError: libcuda.so.1: cannot open",
     )  # fmt: skip
     (tmp_path / "vllm.py").write_text("import time\ntime.sleep(60)\n")
-    found = software.check_vllm_import(Store(tmp_path), max_seconds=0.5)
-    assert (found.state, found.found) == ("fail", "`import vllm` takes more than 0.5 s")
+    result = software.check_vllm_import(Store(tmp_path), max_seconds=0.5)
+    assert (result.state, result.found) == ("fail", "`import vllm` takes more than 0.5 s")
 
 
 def _wheel(folder: Path, number: int, version: str) -> None:
@@ -154,26 +156,26 @@ def _wheel(folder: Path, number: int, version: str) -> None:
     )
 
 
-def test_packages_of_flash_attention_with_and_without_kernels(
+def test_flash_attention_packages_with_and_without_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
-    found = software.check_flash_attention(Store(tmp_path))
-    assert (found.state, found.found) == ("ok", "2 (torch)")
+    result = software.check_flash_attention(Store(tmp_path))
+    assert (result.state, result.found) == ("ok", "2 (torch)")
     interface = tmp_path / "flash_attn" / "cute" / "interface.py"
     interface.parent.mkdir(parents=True)
     interface.write_text("_flash_attn_bwd = None\n")
     _wheel(tmp_path, 4, "4.0.0b36")
-    found = software.check_flash_attention(Store(tmp_path))
-    assert (found.state, found.found) == ("ok", "2 (torch), 4 (flash-attn-4 4.0.0b36)")
-    # As it lies in the package index: a module without operators.
+    result = software.check_flash_attention(Store(tmp_path))
+    assert (result.state, result.found) == ("ok", "2 (torch), 4 (flash-attn-4 4.0.0b36)")
+    # The module in the package index has no operators.
     (tmp_path / "flash_attn_interface.py").touch()
     _wheel(tmp_path, 3, "0.0.0")
-    found = software.check_flash_attention(Store(tmp_path))
-    assert found.state == "warn"
-    assert "flash-attn-3 0.0.0 is not used" in found.found
-    assert "has no attribute 'bwd'" in found.found
+    result = software.check_flash_attention(Store(tmp_path))
+    assert result.state == "warn"
+    assert "flash-attn-3 0.0.0 is not used" in result.found
+    assert "has no attribute 'bwd'" in result.found
 
 
 def _program(folder: Path, text: str, *, name: str = "nvidia-smi") -> Path:
@@ -183,53 +185,53 @@ def _program(folder: Path, text: str, *, name: str = "nvidia-smi") -> Path:
     return path
 
 
-def test_gpus_that_are_taken_and_a_driver_that_fails(
+def test_busy_gpus_and_a_failing_driver_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     rows = ["NVIDIA H200, 143771, 0, 570.1", "NVIDIA H200, 143771, 100000, 570.1"]
     _program(tmp_path, f"echo '{rows[0]}'")
-    found = machine.check_gpus(Store(tmp_path))
-    assert (found.state, found.found) == ("ok", "1 x NVIDIA H200, 143771 MiB each, driver 570.1")
+    result = machine.check_gpus(Store(tmp_path))
+    assert (result.state, result.found) == ("ok", "1 x NVIDIA H200, 143771 MiB each, driver 570.1")
     _program(tmp_path, f"echo '{rows[0]}'; echo '{rows[1]}'")
-    found = machine.check_gpus(Store(tmp_path))
-    assert found.state == "warn"
-    assert "the memory of 1 is used" in found.found
+    result = machine.check_gpus(Store(tmp_path))
+    assert result.state == "warn"
+    assert "the memory of 1 is used" in result.found
     _program(tmp_path, "echo 'driver/library version mismatch'; exit 18")
-    found = machine.check_gpus(Store(tmp_path))
-    assert found.state == "fail"
-    assert "version mismatch" in found.found
+    result = machine.check_gpus(Store(tmp_path))
+    assert result.state == "fail"
+    assert "version mismatch" in result.found
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
-def test_gpus_need_a_compiler_and_the_headers_of_python(
+def test_gpus_need_a_compiler_and_python_headers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
-    found = software.check_compiler(Store(tmp_path))  # for real, with this machine's gcc
-    assert (found.state, found.found) == (
+    result = software.check_compiler(Store(tmp_path))  # for real, with this machine's gcc
+    assert (result.state, result.found) == (
         "ok",
-        f"{shutil.which('gcc')}, with the headers of Python",
+        f"{shutil.which('gcc')}, with the Python headers",
     )
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = software.check_compiler(Store(tmp_path))
-    assert found.state == "ok"
-    assert found.found.endswith("needed on GPUs alone")
+    result = software.check_compiler(Store(tmp_path))
+    assert result.state == "ok"
+    assert result.found.endswith("needed only on GPUs")
     _program(tmp_path, "echo 'GPU 0: NVIDIA H100'")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    found = software.check_compiler(Store(tmp_path))
-    assert (found.state, found.fix) == ("fail", compiler.fix())
-    assert "neither gcc nor clang is on the PATH" in found.found
+    result = software.check_compiler(Store(tmp_path))
+    assert (result.state, result.fix) == ("fail", compiler.fix())
+    assert "neither gcc nor clang is on the PATH" in result.found
     _program(
         tmp_path, "echo 'x.c:1:10: fatal error: stdio.h: No such file' >&2; exit 1", name="clang"
     )
-    found = software.check_compiler(Store(tmp_path))
-    assert f"{tmp_path}/clang compiles no extension of Python: x.c:1:10: fatal" in found.found
+    result = software.check_compiler(Store(tmp_path))
+    assert f"{tmp_path}/clang cannot compile a Python extension: x.c:1:10: fatal" in result.found
     monkeypatch.setattr(sysconfig, "get_path", lambda *_: "/nowhere")
     assert "/nowhere/Python.h is missing" in software.check_compiler(Store(tmp_path)).found
 
 
-def test_a_cluster_that_answers_and_one_that_does_not(
+def test_reachable_and_unreachable_clusters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listener: socket.socket
 ) -> None:
     config = tmp_path / "config.yaml"
@@ -238,47 +240,47 @@ def test_a_cluster_that_answers_and_one_that_does_not(
     config.write_text(f"admin:\n  endpoint: dns:///127.0.0.1:{port}\n")
     assert software.check_flyte(Store(tmp_path)).state == "ok"
     listener.close()
-    found = software.check_flyte(Store(tmp_path))
-    assert found.state == "warn"
-    assert "does not answer" in found.found
+    result = software.check_flyte(Store(tmp_path))
+    assert result.state == "warn"
+    assert "does not answer" in result.found
     config.write_text("admin: {}\n")
     assert software.check_flyte(Store(tmp_path)).state == "fail"
 
 
-def test_a_clock_that_is_behind_its_own_files(tmp_path: Path) -> None:
+def test_a_clock_earlier_than_file_times_is_reported(tmp_path: Path) -> None:
     store = Store(tmp_path)
     assert machine.check_clock(store).state == "ok"
     run = store.runs / "run"
     run.mkdir(parents=True)
     os.utime(run, (time.time() + 3600,) * 2)
-    found = machine.check_clock(store)
-    assert found.state == "warn"
-    assert "s ahead" in found.found
+    result = machine.check_clock(store)
+    assert result.state == "warn"
+    assert "s ahead" in result.found
 
 
-def test_a_store_that_everyone_can_open(tmp_path: Path) -> None:
+def test_a_store_open_to_everyone_is_reported(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     store.root.mkdir(mode=0o755)
-    found = machine.check_store(store)
-    assert (found.state, found.fix) == ("warn", f"chmod o-rwx {store.root}")
-    assert f"every user of this machine can open {store.root} (755)" in found.found
+    result = machine.check_store(store)
+    assert (result.state, result.fix) == ("warn", f"chmod o-rwx {store.root}")
+    assert f"every user of this machine can open {store.root} (755)" in result.found
     store.root.chmod(0o770)
     assert machine.check_store(store).state == "ok"
 
 
-def test_a_store_that_is_full_or_read_only(small_disk: Path) -> None:
+def test_a_full_or_read_only_store_is_reported(small_disk: Path) -> None:
     store = Store(small_disk / "store")
     assert machine.check_disk(store).state == "warn"
     store.root.mkdir()
-    found = machine.check_store(store)
-    assert (found.state, "nearly full" in found.found) == ("fail", True)
+    result = machine.check_store(store)
+    assert (result.state, "nearly full" in result.found) == ("fail", True)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    found = machine.check_store(store)
-    assert (found.state, "read-only" in found.found) == ("fail", True)
+    result = machine.check_store(store)
+    assert (result.state, "read-only" in result.found) == ("fail", True)
     assert machine.check_store(Store(small_disk / "other")).state == "fail"
 
 
-def test_files_that_rays_runtimes_have_left(
+def test_old_files_of_ray_runtimes_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -286,20 +288,20 @@ def test_files_that_rays_runtimes_have_left(
     session = folder / "session_2026-01-01_00-00-00_000000_1"
     session.mkdir(parents=True)
     (session / "log").write_bytes(b"x" * 2**20)
-    found = services.check_ray_sessions(Store(tmp_path))
-    assert (found.state, found.found) == ("ok", f"1 old sessions, 1 MiB, in {folder}")
-    found = services.check_ray_sessions(Store(tmp_path), max_old_bytes=2**19)
-    assert (found.state, found.found) == ("warn", f"1 old sessions, 1 MiB, in {folder}")
-    assert found.fix == f"remove them while no Ray runs: rm -r {folder}/session_2*"
-    # A runtime that goes on is known by its process, which names its session.
+    result = services.check_ray_sessions(Store(tmp_path))
+    assert (result.state, result.found) == ("ok", f"1 old sessions, 1 MiB, in {folder}")
+    result = services.check_ray_sessions(Store(tmp_path), max_old_bytes=2**19)
+    assert (result.state, result.found) == ("warn", f"1 old sessions, 1 MiB, in {folder}")
+    assert result.fix == f"remove them while no Ray runs: rm -r {folder}/session_2*"
+    # A running runtime is detected by its process, which names its session.
     raylet = _program(tmp_path, "read _", name="raylet")
     with subprocess.Popen([raylet, session], stdin=subprocess.PIPE) as running:
-        found = services.check_ray_sessions(Store(tmp_path), max_old_bytes=2**19)
+        result = services.check_ray_sessions(Store(tmp_path), max_old_bytes=2**19)
         running.communicate()
-    assert (found.state, found.found) == ("ok", "nothing")
+    assert (result.state, result.found) == ("ok", "nothing")
 
 
-def test_a_process_that_a_ray_runtime_has_left(tmp_path: Path) -> None:
+def test_an_orphaned_ray_process_is_reported(tmp_path: Path) -> None:
     raylet = shutil.copy(str(shutil.which("sleep")), tmp_path / "raylet")
     start = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=2).pid)"
     done = subprocess.run(
@@ -307,14 +309,14 @@ def test_a_process_that_a_ray_runtime_has_left(tmp_path: Path) -> None:
     )
     orphan = int(done.stdout)
     try:
-        found = services.check_ray_processes(Store(tmp_path))
+        result = services.check_ray_processes(Store(tmp_path))
     finally:
         os.kill(orphan, signal.SIGKILL)
-    assert found.state == "warn"
-    assert str(orphan) in found.found.partition("[")[2].rstrip("]").split(", ")
+    assert result.state == "warn"
+    assert str(orphan) in result.found.partition("[")[2].rstrip("]").split(", ")
 
 
-def test_a_check_that_breaks_is_a_finding(tmp_path: Path) -> None:
+def test_a_failing_check_is_a_finding(tmp_path: Path) -> None:
     def broken(_: Store) -> Result:
         raise RuntimeError("no such thing")
 
@@ -323,7 +325,7 @@ def test_a_check_that_breaks_is_a_finding(tmp_path: Path) -> None:
     assert "no such thing" in first.result.found
 
 
-def test_what_a_user_reads(own_store: Path) -> None:
+def test_the_printed_output(own_store: Path) -> None:
     result = CliRunner().invoke(doctor, ["--quick"])
     assert result.exit_code == 0
     assert "ok    python         3.1" in result.output

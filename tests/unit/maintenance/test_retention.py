@@ -1,4 +1,4 @@
-"""What is kept, on stores made of records: no file is touched."""
+"""Retention on surveys of records, without files."""
 
 import pytest
 
@@ -37,7 +37,7 @@ THREE = [_run("old", 40, "a"), _run("middle", 20, "b"), _run("new", 1, "c")]
         (RetentionPolicy(older_than_seconds=10 * DAY), "new"),
         (RetentionPolicy(older_than_seconds=0), ""),
         (RetentionPolicy(older_than_seconds=50 * DAY), "old middle new"),
-        # Both: only what is beyond the number and older.
+        # Both: only runs beyond the number that are also older.
         (RetentionPolicy(keep_runs=2, older_than_seconds=10 * DAY), "middle new"),
         (RetentionPolicy(keep_runs=1, older_than_seconds=30 * DAY), "middle new"),
     ],
@@ -56,19 +56,19 @@ def test_pinned_and_running_runs_are_kept_at_any_age() -> None:
     assert kept == Kept(frozenset({"pinned", "works"}), frozenset({"p"}))
 
 
-def test_ancestors_of_what_is_kept_stay_and_cousins_go() -> None:
+def test_ancestors_of_kept_artifacts_are_kept_but_not_cousins() -> None:
     artifacts = [
         _artifact("data", 9), _artifact("sft", 9, "data", "gone"), _artifact("grpo", 1, "sft"),
         _artifact("other", 9, "data"),
     ]  # fmt: skip
-    found = _survey([_run("r", 1, "grpo")], artifacts, "data", "sft", "other")
-    assert choose(found, RetentionPolicy(), now=NOW).artifacts == {"data", "sft", "grpo"}
+    surveyed = _survey([_run("r", 1, "grpo")], artifacts, "data", "sft", "other")
+    assert choose(surveyed, RetentionPolicy(), now=NOW).artifacts == {"data", "sft", "grpo"}
 
 
-def test_what_a_process_holds_stays_with_its_ancestors() -> None:
-    artifacts = [_artifact("data", 9), _artifact("held", 9, "data", in_use=True)]
-    kept = choose(_survey([], artifacts, "data", "held"), RetentionPolicy(keep_runs=0), now=NOW)
-    assert kept.artifacts == {"data", "held"}
+def test_artifacts_in_use_are_kept_with_their_ancestors() -> None:
+    artifacts = [_artifact("data", 9), _artifact("used", 9, "data", in_use=True)]
+    kept = choose(_survey([], artifacts, "data", "used"), RetentionPolicy(keep_runs=0), now=NOW)
+    assert kept.artifacts == {"data", "used"}
 
 
 @pytest.mark.parametrize(
@@ -82,36 +82,36 @@ def test_what_a_process_holds_stays_with_its_ancestors() -> None:
         (RetentionPolicy(older_than_seconds=31 * DAY), True),
     ],
 )
-def test_an_artifact_of_no_known_run_goes_as_a_run_of_its_age(
+def test_an_artifact_without_a_run_is_treated_like_a_run_of_its_age(
     policy: RetentionPolicy, stays: bool
 ) -> None:
     runs = [_run("a", 20), _run("b", 10)]
-    kept = choose(_survey(runs, [_artifact("alone", 30)]), policy, now=NOW)
-    assert kept.artifacts == ({"alone"} if stays else set())
+    kept = choose(_survey(runs, [_artifact("runless", 30)]), policy, now=NOW)
+    assert kept.artifacts == ({"runless"} if stays else set())
 
 
 def test_an_unreadable_history_keeps_everything() -> None:
-    found = _survey(THREE, [_artifact("a", 99), _artifact("x", 99)], problem="damaged")
-    kept = choose(found, RetentionPolicy(keep_runs=0), now=NOW)
+    surveyed = _survey(THREE, [_artifact("a", 99), _artifact("x", 99)], problem="damaged")
+    kept = choose(surveyed, RetentionPolicy(keep_runs=0), now=NOW)
     assert kept == Kept(frozenset({"old", "middle", "new"}), frozenset({"a", "x"}))
-    assert shrink(found, kept, max_bytes=0, size_with=lambda _: 1) == (kept, 1)
+    assert shrink(surveyed, kept, max_bytes=0, size_with=lambda _: 1) == (kept, 1)
 
 
-def test_the_oldest_go_until_the_rest_fits() -> None:
+def test_the_oldest_runs_are_removed_until_the_rest_fits() -> None:
     runs = [_run("pinned", 50, "p", pinned=True), *THREE]
     sizes = {"p": 5, "a": 10, "x": 20, "b": 40, "c": 80}
-    found = _survey(runs, [_artifact(name, 30) for name in sizes])
-    everything = choose(found, RetentionPolicy(), now=NOW)
+    surveyed = _survey(runs, [_artifact(name, 30) for name in sizes])
+    everything = choose(surveyed, RetentionPolicy(), now=NOW)
 
     def fit(max_bytes: int) -> tuple[str, int]:
         kept, size = shrink(
-            found, everything, max_bytes=max_bytes,
+            surveyed, everything, max_bytes=max_bytes,
             size_with=lambda kept: sum(sizes[name] for name in kept.artifacts),
         )  # fmt: skip
         return "".join(sorted(kept.artifacts)), size
 
     assert fit(155) == ("abcpx", 155)
     assert fit(154) == ("bcpx", 145)  # 40 days
-    assert fit(144) == ("bcp", 125)  # 30 days: the one that is of no run
+    assert fit(144) == ("bcp", 125)  # 30 days: the one without a run
     assert fit(100) == ("cp", 85)
-    assert fit(1) == ("p", 5)  # no more can go
+    assert fit(1) == ("p", 5)  # nothing else can be removed

@@ -1,4 +1,4 @@
-"""Damage of every kind, made on real artifacts, is found and can be set aside."""
+"""Damage of every kind on real artifacts is detected and can be set aside."""
 
 import json
 import shutil
@@ -17,14 +17,14 @@ from nemo_rl_core.maintenance.verify import repair, verify
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.manifest import Manifest, config_hash
 from nemo_rl_core.store.store import CARD, Store
-from tasks.cli.verify import verify as command
+from tasks.cli.store.verify import verify as command
 
 Small = Any
 Lineage = dict[str, str]
 
 
 def _problems(store: Store, *names: str) -> list[tuple[str, str]]:
-    return [(each.place, each.state) for each in verify(store, names).findings]
+    return [(each.path, each.state) for each in verify(store, names).findings]
 
 
 def test_a_sound_store(small: Small, lineage: Lineage) -> None:
@@ -35,7 +35,7 @@ def test_a_sound_store(small: Small, lineage: Lineage) -> None:
 
 
 def test_a_model_with_its_card_is_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `export` makes it: the card lies among the weights, and is none of them."""
+    """As in `export`: the card is in the folder of the weights, but not one of them."""
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
 
     def work(folder: Path) -> StageResult:
@@ -96,16 +96,14 @@ def test_damage_is_found_and_set_aside(
     name = lineage["third"]
     damage(small.store.artifacts / name)
     verdict = verify(small.store)
-    assert [(each.place, each.state) for each in verdict.findings] == [
-        (f"artifacts/{name}", "fail")
-    ]
+    assert [(each.path, each.state) for each in verdict.findings] == [(f"artifacts/{name}", "fail")]
     assert not verdict.is_sound
     done = repair(small.store, verdict)
     assert done.is_sound
     assert name not in small.artifacts()
     (aside,) = (small.store.root / "damaged").iterdir()
     assert aside.name.startswith(name)
-    # Its stage runs again, and all that is left is a record of nothing.
+    # Its stage runs again; only a record without an artifact remains.
     assert small.store.published("grpo_iteration", f"{3:032x}") is None
     assert {state for _, state in _problems(small.store)} == {"warn"}
 
@@ -119,11 +117,11 @@ def test_an_artifact_in_use_is_not_set_aside(small: Small, lineage: Lineage) -> 
     assert lineage["third"] in small.artifacts()
 
 
-def test_a_parent_that_is_gone_or_another_is_a_warning(small: Small, lineage: Lineage) -> None:
+def test_a_missing_or_changed_parent_is_a_warning(small: Small, lineage: Lineage) -> None:
     data, other = (small.store.artifacts / lineage[name] for name in ("data", "first"))
     shutil.rmtree(data)
-    found = verify(small.store, [lineage["second"]]).findings
-    assert [(each.state, each.problem) for each in found] == [
+    findings = verify(small.store, [lineage["second"]]).findings
+    assert [(each.state, each.problem) for each in findings] == [
         ("warn", f"its parent {data.name} is gone")
     ]
     shutil.copytree(other, data)
@@ -134,16 +132,16 @@ def test_a_parent_that_is_gone_or_another_is_a_warning(small: Small, lineage: Li
     )
 
 
-def test_settings_are_held_against_their_hash(small: Small, lineage: Lineage) -> None:
+def test_settings_are_compared_with_their_hash(small: Small, lineage: Lineage) -> None:
     folder = small.store.artifacts / lineage["third"]
-    # With a checksum that is right, as somebody would write it who knows of that.
+    # With a valid checksum, as if forged deliberately.
     Manifest.read(folder).model_copy(update={"config": {"num_steps": 999}}).write(folder)
     (found,) = verify(small.store).findings
-    assert (found.place, found.state) == (f"artifacts/{folder.name}", "fail")
+    assert (found.path, found.state) == (f"artifacts/{folder.name}", "fail")
     assert found.problem.startswith("the hash of its settings was")
 
 
-def test_a_manifest_written_anew_is_not_the_one_that_children_recorded(
+def test_a_rewritten_manifest_differs_from_the_one_that_children_recorded(
     small: Small, lineage: Lineage
 ) -> None:
     folder = small.store.artifacts / lineage["data"]
@@ -151,19 +149,19 @@ def test_a_manifest_written_anew_is_not_the_one_that_children_recorded(
     forged = {"config": config, "config_hash": config_hash(config)}
     Manifest.read(folder).model_copy(update=forged).write(folder)
     verdict = verify(small.store)
-    # Once, though it has two children.
-    assert [(each.place, each.state, each.problem) for each in verdict.findings] == [
+    # Reported once, despite two children.
+    assert [(each.path, each.state, each.problem) for each in verdict.findings] == [
         (
             f"artifacts/{folder.name}",
             "fail",
-            "its manifest is not the one that its children were made from",
+            "its manifest differs from the one that its children were made from",
         )
     ]
     assert repair(small.store, verdict).is_sound
     assert not folder.exists()
 
 
-def test_a_parent_that_was_made_again_is_sound(small: Small, lineage: Lineage) -> None:
+def test_a_rebuilt_parent_is_sound(small: Small, lineage: Lineage) -> None:
     folder = small.store.artifacts / lineage["data"]
     later = {"created_at": "2030-01-01T00:00:00+00:00", "git_commit": "f" * 40}
     Manifest.read(folder).model_copy(update=later).write(folder)
@@ -182,7 +180,7 @@ def test_a_damaged_stage_cache(small: Small, lineage: Lineage) -> None:
     for damage in (content[:4096] + b"\0" * (len(content) - 4096), b"no database" * 100):
         path.write_bytes(damage)
         (found,) = verify(small.store).findings
-        assert (found.place, found.state) == ("cache/flyte/cache.db", "fail")
+        assert (found.path, found.state) == ("cache/flyte/cache.db", "fail")
         assert str(path.parent) in found.fix
         assert not repair(small.store, verify(small.store)).is_sound, "runs may be using it"
 
@@ -201,7 +199,7 @@ def test_a_damaged_record_of_work(small: Small, lineage: Lineage, text: str) -> 
     record = small.store.work / f"train_sft-{1:032x}.done"
     record.write_text(text)
     verdict = verify(small.store)
-    assert [(each.place, each.state) for each in verdict.findings] == [
+    assert [(each.path, each.state) for each in verdict.findings] == [
         (f"work/{record.name}", "fail")
     ]
     assert repair(small.store, verdict).is_sound
@@ -215,10 +213,10 @@ def test_a_damaged_history(small: Small, lineage: Lineage) -> None:
         database.execute("UPDATE artifacts SET content_hash = 'other' WHERE id LIKE 'prepare%'")
         database.execute("DELETE FROM executions WHERE id = 'run1'")
         database.commit()
-    found = verify(small.store).findings
-    assert {(each.place, each.state) for each in found} == {("history.db", "fail")}
-    assert "refer to missing rows" in found[0].problem
-    assert found[1].problem == f"it records {lineage['data']} with another content hash"
+    findings = verify(small.store).findings
+    assert {(each.path, each.state) for each in findings} == {("history.db", "fail")}
+    assert "refer to missing rows" in findings[0].problem
+    assert findings[1].problem == f"it records {lineage['data']} with another content hash"
     assert not repair(small.store, verify(small.store)).is_sound, "runs may be writing it"
     path.write_bytes(b"no database" * 100)
     (finding,) = verify(small.store).findings
@@ -237,11 +235,11 @@ def test_names_choose_artifacts(small: Small, lineage: Lineage) -> None:
         verify(small.store, ["train_sft"])
 
 
-def test_the_command_ends_with_1_and_says_what_to_do(small: Small, lineage: Lineage) -> None:
+def test_the_command_exits_with_1_and_prints_the_fix(small: Small, lineage: Lineage) -> None:
     runner = CliRunner()
     assert "nothing damaged" in runner.invoke(command).output
     weights = small.store.artifacts / lineage["third"] / "model" / "weights"
-    weights.write_bytes(weights.read_bytes() + b"\0")  # of the content and of the model
+    weights.write_bytes(weights.read_bytes() + b"\0")  # part of the content and of the model
     result = runner.invoke(command)
     assert result.exit_code == 1
     assert f"fail      artifacts/{lineage['third']}\n" in result.output
@@ -254,7 +252,7 @@ def test_the_command_ends_with_1_and_says_what_to_do(small: Small, lineage: Line
 
 
 def test_volatile_files_may_change(small: Small) -> None:
-    """Files that hold times may change: they are no part of an artifact's content."""
+    """Files with times may change, since they are not part of an artifact's content."""
     name = small.artifact("train_sft")
     (small.store.artifacts / name / "metrics.jsonl").write_text("{}\n")
     assert verify(small.store).is_sound

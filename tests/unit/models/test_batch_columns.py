@@ -1,4 +1,4 @@
-"""Document 004's batches: what follows from other columns is filled in, what does not is named."""
+"""Document 004's batches: derivable columns are filled in, missing ones are named."""
 
 import copy
 from typing import Any
@@ -26,7 +26,7 @@ GENERATED = {
 }
 
 
-def test_a_generation_datum_is_trained_on_whole() -> None:
+def test_all_tokens_of_a_generation_datum_are_trained_on() -> None:
     batch = training_columns(BatchedDataDict(DATUM))
     assert batch["input_lengths"].tolist() == [4, 3]
     assert batch["token_mask"].tolist() == [[True, True, True], [True, True, False]]
@@ -34,9 +34,9 @@ def test_a_generation_datum_is_trained_on_whole() -> None:
     assert "input_lengths" not in DATUM
 
 
-def test_of_what_was_generated_the_completions_are_trained_on() -> None:
-    given = {**GENERATED, "advantages": torch.tensor([1.0, -1.0])}
-    batch = training_columns(BatchedDataDict(given))
+def test_only_completions_of_generated_sequences_are_trained_on() -> None:
+    columns = {**GENERATED, "advantages": torch.tensor([1.0, -1.0])}
+    batch = training_columns(BatchedDataDict(columns))
     assert batch["input_ids"] is GENERATED["output_ids"]
     assert batch["token_mask"].tolist() == [[False, True, True], [False, True, False]]
     assert batch["generation_logprobs"].tolist() == [[0, -1, -2], [0, -3, 0]]
@@ -44,28 +44,28 @@ def test_of_what_was_generated_the_completions_are_trained_on() -> None:
     assert batch["truncated"].tolist() == [True, False]
 
 
-def test_columns_that_are_there_stay() -> None:
+def test_existing_columns_are_kept() -> None:
     mask = torch.zeros(2, 3, dtype=torch.bool)
     batch = training_columns(BatchedDataDict({**DATUM, "token_mask": mask}))
     assert batch["token_mask"] is mask
 
 
-def test_what_does_not_follow_is_named() -> None:
+def test_missing_columns_are_named() -> None:
     with pytest.raises(MissingColumnError, match="no column 'attention_mask'") as missing:
         training_columns(BatchedDataDict({"input_ids": DATUM["input_ids"]}))
-    assert "input_lengths [B] in its place" in str(missing.value)
+    assert "input_lengths [B] instead" in str(missing.value)
     left = BatchedDataDict({**DATUM, "attention_mask": DATUM["attention_mask"].flip(1)})
     with pytest.raises(DataError, match="padded on the left"):
         training_columns(left)
 
 
-def test_a_missing_column_is_an_error_of_a_mapping_and_passes_between_processes() -> None:
+def test_a_missing_column_raises_a_key_error_that_can_be_pickled() -> None:
     batch = BatchedDataDict({"input_ids": torch.zeros(1, 2)})
     assert batch.get("advantages") is None
     assert batch.pop("advantages", 3) == 3
     with pytest.raises(KeyError) as raised:
         batch["advantages"]
-    assert str(copy.copy(raised.value)) == str(raised.value)  # as pickle makes it again
+    assert str(copy.copy(raised.value)) == str(raised.value)  # restored like by pickle
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_a_missing_column_is_an_error_of_a_mapping_and_passes_between_processes(
         (DPOLossFn(), ("is_chosen", "pair_ids", "reference_logprobs")),
     ],
 )
-def test_a_loss_names_what_it_reads(loss: Any, expected: tuple[str, ...]) -> None:
+def test_a_loss_lists_the_columns_it_reads(loss: Any, expected: tuple[str, ...]) -> None:
     assert loss.columns == expected
 
 
-def test_a_policy_names_all_that_a_loss_lacks_before_it_starts_a_worker() -> None:
+def test_a_policy_names_all_missing_columns_before_it_starts_a_worker() -> None:
     policy = HuggingFacePolicy("no/such-model")
     with pytest.raises(MissingColumnError, match="no column 'is_chosen', 'pair_ids'"):
         policy.train(BatchedDataDict(GENERATED), DPOLossFn())

@@ -50,7 +50,7 @@ class CustomPolicy(PolicyInterface):
         return {"loss": loss.item()}
 
 
-def test_a_policy_of_ones_own(tiny_model: Path) -> None:
+def test_a_custom_policy_generates_and_trains(tiny_model: Path) -> None:
     policy = CustomPolicy(str(tiny_model))
     batch = BatchedDataDict({"input_ids": torch.tensor([[1, 5, 6], [1, 7, 8]])})
     output = policy.generate(BatchedDataDict({**batch, "max_new_tokens": 4}), greedy=True)
@@ -71,7 +71,7 @@ def test_a_policy_of_ones_own(tiny_model: Path) -> None:
         policy.get_reference_logprobs(batch)
 
 
-def test_the_least_that_a_policy_is() -> None:
+def test_a_policy_needs_only_train() -> None:
     class OnlyTrains(PolicyInterface):
         def train(self, data: Any, loss_fn: Any) -> dict[str, Any]:
             return {"loss": 0.0}
@@ -81,7 +81,7 @@ def test_the_least_that_a_policy_is() -> None:
         OnlyTrains().generate(BatchedDataDict(), greedy=True)
 
     class Nothing(PolicyInterface):
-        """Trains not even."""
+        """Does not even train."""
 
     with pytest.raises(TypeError, match="abstract method"):
         Nothing()

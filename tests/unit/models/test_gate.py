@@ -1,4 +1,4 @@
-"""The gate between trainer and engine, on numbers worked out by hand."""
+"""The gate between trainer and engine, on hand-computed numbers."""
 
 import math
 
@@ -25,7 +25,7 @@ LENIENT = GateConfig(
 
 
 def make_batch(gaps: list[list[float]]) -> BatchedDataDict:
-    """Three places a sequence, the first of them a prompt's; trainer = engine - gap elsewhere."""
+    """Three positions per sequence, the first in the prompt; trainer = engine - gap elsewhere."""
     gap = torch.tensor(gaps)
     generated = torch.full(gap.shape, -1.0)
     return BatchedDataDict(
@@ -38,7 +38,7 @@ def make_batch(gaps: list[list[float]]) -> BatchedDataDict:
     )
 
 
-def test_agreement_is_one_and_leaves_the_batch_as_it_was() -> None:
+def test_equal_logprobs_give_one_and_leave_the_batch_unchanged() -> None:
     batch = make_batch([[0, 0, 0]])
     same, metrics = check_consistency(batch, GATE)
     assert same is batch
@@ -46,15 +46,15 @@ def test_agreement_is_one_and_leaves_the_batch_as_it_was() -> None:
 
 
 def test_the_mean_over_completion_tokens() -> None:
-    # exp|ln 1.02| = 1.02 and exp|-ln 1.04| = 1.04 at two places, 1 at two: (1.02+1.04+1+1)/4.
-    # What stands at the prompt's place counts for nothing.
+    # exp|ln 1.02| = 1.02 and exp|-ln 1.04| = 1.04 at two positions, 1 at two: (1.02+1.04+1+1)/4.
+    # Values at the prompt's position are ignored.
     batch = make_batch([[9, math.log(1.02), 0], [9, 0, -math.log(1.04)]])
     _, metrics = check_consistency(batch, GATE)
     assert metrics["token_mult_prob_error"] == pytest.approx(1.015)
 
 
-def test_a_sequence_that_is_off_is_masked_out_and_counted() -> None:
-    # Of 10 sequences the fourth is off by e^2 at one of two places: (1 + 7.389) / 2 = 4.19 > 2.
+def test_gate_masks_and_counts_inconsistent_sequences() -> None:
+    # Of 10 sequences the fourth is off by e^2 at one of two positions: (1 + 7.389) / 2 = 4.19 > 2.
     # The others, two of them a little off, make the mean: (16 + 2 * 1.01) / 18 = 1.0011.
     gaps = [[0.0, 0, 0] for _ in range(10)]
     gaps[3] = [0, 0, -2]
@@ -70,7 +70,7 @@ def test_a_sequence_that_is_off_is_masked_out_and_counted() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("bound", [1e30, math.inf])
-def test_what_is_not_a_number_is_masked_out_whatever_the_bound(bound: float, value: float) -> None:
+def test_nan_is_masked_out_for_any_bound(bound: float, value: float) -> None:
     gate = GateConfig(
         max_token_mult_prob_error=bound, max_sequence_mult_prob_error=bound, max_masked_fraction=0.5
     )
@@ -80,7 +80,7 @@ def test_what_is_not_a_number_is_masked_out_whatever_the_bound(bound: float, val
     assert metrics == {"token_mult_prob_error": 1.0, "num_inconsistent_sequences": 1.0}
 
 
-def test_sequences_that_are_left_out_anyway_are_not_compared() -> None:
+def test_sequences_already_masked_are_not_compared() -> None:
     batch = make_batch([[0, 9, 9], [0, 0, 0]])
     batch["sample_mask"] = torch.tensor([0.0, 1.0])
     same, metrics = check_consistency(batch, GATE)
@@ -88,8 +88,8 @@ def test_sequences_that_are_left_out_anyway_are_not_compared() -> None:
     assert metrics["num_inconsistent_sequences"] == 0
 
 
-def test_most_sequences_off_are_called_stale_weights() -> None:
-    # e^0.5 = 1.6487: each of the two is at (1 + 1.6487) / 2 = 1.324, under the bound of one alone.
+def test_many_inconsistent_sequences_are_reported_as_stale_weights() -> None:
+    # e^0.5 = 1.6487: both have (1 + 1.6487) / 2 = 1.324, below the bound of a sequence.
     with pytest.raises(ConsistencyError, match=r"token_mult_prob_error is 1\.324") as caught:
         check_consistency(make_batch([[0, 0.5, 0], [0, 0, -0.5]]), GATE)
     error = caught.value
@@ -100,13 +100,13 @@ def test_most_sequences_off_are_called_stale_weights() -> None:
     assert len(str(error).splitlines()) < 10
 
 
-def test_few_sequences_off_are_called_numerics() -> None:
+def test_few_inconsistent_sequences_are_reported_as_numerics() -> None:
     # One of three at (1 + 1.6487) / 2 = 1.3244; the mean is (5 + 1.6487) / 6 = 1.108.
     with pytest.raises(ConsistencyError, match=r"token_mult_prob_error is 1\.108") as caught:
         check_consistency(make_batch([[0, 0, 0], [0, 0, 0.5], [0, 0, 0]]), GATE)
     error = caught.value
     assert "33% of sequences" in (error.got or "")
-    # Those that agree to the last bit are not named among the worst.
+    # Bitwise identical sequences are not listed among the worst.
     assert (error.got or "").count("sequence ") == 1
     assert "numerics" in (error.fix or "")
     assert "max_token_mult_prob_error" in (error.fix or "")
@@ -115,7 +115,7 @@ def test_few_sequences_off_are_called_numerics() -> None:
 def test_too_large_a_share_masked_stops_the_run() -> None:
     gaps = [[0.0, 0, 0] for _ in range(10)]
     gaps[2] = gaps[8] = [0, 3, 0]
-    with pytest.raises(ConsistencyError, match="2 of 10 sequences are past") as caught:
+    with pytest.raises(ConsistencyError, match="2 of 10 sequences exceed the bound") as caught:
         check_consistency(make_batch(gaps), GATE)
     assert caught.value.expected == "at most 10% past 2.0"
     assert "numerics" in (caught.value.fix or "")
@@ -125,18 +125,18 @@ def test_too_large_a_share_masked_stops_the_run() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_the_worst_is_what_is_not_a_number(value: float) -> None:
+def test_nan_is_listed_as_the_worst(value: float) -> None:
     with pytest.raises(ConsistencyError) as caught:
         check_consistency(make_batch([[0, 0, 0], [0, value, 0], [0, 0, 0.1]]), LENIENT)
     assert "worst: sequence 1 (inf) at position 2" in (caught.value.got or "")
 
 
-def test_what_is_not_a_number_outside_the_mask_is_no_matter() -> None:
+def test_nan_outside_the_mask_is_ignored() -> None:
     _, metrics = check_consistency(make_batch([[math.nan, 0, 0]]), GATE)
     assert metrics["token_mult_prob_error"] == 1.0
 
 
-def test_a_sequence_may_be_off_at_least_as_far_as_all_of_them() -> None:
+def test_the_sequence_bound_is_at_least_the_mean_bound() -> None:
     with pytest.raises(ValidationError, match="must not be below"):
         GateConfig(max_token_mult_prob_error=3.0)
 
@@ -150,7 +150,7 @@ def _close_batch() -> BatchedDataDict:
     return batch
 
 
-def test_one_rank_says_what_the_gate_and_the_step_say_to_the_bit() -> None:
+def test_one_rank_gives_bitwise_the_metrics_of_gate_and_step() -> None:
     batch = _close_batch()
     metrics = agreement_metrics([agreement(batch, GATE)], GATE)
     compared = BatchedDataDict({**batch, "sample_mask": batch["compared_mask"]})
@@ -164,14 +164,14 @@ def test_one_rank_says_what_the_gate_and_the_step_say_to_the_bit() -> None:
     }
 
 
-def test_ranks_say_together_what_one_says() -> None:
+def test_several_ranks_give_the_metrics_of_one() -> None:
     batch = _close_batch()
     parts = [agreement(batch.slice(start, start + 2), GATE) for start in (0, 2, 4)]
     one = agreement_metrics([agreement(batch, GATE)], GATE)
     assert agreement_metrics(parts, GATE) == pytest.approx(one)
 
 
-def test_only_tokens_of_the_trainers_own_weights_are_compared() -> None:
+def test_only_tokens_of_the_trainers_weights_are_compared() -> None:
     batch = make_batch([[0, 9, 0], [0, 0, 9]])
     batch["compared_mask"] = batch["sample_mask"]
     batch["weight_versions"] = torch.tensor([[0, 4, 5], [0, 5, 3]])
@@ -190,8 +190,8 @@ def test_only_tokens_of_the_trainers_own_weights_are_compared() -> None:
         [[0, math.nan, 0]],
     ],
 )
-def test_past_a_bound_ranks_leave_it_to_the_gate(gaps: list[list[float]]) -> None:
-    """A sequence that is off, a mean that is off, and what is not a number."""
+def test_ranks_return_no_metrics_past_a_bound(gaps: list[list[float]]) -> None:
+    """Covers a sequence above its bound, a mean above its bound, and NaN."""
     batch = make_batch(gaps)
     batch["compared_mask"] = batch["sample_mask"]
     assert agreement_metrics([agreement(batch, GATE)], GATE) is None

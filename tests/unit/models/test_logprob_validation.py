@@ -1,4 +1,4 @@
-"""Trainer against engine on numbers worked out by hand; with real ones in tests/ray."""
+"""Trainer against engine on hand-computed numbers; tests/ray compares real ones."""
 
 import math
 
@@ -18,7 +18,7 @@ LN2 = math.log(2)
 
 
 class HalvingEngine(GenerationInterface):
-    """Writes `num_tokens` of probability 1/2 behind each prompt."""
+    """Appends `num_tokens` tokens of probability 1/2 to each prompt."""
 
     def __init__(self, num_tokens: list[int]) -> None:
         self.num_tokens = torch.tensor(num_tokens)
@@ -28,8 +28,8 @@ class HalvingEngine(GenerationInterface):
         assert not greedy
         self.asked = data
         starts, ends = data["input_lengths"], data["input_lengths"] + self.num_tokens
-        place = torch.arange(int(ends.max()))
-        is_new = (place >= starts[:, None]) & (place < ends[:, None])
+        position = torch.arange(int(ends.max()))
+        is_new = (position >= starts[:, None]) & (position < ends[:, None])
         return BatchedDataDict(
             {
                 "output_ids": torch.ones(is_new.shape, dtype=torch.long),
@@ -46,7 +46,7 @@ class HalvingEngine(GenerationInterface):
 
 
 class ConstantPolicy(PolicyInterface):
-    """Gives the tokens that count `logprobs`, in order, and others NaN."""
+    """Returns `logprobs` in order for valid tokens, and NaN for others."""
 
     def __init__(self, logprobs: list[float]) -> None:
         self.logprobs = torch.tensor(logprobs)
@@ -55,9 +55,9 @@ class ConstantPolicy(PolicyInterface):
         raise NotImplementedError
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        found = torch.full(data["token_mask"].shape, math.nan)
-        found[data["token_mask"]] = self.logprobs
-        return BatchedDataDict({"logprobs": found})
+        logprobs = torch.full(data["token_mask"].shape, math.nan)
+        logprobs[data["token_mask"]] = self.logprobs
+        return BatchedDataDict({"logprobs": logprobs})
 
 
 PROMPTS = BatchedDataDict(
@@ -68,7 +68,7 @@ PROMPTS = BatchedDataDict(
 )
 
 
-def test_equal_logprobs_are_agreement_and_only_completions_count() -> None:
+def test_equal_logprobs_agree_and_only_completions_count() -> None:
     engine = HalvingEngine([2, 1])
     policy = ConstantPolicy([-LN2] * 3)
     assert log_probability_error(policy, engine, PROMPTS) == 1.0
@@ -78,7 +78,7 @@ def test_equal_logprobs_are_agreement_and_only_completions_count() -> None:
 
 
 def test_the_threshold_bounds_the_mean_factor() -> None:
-    # One token of three at a quarter in place of a half: (1 + 1 + 2) / 3.
+    # One token of three at 1/4 instead of 1/2: (1 + 1 + 2) / 3.
     policy, engine = ConstantPolicy([-LN2, -LN2, -2 * LN2]), HalvingEngine([2, 1])
     assert log_probability_error(policy, engine, PROMPTS) == pytest.approx(4 / 3)
     assert validate_log_probability_consistency(policy, engine, PROMPTS, threshold=1.34)
@@ -86,13 +86,13 @@ def test_the_threshold_bounds_the_mean_factor() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_what_is_not_a_number_is_never_within(value: float) -> None:
+def test_nan_is_never_within_the_threshold(value: float) -> None:
     policy = ConstantPolicy([value, -LN2, -LN2])
     assert not validate_log_probability_consistency(
         policy, HalvingEngine([2, 1]), PROMPTS, threshold=1e30
     )
 
 
-def test_an_engine_that_writes_nothing_is_no_agreement() -> None:
+def test_an_engine_that_generates_nothing_does_not_agree() -> None:
     with pytest.raises(ConsistencyError, match="nothing to compare"):
         validate_log_probability_consistency(ConstantPolicy([]), HalvingEngine([0, 0]), PROMPTS)

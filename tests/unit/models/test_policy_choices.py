@@ -1,4 +1,4 @@
-"""The values of `auto` in the set-up that workers get."""
+"""Resolved values of `auto` in the settings that workers get."""
 
 import json
 import logging
@@ -43,11 +43,11 @@ def setup_of(folder: Path, **training: Any) -> TrainingSetup:
     )
 
 
-def test_workers_get_no_auto_and_the_manifest_gets_the_words(folder: Path) -> None:
-    setup, said = with_choices(setup_of(folder), cluster_of(8), memory_gib=H100)
+def test_workers_get_no_auto_and_the_manifest_records_the_choices(folder: Path) -> None:
+    setup, choices = with_choices(setup_of(folder), cluster_of(8), memory_gib=H100)
     assert isinstance(setup.training, DTensorTraining)
     assert setup.training.activation_checkpointing is True
-    assert said == {
+    assert choices == {
         "training.data_parallel_replicas": "1",
         "training.gradient_sync": "last_microbatch",
         "training.activation_checkpointing": "true",
@@ -55,31 +55,31 @@ def test_workers_get_no_auto_and_the_manifest_gets_the_words(folder: Path) -> No
     assert with_choices(setup, cluster_of(8), memory_gib=H100) == (setup, {})
 
 
-def test_two_machines_have_a_copy_each(folder: Path) -> None:
-    said = with_choices(setup_of(folder), cluster_of(8, 8), memory_gib=H100)[1]
-    assert said["training.data_parallel_replicas"] == "2"
+def test_each_of_two_machines_has_a_replica(folder: Path) -> None:
+    choices = with_choices(setup_of(folder), cluster_of(8, 8), memory_gib=H100)[1]
+    assert choices["training.data_parallel_replicas"] == "2"
 
 
-def test_cpus_have_plain_values_and_no_sizes_are_read(tmp_path: Path) -> None:
-    said = with_choices(setup_of(tmp_path), cluster_of(2), memory_gib=None)[1]
-    assert said == {
+def test_cpus_get_defaults_without_reading_sizes(tmp_path: Path) -> None:
+    choices = with_choices(setup_of(tmp_path), cluster_of(2), memory_gib=None)[1]
+    assert choices == {
         "training.data_parallel_replicas": "1",
         "training.gradient_sync": "every_microbatch",
         "training.activation_checkpointing": "false",
     }
 
 
-def test_a_model_that_cannot_be_counted_has_plain_values_and_a_warning(
+def test_a_model_of_unknown_size_gets_defaults_and_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     with caplog.at_level(logging.WARNING):
-        said = with_choices(setup_of(tmp_path), cluster_of(8), memory_gib=H100)[1]
-    assert said["training.activation_checkpointing"] == "false"
+        choices = with_choices(setup_of(tmp_path), cluster_of(8), memory_gib=H100)[1]
+    assert choices["training.activation_checkpointing"] == "false"
     assert "memory was not planned" in caplog.text
 
 
-def test_a_trainer_asks_for_what_the_plan_of_its_stage_asks_for(folder: Path) -> None:
+def test_a_trainer_requests_the_same_as_the_plan_of_its_stage(folder: Path) -> None:
     settings = GRPOSettings.model_validate(
         {
             "cluster": {"shape": "node_8gpu"},
@@ -97,12 +97,14 @@ def test_a_trainer_asks_for_what_the_plan_of_its_stage_asks_for(folder: Path) ->
         settings.max_prompt_tokens,
         settings.max_rollout_tokens,
     )
-    found = chosen(load, H100).training
-    assert found is not None
-    assert found.config.activation_checkpointing is True  # type: ignore[union-attr]
+    training = chosen(load, H100).training
+    assert training is not None
+    assert training.config.activation_checkpointing is True  # type: ignore[union-attr]
 
 
-def test_a_trainer_counts_what_scores(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_counts_the_memory_of_scorers(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     judge = {"kind": "model", "model": str(folder), "gpu_memory_utilization": 0.3}
     settings = GRPOSettings.model_validate(
         {
@@ -120,8 +122,8 @@ def test_a_trainer_counts_what_scores(folder: Path, caplog: pytest.LogCaptureFix
     load = load_of_trainer("grpo", settings.grpo, settings, spec)
     assert load is not None
     assert [each.share for each in load.scorers] == [0.3, None]
-    own = replace(spec, scorer=object())  # type: ignore[arg-type]
-    load = load_of_trainer("grpo", settings.grpo, settings, own)
+    custom = replace(spec, scorer=object())  # type: ignore[arg-type]
+    load = load_of_trainer("grpo", settings.grpo, settings, custom)
     assert load is not None
     assert not load.scorers
     of_hub = {"environment": {"kind": "reward_model", "model": "org/rm"}}
@@ -130,9 +132,9 @@ def test_a_trainer_counts_what_scores(folder: Path, caplog: pytest.LogCaptureFix
         load = load_of_trainer("grpo", settings.grpo, settings, spec)
     assert load is not None
     assert not load.scorers
-    assert "what scores was not planned" in caplog.text
+    assert "memory of the scorers was not planned" in caplog.text
 
 
-def test_a_laptop_asks_for_nothing(folder: Path) -> None:
+def test_a_laptop_requests_nothing(folder: Path) -> None:
     settings = SFTSettings()
     assert load_of_trainer("sft", settings.sft, settings, RunSpec(folder, folder, folder)) is None

@@ -1,4 +1,4 @@
-"""Policies by the name of a model: which settings their options stand for; no worker starts."""
+"""Policies by model name: the settings that their options map to; no worker starts."""
 
 import logging
 
@@ -11,7 +11,7 @@ from nemo_rl_core.errors import ConfigError, ModelError
 from nemo_rl_core.models import HuggingFacePolicy, MegatronPolicy
 
 
-def test_the_words_of_the_documents_stand_for_settings(caplog: pytest.LogCaptureFixture) -> None:
+def test_documented_options_map_to_settings(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         policy = HuggingFacePolicy(
             "org/model",
@@ -28,12 +28,12 @@ def test_the_words_of_the_documents_stand_for_settings(caplog: pytest.LogCapture
     assert options["training"].weights == "4bit"
     assert options["training"].lora.rank == 16
     assert options["cluster"].num_workers == 1
-    said = [record.getMessage() for record in caplog.records]
-    assert any("device_map has no effect: the cluster says" in text for text in said)
-    assert any("trust_remote_code has no effect" in text for text in said)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("device_map has no effect: the cluster says" in text for text in messages)
+    assert any("trust_remote_code has no effect" in text for text in messages)
 
 
-def test_megatrons_words_stand_for_settings() -> None:
+def test_megatron_options_map_to_settings() -> None:
     policy = MegatronPolicy(
         model_name="llama3.1-8b",
         tensor_model_parallel_size=2,
@@ -59,13 +59,13 @@ def test_megatrons_words_stand_for_settings() -> None:
         ({"load_in_8bit": True, "load_in_4bit": True}, "one type", "leave one of them out"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options: dict, message: str, fix: str) -> None:
+def test_invalid_options_are_refused(options: dict, message: str, fix: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         HuggingFacePolicy("org/model", **options)
     assert fix in caught.value.fix
 
 
-def test_a_model_that_is_not_there_is_refused_when_asked() -> None:
+def test_a_missing_model_is_refused_at_the_first_call() -> None:
     policy = HuggingFacePolicy("no/such/model/anywhere")
     with pytest.raises(ModelError, match="'no/such/model/anywhere' cannot be loaded"):
         _ = policy.policy
@@ -80,8 +80,8 @@ def test_a_trainer_reads_a_policys_options() -> None:
     assert trainer.settings.seed == 3
     assert trainer.config.learning_rate == 1e-5
     assert trainer.settings.cluster.num_workers == trainer.session.cluster.world_size == 4
-    own = RayVirtualCluster([2], use_gpus=False)
-    assert DPOTrainer(HuggingFacePolicy("org/model", own)).session.cluster is own
+    cluster = RayVirtualCluster([2], use_gpus=False)
+    assert DPOTrainer(HuggingFacePolicy("org/model", cluster)).session.cluster is cluster
     assert DPOTrainer(policy, num_pairs_per_step=7).config.num_pairs_per_step == 7
     with pytest.raises(ConfigError, match="no setting 'num_pairs'"):
         DPOTrainer(policy, num_pairs=7)
@@ -90,13 +90,13 @@ def test_a_trainer_reads_a_policys_options() -> None:
         DPOTrainer(HuggingFacePolicy("org/model", temperature=0.5))
 
 
-def test_how_generate_samples() -> None:
+def test_generate_maps_its_sampling_options() -> None:
     sampling = {"do_sample": False, "top_p": 0.9, "eos_token_id": [2, 3], "pad_token_id": 0}
     policy = HuggingFacePolicy("org/model", max_new_tokens=6, **sampling)
     assert policy._options.sampling["temperature"] == 0
     assert policy._options.stop_token_ids == (2, 3)
     DPOTrainer(policy)  # samples nothing
-    with pytest.raises(ConfigError, match="must be drawn, not taken greedily"):
+    with pytest.raises(ConfigError, match="must be sampled, not greedy"):
         GRPOTrainer(HuggingFacePolicy("org/model", do_sample=False))
     with pytest.raises(ConfigError, match="no setting 'eos_token_id'"):
         GRPOTrainer(HuggingFacePolicy("org/model", eos_token_id=3))

@@ -2,10 +2,10 @@
 
 import random
 
-from nemo_rl_core.models.generation.balance import RequestBalance
+from nemo_rl_core.models.generation.streaming import RequestBalance
 
 
-def test_a_request_goes_where_the_fewest_tokens_are_outstanding() -> None:
+def test_a_request_goes_to_the_engine_with_the_fewest_outstanding_tokens() -> None:
     balance = RequestBalance(3)
     assert balance.busy == []
     shares = balance.assign(
@@ -28,7 +28,7 @@ def test_engines_are_never_further_apart_than_one_request() -> None:
     for name in range(400):
         most = generator.randint(2, 100)
         shares = balance.assign([name], prompt_tokens=[1], new_tokens=[most - 1])
-        (engine,) = [place for place, rows in enumerate(shares) if rows]
+        (engine,) = [index for index, rows in enumerate(shares) if rows]
         assert tokens[engine] == min(tokens)
         tokens[engine] += most
         outstanding[name] = (engine, most)
@@ -36,15 +36,15 @@ def test_engines_are_never_further_apart_than_one_request() -> None:
             done = generator.choice(list(outstanding))
             where, count = outstanding.pop(done)
             tokens[where] -= count
-            found = balance.settle(done)
-            assert found is not None
-            assert (found.engine, found.most_tokens) == (where, count)
+            settled_request = balance.settle(done)
+            assert settled_request is not None
+            assert (settled_request.engine, settled_request.most_tokens) == (where, count)
     assert balance.busy == [0, 1, 2, 3]
     for name in outstanding:
         balance.settle(name)
     assert balance.busy == []
 
 
-def test_equal_requests_are_dealt_in_turn() -> None:
+def test_equal_requests_are_assigned_in_turn() -> None:
     shares = RequestBalance(2).assign(range(5), prompt_tokens=[3] * 5, new_tokens=[8] * 5)
     assert shares == [[0, 2, 4], [1, 3]]

@@ -1,4 +1,4 @@
-"""Which backends' steps a policy may take in two halves, and which it may save in shards alone."""
+"""Backends whose steps a policy may split in two, and whose checkpoints it may save as shards."""
 
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.models.policy.lm_policy import saves_shards, splits_steps
@@ -19,9 +19,9 @@ class Whole:
         return {}
 
 
-def test_what_a_backend_adds_to_a_step_is_not_passed_over():
-    found = {kind: splits_steps(kind) for kind in (DTensorBackend, WithMore, WithHalf, Whole)}
-    assert found == {DTensorBackend: True, WithMore: False, WithHalf: True, Whole: False}
+def test_a_step_that_a_backend_overrides_is_not_split():
+    by_backend = {kind: splits_steps(kind) for kind in (DTensorBackend, WithMore, WithHalf, Whole)}
+    assert by_backend == {DTensorBackend: True, WithMore: False, WithHalf: True, Whole: False}
 
 
 class SavesMore(DTensorBackend):
@@ -34,6 +34,6 @@ class SavesShardsToo(SavesMore):
         super().start_sharded_checkpoint(path)
 
 
-def test_what_a_backend_adds_to_a_save_is_not_passed_over():
-    found = {kind: saves_shards(kind) for kind in (WithMore, SavesMore, SavesShardsToo, Whole)}
-    assert found == {WithMore: True, SavesMore: False, SavesShardsToo: True, Whole: False}
+def test_a_save_that_a_backend_overrides_is_not_sharded():
+    by_backend = {kind: saves_shards(kind) for kind in (WithMore, SavesMore, SavesShardsToo, Whole)}
+    assert by_backend == {WithMore: True, SavesMore: False, SavesShardsToo: True, Whole: False}

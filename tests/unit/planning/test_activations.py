@@ -1,4 +1,4 @@
-"""What layers keep for the backward pass, counted by torch's hooks of saved tensors."""
+"""Activations that layers keep for the backward pass, counted by saved-tensor hooks."""
 
 from typing import Any
 
@@ -62,12 +62,12 @@ def kept_bytes(config: dict[str, Any], tokens: int, *, dtype: str, ranks: int, r
     positions = torch.arange(tokens)[None]
     rotary = model.model.rotary_emb(row, positions)
     others = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *rotary)}
-    found: dict[int, tuple[int, torch.Tensor]] = {}
+    results: dict[int, tuple[int, torch.Tensor]] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in others:
-            found[storage.data_ptr()] = storage.nbytes(), tensor
+            results[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 
     with (
@@ -77,7 +77,7 @@ def kept_bytes(config: dict[str, Any], tokens: int, *, dtype: str, ranks: int, r
         model.model.layers[0](
             row, position_ids=positions, position_embeddings=rotary, use_cache=False
         )
-    return sum(size for size, _ in found.values())
+    return sum(size for size, _ in results.values())
 
 
 @pytest.mark.parametrize("attention", ["varlen", "sdpa"])

@@ -1,4 +1,4 @@
-"""What the plan chooses where a recipe says `auto`."""
+"""Choices of the plan for `auto` settings."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,23 +23,23 @@ NAMES = ("activation_checkpointing", "gradient_sync", "data_parallel_replicas")
 
 
 def values_of(load: StageLoad, memory_gib: float | None = H100) -> tuple[Any, ...]:
-    found = chosen(load, memory_gib).training
-    assert found is not None
-    return tuple(getattr(found.config, name, None) for name in NAMES)
+    result = chosen(load, memory_gib).training
+    assert result is not None
+    return tuple(getattr(result.config, name, None) for name in NAMES)
 
 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "tokens", "found"),
     [
-        # 48 GiB of activations fit beside 17.7 of states; 28.4 of whole gradients do not, too.
+        # 48 GiB of activations fit with 17.7 of states, but not with 28.4 of full gradients too.
         ("qwen2.5-7b", 8, 8192, (False, "every_microbatch", 1)),
-        # Half as many activations again do not; recomputed, whole gradients fit beside them.
+        # Half as many activations again do not; recomputed, full gradients fit with them.
         ("qwen2.5-7b", 8, 12288, (True, "last_microbatch", 1)),
         # One rank: nothing is sent.
         ("qwen2.5-1.5b", 1, 2048, (False, "every_microbatch", 1)),
         # A quarter of the activations, and gradients of 1.5 B: all fit.
         ("qwen2.5-1.5b", 8, 2048, (False, "last_microbatch", 1)),
-        # 70 B: whole gradients are 263 GiB.
+        # 70 B: full gradients are 263 GiB.
         ("llama-3.1-70b", 64, 8192, (True, "every_microbatch", 1)),
         # 8 B on two machines: a copy each, of 18.7 GiB a GPU.
         ("llama-3.1-8b", 16, 7168, (False, "every_microbatch", 2)),
@@ -56,14 +56,14 @@ def test_the_fastest_that_fits_is_chosen(
     assert after.peak <= HEADROOM * H100
 
 
-def test_what_is_chosen_is_what_is_faster_and_no_more_would_fit() -> None:
+def test_fastest_choice_that_fits_is_made() -> None:
     load = stage("qwen2.5-7b", 8, tokens=12288, has_reference=True, microbatches=8)
     assert load.training is not None
     faster = load.training.config.replace(activation_checkpointing=False)
     assert not fits(replace(load, training=replace(load.training, config=faster)), H100)
 
 
-def test_a_copy_a_machine_needs_whole_machines_that_hold_it() -> None:
+def test_one_copy_per_machine_needs_full_machines_with_enough_memory() -> None:
     load = stage("llama-3.1-8b", 16, microbatches=8)
     assert values_of(load)[2] == 2
     uneven = replace(load, cluster=ClusterConfig(shape="cluster", num_workers=12))
@@ -72,18 +72,18 @@ def test_a_copy_a_machine_needs_whole_machines_that_hold_it() -> None:
     assert values_of(load, 23.5)[2] == 1
     by_hand = DTensorTraining(data_parallel_replicas=4)
     assert load.training is not None
-    given = replace(load, training=replace(load.training, config=by_hand))
-    assert values_of(given)[2] == 4
+    values = replace(load, training=replace(load.training, config=by_hand))
+    assert values_of(values)[2] == 4
 
 
-def test_what_is_said_stays() -> None:
+def test_explicit_settings_are_kept() -> None:
     config = DTensorTraining(activation_checkpointing=False, gradient_sync="every_microbatch")
     load = stage("llama-3.1-70b", 64, training=config, microbatches=8)
     assert values_of(load) == (False, "every_microbatch", 1)
     assert not fits(load, H100)
 
 
-def test_whole_gradients_are_summed_in_float32_alone() -> None:
+def test_full_gradients_are_only_summed_in_float32() -> None:
     config = DTensorTraining(reduce_dtype="bfloat16")
     assert values_of(stage("qwen2.5-1.5b", 8, tokens=2048, training=config, microbatches=8))[1] == (
         "every_microbatch"
@@ -121,7 +121,7 @@ def test_choices_have_the_words_of_a_recipe() -> None:
     }
 
 
-def test_whole_gradients_count_where_there_are_several_microbatches() -> None:
+def test_full_gradients_count_with_several_microbatches() -> None:
     config = DTensorTraining(gradient_sync="last_microbatch", activation_checkpointing=True)
     every = config.replace(gradient_sync="every_microbatch")
     one = stage("qwen2.5-7b", 8, training=config)
@@ -130,8 +130,8 @@ def test_whole_gradients_count_where_there_are_several_microbatches() -> None:
         plan_memory(stage("qwen2.5-7b", 8, training=each, microbatches=8), H100)
         for each in (config, every)
     )
-    whole = 4 * one.sizes.num_parameters / 2**30
-    assert late.parts["whole gradients"] == pytest.approx(whole)
-    # They are there beside activations, in place of the shards' sums.
+    full = 4 * one.sizes.num_parameters / 2**30
+    assert late.parts["whole gradients"] == pytest.approx(full)
+    # They exist together with activations, instead of the shards' sums.
     grown = late.training - early.training
-    assert whole - early.parts["gradients"] - 0.1 < grown < whole + late.parts["activations"]
+    assert full - early.parts["gradients"] - 0.1 < grown < full + late.parts["activations"]

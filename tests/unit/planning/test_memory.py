@@ -52,17 +52,17 @@ def test_published_models(
     name: str, num_ranks: int, training: dict[str, Any], parts: list[float]
 ) -> None:
     config = DTensorTraining(activation_checkpointing=True, **training)
-    found = planned(name, num_ranks, training=config, has_reference=True).parts
+    planned_parts = planned(name, num_ranks, training=config, has_reference=True).parts
     last = stage(name).sizes.hidden * 8 * 8192 / 2**30  # of the last norm
     got = [
-        found["weights"],
-        found["gradients"],
-        found["moments"],
-        found["reference"],
-        found["gathered weights"],
-        found["gathered gradients"],
-        found["activations"] - last,
-        found["logits"],
+        planned_parts["weights"],
+        planned_parts["gradients"],
+        planned_parts["moments"],
+        planned_parts["reference"],
+        planned_parts["gathered weights"],
+        planned_parts["gathered gradients"],
+        planned_parts["activations"] - last,
+        planned_parts["logits"],
     ]
     assert got == pytest.approx(parts, abs=0.06)
 
@@ -77,7 +77,7 @@ def test_published_models(
         (MegatronTraining(), "float32", "sdpa"),
     ],
 )
-def test_attention_auto_keeps_what_the_kernel_does_that_it_takes(
+def test_auto_attention_keeps_the_memory_of_its_kernel(
     config: Any, dtype: str, same_as: str
 ) -> None:
     kernel = config.replace(attention=same_as)
@@ -88,25 +88,27 @@ def test_attention_auto_keeps_what_the_kernel_does_that_it_takes(
     assert auto == explicit
 
 
-def test_hybrid_shards_hold_a_copy_a_machine() -> None:
+def test_hybrid_shards_have_one_copy_per_machine() -> None:
     training = DTensorTraining(data_parallel_replicas=8, activation_checkpointing=True)
-    found = planned("llama-3.1-70b", 64, training=training, has_reference=True).parts
-    states = [found[name] for name in ("weights", "gradients", "moments", "reference")]
+    planned_parts = planned("llama-3.1-70b", 64, training=training, has_reference=True).parts
+    states = [planned_parts[name] for name in ("weights", "gradients", "moments", "reference")]
     assert states == pytest.approx([33, 33, 66, 33], abs=0.5)
 
 
 @pytest.mark.parametrize(
     ("name", "gib"), [("qwen2.5-7b", 51), ("llama-3.1-8b", 52), ("llama-3.1-70b", 260)]
 )
-def test_activations_of_whole_layers(name: str, gib: float) -> None:
-    found = planned(name, 8, training=DTensorTraining(attention="sdpa")).parts["activations"]
-    assert found == pytest.approx(gib, rel=0.02)
+def test_activations_of_full_layers(name: str, gib: float) -> None:
+    planned_parts = planned(name, 8, training=DTensorTraining(attention="sdpa")).parts[
+        "activations"
+    ]
+    assert planned_parts == pytest.approx(gib, rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("training", "dtype", "gib"),
     [
-        # docs/results.md, "One H100": peaks of torch's allocator, 8 x 1024 tokens.
+        # docs/h100.md: peaks of torch's allocator, 8 x 1024 tokens.
         ({"activation_checkpointing": True}, "bfloat16", 24),
         ({}, "bfloat16", 49),
         ({"activation_checkpointing": True}, "float32", 26),
@@ -121,17 +123,17 @@ def test_one_h100_as_measured(
     monkeypatch.setattr(memory, "_LOGITS_BYTES", 2**40)
     kind = MegatronTraining if training.get("backend") == "megatron" else DTensorTraining
     config = kind.model_validate({**training, "attention": "sdpa"})
-    found = planned("qwen2.5-1.5b", training=config, dtype=dtype, longest=1024)
-    assert found.training - found.parts["contexts"] == pytest.approx(gib, rel=0.06)
+    planned_parts = planned("qwen2.5-1.5b", training=config, dtype=dtype, longest=1024)
+    assert planned_parts.training - planned_parts.parts["contexts"] == pytest.approx(gib, rel=0.06)
 
 
-def test_what_ran_out_of_memory_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_that_ran_out_of_memory_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_LOGITS_BYTES", 2**40)
     config = MegatronTraining(attention="sdpa")
     assert planned("qwen2.5-1.5b", training=config, longest=1024).training > 75
 
 
-def test_more_than_one_microbatch_keeps_gradients_beside_activations() -> None:
+def test_several_microbatches_keep_gradients_with_activations() -> None:
     one = stage("qwen2.5-1.5b", longest=1024)
     assert one.training is not None
     # 8 of 1024 tokens fill the budget; the ninth begins another micro-batch.
@@ -143,24 +145,24 @@ def test_more_than_one_microbatch_keeps_gradients_beside_activations() -> None:
 def test_an_engine_reserves_its_share_and_caches_what_is_left() -> None:
     generation = VllmGenerationConfig(gpu_memory_utilization=0.5)
     load = stage("qwen2.5-7b", 8, training=RECOMPUTED, generation=generation)
-    found = plan_memory(load, H100)
+    planned_parts = plan_memory(load, H100)
     engine = ("engine weights", "engine workspace", "KV cache")
-    assert sum(found.parts[name] for name in engine) == pytest.approx(0.5 * H100)
+    assert sum(planned_parts.parts[name] for name in engine) == pytest.approx(0.5 * H100)
     # 28 layers x 2 x 4 heads x 128 x 2 bytes = 57,344 a token.
-    assert found.kv_tokens == pytest.approx(found.parts["KV cache"] * 2**30 / 57344)
+    assert planned_parts.kv_tokens == pytest.approx(planned_parts.parts["KV cache"] * 2**30 / 57344)
     # What stays of the trainer, and three contexts; weights were sent before the cache woke.
-    assert found.parts["transfer"] < found.parts["KV cache"]
-    stays = found.parts["weights"] + found.parts["moments"] + 3
-    assert found.sampling == pytest.approx(stays + 0.5 * H100)
+    assert planned_parts.parts["transfer"] < planned_parts.parts["KV cache"]
+    stays = planned_parts.parts["weights"] + planned_parts.parts["moments"] + 3
+    assert planned_parts.sampling == pytest.approx(stays + 0.5 * H100)
 
 
-def test_an_engine_in_fp8_has_layers_of_one_byte_a_weight() -> None:
+def test_fp8_engine_has_one_byte_per_layer_weight() -> None:
     generation = VllmGenerationConfig(quantization="fp8_per_channel")
-    found = planned("qwen2.5-7b", 8, training=RECOMPUTED, generation=generation)
+    planned_parts = planned("qwen2.5-7b", 8, training=RECOMPUTED, generation=generation)
     # Of 7,615,616,512 weights, embedding, head and the last norm stay in 16 bits.
     outer = 2 * 152064 * 3584 + 3584
     expected = (7_615_616_512 - outer + 2 * outer) / 2**30
-    assert found.parts["engine weights"] == pytest.approx(expected, rel=1e-6)
+    assert planned_parts.parts["engine weights"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_an_engine_over_two_gpus_has_half_of_weights_and_cache_on_each() -> None:
@@ -187,22 +189,26 @@ def test_an_engine_that_is_too_small_for_one_sequence_is_found() -> None:
 
 def test_one_gpu_holds_few_buckets_while_weights_are_sent() -> None:
     generation = VllmGenerationConfig(gpu_memory_utilization=0.08)
-    found = planned("qwen2.5-1.5b", training=RECOMPUTED, generation=generation)
+    planned_parts = planned("qwen2.5-1.5b", training=RECOMPUTED, generation=generation)
     largest = 151936 * 1536 / 2**30
     # The embedding in 16 bits, gathered and sent; three buckets of the sender; the embedding where
     # it arrives, and where vLLM has it.
-    assert found.parts["transfer"] == pytest.approx(largest * (2 + 2) + 3 / 4 + 2 * largest * 2)
+    assert planned_parts.parts["transfer"] == pytest.approx(
+        largest * (2 + 2) + 3 / 4 + 2 * largest * 2
+    )
     adapted = RECOMPUTED.replace(lora=LoRAConfig())  # merged in float32, and rounded
-    found = planned("qwen2.5-1.5b", training=adapted, generation=generation)
-    assert found.parts["transfer"] == pytest.approx(largest * (4 + 2) + 3 / 4 + 2 * largest * 2)
-    found = planned("qwen2.5-1.5b", training=RECOMPUTED, generation=generation)
+    planned_parts = planned("qwen2.5-1.5b", training=adapted, generation=generation)
+    assert planned_parts.parts["transfer"] == pytest.approx(
+        largest * (4 + 2) + 3 / 4 + 2 * largest * 2
+    )
+    planned_parts = planned("qwen2.5-1.5b", training=RECOMPUTED, generation=generation)
     # Of so small an engine, more than of keys and values, which wake afterwards.
-    assert found.parts["transfer"] > found.parts["KV cache"]
+    assert planned_parts.parts["transfer"] > planned_parts.parts["KV cache"]
     parts = ("weights", "moments", "contexts", "transfer", "engine weights", "engine workspace")
-    assert found.sampling == pytest.approx(sum(found.parts[name] for name in parts))
+    assert planned_parts.sampling == pytest.approx(sum(planned_parts.parts[name] for name in parts))
 
 
-def test_what_waits_on_the_host_is_not_on_the_gpu_while_it_samples() -> None:
+def test_offloaded_state_is_not_on_the_gpu_while_sampling() -> None:
     generation = VllmGenerationConfig(gpu_memory_utilization=0.5)
 
     def plan(offload: str) -> MemoryPlan:
@@ -216,8 +222,8 @@ def test_what_waits_on_the_host_is_not_on_the_gpu_while_it_samples() -> None:
     assert (stays.host, optimizer.host) == (0, pytest.approx(parts["moments"]))
     assert optimizer.sampling == pytest.approx(stays.sampling - parts["moments"])
     assert optimizer.training == stays.training
-    held = parts["moments"] + parts["weights"] + parts["reference"]
-    assert everything.host == pytest.approx(held)
+    offloaded = parts["moments"] + parts["weights"] + parts["reference"]
+    assert everything.host == pytest.approx(offloaded)
     # The weights are there until they were sent; then only the engine and three contexts are.
     assert everything.sampling == pytest.approx(0.5 * H100 + 3)
     assert everything.training == pytest.approx(stays.training - parts["reference"])
@@ -226,9 +232,9 @@ def test_what_waits_on_the_host_is_not_on_the_gpu_while_it_samples() -> None:
 def test_megatron_has_no_gradients_while_it_samples() -> None:
     generation = VllmGenerationConfig(gpu_memory_utilization=0.5)
     megatron = MegatronTraining(tensor_parallel_size=2, activation_checkpointing=True)
-    found = planned("qwen2.5-7b", 8, training=megatron, generation=generation)
-    stays = found.parts["weights"] + found.parts["moments"] + 3
-    assert found.sampling == pytest.approx(stays + 0.5 * H100)
+    planned_parts = planned("qwen2.5-7b", 8, training=megatron, generation=generation)
+    stays = planned_parts.parts["weights"] + planned_parts.parts["moments"] + 3
+    assert planned_parts.sampling == pytest.approx(stays + 0.5 * H100)
     offloaded = planned(
         "qwen2.5-7b",
         8,
@@ -236,21 +242,23 @@ def test_megatron_has_no_gradients_while_it_samples() -> None:
         generation=generation,
     )
     # Of the weights, 2 bytes stay: the float32 copies are a part of the optimizer's state.
-    moments_and_copies = found.parts["moments"] * 12 / 8
-    assert offloaded.sampling == pytest.approx(found.sampling - moments_and_copies)
+    moments_and_copies = planned_parts.parts["moments"] * 12 / 8
+    assert offloaded.sampling == pytest.approx(planned_parts.sampling - moments_and_copies)
     assert offloaded.host == pytest.approx(moments_and_copies)
 
 
 def test_adapters_leave_the_base_without_gradients_and_reference() -> None:
     training = DTensorTraining(lora=LoRAConfig(rank=64), activation_checkpointing=True)
     load = stage("llama-3.1-8b", training=training, has_reference=True)
-    found = plan_memory(load, H100).parts
+    planned_parts = plan_memory(load, H100).parts
     # Of a layer: q and o 4096 + 4096, k and v 4096 + 1024, gate, up and down 4096 + 14336.
     adapters = 32 * 64 * (2 * 8192 + 2 * 5120 + 3 * 18432)
-    assert found["moments"] == pytest.approx(8 * adapters / 2**30)
-    assert found["gradients"] == pytest.approx(4 * adapters / 2**30)
-    assert found["weights"] == pytest.approx(4 * (load.sizes.num_parameters + adapters) / 2**30)
-    assert "reference" not in found
+    assert planned_parts["moments"] == pytest.approx(8 * adapters / 2**30)
+    assert planned_parts["gradients"] == pytest.approx(4 * adapters / 2**30)
+    assert planned_parts["weights"] == pytest.approx(
+        4 * (load.sizes.num_parameters + adapters) / 2**30
+    )
+    assert "reference" not in planned_parts
 
 
 def test_logits_are_those_of_the_rows_that_are_computed_at_once() -> None:
@@ -259,8 +267,8 @@ def test_logits_are_those_of_the_rows_that_are_computed_at_once() -> None:
         load = stage(name, 8, training=training)
         vocabulary = load.sizes.vocabulary // ranks
         rows = rows_at_once(vocabulary, torch.device("cuda"))
-        found = plan_memory(load, H100).parts["logits"]
-        assert found == pytest.approx(4 * 4 * rows * vocabulary / 2**30)
+        planned_parts = plan_memory(load, H100).parts["logits"]
+        assert planned_parts == pytest.approx(4 * 4 * rows * vocabulary / 2**30)
 
 
 def test_adapters_are_those_that_peft_makes() -> None:
@@ -285,19 +293,19 @@ def test_adapters_are_those_that_peft_makes() -> None:
             inject_adapter_in_model(lora, model)
         made = sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
         training = DTensorTraining(lora=LoRAConfig(rank=8, target_modules=targets))
-        found = planned(name, training=training, num_hidden_layers=2).parts
-        assert found["moments"] == pytest.approx(8 * made / 2**30)
+        planned_parts = planned(name, training=training, num_hidden_layers=2).parts
+        assert planned_parts["moments"] == pytest.approx(8 * made / 2**30)
 
 
 def test_offloaded_weights_are_not_on_the_gpu() -> None:
     training = DTensorTraining(cpu_offload=True, activation_checkpointing=True)
-    found = planned("qwen2.5-7b", training=training).parts
-    assert "weights" not in found
-    assert "moments" not in found
-    assert found["gathered weights"] > 2.8
+    planned_parts = planned("qwen2.5-7b", training=training).parts
+    assert "weights" not in planned_parts
+    assert "moments" not in planned_parts
+    assert planned_parts["gathered weights"] > 2.8
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("num_ranks", "cases"),
     [
@@ -350,7 +358,7 @@ def test_torch_counts_about_the_same_in_float8() -> None:
 def assert_counted(
     num_ranks: int, cases: list[tuple[str, int, int, dict[str, Any]]], *, within: float
 ) -> None:
-    asked = [
+    requests = [
         {
             "config": str(CONFIGS[name]),
             "layers": layers,
@@ -362,7 +370,7 @@ def assert_counted(
     ]
     script = Path(__file__).parent / "torch_counts.py"
     done = subprocess.run(
-        [sys.executable, script, str(num_ranks), json.dumps(asked)],
+        [sys.executable, script, str(num_ranks), json.dumps(requests)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])},
         capture_output=True,
         text=True,
@@ -370,9 +378,9 @@ def assert_counted(
     )
     assert done.returncode == 0, done.stderr[-2000:]
     counts = json.loads(done.stdout.splitlines()[-1])
-    for case, count in zip(asked, counts, strict=True):
+    for case, count in zip(requests, counts, strict=True):
         tokens = case["tokens"]
-        found = planned(
+        planned_parts = planned(
             Path(case["config"]).stem,
             num_ranks,
             training=DTensorTraining(**case["training"]),
@@ -380,7 +388,9 @@ def assert_counted(
             microbatches=case["microbatches"],
             num_hidden_layers=case["layers"],
         )
-        assert found.parts["weights"] == pytest.approx(count["weights"], rel=0.01)
+        assert planned_parts.parts["weights"] == pytest.approx(count["weights"], rel=0.01)
         if tokens:
-            moments = found.parts["moments"] + found.parts["contexts"]  # neither is tracked
-            assert found.training - moments == pytest.approx(count["peak"], rel=within)
+            moments = (
+                planned_parts.parts["moments"] + planned_parts.parts["contexts"]
+            )  # neither is tracked
+            assert planned_parts.training - moments == pytest.approx(count["peak"], rel=within)

@@ -1,20 +1,13 @@
-"""The roofline beside steps that others have measured."""
+"""The roofline compared with published measurements of steps."""
 
 import pytest
+from generate.published_steps import MODELS, PART_FACTOR, PARTS, SOURCES, STEPS, Published
 
 from nemo_rl_core.planning.accelerators import ACCELERATORS
 from nemo_rl_core.planning.load import layout_of, layout_problem
 from nemo_rl_core.planning.memory import missing_cache, plan_memory
-from nemo_rl_core.planning.published import (
-    MODELS,
-    PART_FACTOR,
-    PARTS,
-    SOURCES,
-    STEPS,
-    TOTAL_FACTOR,
-    Published,
-)
 from nemo_rl_core.planning.sizes import sizes_of
+from nemo_rl_core.planning.speed import TOTAL_FACTOR
 from tests.unit.planning.layouts import sizes
 
 NAMES = [f"{step.setting.model}, {step.setting.num_gpus} GPUs, {step.source}, {step.total_seconds}"

@@ -1,4 +1,4 @@
-"""Seconds of sampling, held to sums by hand and to the lengths that they are over."""
+"""Estimated times of sampling, compared with sums by hand."""
 
 import math
 import random
@@ -38,7 +38,7 @@ def seconds(found: StageLoad) -> float:
 def test_one_wave_by_hand() -> None:
     # 64 sequences of 1,000 tokens, one engine. Each token reads 16.06 GB of weights and, for each
     # sequence, 600 tokens on average of 131,072 bytes, at 70 % of 3,350 GB/s; vLLM takes 4.5 ms
-    # and 36 us a sequence; the prompts' products take 70 % of 989 TFLOP/s.
+    # and 36 us per sequence; the prompts' products take 70 % of 989 TFLOP/s.
     read = (2 * 8.030e9 + 64 * 600 * 131_072) / (0.7 * 3.35e12)
     token = read + 4.5e-3 + 64 * 36e-6
     prompts = 64 * 100 * 2 * (8.030e9 - 128_256 * 4096) / (0.7 * 989e12)
@@ -59,16 +59,16 @@ def test_a_long_tail_costs_more_than_its_tokens() -> None:
     assert 0.4 < seconds(tailed) / seconds(full) < longest / 4000
 
 
-def test_tensor_parallelism_divides_what_is_read_and_not_what_is_waited_for() -> None:
+def test_tensor_parallelism_divides_reads_but_not_overheads() -> None:
     one = seconds(load("llama-3.1-70b", 8, tensor_parallel_size=2, gpu_memory_utilization=0.95))
     four = seconds(load("llama-3.1-70b", 8, tensor_parallel_size=8, gpu_memory_utilization=0.95))
     assert 1.8 < one / four < 3.5
 
 
-def test_an_engine_over_machines_waits_longer_for_its_sums() -> None:
+def test_engine_over_machines_has_slower_all_reduces() -> None:
     near = seconds(load("qwen3-30b-a3b", 8, tensor_parallel_size=8))
     far = seconds(load("qwen3-30b-a3b", 8, tensor_parallel_size=16))
-    # 2 * 48 sums a token of 30 us and not 15, over half of the weights read.
+    # 2 * 48 sums per token of 30 us instead of 15, over half of the weights read.
     assert far > near - 1000 * 30.5e9 / 8 / (0.7 * 3.35e12) + 1000 * 96 * 14e-6
 
 
@@ -78,7 +78,7 @@ def test_few_sequences_meet_few_experts() -> None:
 
 
 @pytest.mark.parametrize(("mean", "limit"), [(800, 4000), (100, 4000), (3200, 4000), (3990, 4000)])
-def test_lengths_have_the_mean_and_the_longest_that_they_say(mean: float, limit: float) -> None:
+def test_lengths_have_the_expected_mean_and_maximum(mean: float, limit: float) -> None:
     lengths = Lengths.with_mean(mean, limit)
     points = [limit * (step + 0.5) / 10_000 for step in range(10_000)]
     area = sum(map(lengths.share_beyond, points)) * limit / 10_000

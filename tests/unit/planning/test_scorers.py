@@ -1,4 +1,4 @@
-"""What reward models and judges take of the trainer's first GPU, by hand."""
+"""Memory of reward models and judges on the trainer's first GPU, computed by hand."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,7 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.environment import ByTask, WeightedSum
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
-from nemo_rl_core.config.placement import OwnBundles
+from nemo_rl_core.config.placement import DedicatedBundles
 from nemo_rl_core.config.single_turn import ExactMatch, RewardModelScore
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.planning.accelerators import ACCELERATORS
@@ -35,18 +35,18 @@ def stage_with(*scorers: ScorerLoad, **options: Any) -> StageLoad:
     return replace(stage("qwen2.5-7b", 8, **sampled), scorers=scorers)
 
 
-def test_the_largest_scores_beside_the_trainer_while_the_engine_sleeps() -> None:
-    alone = plan_memory(stage_with(), GPU)
-    assert (alone.scoring, "scorer" in alone.parts) == (0.0, False)
-    found = plan_memory(stage_with(JUDGE, MODEL), GPU)
+def test_largest_scorer_runs_on_the_trainers_gpu_while_the_engine_sleeps() -> None:
+    base = plan_memory(stage_with(), GPU)
+    assert (base.scoring, "scorer" in base.parts) == (0.0, False)
+    plan = plan_memory(stage_with(JUDGE, MODEL), GPU)
     # A process with an engine and one without hold their contexts always.
-    assert found.parts["contexts"] == alone.parts["contexts"] + 2 + 1
-    assert found.training == pytest.approx(alone.training + 3)
-    assert found.sampling == pytest.approx(alone.sampling + 3)
-    assert found.parts["scorer"] == 0.5 * GPU
-    resident = sum(found.parts[name] for name in ("weights", "moments", "contexts"))
-    assert found.scoring == pytest.approx(resident + 0.5 * GPU)
-    assert found.peak == max(found.training, found.sampling, found.scoring)
+    assert plan.parts["contexts"] == base.parts["contexts"] + 2 + 1
+    assert plan.training == pytest.approx(base.training + 3)
+    assert plan.sampling == pytest.approx(base.sampling + 3)
+    assert plan.parts["scorer"] == 0.5 * GPU
+    resident = sum(plan.parts[name] for name in ("weights", "moments", "contexts"))
+    assert plan.scoring == pytest.approx(resident + 0.5 * GPU)
+    assert plan.peak == max(plan.training, plan.sampling, plan.scoring)
     # 7.62e9 weights less a head of 152,064 x 3,584, in two bytes; 8192 tokens of a layer.
     weights = 2 * (7_615_616_512 - 152_064 * 3_584)
     activations = 8192 * 2 * 2 * (3_584 + 18_944)
@@ -55,7 +55,7 @@ def test_the_largest_scores_beside_the_trainer_while_the_engine_sleeps() -> None
     assert expected == pytest.approx(13.86, abs=0.01)
 
 
-def test_what_waits_on_the_host_leaves_room_for_scorers() -> None:
+def test_offloaded_state_leaves_room_for_scorers() -> None:
     offloaded = DTensorTraining(offload_for_generation="all")
     here, there = (
         plan_memory(stage_with(MODEL, training=training), GPU)
@@ -65,7 +65,7 @@ def test_what_waits_on_the_host_leaves_room_for_scorers() -> None:
     assert here.scoring - there.scoring == pytest.approx(states)
 
 
-def test_engines_that_do_not_sleep_are_counted_where_they_lie() -> None:
+def test_engines_that_do_not_sleep_count_on_their_gpus() -> None:
     def scoring(is_ahead: bool, **placement: Any) -> float:
         load = stage_with(MODEL, generation=VllmGenerationConfig(num_engines=8, **placement))
         assert load.sampling is not None
@@ -74,8 +74,10 @@ def test_engines_that_do_not_sleep_are_counted_where_they_lie() -> None:
 
     asleep = scoring(False)
     assert scoring(True) == pytest.approx(asleep + 0.5 * GPU)
-    own = {"placement": {"own": 8}}
-    assert scoring(True, **own) == scoring(False, **own) == asleep - 2  # and no engine's context
+    dedicated = {"placement": {"own": 8}}
+    assert (
+        scoring(True, **dedicated) == scoring(False, **dedicated) == asleep - 2
+    )  # and no engine's context
 
 
 def test_a_judge_that_cannot_read_its_questions_is_named() -> None:
@@ -99,40 +101,40 @@ def test_the_smallest_change_is_the_share_of_a_judge() -> None:
     assert [str(each) for each in change] == ["environment.judge.gpu_memory_utilization=0.7"]
 
 
-def test_on_gpus_of_their_own_they_are_counted_there() -> None:
-    own = (OwnBundles("judge", 2), OwnBundles("reward-model", 1))
+def test_scorers_on_dedicated_gpus_are_counted_there() -> None:
+    bundles = (DedicatedBundles("judge", 2), DedicatedBundles("reward-model", 1))
     judge = replace(JUDGE, has_own_gpus=True, share=0.9)
-    alone = plan_memory(stage_with(), GPU)
-    load = replace(stage_with(judge, replace(MODEL, has_own_gpus=True)), own_scorers=own)
+    base = plan_memory(stage_with(), GPU)
+    load = replace(stage_with(judge, replace(MODEL, has_own_gpus=True)), own_scorers=bundles)
     assert (load.num_gpus, load.machines) == (11, [8, 3])
-    found = plan_memory(load, GPU)
+    plan = plan_memory(load, GPU)
     # The trainer's GPU holds none of it, not even a context.
-    assert (found.training, found.sampling) == (alone.training, alone.sampling)
-    assert found.parts == {**alone.parts, "scorer on its own": 0.9 * GPU + 2}
-    assert found.scoring == 0.9 * GPU + 2
-    beside = plan_memory(stage_with(MODEL), GPU).parts["scorer"]
+    assert (plan.training, plan.sampling) == (base.training, base.sampling)
+    assert plan.parts == {**base.parts, "scorer on its own": 0.9 * GPU + 2}
+    assert plan.scoring == 0.9 * GPU + 2
+    shared = plan_memory(stage_with(MODEL), GPU).parts["scorer"]
     of_model = replace(load, scorers=(replace(MODEL, has_own_gpus=True),))
-    assert plan_memory(of_model, GPU).scoring == beside + 1
-    # One beside the trainer and one on its own: the fuller of both GPUs.
+    assert plan_memory(of_model, GPU).scoring == shared + 1
+    # One on the trainer's GPU and one on a dedicated GPU: the larger of both.
     both = plan_memory(replace(load, scorers=(judge, MODEL)), GPU)
-    assert both.parts["scorer"] == beside
-    assert both.scoring == max(plan_memory(stage_with(MODEL), GPU).scoring, found.scoring)
-    assert "models that score on GPUs of their own" in untried(load)
-    assert "models that score on GPUs of their own" not in untried(stage_with(judge))
+    assert both.parts["scorer"] == shared
+    assert both.scoring == max(plan_memory(stage_with(MODEL), GPU).scoring, plan.scoring)
+    assert "models that score on dedicated GPUs" in untried(load)
+    assert "models that score on dedicated GPUs" not in untried(stage_with(judge))
 
 
-def test_they_get_no_weights_of_the_policy() -> None:
+def test_scorers_receive_no_policy_weights() -> None:
     generation = VllmGenerationConfig(placement={"own": 4})
-    alone = stage("qwen2.5-7b", 4, generation=generation, longest=1024)
-    load = replace(alone, own_scorers=(OwnBundles("judge", 4),))
-    assert (alone.machines, load.machines) == ([8], [8, 4])
-    assert routes_of(load) == routes_of(alone)
-    found, expected = (plan_transfer(each, ACCELERATORS["nvidia-h100"]) for each in (load, alone))
+    base = stage("qwen2.5-7b", 4, generation=generation, longest=1024)
+    load = replace(base, own_scorers=(DedicatedBundles("judge", 4),))
+    assert (base.machines, load.machines) == ([8], [8, 4])
+    assert routes_of(load) == routes_of(base)
+    found, expected = (plan_transfer(each, ACCELERATORS["nvidia-h100"]) for each in (load, base))
     assert found == expected
 
 
-def test_a_gpu_of_its_own_is_a_change_that_fits() -> None:
-    # It leaves 3 GiB of what can be filled; contexts of trainer and engine take 3, its own one.
+def test_dedicated_gpu_is_a_change_that_fits() -> None:
+    # It leaves 3 GiB of the usable memory; contexts of trainer and engine take 3, its own takes 1.
     large = replace(MODEL, sizes=sizes("qwen3-30b-a3b", num_hidden_layers=61))
     load = stage_with(large, tokens=2048)
     assert plan_memory(load, GPU).scoring > 0.93 * GPU
@@ -147,12 +149,12 @@ def test_a_gpu_of_its_own_is_a_change_that_fits() -> None:
         "cluster.shape=cluster",
         "environment.placement.own=1",
     ]
-    # What no GPU holds has no place on one of its own either.
+    # A model that no GPU can hold does not fit a dedicated GPU either.
     huge = replace(MODEL, sizes=sizes("llama-3.1-70b"))
     assert smallest_change([stage_with(huge, tokens=2048)], GPU) is None
 
 
-def test_a_judge_that_no_gpu_holds_is_spread_over_several() -> None:
+def test_judge_too_large_for_a_gpu_is_split_over_several() -> None:
     huge = replace(JUDGE, sizes=sizes("llama-3.1-70b"))
     change = smallest_change([stage_with(huge, tokens=2048)], GPU)
     assert change is not None
@@ -163,8 +165,8 @@ def test_a_judge_that_no_gpu_holds_is_spread_over_several() -> None:
     ]
     # Two copies stay two, and the share that the recipe has stays, which leaves two GPUs too few.
     on_two = replace(huge, has_own_gpus=True, share=0.8)
-    own = OwnBundles("judge", 2, path="environment.judge.placement.own")
-    load = replace(stage_with(on_two, tokens=2048), own_scorers=(own,))
+    bundles = DedicatedBundles("judge", 2, path="environment.judge.placement.own")
+    load = replace(stage_with(on_two, tokens=2048), own_scorers=(bundles,))
     change = smallest_change([load], GPU)
     assert change is not None
     assert [str(each) for each in change] == [
@@ -187,7 +189,7 @@ def test_a_judge_over_several_gpus_by_hand() -> None:
     )
 
 
-def test_all_models_that_score_are_found() -> None:
+def test_all_scoring_models_are_listed() -> None:
     judge = LLMJudge(judge=JudgeModel(model="judge", dtype="bfloat16"))
     summed = WeightedSum(
         parts=[{"environment": ExactMatch()}, {"environment": RewardModelScore(model="rm")}]
@@ -205,8 +207,8 @@ def test_all_models_that_score_are_found() -> None:
         "rm": {**json.loads(CONFIGS["qwen2.5-7b"].read_text()), "dtype": "bfloat16"},
     }
     small = sizes("qwen2.5-1.5b")
-    found = list(scorers_of(environment, configs.__getitem__, of_run=small, path="environment"))
-    assert found == [
+    result = list(scorers_of(environment, configs.__getitem__, run_sizes=small, path="environment"))
+    assert result == [
         replace(JUDGE, name="the judge judge", path="environment.tasks.0.environment.judge"),
         replace(
             MODEL,
@@ -221,18 +223,18 @@ def test_all_models_that_score_are_found() -> None:
             64,
         ),
     ]
-    assert names_of_scorers(environment) == [each.name for each in found]
+    assert names_of_scorers(environment) == [each.name for each in result]
     del configs["rm"]["dtype"]  # which transformers then reads as float32
     assert next(iter(scorers_of(summed, configs.__getitem__))).dtype == "float32"
 
 
-def test_sections_that_ask_one_judge_alike_share_it() -> None:
+def test_sections_with_the_same_judge_share_it() -> None:
     judge = LLMJudge(judge=JudgeModel(model="judge"), instruction="Is it short?")
     other = LLMJudge(judge=JudgeModel(model="judge"), instruction="Is it right?")
     model = RewardModelScore(model="rm")
     parts = [{"environment": each} for each in (judge, other, model, model)]
     summed = WeightedSum.model_validate({"parts": parts})
     read = json.loads(CONFIGS["qwen2.5-7b"].read_text())
-    found = [each.name for each in scorers_of(summed, lambda _: read)]
+    result = [each.name for each in scorers_of(summed, lambda _: read)]
     # Each section loads its own reward model on the trainer's GPU.
-    assert found == ["the judge judge", "the reward model rm", "the reward model rm"]
+    assert result == ["the judge judge", "the reward model rm", "the reward model rm"]

@@ -50,10 +50,10 @@ def count(model: Any) -> int:
 )
 def test_published_models_have_the_weights_of_their_class(name: str, billions: float) -> None:
     config = json.loads(CONFIGS[name].read_text())
-    found = sizes(name)
-    assert found.num_parameters == count(on_meta(config))
-    assert round(found.num_parameters / 1e9, 2) == billions
-    assert found.is_exact
+    result = sizes(name)
+    assert result.num_parameters == count(on_meta(config))
+    assert round(result.num_parameters / 1e9, 2) == billions
+    assert result.is_exact
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_variants_have_the_weights_of_their_class(config: dict[str, Any]) -> Non
     assert found.is_exact == (config["model_type"] in KNOWN_TYPES)
 
 
-def test_a_model_that_is_built_has_the_sizes_of_one_that_is_counted(
+def test_built_model_has_the_counted_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both ways agree, so that models of other types are counted as those of known ones."""
@@ -114,9 +114,12 @@ def test_active_weights_are_those_of_the_chosen_experts_and_the_head() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model_type": "qwen2", "hidden_size": 8}, "does not say 'num_attention_heads'"),
-        ({"model_type": "no_such_type"}, "transformers builds no model of the type 'no_such_type'"),
-        ({}, "transformers builds no model"),
+        ({"model_type": "qwen2", "hidden_size": 8}, "has no 'num_attention_heads'"),
+        (
+            {"model_type": "no_such_type"},
+            "transformers cannot build a model of the type 'no_such_type'",
+        ),
+        ({}, "transformers cannot build a model"),
     ],
 )
 def test_a_config_without_sizes_is_refused(config: dict[str, Any], words: str) -> None:
@@ -126,7 +129,7 @@ def test_a_config_without_sizes_is_refused(config: dict[str, Any], words: str) -
 
 
 def test_widths_by_hand() -> None:
-    found: ModelSizes = sizes("llama-3.1-8b")
-    assert (found.queries, found.keys, found.mlp_width) == (4096, 1024, 14336)
-    assert found.whole_weights == 2 * 4096
-    assert found.largest_weight == 128256 * 4096
+    result: ModelSizes = sizes("llama-3.1-8b")
+    assert (result.queries, result.keys, result.mlp_width) == (4096, 1024, 14336)
+    assert result.replicated_weights == 2 * 4096
+    assert result.largest_weight == 128256 * 4096

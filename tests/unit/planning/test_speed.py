@@ -1,4 +1,4 @@
-"""Expected speeds, held to what one H100 has shown, and the transports that the code chooses."""
+"""Estimated speeds, compared with one H100, and the transports that the code chooses."""
 
 import json
 from dataclasses import replace
@@ -29,15 +29,15 @@ H100 = ACCELERATORS["nvidia-h100"]
 
 def planned(name: str, num_ranks: int = 1, *, gpu: Accelerator = H100, **options: Any) -> SpeedPlan:
     load = stage(name, num_ranks, **options)
-    found = plan_speed(load, plan_memory(load, gpu.memory_gib), gpu)
-    assert found is not None
-    return found
+    plan = plan_speed(load, plan_memory(load, gpu.memory_gib), gpu)
+    assert plan is not None
+    return plan
 
 
 @pytest.mark.parametrize(
     ("training", "options", "tokens_per_second"),
     [
-        # docs/results.md, "One H100", deterministic kernels where they are the default.
+        # docs/h100.md, deterministic kernels where they are the default.
         ({"activation_checkpointing": True}, {"longest": 1024}, 20_800),
         ({"attention": "sdpa"}, {"longest": 1024}, 24_300),
         ({"activation_checkpointing": True}, {"longest": 8192}, 16_800),
@@ -53,8 +53,8 @@ def test_trained_tokens_of_one_h100(
     training: dict[str, Any], options: dict[str, Any], tokens_per_second: float
 ) -> None:
     kind = MegatronTraining if training.get("backend") == "megatron" else DTensorTraining
-    found = planned("qwen2.5-1.5b", training=kind.model_validate(training), **options)
-    assert found.trained == pytest.approx(tokens_per_second, rel=0.11)
+    plan = planned("qwen2.5-1.5b", training=kind.model_validate(training), **options)
+    assert plan.trained == pytest.approx(tokens_per_second, rel=0.11)
 
 
 @pytest.mark.parametrize(
@@ -73,32 +73,32 @@ def test_trained_tokens_of_one_h100(
         ),
     ],
 )
-def test_what_ranks_send_bounds_small_microbatches(
+def test_communication_bounds_small_microbatches(
     training: dict[str, Any], bytes_of_links: float
 ) -> None:
     options: dict[str, Any] = {"tokens": 512, "microbatches": 8}
     config = DTensorTraining(activation_checkpointing=False, **training)
-    found = planned("qwen2.5-7b", 16, training=config, **options)
+    plan = planned("qwen2.5-7b", 16, training=config, **options)
     sizes = stage("qwen2.5-7b").sizes
     seconds = bytes_of_links * sizes.num_parameters / 1e9
-    assert found.trained is not None
+    assert plan.trained is not None
     # But for the optimizer's own update.
-    assert 16 * 512 / found.trained == pytest.approx(seconds, rel=0.05)
+    assert 16 * 512 / plan.trained == pytest.approx(seconds, rel=0.05)
 
 
 def test_tensor_ranks_share_the_ports_of_their_machine() -> None:
-    # Each of four tensor ranks gathers its quarter over a ring of its own, two ports of 50 GB/s.
+    # Each of four tensor ranks gathers its quarter over a separate ring, two ports of 50 GB/s.
     options: dict[str, Any] = {"tokens": 512, "microbatches": 8}
     config = DTensorTraining(
         activation_checkpointing=False,
         tensor_parallel_size=4,
         gradient_sync="every_microbatch",
     )
-    found = planned("qwen2.5-7b", 16, training=config, **options)
-    assert found.trained is not None
+    plan = planned("qwen2.5-7b", 16, training=config, **options)
+    assert plan.trained is not None
     sent = 8 * stage("qwen2.5-7b").sizes.num_parameters / 4 * 3 / 4
     seconds = sent / (2 * 50e9 * 0.6)
-    assert 4 * 512 / found.trained == pytest.approx(seconds, rel=0.05)
+    assert 4 * 512 / plan.trained == pytest.approx(seconds, rel=0.05)
 
 
 @pytest.mark.parametrize("microbatches", [1, 8])
@@ -107,39 +107,39 @@ def test_megatron_exchanges_once_a_step_what_fsdp_gathers_for_every_microbatch(
 ) -> None:
     slow = replace(H100, link_gb_per_second=1)
     options: dict[str, Any] = {"tokens": 512, "microbatches": microbatches, "gpu": slow}
-    found = planned("qwen2.5-7b", 2, training=MegatronTraining(), **options)
-    assert found.trained is not None
+    plan = planned("qwen2.5-7b", 2, training=MegatronTraining(), **options)
+    assert plan.trained is not None
     # A weight in 16 bits and its gradient in float32, to the one other rank.
     seconds = 6 * stage("qwen2.5-7b").sizes.num_parameters / 2 / 0.6e9 / microbatches
-    assert 2 * 512 / found.trained == pytest.approx(seconds, rel=0.03)  # and an update
+    assert 2 * 512 / plan.trained == pytest.approx(seconds, rel=0.03)  # and an update
 
 
 def test_a_stage_of_a_pipeline_sums_the_activations_of_its_own_layers() -> None:
     slow = replace(H100, link_gb_per_second=0.1)
-    found = []
+    results = []
     for stages in (1, 2):
         config = MegatronTraining(tensor_parallel_size=2, pipeline_parallel_size=stages)
         options: dict[str, Any] = {"training": config, "gpu": slow, "microbatches": 64}
-        found.append(planned("qwen2.5-7b", 2 * stages, **options).trained)
-    whole, halved = found
-    assert whole is not None
+        results.append(planned("qwen2.5-7b", 2 * stages, **options).trained)
+    full, halved = results
+    assert full is not None
     assert halved is not None
     # Half of the layers' sums a rank, which take nearly all of its time.
-    assert halved / whole == pytest.approx(2, rel=0.05)
+    assert halved / full == pytest.approx(2, rel=0.05)
 
 
 def test_ranks_of_a_pipeline_wait_for_its_first_microbatch() -> None:
     fast = replace(H100, link_gb_per_second=1e6)
-    found = []
+    results = []
     for stages in (1, 4):
         config = MegatronTraining(pipeline_parallel_size=stages)
         options: dict[str, Any] = {"training": config, "gpu": fast, "longest": 8192}
-        found.append(planned("qwen2.5-7b", 4, **options).trained)
-    whole, divided = found
-    assert whole is not None
+        results.append(planned("qwen2.5-7b", 4, **options).trained)
+    full, divided = results
+    assert full is not None
     assert divided is not None
     # Four micro-batches through four stages take the time of seven; updates are a little quicker.
-    assert whole / divided == pytest.approx(7 / 4, rel=0.05)
+    assert full / divided == pytest.approx(7 / 4, rel=0.05)
 
 
 def test_narrow_experts_are_slower_than_wide_ones() -> None:
@@ -152,22 +152,22 @@ def test_narrow_experts_are_slower_than_wide_ones() -> None:
     assert 2 < wide / narrow < 4500 / 768
 
 
-def test_engines_of_their_own_count_and_leave_the_trainer_its_memory() -> None:
+def test_dedicated_engines_count_and_do_not_use_trainer_memory() -> None:
     sampling = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.9}
-    beside = VllmGenerationConfig.model_validate({**sampling, "num_engines": 2})
-    own = VllmGenerationConfig.model_validate({**sampling, "placement": {"own": 4}})
-    loads = [stage("qwen2.5-1.5b", 6, generation=each) for each in (beside, own)]
+    colocated = VllmGenerationConfig.model_validate({**sampling, "num_engines": 2})
+    dedicated = VllmGenerationConfig.model_validate({**sampling, "placement": {"own": 4}})
+    loads = [stage("qwen2.5-1.5b", 6, generation=each) for each in (colocated, dedicated)]
     assert [load.num_gpus for load in loads] == [6, 10]
     assert [load.machines for load in loads] == [[6], [8, 2]]
     assert [transport_of(load) for load in loads] == ["cuda_ipc", "nccl"]
-    shared, alone = (plan_memory(load, H100.memory_gib) for load in loads)
-    awake = sum(alone.parts[name] for name in ("engine weights", "engine workspace", "KV cache"))
+    shared, apart = (plan_memory(load, H100.memory_gib) for load in loads)
+    awake = sum(apart.parts[name] for name in ("engine weights", "engine workspace", "KV cache"))
     assert awake == pytest.approx(0.9 * H100.memory_gib)
     # Contexts of an engine; the embedding where it arrives, and where vLLM has it.
-    assert alone.sampling == pytest.approx(awake + 2 + 2 * 151936 * 1536 * 2 / 2**30)
-    assert shared.sampling - alone.sampling > 1  # what the trainer holds meanwhile
-    assert shared.training - alone.training == pytest.approx(2)
-    assert "engines on GPUs of their own" in " ".join(untried(loads[1]))
+    assert apart.sampling == pytest.approx(awake + 2 + 2 * 151936 * 1536 * 2 / 2**30)
+    assert shared.sampling - apart.sampling > 1  # what the trainer holds meanwhile
+    assert shared.training - apart.training == pytest.approx(2)
+    assert "engines on dedicated GPUs" in " ".join(untried(loads[1]))
 
 
 def test_rollouts_and_logprobs_of_one_h100() -> None:
@@ -184,18 +184,18 @@ def test_rollouts_and_logprobs_of_one_h100() -> None:
         completion_tokens=512,
         sampling=replace(load.sampling, num_sequences=256),
     )
-    found = plan_speed(load, plan_memory(load, 79.0), H100)
-    assert found is not None
-    assert found.sampled == pytest.approx(16_000, rel=0.1)
-    assert found.scored == pytest.approx(88_000, rel=0.1)
+    plan = plan_speed(load, plan_memory(load, 79.0), H100)
+    assert plan is not None
+    assert plan.sampled == pytest.approx(16_000, rel=0.1)
+    assert plan.scored == pytest.approx(88_000, rel=0.1)
 
 
-def test_mfu_is_that_of_the_formula_that_runs_are_measured_by() -> None:
+def test_planned_mfu_uses_the_formula_of_measured_runs() -> None:
     load = stage("qwen2.5-1.5b", training=DTensorTraining(activation_checkpointing=True))
-    found = planned("qwen2.5-1.5b", training=DTensorTraining(activation_checkpointing=True))
+    plan = planned("qwen2.5-1.5b", training=DTensorTraining(activation_checkpointing=True))
     flops = load.sizes.flops.flops("training", [8192]) / 8192
-    assert found.trained is not None
-    assert found.utilization == pytest.approx(found.trained * flops / 989e12)
+    assert plan.trained is not None
+    assert plan.utilization == pytest.approx(plan.trained * flops / 989e12)
 
 
 def test_recomputation_and_slow_links_lower_the_speed() -> None:
@@ -218,13 +218,13 @@ def test_recomputation_and_slow_links_lower_the_speed() -> None:
 def test_ranks_send_as_the_code_chooses(num_ranks: int, engines: int, ranks: int) -> None:
     generation = VllmGenerationConfig(num_engines=engines, tensor_parallel_size=ranks)
     load = stage("llama-3.1-70b", num_ranks, generation=generation)
-    found = [(each.sender, each.receivers, each.transport) for each in routes_of(load)]
-    assert found == [(rank, (rank,), "cuda_ipc") for rank in range(engines * ranks)]
+    result = [(each.sender, each.receivers, each.transport) for each in routes_of(load)]
+    assert result == [(rank, (rank,), "cuda_ipc") for rank in range(engines * ranks)]
 
 
-def test_engines_of_their_own_hear_one_rank() -> None:
-    own = VllmGenerationConfig(tensor_parallel_size=4, placement=OwnPlacement(own=16))
-    (route,) = routes_of(stage("llama-3.1-70b", 12, generation=own))
+def test_dedicated_engines_receive_from_one_rank() -> None:
+    dedicated = VllmGenerationConfig(tensor_parallel_size=4, placement=OwnPlacement(own=16))
+    (route,) = routes_of(stage("llama-3.1-70b", 12, generation=dedicated))
     assert (route.sender, route.receivers, route.transport) == (0, tuple(range(16)), "nccl")
 
 
@@ -242,7 +242,7 @@ def test_engines_of_their_own_hear_one_rank() -> None:
             0.579 + 0.217 + 1.404 + 0.723 + 1.2,
             10.0,
         ),
-        # The same to 64 GPUs of their own: through one port of 50 GB/s, of which 60 % are had.
+        # The same to 64 dedicated GPUs: through one port of 50 GB/s, of which 60 % are reached.
         (
             "llama-3.1-70b",
             64,
@@ -256,11 +256,11 @@ def test_seconds_of_a_transfer(
     name: str, num_ranks: int, generation: dict[str, Any], seconds: float, goal: float
 ) -> None:
     config = VllmGenerationConfig.model_validate(generation)
-    found = planned(name, num_ranks, generation=config).transfer
-    assert found is not None
-    assert found.seconds == pytest.approx(seconds, rel=0.005)
-    assert found.goal_seconds == pytest.approx(goal, rel=0.02)
-    assert found.least_seconds < found.goal_seconds
+    plan = planned(name, num_ranks, generation=config).transfer
+    assert plan is not None
+    assert plan.seconds == pytest.approx(seconds, rel=0.005)
+    assert plan.goal_seconds == pytest.approx(goal, rel=0.02)
+    assert plan.least_seconds < plan.goal_seconds
 
 
 def test_a_transfer_on_one_gpu_as_measured() -> None:
@@ -268,10 +268,10 @@ def test_a_transfer_on_one_gpu_as_measured() -> None:
     # 0.17 s since, and fewer passes of the checksum. The engine copied its embedding and the sent
     # one to the host and compared them there: 0.93 GB, of which the transport copied 6.4 GB in 3.4
     # s at the least, 0.4 s of them checksums.
-    found = planned("qwen2.5-1.5b", generation=VllmGenerationConfig()).transfer
-    assert found is not None
+    plan = planned("qwen2.5-1.5b", generation=VllmGenerationConfig()).transfer
+    assert plan is not None
     copied = 2 * 151936 * 1536 * 2
-    assert found.seconds == pytest.approx(5.8 - 3.8 - copied / 6.4e9 * (3.4 - 0.4), rel=0.06)
+    assert plan.seconds == pytest.approx(5.8 - 3.8 - copied / 6.4e9 * (3.4 - 0.4), rel=0.06)
 
 
 def test_tensors_are_those_of_the_class_of_transformers() -> None:
@@ -299,12 +299,12 @@ def test_tensors_are_those_of_the_class_of_transformers() -> None:
         ("NVIDIA B200, 183359", "nvidia-b200", 178.6),
     ],
 )
-def test_a_gpu_is_known_by_what_its_driver_calls_it(line: str, name: str, gib: float) -> None:
-    found = accelerator_of_device(line)
-    assert found is not None
-    assert found.name == name
-    assert found.memory_gib == pytest.approx(gib, abs=0.1)
-    assert found.memory_gib == pytest.approx(ACCELERATORS[name].memory_gib, abs=1.0)
+def test_gpu_is_identified_by_its_driver_name(line: str, name: str, gib: float) -> None:
+    gpu = accelerator_of_device(line)
+    assert gpu is not None
+    assert gpu.name == name
+    assert gpu.memory_gib == pytest.approx(gib, abs=0.1)
+    assert gpu.memory_gib == pytest.approx(ACCELERATORS[name].memory_gib, abs=1.0)
 
 
 def test_another_gpu_is_unknown() -> None:

@@ -30,16 +30,17 @@ NARROW = {"hidden_size": 64, "num_attention_heads": 4}
         ({**NARROW, "head_dim": 32}, 32),
         ({**NARROW, "head_dim": None}, 16),
         ({"text_config": {**NARROW, "head_dim": 80}, "hidden_size": 1}, 80),
-        ({**NARROW, "kv_lora_rank": 512}, None),  # compressed keys have kernels of their own
+        ({**NARROW, "kv_lora_rank": 512}, None),  # compressed keys have separate kernels
         ({"n_embd": 64, "n_head": 4}, None),
         ({"hidden_size": 64, "num_attention_heads": 0}, None),
     ],
 )
-def test_the_width_of_heads_is_read_as_vllm_reads_it(config: dict, width: int | None) -> None:
+def test_head_size_is_read_like_vllm(config: dict, width: int | None) -> None:
     assert head_size(config) == width
 
 
-def test_a_width_that_vllm_lacks_is_refused_with_those_that_it_has() -> None:
+@pytest.mark.slow
+def test_unsupported_head_size_is_refused_with_the_supported_ones() -> None:
     with pytest.raises(ModelError, match="cannot sample from the model 'mine' on a CPU") as refused:
         refuse_heads_on_cpu(NARROW, called="the model 'mine'")
     taken = head_sizes_of_kernels(16)
@@ -57,7 +58,7 @@ def test_a_width_that_vllm_lacks_is_refused_with_those_that_it_has() -> None:
     ["", "class CPUAttentionBackend: ...", "class CPUAttentionBackend:\n  def x(self): pass", "(",
      "class CPUAttentionBackend:\n  def get_supported_head_sizes(cls):\n    return SIZES"],
 )  # fmt: skip
-def test_nothing_is_refused_where_vllm_lists_nothing(
+def test_nothing_is_refused_without_vllms_list(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "vllm" / _SOURCE.parent).mkdir(parents=True)
@@ -85,7 +86,7 @@ def test_an_engine_on_a_cpu_refuses_before_it_imports_vllm(
         VllmBackend().setup(setup)
 
 
-def test_what_vllm_lists_its_kernels_take_and_more_is_tried_with_them() -> None:
+def test_kernels_accept_listed_head_sizes_and_others_are_tried() -> None:
     taken = head_sizes_of_kernels(16)
     assert set(listed_head_sizes()) < set(taken)
     assert 16 not in taken
@@ -93,7 +94,7 @@ def test_what_vllm_lists_its_kernels_take_and_more_is_tried_with_them() -> None:
         refuse_heads_on_cpu({**NARROW, "head_dim": width}, called="the model 'mine'")
 
 
-def test_nothing_is_refused_where_the_kernels_cannot_be_asked(
+def test_nothing_is_refused_if_the_kernels_cannot_be_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The list lacks widths that they take."""
@@ -104,4 +105,4 @@ def test_nothing_is_refused_where_the_kernels_cannot_be_asked(
         refuse_heads_on_cpu({**NARROW, "head_dim": 48}, called="the model 'mine'")
     finally:
         head_sizes_of_kernels.cache_clear()
-    assert "a width of 48 on this CPU is not known" in caplog.text
+    assert "size 48 on this CPU is unknown" in caplog.text

@@ -24,11 +24,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface
 
 from nemo_rl_core.backends.training.dtensor import float8, parallelize
-from nemo_rl_core.backends.training.dtensor.loading import empty_model
 from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
-from nemo_rl_core.backends.training.dtensor.shards import local
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.functional.logprobs import token_logprobs_within_budget
+from nemo_rl_core.model_files.loading import empty_model
+from nemo_rl_core.model_files.weights import local
 
 
 class Fused(torch.autograd.Function):
@@ -85,8 +85,8 @@ def counted(case: dict[str, Any]) -> dict[str, float]:
             mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module),
         ):
             model = sharded(case, training, mesh)
-    held = sum(local(parameter).nbytes for parameter in model.parameters())
-    return {"weights": held / 2**30, "peak": peak / 2**30}
+    resident = sum(local(parameter).nbytes for parameter in model.parameters())
+    return {"weights": resident / 2**30, "peak": peak / 2**30}
 
 
 def passed(model: Any, tokens: int, training: DTensorTraining, microbatches: int) -> int:
@@ -110,7 +110,7 @@ def passed(model: Any, tokens: int, training: DTensorTraining, microbatches: int
         for index in range(microbatches):
             is_last = index == microbatches - 1
             parallelize.sync_gradients(model, training, is_last=is_last)
-            tracker.reset_mod_stats()  # of single modules, which it keeps for one pass alone
+            tracker.reset_mod_stats()  # of single modules, which it keeps for one pass
             model(ids).sum().backward()
     (found,) = tracker.get_tracker_snapshot("peak").values()
     return max(found.values())

@@ -1,4 +1,4 @@
-"""A game, and an engine whose answers are known, for rollouts of several turns."""
+"""A game and an engine with scripted answers, for rollouts of several turns."""
 
 import json
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from nemo_rl_core.types import Prompt
 
 
 class Countdown:
-    """The policy names a digit a turn, until all of them add up to the row's answer.
+    """The policy writes one digit per turn until they add up to the row's answer.
 
-    Each turn earns 0.5; the environment answers with what is left, and asks to be stopped at `-`.
-    A turn that is no digit cannot be scored.
+    Each turn earns 0.5; the environment answers with the remainder and sets the stop string `-`.
+    A turn that is not a digit cannot be scored.
     """
 
     def __init__(self) -> None:
@@ -30,10 +30,10 @@ class Countdown:
 
     def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
         self.seen += zip(message_log_batch, metadata, strict=True)
-        said = [log[-1]["content"] for log in message_log_batch]
+        answers = [log[-1]["content"] for log in message_log_batch]
         left = [
             int(state["answer"]) - (int(text) if text.isdigit() else 0)
-            for text, state in zip(said, metadata, strict=True)
+            for text, state in zip(answers, metadata, strict=True)
         ]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": f"{number}="} for number in left],
@@ -41,7 +41,7 @@ class Countdown:
             next_stop_strings=[["-"]] * len(left),
             rewards=torch.full((len(left),), 0.5),
             terminateds=torch.tensor([number <= 0 for number in left]),
-            errors=[None if text.isdigit() else f"{text!r} is no digit" for text in said],
+            errors=[None if text.isdigit() else f"{text!r} is not a digit" for text in answers],
         )
 
     def global_post_process_and_metrics(
@@ -51,11 +51,11 @@ class Countdown:
 
 
 class Scripted(GenerationInterface):
-    """Answers by the number of tokens asked with and the seed; records what it was asked.
+    """Answers each request with a function's text; records all requests.
 
     Args:
-        tokenizer: Of the answers.
-        answer: Text of the answer to a text; `!` at its end leaves out the stop token.
+        tokenizer: Tokenizer of requests and answers.
+        answer: Function of a request that returns the answer; a final `!` omits the stop token.
     """
 
     def __init__(self, tokenizer: Any, answer: Any) -> None:
@@ -64,38 +64,38 @@ class Scripted(GenerationInterface):
         self.asked: list[list[dict[str, Any]]] = []
 
     def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
-        rows = [self._row(data, place) for place in range(len(data["seeds"]))]
-        self.asked.append([asked for asked, _, _ in rows])
-        width = max((len(asked["ids"]) + len(ids) for asked, ids, _ in rows), default=0)
+        rows = [self._row(data, row) for row in range(len(data["seeds"]))]
+        self.asked.append([request for request, _, _ in rows])
+        width = max((len(request["ids"]) + len(ids) for request, ids, _ in rows), default=0)
         output = BatchedDataDict(
             output_ids=torch.zeros(len(rows), width, dtype=torch.long),
             logprobs=torch.zeros(len(rows), width),
             truncated=torch.tensor([cut for _, _, cut in rows], dtype=torch.bool),
             generation_lengths=torch.tensor([len(ids) for _, ids, _ in rows], dtype=torch.long),
             unpadded_sequence_lengths=torch.tensor(
-                [len(asked["ids"]) + len(ids) for asked, ids, _ in rows], dtype=torch.long
+                [len(request["ids"]) + len(ids) for request, ids, _ in rows], dtype=torch.long
             ),
         )
-        for place, (asked, ids, _) in enumerate(rows):
-            start, end = len(asked["ids"]), len(asked["ids"]) + len(ids)
-            output["output_ids"][place, :end] = torch.tensor(asked["ids"] + ids)
-            output["logprobs"][place, start:end] = -torch.arange(1.0, len(ids) + 1)
+        for row, (request, ids, _) in enumerate(rows):
+            start, end = len(request["ids"]), len(request["ids"]) + len(ids)
+            output["output_ids"][row, :end] = torch.tensor(request["ids"] + ids)
+            output["logprobs"][row, start:end] = -torch.arange(1.0, len(ids) + 1)
         return output
 
-    def _row(self, data: BatchedDataDict, place: int) -> tuple[dict[str, Any], list[int], bool]:
-        ids = data["input_ids"][place, : data["input_lengths"][place]].tolist()
-        asked = {
+    def _row(self, data: BatchedDataDict, row: int) -> tuple[dict[str, Any], list[int], bool]:
+        ids = data["input_ids"][row, : data["input_lengths"][row]].tolist()
+        request = {
             "ids": ids,
             "text": self._tokenizer.decode(ids),
-            "seed": data["seeds"][place].item(),
-            "stop": data["stop_strings"][place] if "stop_strings" in data else None,
-            "limit": data["max_new_tokens"][place].item() if "max_new_tokens" in data else None,
+            "seed": data["seeds"][row].item(),
+            "stop": data["stop_strings"][row] if "stop_strings" in data else None,
+            "limit": data["max_new_tokens"][row].item() if "max_new_tokens" in data else None,
         }
-        text = self._answer(asked)
+        text = self._answer(request)
         ending = [] if text.endswith("!") else [self._tokenizer.eos_token_id]
         answer = self._tokenizer.encode(text.removesuffix("!"), add_special_tokens=False) + ending
-        limit = asked["limit"] or len(answer)
-        return asked, answer[:limit], len(answer) > limit
+        limit = request["limit"] or len(answer)
+        return request, answer[:limit], len(answer) > limit
 
     def prepare_for_generation(self) -> None: ...
 
@@ -109,7 +109,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where an engine finds it."""
+    """The folder from which an engine loads the tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save_pretrained(folder)
     return folder
@@ -126,9 +126,9 @@ def ask(tokenizer: Any):
 
 @pytest.fixture
 def play(tokenizer: Any):
-    """Rolls prompts out against `Countdown`, or another environment.
+    """Function that plays prompts against `Countdown` or another environment.
 
-    Also returns the engine and the environment.
+    It returns the rollouts, the engine and the environment.
     """
 
     def run(
@@ -139,13 +139,13 @@ def play(tokenizer: Any):
         group: int = 1,
         first_stops: list[str] | None = None,
         environment: Any = None,
-        **asked: Any,
+        **options: Any,
     ):
         engine, game = Scripted(tokenizer, answer), environment or Countdown()
         if first_stops is not None:
             game.first_stop_strings = first_stops
         rollouts = MultiTurnRollouts(engine, tokenizer, game, seed=3, bounds=bounds)
-        asked = {"num_generations_per_prompt": group, "step": 5, **asked}
-        return rollouts.run(prompts, **asked), engine, game
+        options = {"num_generations_per_prompt": group, "step": 5, **options}
+        return rollouts.run(prompts, **options), engine, game
 
     return run

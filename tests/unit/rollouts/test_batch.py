@@ -1,4 +1,4 @@
-"""The figures of a step's batch."""
+"""Columns and metrics of a step's batch."""
 
 import pytest
 import torch
@@ -10,21 +10,21 @@ from nemo_rl_core.rollouts.batch import mean_advantages, rollout_batch, rollout_
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 
-def test_sequences_that_the_gate_masks_do_not_enter_the_divergence() -> None:
+def test_sequences_masked_by_the_gate_do_not_count_in_the_divergence() -> None:
     prompt = Prompt("0", "1=", (1,), "1", "sums")
     rollouts = [
         Rollout(prompt, Completion((5, 6), (-1.0, -1.0), truncated=False), "", reward=1.0)
         for _ in range(2)
     ]
     batch = rollout_batch(rollouts)
-    # k3 of a gap of 0.02 nats is e^0.02 - 1 - 0.02; the other sequence is off by 3 nats a token.
+    # k3 of a gap of 0.02 nats is e^0.02 - 1 - 0.02; the other sequence is off by 3 nats per token.
     batch["prev_logprobs"] = batch["generation_logprobs"] + torch.tensor([[0.02], [3.0]])
     gate = GateConfig(max_masked_fraction=0.5)
     checked, consistency = check_consistency(batch, gate)
     assert consistency["num_inconsistent_sequences"] == 1
     metrics = rollout_metrics(checked)
     assert metrics["kl_generation_trainer"] == pytest.approx(2.0134e-4, rel=1e-2)
-    # exp(prev - gen), likewise
+    # exp(prev - gen) of the same sequence
     assert metrics["sampling_importance_ratio"] == pytest.approx(1.0202, abs=1e-4)
     assert metrics["reward"] == 1.0
 
@@ -53,14 +53,14 @@ def test_the_columns_of_a_batch_by_hand() -> None:
     assert batch["rewards"].tolist() == [1.0, 0.25]
 
 
-def test_the_advantage_of_a_sequence_that_is_left_out_is_0() -> None:
+def test_the_advantage_of_a_masked_sequence_is_0() -> None:
     batch = BatchedDataDict(
         {"advantages": torch.tensor([1.0, 2.0]), "sample_mask": torch.tensor([1.0, 0.0])}
     )
     assert mean_advantages(batch).tolist() == [1.0, 0.0]
 
 
-def test_values_that_are_not_one_a_token_are_refused() -> None:
+def test_values_must_be_one_per_token() -> None:
     prompt = Prompt("0", "1=", (1,), "1", "")
     longer, shorter = Completion((5, 6), (-1.0,), False), Completion((5,), (-1.0, -2.0), False)
     with pytest.raises(ValueError, match="rollout 0: 2 tokens but 1 values"):

@@ -1,10 +1,10 @@
-"""Recorded rollouts on the screen, also hostile ones."""
+"""Commands that print recorded rollouts, including hostile text."""
 
 from click.testing import CliRunner, Result
 
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.types import Completion, Prompt, Rollout
-from tasks.cli import group
+from workflows.cli import group
 
 PROMPT = Prompt("p", "1+2=", (1, 2), "3", "t")
 GOOD = Rollout(PROMPT, Completion((4, 5), (-0.5, -0.1), truncated=False), "3").scored(1.0)

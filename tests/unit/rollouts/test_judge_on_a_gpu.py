@@ -1,8 +1,7 @@
-"""Who is awake when, of a judge and the policy's engine on one GPU.
+"""A judge and the policy's engine take turns on one GPU.
 
-Sampler, judge, engines and vLLM backend are the real ones. `vllm.LLM` is a fake that holds memory
-of a GPU of 80 GiB, of which a trainer has 24: two engines with their shares of 40 never fit beside
-each other.
+Sampler, judge, engines and vLLM backend are real. `vllm.LLM` is a fake that uses memory of a GPU of
+80 GiB, of which a trainer uses 24: two engines of 40 GiB never fit at the same time.
 """
 
 import json
@@ -15,7 +14,7 @@ import torch
 from nemo_rl_core.config.evaluation import EvaluationConfig
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.model import TextModelFromConfig
-from nemo_rl_core.config.placement import OwnBundles
+from nemo_rl_core.config.placement import DedicatedBundles
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.data.loader import save_frame
@@ -53,11 +52,11 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def session(judge: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     import vllm
 
-    said = load_tokenizer(judge).encode("Mark: 5")
+    reply_ids = load_tokenizer(judge).encode("Mark: 5")
     monkeypatch.setattr(LLMOnGpu, "gpu", Gpu(80.0), raising=False)
     LLMOnGpu.gpu.hold("trainer", 24.0, "starts")
     LLMOnGpu.gpu.events.clear()
-    monkeypatch.setattr(LLMOnGpu, "scripts", {"judge": said, "model": [5, 6]}, raising=False)
+    monkeypatch.setattr(LLMOnGpu, "scripts", {"judge": reply_ids, "model": [5, 6]}, raising=False)
     monkeypatch.setattr(vllm, "LLM", LLMOnGpu, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -69,9 +68,9 @@ def session(judge: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def settings_of(judge: Path, **of_judge: Any) -> RolloutSettings:
-    asked = JudgeModel(model=str(judge), max_model_len=900, **of_judge)
+    settings = JudgeModel(model=str(judge), max_model_len=900, **of_judge)
     return RolloutSettings(
-        environment=LLMJudge(judge=asked, max_new_tokens=16),
+        environment=LLMJudge(judge=settings, max_new_tokens=16),
         generation={"max_new_tokens": 2},
         max_prompt_tokens=16,
     )
@@ -84,24 +83,24 @@ def data_of(model: Path, folder: Path) -> Path:
 
 
 def without_proofs(events: list[str]) -> list[str]:
-    """An engine that computes several times in a row, such as for its proof, counts once."""
+    """Counts consecutive calls of an engine, such as for its proof, once."""
     return [each for each, before in zip(events, ["", *events], strict=False) if each != before]
 
 
 def test_a_judge_sleeps_when_the_engine_starts(session: Any, judge: Path, tiny_model: Path) -> None:
     with Sampler(session, settings_of(judge), tiny_model):
         assert LLMOnGpu.gpu.events == START
-        assert LLMOnGpu.gpu.held == {"trainer": 24.0, "judge": 1.0, "model": 40}
+        assert LLMOnGpu.gpu.used_gib == {"trainer": 24.0, "judge": 1.0, "model": 40}
     assert LLMOnGpu.gpu.events == [*START, "model sleeps 1"]
 
 
-def test_its_share_of_the_gpu_is_the_recipes(session: Any, judge: Path, tiny_model: Path) -> None:
-    asked = settings_of(judge, gpu_memory_utilization=0.25, kv_cache_gib=2)
-    with Sampler(session, asked, tiny_model):
+def test_the_recipe_sets_its_share_of_the_gpu(session: Any, judge: Path, tiny_model: Path) -> None:
+    settings = settings_of(judge, gpu_memory_utilization=0.25, kv_cache_gib=2)
+    with Sampler(session, settings, tiny_model):
         options = session.groups["judge"].backends[0]._llm.calls[0][2]
         assert options["gpu_memory_utilization"] == 0.25
-    # What a recipe does not say is in no key of a stage.
-    shown = json.loads(asked.model_dump_json())["environment"]["judge"]
+    # Fields that a recipe leaves out are not in the key of a stage.
+    shown = json.loads(settings.model_dump_json())["environment"]["judge"]
     assert shown["gpu_memory_utilization"] == 0.25
     assert (
         "gpu_memory_utilization" not in settings_of(judge).model_dump_json().split("generation")[0]
@@ -111,7 +110,7 @@ def test_its_share_of_the_gpu_is_the_recipes(session: Any, judge: Path, tiny_mod
 def test_an_evaluation_takes_turns_with_its_judge(
     session: Any, judge: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    found = evaluate(
+    evaluation = evaluate(
         tiny_model,
         data_of(tiny_model, tmp_path),
         session,
@@ -132,7 +131,7 @@ def test_an_evaluation_takes_turns_with_its_judge(
         "judge generates",
         "judge sleeps 1",
     ]
-    assert {row["reward"] for row in found.rows} == {0.5}
+    assert {row["reward"] for row in evaluation.rows} == {0.5}
 
 
 def test_pairs_are_scored_while_the_engine_sleeps(
@@ -159,7 +158,7 @@ def test_pairs_are_scored_while_the_engine_sleeps(
 
 
 class OnTwoGpus(LLMOnGpu):
-    """As `LLMOnGpu`, with a GPU for the judge."""
+    """An `LLMOnGpu` with a separate GPU for the judge."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if Path(args[0]).name == "judge":
@@ -167,37 +166,37 @@ class OnTwoGpus(LLMOnGpu):
         super().__init__(*args, **kwargs)
 
 
-def test_on_a_gpu_of_its_own_nobody_waits(
+def test_nobody_waits_for_a_judge_on_a_dedicated_gpu(
     session: Any, judge: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import vllm
 
     monkeypatch.setattr(vllm, "LLM", OnTwoGpus, raising=False)
     settings = settings_of(judge, placement={"own": 1}, gpu_memory_utilization=0.9)
-    found = evaluate(
+    evaluation = evaluate(
         tiny_model,
         data_of(tiny_model, tmp_path),
         session,
         config=EvaluationConfig(num_samples_per_prompt=2),
         settings=settings,
     )
-    asked = session.groups["judge"].backends[0]._llm
+    llm = session.groups["judge"].backends[0]._llm
     # Neither sleeps for the other: the judge starts, stays, and answers; so does the engine, which
     # gives its share to the trainer at the end.
-    assert without_proofs(asked.gpu.events) == ["judge starts", "judge generates"]
+    assert without_proofs(llm.gpu.events) == ["judge starts", "judge generates"]
     assert without_proofs(LLMOnGpu.gpu.events) == [
         "model starts",
         "model generates",
         "model sleeps 1",
     ]
-    assert asked.gpu.held == {"judge": 72}
-    assert asked.calls[0][2]["enable_sleep_mode"] is False
-    assert session.reserved == (OwnBundles("judge", 1),)
-    assert {row["reward"] for row in found.rows} == {0.5}
+    assert llm.gpu.used_gib == {"judge": 72}
+    assert llm.calls[0][2]["enable_sleep_mode"] is False
+    assert session.reserved == (DedicatedBundles("judge", 1),)
+    assert {row["reward"] for row in evaluation.rows} == {0.5}
 
 
 class Recorded:
-    """A sampler whose engine and scorer record when they are asked."""
+    """A sampler whose engine and scorer record their calls."""
 
     def __init__(self, events: list[str]) -> None:
         self.generation = self.engine = self
@@ -222,7 +221,7 @@ class Recorded:
 
 
 class Validated(RolloutTrainer[Any, Any]):
-    """A trainer of which only the validation is there."""
+    """A trainer that only validates."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler, self._held_out, self.policy = sampler, [None], None  # type: ignore[assignment]
@@ -234,7 +233,7 @@ class Validated(RolloutTrainer[Any, Any]):
         raise NotImplementedError
 
 
-def test_a_validation_is_scored_when_the_engine_has_discarded_its_weights(
+def test_a_validation_is_scored_after_the_engine_has_discarded_its_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from nemo_rl_core.trainers import rollouts

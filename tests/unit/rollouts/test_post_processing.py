@@ -1,47 +1,47 @@
-"""Rollouts before and after the environment has seen all of them."""
+"""Rollouts before and after the environment's post-processing."""
 
 from typing import Any
 
-from nemo_rl_core.environments.interfaces import reads_rewards_alone
-from nemo_rl_core.rollouts.sampler import mean_metrics, post_processed
+from nemo_rl_core.environments.interfaces import reads_only_rewards
+from nemo_rl_core.rollouts.sampler import mean_metrics, post_process_rollouts
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 
 def rollout(text: str, reward: float | None) -> Rollout:
     prompt = Prompt("p", "1+2=", (1, 2), "3", "sums")
-    made = Rollout(prompt, Completion((4, 5), (-0.5, -0.1), truncated=False), text)
+    made = Rollout(prompt, Completion((4, 5), (-0.5, -0.25), truncated=False), text)
     return made.failed("out of paper") if reward is None else made.scored(reward)
 
 
 class NoRepetition:
-    """An answer that somebody else has given as well is worth nothing."""
+    """Gives repeated answers a reward of 0."""
 
     def global_post_process_and_metrics(self, batch: dict[str, Any]) -> Any:
         texts = batch["completions"]
         repeated = [texts.count(text) > 1 for text in texts]
-        for place, is_repeated in enumerate(repeated):
+        for index, is_repeated in enumerate(repeated):
             if is_repeated:
-                batch["rewards"][place] = 0
+                batch["rewards"][index] = 0
         assert batch["prompts"] == ["1+2="] * len(texts)
         assert batch["answers"] == ["3"] * len(texts)
         assert batch["rollout_lengths"].tolist() == [2] * len(texts)
         return batch, {"repeated_fraction": sum(repeated) / len(texts)}
 
 
-def test_rewards_are_adapted_in_their_places() -> None:
-    # 0.1 is no float32; nobody asked for another reward.
-    given = [rollout("3", 1.0), rollout("4", None), rollout("5", 0.1), rollout("3", 1.0)]
-    rollouts, metrics = post_processed(NoRepetition(), given)
+def test_changed_rewards_keep_their_positions() -> None:
+    # 0.1 is not a float32; it must come back unchanged.
+    scored = [rollout("3", 1.0), rollout("4", None), rollout("5", 0.1), rollout("3", 1.0)]
+    rollouts, metrics = post_process_rollouts(NoRepetition(), scored)
     assert [each.reward for each in rollouts] == [0.0, None, 0.1, 0.0]
-    assert rollouts[1] is given[1] and rollouts[2] is given[2]
+    assert rollouts[1:3] == scored[1:3]
     assert metrics == {"repeated_fraction": 2 / 3}
 
 
-def test_a_hook_that_reads_rewards_alone_gets_nothing_else_and_its_override_everything() -> None:
+def test_a_rewards_only_hook_gets_only_rewards_and_its_override_everything() -> None:
     class Mean:
         seen: list[str]
 
-        @reads_rewards_alone
+        @reads_only_rewards
         def global_post_process_and_metrics(self, batch: dict[str, Any]) -> Any:
             self.seen = sorted(batch)
             return batch, {"mean": float(batch["rewards"].mean())}
@@ -51,17 +51,17 @@ def test_a_hook_that_reads_rewards_alone_gets_nothing_else_and_its_override_ever
             assert batch["completions"] == ["3", "5"]
             return super().global_post_process_and_metrics(batch)
 
-    given = [rollout("3", 1.0), rollout("4", None), rollout("5", 0.5)]
-    alone, overridden = Mean(), Reads()
-    assert post_processed(alone, given) == post_processed(overridden, given)
-    assert post_processed(alone, given) == (given, {"mean": 0.75})
-    assert alone.seen == ["rewards"]
+    scored = [rollout("3", 1.0), rollout("4", None), rollout("5", 0.5)]
+    rewards_only, overridden = Mean(), Reads()
+    assert post_process_rollouts(rewards_only, scored) == post_process_rollouts(overridden, scored)
+    assert post_process_rollouts(rewards_only, scored) == (scored, {"mean": 0.75})
+    assert rewards_only.seen == ["rewards"]
     assert {"rewards", "completions", "input_ids"} <= set(overridden.seen)
 
 
-def test_nothing_is_asked_where_nothing_was_scored() -> None:
-    given = [rollout("3", None)]
-    assert post_processed(NoRepetition(), given) == (given, {})
+def test_the_hook_is_not_called_without_scored_rollouts() -> None:
+    scored = [rollout("3", None)]
+    assert post_process_rollouts(NoRepetition(), scored) == (scored, {})
 
 
 def test_draws_count_by_their_rollouts() -> None:

@@ -1,4 +1,4 @@
-"""What could not be scored is set aside, and too much of it stops a run."""
+"""Rollouts that cannot be scored are set aside; too many of them stop a run."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def test_a_scorer_sets_aside_what_it_cannot_score():
     assert failure_metrics(scored) == {"num_failed_rollouts": 1.0, "failed_fraction": 1 / 3}
 
 
-def test_a_sum_keeps_the_parts_of_those_that_it_can_score():
+def test_a_sum_keeps_the_components_of_scored_rollouts():
     parts = WeightedSumScorer([FunctionalRewardWrapper(length)] * 2, [2.0, 1.0])
     scored = score_rollouts(parts, ROLLOUTS)
     assert [(each.reward, each.components) for each in scored] == [
@@ -52,17 +52,17 @@ def test_a_sum_keeps_the_parts_of_those_that_it_can_score():
 
 
 def batch(num_failed, total):
-    failed = [rollout("x").failed(f"reason {place % 5}") for place in range(num_failed)]
+    failed = [rollout("x").failed(f"reason {index % 5}") for index in range(num_failed)]
     return failed + [rollout("x").scored(1.0)] * (total - num_failed)
 
 
 @pytest.mark.parametrize(("num_failed", "fraction"), [(0, 0.0), (1, 0.1), (5, 0.5), (9, 1.0)])
-def test_up_to_the_bound_a_run_goes_on(num_failed, fraction):
+def test_a_run_continues_up_to_the_bound(num_failed, fraction):
     refuse_too_many_failures(batch(num_failed, 10), max_failed_fraction=fraction)
 
 
 @pytest.mark.parametrize(("num_failed", "fraction"), [(1, 0.0), (2, 0.1), (10, 1.0)])
-def test_past_the_bound_it_stops(num_failed, fraction):
+def test_a_run_stops_past_the_bound(num_failed, fraction):
     with pytest.raises(RewardError, match=f"{num_failed} of 10 rollouts could not be scored"):
         refuse_too_many_failures(batch(num_failed, 10), max_failed_fraction=fraction)
 

@@ -1,4 +1,4 @@
-"""What is written is read back, whatever it holds."""
+"""Rollouts are read back equal to what was written, for any content."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def rollouts(draw):
     ids = draw(IDS)
     several = draw(st.booleans())
     size = len(ids)
-    own = draw(st.lists(st.booleans(), min_size=size, max_size=size)) if several else ()
+    generated = draw(st.lists(st.booleans(), min_size=size, max_size=size)) if several else ()
     versions = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)) if several else ()
     logprobs = draw(st.lists(st.floats(-30, 0, width=32), min_size=size, max_size=size))
     failed = draw(st.booleans())
@@ -32,7 +32,7 @@ def rollouts(draw):
             ids,
             tuple(logprobs),
             draw(st.booleans()),
-            tuple(own),
+            tuple(generated),
             tuple(versions),
             draw(st.integers(0, 9)),
         ),
@@ -51,7 +51,7 @@ def rollouts(draw):
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(rollouts(), max_size=4))
-def test_what_is_read_back_is_equal(tmp_path_factory, written):
+def test_rollouts_are_read_back_equal(tmp_path_factory, written):
     folder = tmp_path_factory.mktemp("records")
     save_rollouts(written, folder / "a.parquet")
     assert load_rollouts(folder / "a.parquet") == written
@@ -64,7 +64,7 @@ GOOD = Rollout(PROMPT, Completion((4, 5), (-0.5, -0.1), truncated=False), "3").s
 BAD = GOOD.failed("out of paper")
 
 
-def test_metrics_of_the_environment_lie_beside_its_rollouts(tmp_path):
+def test_environment_metrics_are_stored_with_the_rollouts(tmp_path):
     records = RolloutRecords(tmp_path)
     records.save(1, [GOOD], environment_metrics={"won_fraction": 0.1})
     records.save(2, [GOOD])
@@ -73,7 +73,7 @@ def test_metrics_of_the_environment_lie_beside_its_rollouts(tmp_path):
     assert records.load(1) == records.load(2) == [GOOD]
 
 
-def test_advantages_belong_to_the_valid(tmp_path):
+def test_advantages_belong_to_valid_rollouts(tmp_path):
     records = RolloutRecords(tmp_path / "rollouts")
     records.save(12, [GOOD, BAD, GOOD], advantages=torch.tensor([0.25, -2.0]))
     assert records.load(12) == [replace(GOOD, advantage=0.25), BAD, replace(GOOD, advantage=-2.0)]
@@ -99,5 +99,5 @@ def test_other_files_are_refused(tmp_path):
     records = RolloutRecords(tmp_path)
     with pytest.raises(DataError, match="cannot be read"):
         records.load(1)
-    with pytest.raises(DataError, match=r"no whole rollouts(.|\n)*completion_ids"):
+    with pytest.raises(DataError, match=r"not have all columns(.|\n)*completion_ids"):
         records.load(2)

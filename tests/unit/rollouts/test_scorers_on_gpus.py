@@ -1,4 +1,4 @@
-"""Where scorers with a model compute: on a share of a GPU, and only while they are asked."""
+"""Scorers with a model get a share of a GPU, and only while they compute."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl_core.config.environment import EnvironmentWorkers, WeightedSum, judges_of_the_run
 from nemo_rl_core.config.judge import JudgeEndpoint, JudgeModel, LLMJudge
-from nemo_rl_core.config.placement import OwnBundles
+from nemo_rl_core.config.placement import DedicatedBundles
 from nemo_rl_core.config.single_turn import ExactMatch, RewardModelScore
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.environments.interfaces import Scorer
@@ -32,15 +32,15 @@ def mixed(*environments: Any) -> WeightedSum:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, Any]]:
-    """Where scorers were made, with which workers, on which GPUs."""
-    found: list[tuple[str, Any, Any]] = []
+    """Location, workers and GPUs of each scorer that is made."""
+    made: list[tuple[str, Any, Any]] = []
     monkeypatch.setattr(
         scorers,
         "make_remote_scorer",
-        lambda environment, workers, *_, bundles, **__: found.append(("actors", workers, bundles)),
+        lambda environment, workers, *_, bundles, **__: made.append(("actors", workers, bundles)),
     )
-    monkeypatch.setattr(scorers, "make_scorer", lambda *_, **__: found.append(("here", None, None)))
-    return found
+    monkeypatch.setattr(scorers, "make_scorer", lambda *_, **__: made.append(("here", None, None)))
+    return made
 
 
 def make(environment: Any, workers: EnvironmentWorkers | None, *, use_gpus: bool) -> Any:
@@ -51,17 +51,17 @@ def make(environment: Any, workers: EnvironmentWorkers | None, *, use_gpus: bool
 
 
 def test_a_reward_model_gets_a_share_of_a_gpu(asked: list[tuple[str, Any, Any]]) -> None:
-    own = EnvironmentWorkers(num_workers=2)
+    workers_config = EnvironmentWorkers(num_workers=2)
     for environment in (MODEL, mixed(ExactMatch(), MODEL)):
         cluster = make(environment, None, use_gpus=True)
         assert asked.pop() == ("actors", scorers._WITH_A_MODEL, cluster)
-        cluster = make(environment, own, use_gpus=True)
-        assert asked.pop() == ("actors", own, cluster)
+        cluster = make(environment, workers_config, use_gpus=True)
+        assert asked.pop() == ("actors", workers_config, cluster)
         make(environment, None, use_gpus=False)
         assert asked.pop() == ("here", None, None)
 
 
-def test_other_scorers_get_one_only_if_the_recipe_says_so(
+def test_other_scorers_get_a_gpu_only_if_the_recipe_asks_for_one(
     asked: list[tuple[str, Any, Any]],
 ) -> None:
     plain, with_gpus = EnvironmentWorkers(), EnvironmentWorkers(use_gpus=True)
@@ -99,7 +99,7 @@ def test_a_judge_of_the_run_cannot_be_started_in_actors(
         (LLMJudge(judge=JudgeEndpoint(url="http://localhost/v1", model="any")), None, False),
     ],
 )
-def test_engines_leave_the_gpu_for_what_scores_there(
+def test_engines_leave_the_gpu_to_scorers_on_it(
     environment: Any, workers: EnvironmentWorkers | None, expected: bool
 ) -> None:
     for use_gpus in (True, False):
@@ -114,7 +114,7 @@ ROLLOUT = Rollout(
 
 
 class Constant(Scorer):
-    """Scores every completion alike."""
+    """Gives every completion the same score."""
 
     def __init__(self, reward: float) -> None:
         self.reward = reward
@@ -133,7 +133,7 @@ class Asked:
         pass
 
 
-def test_a_reward_model_beside_a_judge_gets_a_share_of_a_gpu(
+def test_a_reward_model_next_to_a_judge_gets_a_share_of_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[tuple[Any, ...]] = []
@@ -164,7 +164,7 @@ def test_a_reward_model_beside_a_judge_gets_a_share_of_a_gpu(
     assert scorer.score([ROLLOUT]) == [0.5 + 30 + 300]
 
 
-def test_without_gpus_a_reward_model_beside_a_judge_computes_here(
+def test_without_gpus_a_reward_model_next_to_a_judge_computes_in_this_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[Any] = []
@@ -174,7 +174,7 @@ def test_without_gpus_a_reward_model_beside_a_judge_computes_here(
 
 
 @pytest.mark.parametrize("use_gpus", [True, False])
-def test_reward_models_on_bundles_of_their_own_have_actors_there(
+def test_reward_models_on_dedicated_bundles_have_actors_there(
     use_gpus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[Any, dict[str, Any]]] = []
@@ -194,26 +194,27 @@ def test_reward_models_on_bundles_of_their_own_have_actors_there(
         ),
     )
     session: Any = SimpleNamespace(
-        cluster=SimpleNamespace(use_gpus=use_gpus), beside=lambda own: ("bundles of", own)
+        cluster=SimpleNamespace(use_gpus=use_gpus),
+        dedicated_cluster=lambda bundles: ("bundles of", bundles),
     )
     settings: Any = SimpleNamespace(
         environment=mixed(OWN_MODEL, MODEL, OWN_MODEL), environment_workers=None
     )
     scorer = scorer_of(session, settings, Path("policy"), Path("trained before"))
     common = {"reward_model": Path("trained before"), "policy": Path("policy")}
-    of_own = {
+    dedicated = {
         "workers": scorers._WITH_A_MODEL.replace(num_workers=2),
-        "bundles": ("bundles of", OwnBundles("reward-model", 2)),
-        "are_own": True,
+        "bundles": ("bundles of", DedicatedBundles("reward-model", 2)),
+        "is_dedicated": True,
     }
     shared = {"workers": scorers._WITH_A_MODEL, "bundles": session.cluster}
-    expected = [(OWN_MODEL, common | of_own), (MODEL, common | shared)]
+    expected = [(OWN_MODEL, common | dedicated), (MODEL, common | shared)]
     assert started == (expected if use_gpus else expected[:1])
     # Both parts with one model share its actors.
     assert scorer.score([ROLLOUT]) == [1 + (2 if use_gpus else 10) + 1]
 
 
-def test_judges_that_differ_have_workers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_judges_have_separate_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
 
     def start(session: Any, config: JudgeModel, max_new_tokens: int, name: str) -> Any:
@@ -235,7 +236,7 @@ def test_judges_that_differ_have_workers_of_their_own(monkeypatch: pytest.Monkey
     ]
 
 
-def test_a_judge_sleeps_when_it_has_answered() -> None:
+def test_a_judge_sleeps_after_it_has_answered() -> None:
     events = []
 
     def generate(batch: BatchedDataDict, greedy: bool) -> BatchedDataDict:

@@ -1,9 +1,8 @@
-"""A stream's thread beside a caller who trains: who may do what while the other is busy."""
+"""A stream's thread and a training caller: calls that each may make while the other is busy."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +13,13 @@ import torch
 
 from nemo_rl_core.backends.generation.vllm_streaming import FinishedRequest
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.held_rows import HeldRow, HeldRows, InProcess
+from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRow, RemoteRows
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import RewardError, WorkerError, WorkerLostError
-from nemo_rl_core.models.generation import where_made
+from nemo_rl_core.models.generation import remote_completions
 from nemo_rl_core.models.generation.streaming import KeptCompletion
 from nemo_rl_core.rollouts import stream as stream_module
-from nemo_rl_core.rollouts.engine import RolloutPlace, SingleTurnEpisode
+from nemo_rl_core.rollouts.engine import SingleTurnEpisode
 from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.stream import RolloutStream
@@ -32,10 +31,10 @@ NUM_TURNS = 3
 
 
 class Engine:
-    """Answers each request with the same digit at once; may be lost, and knows nothing then.
+    """Answers each request at once with the same digit; may be lost, with all its requests.
 
-    It is lost at a moment that a real one cannot be made to choose; real ones that stream, fail and
-    are killed are in `tests/ray/test_asynchronous.py` and `tests/faults/test_run_faults.py`.
+    It is lost at moments that cannot be forced on a real engine. Real engines that stream, fail
+    and are killed are in `tests/ray/test_asynchronous.py` and `tests/faults/test_run_faults.py`.
     """
 
     def __init__(self, tokenizer: Any, tokenizer_folder: Path) -> None:
@@ -59,10 +58,8 @@ class Engine:
     ) -> None:
         self._refuse_if_lost()
         self._done += names
-        whole, _ = where_made.whole_requests(requests)
-        for name, ids, length in zip(
-            names, whole["input_ids"], whole["input_lengths"], strict=True
-        ):
+        full, _ = remote_completions.full_requests(requests)
+        for name, ids, length in zip(names, full["input_ids"], full["input_lengths"], strict=True):
             self._prompts[name] = ids[:length].tolist()
         self.priorities += requests["priorities"].tolist()
 
@@ -75,31 +72,30 @@ class Engine:
             time.sleep(min(wait_seconds, 0.01))
         return [(name, self._made(name)) for name in done]
 
-    def _made(self, name: int) -> Completion | KeptCompletion:
-        if self.keeps_completions:
-            return KeptCompletion(0, len(self._prompts[name]) + 2, 2, truncated=False)
-        return Completion(self._answer, (-1.0, -1.0), truncated=False, weight_versions=(0, 0))
+    def _made(self, name: int) -> KeptCompletion:
+        return KeptCompletion(0, len(self._prompts[name]) + 2, 2, truncated=False)
 
-    def hand_over(
-        self, kept: Mapping[int, KeptCompletion], before: Mapping[int, HeldRow]
-    ) -> where_made.HeldCompletions:
+    def take_remotely(
+        self, kept: Mapping[int, KeptCompletion], before: Mapping[int, RemoteRow] | None = None
+    ) -> remote_completions.RemoteCompletions:
         self._refuse_if_lost()
+        before = before or {}
         answer = Completion(self._answer, (-1.0, -1.0), truncated=False, weight_versions=(0, 0))
         backend = SimpleNamespace(
-            hand_over=lambda names: [
+            take_completions=lambda names: [
                 FinishedRequest(name, self._prompts.pop(name), answer) for name in names
             ]
         )
-        _, *blocks = where_made.hand_over(
+        _, *blocks = remote_completions.take_remotely(
             backend,
-            names=list(kept),
+            request_ids=list(kept),
             model_folder=self._folder,
-            going_on=[place for place, name in enumerate(kept) if name in before],
-            before=HeldRows.of_each(list(before.values())) if before else None,
+            continued=[row for row, name in enumerate(kept) if name in before],
+            before=RemoteRows.of_each(list(before.values())) if before else None,
         )
-        tokens, texts = (HeldRows.of_blocks([InProcess(block)], [len(kept)]) for block in blocks)
+        tokens, texts = (RemoteRows.of_blocks([InProcess(block)], [len(kept)]) for block in blocks)
         lengths = [[each.input_length, each.completion_length] for each in kept.values()]
-        return where_made.HeldCompletions(
+        return remote_completions.RemoteCompletions(
             *np.array(lengths).T, np.zeros(len(kept), np.bool_), tokens, texts
         )
 
@@ -113,7 +109,7 @@ class Engine:
 
 
 class Patient:
-    """Ends after `NUM_TURNS` turns; does what a test says before it answers."""
+    """Ends after `NUM_TURNS` turns; calls a test's hook before it answers."""
 
     def __init__(self) -> None:
         self.before: Callable[[int], None] = lambda call: None
@@ -140,12 +136,6 @@ def engine(tokenizer: Any, tokenizer_folder: Path) -> Engine:
     return Engine(tokenizer, tokenizer_folder)
 
 
-@pytest.fixture(params=[False, True], ids=["brought", "held"])
-def holds(request: pytest.FixtureRequest) -> bool:
-    """Whether tokens stay with the engine."""
-    return bool(request.param)
-
-
 @pytest.fixture
 def environment() -> Patient:
     return Patient()
@@ -153,15 +143,14 @@ def environment() -> Patient:
 
 @pytest.fixture
 def make(
-    engine: Engine, environment: Patient, tokenizer: Any, holds: bool
+    engine: Engine, environment: Patient, tokenizer: Any
 ) -> Iterator[Callable[..., RolloutStream]]:
     made = []
     bounds = Bounds(max_turns=9, max_tokens=40, max_new_tokens=6)
     rollouts = MultiTurnRollouts(engine, tokenizer, environment, seed=0, bounds=bounds)  # type: ignore[arg-type]
 
     def stream(**options: Any) -> RolloutStream:
-        episode = partial(rollouts.episode, holds=holds)
-        made.append(RolloutStream(engine, episode, environment, seed=0, holds=holds, **options))
+        made.append(RolloutStream(engine, rollouts.episode, environment, seed=0, **options))
         return made[-1]
 
     yield stream
@@ -172,36 +161,36 @@ def make(
 def until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SECONDS
     while not is_so():
-        assert time.monotonic() < deadline, "it did not come to that"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.002)
 
 
-def test_turns_are_taken_before_anybody_asks(make: Any, environment: Patient, ask: Any) -> None:
+def test_turns_are_taken_before_anybody_waits(make: Any, environment: Patient, ask: Any) -> None:
     stream = make()
     stream.begin([ask("8=", "8")], num_generations_per_prompt=2, step=1)
     until(lambda: environment.num_calls >= NUM_TURNS)
-    found = stream.take(1)
-    assert [(each.sample, each.reward, each.error) for each in found] == [
+    rollouts = stream.take(1)
+    assert [(each.sample, each.reward, each.error) for each in rollouts] == [
         (0, 3, None),
         (1, 3, None),
     ]
 
 
-def test_a_caller_who_will_take_soon_has_the_engine_polled_at_once(
+def test_look_polls_the_engine_at_once(
     make: Any, environment: Patient, ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nemo_rl_core.rollouts.stream._TURN_POLL_SECONDS", SECONDS)
     stream = make()
-    stream.look()  # at nothing, and for nothing that comes later
+    stream.poll_soon()  # has no effect on later requests
     stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
     for turn in range(NUM_TURNS):
-        time.sleep(0.05)  # no poll but those that were asked for
+        time.sleep(0.05)  # only requested polls
         assert environment.num_calls == turn
-        stream.look()
+        stream.poll_soon()
         until(lambda turn=turn: environment.num_calls == turn + 1)
 
 
-def test_an_engine_that_is_lost_while_nobody_waits_is_left_until_somebody_does(
+def test_an_engine_lost_while_nobody_waits_is_restarted_when_somebody_does(
     make: Any, engine: Engine, environment: Patient, ask: Any
 ) -> None:
     def lose(call: int) -> None:
@@ -213,16 +202,16 @@ def test_an_engine_that_is_lost_while_nobody_waits_is_left_until_somebody_does(
     until(lambda: engine.is_lost)
     time.sleep(0.2)  # several looks of the thread
     assert (engine.num_restarts, environment.num_calls) == (0, 1)
-    (found,) = stream.take(1)
+    (rollout,) = stream.take(1)
     assert engine.num_restarts == 1
-    # It goes on from the turn that was lost, not from the first.
-    assert (found.reward, environment.num_calls) == (3, 3)
+    # It continues from the lost turn, not from the first.
+    assert (rollout.reward, environment.num_calls) == (3, 3)
 
 
-def test_an_engine_that_was_out_of_reach_once_is_started_again_though_it_lives(
+def test_an_engine_that_was_unreachable_once_is_restarted_even_if_it_lives(
     make: Any, engine: Engine, environment: Patient, ask: Any
 ) -> None:
-    """Its answer to that call is lost, and the next update of weights finds nothing amiss."""
+    """Its answer to that call is lost, and the next weight update would not notice."""
 
     def lose(call: int) -> None:
         engine.is_lost = call == 1
@@ -233,23 +222,22 @@ def test_an_engine_that_was_out_of_reach_once_is_started_again_though_it_lives(
     until(lambda: stream._lost is not None)
     with stream.exclusive():
         engine.is_lost, engine._done = False, []
-    (found,) = stream.take(1)
-    assert (found.reward, engine.num_restarts) == (3, 1)
+    (rollout,) = stream.take(1)
+    assert (rollout.reward, engine.num_restarts) == (3, 1)
 
 
-@pytest.mark.parametrize("holds", [True], indirect=True)
-def test_turns_that_are_lost_with_the_engine_that_kept_them_are_drawn_again(
+def test_turns_lost_with_their_engine_are_drawn_again(
     make: Any, engine: Engine, environment: Patient, ask: Any
 ) -> None:
-    """It is lost between the poll that names them and the call that puts them elsewhere."""
-    handed_over, lost = engine.hand_over, threading.Event()
+    """It is lost between the poll that names them and the call that stores them elsewhere."""
+    original, lost = engine.take_remotely, threading.Event()
 
-    def lose(*asked: Any) -> Any:
+    def lose(*args: Any) -> Any:
         engine.is_lost = not lost.is_set()
         lost.set()
-        return handed_over(*asked)
+        return original(*args)
 
-    engine.hand_over = lose  # type: ignore[method-assign]
+    engine.take_remotely = lose  # type: ignore[method-assign]
     stream = make()
     stream.begin([ask("8=", "8")], num_generations_per_prompt=2, step=1)
     assert lost.wait(SECONDS)
@@ -258,10 +246,10 @@ def test_turns_that_are_lost_with_the_engine_that_kept_them_are_drawn_again(
     assert environment.num_calls == NUM_TURNS
 
 
-def test_a_lost_engine_is_left_to_the_weights_that_are_handed_over_next(
+def test_a_lost_engine_is_restarted_by_the_next_weight_update(
     make: Any, engine: Engine, ask: Any
 ) -> None:
-    """Whose policy has trained on: a restart before would mark its weights as the old ones."""
+    """The policy has new weights, which an earlier restart would label as the old ones."""
     stream = make()
     engine.is_lost = True
     stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1, next_version=1)
@@ -272,14 +260,14 @@ def test_a_lost_engine_is_left_to_the_weights_that_are_handed_over_next(
     assert engine.num_restarts == 1
 
 
-def test_an_engine_that_the_caller_has_restarted_is_asked_again(
+def test_an_engine_restarted_by_the_caller_gets_its_requests_again(
     make: Any, engine: Engine, environment: Patient, ask: Any
 ) -> None:
-    held = threading.Event()
-    environment.before = lambda call: held.set()
+    called = threading.Event()
+    environment.before = lambda call: called.set()
     stream = make()
     stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
-    held.wait(SECONDS)
+    called.wait(SECONDS)
     with stream.exclusive():
         engine.restart(WorkerLostError("as update_weights does"))
     stream.begin([ask("7=", "7")], num_generations_per_prompt=1, step=2)
@@ -287,7 +275,7 @@ def test_an_engine_that_the_caller_has_restarted_is_asked_again(
     assert engine.restarted_in == ["MainThread"]
 
 
-def test_what_the_engine_raises_stops_the_caller(make: Any, engine: Engine, ask: Any) -> None:
+def test_errors_of_the_engine_stop_the_caller(make: Any, engine: Engine, ask: Any) -> None:
     engine.failure = WorkerError("worker 0 of 'generation' raised RuntimeError")
     stream = make()
     stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
@@ -295,21 +283,21 @@ def test_what_the_engine_raises_stops_the_caller(make: Any, engine: Engine, ask:
         stream.take(1)
 
 
-def test_what_comes_after_the_second_deadline_does_not_count(
+def test_answers_after_the_second_deadline_do_not_count(
     make: Any, environment: Patient, ask: Any
 ) -> None:
     let_go = threading.Event()
     environment.before = lambda call: let_go.wait(SECONDS) if call == 1 else None
     stream = make(timeout_seconds=0.1)
     stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
-    (found,) = stream.take(1)
-    assert found.error == "no answer within 0.1 s, twice"
-    assert (found.reward, found.completion.token_ids) == (None, ())
+    (rollout,) = stream.take(1)
+    assert rollout.error == "no answer within 0.1 s, twice"
+    assert (rollout.reward, rollout.completion.token_ids) == (None, ())
     let_go.set()
     stream.begin([ask("7=", "7")], num_generations_per_prompt=1, step=2)
     stream._timeout_seconds = None
-    (found,) = stream.take(2)
-    assert (found.reward, found.error) == (3, None)
+    (rollout,) = stream.take(2)
+    assert (rollout.reward, rollout.error) == (3, None)
 
 
 def test_weights_do_not_wait_for_a_slow_environment_but_a_validation_does(
@@ -357,7 +345,7 @@ def test_further_draws_are_made_while_nobody_waits(make: Any, ask: Any, engine: 
     stream.take(1)
     assert drawn[0] == (1, [("8=", 0, 0), ("8=", 0, 1)])
     assert drawn[1] == (1, [("7=", 1, 0), ("7=", 1, 1), ("6=", 2, 0), ("6=", 2, 1)])
-    assert [place for _, *place in drawn[2][1]] == [[3, 0], [3, 1], [4, 0], [4, 1]]
+    assert [indices for _, *indices in drawn[2][1]] == [[3, 0], [3, 1], [4, 0], [4, 1]]
     assert len(engine.priorities) == (2 + 4 + 4) * NUM_TURNS  # each turn of each rollout
     assert set(engine.priorities) == {1}
     stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=2)
@@ -365,7 +353,7 @@ def test_further_draws_are_made_while_nobody_waits(make: Any, ask: Any, engine: 
     assert engine.priorities[-1] == 2
 
 
-def test_what_a_draw_raises_is_that_of_its_step(make: Any, ask: Any) -> None:
+def test_an_error_in_a_draw_is_raised_for_its_step(make: Any, ask: Any) -> None:
     raised = threading.Event()
 
     def on_draw(step: int, rollouts: Sequence[Rollout]) -> list[Prompt] | None:
@@ -395,8 +383,9 @@ def test_a_hook_that_exits_ends_the_wait(make: Any, ask: Any) -> None:
         stream.take(1)
 
 
+@pytest.mark.slow
 def test_each_draw_may_take_as_long_as_a_step(make: Any, environment: Patient, ask: Any) -> None:
-    """The second draw ends after the first deadline, and scoring it takes longer than all."""
+    """The second draw ends after the first deadline; its scoring exceeds the timeout, too."""
     drawn: list[Sequence[Rollout]] = []
 
     def on_draw(step: int, rollouts: Sequence[Rollout]) -> list[Prompt] | None:
@@ -408,10 +397,10 @@ def test_each_draw_may_take_as_long_as_a_step(make: Any, environment: Patient, a
     stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
     stream.take(1)
     assert [each.error for rollouts in drawn for each in rollouts] == [None, None]
-    assert environment.num_calls == 2 * NUM_TURNS  # none was begun once more
+    assert environment.num_calls == 2 * NUM_TURNS  # none was repeated
 
 
-def test_a_draw_that_never_ends_is_handed_out_with_errors(
+def test_a_draw_that_never_ends_is_returned_with_errors(
     make: Any, environment: Patient, ask: Any
 ) -> None:
     let_go, drawn = threading.Event(), []
@@ -428,10 +417,10 @@ def test_a_draw_that_never_ends_is_handed_out_with_errors(
     let_go.set()
 
 
-def test_a_stream_that_was_closed_over_a_slow_reward_asks_the_engine_for_nothing_more(
+def test_a_stream_closed_during_a_slow_reward_sends_no_more_requests(
     make: Any, engine: Engine, ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next user of the workers calls its requests by the same names, from 0 on."""
+    """The next user of the workers reuses the request names, from 0."""
     monkeypatch.setattr("nemo_rl_core.rollouts.stream._CLOSE_SECONDS", 0.1)
     scores, let_go = threading.Event(), threading.Event()
 
@@ -444,48 +433,43 @@ def test_a_stream_that_was_closed_over_a_slow_reward_asks_the_engine_for_nothing
     stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
     assert scores.wait(SECONDS)
     stream.close()
-    asked = len(engine.priorities)
+    num_requests = len(engine.priorities)
     let_go.set()
     until(lambda: not [each for each in threading.enumerate() if each.name == "rollouts"])
-    assert len(engine.priorities) == asked
+    assert len(engine.priorities) == num_requests
 
 
-def test_what_has_come_while_another_step_was_scored_is_not_given_up(
-    engine: Engine, tokenizer: Any, ask: Any
-) -> None:
+def test_completions_that_arrive_during_scoring_do_not_time_out(engine: Engine, ask: Any) -> None:
     """Step 1 is complete while step 2 is scored, which takes longer than both deadlines."""
-    scores, found = threading.Event(), dict[int, list[str | None]]()
+    scores, errors = threading.Event(), dict[int, list[str | None]]()
 
     def on_draw(step: int, rollouts: Sequence[Rollout]) -> None:
         if step == 2:
             scores.set()
             time.sleep(2)
-        found[step] = [each.error for each in rollouts]
-
-    def episode(prompt: Prompt, place: RolloutPlace) -> SingleTurnEpisode:
-        return SingleTurnEpisode(prompt, place, tokenizer=tokenizer)
+        errors[step] = [each.error for each in rollouts]
 
     answered = engine.poll
 
-    def later_steps_first(*, wait_seconds: float) -> list[tuple[int, Completion]]:
+    def later_steps_first(*, wait_seconds: float) -> list[tuple[int, KeptCompletion]]:
         done = answered(wait_seconds=wait_seconds)
         engine._done = [name for name, _ in done if name == 0 and not scores.is_set()]
         return [each for each in done if each[0] not in engine._done]
 
     engine.poll = later_steps_first  # type: ignore[method-assign]
     with RolloutStream(
-        engine, episode, None, seed=0, timeout_seconds=0.2, on_draw=on_draw
+        engine, SingleTurnEpisode, None, seed=0, timeout_seconds=0.2, on_draw=on_draw
     ) as stream:
         for step in (1, 2):
             stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=step)
         assert scores.wait(SECONDS)
         for step in (1, 2):
             stream.take(step)
-    assert found == {1: [None], 2: [None]}
-    assert len(engine.priorities) == 2  # none was asked for once more
+    assert errors == {1: [None], 2: [None]}
+    assert len(engine.priorities) == 2  # none was requested again
 
 
-def test_the_page_says_how_often_engines_are_polled() -> None:
+def test_the_page_names_the_polling_intervals() -> None:
     page = " ".join((REPOSITORY / "docs/asynchronous.md").read_text().split())
     turns, draws = stream_module._TURN_POLL_SECONDS, stream_module._DRAW_POLL_SECONDS
     assert f"every {turns:g} s for turns and every {draws:g} s for single turns" in page

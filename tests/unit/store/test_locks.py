@@ -1,4 +1,4 @@
-"""Marks of what is in use: shared by many, taken alone by one, given back by the kernel."""
+"""Marks of artifacts in use: shared, exclusive, and released by the kernel."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ store = Store(Path(sys.argv[1]))
 assert store.hold(store.artifacts / "sft-1")
 child = os.fork() if "fork" in sys.argv else 0
 if child or "fork" not in sys.argv:
-    print(child or "held", flush=True)
+    print(child or "locked", flush=True)
 time.sleep(60)
 """
 
@@ -39,13 +39,13 @@ def _is_free(store: Store, name: str = "artifacts/sft-1") -> bool:
         return free
 
 
-def test_many_share_and_each_name_is_its_own(store: Store, spawn: Spawn) -> None:
+def test_many_processes_share_a_mark_and_names_are_independent(store: Store, spawn: Spawn) -> None:
     assert not locks.is_shared(store.marks, "artifacts/sft-1"), "there is no file of marks yet"
     assert not store.marks.exists()
     users = [spawn(USER, store.root) for _ in range(2)]
     for user in users:
         assert user.stdout is not None
-        assert user.stdout.readline() == "held\n"
+        assert user.stdout.readline() == "locked\n"
     assert locks.is_shared(store.marks, "artifacts/sft-1")
     assert not _is_free(store)
     assert _is_free(store, "artifacts/sft-2")
@@ -58,15 +58,15 @@ def test_many_share_and_each_name_is_its_own(store: Store, spawn: Spawn) -> None
     assert store.marks.stat().st_size == 0
 
 
-def test_a_process_is_kept_from_what_it_uses_itself(store: Store) -> None:
+def test_a_process_cannot_lock_what_it_uses_itself(store: Store) -> None:
     assert store.hold(store.artifacts / "sft-1")
     assert not _is_free(store)
     store.release()
     assert _is_free(store)
-    store.release()  # once more does nothing
+    store.release()  # a second call does nothing
 
 
-def test_what_is_gone_or_elsewhere_is_only_looked_for(store: Store, tmp_path: Path) -> None:
+def test_missing_folders_and_folders_elsewhere_are_not_locked(store: Store, tmp_path: Path) -> None:
     assert not store.hold(store.artifacts / "sft-2")
     assert store.hold(tmp_path)
     assert not store.hold(tmp_path / "none")
@@ -84,7 +84,7 @@ def test_a_user_waits_for_a_removal_and_then_finds_nothing(store: Store, spawn: 
     assert user.stdout.readline() == "False\n"
 
 
-def test_a_fork_that_outlives_its_parent_holds_nothing(store: Store, spawn: Spawn) -> None:
+def test_a_fork_that_outlives_its_parent_has_no_locks(store: Store, spawn: Spawn) -> None:
     user = spawn(USER, store.root, "fork")
     assert user.stdout is not None
     orphan = int(user.stdout.readline())
@@ -93,14 +93,14 @@ def test_a_fork_that_outlives_its_parent_holds_nothing(store: Store, spawn: Spaw
     user.wait()
     deadline = time.monotonic() + 500
     try:
-        while not _is_free(store):  # it may not have run at all before
+        while not _is_free(store):  # it may not have started before
             assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:
         os.kill(orphan, signal.SIGKILL)
 
 
-def test_a_store_that_was_removed_and_made_again_is_another(store: Store) -> None:
+def test_a_recreated_store_has_new_marks(store: Store) -> None:
     store.hold(store.artifacts / "sft-1")
     store.marks.unlink()
     assert _is_free(store), "a mark in a removed file has no effect"

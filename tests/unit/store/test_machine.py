@@ -1,4 +1,4 @@
-"""What is recorded of the machine that made an artifact."""
+"""The record of the machine that made an artifact."""
 
 import subprocess
 import sys
@@ -22,40 +22,40 @@ OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Rele
 @pytest.mark.parametrize(
     ("text", "version"), [(PROPRIETARY, "535.104.05"), (OPEN, "570.86.15"), ("", "")]
 )
-def test_the_version_of_the_driver(text: str, version: str) -> None:
+def test_the_driver_version_is_parsed(text: str, version: str) -> None:
     assert read_driver(text) == version
 
 
 def test_variables_that_choose_kernels_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
-    found = Machine.current().variables
-    assert found["NVIDIA_TF32_OVERRIDE"] == "0"
-    assert "ATEN_CPU_CAPABILITY" not in found
+    variables = Machine.current().variables
+    assert variables["NVIDIA_TF32_OVERRIDE"] == "0"
+    assert "ATEN_CPU_CAPABILITY" not in variables
 
 
-def test_a_record_of_an_earlier_version_has_neither() -> None:
+def test_a_record_of_an_earlier_version_lacks_processes_and_variables() -> None:
     assert Machine(cpu_model="any", cores=2) == Machine.model_validate(
         {"cpu_model": "any", "cores": 2, "driver": "", "variables": {}}
     )
 
 
-def test_what_a_process_computes_with() -> None:
-    found = process_numerics()
-    assert found["threads"] == str(torch.get_num_threads())
-    assert found["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
-    assert found["float32_matmul_precision"] == "highest"
-    assert "cuda" not in found
+def test_process_numerics_of_this_process() -> None:
+    numerics = process_numerics()
+    assert numerics["threads"] == str(torch.get_num_threads())
+    assert numerics["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+    assert numerics["float32_matmul_precision"] == "highest"
+    assert "cuda" not in numerics
     torch.set_float32_matmul_precision("high")
     try:
         assert process_numerics()["float32_matmul_precision"] == "high"  # TF32
     finally:
         torch.set_float32_matmul_precision("highest")
     engine = SimpleNamespace(kernels=lambda: {"attention": "FLASH_ATTN"})
-    assert process_numerics(engine) == {**found, "attention": "FLASH_ATTN"}
+    assert process_numerics(engine) == {**numerics, "attention": "FLASH_ATTN"}
 
 
-def test_variables_of_workers_are_recorded_where_they_have_others(
+def test_variables_of_workers_are_recorded_if_they_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
@@ -65,19 +65,19 @@ def test_variables_of_workers_are_recorded_where_they_have_others(
     assert same["NVIDIA_TF32_OVERRIDE"] == "0"
     elsewhere = {**same, "NVIDIA_TF32_OVERRIDE": "1", "NCCL_PROTO": "LL"}
     del elsewhere["NCCL_ALGO"]
-    found = Machine.current().with_processes({"training": elsewhere, "generation": same})
-    assert found.process_variables == {
+    recorded = Machine.current().with_processes({"training": elsewhere, "generation": same})
+    assert recorded.process_variables == {
         "training": {"NCCL_ALGO": "", "NCCL_PROTO": "LL", "NVIDIA_TF32_OVERRIDE": "1"},
         "generation": {},
     }
-    assert found.processes["training"] == found.processes["generation"]
-    assert "NCCL_ALGO" not in found.processes["generation"]
-    assert found.variable_in("training", "NVIDIA_TF32_OVERRIDE") == "1"
-    assert found.variable_in("generation", "NVIDIA_TF32_OVERRIDE") == "0"
-    assert found.variable_in("training", "NCCL_ALGO") == ""
+    assert recorded.processes["training"] == recorded.processes["generation"]
+    assert "NCCL_ALGO" not in recorded.processes["generation"]
+    assert recorded.variable_in("training", "NVIDIA_TF32_OVERRIDE") == "1"
+    assert recorded.variable_in("generation", "NVIDIA_TF32_OVERRIDE") == "0"
+    assert recorded.variable_in("training", "NCCL_ALGO") == ""
 
 
-def test_capability_is_that_of_torch_and_not_of_the_processor() -> None:
+def test_the_capability_is_torchs_and_not_the_processors() -> None:
     program = (
         "import torch; from nemo_rl_core.store.machine import process_numerics; "
         "print(process_numerics()['cpu_capability'])"
@@ -92,7 +92,7 @@ def test_capability_is_that_of_torch_and_not_of_the_processor() -> None:
     assert done.stdout.strip() == "DEFAULT"
 
 
-def test_without_torch_nothing_is_known_and_nothing_imported(
+def test_without_torch_numerics_are_empty_and_nothing_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch")
@@ -111,12 +111,12 @@ def _made(stage: str) -> Machine:
 
 
 @pytest.mark.usefixtures("own_store")
-def test_a_manifest_has_what_the_workers_of_its_stage_computed_with() -> None:
+def test_a_manifest_records_the_numerics_of_its_workers() -> None:
     trained = _made("train")
     assert trained.processes == {"training": {"threads": "3"}}
     assert trained.process_variables is not None
     assert trained.process_variables["training"]["DNNL_MAX_CPU_ISA"] == "AVX2"
-    # A stage after it, without workers, computes in its own process.
+    # A later stage without workers computes in its own process.
     promoted = _made("promote")
     assert promoted.processes["stage"].items() <= process_numerics().items()
     assert promoted.processes["stage"]["threads"] == str(torch.get_num_threads())

@@ -60,8 +60,8 @@ def test_manifest_round_trip_and_no_host_name(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_what_auto_was_is_recorded_and_makes_no_other_artifact(tmp_path: Path) -> None:
-    """Another kind of GPU may take another kernel: as the machine, it is no part of the lineage."""
+def test_values_chosen_for_auto_are_recorded_without_changing_the_artifact(tmp_path: Path) -> None:
+    """Another kind of GPU may use another kernel; like the machine, it is not in the lineage."""
     on_gpu = _fields().model_copy(update={"choices": {"training.attention": "varlen"}})
     assert Manifest.read(on_gpu.write(tmp_path).parent).choices == {"training.attention": "varlen"}
     assert on_gpu.lasting_hash == _fields().lasting_hash
@@ -109,27 +109,27 @@ def test_any_change_of_a_manifest_is_refused(tmp_path: Path) -> None:
         path.write_text(text.replace(before, after, 1))
         with pytest.raises(StoreError, match="checksum mismatch"):
             Manifest.read(tmp_path)
-    path.write_text(json.dumps(json.loads(text), indent=4))  # laid out otherwise, the same
+    path.write_text(json.dumps(json.loads(text), indent=4))  # another layout, the same content
     assert Manifest.read(tmp_path) == _fields().model_copy(
         update={"created_at": Manifest.read(tmp_path).created_at}
     )
 
 
-def test_a_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     path = _manifest("train_sft").write(tmp_path)
-    content, whole = path.read_bytes(), Manifest.read(tmp_path)
-    for place in range(0, len(content) * 8, 7):  # all eight bits, in turn
+    content, original = path.read_bytes(), Manifest.read(tmp_path)
+    for bit in range(0, len(content) * 8, 7):  # covers all eight bits of a byte
         flipped = bytearray(content)
-        flipped[place // 8] ^= 1 << place % 8
+        flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         try:
-            # Only what stands for the same number, such as 1E12 for 1e12, may pass.
-            assert Manifest.read(tmp_path) == whole
+            # Only another form of the same number, such as 1E12 for 1e12, may pass.
+            assert Manifest.read(tmp_path) == original
         except StoreError:
             continue
 
 
-def test_what_is_made_again_has_the_same_lasting_hash(tmp_path: Path) -> None:
+def test_a_rebuilt_artifact_has_the_same_lasting_hash(tmp_path: Path) -> None:
     once = _fields()
     (parent,) = once.parents
     again = {
@@ -153,7 +153,7 @@ def test_what_is_made_again_has_the_same_lasting_hash(tmp_path: Path) -> None:
         assert once.model_copy(update=change).lasting_hash != once.lasting_hash, change
 
 
-def test_a_reference_knows_the_manifest_that_was_read(tmp_path: Path) -> None:
+def test_a_reference_identifies_the_manifest_that_was_read(tmp_path: Path) -> None:
     manifest = _fields()
     ref = manifest.ref(tmp_path)
     assert ref.is_of(manifest)
@@ -163,7 +163,7 @@ def test_a_reference_knows_the_manifest_that_was_read(tmp_path: Path) -> None:
     assert ref.model_copy(update={"manifest_hash": ""}).is_of(other), "an older reference"
 
 
-def test_a_lineage_that_was_written_anew_is_not_believed(tmp_path: Path) -> None:
+def test_a_rewritten_lineage_is_detected(tmp_path: Path) -> None:
     sft = _write(tmp_path / "sft", "sft")
     export = tmp_path / "export"
     _write(export, "export", sft)
@@ -200,7 +200,7 @@ def test_ancestry_walks_nearest_first_and_each_once(tmp_path: Path) -> None:
     assert ancestry(_manifest("grpo", (sft,)))[1].depth == 2
 
 
-def test_ancestry_shows_what_it_cannot_read(tmp_path: Path) -> None:
+def test_ancestry_reports_unreadable_ancestors(tmp_path: Path) -> None:
     gone = ParentRef(kind="model", stage="gone", content_hash="h", path=str(tmp_path / "gone"))
     damaged = _write(tmp_path / "damaged", "damaged", gone)
     (tmp_path / "damaged" / "manifest.json").write_text("{")
@@ -254,13 +254,13 @@ def test_git_state_of_a_real_repository(tmp_path: Path, monkeypatch: pytest.Monk
         _git(tmp_path / name, "add", "a")
         _git(tmp_path / name, "commit", "-q", "-m", name)
     commit = _git(tmp_path / "one", "rev-parse", "HEAD")
-    # As a hook of the other repository would set it.
+    # As set by a hook of the other repository.
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "two" / ".git"))
     assert git_state(tmp_path / "one") == GitState(commit, dirty=False)
     (tmp_path / "one" / "new").write_text("")
     assert git_state(tmp_path / "one") == GitState(commit, dirty=True)
 
-    # A container knows what it was registered from; a repository that is there counts more.
+    # A container has the commit in a variable; an existing repository takes precedence.
     for name, value in GitState("5e1f", dirty=False).as_environment.items():
         monkeypatch.setenv(name, value)
     assert git_state(tmp_path) == GitState("5e1f", dirty=False)
@@ -268,7 +268,7 @@ def test_git_state_of_a_real_repository(tmp_path: Path, monkeypatch: pytest.Monk
     assert GitState(None, None).as_environment == {}
 
 
-def test_package_versions_names_what_is_installed() -> None:
+def test_package_versions_lists_installed_packages() -> None:
     versions = package_versions()
     assert versions["pydantic"] == pydantic.VERSION
     assert versions["python"].startswith("3.")
@@ -281,7 +281,7 @@ def test_machine_is_this_one() -> None:
     assert Machine.current(threads=7).threads == 7
 
 
-def test_threads_are_those_that_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_the_default_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert Machine.current().threads == 3
     for value in ("", "0", "many"):
@@ -329,7 +329,7 @@ def test_config_hash_of_records() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), len, Point, {"a": b"x"}])
-def test_config_hash_refuses_what_has_no_stable_json(value: object) -> None:
+def test_config_hash_refuses_values_without_stable_json(value: object) -> None:
     with pytest.raises(TypeError, match="no stable JSON"):
         config_hash(value)
 

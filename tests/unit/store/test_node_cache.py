@@ -1,4 +1,4 @@
-"""Files that several processes of a node keep on its disk, within a size."""
+"""Files that several processes of a node cache on its disk, up to a size."""
 
 import json
 import os
@@ -18,11 +18,11 @@ from nemo_rl_core.checkpoints.weight_files import refuse_damaged, stored_tensors
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.store import locks, node_cache, partial
 from nemo_rl_core.store.files import hash_file, hash_files
-from nemo_rl_core.store.node_cache import FOLDER, GIB, NodeCache, near
+from nemo_rl_core.store.node_cache import FOLDER, GIB, NodeCache, on_node_disk
 
 
 class Source:
-    """What is fetched from, with the number of times."""
+    """A source of files that counts fetches."""
 
     def __init__(self, content: bytes) -> None:
         self.content, self.num_fetched = content, 0
@@ -48,7 +48,7 @@ def brought(cache: NodeCache, source: Source) -> Path | None:
     return cache.bring(source.digest, len(source.content), source.fetch)
 
 
-def held(folder: Path) -> set[bytes]:
+def contents(folder: Path) -> set[bytes]:
     return {path.read_bytes() for path in (folder / "files").iterdir()}
 
 
@@ -62,40 +62,40 @@ def test_a_file_is_fetched_once(folder: Path) -> None:
     assert list((folder / "coming").iterdir()) == []
 
 
-def test_the_file_that_was_not_used_for_longest_goes_first(folder: Path) -> None:
+def test_the_least_recently_used_file_is_evicted_first(folder: Path) -> None:
     cache = opened(folder, 100)
     old, used, new = Source(b"a" * 40), Source(b"b" * 40), Source(b"c" * 40)
     for source in (used, old):
         assert brought(cache, source) is not None
         times = (1_000_000_000, 1_000_000_000 + (source is old))
         os.utime(folder / "used" / source.digest, times)
-    assert brought(cache, used) is not None  # now that of last use
+    assert brought(cache, used) is not None  # now the most recently used
     assert brought(cache, new) is not None
-    assert held(folder) == {used.content, new.content}
+    assert contents(folder) == {used.content, new.content}
 
 
-def test_a_file_in_use_stays(folder: Path) -> None:
+def test_a_file_in_use_is_not_evicted(folder: Path) -> None:
     cache = opened(folder, 100)
     old, other, new = Source(b"a" * 60), Source(b"b" * 30), Source(b"c" * 60)
     for source in (old, other):
         assert brought(cache, source) is not None
     cache.mark(old.digest)
     try:
-        assert brought(cache, new) is None, "there is no room beside a file in use"
-        assert old.content in held(folder)
+        assert brought(cache, new) is None, "a file in use leaves no room"
+        assert old.content in contents(folder)
         assert new.num_fetched == 0
     finally:
         locks.unshare(folder / "marks")
     assert brought(cache, new) is not None
-    assert held(folder) == {new.content}
+    assert contents(folder) == {new.content}
 
 
-def test_what_is_larger_than_the_cache_removes_nothing(folder: Path) -> None:
+def test_a_file_larger_than_the_cache_evicts_nothing(folder: Path) -> None:
     cache = opened(folder, 100)
     small, large = Source(b"a" * 50), Source(b"b" * 101)
     assert brought(cache, small) is not None
     assert brought(cache, large) is None
-    assert held(folder) == {small.content}
+    assert contents(folder) == {small.content}
 
 
 def test_a_damaged_file_is_fetched_again(folder: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_damaged_file_is_fetched_again(folder: Path) -> None:
     assert source.num_fetched == 2
 
 
-def test_a_file_is_read_against_its_digest_when_it_was_touched(
+def test_the_digest_is_verified_again_when_a_file_was_touched(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
@@ -123,7 +123,7 @@ def test_a_file_is_read_against_its_digest_when_it_was_touched(
     path = brought(cache, source)
     assert path is not None
     hashed.clear()
-    for _ in range(8):  # such as the ranks of a node
+    for _ in range(8):  # like the ranks of a node
         assert brought(opened(folder), source) == path
     assert hashed == []
     path.touch()
@@ -134,7 +134,7 @@ def test_a_file_is_read_against_its_digest_when_it_was_touched(
 
 
 def weights(folder: Path, num_files: int = 2) -> Path:
-    """The model of an artifact on a volume, in so many files."""
+    """Creates the model of an artifact on a volume, in several files."""
     model, tensors = folder / "model", {}
     model.mkdir(parents=True)
     for number in range(num_files):
@@ -151,58 +151,58 @@ def read(model: Path) -> dict[str, float]:
 
 
 @pytest.fixture
-def of_the_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def node_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv(FOLDER, str(folder))
     monkeypatch.setenv(GIB, "1")
     yield folder
     locks.unshare(folder / "marks")
 
 
-def test_weights_on_a_volume_are_read_from_the_node_s_disk(
-    of_the_node: Path, tmp_path: Path
+def test_weights_on_a_volume_are_read_from_the_nodes_disk(
+    node_folder: Path, tmp_path: Path
 ) -> None:
     model = weights(tmp_path / "volume" / "stage-1")
     expected = {"layers.0.weight": 0.0, "layers.1.weight": 1.0}
     assert read(model) == expected
-    assert len(list((of_the_node / "files").iterdir())) == 2
-    # Another stage has them in another folder of the volume, which is not read any more.
+    assert len(list((node_folder / "files").iterdir())) == 2
+    # Another stage has them in another folder of the volume, which is not read.
     again = weights(tmp_path / "volume" / "stage-2")
     for path in again.glob("*.safetensors"):
         path.write_bytes(b"\0" * path.stat().st_size)
     assert read(again) == expected
 
 
-def test_what_the_node_has_damaged_is_copied_again(of_the_node: Path, tmp_path: Path) -> None:
+def test_a_damaged_cached_file_is_copied_again(node_folder: Path, tmp_path: Path) -> None:
     model = weights(tmp_path / "stage")
     first = read(model)
-    for path in (of_the_node / "files").iterdir():
+    for path in (node_folder / "files").iterdir():
         path.write_bytes(b"\0" * path.stat().st_size)
     assert read(model) == first
 
 
-def test_damaged_weights_of_the_volume_are_not_kept(of_the_node: Path, tmp_path: Path) -> None:
+def test_damaged_weights_of_the_volume_are_not_cached(node_folder: Path, tmp_path: Path) -> None:
     model = weights(tmp_path / "stage")
     damaged = model / "model-0.safetensors"
     damaged.write_bytes(b"\0" * damaged.stat().st_size)
     with pytest.raises(ModelError, match=r"model-0\.safetensors"):
         read(model)
-    assert len(list((of_the_node / "files").iterdir())) <= 1
+    assert len(list((node_folder / "files").iterdir())) <= 1
 
 
-def test_other_weights_are_read_where_they_lie(
-    of_the_node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_weights_are_read_from_their_original_location(
+    node_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = weights(tmp_path / "stage")
     link = tmp_path / "stage" / "model" / "link"
     link.symlink_to(model / "model-0.safetensors")
-    assert near(link) == link
+    assert on_node_disk(link) == link
     refuse_damaged(model / "model-0.safetensors")
-    assert list((of_the_node / "files").iterdir()) == [], "a header is no reason to copy"
+    assert list((node_folder / "files").iterdir()) == [], "reading a header does not copy the file"
     (tmp_path / "stage" / partial.DIGESTS).unlink()
     read(model)
-    assert list((of_the_node / "files").iterdir()) == [], "without digests there is no name"
+    assert list((node_folder / "files").iterdir()) == [], "files without digests are not cached"
     monkeypatch.delenv(FOLDER)
-    assert near(model / "model-0.safetensors") == model / "model-0.safetensors"
+    assert on_node_disk(model / "model-0.safetensors") == model / "model-0.safetensors"
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("NoSuchKey")])
@@ -213,15 +213,15 @@ def test_a_failed_fetch_leaves_nothing(folder: Path, error: Exception) -> None:
 
     source = Source(b"weights")
     assert opened(folder).bring(source.digest, 7, fetch) is None
-    assert held(folder) == set()
+    assert contents(folder) == set()
     assert list((folder / "coming").iterdir()) == []
     assert brought(opened(folder), source) is not None
 
 
-def test_other_content_than_was_asked_for_is_not_kept(folder: Path) -> None:
+def test_fetched_content_with_another_digest_is_not_cached(folder: Path) -> None:
     digest = sha256(b"weights").hexdigest()
     assert opened(folder).bring(digest, 7, Source(b"weight?").fetch) is None
-    assert held(folder) == set()
+    assert contents(folder) == set()
 
 
 @pytest.mark.parametrize(
@@ -234,11 +234,11 @@ def test_other_content_than_was_asked_for_is_not_kept(folder: Path) -> None:
         ({FOLDER: "FOLDER"}, "is not used"),
     ],
 )
-def test_a_folder_that_cannot_be_used_is_not(
+def test_an_unusable_folder_is_ignored(
     folder: Path, environment: dict[str, str], logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = {name: value.replace("FOLDER", str(folder)) for name, value in environment.items()}
-    assert NodeCache.of(given) is None
+    variables = {name: value.replace("FOLDER", str(folder)) for name, value in environment.items()}
+    assert NodeCache.of(variables) is None
     assert logged in caplog.text
     assert bool(caplog.text) == bool(logged)
 
@@ -286,25 +286,25 @@ def started(folder: Path, tmp_path: Path) -> Callable[[str], "subprocess.Popen[s
 def test_several_processes_fetch_a_file_once(
     started: Callable[[str], "subprocess.Popen[str]"], tmp_path: Path
 ) -> None:
-    processes = [started("whole") for _ in range(4)]
+    processes = [started("complete") for _ in range(4)]
     assert [each.wait(timeout=120) for each in processes] == [0] * 4
     assert (tmp_path / "log").read_text() == "fetched\n"
 
 
-def test_what_a_killed_process_has_left_takes_no_room(
+def test_leftovers_of_a_killed_process_take_no_room(
     started: Callable[[str], "subprocess.Popen[str]"], folder: Path
 ) -> None:
     assert started("killed").wait(timeout=120) == -signal.SIGKILL
     assert [path.stat().st_size for path in (folder / "files").iterdir()] == [30]
     other = Source(b"o" * 90)
     assert brought(opened(folder), other) is not None
-    assert held(folder) == {other.content}
+    assert contents(folder) == {other.content}
     assert list((folder / "coming").iterdir()) == []
-    assert started("whole").wait(timeout=120) == 0, "its file is fetched anew"
-    assert held(folder) == {b"w" * 60}
+    assert started("complete").wait(timeout=120) == 0, "its file is fetched again"
+    assert contents(folder) == {b"w" * 60}
 
 
-def test_a_file_that_another_process_uses_stays_until_that_ends(
+def test_a_file_in_use_by_another_process_is_kept_until_that_ends(
     started: Callable[[str], "subprocess.Popen[str]"], folder: Path
 ) -> None:
     other = Source(b"o" * 90)
@@ -320,4 +320,4 @@ def test_a_file_that_another_process_uses_stays_until_that_ends(
         if brought(opened(folder), other) is not None:
             break
         time.sleep(0.1)
-    assert held(folder) == {other.content}
+    assert contents(folder) == {other.content}

@@ -1,4 +1,4 @@
-"""Every form of user code has one digest in every process, and another one when it is edited.
+"""Every form of user code has the same digest in every process, until it is edited.
 
 Each form is tried where users write code: in a script, in a cell of a notebook, in a module.
 """
@@ -155,24 +155,26 @@ FORMS = {
 PRINT = """
 import json
 from nemo_rl_core.store.object_source import object_source
-found = {name: object_source(form) for name, form in FORMS.items()}
-print("RESULT", json.dumps({name: [each.digest, *each.unknown] for name, each in found.items()}))
+sources = {name: object_source(form) for name, form in FORMS.items()}
+print("RESULT", json.dumps({name: [each.digest, *each.unknown] for name, each in sources.items()}))
 """
 
 
 def source(value: float) -> str:
-    """All forms in one text, with a number in names that would collide."""
+    """Returns all forms in one text, with a number in names that would collide."""
     parts = [IMPORTS]
     for number, (name, text) in enumerate(FORMS.items()):
-        own = re.sub(r"\b(form|Own|Judge|Base|Sub|Reward|TABLE|Level)\b", rf"\g<1>{number}", text)
-        parts += [own.format(n=value), f"FORMS[{name!r}] = form{number}"]
+        renamed = re.sub(
+            r"\b(form|Own|Judge|Base|Sub|Reward|TABLE|Level)\b", rf"\g<1>{number}", text
+        )
+        parts += [renamed.format(n=value), f"FORMS[{name!r}] = form{number}"]
     return "\n".join(parts)
 
 
 def digests(where: str, folder: Path, value: float, seed: int) -> dict[str, list[str]]:
-    """Digest and incomparable types of each form, in a new process."""
-    known = {"PYTHONPATH": f"{REPOSITORY}:{folder}", "PYTHONHASHSEED": str(seed)}
-    environment = {**os.environ, **known}
+    """Returns digest and incomparable types of each form in a new process."""
+    environment = {"PYTHONPATH": f"{REPOSITORY}:{folder}", "PYTHONHASHSEED": str(seed)}
+    environment = {**os.environ, **environment}
     if where == "notebook":
         v4: Any = nbformat.v4
         notebook = v4.new_notebook(cells=[*map(v4.new_code_cell, (source(value), PRINT))])
@@ -193,14 +195,14 @@ def digests(where: str, folder: Path, value: float, seed: int) -> dict[str, list
         assert done.returncode == 0, done.stderr
         printed = done.stdout
     (line,) = [each for each in printed.splitlines() if each.startswith("RESULT ")]
-    found: dict[str, list[str]] = json.loads(line.removeprefix("RESULT "))
-    return found
+    digests_of_forms: dict[str, list[str]] = json.loads(line.removeprefix("RESULT "))
+    return digests_of_forms
 
 
 @pytest.mark.parametrize(
     "where", ["script", "module", pytest.param("notebook", marks=pytest.mark.slow)]
 )
-def test_every_form_is_known_again_until_it_is_edited(where: str, tmp_path: Path) -> None:
+def test_every_form_keeps_its_digest_until_it_is_edited(where: str, tmp_path: Path) -> None:
     first = digests(where, tmp_path, 1.0, seed=1)
     assert list(first) == list(FORMS)
     assert {name: found[1:] for name, found in first.items() if found[1:]} == {}

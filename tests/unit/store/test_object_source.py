@@ -1,4 +1,4 @@
-"""A reward function that has changed is another one, wherever it was written."""
+"""A changed reward function has another digest, wherever it was written."""
 
 import collections
 import datetime
@@ -17,20 +17,20 @@ from nemo_rl_core.store.object_source import object_source
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def made(text: str, **known: Any) -> Any:
-    """What a cell of a notebook defines as `f`; no module has its source."""
-    names = {"__name__": "__main__", **known}
+def made(text: str, **variables: Any) -> Any:
+    """Returns `f` of a cell of a notebook, whose source is in no module."""
+    names = {"__name__": "__main__", **variables}
     exec(compile(text, "<cell>", "exec"), names)
     return names["f"]
 
 
-def digest(text: str, **known: Any) -> str:
-    found = object_source(made(text, **known))
-    assert found.unknown == ()
-    return found.digest
+def digest(text: str, **variables: Any) -> str:
+    source = object_source(made(text, **variables))
+    assert source.unknown == ()
+    return source.digest
 
 
-def test_the_code_of_a_sets_elements_is_known() -> None:
+def test_the_code_of_a_sets_elements_is_included() -> None:
     source = object_source({digest, threading.Lock()})
     assert source.code == object_source([digest, threading.Lock()]).code != frozenset()
     assert source.unknown == ("_thread.lock",)
@@ -115,19 +115,19 @@ def test_functions_in_functions_of_a_module_count_by_their_code() -> None:
     assert first == same != other
 
 
-def test_what_cannot_be_compared_is_named() -> None:
+def test_values_that_cannot_be_compared_are_named() -> None:
     source = (
         "import threading\nLOCK = threading.Lock()\ndef f(c):\n    with LOCK:\n        return 1"
     )
-    found = object_source(made(source))
-    assert found.unknown == ("_thread.lock",)
-    assert found.digest != object_source(made(source)).digest
+    result = object_source(made(source))
+    assert result.unknown == ("_thread.lock",)
+    assert result.digest != object_source(made(source)).digest
 
 
 def test_a_function_of_a_module_counts_with_what_the_module_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a process each, as a user would run the script again."""
+    """Each run is a separate process, as if a user ran the script again."""
     script = (
         "import my_rewards\nfrom nemo_rl_core.store.object_source import object_source\n"
         "print(object_source(my_rewards.near).digest)"
@@ -154,7 +154,7 @@ def test_a_function_of_a_module_counts_with_what_the_module_imports(
 
 
 class Day(datetime.date):
-    """A class whose instances have more than their attributes."""
+    """A class whose instances have content besides attributes."""
 
 
 class Window(collections.deque[int]):

@@ -1,4 +1,4 @@
-"""Files, modules and variables that user code reads count for a later hit."""
+"""Files, modules and variables that user code reads count for later cache hits."""
 
 import json
 import os
@@ -68,9 +68,9 @@ def score(completion):
     noise()
     exec((HERE / "executed.py").read_text())
     listed = [each.read_text() for each in sorted((HERE / "lists").glob("*.txt"))]
-    found = [in_function.X, helper.X, in_lib.X, constant.X, computed.X, by_function.X]
-    found += [os.environ["WEIGHT"], os.getenv("OFFSET"), SCALE, LIMITS, words(), listed]
-    return float(len(str(found) + optional()))
+    parts = [in_function.X, helper.X, in_lib.X, constant.X, computed.X, by_function.X]
+    parts += [os.environ["WEIGHT"], os.getenv("OFFSET"), SCALE, LIMITS, words(), listed]
+    return float(len(str(parts) + optional()))
 """
 
 FILES = {
@@ -166,10 +166,10 @@ FORMS = {
 from stage import run
 from nemo_rl_core.config.single_turn import RewardFunction
 from nemo_rl_core.environments.contents import reward_content
-from nemo_rl_core.environments.rewards.loading import load_function
+from nemo_rl_core.environments.rewards.functional_reward import load_function
 
 target = "my_rewards:score"
-load_function(target)  # as the checks before a run
+load_function(target)  # like the checks before a run
 environment = RewardFunction(target=target)
 settings = {"environment": environment.model_dump(), "content": reward_content(environment)}
 run(settings, lambda: load_function(target))
@@ -187,7 +187,7 @@ run_object(score)
 
 
 class User:
-    """A user's folder with a reward, and a program that scores with it in a stage."""
+    """A user's folder with a reward and a program that scores with it in a stage."""
 
     def __init__(self, folder: Path, form: str) -> None:
         self.folder, self.form = folder / "user", form
@@ -217,33 +217,33 @@ class User:
         return self.store.published("scored", key) is not None
 
     def is_hit(self, key: str) -> bool:
-        """Whether the stage, which had this key, would be found in the store."""
+        """Whether the stage with this key would be a cache hit."""
         if self.form == "recipe":
             environment = RewardFunction(target="my_rewards:score")
             settings = {"environment": environment.model_dump()}
             return self.has(
                 StageInputs("scored", settings | {"content": reward_content(environment)}).key
             )
-        # What the source of a script refers to is in its key.
+        # The key of a script covers everything that its source refers to.
         return self.has(key) and (self.form == "module" or self.has(*self.run("--key")))
 
 
 @pytest.fixture
 def user(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> User:
-    found = User(tmp_path, request.param)
-    monkeypatch.chdir(found.folder)
-    monkeypatch.setenv("NEMO_RL_HOME", str(found.store.root))
+    created = User(tmp_path, request.param)
+    monkeypatch.chdir(created.folder)
+    monkeypatch.setenv("NEMO_RL_HOME", str(created.store.root))
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("OFFSET", raising=False)
-    return found
+    return created
 
 
 def hits(
     user: User, key: str, edit: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[bool, bool]:
-    """Whether there is a hit after an edit, and after it was undone."""
+    """Returns whether there is a hit after an edit and after undoing it."""
     name, text = edit
     if name.startswith("$"):
         with monkeypatch.context() as patched:
@@ -261,18 +261,19 @@ def hits(
 @pytest.mark.parametrize(
     "user", ["recipe", "module", pytest.param("script", marks=pytest.mark.slow)], indirect=True
 )
-def test_every_edit_is_a_miss_until_it_is_undone(
+def test_every_edit_is_a_cache_miss_until_it_is_undone(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, how, score = user.run()
     assert (how, user.run()) == ("ran", [key, "hit", score])
     assert len(EDITS) == 20
-    found = {name: hits(user, key, edit, monkeypatch) for name, edit in EDITS.items()}
-    assert found == dict.fromkeys(EDITS, (False, True))
+    results = {name: hits(user, key, edit, monkeypatch) for name, edit in EDITS.items()}
+    assert results == dict.fromkeys(EDITS, (False, True))
     same = {name: hits(user, key, edit, monkeypatch) for name, edit in UNRELATED.items()}
     assert same == dict.fromkeys(UNRELATED, (True, True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user", FORMS, indirect=True)
 def test_results_of_both_contents_are_kept(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     first = user.run()
@@ -309,7 +310,7 @@ def test_an_artifact_without_a_record_is_a_hit(user: User) -> None:
 
 
 @pytest.mark.parametrize("user", ["recipe"], indirect=True)
-def test_records_hold_no_values(user: User) -> None:
+def test_records_contain_no_values(user: User) -> None:
     user.run()
     (record,) = user.store.reads.iterdir()
     (reads,) = read_record(record)
@@ -329,7 +330,7 @@ def test_equal_inputs_are_recorded_once(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == [one, other]
 
 
-def test_the_current_folder_is_watched_wherever_it_is() -> None:
+def test_the_current_folder_is_watched_at_any_location() -> None:
     assert not watching._is_noise_from("/usr/src/app/words.txt", "/usr/src/app", None)
     assert watching._is_noise_from("/usr/share/dict/words", "/usr/src/app", None)
     assert watching._is_noise_from("/etc/hosts", "/", None)

@@ -1,4 +1,4 @@
-"""Texts that are only shown are no part of a source's digest; all other code is."""
+"""Texts that are only shown are not in a source's digest; all other code is."""
 
 import ast
 import logging
@@ -13,7 +13,7 @@ import nemo_rl_core
 import tasks
 from nemo_rl_core import errors
 from nemo_rl_core.store import shown_texts
-from nemo_rl_core.store.shown_texts import ERRORS, SAID_TO_MODELS
+from nemo_rl_core.store.shown_texts import ERRORS, SHOWN_TO_MODELS
 from nemo_rl_core.store.source_files import read_source
 
 OF_PROJECT, OF_ENVIRONMENTS, OF_USER = "nemo_rl_core.any", "nemo_rl_core.environments.any", "mine"
@@ -34,7 +34,7 @@ NAMES = pytest.mark.parametrize(
             "StageResult('a', 'b', deck=f(x, 'two'))",
             True,
         ),
-        # What is done, and not only said:
+        # Code that acts, not only texts:
         ("raise DataError('no rows')", "raise ConfigError('no rows')", False),
         ("raise DataError(next(rows))", "raise DataError(next(others))", False),
         ("raise KeyError('a')", "raise KeyError('b')", False),
@@ -57,7 +57,7 @@ def digest(folder: Path, text: str, module: str) -> str:
 
 
 @NAMES
-def test_texts_that_are_shown(tmp_path: Path, before: str, after: str, *, kept: bool) -> None:
+def test_shown_texts_do_not_count(tmp_path: Path, before: str, after: str, *, kept: bool) -> None:
     one, two = (digest(tmp_path, text, OF_PROJECT) for text in (before, after))
     assert (one == two) == kept
 
@@ -68,7 +68,7 @@ def test_all_texts_of_users_count(tmp_path: Path, before: str, after: str, *, ke
     assert digest(tmp_path, before, OF_USER) != digest(tmp_path, after, OF_USER)
 
 
-def test_an_error_of_python_is_an_answer_to_a_model(tmp_path: Path) -> None:
+def test_a_python_error_counts_where_it_may_reach_a_model(tmp_path: Path) -> None:
     texts = ("raise ValueError('not a number')", "raise ValueError('no number')")
     assert len({digest(tmp_path, text, OF_ENVIRONMENTS) for text in texts}) == 2
     texts = ("assert x, 'a'", "assert x, 'b'")
@@ -77,7 +77,7 @@ def test_an_error_of_python_is_an_answer_to_a_model(tmp_path: Path) -> None:
     assert len({digest(tmp_path, text, OF_ENVIRONMENTS) for text in texts}) == 1
 
 
-def test_of_the_errors_module_classes_count(tmp_path: Path) -> None:
+def test_only_classes_of_the_errors_module_count(tmp_path: Path) -> None:
     def of(text: str) -> str:
         return digest(tmp_path, text, "nemo_rl_core.errors")
 
@@ -88,7 +88,7 @@ def test_of_the_errors_module_classes_count(tmp_path: Path) -> None:
     assert of("class A(Exception): pass\nclass B(A, KeyError): pass\n") != before
 
 
-def test_a_docstring_counts_where_it_is_a_value(tmp_path: Path) -> None:
+def test_a_docstring_counts_if_it_is_used_as_a_value(tmp_path: Path) -> None:
     for use in ("PROMPT = __doc__", "x = tool.__doc__", "x = inspect.getdoc(tool)"):
         one, two = (digest(tmp_path, f'"""{text}."""\n{use}\n', OF_USER) for text in ("A", "B"))
         assert one != two, use
@@ -102,8 +102,8 @@ def test_names_of_modules_in_texts_are_still_references(tmp_path: Path) -> None:
     assert read_source(path, OF_PROJECT).strings == ["nemo_rl_core.types"]
 
 
-SAID_BY = {
-    # Their texts end a run, are counted as a failed score, or are thrown again.
+USED_BY = {
+    # Their texts end a run, count as a failed score, or are raised again.
     ("nemo_rl_core.environments.actor_pool", "RayActorError"),
     ("nemo_rl_core.environments.actor_pool", "RayTaskError"),
     ("nemo_rl_core.environments.interfaces", "(Exception, SystemExit)"),
@@ -114,9 +114,13 @@ SAID_BY = {
     ("nemo_rl_core.environments.remote", "RewardError"),
     ("nemo_rl_core.environments.rewards.awaiting", "(Exception, SystemExit)"),
     (
-        "nemo_rl_core.environments.rewards.chat_endpoint",
+        "nemo_rl_core.environments.rewards.llm_judge",
         "(EndpointError, httpx.HTTPError, httpx.InvalidURL)",
     ),
+    # Errors of programs that their tests see in the sandbox.
+    ("nemo_rl_core.environments.rewards.code_checker.connection", "Exception"),
+    ("nemo_rl_core.environments.rewards.code_checker.program", "(Exception, SystemExit)"),
+    ("nemo_rl_core.environments.rewards.multiple_choice", "RewardError"),
     ("nemo_rl_core.environments.rewards.retries", "Exception"),
     (
         "nemo_rl_core.environments.rewards.unit_tests",
@@ -129,7 +133,7 @@ SAID_BY = {
     ("nemo_rl_core.rollouts.stream", "BaseException"),
     ("nemo_rl_core.rollouts.stream", "Exception"),
     ("nemo_rl_core.rollouts.stream", "WorkerLostError"),
-    # Programs of sandboxes, which import nothing of the project: no error of its own comes there.
+    # Programs in sandboxes, which import nothing of the project and raise none of its errors.
     ("nemo_rl_core.environments.rewards.code_checker.checker", "BaseException"),
     ("nemo_rl_core.environments.rewards.code_checker.checker", "BrokenTestError"),
     ("nemo_rl_core.environments.rewards.code_checker.program", "Exception"),
@@ -142,18 +146,18 @@ SAID_BY = {
     ("nemo_rl_core.environments.rewards.math_worker", "Exception"),
     ("nemo_rl_core.environments.sandbox.launcher", "BaseException"),
     ("nemo_rl_core.environments.sandbox.launcher", "Exception"),
-    # An answer to the model: a tool's ValueError, which counts, and no error of the project is one.
+    # An answer to the model: a tool's ValueError counts; errors of the project are no ValueErrors.
     ("nemo_rl_core.environments.tools.environment", "ValueError"),
 }
-"""Who does something with a caught error where a model could read it, other than raise another."""
+"""Handlers that use a caught error where a model could read it, other than raising another."""
 
 
 def test_no_text_of_the_projects_errors_reaches_a_model() -> None:
-    # One of these is raised for names in files of the store, which no tool or environment reads.
+    # One is raised for names in files of the store, which no tool or environment reads.
     of_values = {name for name in ERRORS if issubclass(getattr(errors, name), ValueError)}
     assert of_values == {"UnsafePathError"}
-    found = set()
-    for package in SAID_TO_MODELS:
+    uses = set()
+    for package in SHOWN_TO_MODELS:
         for info in pkgutil.walk_packages(
             find_spec(package).submodule_search_locations, f"{package}."
         ):
@@ -161,12 +165,12 @@ def test_no_text_of_the_projects_errors_reaches_a_model() -> None:
             assert "store.paths" not in text, info.name
             tree = ast.parse(text)
             handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
-            found |= {(info.name, ast.unparse(each.type)) for each in handlers if _uses_error(each)}
-    assert found == SAID_BY, "look where the text of the error goes, then name the handler"
+            uses |= {(info.name, ast.unparse(each.type)) for each in handlers if _uses_error(each)}
+    assert uses == USED_BY, "look where the text of the error goes, then name the handler"
 
 
 def _uses_error(handler: ast.ExceptHandler) -> bool:
-    """Whether the handler reads its error elsewhere than in `raise`."""
+    """Whether the handler uses its error other than in `raise`."""
     thrown = {
         id(part)
         for node in ast.walk(handler)
@@ -179,16 +183,16 @@ def _uses_error(handler: ast.ExceptHandler) -> bool:
     )
 
 
-def test_no_code_decides_by_the_text_of_an_error() -> None:
-    known = {"virtual_cluster.py"}  # of Ray's
+def test_no_code_depends_on_the_text_of_an_error() -> None:
+    allowed = {"virtual_cluster.py"}  # texts of Ray
     for package in (nemo_rl_core, tasks):
         for path in Path(package.__file__).parent.rglob("*.py"):
             if re.search(r'"\s+(?:not )?in str\((?:error|lost)\)', path.read_text()):
-                assert path.name in known, path
+                assert path.name in allowed, path
 
 
-def test_loggers_are_no_other_objects() -> None:
-    """The calls of `_LOG`, `_log` and `logger` are those of loggers, whose results nobody reads."""
+def test_names_of_loggers_are_only_loggers() -> None:
+    """`_LOG`, `_log` and `logger` are only names of loggers, whose results are not used."""
     for path in Path(nemo_rl_core.__file__).parent.rglob("*.py"):
         for line in path.read_text().splitlines():
             if re.match(r"(_LOG|_log|logger)\b.* = ", line):
@@ -196,8 +200,8 @@ def test_loggers_are_no_other_objects() -> None:
     assert isinstance(logging.getLogger("any"), logging.Logger)
 
 
-def test_calls_that_show_are_those_of_telemetry() -> None:
-    """A function of the same name elsewhere might compute with its text."""
+def test_functions_that_show_texts_are_only_in_telemetry() -> None:
+    """A function of the same name elsewhere could compute with its text."""
     for package in (nemo_rl_core, tasks):
         for path in Path(package.__file__).parent.rglob("*.py"):
             if "telemetry" in path.parts:
@@ -216,7 +220,7 @@ def test_calls_that_show_are_those_of_telemetry() -> None:
             assert called & shown_texts._DISPLAYED <= imported, path
 
 
-def test_no_other_class_is_called_as_an_error_of_the_project() -> None:
+def test_no_other_class_has_the_name_of_a_project_error() -> None:
     for package in (nemo_rl_core, tasks):
         for path in Path(package.__file__).parent.rglob("*.py"):
             if path.name != "errors.py":

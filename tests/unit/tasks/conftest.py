@@ -1,4 +1,4 @@
-"""Artifacts in a folder, and child processes with a store of their own."""
+"""Artifacts in a folder, and child processes with a separate store."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_core.distributed.resources import ResourceManager
-from tasks.platform import preflight
+from tasks.local_run import preflight
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -41,5 +41,5 @@ def python(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks count what this machine has, also where an earlier test left Ray running."""
+    """Makes checks count this machine's resources, even if an earlier test left Ray running."""
     monkeypatch.setattr(preflight, "resources_of_runs", ResourceManager.of_this_machine)

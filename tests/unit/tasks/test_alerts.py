@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from nemo_rl_core.rollouts.batch import reward_metrics
-from nemo_rl_core.telemetry.otlp import metric_name
+from nemo_rl_core.telemetry.trackers import metric_name
 
 MONITORING = Path(__file__).resolve().parents[3] / "deployment/production/monitoring.yaml"
 PROMTOOL = shutil.which("promtool")
@@ -28,8 +28,8 @@ needs_promtool = pytest.mark.skipif(
 def groups() -> list[dict[str, Any]]:
     (rule,) = [each for each in yaml.safe_load_all(MONITORING.read_text())
                if each["kind"] == "PrometheusRule"]  # fmt: skip
-    found: list[dict[str, Any]] = rule["spec"]["groups"]
-    return found
+    groups_of_rules: list[dict[str, Any]] = rule["spec"]["groups"]
+    return groups_of_rules
 
 
 def rules() -> dict[str, dict[str, Any]]:
@@ -40,15 +40,15 @@ def test_alerts_read_metrics_that_a_run_sends() -> None:
     import torch
 
     ends = {"stage_end_time_seconds", "run_end_time_seconds"}
-    own = {"step", "last_step_time_seconds", *ends, *reward_metrics(torch.ones(2))}
-    sent = {metric_name(name) for name in own}
+    sent_names = {"step", "last_step_time_seconds", *ends, *reward_metrics(torch.ones(2))}
+    sent = {metric_name(name) for name in sent_names}
     read = {name for rule in rules().values() for name in re.findall(r"nemo_rl_\w+", rule["expr"])}
-    assert read == {metric_name(name) for name in own - {"reward_std"}}
+    assert read == {metric_name(name) for name in sent_names - {"reward_std"}}
     assert read <= sent
 
 
 def fires(tmp_path: Path, alert: str, series: dict[str, str], minutes: int) -> bool:
-    """Whether an alert fires after so many minutes of series with a value a minute."""
+    """Whether an alert fires after that many minutes of series with one value per minute."""
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": groups()}))
     test = {
         "rule_files": ["rules.yaml"],
@@ -79,7 +79,7 @@ def fires(tmp_path: Path, alert: str, series: dict[str, str], minutes: int) -> b
 
 
 @needs_promtool
-def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
+def test_prometheus_accepts_the_rules(tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": groups()}))
     assert PROMTOOL is not None
     subprocess.run([PROMTOOL, "check", "rules", tmp_path / "rules.yaml"], check=True)
@@ -123,7 +123,7 @@ DAYS = 24 * 60
         ("NemoRLNoStep", {LAST: "0x100", MACHINE: "0+60x100"}, 70, True),
         ("NemoRLNoStep", {LAST: "0+60x100", MACHINE: "0+60x100"}, 70, False),
         ("NemoRLNoStep", {LAST: "0x100"}, 50, False),
-        # The process is gone, and says nothing more: that is another alert.
+        # The process is gone and sends nothing more: that is another alert.
         ("NemoRLNoStep", {LAST: "0x10"}, 90, False),
         ("NemoRLRunVanished", {STEPS: "1+1x20", LAST: "0+60x20"}, 45, True),
         (

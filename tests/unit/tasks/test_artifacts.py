@@ -1,4 +1,4 @@
-"""Artifacts on their way through flytekit: whole, and known by their content."""
+"""Artifacts that pass through flytekit stay complete, and are identified by their content."""
 
 from pathlib import Path
 from typing import Annotated, get_args
@@ -48,7 +48,7 @@ def make(kind: type[Artifact], folder: Path, **fields: object) -> Artifact:
         (LineageReport, artifacts.Lineage, {}),
     ],
 )
-def test_an_artifact_survives_the_way_through_flyte(
+def test_an_artifact_survives_conversion_by_flytekit(
     tmp_path: Path, kind: type[Artifact], annotated: object, fields: dict
 ) -> None:
     context = FlyteContextManager.current_context()
@@ -56,7 +56,7 @@ def test_an_artifact_survives_the_way_through_flyte(
     sent = make(kind, tmp_path, **fields)
     literal_type = TypeEngine.to_literal_type(annotated)
     literal = TypeEngine.to_literal(context, sent, annotated, literal_type)
-    # What Flyte's cache compares: not the path.
+    # Flyte's cache does not compare the path.
     assert literal.hash == "ab" * 32
     received = TypeEngine.to_python_value(context, literal, kind)
     assert type(received) is kind
@@ -85,7 +85,7 @@ def test_an_artifact_is_frozen_and_closed(tmp_path: Path) -> None:
     with pytest.raises(ValidationError):
         artifact.step = 5
     with pytest.raises(ValidationError):
-        make(DatasetArtifact, tmp_path, colour="red")
+        make(DatasetArtifact, tmp_path, color="red")
 
 
 def test_a_checkpoint_names_its_model(tmp_path: Path) -> None:

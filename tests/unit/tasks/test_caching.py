@@ -1,4 +1,4 @@
-"""The source that a stage runs is part of its cache key: all of it, and nothing else."""
+"""The cache key of a stage covers exactly the source that the stage runs."""
 
 import ast
 import re
@@ -35,7 +35,7 @@ ENGINE = "nemo_rl_core/backends/generation/vllm.py"
             ],
             [
                 "nemo_rl_core.telemetry.curves",
-                "tasks.platform.stage",
+                "tasks.stage.stage",
                 "nemo_rl_core.algorithms.sft.loss",
                 "nemo_rl_core.converters.export",
                 "workflows.grpo",
@@ -53,7 +53,7 @@ ENGINE = "nemo_rl_core/backends/generation/vllm.py"
                 "nemo_rl_core.algorithms.grpo.loss",
                 "nemo_rl_core.algorithms.ppo.loss",
                 "nemo_rl_core.api.functional",
-                "nemo_rl_core.trainers.fitting",
+                "nemo_rl_core.trainers.fit.fitting",
                 "nemo_rl_core.data.datasets.hub",
             ],
         ),
@@ -67,15 +67,20 @@ ENGINE = "nemo_rl_core/backends/generation/vllm.py"
             ["nemo_rl_core.data.datasets.arithmetic", "nemo_rl_core.data.schemas"],
             ["nemo_rl_core.algorithms.grpo.loss", "nemo_rl_core.trainers.loop"],
         ),
+        (
+            "tasks.convert",
+            ["nemo_rl_core.converters.megatron", "nemo_rl_core.converters.proof"],
+            ["nemo_rl_core.data.datasets.arithmetic", "nemo_rl_core.data.schemas"],
+        ),
     ],
 )
-def test_a_stage_reaches_what_it_runs(
+def test_the_key_of_a_stage_covers_the_code_it_runs(
     stage: str, reached: list[str], not_reached: list[str]
 ) -> None:
-    found = reachable_modules(stage)
-    assert set(reached) <= found
-    assert not set(not_reached) & found
-    assert all(name.split(".")[0] in {"nemo_rl_core", "tasks"} for name in found)
+    modules = reachable_modules(stage)
+    assert set(reached) <= modules
+    assert not set(not_reached) & modules
+    assert all(name.split(".")[0] in {"nemo_rl_core", "tasks"} for name in modules)
 
 
 def test_every_stage_names_its_own_module_for_its_key() -> None:
@@ -94,7 +99,7 @@ def test_every_stage_names_its_own_module_for_its_key() -> None:
     assert modules == {stage: {"__name__"} for stage in stages}
 
 
-def test_packages_on_the_way_count_too() -> None:
+def test_packages_on_the_import_path_count_too() -> None:
     assert {"nemo_rl_core", "nemo_rl_core.backends.generation"} <= reachable_modules(
         "tasks.evaluate"
     )
@@ -112,7 +117,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def digest_after(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
-    """The digest of a stage in the copy, in which one file has been changed."""
+    """The digest of a stage in the copy, after a change of one file."""
     read = (caching._path, caching._source, caching._reached)
 
     def forget() -> None:
@@ -127,10 +132,10 @@ def digest_after(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         with monkeypatch.context() as patch:
             patch.setattr(caching, "_ROOT", tree)
             patch.setattr(caching, "keep_sources", lambda: None)
-            found = source_digest(stage)
+            result = source_digest(stage)
         (tree / path).write_text(source)
         forget()
-        return found
+        return result
 
     yield digest
 
@@ -155,7 +160,7 @@ def _coded(source: str) -> str:
     return source + "\nANOTHER_CONSTANT = 1\n"
 
 
-def test_where_the_tree_lies_does_not_count(digest_after: Callable[..., str]) -> None:
+def test_the_location_of_the_tree_does_not_count(digest_after: Callable[..., str]) -> None:
     here = source_digest("tasks.grpo_iteration")
     assert digest_after("tasks.grpo_iteration", LOSS, _same) == here
 
@@ -164,7 +169,7 @@ def test_where_the_tree_lies_does_not_count(digest_after: Callable[..., str]) ->
     ("change", "path"),
     [(_commented, LOSS), (_documented, LOSS), (_laid_out, "nemo_rl_core/functional/advantages.py")],
 )
-def test_words_and_layout_keep_the_digest(
+def test_comments_and_layout_keep_the_digest(
     digest_after: Callable[..., str], change: Callable[[str], str], path: str
 ) -> None:
     stage = "tasks.grpo_iteration"
@@ -179,12 +184,12 @@ def test_words_and_layout_keep_the_digest(
         ("tasks.grpo_iteration", ENGINE, True),
         ("tasks.evaluate", ENGINE, True),
         ("tasks.prepare_data", ENGINE, False),
-        # Read as text and started, not imported:
+        # Read as text and started as programs, not imported:
         ("tasks.grpo_iteration", "nemo_rl_core/environments/rewards/code_checker/checker.py", True),
         ("tasks.evaluate", "nemo_rl_core/environments/rewards/code_checker/program.py", True),
         ("tasks.ppo_iteration", "nemo_rl_core/environments/sandbox/launcher.py", True),
         ("tasks.train_sft", "nemo_rl_core/environments/sandbox/launcher.py", False),
-        # Imported by the name that its package gives out:
+        # Imported by the name that its package exports:
         ("tasks.grpo_iteration", "nemo_rl_core/models/generation/vllm.py", True),
         ("tasks.grpo_iteration", "nemo_rl_core/algorithms/sft/loss.py", False),
         ("tasks.grpo_iteration", "workflows/grpo.py", False),
@@ -192,7 +197,7 @@ def test_words_and_layout_keep_the_digest(
         ("tasks.grpo_iteration", "nemo_rl_core/functional/__init__.py", True),
     ],
 )
-def test_code_counts_where_it_is_run(
+def test_code_counts_only_for_stages_that_run_it(
     digest_after: Callable[..., str], stage: str, path: str, counts: bool
 ) -> None:
     assert (digest_after(stage, path, _coded) != source_digest(stage)) == counts
@@ -222,10 +227,10 @@ def test_versions_of_reached_packages_count(stage: str, packages: list[str]) -> 
     assert set(packages) <= set(versions)
     for package in packages[1:]:
         assert versions[package] == metadata.version(package)
-    assert "nemo-rl-flow" not in versions  # it says nothing that its source does not
+    assert "nemo-rl-flow" not in versions  # its source is the same
 
 
-def test_another_version_is_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_gives_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     before = source_digest("tasks.export")
     version = caching._version
     monkeypatch.setattr(caching, "_version", lambda name: "0" if name == "torch" else version(name))
@@ -234,14 +239,14 @@ def test_another_version_is_another_digest(monkeypatch: pytest.MonkeyPatch) -> N
     assert source_digest("tasks.export") == before
 
 
-def test_imports_that_are_not_followed_are_there_and_serve_python_alone() -> None:
+def test_imports_that_are_not_followed_exist_and_serve_only_python() -> None:
     """Each is an import of its module, whose names no other function of the module uses."""
     users = {
         "nemo_rl_core.algorithms.dpo": {"setup"},
         "nemo_rl_core.backends": {"__all__"},
         "nemo_rl_core.models.generation.vllm": {"__new__"},
         "nemo_rl_core.trainers.base": {"__init__", "fit", "from_pretrained"},
-        "nemo_rl_core.trainers.own": {"_read"},  # of a trainer's arguments
+        "nemo_rl_core.trainers.fit.custom": {"taken_from"},  # reads a trainer's arguments
     }
     assert set(users) == set(caching.NOT_RUN_BY_STAGES)
     for module, targets in caching.NOT_RUN_BY_STAGES.items():
@@ -260,13 +265,14 @@ def test_imports_that_are_not_followed_are_there_and_serve_python_alone() -> Non
                 assert not used or node.name in users[module], (module, node.name)
 
 
-def test_what_is_left_out_is_there() -> None:
+def test_excluded_modules_exist() -> None:
     assert all(caching._path(name) is not None for name in caching.NOT_OF_THE_RESULT)
 
 
-def test_no_module_finds_its_files_in_a_way_that_is_not_followed() -> None:
+def test_every_module_locates_its_files_in_a_known_way() -> None:
     """`__file__` names files that the key must cover: in one form, or in a known module."""
-    known = {
+    known_modules = {
+        "nemo_rl_core.environments.rewards.code_checker.preamble",  # a name of programs
         "nemo_rl_core.maintenance.doctor.machine",
         "nemo_rl_core.produce",
         # These make the key.
@@ -275,7 +281,7 @@ def test_no_module_finds_its_files_in_a_way_that_is_not_followed() -> None:
         "nemo_rl_core.store.source_files",
         "nemo_rl_core.store.user_source",
         "nemo_rl_core.store.watching",  # where the project and a user's script are
-        "nemo_rl_core.trainers.recording",
+        "nemo_rl_core.trainers.fit.recording",
         "nemo_rl_core.ui.templating",
     }
     for path in (REPOSITORY / "nemo_rl_core").rglob("*.py"):
@@ -284,10 +290,10 @@ def test_no_module_finds_its_files_in_a_way_that_is_not_followed() -> None:
         followed = len(
             re.findall(r'Path\(__file__\)\.with_name\("\w+(\.\w+)?"\)', path.read_text())
         )
-        assert uses == followed or module in known, module
+        assert uses == followed or module in known_modules, module
 
 
-def test_what_was_found_is_kept_by_content(tmp_path: Path) -> None:
+def test_results_are_cached_by_content(tmp_path: Path) -> None:
     file = tmp_path / "module.py"
     file.write_text("from . import inner\nfrom ..above import name\nx = 'a.b:C'\n")
     source = read_source(file, "top.package.module")
@@ -306,7 +312,7 @@ def test_what_was_found_is_kept_by_content(tmp_path: Path) -> None:
 
 @pytest.fixture
 def users_flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pipeline of a user's own beside a module that it imports."""
+    """A user's pipeline next to a module that it imports."""
     flow = tmp_path / "users_flow.py"
     flow.write_text("import users_part\nfrom tasks.grpo_iteration import grpo_iteration\n")
     (tmp_path / "users_part.py").write_text("SIZE = 1\n")
@@ -327,7 +333,7 @@ def users_flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("another.py", "SIZE = 2\n", False),
     ],
 )
-def test_a_users_own_module_counts_with_what_it_imports(
+def test_a_custom_module_counts_with_its_imports(
     users_flow: Path, file: str, content: str, *, counts: bool
 ) -> None:
     before = source_digest("users_flow")
@@ -335,20 +341,20 @@ def test_a_users_own_module_counts_with_what_it_imports(
     assert (source_digest("users_flow") != before) == counts
 
 
-def test_the_project_counts_for_a_users_own_module(
+def test_the_project_counts_for_a_custom_module(
     users_flow: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = source_digest("users_flow")
     source = caching._source
 
     def changed(module: str) -> caching.SourceFile:
-        found = source(module)
-        # Reached by a registry's string alone, from the stage.
-        return replace(found, digest="0") if module.endswith("grpo.loss") else found
+        modules = source(module)
+        # Reached from the stage only through a registry's string.
+        return replace(modules, digest="0") if module.endswith("grpo.loss") else modules
 
     monkeypatch.setattr(caching, "_source", changed)
     assert source_digest("users_flow") != before
 
 
-def test_what_has_no_file_is_never_taken_from_the_cache() -> None:
+def test_code_without_a_file_is_never_cached() -> None:
     assert source_digest("no_such_module") != source_digest("no_such_module")

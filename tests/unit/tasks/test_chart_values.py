@@ -1,7 +1,7 @@
-"""The values of the charts and Ray clusters hold nothing that the pinned versions do not take.
+"""The values of the charts and Ray clusters are accepted by the pinned versions.
 
-Helm takes any key, and Flyte ignores those of a section that it does not know. The trees of
-`tests/schemas` are those of the versions that `docs/clusters.md` names.
+Helm accepts any key, and Flyte ignores those of a section that it does not know. The trees of
+`tests/schemas` are those of the versions that `docs/cluster-setup.md` names.
 """
 
 import json
@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from nemo_rl_core.store.aliases import ALIASES
-from tasks.platform.pods import SECRETS
-from tasks.platform.ray_stage import CLUSTER_GPUS
+from tasks.pods.pods import SECRETS
+from tasks.ray_cluster.ray_stage import CLUSTER_GPUS
 from tests.schemas import problems, schema
 from tests.unit.tasks.test_deployment import documents
 
@@ -23,12 +23,12 @@ FLYTE, KUBERAY, KUEUE = schema("flyte"), schema("kuberay"), schema("kueue")
 PROPELLER_NEEDS = {
     "rayjobs": {"create", "get", "list", "watch", "update", "patch", "delete"},
 }
-"""What Flyte's plugin manager does with the object that its Ray plugin builds: it makes it, its
-informer lists and watches, its finalizer updates and patches, and an abort deletes."""
+"""Requests of Flyte's plugin manager for the object of its Ray plugin: it creates it, its informer
+lists and watches, its finalizer updates and patches, and an abort deletes."""
 
 
 def config_problems(inline: dict[str, Any]) -> Iterator[str]:
-    """What Flyte does not take of its configuration."""
+    """Returns the parts of Flyte's configuration that it does not accept."""
     for section, values in inline.items():
         if section == "plugins":
             for plugin, below in values.items():
@@ -46,18 +46,18 @@ def section_problems(name: str, values: Any) -> Iterator[str]:
 
 
 def chart_problems(values: dict[str, Any]) -> Iterator[str]:
-    """What the chart does not take of its values, and Flyte of the configuration among them."""
+    """Returns the values that the chart refuses, and the configuration that Flyte refuses."""
     yield from problems(values, FLYTE["chart"])
     yield from config_problems(values["configuration"].get("inline", {}))
 
 
 @pytest.mark.parametrize("name", ["production/values-s3.yaml", "production/values-gcs.yaml"])
-def test_flyte_knows_every_key(name: str) -> None:
+def test_flyte_accepts_every_key(name: str) -> None:
     (values,) = documents(name)
     assert list(chart_problems(values)) == []
 
 
-def test_a_key_or_type_that_is_not_known_is_found() -> None:
+def test_an_unknown_key_or_type_is_found() -> None:
     (values,) = documents("production/values-s3.yaml")
     inline = values["configuration"]["inline"]
     inline["task_resources"]["defaults"]["storage"] = "1Gi"  # a key of earlier versions
@@ -70,28 +70,28 @@ def test_a_key_or_type_that_is_not_known_is_found() -> None:
     del values["rbac"]["extraRules"][0]["verbs"]
     values["deployment"]["extraVolumes"][0]["secret"] = "nemo-rl-database"
     assert list(chart_problems(values)) == [
-        "deployment.extraVolumes[0].secret: 'nemo-rl-database' is no map",
+        "deployment.extraVolumes[0].secret: 'nemo-rl-database' is not a map",
         "rbac.extraRules[0].verbs: is missing",
         "rbac.extraRule: no such key",
-        "propeller.workers: True is no integer",
+        "propeller.workers: True is not of type integer",
         "task_resources.defaults.storage: no such key",
         "plugins.k8s.interruptible-tolerations[0].operater: no such key",
-        "plugins.ray.ttlSecondsAfterFinished: '10 s' is no integer",
+        "plugins.ray.ttlSecondsAfterFinished: '10 s' is not of type integer",
         "plugins.ray.ttlSecondAfterFinished: no such key",
         "plugins.spark: no such section",
     ]
 
 
 def test_schedules_are_in_utc() -> None:
-    """`nemo-rl schedule` prints its times so; Flyte's default is the zone of the scheduler."""
+    """`nemo-rl schedule` prints times in UTC; Flyte's default is the zone of the scheduler."""
     (values,) = documents("production/values-s3.yaml")
     scheduler = values["configuration"]["inline"]["scheduler"]["workflowExecutor"]
     assert scheduler["local"]["useUTCTz"] is True
 
 
-def test_the_project_that_commands_name_is_made() -> None:
-    """The chart's own project is another; without one there is no namespace to apply files to."""
-    from tasks.cli.cluster_check import cluster_check
+def test_the_default_project_of_commands_is_created() -> None:
+    """The chart's default project differs; without this one, files have no namespace."""
+    from tasks.cli.machine.cluster_check import cluster_check
 
     (values,) = documents("production/values-s3.yaml")
     admin = values["flyte-core-components"]["admin"]
@@ -102,20 +102,20 @@ def test_the_project_that_commands_name_is_made() -> None:
 
 def allowed(rules: list[dict[str, Any]], group: str) -> dict[str, set[str]]:
     """The verbs on each resource of a group of the API."""
-    found: dict[str, set[str]] = {}
+    verbs_by_resource: dict[str, set[str]] = {}
     for rule in rules:
         if group in rule["apiGroups"]:
             for resource in rule["resources"]:
-                found.setdefault(resource, set()).update(rule["verbs"])
-    return found
+                verbs_by_resource.setdefault(resource, set()).update(rule["verbs"])
+    return verbs_by_resource
 
 
-def test_propeller_may_do_what_its_plugins_do() -> None:
+def test_propeller_has_the_rights_of_its_plugins() -> None:
     (values,) = documents("production/values-s3.yaml")
     rules = values["rbac"]["extraRules"]
     for resource, verbs in PROPELLER_NEEDS.items():
         assert verbs <= allowed(rules, "ray.io").get(resource, set()), resource
-    # The chart's own role has pods, and nothing of Ray.
+    # The role of the chart covers pods, but no Ray resources.
     assert {"create", "watch"} <= allowed(FLYTE["rules"], "")["pods"]
     assert allowed(FLYTE["rules"], "ray.io") == {}
 
@@ -130,7 +130,7 @@ OF_RAYJOBS = {
 
 
 def by_helm(text: str) -> str:
-    """What Helm makes of a string in `configuration.inline`, which it evaluates as a template."""
+    """Returns what Helm makes of a string in `configuration.inline`, a template."""
     made = re.sub(r"\{\{ `(.*?)` \}\}", r"<\1>", text)
     assert "{{" not in re.sub(r"<\{\{.*?\}\}>", "", made), f"Helm would evaluate {text}"
     return made.replace("<{{", "{{").replace("}}>", "}}")
@@ -140,10 +140,10 @@ def log_links(name: str) -> dict[str, list[str]]:
     """The addresses of the links of plain pods and of RayJobs."""
     (values,) = documents(f"production/{name}")
     plugins = values["configuration"]["inline"]["plugins"]
-    found = {"pods": plugins["logs"], "rayjobs": plugins["ray"]["logs"]}
+    links = {"pods": plugins["logs"], "rayjobs": plugins["ray"]["logs"]}
     return {
         kind: [by_helm(uri) for link in section["templates"] for uri in link["templateUris"]]
-        for kind, section in found.items()
+        for kind, section in links.items()
     }
 
 
@@ -164,7 +164,7 @@ def test_helm_evaluates_nothing_else_in_the_inline_section() -> None:
         by_helm("{{ .namespace }}")
 
 
-def test_the_section_of_mail_is_right_once_it_is_no_comment() -> None:
+def test_the_commented_section_of_mail_is_valid() -> None:
     from tests.unit.tasks.test_deployment import DEPLOYMENT
 
     lines = (DEPLOYMENT / "production/values-s3.yaml").read_text().splitlines()
@@ -189,7 +189,7 @@ EXECUTION, ID = "a7x2kq9w4mzt5bv8c1dn", "0" * 62 + "af"
         (f"nemo-rl-{EXECUTION}-node-8gpu-x7k2p-gpus-8-worker-m2c9t", "ray-worker"),
     ],
 )
-def test_a_pods_log_is_where_the_link_leads(pod: str, container: str) -> None:
+def test_links_lead_to_the_logs_of_pods(pod: str, container: str) -> None:
     """The file's name on its machine, by the tag of Fluent Bit, makes the object's name."""
     config = next(each for each in documents("production/logs.yaml") if each["kind"] == "ConfigMap")
     pipeline = yaml.safe_load(config["data"]["fluent-bit.yaml"])["pipeline"]
@@ -208,8 +208,8 @@ def test_a_pods_log_is_where_the_link_leads(pod: str, container: str) -> None:
     assert s3["bucket"] in link
 
 
-def test_every_plugin_that_is_a_default_is_enabled() -> None:
-    """Else propeller does not start."""
+def test_every_default_plugin_is_enabled() -> None:
+    """Otherwise propeller does not start."""
     for name in ("production/values-s3.yaml", "sandbox/plugins.yaml"):
         (values,) = documents(name)
         inline = values.get("configuration", {}).get("inline", values)
@@ -219,7 +219,7 @@ def test_every_plugin_that_is_a_default_is_enabled() -> None:
         assert "ray" in defaults
 
 
-def test_the_secret_that_is_mounted_is_the_one_that_is_read() -> None:
+def test_the_mounted_secret_is_the_one_that_is_read() -> None:
     (values,) = documents("production/values-s3.yaml")
     deployment = values["deployment"]
     volumes = {each["name"] for each in deployment["extraVolumes"]}
@@ -228,7 +228,7 @@ def test_the_secret_that_is_mounted_is_the_one_that_is_read() -> None:
     assert mounts[folder] in volumes
 
 
-def test_what_pyflyte_is_told_to_ask_for_is_there() -> None:
+def test_the_login_of_pyflyte_is_configured() -> None:
     """`authType: Pkce` needs a login, and an address with TLS that gRPC gets through."""
     (values,) = documents("production/values-s3.yaml")
     (client,) = documents("production/flyte.yaml")
@@ -243,7 +243,7 @@ def test_what_pyflyte_is_told_to_ask_for_is_there() -> None:
     assert auth["authorizedUris"] == [f"https://{host}"]
 
 
-def test_kuberays_operator_knows_every_key() -> None:
+def test_kuberays_operator_accepts_every_key() -> None:
     (values,) = documents("production/values-kuberay.yaml")
     assert list(problems(values, KUBERAY["chart"])) == []
     values["batchSchedular"] = values.pop("batchScheduler")
@@ -254,7 +254,7 @@ def test_kuberays_operator_knows_every_key() -> None:
     ]
 
 
-def test_kueue_takes_its_configuration_and_gives_up_on_pods_that_do_not_come() -> None:
+def test_kueue_accepts_its_configuration_and_times_out() -> None:
     (values,) = documents("production/values-kueue.yaml")
     assert list(problems(values, KUEUE["chart"])) == []
     config = yaml.safe_load(values["managerConfig"]["controllerManagerConfigYaml"])
@@ -269,13 +269,13 @@ def test_kueue_takes_its_configuration_and_gives_up_on_pods_that_do_not_come() -
 
 
 @pytest.mark.parametrize("name", ["laptop", "one_gpu", "node_8gpu", "cluster_8"])
-def test_kuberay_takes_every_ray_cluster(name: str) -> None:
+def test_kuberay_accepts_every_ray_cluster(name: str) -> None:
     (cluster,) = documents(f"ray/{name}.yaml")
     assert cluster["apiVersion"] == "ray.io/v1"
     assert list(problems(cluster, KUBERAY["RayCluster"])) == []
 
 
-def test_what_kuberay_does_not_take_is_found() -> None:
+def test_invalid_ray_clusters_are_found() -> None:
     (cluster,) = documents("ray/laptop.yaml")
     head, (workers,) = cluster["spec"]["headGroupSpec"], cluster["spec"]["workerGroupSpecs"]
     head["rayStartParams"]["num-cpus"] = 0
@@ -284,24 +284,24 @@ def test_what_kuberay_does_not_take_is_found() -> None:
     workers["replicas"] = "1"
     del workers["groupName"]
     assert list(problems(cluster, KUBERAY["RayCluster"])) == [
-        "spec.headGroupSpec.rayStartParams.num-cpus: 0 is no string",
+        "spec.headGroupSpec.rayStartParams.num-cpus: 0 is not of type string",
         "spec.headGroupSpec.template.spec.containers[0].volumeMounts[0].readonly: no such key",
         "spec.headGroupSpec.serviceTyp: no such key",
-        "spec.workerGroupSpecs[0].replicas: '1' is no integer",
+        "spec.workerGroupSpecs[0].replicas: '1' is not of type integer",
         "spec.workerGroupSpecs[0].groupName: is missing",
     ]
 
 
-def test_a_sandbox_has_what_flyte_knows() -> None:
+def test_the_sandbox_only_has_known_keys() -> None:
     (values,) = documents("sandbox/plugins.yaml")
     assert list(config_problems(values)) == []
 
 
-def test_pods_of_a_sandbox_keep_what_reads_its_bucket() -> None:
-    """Flyte lays the file over the sandbox's own configuration, and replaces lists."""
+def test_pods_of_a_sandbox_keep_the_variables_of_its_bucket() -> None:
+    """Flyte merges the file into the sandbox's configuration and replaces lists."""
     (values,) = documents("sandbox/plugins.yaml")
-    given = values["plugins"]["k8s"]["default-env-vars"]
-    assert [each for each in FLYTE["sandbox variables"] if each not in given] == []
+    variables = values["plugins"]["k8s"]["default-env-vars"]
+    assert [each for each in FLYTE["sandbox variables"] if each not in variables] == []
     assert any("FLYTE_AWS_ENDPOINT" in each for each in FLYTE["sandbox variables"])
 
 
@@ -311,12 +311,12 @@ INLINE = {"sandbox/plugins.yaml": "s3", "production/values-s3.yaml": "s3"} | {
 
 
 @pytest.mark.parametrize("name", INLINE)
-def test_every_pod_knows_the_names_of_models_and_the_secrets(name: str) -> None:
-    """A stage that plans or downloads has no volume and no template of ours."""
+def test_every_pod_has_the_model_paths_and_secrets(name: str) -> None:
+    """A stage that plans or downloads has no volume and no template of this project."""
     (values,) = documents(name)
     k8s = values.get("configuration", {}).get("inline", values)["plugins"]["k8s"]
     variables = {key: value for each in k8s["default-env-vars"] for key, value in each.items()}
     assert variables[CLUSTER_GPUS].isdigit()
     assert variables[ALIASES].startswith(f"{INLINE[name]}://")
-    if name != "production/values-gcs.yaml":  # which is laid over the other
+    if name != "production/values-gcs.yaml":  # which is merged into the other
         assert k8s["default-env-from-secrets"] == [SECRETS]

@@ -27,9 +27,7 @@ def wheel(folder: Path, name: str, record: str) -> None:
     (info / "RECORD").write_text(record)
 
 
-def test_a_file_that_two_wheels_bring_in_two_versions_is_named(
-    check: ModuleType, tmp_path: Path
-) -> None:
+def test_a_file_with_two_versions_is_named(check: ModuleType, tmp_path: Path) -> None:
     wheel(
         tmp_path,
         "old",
@@ -44,7 +42,7 @@ def test_a_file_that_two_wheels_bring_in_two_versions_is_named(
     )
     files = check.installed_files([str(tmp_path)])
     assert set(files) == {"bindings/runtime.py", "bindings/__init__.py", "bindings/new.py"}
-    # Equal files do no harm, and scripts are looked for on no import.
+    # Equal files do no harm, and no import searches scripts.
     assert check.conflicts(files) == ["bindings/runtime.py: new 1.0, old 1.0"]
 
 

@@ -1,4 +1,4 @@
-"""`deployment/ci/`: the commands of its workflows exist, and production waits for staging."""
+"""`.github/workflows/`: the commands exist, and production waits for staging."""
 
 import os
 import subprocess
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.platform.images import IMAGES, LAPTOP, image_name
+from tasks.pods.images import IMAGES, LAPTOP, image_name
 from tests.documents import REPOSITORY, shell_problems
 
-FOLDER = Path(REPOSITORY) / "deployment" / "ci"
-WORKFLOW: dict[str, Any] = yaml.safe_load((FOLDER / "github.yaml").read_text())
+FOLDER = Path(REPOSITORY) / ".github" / "workflows"
+WORKFLOW: dict[str, Any] = yaml.safe_load((FOLDER / "cluster.yaml").read_text())
 
 
 def steps(job: str) -> list[str]:
@@ -42,11 +42,11 @@ def test_every_image_that_may_be_registered_is_built_first() -> None:
     assert built == {image.name for image in IMAGES}
     assert "images" in WORKFLOW["jobs"]["staging"]["needs"]
     assert steps("images")[-1] == 'deployment/images/build.sh --missing "$IMAGE"'
-    assert "NEMO_RL_REGISTRY" in WORKFLOW["env"], "pushed to, and registered with, one place"
+    assert "NEMO_RL_REGISTRY" in WORKFLOW["env"], "pushed to, and registered with, one address"
 
 
-def test_images_that_the_registry_has_are_not_built(tmp_path: Path) -> None:
-    """A builder that has the first image notes what else it is asked for."""
+def test_existing_images_are_not_built(tmp_path: Path) -> None:
+    """A builder that has the first image logs its further requests."""
     builder, notes = tmp_path / "builder", tmp_path / "notes"
     builder.write_text(
         "#!/bin/sh\n"
@@ -66,7 +66,7 @@ def test_images_that_the_registry_has_are_not_built(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "variable"), [("staging", "GATE_RECIPE"), ("production", "NIGHTLY_RECIPE")]
 )
-def test_recipes_are_those_of_the_user_or_the_job_fails(job: str, variable: str) -> None:
+def test_the_job_fails_without_the_users_recipes(job: str, variable: str) -> None:
     (step,) = [each for each in WORKFLOW["jobs"][job]["steps"] if "RECIPE" in each.get("env", {})]
     assert step["env"]["RECIPE"] == f"${{{{ vars.{variable} }}}}"
     assert "_arithmetic" not in step["run"]
@@ -77,7 +77,7 @@ def test_recipes_are_those_of_the_user_or_the_job_fails(job: str, variable: str)
     assert f"set the variable {variable}" in ran.stderr
 
 
-def test_what_is_registered_to_production_was_checked_in_staging() -> None:
+def test_production_gets_what_staging_has_checked() -> None:
     jobs = WORKFLOW["jobs"]
     assert jobs["staging"]["needs"] == ["package", "images"]
     assert jobs["production"]["needs"] == "staging"
@@ -106,3 +106,10 @@ def test_the_lock_for_gpus_is_installed_and_imported_every_week() -> None:
     runs = [step["run"] for step in workflow["jobs"]["gpu"]["steps"] if "run" in step]
     assert runs[-1] == "make check-gpu"
     assert [problem for run in runs[1:] for problem in shell_problems(run)] == []
+
+
+def test_a_change_is_checked_by_what_ci_runs() -> None:
+    workflow = yaml.safe_load((FOLDER / "ci.yaml").read_text())
+    runs = [step["run"] for step in workflow["jobs"]["all"]["steps"] if "run" in step]
+    assert runs[-1] == "bash .ci/run"
+    assert list(shell_problems(runs[-1])) == []

@@ -21,7 +21,7 @@ from tasks.artifacts import (
     SweepReport,
 )
 from tasks.cli import COMMANDS
-from tasks.platform.closing import closing_lines
+from tasks.local_run.closing import closing_lines
 
 PROGRAM = Path(sys.executable).with_name("nemo-rl")
 
@@ -31,7 +31,7 @@ def make(kind: type[Artifact], folder: Path, stage: str, **fields: object) -> Ar
     return kind(directory=FlyteDirectory(str(folder)), **shared, **fields)
 
 
-def test_accuracy_decision_and_where_things_are(tmp_path: Path) -> None:
+def test_accuracy_decision_and_folders_are_printed(tmp_path: Path) -> None:
     figures = {
         "greedy_accuracy": 0.5,
         "greedy_accuracy_low": 0.25,
@@ -77,7 +77,7 @@ def test_accuracy_decision_and_where_things_are(tmp_path: Path) -> None:
     assert len(lines) == 10
 
 
-def test_the_trained_folder_is_printed_where_the_start_was_exported(tmp_path: Path) -> None:
+def test_the_trained_folder_is_printed_if_the_start_was_exported(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     origin = {"checkpoint": "cd" * 32, "exported": "the model that training started from (sft)"}
     (tmp_path / "out" / "origin.json").write_text(json.dumps(origin))
@@ -90,7 +90,7 @@ def test_the_trained_folder_is_printed_where_the_start_was_exported(tmp_path: Pa
     ]
 
 
-def test_a_reward_model_and_how_often_it_is_right(tmp_path: Path) -> None:
+def test_a_reward_model_ends_with_its_accuracy(tmp_path: Path) -> None:
     figures = {"accuracy": 0.75, "accuracy_low": 0.5, "accuracy_high": 0.875, "num_pairs": 16.0}
     lines = closing_lines(
         [
@@ -104,7 +104,7 @@ def test_a_reward_model_and_how_often_it_is_right(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_without_questions_ends_with_what_it_measured(tmp_path: Path) -> None:
+def test_a_run_without_questions_ends_with_its_measurements(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "sft").mkdir()
     origin = {"checkpoint": "ab" * 32, "exported": "the trained model (train_sft)"}
@@ -130,7 +130,7 @@ def test_a_run_without_questions_ends_with_what_it_measured(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("choices", "loss"), [({}, "4.000"), ({"keep_best": "step 1"}, "2.500")])
-def test_the_loss_is_that_of_the_model_that_is_handed_out(
+def test_the_loss_is_that_of_the_returned_model(
     tmp_path: Path, choices: dict[str, str], loss: str
 ) -> None:
     (tmp_path / "out").mkdir()
@@ -150,7 +150,7 @@ def test_the_loss_is_that_of_the_model_that_is_handed_out(
     assert lines[0] == f"validation loss of train_sft: {loss}"
 
 
-def test_a_run_that_made_nothing_has_nothing_to_say() -> None:
+def test_a_run_without_artifacts_prints_nothing() -> None:
     assert closing_lines([]) == []
 
 

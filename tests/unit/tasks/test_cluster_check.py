@@ -1,4 +1,4 @@
-"""What the checks of a cluster say, by what they find."""
+"""Output of the cluster checks for each result."""
 
 import math
 import threading
@@ -10,17 +10,17 @@ import pytest
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.store import files
 from nemo_rl_core.telemetry import notices
-from tasks.cli.flyte_cluster_check import NODES, line_of_error
+from tasks.cli.machine.flyte_cluster_check import NODES, line_of_error
 from tasks.cluster_check import (
+    check_volume_first,
+    check_volume_second,
     find_nodes,
-    judged_answers,
-    notices_sent,
-    volume_seen_by_the_first,
-    volume_seen_by_the_second,
+    lines_of_answers,
+    notices_line,
 )
-from tasks.platform.check_line import CheckLine
-from tasks.platform.pods import NODE
-from tasks.platform.shapes import one_gpu, shape_of
+from tasks.pods.check_line import CheckLine
+from tasks.pods.pods import NODE
+from tasks.pods.shapes import one_gpu, shape_of
 
 ANSWER: dict[str, Any] = {"losses": [1.0], "gpus": [], "shared_memory_gib": 48.0}
 H100 = "NVIDIA H100 80GB HBM3"
@@ -33,9 +33,9 @@ def test_two_pods_see_each_others_notes_and_locks(
     folder = tmp_path / "notes"
     folder.mkdir()
     first: list[CheckLine] = []
-    thread = threading.Thread(target=lambda: first.extend(volume_seen_by_the_first(folder, 60)))
+    thread = threading.Thread(target=lambda: first.extend(check_volume_first(folder, 60)))
     thread.start()
-    second = volume_seen_by_the_second(folder, 60)
+    second = check_volume_second(folder, 60)
     thread.join(60)
     assert [(line.name, line.state) for line in [*first, *second]] == [
         ("volume back", "warn"),
@@ -48,15 +48,15 @@ def test_two_pods_see_each_others_notes_and_locks(
 
 def test_a_note_of_another_machine_and_locks_that_nobody_sees(tmp_path: Path) -> None:
     files.write_atomic(tmp_path / "first", "node-b")
-    seen, locked = volume_seen_by_the_second(tmp_path, 60)
+    seen, locked = check_volume_second(tmp_path, 60)
     assert (seen.state, locked.state) == ("ok", "warn")
     assert seen.found == "a file written on node-b is read on a machine without a name"
     assert "was given a lock that the other pod holds" in locked.found
     assert (tmp_path / "asked").exists()
 
 
-@pytest.mark.parametrize("seen_by", [volume_seen_by_the_first, volume_seen_by_the_second])
-def test_a_volume_of_ones_own_is_found(tmp_path: Path, seen_by: Any) -> None:
+@pytest.mark.parametrize("seen_by", [check_volume_first, check_volume_second])
+def test_an_unshared_volume_is_found(tmp_path: Path, seen_by: Any) -> None:
     (tmp_path / "notes").mkdir()
     (line,) = seen_by(tmp_path / "notes", 0.1)
     assert line.state == "fail"
@@ -64,23 +64,23 @@ def test_a_volume_of_ones_own_is_found(tmp_path: Path, seen_by: Any) -> None:
     assert "ReadWriteMany" in line.fix
 
 
-def test_a_worker_that_computes_the_same_is_well() -> None:
-    (line,) = judged_answers([ANSWER], shape_of(ClusterConfig()), "nemo-rl-laptop", expected=1.0)
+def test_a_worker_with_the_same_result_passes() -> None:
+    (line,) = lines_of_answers([ANSWER], shape_of(ClusterConfig()), "nemo-rl-laptop", expected=1.0)
     assert (line.name, line.state) == ("ray: laptop", "ok")
     assert "a step of training on 1 worker pod equals the head's" in line.found
 
 
-def test_a_worker_that_computes_something_else_is_named() -> None:
+def test_a_worker_with_another_result_is_named() -> None:
     for wrong in (1.01, math.nan):
         answers = [ANSWER, {**ANSWER, "losses": [1.0, wrong]}]
-        (line,) = judged_answers(answers, one_gpu(), "nemo-rl-training", expected=1.0)
+        (line,) = lines_of_answers(answers, one_gpu(), "nemo-rl-training", expected=1.0)
         assert line.state == "fail"
         assert "dcgmi" in line.fix
 
 
 def test_a_small_shared_memory_is_named() -> None:
     answers = [{**ANSWER, "shared_memory_gib": 0.0625}]  # 64 MiB, docker's default
-    (line,) = judged_answers(answers, shape_of(ClusterConfig()), "nemo-rl-laptop", expected=1.0)
+    (line,) = lines_of_answers(answers, shape_of(ClusterConfig()), "nemo-rl-laptop", expected=1.0)
     assert line.state == "warn"
     assert "/dev/shm has 0 GiB, not 6" in line.found
 
@@ -95,21 +95,21 @@ def test_a_small_shared_memory_is_named() -> None:
 )
 def test_gpus_are_those_of_the_shape(gpus: list[list[str]], state: str, found: str) -> None:
     answers = [{**ANSWER, "gpus": each} for each in gpus]
-    _, line = judged_answers(answers, one_gpu(), "nemo-rl-training", expected=1.0)
+    _, line = lines_of_answers(answers, one_gpu(), "nemo-rl-training", expected=1.0)
     assert (line.name, line.state, line.found) == ("GPUs: training", state, found)
 
 
 @pytest.mark.parametrize(
     ("environment", "state", "found"),
     [
-        ({}, "warn", "nobody is told"),
-        ({"NEMO_RL_NOTIFY": "here"}, "fail", "names no place for a notice; got: here"),
+        ({}, "warn", "nobody is notified"),
+        ({"NEMO_RL_NOTIFY": "here"}, "fail", "has an invalid address; got: here"),
         ({"NEMO_RL_NOTIFY": "a@example.com"}, "fail", "1 mail addresses, and no NEMO_RL_SMTP"),
         ({"NEMO_RL_NOTIFY": "http://127.0.0.1:9/x"}, "fail", "http://127.0.0.1/…: URLError"),
     ],
 )
 def test_notices_that_do_not_arrive(environment: dict[str, str], state: str, found: str) -> None:
-    (line,) = notices_sent(environment, notices.send)
+    (line,) = notices_line(environment, notices.send)
     assert line.state == state
     assert found in line.found
     assert "secret" in line.fix or "pods reach" in line.fix or "correct NEMO_RL_NOTIFY" in line.fix

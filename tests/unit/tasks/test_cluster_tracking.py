@@ -1,4 +1,4 @@
-"""Who tells a receiver of metrics how a stage and a run on a cluster have ended."""
+"""Reports to a receiver of metrics of how a stage and a run on a cluster have ended."""
 
 import json
 from collections.abc import Iterator
@@ -11,8 +11,9 @@ from flytekit.types.error.error import FlyteError
 
 from nemo_rl_core.telemetry.events import report
 from nemo_rl_core.types import StepReport
-from tasks.platform.cluster_tracking import TRACKING, track_end, tracked_stage
-from tasks.recipes.grpo import GRPORecipe, record_failure
+from tasks.plan_tasks.grpo import record_failure
+from tasks.recipes.grpo import GRPORecipe
+from tasks.stage.container import TRACKING, track_end, tracked_stage
 from tests.otlp_receiver import OtlpReceiver
 from tests.unit.tasks.test_notifying import announced
 
@@ -21,7 +22,7 @@ STAGE, RUN = "nemo_rl_stage_end_time_seconds", "nemo_rl_run_end_time_seconds"
 
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[OtlpReceiver]:
-    """Of a container of the execution `today`, which a schedule has started."""
+    """Variables of a container of the execution `today`, which a schedule has started."""
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "store"))
     monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "today")
     monkeypatch.setenv(
@@ -46,7 +47,7 @@ def ends(receiver: OtlpReceiver) -> dict[str, dict[str, str]]:
 @pytest.mark.parametrize(
     ("error", "outcome"), [(None, "succeeded"), (FlyteRecoverableException("lost"), "failed")]
 )
-def test_the_end_of_a_stage_is_none_of_its_run(
+def test_the_end_of_a_stage_does_not_end_its_run(
     receiver: OtlpReceiver, error: Exception | None, outcome: str
 ) -> None:
     with suppress(FlyteRecoverableException), tracked_stage():
@@ -61,14 +62,14 @@ def test_the_end_of_a_stage_is_none_of_its_run(
     assert [*ends(receiver)] == [STAGE]
 
 
-def test_a_run_that_has_failed_for_good_is_told_of_by_its_handler(receiver: OtlpReceiver) -> None:
+def test_a_failed_run_is_reported_by_its_handler(receiver: OtlpReceiver) -> None:
     error = FlyteError(message="out of attempts", failed_node_id="n3")
     record_failure.task_function(config=GRPORecipe(), err=error)
-    told = {"run": "today", "workflow": "grpo", "recipe": "nightly_grpo", "outcome": "failed"}
-    assert ends(receiver) == {RUN: told}
+    labels = {"run": "today", "workflow": "grpo", "recipe": "nightly_grpo", "outcome": "failed"}
+    assert ends(receiver) == {RUN: labels}
 
 
-def test_a_local_run_and_one_without_trackers_say_nothing(
+def test_a_local_run_and_one_without_trackers_report_nothing(
     receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -79,12 +80,12 @@ def test_a_local_run_and_one_without_trackers_say_nothing(
     assert receiver.requests == []
 
 
-def test_a_run_that_has_ended_well_is_told_of_by_its_last_task(receiver: OtlpReceiver) -> None:
+def test_a_successful_run_is_reported_by_its_last_task(receiver: OtlpReceiver) -> None:
     announced("today")
     assert ends(receiver)[RUN]["outcome"] == "succeeded"
 
 
-def test_a_receiver_that_is_away_ends_no_run(receiver: OtlpReceiver) -> None:
+def test_an_unreachable_receiver_does_not_end_a_run(receiver: OtlpReceiver) -> None:
     receiver.close()
     track_end("succeeded")
     assert receiver.requests == []

@@ -1,4 +1,4 @@
-"""What a Ray stage in a container puts on the volume of the store, and takes away again."""
+"""Files that a Ray stage in a container puts on the volume of the store, and removes again."""
 
 import os
 import subprocess
@@ -21,16 +21,16 @@ from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.store.store import Store
 from tasks.artifacts import DatasetArtifact
-from tasks.platform.ray_stage import RayStage, RayStageTask
-from tasks.platform.resources import TRAIN
-from tasks.platform.shapes import laptop
+from tasks.pods.resources import TRAIN
+from tasks.pods.shapes import laptop
+from tasks.ray_cluster.ray_stage import RayStage, RayStageTask
 
 REMOTE = "memory://bucket/parent"
 SEEN: list[tuple[Path, str]] = []
 
 
 def read(parent: FlyteDirectory) -> FlyteDirectory:
-    """What a stage does: hands a path to workers, and returns a folder."""
+    """Stage that passes a path to workers, and returns a folder."""
     folder = Path(parent)
     SEEN.append((folder, (folder / "model" / "config.json").read_text()))
     if (folder / "broken").exists():
@@ -39,7 +39,7 @@ def read(parent: FlyteDirectory) -> FlyteDirectory:
 
 
 def made(parent: FlyteDirectory) -> DatasetArtifact:
-    """What a stage publishes, beside an artifact that another process uses."""
+    """Artifacts that a stage publishes, next to one that another process uses."""
     folder = Store.default().artifacts / "made-1"
     folder.mkdir(parents=True)
     (folder / "rows.txt").write_text(Path(parent).joinpath("model", "config.json").read_text())
@@ -48,7 +48,7 @@ def made(parent: FlyteDirectory) -> DatasetArtifact:
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RayStageTask:
-    """Without the wait for pods, of which there are none here."""
+    """Skips the wait for pods, since there are none here."""
     SEEN.clear()
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "volume"))
     monkeypatch.setattr(RayStageTask, "pre_execute", lambda self, params: params)
@@ -78,7 +78,7 @@ def put(**files: str) -> Any:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_inputs_lie_in_the_store_while_the_stage_runs(
+def test_inputs_are_in_the_store_while_the_stage_runs(
     stage: RayStageTask, tmp_path: Path, broken: bool
 ) -> None:
     bucket = put(**{"model__config.json": "{}", **({"broken": ""} if broken else {})})
@@ -93,7 +93,7 @@ def test_inputs_lie_in_the_store_while_the_stage_runs(
     assert len(uploaded) == (not broken)
 
 
-def test_what_killed_attempts_left_is_removed_a_day_later(
+def test_files_of_killed_attempts_are_removed_a_day_later(
     stage: RayStageTask, tmp_path: Path
 ) -> None:
     put(**{"model__config.json": "{}"})
@@ -102,7 +102,7 @@ def test_what_killed_attempts_left_is_removed_a_day_later(
         (inputs / name).mkdir(parents=True)
         (inputs / f"{name}.lock").touch()
     two_days_ago = time.time() - 48 * 3600
-    with locks.held(inputs / "running.lock", "another stage"):
+    with locks.locked(inputs / "running.lock", "another stage"):
         for name in ("old", "running"):
             os.utime(inputs / f"{name}.lock", (two_days_ago, two_days_ago))
         run_as_container(stage, REMOTE, tmp_path / "out")
@@ -111,7 +111,7 @@ def test_what_killed_attempts_left_is_removed_a_day_later(
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-def test_what_is_uploaded_leaves_the_volume(
+def test_uploaded_artifacts_leave_the_volume(
     stage: RayStageTask, tmp_path: Path, is_used: bool
 ) -> None:
     bucket = put(**{"model__config.json": "{}"})
@@ -134,10 +134,8 @@ def test_what_is_uploaded_leaves_the_volume(
 
 
 @pytest.mark.parametrize("used_by", ["another execution", "this execution", "another process"])
-def test_an_artifact_that_an_earlier_execution_has_left_is_made_again(
-    own_store: Path, used_by: str
-) -> None:
-    """As `--overwrite-cache` asks; one of an earlier attempt of this execution is taken."""
+def test_an_artifact_of_an_earlier_execution_is_made_again(own_store: Path, used_by: str) -> None:
+    """Like `--overwrite-cache`; an artifact of an earlier attempt of this execution is used."""
     made = []
 
     def work(folder: Path) -> StageResult:

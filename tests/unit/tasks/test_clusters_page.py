@@ -1,4 +1,4 @@
-"""The tables of `docs/clusters.md` are what the code asks a cluster for."""
+"""The tables of `docs/cluster*.md` show what the code requests from a cluster."""
 
 import re
 from datetime import timedelta
@@ -9,12 +9,13 @@ import pytest
 import yaml
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from tasks.platform.pod_sizes import in_words, of_ray, without_ray
-from tasks.platform.resources import DATA, GENERATE, PLAIN, SCORE, TRAIN, WEIGHTS
-from tasks.platform.shapes import shape_of
+from tasks.pods.pod_sizes import in_words, other_pods, ray_pods
+from tasks.pods.resources import DATA, GENERATE, PLAIN, SCORE, TRAIN, WEIGHTS
+from tasks.pods.shapes import shape_of
 from tests.schemas import schema
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "clusters.md").read_text()
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = "\n".join(path.read_text() for path in sorted(DOCS.glob("cluster*.md")))
 
 
 def table(header: str) -> list[list[str]]:
@@ -27,12 +28,12 @@ def table(header: str) -> list[list[str]]:
 def shape_rows() -> list[tuple[dict[str, Any], int, str]]:
     rows = table("| `cluster` | worker pods")
     named = {yaml.safe_load(row[0].strip("`"))["shape"]: row[2] for row in rows}
-    found = []
+    matching = []
     for written, count, each in rows:
         same_as = re.fullmatch(r"as `(\w+)`", each)
         cluster = yaml.safe_load(written.strip("`"))
-        found.append((cluster, int(count), named[same_as[1]] if same_as else each))
-    return found
+        matching.append((cluster, int(count), named[same_as[1]] if same_as else each))
+    return matching
 
 
 def test_every_shape_is_shown() -> None:
@@ -41,7 +42,7 @@ def test_every_shape_is_shown() -> None:
 
 
 @pytest.mark.parametrize(("cluster", "count", "each"), shape_rows())
-def test_a_shape_is_as_shown(cluster: dict[str, Any], count: int, each: str) -> None:
+def test_shapes_are_as_shown(cluster: dict[str, Any], count: int, each: str) -> None:
     (nodes,) = shape_of(ClusterConfig.model_validate(cluster)).nodes
     assert nodes.count == count
     cores, memory = re.search(r"(\d+) cores, (\d+) GiB", each).groups()
@@ -57,10 +58,10 @@ def test_a_shape_is_as_shown(cluster: dict[str, Any], count: int, each: str) -> 
 def test_every_kind_of_pod_is_as_shown() -> None:
     eight = ClusterConfig(shape="node_8gpu", num_workers=8)
     shapes = ClusterConfig(), ClusterConfig(lifetime="run"), ClusterConfig(shape="one_gpu"), eight
-    sizes = [size for shape in shapes for size, _ in of_ray(shape)] + without_ray()
+    sizes = [size for shape in shapes for size, _ in ray_pods(shape)] + other_pods()
     expected = {size.name: (in_words(size.requests), size.setting) for size in sizes}
     rows = table("| pod | asks for")
-    shown = {re.split(", in place|: ", row[0])[0]: row[1:] for row in rows}
+    shown = {row[0].partition(": ")[0]: row[1:] for row in rows}
     assert shown.keys() == expected.keys()
     for name, (asked, setting) in expected.items():
         assert shown[name][0] == asked
@@ -70,7 +71,7 @@ def test_every_kind_of_pod_is_as_shown() -> None:
 KINDS = {
     "compares, decides, reports": [PLAIN],
     "reads and checks data": [DATA],
-    "holds whole weights: fetch, convert, export": [WEIGHTS],
+    "holds full weights: fetch, convert, export": [WEIGHTS],
     "samples, scores": [GENERATE, SCORE],
     "trains": [TRAIN],
 }
@@ -109,15 +110,15 @@ def test_every_launch_plan_is_as_shown() -> None:
 
 
 def test_every_command_names_project_and_domain() -> None:
-    """A command that leaves one out may speak of another namespace than the one before it."""
+    """A command without one could refer to another namespace than the command before it."""
     blocks = re.findall(r"^ *```sh\n(.*?)^ *```$", PAGE, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     flyte = re.compile(
         r"(pyflyte .*run --remote|register\.sh|nemo-rl cluster-check|files --archive)"
     )
-    found = [line for line in lines if flyte.search(line)]
-    assert len(found) >= 4
-    assert [line for line in found if "--project" not in line or "--domain" not in line] == []
+    matching = [line for line in lines if flyte.search(line)]
+    assert len(matching) >= 4
+    assert [line for line in matching if "--project" not in line or "--domain" not in line] == []
 
 
 def test_charts_are_installed_in_the_versions_that_the_schemas_are_of() -> None:
@@ -132,8 +133,9 @@ def test_charts_are_installed_in_the_versions_that_the_schemas_are_of() -> None:
     assert {chart.partition("/")[0] for chart in installed} <= repositories
 
 
-def test_how_long_pods_are_waited_for_is_as_shown() -> None:
-    from tasks.platform import ray_stage, run_cluster
+def test_time_limits_of_pods_are_as_shown() -> None:
+    from tasks.ray_cluster import ray_stage
+    from tasks.ray_cluster.experimental import run_cluster
 
     shown = {row[0]: row[1] for row in table("| | after | what happens")}
     assert shown["`cluster: {lifetime: run}`"] == f"{run_cluster._WAIT_SECONDS / 3600:.0f} hours"
@@ -144,7 +146,7 @@ def test_every_variable_of_stages_is_shown() -> None:
     from nemo_rl_core.store.aliases import ALIASES
     from nemo_rl_core.telemetry.budget import LIMIT
     from nemo_rl_core.telemetry.notices import NOTIFY, SMTP
-    from tasks.platform.ray_stage import CLUSTER_GPUS
+    from tasks.ray_cluster.ray_stage import CLUSTER_GPUS
 
     rows = table("| variable | what | where")
     shown = {name: row[2] for row in rows for name in re.findall(r"`([A-Z_]+)`", row[0])}

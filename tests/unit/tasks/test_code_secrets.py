@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.errors import ConfigError
-from tasks.platform.code_secrets import CHECKOUT, main, refuse_secrets
+from tasks.flyte.code_secrets import CHECKOUT, main, refuse_secrets
 from tests.commands import REPOSITORY
 
 KEY = "-----BEGIN {}PRIVATE" + " KEY-----\nMIIEvg==\n"  # in two, since this file is uploaded, too
@@ -57,7 +57,7 @@ def test_secrets_are_refused_with_their_path(
     assert f"got: {name} ({kind})\n  fix: move them out of the checkout" in capsys.readouterr().err
 
 
-def test_what_is_not_uploaded_may_be_anything(checkout: Path) -> None:
+def test_ignored_files_may_contain_secrets(checkout: Path) -> None:
     for name, (text, _) in SECRETS.items():
         write(checkout, name, text)
     with pytest.raises(ConfigError) as error:
@@ -71,7 +71,7 @@ def test_what_is_not_uploaded_may_be_anything(checkout: Path) -> None:
     refuse_secrets(checkout)
 
 
-def test_without_git_all_files_are_looked_at(tmp_path: Path) -> None:
+def test_without_git_all_files_are_scanned(tmp_path: Path) -> None:
     write(tmp_path, "code.py", "")
     refuse_secrets(tmp_path)
     write(tmp_path, "folder/tls.key", KEY.format("RSA "))
@@ -93,7 +93,7 @@ def test_the_checkout_holds_no_secret_and_ignores_the_usual_ones() -> None:
     assert ignored.stdout.split() == usual
 
 
-def test_a_repository_in_the_checkout_is_looked_through(checkout: Path) -> None:
+def test_a_nested_repository_is_scanned(checkout: Path) -> None:
     subprocess.run(["git", "init", "-q", "nested"], cwd=checkout, check=True)
     write(checkout, "nested/folder/tls.pem", SECRETS["tls.pem"][0])
     with pytest.raises(ConfigError) as error:
@@ -101,7 +101,7 @@ def test_a_repository_in_the_checkout_is_looked_through(checkout: Path) -> None:
     assert error.value.got == "nested/folder/tls.pem (a private key)"
 
 
-def test_without_git_every_file_is_looked_at(
+def test_without_git_every_nested_file_is_scanned(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")

@@ -1,4 +1,4 @@
-"""The collection on a cluster's volume, beside a process that works there."""
+"""The collection on a cluster's volume, next to a process that works there."""
 
 import os
 import subprocess
@@ -21,9 +21,9 @@ from nemo_rl_core.store import locks
 from nemo_rl_core.store.store import Store
 
 store = Store(Path(sys.argv[1]))
-with store.work_folder("train_sft", "running"), locks.held(store.inputs / "b.lock", "inputs"):
+with store.work_folder("train_sft", "running"), locks.locked(store.inputs / "b.lock", "inputs"):
     store.hold(store.artifacts / "train_sft-uploading")
-    print("held", flush=True)
+    print("locked", flush=True)
     sys.stdin.read()
 """
 
@@ -35,7 +35,7 @@ def aged(path: Path) -> None:
 
 @pytest.fixture
 def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """Of a cluster: no runs and no history, and everything in it is eight days old."""
+    """The store of a cluster: no runs and no history, and everything in it is eight days old."""
     store = Store(tmp_path)
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
     monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "f1")
@@ -55,7 +55,7 @@ def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
     for folder in folders:
         if not folder.name.endswith("young"):
             aged(folder)
@@ -68,13 +68,13 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
-def test_what_a_stage_uses_or_may_go_on_with_stays(volume: Store) -> None:
-    said = collect_garbage(keep_days=7.0)
+def test_files_that_a_stage_uses_or_may_resume_are_kept(volume: Store) -> None:
+    summary = collect_garbage(keep_days=7.0)
     assert left(volume.work) == ["train_sft-running", "train_sft-young"]
     assert left(volume.artifacts) == ["train_sft-uploading"]
     assert left(volume.inputs) == ["b"]
     assert not (volume.inputs / "a.lock").exists() and (volume.inputs / "b.lock").exists()
-    assert said.startswith("removed 4 folders and files, 0.0 GiB; ")
+    assert summary.startswith("removed 4 folders and files, 0.0 GiB; ")
 
 
 def test_an_attempt_may_take_longer_than_too_few_days(volume: Store) -> None:
@@ -84,7 +84,7 @@ def test_an_attempt_may_take_longer_than_too_few_days(volume: Store) -> None:
     assert left(volume.inputs) == ["a", "b"]
 
 
-def test_a_laptop_is_not_collected_by_it(volume: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_store_is_refused(volume: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLYTE_INTERNAL_EXECUTION_ID")
     with pytest.raises(ConfigError, match="volume of a cluster"):
         collect_garbage(keep_days=7.0)

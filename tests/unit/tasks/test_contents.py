@@ -1,4 +1,4 @@
-"""A file that changes under its name is another input."""
+"""A file with changed content is a different input."""
 
 from importlib import metadata
 from pathlib import Path
@@ -10,7 +10,8 @@ from nemo_rl_core.config.multi_turn import RetrieverTool, ToolUse
 from nemo_rl_core.config.single_turn import RewardFunction
 from nemo_rl_core.environments.contents import reward_content
 from nemo_rl_core.store.manifest import config_hash
-from tasks.recipes.grpo import GRPORecipe, plan_grpo
+from tasks.plan_tasks.grpo import plan_grpo
+from tasks.recipes.grpo import GRPORecipe
 
 STAGES = ("model", "data", "sft", "grpo", "num_iterations", "evaluation")
 
@@ -59,8 +60,8 @@ HELPERS = {
     "my_scores.py": "from my_helpers import sign\nimport my_package.inner, json\n",
     "my_helpers.py": "def sign(x): return x\n",
     "my_package/__init__.py": "",
-    "my_package/inner.py": "from . import beside\nfrom .words import LIST\n",
-    "my_package/beside.py": "import my_helpers  # a circle is no trouble\n",
+    "my_package/inner.py": "from . import sibling\nfrom .words import LIST\n",
+    "my_package/sibling.py": "import my_helpers  # a circle is allowed\n",
     "my_package/words.py": (
         "from pathlib import Path\nLIST = Path(__file__).with_name('list.txt').read_text()\n"
     ),
@@ -75,14 +76,14 @@ HELPERS = {
         ("my_helpers.py", "def sign(x): return -x\n", True),
         ("my_package/__init__.py", "ONE = 1\n", True),
         ("my_package/inner.py", HELPERS["my_package/inner.py"] + "TWO = 2\n", True),
-        ("my_package/beside.py", "", True),
+        ("my_package/sibling.py", "", True),
         ("my_package/words.py", "LIST = []\n", True),
         ("my_package/list.txt", "two", True),
         ("my_package/unused.py", "THREE = 3\n", False),
         ("my_helpers.py", "# A remark.\n\ndef sign(x):\n    return x\n", False),
     ],
 )
-def test_what_a_reward_imports_counts(
+def test_imports_of_a_reward_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, text: str, counts: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -138,7 +139,7 @@ def test_a_hub_data_set_is_known_by_name_and_revision() -> None:
     assert hashes({"data": one})["data"] != hashes({"data": other})["data"]
 
 
-def test_names_of_what_is_not_here_have_no_content() -> None:
+def test_missing_files_have_no_content() -> None:
     stages = plan_grpo(
         config=GRPORecipe.model_validate(
             {

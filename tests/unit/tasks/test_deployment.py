@@ -1,4 +1,4 @@
-"""What `deployment/` says is what Kubernetes, the stages and the formulas say."""
+"""`deployment/` agrees with Kubernetes and the stages."""
 
 import base64
 import importlib.util
@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl_core.planning.load import layout_problem
-from nemo_rl_core.planning.memory import missing_cache, plan_memory
 from tests.schemas import problems, schema
 
 DEPLOYMENT = Path(__file__).resolve().parents[3] / "deployment"
@@ -54,15 +52,15 @@ def load(name: str) -> ModuleType:
 
 
 def documents(name: str) -> list[dict[str, Any]]:
-    """The YAML as `envsubst` hands it on; a variable without a value is an error."""
+    """The YAML that `envsubst` writes; a variable without a value is an error."""
     text = (DEPLOYMENT / name).read_text()
     filled = re.sub(r"\$\{(\w+)\}", lambda match: VALUES[match[1]], text)
     return [document for document in yaml.safe_load_all(filled) if document]
 
 
 @pytest.mark.parametrize("name", YAML)
-def test_kubernetes_takes_every_object(name: str) -> None:
-    """Of KubeRay's objects `test_chart_values.py` has the tests."""
+def test_kubernetes_accepts_every_object(name: str) -> None:
+    """`test_chart_values.py` has the tests of KubeRay's objects."""
     for document in documents(name):
         kind = document.get("kind", "RayCluster")
         if document.get("apiVersion", "").startswith("monitoring.coreos.com/"):
@@ -79,19 +77,19 @@ def test_a_misspelt_field_would_be_found() -> None:
     claim["spec"]["acessModes"] = ["ReadWriteMany"]
     quota["spec"]["hard"]["requests.nvidia.com/gpu"] = [64]
     policy["spec"]["ingress"][1]["ports"][0]["port"] = 82.65
-    found = [
+    field_problems = [
         each for kind in (claim, quota, policy) for each in problems(kind, f"V1{kind['kind']}")
     ]
-    assert found == [
+    assert field_problems == [
         "spec.acessModes: no such key",
-        "spec.hard.requests.nvidia.com/gpu: [64] is no quantity",
-        "spec.ingress[1].ports[0].port: 82.65 is no integer or string",
+        "spec.hard.requests.nvidia.com/gpu: [64] is not of type quantity",
+        "spec.ingress[1].ports[0].port: 82.65 is not of type integer or string",
     ]
 
 
 @pytest.mark.parametrize("name", ["sandbox/cluster.yaml", "production/cluster.yaml"])
 def test_the_volume_is_the_one_that_stages_mount(name: str) -> None:
-    from tasks.platform.pods import STORE_CLAIM
+    from tasks.pods.pods import STORE_CLAIM
 
     (claim,) = [each for each in documents(name) if each["kind"] == "PersistentVolumeClaim"]
     assert claim["metadata"]["name"] == STORE_CLAIM
@@ -99,21 +97,23 @@ def test_the_volume_is_the_one_that_stages_mount(name: str) -> None:
     assert many == name.startswith("production"), "several machines write it"
 
 
-def test_stages_have_rights_of_their_own_on_the_bucket() -> None:
-    """Flyte's role is of Flyte's account; the pods of stages run with the namespace's `default`."""
+def test_stages_have_separate_rights_on_the_bucket() -> None:
+    """Flyte's role is for Flyte's account; pods of stages run with the namespace's `default`."""
     (account,) = [
         each for each in documents("production/cluster.yaml") if each["kind"] == "ServiceAccount"
     ]
     assert account["metadata"]["name"] == "default"
     stages = account["metadata"]["annotations"]
     for values in ("s3", "gcs"):
-        given = documents(f"production/values-{values}.yaml")[0]["serviceAccount"]["annotations"]
-        (cloud,) = [name for name, role in given.items() if role]
-        assert stages[cloud] == VALUES["STAGE_ROLE"] != given[cloud]
+        annotations = documents(f"production/values-{values}.yaml")[0]["serviceAccount"][
+            "annotations"
+        ]
+        (cloud,) = [name for name, role in annotations.items() if role]
+        assert stages[cloud] == VALUES["STAGE_ROLE"] != annotations[cloud]
 
 
 def test_every_variable_of_a_production_cluster_is_explained() -> None:
-    page = (DEPLOYMENT.parent / "docs/clusters.md").read_text()
+    page = (DEPLOYMENT.parent / "docs/cluster-setup.md").read_text()
     rows = page.partition("| variable | what |\n|---|---|\n")[2].partition("\n\n")[0]
     explained = set(re.findall(r"`([A-Z_]+)`", "".join(re.findall(r"(?m)^\|[^|]+\|", rows))))
     used = {
@@ -172,7 +172,7 @@ def test_containers_are_pinned_and_not_root(name: str) -> None:
     ],
 )
 def test_the_loader_finds_a_driver_that_gke_mounts(kind: str, given: str, expected: str) -> None:
-    """What the first image has in the variable stays; an empty part would be the current folder."""
+    """The first image's value of the variable stays; an empty part would be the current folder."""
     text = (DEPLOYMENT / f"images/{kind}.Dockerfile").read_text()
     (value,) = re.findall(r"(?m)^\s+LD_LIBRARY_PATH=(\S+) ", text)
     filled = subprocess.run(  # builders fill in variables as shells do
@@ -199,7 +199,7 @@ def test_images_leave_out_what_only_development_needs(name: str) -> None:
     assert light > {"torch", "ray", "transformers", "fastapi"}
 
 
-def test_pins_stay_where_somebody_asks_for_them() -> None:
+def test_required_pins_are_kept() -> None:
     pins = load("requirements/pins.py").pins
     lock = """# A comment.
 a==1
@@ -221,12 +221,12 @@ f==6
 g==7
     # via f
 """
-    kept = ["a==1", 'b==2 ; sys_platform == "linux"', "e==5"]  # f and g ask for each other alone
+    kept = ["a==1", 'b==2 ; sys_platform == "linux"', "e==5"]  # only f and g require each other
     assert pins(lock) == kept
     assert pins(lock, without=frozenset("b")) == ["a==1"]
     with pytest.raises(ValueError, match="not in the lock: x"):
         pins(lock, without=frozenset("x"))
-    with pytest.raises(ValueError, match="who asks for h"):
+    with pytest.raises(ValueError, match="what requires h"):
         pins(lock + "h==8\n")
 
 
@@ -241,7 +241,7 @@ g==7
         ),
     ],
 )
-def test_builds_that_cannot_be_say_why(kind: str, builder: str, says: str) -> None:
+def test_impossible_builds_are_explained(kind: str, builder: str, says: str) -> None:
     done = subprocess.run(
         [DEPLOYMENT / "images/build.sh", kind],
         env={**os.environ, "NEMO_RL_BUILDER": builder},
@@ -256,7 +256,7 @@ def test_builds_that_cannot_be_say_why(kind: str, builder: str, says: str) -> No
 def test_every_image_has_a_dockerfile_and_every_dockerfile_an_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tasks.platform.images import IMAGES, REGISTRY, image_name, sources
+    from tasks.pods.images import IMAGES, REGISTRY, image_name, sources
 
     assert sorted(Path(sources(image)[0]).name for image in IMAGES) == DOCKERFILES
     monkeypatch.delenv(REGISTRY, raising=False)
@@ -284,61 +284,6 @@ def test_scripts_parse(name: str) -> None:
     subprocess.run(["bash", "-n", DEPLOYMENT / name], check=True)
 
 
-def test_the_plan_on_paper_shows_what_is_computed() -> None:
-    scale = load("scale.py")
-    text = (DEPLOYMENT / "SCALE.md").read_text()
-    for table in scale.tables():
-        assert "\n".join(table) in text
-
-
-def test_the_formulas_by_hand() -> None:
-    scale = load("scale.py")
-    one, eight, seventy, largest = scale.MODELS
-    assert scale.mtbf_hours(16_384) == pytest.approx(3.093, abs=1e-3)  # "every three hours"
-    assert scale.save_seconds(eight, 8) == pytest.approx(8.03e9 * 12 / 2e9, rel=1e-4)
-    assert scale.save_seconds(largest, 1024) == pytest.approx(405.85e9 * 12 / 100e9, rel=1e-4)
-    # 3 s a GiB in four processes: 89.7 GiB of 8B from one machine, an eighth of it from each of 8.
-    assert scale.send_seconds(eight, 8) == pytest.approx(89.7 * 3 / 4, rel=1e-3)
-    assert scale.send_seconds(eight, 64) == pytest.approx(89.7 * 3 / 4 / 8, rel=1e-3)
-    # Young: sqrt(2 * 60 * 86400) = 3220 s; Daly's terms add 1/3 sqrt(C / 2M) of it, and take C off.
-    ratio = 60 / (2 * 86_400)
-    daly = 3219.94 * (1 + ratio**0.5 / 3 + ratio / 9) - 60
-    assert scale.daly_seconds(60, 86_400) == pytest.approx(daly, rel=1e-5)
-    # No save begins before the last one is sent, however slowly.
-    assert scale.save_every_seconds(seventy, 64) > scale.send_seconds(seventy, 64)
-    scale.SENT_BYTES_PER_NODE_AND_SECOND = 1e6
-    assert scale.save_every_seconds(seventy, 64) == scale.send_seconds(seventy, 64)
-    assert one.min_gpus == 1
-    assert eight.min_gpus == 3  # 128.5 GB in 50.9 GB each
-
-
-def test_the_best_interval_is_the_best() -> None:
-    scale = load("scale.py")
-    save, mtbf = 60.0, 2 * 86_400.0
-    best = scale.daly_seconds(save, mtbf)
-    at_best = scale.lost_share(save, best, mtbf)
-    assert at_best < scale.lost_share(save, best * 1.5, mtbf)
-    assert at_best < scale.lost_share(save, best / 1.5, mtbf)
-
-
-def test_the_plan_on_paper_has_layouts_that_fit() -> None:
-    scale = load("scale.py")
-    for model, num_gpus in scale.fitting():
-        found = model.step(num_gpus).load
-        memory = plan_memory(found, scale.H100.memory_gib)
-        assert layout_problem(found) is None, model.name
-        assert not missing_cache(found, memory), model.name
-        assert found.num_gpus == num_gpus
-
-
-def test_rollouts_are_the_largest_part_of_every_step_on_paper() -> None:
-    scale = load("scale.py")
-    for model, num_gpus in scale.fitting():
-        seconds = model.step(num_gpus).seconds
-        assert max(seconds, key=lambda part: seconds[part]) == "rollouts", (model.name, num_gpus)
-        assert seconds["rollouts"] / sum(seconds.values()) > 0.47, (model.name, num_gpus)
-
-
 def test_a_production_install_has_what_flyte_and_kuberay_need() -> None:
     values = documents("production/values-s3.yaml")[0]
     (rights, _) = values["rbac"]["extraRules"]
@@ -354,19 +299,19 @@ def test_a_production_install_has_what_flyte_and_kuberay_need() -> None:
     k8s = inline["plugins"]["k8s"]
     assert "interruptible-node-selector" not in k8s, "no node has such a label by itself"
     assert inline["plugins"]["ray"]["serviceType"] == "ClusterIP"
-    from tasks.platform.pods import SECRETS
+    from tasks.pods.pods import SECRETS
 
     assert k8s["default-env-from-secrets"] == [SECRETS]
     for kind in ("defaults", "limits"):
         assert "storage" not in inline["task_resources"][kind], "ephemeralStorage is the name"
 
 
-def test_the_operator_reaches_the_head_and_nobody_else_does() -> None:
+def test_only_the_operator_reaches_the_head() -> None:
     (policy,) = [
         each for each in documents("production/cluster.yaml") if each["kind"] == "NetworkPolicy"
     ]
-    own, operator = policy["spec"]["ingress"]
-    assert own == {"from": [{"podSelector": {}}]}
+    peer_rules, operator = policy["spec"]["ingress"]
+    assert peer_rules == {"from": [{"podSelector": {}}]}
     assert [port["port"] for port in operator["ports"]] == [8265]
     (source,) = operator["from"]
     assert source["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "kuberay-operator"}
@@ -384,15 +329,15 @@ def test_the_transformer_engine_of_the_image_is_one_that_megatron_core_allows() 
     engines = {name: pin for name, pin in pins.items() if name.startswith("transformer-engine")}
     assert len(engines) == 3
     assert set(engines.values()) == {VERSION}
-    asked = [Requirement(each) for each in requires("megatron-core") or []]
-    (allowed,) = {each.specifier for each in asked if each.name == "transformer-engine"}
+    requirements = [Requirement(each) for each in requires("megatron-core") or []]
+    (allowed,) = {each.specifier for each in requirements if each.name == "transformer-engine"}
     assert VERSION in allowed
     lock = (DEPLOYMENT / "requirements" / "gpu.txt").read_text()
     assert "nvidia-cuda-runtime==13." in lock  # whose headers the build takes
     assert "nvidia-cudnn-cu13==" in lock
 
 
-def test_flash_attention_4_needs_nothing_that_the_lock_lacks() -> None:
+def test_flash_attention_4_needs_only_packages_of_the_lock() -> None:
     # As its wheel says; the file is installed over the lock without dependencies.
     needs = {
         "nvidia-cutlass-dsl": ">=4.6.2",
@@ -413,7 +358,7 @@ def test_flash_attention_4_needs_nothing_that_the_lock_lacks() -> None:
     assert pins("flash_attention_4.txt") == {"flash-attn-4": "4.0.0b36"}
 
 
-def test_transformer_engine_is_built_over_the_lock_alone(tmp_path: Path) -> None:
+def test_transformer_engine_is_built_on_the_lock_only(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("bash", "dirname"):

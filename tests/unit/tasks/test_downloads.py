@@ -1,4 +1,4 @@
-"""What a stage in a container downloads of its parents: what it reads, verified file by file."""
+"""A stage in a container downloads only the parts of its parents that it reads, all verified."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -51,15 +51,15 @@ def bucket(own_store: Path) -> Iterator[fsspec.AbstractFileSystem]:
 
 
 def downloaded() -> CheckpointArtifact:
-    """The artifact as a container is given it: nothing is here yet."""
+    """The artifact as an input of a container: nothing is downloaded yet."""
     context = FlyteContextManager.current_context()
-    given = CheckpointArtifact(
+    input_artifact = CheckpointArtifact(
         directory=FlyteDirectory(REMOTE), stage="train_sft", content_hash="ab" * 32
     )
     kind = TypeEngine.to_literal_type(CheckpointArtifact)
-    literal = TypeEngine.to_literal(context, given, CheckpointArtifact, kind)
-    found: CheckpointArtifact = TypeEngine.to_python_value(context, literal, CheckpointArtifact)
-    return found
+    literal = TypeEngine.to_literal(context, input_artifact, CheckpointArtifact, kind)
+    artifact: CheckpointArtifact = TypeEngine.to_python_value(context, literal, CheckpointArtifact)
+    return artifact
 
 
 def here(artifact: CheckpointArtifact) -> set[str]:
@@ -77,7 +77,9 @@ READS: dict[str, tuple[Callable[[CheckpointArtifact], object], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_only_what_is_read_is_downloaded(bucket: fsspec.AbstractFileSystem, name: str) -> None:
+def test_only_parts_that_are_read_are_downloaded(
+    bucket: fsspec.AbstractFileSystem, name: str
+) -> None:
     read, expected = READS[name]
     artifact = downloaded()
     read(artifact)
@@ -104,8 +106,8 @@ def test_one_read_adds_to_another(bucket: fsspec.AbstractFileSystem) -> None:
         (lambda b: b.pipe("/bucket/parent/model/model.safetensors", b"weight?"), "the hash of"),
         (lambda b: b.rm("/bucket/parent/model/config.json"), "config.json is missing"),
         (lambda b: b.pipe("/bucket/parent/model/more.bin", b"more"), "more.bin is not part of it"),
-        (lambda b: b.pipe(f"/bucket/parent/{DIGESTS}", b"{}"), "of another content"),
-        (lambda b: b.pipe(f"/bucket/parent/{DIGESTS}", b"[]"), "no JSON object"),
+        (lambda b: b.pipe(f"/bucket/parent/{DIGESTS}", b"{}"), "does not match its manifest"),
+        (lambda b: b.pipe(f"/bucket/parent/{DIGESTS}", b"[]"), "not a JSON object"),
     ],
     ids=["changed", "missing", "more", "other digests", "damaged digests"],
 )
@@ -119,7 +121,7 @@ def test_a_damaged_part_is_refused(
         _ = downloaded().model_folder
 
 
-def test_what_is_left_out_and_damaged_is_found_when_it_is_read(
+def test_a_damaged_part_is_found_when_it_is_read(
     bucket: fsspec.AbstractFileSystem,
 ) -> None:
     bucket.pipe("/bucket/parent/trainer/rank-0/moments.bin", b"moment?")
@@ -129,7 +131,7 @@ def test_what_is_left_out_and_damaged_is_found_when_it_is_read(
         _ = artifact.folder
 
 
-def test_an_artifact_without_digests_is_downloaded_as_a_whole(
+def test_an_artifact_without_digests_is_downloaded_completely(
     bucket: fsspec.AbstractFileSystem,
 ) -> None:
     bucket.rm(f"/bucket/parent/{DIGESTS}")
@@ -138,7 +140,7 @@ def test_an_artifact_without_digests_is_downloaded_as_a_whole(
     assert here(artifact) == set(FILES) - TOP
 
 
-def test_files_that_a_store_lost_are_no_files_that_were_left_out(own_store: Path) -> None:
+def test_lost_files_are_not_taken_for_skipped_ones(own_store: Path) -> None:
     uploaded(FILES)
     (folder,) = (own_store / "artifacts").iterdir()
     (folder / "trainer/state.json").unlink()

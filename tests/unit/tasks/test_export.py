@@ -1,4 +1,4 @@
-"""Which model a run exports: the trained one, or the one that the verdict names."""
+"""The exported model of a run: the trained one, or the one that the verdict names."""
 
 import json
 from pathlib import Path
@@ -14,14 +14,14 @@ from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import hash_file
 from tasks.artifacts import CheckpointArtifact, PromotionDecision
 from tasks.export import export
-from tasks.platform.stage import make
+from tasks.stage.stage import make
 
 NUMERICS_VERSION = 1
 MODEL = ModelFromConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2)
 
 
 class Seed(FrozenConfig):
-    """Which random weights a model has."""
+    """Identifies the random weights of a model."""
 
     seed: int
 
@@ -54,7 +54,7 @@ def verdict(*, promoted: bool) -> PromotionDecision:
         ("promoted", False, False),
     ],
 )
-def test_the_exported_weights_are_those_that_the_recipe_names(
+def test_the_recipe_names_the_exported_weights(
     own_store: Path, which: Any, promoted: bool | None, exports_trained: bool
 ) -> None:
     start, trained = checkpoint("prepare_model", 1), checkpoint("grpo_iteration", 2)
@@ -83,13 +83,15 @@ def test_the_exported_weights_are_those_that_the_recipe_names(
     roles = {parent.role for parent in exported.manifest.parents}
     assert roles == {"start", "trained"} | ({"decision"} if decision else set())
     card = (exported.model_folder / "README.md").read_text().replace("\\", "")
-    said = decision.summary if decision else "not compared with the model it started from"
-    assert f"Exported: {sentence}; {said}." in card
+    expected_summary = (
+        decision.summary if decision else "not compared with the model it started from"
+    )
+    assert f"Exported: {sentence}; {expected_summary}." in card
 
 
 @pytest.mark.parametrize(("step", "said"), [(0, False), (4, True)])
-def test_a_step_is_named_only_where_there_is_one(own_store: Path, step: int, said: bool) -> None:
-    """Behind a supervised start alone it is 0, which read like a model without training."""
+def test_a_step_is_named_only_if_it_exists(own_store: Path, step: int, said: bool) -> None:
+    """After a supervised start only it is 0, which would read like a model without training."""
     trained = checkpoint("train_sft", step)
     exported = export.task_function(
         config=ExportConfig(), start=checkpoint("prepare_model", 1), trained=trained, decision=None

@@ -1,4 +1,4 @@
-"""What a failed run leaves: what went wrong, and a recipe to go on with."""
+"""A failed run leaves its error, and a recipe to resume with."""
 
 import inspect
 import json
@@ -9,11 +9,11 @@ import pytest
 from flytekit.core.workflow import PythonFunctionWorkflow
 from flytekit.types.error.error import FlyteError
 
-from tasks.recipes.arrivals import WatchedRows
-from tasks.recipes.grpo import GRPORecipe, record_failure
+from tasks.plan_tasks.grpo import record_failure
+from tasks.recipes.grpo import GRPORecipe
 
 
-def test_the_record_says_how_to_go_on(
+def test_the_record_names_the_command_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
@@ -31,7 +31,7 @@ def test_the_record_says_how_to_go_on(
 def test_a_store_that_cannot_be_written_does_not_hide_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The handler returns, so that Flyte shows the run's own error and not the handler's."""
+    """The handler returns, so Flyte shows the error of the run instead of the handler's."""
     store = tmp_path / "file"
     store.write_text("")
     monkeypatch.setenv("NEMO_RL_HOME", str(store))
@@ -47,25 +47,23 @@ def test_every_workflow_has_its_handler() -> None:
 
     import workflows
 
-    found = {}
+    handlers = {}
     for module in pkgutil.iter_modules(workflows.__path__, "workflows."):
         for value in vars(importlib.import_module(module.name)).values():
-            if isinstance(value, PythonFunctionWorkflow) and _is_of_a_recipe(value):
-                found[value.name.rpartition(".")[2]] = value
-    assert len(found) >= 10
-    for name, value in found.items():
+            if (
+                isinstance(value, PythonFunctionWorkflow)
+                and "config" in value.python_interface.inputs
+            ):
+                handlers[value.name.rpartition(".")[2]] = value
+    assert len(handlers) >= 10
+    for name, value in handlers.items():
         value.compile()
         handler = value.failure_node.flyte_entity
-        assert handler.name.startswith("tasks.recipes.")
+        assert handler.name.startswith("tasks.plan_tasks.")
         assert set(handler.python_interface.inputs) == {"config", "err"}
         module = value.name.split(".")[1]
         written = inspect.getsource(handler.task_function)
         assert f'leave_record("{module}", "{name}", config, err)' in written
-
-
-def _is_of_a_recipe(workflow: PythonFunctionWorkflow) -> bool:
-    config = workflow.python_interface.inputs.get("config")
-    return config is not None and config is not WatchedRows
 
 
 _FAILS = """
@@ -80,14 +78,14 @@ data = {
     "kind": "file", "train": str(train), "validation": str(validation), "max_prompt_tokens": 16
 }
 try:
-    sft(config=SFTRecipe.model_validate({"data": data}))
+    sft(config=SFTRecipe.model_validate({"data": data, "sft": {"global_batch_size": 1}}))
 except Exception as error:
     print(type(error).__name__)
 """
 
 
 @pytest.mark.thorough
-def test_a_run_that_fails_on_its_way_leaves_a_record(
+def test_a_run_that_fails_midway_leaves_a_record(
     python: Callable[..., str], tmp_path: Path
 ) -> None:
     assert "RunFailed" in python(_FAILS, tmp_path)

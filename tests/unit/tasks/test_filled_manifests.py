@@ -1,4 +1,4 @@
-"""`deployment/fill.sh`: all variables of a file, or an error that names those that are missing."""
+"""`deployment/fill.sh` fills in all variables of a file, or names those that are missing."""
 
 import base64
 import os
@@ -13,7 +13,7 @@ import yaml
 from tests.unit.tasks.test_deployment import DEPLOYMENT, VALUES, load
 
 ROOT = DEPLOYMENT.parent
-PAGE = (ROOT / "docs" / "clusters.md").read_text()
+PAGE = (ROOT / "docs" / "cluster-setup.md").read_text()
 TEMPLATES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (DEPLOYMENT / "production").glob("*.yaml")
@@ -35,17 +35,17 @@ def filled(name: str, variables: dict[str, str]) -> subprocess.CompletedProcess[
 
 @needs_gettext
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_variable_is_filled_in_and_nothing_else_changes(name: str) -> None:
+def test_only_variables_are_filled_in(name: str) -> None:
     ran = filled(name, VALUES)
     assert (ran.returncode, ran.stderr) == (0, "")
-    wanted = re.sub(r"\$\{([A-Z_]+)\}", lambda match: VALUES[match[1]], without_comments(name))
-    assert re.sub(r"^ *#.*$", "", ran.stdout, flags=re.MULTILINE) == wanted
+    expected = re.sub(r"\$\{([A-Z_]+)\}", lambda match: VALUES[match[1]], without_comments(name))
+    assert re.sub(r"^ *#.*$", "", ran.stdout, flags=re.MULTILINE) == expected
     assert all(yaml.safe_load_all(ran.stdout))
 
 
 @needs_gettext
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_is_missing_is_named_at_once(name: str) -> None:
+def test_all_missing_variables_are_named(name: str) -> None:
     names = sorted(set(re.findall(r"\$\{([A-Z_]+)\}", without_comments(name))))
     assert names
     ran = filled(name, {names[0]: ""})
@@ -54,15 +54,15 @@ def test_what_is_missing_is_named_at_once(name: str) -> None:
     assert f"export {names[0]}=" in ran.stderr
 
 
-def test_all_variables_stand_on_the_page() -> None:
+def test_all_variables_are_on_the_page() -> None:
     texts = [(ROOT / name).read_text() for name in TEMPLATES]
-    found = {each for text in texts for each in re.findall(r"^[^#]*?\$\{(\w+)\}", text, re.M)}
+    matches = {each for text in texts for each in re.findall(r"^[^#]*?\$\{(\w+)\}", text, re.M)}
     rows = re.findall(r"^\| (`[A-Z_`, ]+`) \|", PAGE, re.MULTILINE)
     shown = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert found <= shown
+    assert matches <= shown
 
 
-def test_the_secret_of_flytes_own_parts_is_one_that_flyte_decodes() -> None:
+def test_flyte_can_decode_the_secret_of_its_components() -> None:
     """Flyte's `stringToByteArray` reads it as base64, which a hash of bcrypt itself is not."""
     (row,) = [line for line in PAGE.splitlines() if line.startswith("| `CLIENT_SECRET_HASH`")]
     command = row.split("`")[5].replace("\\|", "|")
@@ -89,14 +89,14 @@ def test_images_have_as_many_packages_as_the_page_says() -> None:
         assert int(row) == len(installed), name
 
 
-def test_the_script_refuses_what_is_no_file(tmp_path: Path) -> None:
+def test_the_script_refuses_a_missing_file(tmp_path: Path) -> None:
     ran = filled(str(tmp_path / "none.yaml"), {})
     assert (ran.returncode, ran.stdout) == (2, "")
     assert "usage: " in ran.stderr
 
 
 @needs_gettext
-def test_a_variable_with_a_digit_is_one(tmp_path: Path) -> None:
+def test_a_variable_may_contain_a_digit(tmp_path: Path) -> None:
     file = tmp_path / "site.yaml"
     file.write_text("bucket: ${S3_BUCKET}\n")
     ran = filled(str(file), {})

@@ -53,9 +53,9 @@ def machine(tmp_path: Path) -> dict[str, str]:
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("bash", "cat", "cut", "dirname", "git", "hostname", "mktemp", "rm", "tail"):
-        found = shutil.which(name)
-        assert found is not None, name
-        (programs / name).symlink_to(found)
+        program_path = shutil.which(name)
+        assert program_path is not None, name
+        (programs / name).symlink_to(program_path)
     (programs / "python3").symlink_to(sys.executable)
     return {
         "PATH": str(programs),
@@ -81,7 +81,7 @@ def run(
     )
 
 
-def test_a_machine_without_a_gpu_is_told_so_at_once(
+def test_a_machine_without_a_gpu_is_refused_at_once(
     machine: dict[str, str], tmp_path: Path
 ) -> None:
     done = run(machine, "--report", str(tmp_path / "report"))
@@ -99,7 +99,7 @@ def test_a_machine_without_a_gpu_is_told_so_at_once(
 
 
 @pytest.mark.parametrize("arguments", [["--step", "gpu"], ["--steps", "gpus"], ["--report"]])
-def test_what_is_no_option_is_refused(machine: dict[str, str], arguments: list[str]) -> None:
+def test_an_unknown_option_is_refused(machine: dict[str, str], arguments: list[str]) -> None:
     done = run(machine, *arguments)
     assert done.returncode == 2
     assert "  fix: " in done.stderr
@@ -120,7 +120,7 @@ def test_steps_run_in_order_and_a_failure_does_not_end_them(
     assert [name for name, result in rows if result != "ok"] == ["transfers"]
     calls = Path(machine["CALLS"]).read_text().splitlines()
     assert calls[0] == "nemo_rl_core/maintenance/doctor/compiler.py"
-    entry = "-c from tasks.cli import main; main()"  # needs no program next to the Python
+    entry = "-c from workflows.cli import main; main()"  # needs no program next to the Python
     assert calls[2] == f"{entry} doctor"
     assert calls[-2:] == [
         f"{entry} plan grpo_1.5b_1gpu grpo.num_iterations=1 grpo.num_steps_per_iteration=3",
@@ -133,20 +133,20 @@ def test_steps_run_in_order_and_a_failure_does_not_end_them(
         assert private not in text, private
 
 
-def test_nothing_is_installed_where_nothing_compiles(
-    machine: dict[str, str], tmp_path: Path
-) -> None:
-    program(tmp_path / "bin" / "nvidia-smi", SMI)  # and no gcc beside it
+def test_nothing_is_installed_without_a_compiler(machine: dict[str, str], tmp_path: Path) -> None:
+    program(tmp_path / "bin" / "nvidia-smi", SMI)  # and no gcc next to it
     done = run(machine, "--report", str(tmp_path / "report"))
     assert done.returncode == 1
     assert "there is no C compiler" in done.stdout
     assert "fix: `apt install gcc" in done.stdout
     assert not (REPOSITORY / ".venv-gpu").exists()
-    found = re.findall(r"^\| (\w+) \| (ok|exit code \d+)", (tmp_path / "report").read_text(), re.M)
-    assert found == [("gpu", "ok"), ("compiler", "exit code 1")]
+    matches = re.findall(
+        r"^\| (\w+) \| (ok|exit code \d+)", (tmp_path / "report").read_text(), re.M
+    )
+    assert matches == [("gpu", "ok"), ("compiler", "exit code 1")]
 
 
-def test_chosen_steps_alone(machine: dict[str, str], tmp_path: Path) -> None:
+def test_only_chosen_steps_run(machine: dict[str, str], tmp_path: Path) -> None:
     program(tmp_path / "bin" / "nvidia-smi", SMI)
     python = program(tmp_path / "python", PYTHON)
     options = ["--python", str(python), "--report", str(tmp_path / "report")]
@@ -177,9 +177,7 @@ def test_python_and_report_are_found_from_any_folder(
     assert "there is no Python nowhere/python" in refused.stderr
 
 
-def test_commands_of_the_page_name_steps_that_there_are(
-    machine: dict[str, str], tmp_path: Path
-) -> None:
+def test_commands_of_the_page_name_existing_steps(machine: dict[str, str], tmp_path: Path) -> None:
     program(tmp_path / "bin" / "nvidia-smi", SMI)
     python = program(tmp_path / "python", PYTHON)
     page = (REPOSITORY / "docs" / "gpus.md").read_text()
@@ -218,17 +216,17 @@ def reporting() -> ModuleType:
         ("\x1b[31mred\x1b[0m 1.5 tokens/s", "red 1.5 tokens/s"),
     ],
 )
-def test_what_names_a_machine_or_a_person_is_replaced(
+def test_names_of_machines_and_people_are_replaced(
     reporting: ModuleType, line: str, clean: str
 ) -> None:
     environment = {"USER": "ann", "WANDB_API_KEY": "correct horse", "PATH": "/usr/bin"}
-    found = reporting.cleaned(
+    cleaned_text = reporting.cleaned(
         line, environment, checkout=Path("/srv/checkout"), host="gpu-box-7.example.com"
     )
-    assert found == clean
+    assert cleaned_text == clean
 
 
-def test_the_page_and_the_report_know_the_same_steps(reporting: ModuleType) -> None:
+def test_the_page_and_the_report_have_the_same_steps(reporting: ModuleType) -> None:
     page = (REPOSITORY / "docs" / "gpus.md").read_text()
     table = page.split("## The first hour")[1].split("##")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == STEPS

@@ -1,4 +1,4 @@
-"""The limit of GPU-hours in a recipe: in the plan, before a run, and in containers."""
+"""The GPU-hour limit of a recipe: in the plan, before a run, and in containers."""
 
 import logging
 from typing import Any
@@ -6,20 +6,21 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from nemo_rl_core.config.budget import BudgetConfig
+from nemo_rl_core.config.tracking import BudgetConfig
 from nemo_rl_core.errors import ConfigError, ResourceError
 from nemo_rl_core.planning.accelerators import ACCELERATORS
 from nemo_rl_core.telemetry.budget import LIMIT
-from tasks import cli
-from tasks.platform.cluster_limit import refuse_limit_that_stages_miss
-from tasks.platform.gpu_hours import hold_to_budget, over_budget
-from tasks.platform.gpu_plan import RecipePlan, plan_recipe, read_model_config
+from tasks.plan_tasks.grpo import plan_grpo
+from tasks.planning.gpu_hours import check_budget, over_budget
+from tasks.planning.gpu_plan import RecipePlan, plan_recipe, read_model_config
+from tasks.planning.loads import steps_of
 from tasks.recipes.common import RecipeError
-from tasks.recipes.grpo import GRPORecipe, plan_grpo
-from tasks.recipes.loads import steps_of
+from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.post_train import PostTrainRecipe
 from tasks.recipes.sweep import SweepRecipe
+from tasks.stage.container import refuse_limit_unknown_to_stages
 from tests.unit.planning.layouts import CONFIGS
+from workflows import cli
 
 CONFIG = CONFIGS["qwen2.5-7b"]
 
@@ -38,8 +39,8 @@ def planned(**budget: Any) -> RecipePlan:
 
 
 def invoked(*arguments: object) -> Result:
-    given = ["plan", "grpo_7b_8gpu", "--model-config", CONFIG, *arguments]
-    return CliRunner().invoke(cli.group, list(map(str, given)))
+    words = ["plan", "grpo_7b_8gpu", "--model-config", CONFIG, *arguments]
+    return CliRunner().invoke(cli.group, list(map(str, words)))
 
 
 def test_the_hours_are_those_of_all_steps_on_all_gpus() -> None:
@@ -68,39 +69,39 @@ def test_every_stage_that_trains_has_its_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "is_refused", "is_said"), [(4, True, True), (6, False, True), (8, False, False)]
+    ("limit", "is_refused", "is_logged"), [(4, True, True), (6, False, True), (8, False, False)]
 )
 def test_a_run_that_would_end_at_its_limit_is_refused(
-    limit: float, is_refused: bool, is_said: bool, caplog: pytest.LogCaptureFixture
+    limit: float, is_refused: bool, is_logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = planned(max_gpu_hours=limit, mean_completion_tokens=600)
-    assert (over_budget(plan) is not None) is is_said
+    assert (over_budget(plan) is not None) is is_logged
     if not is_refused:
-        hold_to_budget(plan)
-        assert ("saves, and the run ends there" in caplog.text) is is_said
+        check_budget(plan)
+        assert ("saves, and the run ends there" in caplog.text) is is_logged
         return
     with pytest.raises(ResourceError, match="would reach its limit of GPU-hours") as refused:
-        hold_to_budget(plan)
+        check_budget(plan)
     assert "at most 4 GPU-hours (budget.max_gpu_hours)" in str(refused.value)
     assert "GPU-hours are expected (grpo_iteration 6.3" in str(refused.value)
 
 
-def test_lengths_that_nobody_knows_refuse_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_lengths_refuse_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        hold_to_budget(planned(max_gpu_hours=1))
+        check_budget(planned(max_gpu_hours=1))
     assert "at most 28." in caplog.text
 
 
-def test_the_variable_takes_the_place_of_the_recipes_limit(
+def test_the_variable_overrides_the_limit_of_the_recipe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = planned(max_gpu_hours=1, mean_completion_tokens=600)
     monkeypatch.setenv(LIMIT, "100")
     assert over_budget(plan) is None
-    # A run that goes on takes less than a whole one: the variable's word is no reason to refuse.
+    # A resumed run takes less than a complete one: the variable is not a reason to refuse it.
     monkeypatch.setenv(LIMIT, "2")
-    hold_to_budget(plan)
-    assert "of 2: the stage that reaches the limit saves" in caplog.text
+    check_budget(plan)
+    assert "the limit is 2: the stage that reaches the limit saves" in caplog.text
 
 
 def test_the_command_shows_the_hours_and_fails_beyond_the_limit() -> None:
@@ -126,15 +127,15 @@ def test_on_a_cluster_stages_must_know_the_limit(monkeypatch: pytest.MonkeyPatch
     limited = GRPORecipe.model_validate({"budget": {"max_gpu_hours": 12.5}})
     plan_grpo(config=limited)  # on one machine
     monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "a1")
-    with pytest.raises(ConfigError, match="do not know its limit") as refused:
-        refuse_limit_that_stages_miss(limited.budget)
+    with pytest.raises(ConfigError, match="do not have its limit") as refused:
+        refuse_limit_unknown_to_stages(limited.budget)
     assert f"pyflyte run --remote --copy all --env {LIMIT}=12.5" in str(refused.value)
-    with pytest.raises(ConfigError, match="do not know its limit"):
+    with pytest.raises(ConfigError, match="do not have its limit"):
         plan_grpo.task_function(config=limited)
     monkeypatch.setenv(LIMIT, "13")
     with pytest.raises(ConfigError, match="got: 13"):
-        refuse_limit_that_stages_miss(limited.budget)
+        refuse_limit_unknown_to_stages(limited.budget)
     monkeypatch.setenv(LIMIT, "12.5")
     plan_grpo.task_function(config=limited)
     monkeypatch.delenv(LIMIT)
-    refuse_limit_that_stages_miss(BudgetConfig())
+    refuse_limit_unknown_to_stages(BudgetConfig())

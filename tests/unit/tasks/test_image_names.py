@@ -1,4 +1,4 @@
-"""An image's name covers what it is made of, and `build.sh` builds what has the name."""
+"""An image's name covers its sources, and `build.sh` builds the image of that name."""
 
 import os
 import subprocess
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_core.errors import ConfigError
-from tasks.platform import images
-from tasks.platform.images import IMAGES, LIGHT, REGISTRY, TRAINING, build_arguments, image_name
+from tasks.pods import images
+from tasks.pods.images import IMAGES, LIGHT, REGISTRY, TRAINING, build_arguments, image_name
 from tests.image_checkout import copy_checkout
 
 OTHER = "PYTHON_IMAGE=registry.example/python@sha256:12ab"
@@ -25,7 +25,7 @@ echo "$*" >> "$NOTES"
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of what names and builds images, whose files a test changes."""
+    """A copy of the files that name and build images, which a test changes."""
     monkeypatch.delenv(REGISTRY, raising=False)
     monkeypatch.setattr(images, "_ROOT", tmp_path)
     return copy_checkout(tmp_path)
@@ -74,26 +74,29 @@ def test_names_cover_the_certificates_that_stay_in_images(checkout: Path) -> Non
     certificate.write_text("another")
     assert changed(first) == set(first)
     certificate.unlink()
-    # Where pinned packages come from is no part of it.
+    # The source of pinned packages is not part of it.
     (certificate.parent / "pip.conf").write_text("[global]\n")
     (certificate.parent / "torch.whl").write_text("a wheel")
     assert names() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line", ["PYTHON=3.11", "DEBIAN_MIRROR=https://m.example", "TRANSFORMER_ENGINE=", "a b"]
 )
 def test_other_lines_are_refused_with_their_number(checkout: Path, line: str) -> None:
     write_arguments(checkout, OTHER, line)
-    with pytest.raises(ConfigError, match=r"images/arguments\.txt:4 is no build argument") as error:
+    with pytest.raises(
+        ConfigError, match=r"images/arguments\.txt:4 is not a build argument"
+    ) as error:
         image_name(LIGHT)
     assert "each of PYTHON_IMAGE, TRANSFORMER_ENGINE" in str(error.value)
     assert f"got: {line}" in str(error.value)
     refused = build(checkout)
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert "build: deployment/images/arguments.txt:4 is no build argument" in refused.stderr
+    assert "build: deployment/images/arguments.txt:4 is not a build argument" in refused.stderr
     write_arguments(checkout, OTHER, OTHER)
-    with pytest.raises(ConfigError, match="no build argument"):
+    with pytest.raises(ConfigError, match="not a build argument"):
         image_name(LIGHT)
 
 
@@ -106,7 +109,7 @@ def build(checkout: Path, *words: str, **environment: str) -> "subprocess.Comple
         for name, value in os.environ.items()
         if name not in ("PYTHON_IMAGE", "DEBIAN_MIRROR", "PIP_INDEX_URL")
     }
-    given = {
+    variables = {
         "NEMO_RL_BUILDER": str(builder),
         "BUILDER_VERSION": "Docker version 27.5.1",
         "NOTES": str(checkout / "notes"),
@@ -114,7 +117,7 @@ def build(checkout: Path, *words: str, **environment: str) -> "subprocess.Comple
     }
     return subprocess.run(
         [str(checkout / "deployment/images/build.sh"), *words],
-        env=kept | given | environment,
+        env=kept | variables | environment,
         capture_output=True,
         text=True,
         check=False,
@@ -142,13 +145,14 @@ def test_images_are_built_with_their_arguments_the_smallest_first(checkout: Path
     ]
 
 
-def test_podman_takes_nothing_from_its_cache(checkout: Path) -> None:
-    """Its steps know the files that they read by their command alone."""
+def test_podman_does_not_use_its_cache(checkout: Path) -> None:
+    """Its steps identify the files that they read only by their command."""
     assert build(checkout, "light", BUILDER_VERSION="podman version 4.3.1").returncode == 0
     (line,) = noted(checkout)
     assert line.endswith(f"--tag {names()['light']} --no-cache deployment")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "environment"),
     [
@@ -157,7 +161,7 @@ def test_podman_takes_nothing_from_its_cache(checkout: Path) -> None:
         (["--", f"--build-arg={OTHER}"], {}),
     ],
 )
-def test_what_names_would_not_cover_is_refused(
+def test_sources_that_names_do_not_cover_are_refused(
     checkout: Path, words: list[str], environment: dict[str, str]
 ) -> None:
     refused = build(checkout, *words, **environment)
@@ -166,18 +170,19 @@ def test_what_names_would_not_cover_is_refused(
     assert f"fix: write {OTHER} to deployment/images/arguments.txt" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_refused_push_ends_the_build_after_the_smallest_image(checkout: Path) -> None:
-    given = {"NEMO_RL_REGISTRY": "r.example/team", "REFUSED": "push *"}
-    refused = build(checkout, **given)
+    environment = {"NEMO_RL_REGISTRY": "r.example/team", "REFUSED": "push *"}
+    refused = build(checkout, **environment)
     assert refused.returncode == 1
     name = f"r.example/team/{names()['light']}"
     assert [line.split()[0] for line in noted(checkout)] == ["build", "push"]
     assert f"build: {name} is built, and the registry does not take it" in refused.stderr
     assert "login r.example)" in refused.stderr
-    # And goes on from there.
+    # The next build continues from there.
     (checkout / "notes").unlink()
     went_on = build(
-        checkout, "--missing", "light", "laptop", **given | {"REFUSED": "", "HERE": name}
+        checkout, "--missing", "light", "laptop", **environment | {"REFUSED": "", "HERE": name}
     )
     assert went_on.returncode == 0, went_on.stderr
     assert f"build: {name} is on this machine" in went_on.stdout
@@ -185,16 +190,17 @@ def test_a_refused_push_ends_the_build_after_the_smallest_image(checkout: Path) 
     assert noted(checkout)[0] == f"push {name}"
 
 
-def test_an_image_with_other_arguments_is_not_there(checkout: Path) -> None:
-    given = {"NEMO_RL_REGISTRY": "r.example", "THERE": f"r.example/{names()['light']}"}
-    assert "is there" in build(checkout, "--missing", "light", **given).stdout
+@pytest.mark.slow
+def test_an_image_with_other_arguments_is_missing(checkout: Path) -> None:
+    environment = {"NEMO_RL_REGISTRY": "r.example", "THERE": f"r.example/{names()['light']}"}
+    assert "is there" in build(checkout, "--missing", "light", **environment).stdout
     assert noted(checkout) == []
     write_arguments(checkout, OTHER)
-    assert build(checkout, "--missing", "light", **given).returncode == 0
+    assert build(checkout, "--missing", "light", **environment).returncode == 0
     assert [line.split()[0] for line in noted(checkout)] == ["build", "push"]
 
 
-def test_a_checkout_without_an_environment_says_so(checkout: Path) -> None:
+def test_a_checkout_without_an_environment_is_reported(checkout: Path) -> None:
     (checkout / ".venv/bin/python").unlink()
     refused = build(checkout, "light")
     assert refused.returncode == 1

@@ -1,9 +1,9 @@
-"""What `deployment/images/debian.sh` and `install.sh` ask a site's network for, and in which order.
+"""Requests of `deployment/images/debian.sh` and `install.sh` to a site's network, in order.
 
-They run as in an image, in a name space of their own in which the folders that they write to are
-empty; apt-get, uv and the update of certificates note what they are called with.
+They run as in an image, in a separate namespace in which the folders that they write to are
+empty; apt-get, uv and the update of certificates log their arguments.
 `tests/workflows/test_images.py` builds images with the real ones. The last test runs
-`transformer_engine.sh`, whose programs note their environment.
+`transformer_engine.sh`, whose programs record their environment.
 """
 
 import os
@@ -56,7 +56,7 @@ def images(tmp_path: Path) -> Path:
 
 
 def noted(images: Path, command: str, **environment: str) -> str:
-    """What the programs of the script were called with."""
+    """Calls of the script's programs."""
     programs, notes = images / "programs", images / "notes"
     programs.mkdir()
     for name in ("apt-get", "update-ca-certificates", "uv"):
@@ -69,7 +69,7 @@ def noted(images: Path, command: str, **environment: str) -> str:
     mounts += f"cp {images}/image.sources /etc/apt/sources.list.d/debian.sources && "
     real_pip = shutil.which("pip3", path="/usr/bin:/usr/local/bin") or shutil.which("pip")
     kept = {key: os.environ[key] for key in ("HOME", "LANG") if key in os.environ}
-    given = {
+    variables = {
         **kept,
         "PATH": f"{programs}:{os.environ['PATH']}",
         "NOTES": str(notes),
@@ -78,7 +78,7 @@ def noted(images: Path, command: str, **environment: str) -> str:
     }
     subprocess.run(
         ["unshare", "-rm", "bash", "-ec", f"{mounts} bash {images}/{command}"],
-        env=given | environment,
+        env=variables | environment,
         check=True,
         capture_output=True,
     )
@@ -87,27 +87,27 @@ def noted(images: Path, command: str, **environment: str) -> str:
 
 def test_certificates_come_before_any_package(images: Path) -> None:
     (images / "site/own.crt").write_text("a certificate")
-    said = noted(images, "debian.sh gcc wget").splitlines()
-    calls = [line.partition(" ")[0] for line in said if line.startswith(("apt-get", "update-ca"))]
+    lines = noted(images, "debian.sh gcc wget").splitlines()
+    calls = [line.partition(" ")[0] for line in lines if line.startswith(("apt-get", "update-ca"))]
     assert calls == ["update-ca-certificates", "apt-get", "apt-get"]
-    assert said[-5].endswith("install --yes --no-install-recommends gcc wget")
-    assert "URIs: http://deb.debian.org/debian" in said
+    assert lines[-5].endswith("install --yes --no-install-recommends gcc wget")
+    assert "URIs: http://deb.debian.org/debian" in lines
 
 
 def test_packages_come_from_a_mirror(images: Path) -> None:
-    said = noted(images, "debian.sh gcc", DEBIAN_MIRROR="https://mirror.example/apt/")
-    assert "URIs: https://mirror.example/apt/debian\n" in said
-    assert "deb.debian.org" not in said
+    calls = noted(images, "debian.sh gcc", DEBIAN_MIRROR="https://mirror.example/apt/")
+    assert "URIs: https://mirror.example/apt/debian\n" in calls
+    assert "deb.debian.org" not in calls
 
 
-def test_packages_come_from_the_sources_of_the_site_alone(images: Path) -> None:
+def test_packages_come_only_from_the_sites_sources(images: Path) -> None:
     (images / "site/own.list").write_text("deb https://apt.example/bookworm ./\n")
-    said = noted(images, "debian.sh gcc")
-    assert "deb https://apt.example/bookworm ./\n" in said
-    assert "deb.debian.org" not in said
+    calls = noted(images, "debian.sh gcc")
+    assert "deb https://apt.example/bookworm ./\n" in calls
+    assert "deb.debian.org" not in calls
 
 
-def test_without_packages_nothing_is_asked_for(images: Path) -> None:
+def test_without_packages_nothing_is_requested(images: Path) -> None:
     assert noted(images, "debian.sh") == ""
 
 
@@ -145,12 +145,12 @@ def test_the_wheel_of_torch_comes_from_folders_of_the_site(images: Path) -> None
     assert "--torch-backend" not in second
 
 
-def test_the_wheel_of_torch_is_that_of_pytorch_where_pip_knows_no_folder(images: Path) -> None:
+def test_the_wheel_of_torch_comes_from_pytorch_without_folders_of_pip(images: Path) -> None:
     _, second = noted(images, "install.sh cpu.txt").splitlines()
     assert second.endswith("--torch-backend cpu")
 
 
-def test_transformer_engine_is_imported_without_what_it_was_built_with(images: Path) -> None:
+def test_transformer_engine_is_imported_without_its_build_environment(images: Path) -> None:
     """As stages import it: with `CUDA_HOME` it takes wheels for a toolkit, and loads too few."""
     programs, site, notes = images / "programs", images / "packages", images / "notes"
     (site / "nvidia/cu13/include").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A stage's pod joins the Ray cluster of its run, tries again, and leaves it."""
+"""A stage's pod joins the Ray cluster of its run, retries, and leaves it."""
 
 import os
 import subprocess
@@ -6,7 +6,9 @@ import subprocess
 import pytest
 
 from nemo_rl_core.errors import ResourceError
-from tasks.platform import joining
+from tasks.ray_cluster.experimental import joining
+
+pytestmark = pytest.mark.experimental
 
 
 class Ray:
@@ -24,12 +26,12 @@ class Ray:
 
 
 def joined_with(monkeypatch: pytest.MonkeyPatch, ray: Ray, *addresses: str) -> str:
-    """The address within; `RAY_ADDRESS` is another before and after."""
+    """The address inside; `RAY_ADDRESS` has another value before and after."""
     monkeypatch.setattr(joining, "_ray", ray)
     monkeypatch.setattr(joining.time, "sleep", lambda _seconds: None)
     monkeypatch.setenv("RAY_ADDRESS", "before")
-    found = iter(addresses)
-    with joining.joined(lambda: next(found), num_attempts=2):
+    remaining = iter(addresses)
+    with joining.joined(lambda: next(remaining), num_attempts=2):
         within = os.environ["RAY_ADDRESS"]
     assert os.environ["RAY_ADDRESS"] == "before"
     return within
@@ -43,7 +45,7 @@ def test_a_pod_is_a_node_without_cpus_while_its_stage_runs(monkeypatch: pytest.M
     assert stop == ("stop",)
 
 
-def test_a_cluster_that_was_replaced_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_cluster_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = Ray(num_failures=1)
     assert joined_with(monkeypatch, ray, "old:6379", "new:6379") == "new:6379"
     assert [words[0] for words in ray.commands] == ["start", "stop", "start", "stop"]

@@ -1,4 +1,4 @@
-"""A second stage on a node reads its parents from its disk: bytes that an S3 server sends."""
+"""A second stage on a node reads its parents from disk; tests count bytes from an S3 server."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ from nemo_rl_core.store.node_cache import FOLDER, GIB
 from nemo_rl_core.store.partial import DIGESTS
 from nemo_rl_core.store.store import Store, damage
 from tasks.artifacts import CheckpointArtifact
-from tasks.platform import object_stores
+from tasks.stage import container
 from tests.hostile_names import hostile_names
 from tests.workflows.flyte_backend.buckets import S3Bucket
 
@@ -43,7 +43,7 @@ MODEL = ["model/a.safetensors", "model/b.safetensors", "model/config.json"]
 
 @pytest.fixture
 def bucket(own_store: Path) -> Iterator[S3Bucket]:
-    """With an artifact in it."""
+    """A bucket with an artifact."""
 
     def work(folder: Path) -> StageResult:
         for name, content in FILES.items():
@@ -56,7 +56,7 @@ def bucket(own_store: Path) -> Iterator[S3Bucket]:
         for name in list_files(made):
             started.write(f"parent/{name}", (made / name).read_bytes())
         yield started
-        run_sync(object_stores._close_sessions)
+        run_sync(container._close_sessions)
 
 
 @pytest.fixture
@@ -69,11 +69,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Stage:
-    """What a container does with its input: each has a disk, or a folder on the volume, anew.
+    """The work of a container with its input: each has a new disk, or a new folder on the volume.
 
     Args:
-        bucket: Where the artifact lies.
-        disk: What flytekit downloads into.
+        bucket: Bucket with the artifact.
+        disk: Folder that flytekit downloads into.
     """
 
     def __init__(self, bucket: S3Bucket, disk: Path) -> None:
@@ -87,8 +87,8 @@ class Stage:
             secret_access_key=environment["FLYTE_AWS_SECRET_ACCESS_KEY"],
         )
         access = FileAccessProvider(self._disk, self._bucket.url("raw"), DataConfig(s3=s3))
-        given = FlyteContextManager.current_context().with_file_access(access)
-        self._manager = FlyteContextManager.with_context(given)
+        context_with_access = FlyteContextManager.current_context().with_file_access(access)
+        self._manager = FlyteContextManager.with_context(context_with_access)
         context = self._manager.__enter__()
         kind = TypeEngine.to_literal_type(CheckpointArtifact)
         directory = FlyteDirectory(self._bucket.url("parent"))
@@ -96,8 +96,10 @@ class Stage:
             directory=directory, stage="train_sft", content_hash="ab" * 32
         )
         literal = TypeEngine.to_literal(context, artifact, CheckpointArtifact, kind)
-        found: CheckpointArtifact = TypeEngine.to_python_value(context, literal, CheckpointArtifact)
-        return found
+        fetched: CheckpointArtifact = TypeEngine.to_python_value(
+            context, literal, CheckpointArtifact
+        )
+        return fetched
 
     def __exit__(self, *_: object) -> None:
         self._manager.__exit__(None, None, None)
@@ -105,15 +107,16 @@ class Stage:
 
 def sent(bucket: S3Bucket) -> dict[str, int]:
     """Bytes of the artifact's content since the last call."""
-    found = {name: n for name in FILES if (n := bucket.sent[f"parent/{name}"])}
+    sent_bytes = {name: n for name in FILES if (n := bucket.sent[f"parent/{name}"])}
     bucket.sent.clear()
-    return found
+    return sent_bytes
 
 
 def sizes(*names: str) -> dict[str, int]:
     return {name: len(FILES[name]) for name in names}
 
 
+@pytest.mark.slow
 def test_a_second_stage_on_the_node_downloads_nothing(
     bucket: S3Bucket, cache: Path, tmp_path: Path
 ) -> None:
@@ -138,7 +141,7 @@ def test_without_a_cache_every_stage_downloads(bucket: S3Bucket, tmp_path: Path)
         assert sent(bucket) == sizes("rows.parquet", *MODEL)
 
 
-def test_what_a_ray_stage_downloads_is_a_copy_on_the_volume(bucket: S3Bucket, cache: Path) -> None:
+def test_downloads_of_a_ray_stage_are_copies_on_the_volume(bucket: S3Bucket, cache: Path) -> None:
     for attempt in ("first", "second"):
         with Stage(bucket, Store.default().inputs / attempt) as artifact:
             folder = artifact.folder
@@ -148,7 +151,7 @@ def test_what_a_ray_stage_downloads_is_a_copy_on_the_volume(bucket: S3Bucket, ca
         assert sent(bucket) == (sizes(*FILES) if attempt == "first" else {})
 
 
-def test_what_the_cache_has_no_room_for_is_downloaded(
+def test_files_that_do_not_fit_the_cache_are_downloaded(
     bucket: S3Bucket, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(GIB, str(600_000 / 2**30))
@@ -159,8 +162,8 @@ def test_what_the_cache_has_no_room_for_is_downloaded(
                 name: FILES[name] for name in MODEL
             }
         assert sent(bucket)["model/a.safetensors"] == 700_000, "larger than the cache"
-        held = sum(path.stat().st_size for path in (cache / "files").iterdir())
-        assert held <= 600_000
+        num_kept_bytes = sum(path.stat().st_size for path in (cache / "files").iterdir())
+        assert num_kept_bytes <= 600_000
 
 
 def test_damage_in_the_bucket_is_found_as_without_a_cache(
@@ -172,8 +175,8 @@ def test_damage_in_the_bucket_is_found_as_without_a_cache(
         pytest.raises(StoreError, match=r"(?s)parent is damaged.*a\.safetensors"),
     ):
         _ = artifact.model_folder
-    held = {path.read_bytes()[:1] for path in (cache / "files").iterdir()}
-    assert b"c" not in held
+    first_bytes = {path.read_bytes()[:1] for path in (cache / "files").iterdir()}
+    assert b"c" not in first_bytes
 
 
 KILLED = """
@@ -188,9 +191,9 @@ class Given(S3Bucket):
     def __init__(self):
         self.environment = dict(os.environ)
 
-whole = S3FileSystem.get_file
+get_file = S3FileSystem.get_file
 def half(self, source, path, **options):
-    whole(self, source, path, **options)
+    get_file(self, source, path, **options)
     if source.endswith("b.safetensors"):
         os.truncate(path, 1000)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -200,7 +203,8 @@ with Stage(Given(), Path(sys.argv[1])) as artifact:
 """
 
 
-def test_a_stage_that_was_killed_in_a_download_leaves_no_half_file(
+@pytest.mark.slow
+def test_a_killed_download_leaves_no_partial_file(
     bucket: S3Bucket, cache: Path, tmp_path: Path
 ) -> None:
     environment: dict[str, Any] = {**os.environ, **bucket.environment}
@@ -214,7 +218,7 @@ def test_a_stage_that_was_killed_in_a_download_leaves_no_half_file(
         assert (artifact.model_folder / "b.safetensors").read_bytes() == FILES[MODEL[1]]
     again = sent(bucket)
     assert again["model/b.safetensors"] == 500_000
-    assert "rows.parquet" not in again, "it was whole before the kill"
+    assert "rows.parquet" not in again, "it was complete before the kill"
     assert list((cache / "files").glob(".*")) == []
 
 

@@ -17,10 +17,10 @@ from nemo_rl_core.history.queries import History
 from nemo_rl_core.produce import StageResult, cost_html
 from nemo_rl_core.store.store import Store
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
-from tasks.cli.gc import gc
-from tasks.platform.local import use_store
-from tasks.platform.run import RunFailed
-from tasks.platform.stage import cached_task, make
+from tasks.cli.store.gc import gc
+from tasks.flyte.local import use_store
+from tasks.local_run.run import RunFailed
+from tasks.stage.stage import cached_task, make
 
 assert workflows  # wraps flytekit's local execution when it is imported
 _worked: list[str] = []
@@ -60,7 +60,7 @@ def both(one: Text, two: Text) -> Checkpoint:
 
 
 class Outcome(NamedTuple):
-    """What a run returned, printed, and which stages did their work."""
+    """Output and result of a run, and the stages that did their work."""
 
     artifact: CheckpointArtifact
     output: str
@@ -106,7 +106,7 @@ def test_only_what_changed_runs(run_both: Callable[..., Outcome]) -> None:
 
 def test_equal_content_of_other_origin_is_a_hit(run_both: Callable[..., Outcome]) -> None:
     run_both("a", "b")
-    # "A" is written as "A", too: the second stage cannot tell the difference.
+    # "A" is written as "A", too: the second stage cannot see the difference.
     assert run_both("A", "b").worked == ["first"]
 
 
@@ -118,7 +118,7 @@ def test_the_table_and_the_progress_of_a_run(run_both: Callable[..., Outcome]) -
     assert lines[1].endswith("s  wrote a")
     # Tokens of the stage and, below, of the run.
     assert rows_of(output)["first"][4] == rows_of(output)["total"][4] == "5"
-    # What was made by an earlier run has cost this one nothing.
+    # Artifacts of an earlier run cost this one nothing.
     cached = rows_of(run_both("a", "b").output)
     assert (cached["first"][2], cached["first"][4], cached["total"][4]) == ("CACHED", "", "0")
 
@@ -178,7 +178,7 @@ def flip_a_bit(path: Path) -> None:
     ],
     ids=["a bit", "a bit of the manifest"],
 )
-def test_a_damaged_hit_is_made_again_and_said(
+def test_a_damaged_hit_is_made_again_and_reported(
     run_both: Callable[..., Outcome], own_store: Path, harm: Callable[[Path], None]
 ) -> None:
     run_both("a", "b")
@@ -186,23 +186,25 @@ def test_a_damaged_hit_is_made_again_and_said(
     harm(first_made)
     again = run_both("a", "b")
     assert again.worked == ["first"]
-    (told,) = [line for line in again.output.splitlines() if "is damaged" in line]
-    assert told.startswith(f"{first_made.name} is damaged and is made again: ")
+    (message,) = [line for line in again.output.splitlines() if "is damaged" in line]
+    assert message.startswith(f"{first_made.name} is damaged and is rebuilt: ")
     assert (first_made / "text.txt").read_text() == "A"
     assert "second  CACHED  copied" in again.output
     assert run_both("a", "b").worked == []
 
 
-def test_damage_is_not_handed_on(run_both: Callable[..., Outcome], own_store: Path) -> None:
-    """The child is gone and would be made of what is damaged."""
-    whole = run_both("a", "b")
+def test_damage_does_not_reach_later_stages(
+    run_both: Callable[..., Outcome], own_store: Path
+) -> None:
+    """The child is gone and would be made from a damaged parent."""
+    intact = run_both("a", "b")
     (first_made,) = (own_store / "artifacts").glob("first-*")
     flip_a_bit(first_made / "text.txt")
-    shutil.rmtree(whole.artifact.folder)
+    shutil.rmtree(intact.artifact.folder)
     again = run_both("a", "b")
     assert again.worked == ["first", "second"]
     assert (again.artifact.folder / "copy.txt").read_text() == "Ab"
-    assert again.artifact.content_hash == whole.artifact.content_hash
+    assert again.artifact.content_hash == intact.artifact.content_hash
 
 
 def test_a_copied_store_uses_its_own_artifacts(
@@ -234,7 +236,7 @@ def test_a_copied_store_uses_its_own_artifacts(
 def test_a_stage_that_finds_its_artifact_in_the_store_is_cached(
     run_both: Callable[..., Outcome], own_store: Path
 ) -> None:
-    """As after a kill between the artifact and the cache's entry."""
+    """The same as after a kill between the artifact and the cache's entry."""
     run_both("a", "b")
     (own_store / "cache" / "flyte").rename(own_store / "away")
     use_store()
@@ -242,9 +244,9 @@ def test_a_stage_that_finds_its_artifact_in_the_store_is_cached(
     assert again.worked == []
     assert "first  CACHED  wrote a" in again.output
     with History(Store(own_store)) as history:
-        found, made = history.executions().items
-        assert (found.num_cached, made.num_cached) == (2, 0)
-        maker = history.node(history.nodes(found.id)[0].id).maker
+        cached_run, made = history.executions().items
+        assert (cached_run.num_cached, made.num_cached) == (2, 0)
+        maker = history.node(history.nodes(cached_run.id)[0].id).maker
         assert maker is not None and maker.execution == made.id
 
 
@@ -258,7 +260,7 @@ def test_a_damaged_stage_cache_is_named(run_both: Callable[..., Outcome], own_st
     with pytest.raises(RunFailed) as caught:
         run_both("a", "b")
     assert f"the stage cache {path} is damaged" in caught.value.message
-    assert f"fix: end all runs, move {path.parent} away" in caught.value.message
+    assert f"fix: end all runs and move {path.parent} away" in caught.value.message
     path.parent.rename(own_store / "away")
     use_store()
     assert run_both("a", "b").worked == []
@@ -293,7 +295,7 @@ def test_the_cache_of_a_store_is_not_unpickled(
     assert run_both("a", "b").worked == []
 
 
-def test_what_fails_is_named_and_not_cached(
+def test_a_failed_stage_is_named_and_not_cached(
     run_both: Callable[..., Outcome], own_store: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RunFailed) as caught:
@@ -311,7 +313,7 @@ def test_what_fails_is_named_and_not_cached(
     assert run_both("a", "b").worked == ["second"]
 
 
-def test_everything_lies_in_the_store(run_both: Callable[..., Outcome], own_store: Path) -> None:
+def test_everything_is_in_the_store(run_both: Callable[..., Outcome], own_store: Path) -> None:
     made = run_both("a", "b")
     manifests = {
         manifest["stage"]: manifest
@@ -325,6 +327,6 @@ def test_everything_lies_in_the_store(run_both: Callable[..., Outcome], own_stor
     assert made.artifact.folder.parent == own_store / "artifacts"
     deck = (made.artifact.folder / "deck.html").read_text()
     assert deck == "<p>hello</p>" + cost_html(made.artifact.manifest.cost)
-    # Neither a copy of what stages hand on, nor work that is done.
+    # Neither a copy of the stages' outputs, nor finished work.
     assert not list((own_store / "cache" / "raw").glob("*/*"))
     assert not [path for path in (own_store / "work").iterdir() if path.is_dir()]

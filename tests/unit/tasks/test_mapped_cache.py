@@ -1,4 +1,4 @@
-"""Local runs of a mapped stage: what its cached list promises when points fail or folders go."""
+"""Local runs of a mapped stage: its cached list when points fail or folders are removed."""
 
 import re
 import shutil
@@ -11,7 +11,7 @@ import workflows
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Dataset, DatasetArtifact
-from tasks.platform.stage import cached_task, choice, make
+from tasks.stage.stage import cached_task, dynamic_stage, make
 
 assert workflows  # wraps flytekit's local execution when it is imported
 _worked: list[str] = []
@@ -36,7 +36,7 @@ def measured(config: Point) -> Dataset:
     return DatasetArtifact(**make(__name__, "measured", config=config, parents={}, work=work))
 
 
-@choice
+@dynamic_stage
 def mapped(names: list[str]) -> list[Dataset | None]:
     return map_task(measured, min_success_ratio=0.5)(config=[Point(name=name) for name in names])
 
@@ -47,7 +47,7 @@ def sweep(names: list[str]) -> list[Dataset | None]:
 
 
 def num_tokens(output: str) -> str:
-    """What the table's last line says that the run has taken."""
+    """The duration in the last line of the table."""
     (total,) = [line for line in output.splitlines() if line.startswith("│ total")]
     return total.split("│")[4].strip()
 
@@ -72,11 +72,11 @@ def test_a_point_that_failed_is_tried_again_and_the_others_are_not(
     assert num_tokens(output) == "10"
     assert run("a", "b", "c")[1] is None
     assert _worked == ["b"]
-    # Points that were found have cost this run nothing.
+    # Points from the cache cost this run nothing.
     assert num_tokens(capfd.readouterr().out) == "0"
     _broken.clear()
-    mended = run("a", "b", "c")
-    assert [report and report.summary for report in mended] == ["a", "b", "c"]
+    repaired = run("a", "b", "c")
+    assert [report and report.summary for report in repaired] == ["a", "b", "c"]
     assert _worked == ["b"]
     assert num_tokens(capfd.readouterr().out) == "5"
     run("a", "b", "c")

@@ -1,4 +1,4 @@
-"""Notices of runs on a cluster and here: who sends which, posted to a real server on loopback."""
+"""Notices of runs on a cluster and here, posted to a real server on loopback."""
 
 import time
 from collections.abc import Iterator
@@ -14,8 +14,9 @@ from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.telemetry.events import StageRecord
 from tasks.announce import announce
 from tasks.artifacts import EvalReport, LineageReport, PromotionDecision
-from tasks.platform.notifying import NOTHING_NEW, good_end
-from tasks.recipes.grpo import GRPORecipe, record_failure
+from tasks.plan_tasks.grpo import record_failure
+from tasks.recipes.grpo import GRPORecipe
+from tasks.stage.notifying import NOTHING_NEW, successful_end
 from tests.notice_servers import hook
 
 SHARED = {"content_hash": "ab" * 32, "stage": "x"}
@@ -34,7 +35,7 @@ def posted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[dic
 
 
 def announced(execution: str | None) -> None:
-    """Ends a workflow whose report was made by an execution; by none on one machine."""
+    """Ends a workflow whose report was made by an execution; by none on a single machine."""
 
     def work(folder: Path) -> StageResult:
         (folder / "lineage.json").write_text("[]")
@@ -58,26 +59,26 @@ def announced(execution: str | None) -> None:
     announce.task_function(decision=decision, after=after, lineage=lineage)
 
 
-def test_a_run_on_a_cluster_tells_what_it_found(posted: list[dict[str, Any]]) -> None:
+def test_a_run_on_a_cluster_sends_its_results(posted: list[dict[str, Any]]) -> None:
     announced("today")
     (notice,) = posted
     assert notice["text"] == "nemo-rl: grpo today succeeded\npromoted: +1.0\ngreedy 0.99"
 
 
-def test_a_run_that_found_everything_cached_says_so(posted: list[dict[str, Any]]) -> None:
+def test_a_completely_cached_run_is_reported_as_such(posted: list[dict[str, Any]]) -> None:
     announced("yesterday")
     (notice,) = posted
     assert notice["text"] == f"nemo-rl: grpo today ended\n{NOTHING_NEW}"
 
 
-def test_a_run_on_a_cluster_that_failed_says_why(posted: list[dict[str, Any]]) -> None:
+def test_a_failed_run_on_a_cluster_reports_the_reason(posted: list[dict[str, Any]]) -> None:
     error = FlyteError(message="no such object", failed_node_id="n1")
     record_failure.task_function(config=GRPORecipe(), err=error)
     (notice,) = posted
     assert notice["text"] == "nemo-rl: grpo today failed\nno such object"
 
 
-def test_a_local_run_sends_its_own(
+def test_a_local_run_sends_its_notice_itself(
     posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the task nor the handler, which local runs call as well."""
@@ -87,8 +88,8 @@ def test_a_local_run_sends_its_own(
     assert posted == []
 
 
-def test_nothing_is_new_where_every_stage_was_cached() -> None:
+def test_nothing_is_new_if_every_stage_was_cached() -> None:
     cached, ran = StageRecord("a", "cached", 0.1), StageRecord("b", "ran", 1.0)
-    assert good_end([cached, cached], ["x"]) == ("ended", [NOTHING_NEW, "x"])
-    assert good_end([cached, ran], ["x"]) == ("succeeded", ["x"])
-    assert good_end([], ["x"]) == ("succeeded", ["x"])
+    assert successful_end([cached, cached], ["x"]) == ("ended", [NOTHING_NEW, "x"])
+    assert successful_end([cached, ran], ["x"]) == ("succeeded", ["x"])
+    assert successful_end([], ["x"]) == ("succeeded", ["x"])

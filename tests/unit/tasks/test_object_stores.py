@@ -1,4 +1,4 @@
-"""What a container of a stage leaves behind in its log when it has used S3."""
+"""The log of a stage's container after it has used S3."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ access.put_data(folder, "s3://bucket/raw/rows", is_multipart=True)
 print("uploaded")
 """
 REGISTERED = """
-from tasks.platform.object_stores import close_sessions_at_exit
+from tasks.stage.container import close_sessions_at_exit
 close_sessions_at_exit()
 """
 
@@ -59,6 +59,7 @@ def _log(address: str, registered: str) -> str:
     return ended.stderr
 
 
+@pytest.mark.slow
 def test_an_upload_ends_without_an_error_in_the_log(address: str) -> None:
     assert "Unclosed" in _log(address, "")  # what flytekit does by itself
     assert "Unclosed" not in _log(address, REGISTERED)

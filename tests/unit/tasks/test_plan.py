@@ -1,4 +1,4 @@
-"""Each stage is dealt what it reads of a recipe, so that nothing else makes it run again."""
+"""Each stage gets only the recipe fields that it reads, so others do not rerun it."""
 
 from operator import attrgetter
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.errors import ConfigError
+from tasks.plan_tasks.dpo import plan_dpo
+from tasks.plan_tasks.grpo import plan_grpo
 from tasks.recipes.common import PipelineRecipe
-from tasks.recipes.dpo import DPORecipe, plan_dpo
-from tasks.recipes.grpo import GRPORecipe, plan_grpo
+from tasks.recipes.dpo import DPORecipe
+from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.post_train import PostTrainRecipe
 from tasks.recipes.ppo import PPORecipe
 from tasks.recipes.reward_model import RewardModelRecipe
@@ -37,7 +39,7 @@ def changed_stages(changes: dict[str, Any], base: dict[str, Any] = BASE) -> set[
         ({"grpo": {"num_generations_per_prompt": 8}}, {"grpo"}),
         ({"grpo": {"gate": {"max_token_mult_prob_error": 1.5}}}, {"grpo"}),
         ({"grpo": {"save_every_num_steps": 3}}, {"grpo"}),
-        # More iterations leave those that were run as they are.
+        # More iterations do not rerun earlier ones.
         ({"grpo": {"num_iterations": 9}}, {"num_iterations"}),
         ({"sft": {"learning_rate": 1.25e-4}}, {"sft"}),
         # Completions that are trained on must fit the model's context, which `data` checks, and
@@ -72,18 +74,18 @@ def test_a_change_reaches_the_stages_that_read_it(
     assert changed_stages(changes) == stages
 
 
-def test_every_word_of_a_recipe_is_read_by_some_stage() -> None:
-    # `training` has one backend so far, so that no change of it can be tried.
+def test_every_field_of_a_recipe_is_read_by_some_stage() -> None:
+    # `training` has only one backend so far, so it cannot be changed.
     tried = {"seed", "model", "data", "environment", "sft", "grpo", "generation"}
     tried |= {"rollouts", "environment_workers", "cluster", "evaluation", "promotion", "training"}
     tried |= {"measure_base", "export"}
-    # Whom a run is told to, and what it may cost, changes no result: no stage reads it.
+    # Notices and the budget change no result: no stage reads them.
     assert set(GRPORecipe.model_fields) == tried | {"tracking", "budget"}
     stages = plan_grpo(config=GRPORecipe())
     assert stages.sft.training == stages.grpo.training == GRPORecipe().training
 
 
-def test_the_seed_does_not_touch_weights_that_are_not_drawn() -> None:
+def test_the_seed_does_not_affect_pretrained_weights() -> None:
     base = {"model": {"name": "some/model"}}
     assert "model" not in changed_stages({"seed": 7}, base)
     assert plan_grpo(config=GRPORecipe.model_validate(base)).model.seed is None
@@ -101,7 +103,7 @@ def test_a_stage_gets_the_values_of_the_recipe() -> None:
 
 
 def changed_dpo(changes: dict[str, Any]) -> set[str]:
-    """What of DPO's iterations a change reaches: pairs, reference, the training itself."""
+    """The parts of DPO's iterations that a change affects: pairs, reference, training."""
     base = {"recipe": "dpo_arithmetic"}
     before, after = (
         plan_dpo(config=DPORecipe.model_validate(values)).iterations
@@ -130,7 +132,7 @@ def changed_dpo(changes: dict[str, Any]) -> set[str]:
         ({"cluster": {"num_threads": 1}}, {"pairs", "reference", "dpo"}),
     ],
 )
-def test_reference_logprobs_depend_on_weights_and_tokens_alone(
+def test_reference_logprobs_depend_only_on_weights_and_tokens(
     changes: dict[str, Any], reached: set[str]
 ) -> None:
     assert changed_dpo(changes) == reached
@@ -171,7 +173,7 @@ def test_a_backend_without_a_scalar_head_trains_no_critic_or_reward_model(
         ({"pairs": {"kind": "rollouts"}}, False, None),
     ],
 )
-def test_given_pairs_without_questions_are_judged_on_pairs(
+def test_pairs_of_a_file_without_questions_are_judged_on_pairs(
     changes: dict[str, Any], is_on_pairs: bool, per_token: bool | None
 ) -> None:
     words = {"model": {"kind": "from_config"}, "pairs": {"kind": "data"}, **changes}

@@ -1,4 +1,4 @@
-"""Environments that a recipe names are refused before anything starts."""
+"""Recipes that cannot run are refused before anything starts."""
 
 import json
 import shutil
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.config import float8
+from nemo_rl_core.config import training as training_config
 from nemo_rl_core.distributed import resources
 from nemo_rl_core.errors import ConfigError, DataError, ModelError, NemoRLError, ResourceError
-from tasks.platform.heads_check import refuse_heads
-from tasks.platform.preflight import preflight
+from tasks.local_run.preflight import preflight
+from tasks.planning.model_checks import refuse_heads
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.convert import ConvertRecipe
 from tasks.recipes.distillation import DistillationRecipe
@@ -41,7 +41,7 @@ def test_data_whose_tasks_all_have_an_environment_passes(data: dict, tasks: list
 
 
 def test_float8_without_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "find_spec", lambda _: None)
+    monkeypatch.setattr(training_config, "find_spec", lambda _: None)
     check()
     with pytest.raises(ResourceError, match="pip install --no-deps torchao"):
         check(training={"float8": "tensorwise"})
@@ -62,7 +62,7 @@ def test_heads_that_ranks_cannot_divide_are_refused(tiny_model: Path) -> None:
         ({}, {"pipeline_parallel_size": 3}, "layers cannot be divided by the pipeline"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {}, "rope_type=dynamic"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, {}, "sliding_attention"),
-        ({"is_causal": False}, {}, "take is_causal"),
+        ({"is_causal": False}, {}, "remove is_causal"),
     ],
 )
 def test_models_that_megatron_cannot_hold_are_refused(
@@ -116,7 +116,7 @@ def test_gpus_of_models_that_score_are_among_those_of_the_machine(
     has: int, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resources, "count_gpus", lambda: has)
-    with pytest.raises(ResourceError, match="smaller than the cluster") as refused:
+    with pytest.raises(ResourceError, match="smaller than the requested cluster") as refused:
         check(
             cluster={"shape": "cluster", "num_workers": 5},
             generation={"placement": {"own": 1}},
@@ -128,7 +128,7 @@ def test_gpus_of_models_that_score_are_among_those_of_the_machine(
     assert refused.value.fix.startswith(fix)
 
 
-def test_fewer_gpus_of_a_judge_are_whole_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_gpus_of_a_judge_are_complete_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "count_gpus", lambda: 5)
     model = {"kind": "model", "model": "folder", "tensor_parallel_size": 2}
     with pytest.raises(ResourceError) as refused:
@@ -156,7 +156,7 @@ def test_fewer_gpus_of_a_judge_are_whole_engines(monkeypatch: pytest.MonkeyPatch
         ),
     ],
 )
-def test_fewer_gpus_that_train_hold_whole_copies(
+def test_fewer_training_gpus_hold_complete_copies(
     training: dict[str, Any], fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resources, "count_gpus", lambda: 9)
@@ -170,9 +170,9 @@ def test_fewer_gpus_that_train_hold_whole_copies(
 
 
 def test_a_missing_file_of_a_mixture_is_refused(tmp_path: Path) -> None:
-    there, missing = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    there.write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    sources = [{"data": {"kind": "file", "train": str(path)}} for path in (there, missing)]
+    existing, missing = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    existing.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    sources = [{"data": {"kind": "file", "train": str(path)}} for path in (existing, missing)]
     with pytest.raises(DataError, match="a data file does not exist") as refused:
         check(data={"kind": "mixture", "sources": sources, "max_prompt_tokens": 16})
     assert f"data.sources.1.data.train: no file {missing}" in refused.value.problem
@@ -203,7 +203,7 @@ def file_data(folder: Path, rows: list) -> dict:
     return {"kind": "file", "max_prompt_tokens": 16, **names}
 
 
-def test_a_reward_finds_its_columns_or_is_refused_with_those_that_there_are(
+def test_a_reward_without_its_columns_is_refused_with_the_existing_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -223,7 +223,7 @@ def test_a_reward_finds_its_columns_or_is_refused_with_those_that_there_are(
     assert "answer, task, id, metadata, lvl" in refused.value.got
 
 
-def test_prompts_alone_pass_where_the_reward_needs_no_answer(tmp_path: Path) -> None:
+def test_prompts_pass_if_the_reward_needs_no_answer(tmp_path: Path) -> None:
     data = file_data(tmp_path, [{"prompt": "1+1="}, {"prompt": "2+2="}])
     regex = {"kind": "regex", "pattern": "[0-9]+"}
     check(data=data, environment=regex)
@@ -234,9 +234,21 @@ def test_prompts_alone_pass_where_the_reward_needs_no_answer(tmp_path: Path) -> 
             check(data=data, environment=needy, evaluation={"environment": regex})
 
 
-def test_an_environment_of_ones_own_is_looked_at_before_a_run() -> None:
-    own = {"kind": "python", "target": "no_module_of_mine:Env"}
-    for each in (own, {"kind": "by_task", "tasks": [{"task": "arithmetic", "environment": own}]}):
+@pytest.mark.slow
+def test_reference_answers_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": "2+2=", "answer": r"\$4"}, {"prompt": "Prove it.", "answer": "?"}]
+    for kind, count in (("math", 1), ("multiple_choice", 2)):
+        with pytest.raises(DataError, match=f"{count} of 2 rows of the train data set"):
+            check(data=file_data(tmp_path, rows), environment={"kind": kind})
+    check(data=file_data(tmp_path, rows[:1]), environment={"kind": "math"})
+
+
+def test_a_custom_environment_is_checked_before_a_run() -> None:
+    section = {"kind": "python", "target": "no_module_of_mine:Env"}
+    for each in (
+        section,
+        {"kind": "by_task", "tasks": [{"task": "arithmetic", "environment": section}]},
+    ):
         with pytest.raises(ConfigError, match="'no_module_of_mine:Env' cannot be imported"):
             check(environment=each)
 
@@ -244,8 +256,8 @@ def test_an_environment_of_ones_own_is_looked_at_before_a_run() -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"kind": "regex", "pattern": "("}, "no regular expression"),
-        ({"kind": "json_schema", "json_schema": "{]"}, "no JSON Schema"),
+        ({"kind": "regex", "pattern": "("}, "not a valid regular expression"),
+        ({"kind": "json_schema", "json_schema": "{]"}, "not a valid JSON Schema"),
         (
             {
                 "kind": "llm_judge",
@@ -260,14 +272,14 @@ def test_an_environment_of_ones_own_is_looked_at_before_a_run() -> None:
         ),
     ],
 )
-def test_what_could_not_score_is_refused_within_tasks_too(environment: dict, words: str) -> None:
+def test_unusable_rewards_are_refused_within_tasks_too(environment: dict, words: str) -> None:
     tasks = [{"task": "arithmetic", "environment": environment}]
     for each in (environment, {"kind": "by_task", "tasks": tasks}):
         with pytest.raises(ConfigError, match=words):
             check(environment=each)
 
 
-def test_scores_of_a_task_that_do_not_say_what_is_right_are_no_evaluation() -> None:
+def test_scores_without_a_verdict_are_not_an_evaluation() -> None:
     weighted = {"kind": "weighted_sum", "parts": [{"environment": {"kind": "exact"}}]}
     tasks = [{"task": "arithmetic", "environment": weighted}]
     with pytest.raises(ConfigError, match="'weighted_sum' gives scores"):
@@ -278,7 +290,7 @@ CONTEXT = {"model": {"kind": "from_config", "max_position_embeddings": 24}}
 PROMPTS = {"kind": "arithmetic", "num_train": 8, "num_validation": 2, "max_prompt_tokens": 16}
 
 
-def test_what_evaluation_samples_must_fit_the_context_too() -> None:
+def test_samples_of_the_evaluation_must_fit_the_context() -> None:
     check(**CONTEXT, data=PROMPTS, evaluation={"generation": {"max_new_tokens": 8}})
     with pytest.raises(ConfigError, match="longer than the model's context") as refused:
         check(**CONTEXT, data=PROMPTS, evaluation={"generation": {"max_new_tokens": 9}})
@@ -304,7 +316,7 @@ def test_engines_that_do_not_fit_the_cluster_are_refused(section: str) -> None:
     )
 
 
-def test_a_penalty_for_length_is_held_next_to_all_turns_of_a_rollout() -> None:
+def test_a_length_penalty_is_compared_with_all_turns_of_a_rollout() -> None:
     recipe = {
         "grpo": {"overlong": {"buffer_tokens": 20}},
         "generation": {"max_new_tokens": 8},
@@ -320,6 +332,7 @@ def test_a_penalty_for_length_is_held_next_to_all_turns_of_a_rollout() -> None:
 WHEEL = {"kind": "wheel", "name": "small", "package": "no-such-package==1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
@@ -349,6 +362,7 @@ WIDE = {"kind": "from_config", "hidden_size": 128, "num_heads": 4}
 HF = {"backend": "hf", "max_new_tokens": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sections", "fix"),
     [
@@ -375,11 +389,11 @@ def test_heads_that_vllm_does_not_compute_are_refused_before_training(
     check(model=NARROW, generation=HF)
 
 
-def test_heads_of_a_folder_and_of_a_judge_are_looked_at(tiny_model: Path) -> None:
-    own = {"kind": "pretrained", "name": str(tiny_model)}  # two heads share a width of 32
+def test_heads_of_a_folder_and_of_a_judge_are_checked(tiny_model: Path) -> None:
+    section = {"kind": "pretrained", "name": str(tiny_model)}  # two heads share a width of 32
     with pytest.raises(ModelError, match="cannot sample from the model '/"):
-        check(model=own)
-    check(model=own, generation=HF)
+        check(model=section)
+    check(model=section, generation=HF)
     judge = {"kind": "llm_judge", "judge": {"kind": "model", "model": str(tiny_model)}}
     with pytest.raises(ModelError, match="cannot sample from the judge") as refused:
         check(environment=judge, evaluation={"environment": {"kind": "exact"}})
@@ -400,10 +414,10 @@ def test_types_that_vllm_does_not_compute_are_refused_before_training(
     kind: str, shape: str, reason: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
-    given = {"model": {"name": str(tmp_path)}, "cluster": {"shape": shape}}
-    recipe = GRPORecipe.model_validate(given)
+    values = {"model": {"name": str(tmp_path)}, "cluster": {"shape": shape}}
+    recipe = GRPORecipe.model_validate(values)
     if kind == "gpt_oss":
-        refuse_heads(EvaluateRecipe.model_validate(given))  # no new weights
+        refuse_heads(EvaluateRecipe.model_validate(values))  # no new weights
     if reason is None:
         refuse_heads(recipe)
         return
@@ -414,28 +428,28 @@ def test_types_that_vllm_does_not_compute_are_refused_before_training(
     assert refused.value.fix == "set generation.backend to hf"
 
 
-def test_heads_that_only_a_teacher_has_are_no_mistake() -> None:
+def test_heads_of_a_teacher_are_not_checked() -> None:
     teacher = {"model": NARROW}
     recipe = DistillationRecipe.model_validate({"model": WIDE, "teacher": teacher})
     preflight({"config": recipe})
 
 
-def test_heads_of_a_model_that_nothing_samples_from_are_no_mistake(tmp_path: Path) -> None:
+def test_heads_are_not_checked_without_sampling(tmp_path: Path) -> None:
     preflight({"config": ConvertRecipe.model_validate({"model": NARROW})})
     rows = tmp_path / "pairs.jsonl"
     rows.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
     data = {"kind": "file", "train": str(rows), "validation": str(rows)}
-    given = {"model": NARROW, "pairs": {"kind": "data"}, "data": data}
-    assert RewardModelRecipe.model_validate(given).sampled_models == []
+    values = {"model": NARROW, "pairs": {"kind": "data"}, "data": data}
+    assert RewardModelRecipe.model_validate(values).sampled_models == []
     assert RewardModelRecipe.model_validate({"model": NARROW}).sampled_models != []
 
 
-def test_on_gpus_heads_are_vllms_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_gpus_heads_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "count_gpus", lambda: 1)
     check(model=NARROW, cluster={"shape": "one_gpu"})
 
 
-def test_everything_that_is_missing_is_named_at_once_with_its_key(
+def test_all_missing_files_are_named_with_their_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -459,11 +473,11 @@ def test_everything_that_is_missing_is_named_at_once_with_its_key(
     )
 
 
-def test_a_missing_reward_of_a_later_stage_is_named_with_the_rest() -> None:
+def test_a_missing_reward_of_a_later_stage_is_named_with_other_mistakes() -> None:
     missing = {"kind": "function", "target": "no_rewards_here:near"}
     data = {"kind": "file", "train": "no.jsonl"}
-    given = {"environment": missing, "grpo_reward": missing, "data": data}
-    recipe = PostTrainRecipe.model_validate(given)
+    values = {"environment": missing, "grpo_reward": missing, "data": data}
+    recipe = PostTrainRecipe.model_validate(values)
     with pytest.raises(NemoRLError) as refused:
         preflight({"config": recipe})
     assert "environment: " in refused.value.problem

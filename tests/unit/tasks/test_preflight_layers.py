@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_core.backends.training.dtensor.loading import load_scalar_model
 from nemo_rl_core.errors import ConfigError, ModelError
-from tasks.platform.preflight import preflight
+from nemo_rl_core.model_files.loading import load_scalar_model
+from tasks.local_run.preflight import preflight
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.distillation import DistillationRecipe
 from tasks.recipes.post_train import PostTrainRecipe

@@ -1,4 +1,4 @@
-"""A recipe with data as it is published, up to the rows that training reads."""
+"""A recipe with published data sets, up to the rows that training reads."""
 
 import json
 from collections.abc import Callable
@@ -38,10 +38,10 @@ recipe = SFTRecipe.model_validate(yaml.safe_load(sys.argv[1]))
 tokenizer = prepare_model(config=ModelTaskConfig.of(recipe)).tokenizer
 made = prepare_data(config=DataTaskConfig.of(recipe), tokenizer=tokenizer)
 config = QuestionsTaskConfig(questions=DataTaskConfig.of(recipe))
-asked = evaluate_questions(config=config, tokenizer=tokenizer)
+questions = evaluate_questions(config=config, tokenizer=tokenizer)
 print(json.dumps({
     "read_as": Manifest.read(made.train.folder).config["read_as"],
-    "questions_read_as": Manifest.read(asked.folder).config["questions"]["read_as"],
+    "questions_read_as": Manifest.read(questions.folder).config["questions"]["read_as"],
     "train": load_records(made.train.folder),
     "validation": load_records(made.validation.folder),
 }))

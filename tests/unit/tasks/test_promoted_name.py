@@ -1,4 +1,4 @@
-"""The alias that a recipe names moves to a model that is promoted, and not otherwise."""
+"""The alias that a recipe names moves only to promoted models."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.aliases import Aliases
 from nemo_rl_core.store.store import Store
 from tasks.artifacts import CheckpointArtifact, EvalReport
-from tasks.platform.stage import make
 from tasks.promote import promote
 from tasks.recipes.common import PromotionTaskConfig
+from tasks.stage.stage import make
 from tests.unit.tasks.test_export import Seed, checkpoint
 
 NUMERICS_VERSION = 1
@@ -60,7 +60,7 @@ def promoted(
     return bool(decision.promoted)
 
 
-def test_a_name_means_the_candidate_once_it_is_promoted(own_store: Path) -> None:
+def test_an_alias_moves_to_a_promoted_candidate(own_store: Path) -> None:
     aliases = Aliases(Store.default())
     first, second = checkpoint("grpo_iteration", 2), checkpoint("grpo_iteration", 3)
     assert not promoted(first, num_right=1)

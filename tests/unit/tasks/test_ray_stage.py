@@ -1,4 +1,4 @@
-"""Requests that are checked before, or given up on in time, and what a regression check refuses."""
+"""Resource requests that are refused or time out, and the regression check."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.errors import DataError, ResourceError
 from tasks.artifacts import CompareReport
 from tasks.evaluate import evaluate
-from tasks.platform.ray_stage import CLUSTER_GPUS, await_workers, check_offered
-from tasks.platform.shapes import Shape, laptop, one_gpu, shape_of
+from tasks.pods.shapes import Shape, laptop, one_gpu, shape_of
+from tasks.ray_cluster.ray_stage import CLUSTER_GPUS, await_workers, check_offered
 from tasks.refuse_regression import refuse_worse
 
 SETTINGS = SerializationSettings(image_config=ImageConfig())
@@ -23,10 +23,10 @@ def nodes(count: int) -> Shape:
     return shape_of(ClusterConfig(shape="cluster", num_workers=8 * count))
 
 
-def test_what_the_cluster_never_has_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_beyond_the_cluster_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CLUSTER_GPUS, "16")
     check_offered(nodes(2))
-    with pytest.raises(ResourceError, match="smaller than the cluster") as caught:
+    with pytest.raises(ResourceError, match="smaller than the requested cluster") as caught:
         check_offered(nodes(3))
     assert (caught.value.expected, caught.value.got) == ("24 GPUs", "16 GPUs")
     assert CLUSTER_GPUS in caught.value.fix
@@ -44,7 +44,7 @@ def test_workers_may_come_late() -> None:
     assert next(joined, None) is None
 
 
-def test_workers_that_never_come_are_given_up_on() -> None:
+def test_workers_that_never_start_are_given_up_on() -> None:
     with pytest.raises(ResourceError, match="the stage's Ray cluster") as caught:
         await_workers(nodes(1), lambda: {"CPU": 88.0}, wait_seconds=0.05, pause_seconds=0.01)
     assert caught.value.expected == "8 GPUs"
@@ -58,7 +58,7 @@ def report(difference: float, high: float, folder: Path) -> CompareReport:
     )
 
 
-def test_a_regression_is_refused_only_where_it_is_sure(tmp_path: Path) -> None:
+def test_a_regression_is_refused_only_if_it_is_certain(tmp_path: Path) -> None:
     unsure = report(-0.02, 0.01, tmp_path)
     assert refuse_worse([unsure]) is unsure
     with pytest.raises(DataError, match="worse than its baseline") as caught:
@@ -68,7 +68,7 @@ def test_a_regression_is_refused_only_where_it_is_sure(tmp_path: Path) -> None:
 
 @dynamic
 def name_on(shape: str) -> str:
-    """What a workflow's choice of a shape comes to in a local run."""
+    """The task of a workflow's choice of a shape in a local run."""
     config = ClusterConfig.model_validate({"shape": shape})
     return str(evaluate.on(config).name)
 
@@ -81,8 +81,8 @@ def test_a_local_run_keeps_one_task_whatever_the_shape() -> None:
 def hand_back_seconds(ttl: int) -> float:
     """The longest time from the submitter's end to the removal of pods, by KubeRay's reconciler.
 
-    It is told when the submitter ends, and else looks at a RayJob every 3 s. After it has found it
-    ended, it looks once more, and where the time to live is not over then, again 2 s after that.
+    It is notified when the submitter ends, and otherwise checks a RayJob every 3 s. After the job
+    has ended it checks again, and 2 s after that if its time to live is not over.
     """
     look = 3
     left = ttl - look

@@ -1,4 +1,4 @@
-"""Recipes laid over recipes."""
+"""Recipes that are based on other recipes."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.recipe_file import with_base
 
 
-def test_what_is_named_changes_and_the_rest_stays() -> None:
+def test_only_named_fields_change() -> None:
     recipe = {"recipe": "grpo_arithmetic", "seed": 3, "grpo": {"loss": {"clip_low": 0.1}}}
     changed = GRPORecipe.model_validate(recipe)
     base = GRPORecipe.model_validate({"recipe": "grpo_arithmetic"})
@@ -55,11 +55,11 @@ def test_an_unknown_recipe_lists_the_choices() -> None:
     assert "grpo_arithmetic" in caught.value.message
 
 
-def test_a_preset_wins_over_the_recipe_that_it_is_laid_over() -> None:
+def test_a_preset_overrides_the_base_recipe() -> None:
     values = {"preset": "dapo", "overlong": None, "num_steps_per_iteration": 7}
     recipe = GRPORecipe.model_validate({"recipe": "grpo_arithmetic", "grpo": values})
-    # The base recipe has a penalty in the loss; DAPO has none, and its bounds are its own.
+    # The base recipe has a penalty in the loss; DAPO has none, and it has other bounds.
     assert recipe.grpo.loss.kl is None
     assert recipe.grpo.loss.clip_high == 0.28
-    # What the preset does not say stays as the recipe has it.
+    # Fields outside of the preset stay as in the recipe.
     assert (recipe.grpo.learning_rate, recipe.grpo.num_steps_per_iteration) == (0.0005, 7)

@@ -1,4 +1,4 @@
-"""Files of recipes as people get them wrong: a few lines, at once, and never half read."""
+"""Mistakes in recipe files are reported in a few lines, at once, and no file is half read."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from flytekit.clis.sdk_in_container import run as pyflyte_run
 from flytekit.interaction.click_types import JsonParamType
 
 from nemo_rl_core.errors import ConfigError
-from tasks.platform.command_help import explain_recipes
+from tasks.local_run.command_help import patch_recipe_options
 from tasks.recipes.common import RecipeError
 from tasks.recipes.recipe_file import read_recipe, with_base
 
@@ -20,44 +20,44 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
     for old, new in zip("abcdefghi", "bcdefghij", strict=True)
 )
 WRONG: dict[str, tuple[str | bytes, str]] = {
-    "a tab": ("grpo:\n\tnum_iterations: 1\n", "line 2: this is no YAML"),
-    "two documents": ("seed: 1\n---\nseed: 2\n", "line 2: this is no YAML"),
-    "an open bracket": ("seed: [1\n", "this is no YAML"),
-    "a tag of Python": ("a: !!python/object/apply:os.system [ls]\n", "line 1: this is no YAML"),
-    "an unknown alias": ("a: *b\n", "line 1: this is no YAML"),
+    "a tab": ("grpo:\n\tnum_iterations: 1\n", "line 2: this is not YAML"),
+    "two documents": ("seed: 1\n---\nseed: 2\n", "line 2: this is not YAML"),
+    "an open bracket": ("seed: [1\n", "this is not YAML"),
+    "a tag of Python": ("a: !!python/object/apply:os.system [ls]\n", "line 1: this is not YAML"),
+    "an unknown alias": ("a: *b\n", "line 1: this is not YAML"),
     "latin-1": ("name: gr\xfcn\n".encode("latin-1"), "line 1: the file is not in UTF-8"),
     "utf-16": ("seed: 1\n".encode("utf-16"), "the file is not in UTF-8"),
-    "binary": (b"\x00\x01\x02", "is no YAML"),
+    "binary": (b"\x00\x01\x02", "is not YAML"),
     "an alias to itself": ("a: &a [1, *a]\n", "line 1: the document has no end"),
     "a bomb of aliases": (BOMB, "the document has no end"),
     "5,000 levels": ("[" * 5000 + "]" * 5000, "nested too deeply"),
     "100 levels": ("[" * 100 + "]" * 100, "nested too deeply"),
-    "a list": ("- 1\n", "is no recipe"),
-    "a word": ("hello\n", "is no recipe"),
-    "a key twice": ("seed: 1\ngrpo: {}\nseed: 2\n", "line 3: the key 'seed' stands twice"),
+    "a list": ("- 1\n", "is not a recipe"),
+    "a word": ("hello\n", "is not a recipe"),
+    "a key twice": ("seed: 1\ngrpo: {}\nseed: 2\n", "line 3: the key 'seed' appears twice"),
     "2^64": ("grpo:\n  num_steps_per_iteration: 18446744073709551616\n", "is too large"),
     "10^400": ("seed: 1" + "0" * 400 + "\n", "is too large"),
-    "2 MiB": ("# " + "x" * 2**21, "is no recipe"),
+    "2 MiB": ("# " + "x" * 2**21, "is not a recipe"),
 }
 
 
 @pytest.mark.parametrize("name", list(WRONG))
 def test_a_wrong_file_is_refused_in_a_few_lines(tmp_path: Path, name: str) -> None:
-    content, said = WRONG[name]
+    content, expected_text = WRONG[name]
     path = tmp_path / "mine.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     started = time.process_time()
     with pytest.raises(ConfigError) as error:
         read_recipe(path)
     message = str(error.value)
-    assert said in message
+    assert expected_text in message
     assert "mine.yaml" in message
     assert 2 <= len(message.splitlines()) <= 8
     assert len(message) < 1500
     assert time.process_time() - started < 5  # of a bomb of 10^10 values
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, got in {
         tmp_path: "a folder",
@@ -74,7 +74,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 def test_recipes_that_begin_with_each_other_are_refused(tmp_path: Path, names: list[str]) -> None:
     for name, following in zip(names, [*names[1:], names[0]], strict=True):
         (tmp_path / f"{name}.yaml").write_text(f"recipe: {tmp_path / following}.yaml\n")
-    with pytest.raises(ConfigError, match="begin with each other") as error:
+    with pytest.raises(ConfigError, match="form a circle") as error:
         with_base({"recipe": str(tmp_path / "one.yaml")})
     assert "one.yaml -> " in str(error.value)
 
@@ -97,7 +97,7 @@ def test_good_files_are_read(tmp_path: Path) -> None:
 
 def test_pyflyte_reads_files_this_way(tmp_path: Path) -> None:
     assert pyflyte_run is not None  # what a command of pyflyte has imported
-    explain_recipes()
+    patch_recipe_options()
     parameter: Any = JsonParamType(dict)
     path = tmp_path / "mine.yaml"
     path.write_text(WRONG["a tab"][0].__str__())

@@ -1,4 +1,4 @@
-"""Mistakes of recipes by file and line, whichever of several files holds them."""
+"""Mistakes in recipes are reported with file and line, in any of several files."""
 
 import copy
 from pathlib import Path
@@ -12,8 +12,8 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.interaction.click_types import JsonParamType
 
 from nemo_rl_core.config.places import place_of
-from tasks.cli.run_settings import changes_of
-from tasks.platform.command_help import explain_recipes
+from tasks.cli.recipe.run_settings import changes_of
+from tasks.local_run.command_help import patch_recipe_options
 from tasks.recipes.common import Recipe, RecipeError
 from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.recipe_file import read_recipe
@@ -24,9 +24,9 @@ FIX = "  fix: change the named values"
 
 
 def given_to_pyflyte(text: str, kind: type[Recipe] = GRPORecipe) -> Any:
-    """What `pyflyte run ... --config TEXT` makes of its argument."""
+    """Result of `pyflyte run ... --config TEXT` for its argument."""
     assert pyflyte_run is not None  # what a command of pyflyte has imported
-    explain_recipes()
+    patch_recipe_options()
     parameter: Any = JsonParamType(kind)
     return parameter.convert(text, None, None)
 
@@ -39,7 +39,7 @@ def refused(text: str, kind: type[Recipe] = GRPORecipe) -> list[str]:
     return lines
 
 
-def test_each_mistake_has_the_line_of_its_file_and_so_through_inheritance(
+def test_each_mistake_has_the_line_of_its_file_with_inheritance_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -66,7 +66,7 @@ def test_each_mistake_has_the_line_of_its_file_and_so_through_inheritance(
     ]
 
 
-def test_what_is_laid_over_a_recipe_is_named_where_it_was_written(
+def test_changes_are_named_with_their_own_location(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -78,7 +78,7 @@ def test_what_is_laid_over_a_recipe_is_named_where_it_was_written(
     ]
 
 
-def test_an_alias_and_a_merge_are_named_where_they_stand(tmp_path: Path) -> None:
+def test_aliases_and_merges_are_named_with_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("x: &rate\n  learning_rate: a\ngrpo:\n  <<: *rate\n  seed: 3\n")
     values = read_recipe(path)
@@ -90,7 +90,7 @@ def test_an_alias_and_a_merge_are_named_where_they_stand(tmp_path: Path) -> None
     assert copy.deepcopy(values) == values
 
 
-def test_words_of_the_command_line_are_named(tmp_path: Path) -> None:
+def test_arguments_of_the_command_line_are_named(tmp_path: Path) -> None:
     changes = changes_of(["grpo.learning_rate=.inf", "seed=x"])
     with pytest.raises(RecipeError) as caught:
         GRPORecipe.model_validate(changes)
@@ -115,20 +115,18 @@ def test_contradictions_of_sections_are_named_with_the_other_mistakes(tmp_path: 
         "training: {tensor_parallel_size: x}\n"
     )
     lines = refused(str(path))
-    found = {line.split(" ")[2]: line for line in lines[1:-1]}
-    assert found.keys() == {f"{path}:1:", f"{path}:4:", f"{path}:6:"}
-    # A contradiction of its own has its four parts.
+    entries = {line.split(" ")[2]: line for line in lines[1:-1]}
+    assert entries.keys() == {f"{path}:1:", f"{path}:4:", f"{path}:6:"}
+    # A separate contradiction has its four parts.
     path.write_text("cluster:\n  num_workers: 3\n  shape: one_gpu\n")
-    alone = refused(str(path))
-    assert alone[0].startswith(f"{path}:1: cluster: ")
-    assert [line.split(":")[0] for line in alone[1:]] == ["  expected", "  got", "  fix"]
+    lines = refused(str(path))
+    assert lines[0].startswith(f"{path}:1: cluster: ")
+    assert [line.split(":")[0] for line in lines[1:]] == ["  expected", "  got", "  fix"]
 
 
 @pytest.mark.parametrize("number", [".inf", "-.inf", ".nan", "1e999"])
 @pytest.mark.parametrize("key", ["grpo.learning_rate", "generation.temperature", "model.dtype"])
-def test_numbers_that_are_none_are_refused_in_a_few_lines(
-    tmp_path: Path, key: str, number: str
-) -> None:
+def test_invalid_numbers_are_refused_in_a_few_lines(tmp_path: Path, key: str, number: str) -> None:
     path = tmp_path / "mine.yaml"
     section, name = key.split(".")
     path.write_text(f"recipe: grpo_arithmetic\n{section}:\n  {name}: {number}\n")
@@ -136,7 +134,7 @@ def test_numbers_that_are_none_are_refused_in_a_few_lines(
 
 
 @pytest.mark.parametrize("text", ['{"grpo": {"learning_rate": Infinity}}', '{"seed": NaN}'])
-def test_json_of_the_command_line_too(text: str) -> None:
+def test_json_of_the_command_line_is_named(text: str) -> None:
     assert refused(text)[0] == HEADING
 
 
@@ -150,16 +148,16 @@ def test_json_of_the_command_line_too(text: str) -> None:
         "max_grad_norm",
     ],
 )
-def test_infinity_is_no_bound_where_a_field_is_a_bound(tmp_path: Path, key: str) -> None:
+def test_infinity_is_not_accepted_as_a_bound(tmp_path: Path, key: str) -> None:
     path = tmp_path / "mine.yaml"
     word = "\n".join(f"{'  ' * depth}{name}:" for depth, name in enumerate(key.split("."), 1))
     kind = "\n      kind: truncated" if "importance" in key else ""
     path.write_text(f"recipe: grpo_arithmetic\ngrpo:\n{word} .inf{kind}\n")
     recipe = given_to_pyflyte(str(path))
-    found = recipe.grpo
+    entries = recipe.grpo
     for name in key.split("."):
-        found = getattr(found, name)
-    assert found == float("inf")
+        entries = getattr(entries, name)
+    assert entries == float("inf")
     # As a task's input it stays what it is.
     context = FlyteContextManager.current_context()
     expected = TypeEngine.to_literal_type(GRPORecipe)
@@ -171,7 +169,10 @@ UNWRITABLE = {
     "2^64": ('{"grpo": {"num_steps_per_iteration": 18446744073709551616}}', "is too large"),
     "-2^64": ('{"seed": -18446744073709551616}', "seed is too large (got -1.84e+19)"),
     "10^400": (f'{{"seed": 1{"0" * 400}}}', "seed is too large (got over 300 digits)"),
-    "half a pair": (r'{"model": {"name": "\ud800"}}', "model.name holds half of a surrogate pair"),
+    "half a pair": (
+        r'{"model": {"name": "\ud800"}}',
+        "model.name contains half of a surrogate pair",
+    ),
     "3,000 levels": ('{"a":' * 3000 + "1" + "}" * 3000, "nested too deeply"),
     "no key of that name": ('{"recipe": "grpo_arithmetik"}', "did you mean 'grpo_arithmetic'?"),
     "a long name": ('{"recipe": "' + "x" * 5000 + '.yaml"}', "there is no recipe"),
@@ -180,11 +181,11 @@ UNWRITABLE = {
 
 
 @pytest.mark.parametrize("name", list(UNWRITABLE))
-def test_what_no_record_can_hold_is_refused(name: str) -> None:
-    text, said = UNWRITABLE[name]
+def test_values_that_records_cannot_store_are_refused(name: str) -> None:
+    text, message = UNWRITABLE[name]
     with pytest.raises(click.ClickException) as caught:
         given_to_pyflyte(text)
-    assert said in f"{type(caught.value).__name__} {caught.value.format_message()}"
+    assert message in f"{type(caught.value).__name__} {caught.value.format_message()}"
     assert len(caught.value.format_message()) < 2500
 
 
@@ -195,18 +196,18 @@ def test_all_numbers_that_are_too_large_are_named_at_once(tmp_path: Path) -> Non
     assert lines[1:4] == [
         f"  {path}:1: seed is too large (got 1.84e+19)",
         f"  {path}:3: grpo.num_iterations is too large (got 1.18e+21)",
-        f"  {path}:4: name holds half of a surrogate pair (got '\\ud800')",
+        f"  {path}:4: name contains half of a surrogate pair (got '\\ud800')",
     ]
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("grpo:\n\tseed: 1\n", "base.yaml, line 2: this is no YAML"),
-        ("- 1\n", "base.yaml is no recipe"),
-        (b"\x00\x01", "base.yaml is no YAML"),
+        ("grpo:\n\tseed: 1\n", "base.yaml, line 2: this is not YAML"),
+        ("- 1\n", "base.yaml is not a recipe"),
+        (b"\x00\x01", "base.yaml is not YAML"),
         (b"\xff\xfe\x00", "base.yaml, line 1: the file is not in UTF-8"),
-        ("recipe: base.yaml\n", "the recipes begin with each other"),
+        ("recipe: base.yaml\n", "the base recipes form a circle"),
         ("recipe: absent.yaml\n", "base.yaml:1: there is no recipe 'absent.yaml'"),
     ],
 )

@@ -13,12 +13,12 @@ from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Node, point_label
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.store import Store
-from nemo_rl_core.telemetry.events import labelled, report, subscribe
+from nemo_rl_core.telemetry.events import labeled, report, subscribe
 from nemo_rl_core.types import StepReport
 from nemo_rl_core.ui import curves
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
-from tasks.platform.run import RunFailed
-from tasks.platform.stage import cached_task, choice, make, run_inside
+from tasks.local_run.run import RunFailed
+from tasks.stage.stage import cached_task, dynamic_stage, make, run_inside
 
 assert workflows  # wraps flytekit's local execution when it is imported
 POINTS = [{"seed": seed, "grpo.rate": rate} for seed in (0, 1) for rate in (0.1, 0.2)]
@@ -75,7 +75,7 @@ def swept_point(config: Point, start: Checkpoint) -> Dataset:
         checkpoint = start
         for iteration in (1, 2):
             inputs = {"config": config, "start": checkpoint, "iteration": iteration}
-            with labelled(point_label(config.point)):
+            with labeled(point_label(config.point)):
                 checkpoint = run_inside(iteration_of, **inputs)
         (folder / "text.txt").write_text(checkpoint.content_hash)
         return StageResult("report", "text", "done", num_tokens=20)
@@ -86,7 +86,7 @@ def swept_point(config: Point, start: Checkpoint) -> Dataset:
     )
 
 
-@choice
+@dynamic_stage
 def mapped(points: list[Point]) -> list[Dataset | None]:
     starts = {seed: started(config=Training(rate=1.0 + seed)) for seed in (0, 1)}
     return map_task(swept_point, min_success_ratio=0.5)(
@@ -131,6 +131,7 @@ def check_points(read: History, nodes: list[Node]) -> None:
             assert made.made_by == (node.cached_from or node.id)
 
 
+@pytest.mark.slow
 def test_every_point_is_a_node_with_its_curves_and_artifacts(
     history: Callable[[], History], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +153,7 @@ def test_every_point_is_a_node_with_its_curves_and_artifacts(
     assert "swept_point (seed 0, rate 0.1)  ran  " in output
 
 
+@pytest.mark.slow
 def test_a_cached_sweep_has_the_curves_of_its_points(history: Callable[[], History]) -> None:
     run(*POINTS[:3])
     run(*POINTS)  # three points are found in the store
@@ -168,6 +170,7 @@ def test_a_cached_sweep_has_the_curves_of_its_points(history: Callable[[], Histo
         assert sum(node.cost.get("tokens", 0) for node in nodes) == 0
 
 
+@pytest.mark.slow
 def test_a_failed_point_is_recorded_with_its_steps_and_its_reason(
     history: Callable[[], History], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,7 +195,8 @@ def test_a_failed_point_is_recorded_with_its_steps_and_its_reason(
         run(POINTS[2], fails=True)
 
 
-def test_a_stopped_point_says_where_and_costs_its_time_once(
+@pytest.mark.slow
+def test_a_stopped_point_has_its_position_and_costs_its_time_once(
     history: Callable[[], History],
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
@@ -206,20 +210,21 @@ def test_a_stopped_point_says_where_and_costs_its_time_once(
     assert [node.name for node in stopped if node.cost] == ["iteration_of 2"]
 
 
+@pytest.mark.slow
 def test_charts_have_one_line_per_training(history: Callable[[], History]) -> None:
     run(*POINTS)
     with history() as read:
         (execution,) = read.executions().items
-        found = {stage.task: stage for stage in curves.stages(read, execution.id)}
-        iterations = found[f"{__name__}.iteration_of"]
+        stages = {stage.task: stage for stage in curves.stages(read, execution.id)}
+        iterations = stages[f"{__name__}.iteration_of"]
         lines = curves.series(read, iterations.nodes, iterations.names)["reward"]
         assert {line.label: list(line.points) for line in lines} == {
             label: [(step, reward(point, step)) for step in (1, 2, 3, 4)]
             for label, point in zip(LABELS, POINTS, strict=True)
         }
-        assert [line.colour for line in lines] == [0, 1, 2, 3]
+        assert [line.color for line in lines] == [0, 1, 2, 3]
         # Two supervised starts of one run are two trainings.
-        starts = found[f"{__name__}.started"]
+        starts = stages[f"{__name__}.started"]
         losses = curves.series(read, starts.nodes, starts.names)["loss"]
         assert {line.label: list(line.points) for line in losses} == {
             "call 1": [(1, 1.0)],
@@ -253,6 +258,7 @@ def test_two_trainings_of_one_task_keep_their_steps(history: Callable[[], Histor
         assert [line.label for line in lines] == ["call 1", "call 2"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_store")
 def test_reports_name_the_call_of_a_stage_that_runs_twice() -> None:
     seen: list[str] = []

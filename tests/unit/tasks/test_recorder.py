@@ -1,4 +1,4 @@
-"""What a run of real flytekit workflows leaves in the database.
+"""The database records runs of real flytekit workflows.
 
 These tests fail when flytekit changes what the recorder wraps.
 """
@@ -24,8 +24,8 @@ from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.events import StageResumed, StageSaved, publish, report
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
-from tasks.platform.run import RunFailed, _execution, recipe_name
-from tasks.platform.stage import cached_task, make
+from tasks.local_run.run import RunFailed, _execution, install_recording, recipe_name
+from tasks.stage.stage import cached_task, make
 
 assert workflows  # wraps flytekit's local execution when it is imported
 
@@ -118,15 +118,15 @@ def pass_on(data: Dataset) -> Dataset:
 
 @workflow
 def begin(config: Words) -> Rows:
-    found = rows(config=config)
-    return Rows(found.train, found.validation)
+    inputs = rows(config=config)
+    return Rows(inputs.train, inputs.validation)
 
 
 DEFAULT = Words()
 
 
 @workflow
-def whole(config: Words = DEFAULT) -> Checkpoint:
+def pipeline(config: Words = DEFAULT) -> Checkpoint:
     stages = plan(config=config)
     data = begin(config=stages.rows)
     seen = pass_on(data=data.validation)
@@ -172,12 +172,13 @@ def by_name(nodes: list[Node]) -> dict[str, Node]:
     return {node.name: node for node in nodes}
 
 
-def test_what_flytekit_must_go_on_doing() -> None:
-    """The parts of flytekit that the recorder stands on, by their signatures."""
+def test_flytekit_has_the_expected_signatures() -> None:
+    """The parts of flytekit that the recorder depends on, by their signatures."""
 
     def parameters(function: object) -> list[str]:
         return list(inspect.signature(inspect.unwrap(function)).parameters)
 
+    install_recording()
     assert parameters(WorkflowBase.local_execute) == ["self", "ctx", "kwargs"]
     assert parameters(Task.local_execute) == ["self", "ctx", "kwargs"]
     assert parameters(Task.sandbox_execute) == ["self", "ctx", "input_literal_map"]
@@ -186,10 +187,10 @@ def test_what_flytekit_must_go_on_doing() -> None:
 
 
 def test_nodes_edges_and_values_of_a_run(history: Store) -> None:
-    whole(config=Words(text="b"))
+    pipeline(config=Words(text="b"))
     with History(history) as read:
         (run,) = read.executions().items
-        assert run.state == "succeeded" and run.workflow.endswith("test_recorder.whole")
+        assert run.state == "succeeded" and run.workflow.endswith("test_recorder.pipeline")
         assert run.inputs == {"config": {"text": "b", "broken": False, "stopped": False}}
         nodes = by_name(read.nodes(run.id))
         assert [(node.name, node.kind, node.state) for node in read.nodes(run.id)] == [
@@ -233,7 +234,7 @@ def test_nodes_edges_and_values_of_a_run(history: Store) -> None:
         candidates = {value.name: value for value in read.node(nodes["choose"].id).inputs}
         assert len(json.loads(candidates["candidates"].value)) == 2
         artifact = read.artifact(detail.outputs[0].artifact or "")
-        # The tokens of the steps before the resume are no cost of this attempt.
+        # The tokens of the steps before the resume do not count as a cost of this attempt.
         assert (detail.node.cost["tokens"], artifact.manifest["cost"]["tokens"]) == (5, 50)
         # Three more nodes returned it.
         assert artifact.made_by == nodes["training 2"].id
@@ -241,9 +242,9 @@ def test_nodes_edges_and_values_of_a_run(history: Store) -> None:
         assert roles == {"start", "train"}
 
 
-def test_hits_and_where_they_came_from(history: Store) -> None:
-    whole(config=Words(text="b"))
-    whole(config=Words(text="b"))
+def test_hits_are_recorded_with_their_origin(history: Store) -> None:
+    pipeline(config=Words(text="b"))
+    pipeline(config=Words(text="b"))
     with History(history) as read:
         again, first = read.executions().items
         assert edges_of(read, again.id) == EDGES
@@ -256,9 +257,9 @@ def test_hits_and_where_they_came_from(history: Store) -> None:
             assert node.cost["tokens"] == 0
 
 
-def test_a_failed_node_says_why(history: Store) -> None:
+def test_a_failed_node_has_its_reason(history: Store) -> None:
     with pytest.raises(RunFailed):
-        whole(config=Words(broken=True))
+        pipeline(config=Words(broken=True))
     with History(history) as read:
         (run,) = read.executions().items
         assert run.state == "failed" and "no such luck" in run.error
@@ -270,11 +271,11 @@ def test_a_failed_node_says_why(history: Store) -> None:
         assert read.node(failed.id).attempts[-1].state == "failed"
 
 
-def test_a_run_that_is_stopped_says_where_and_what_it_has_cost(
+def test_a_stopped_run_records_position_and_cost(
     history: Store, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
-        whole(config=Words(stopped=True))
+        pipeline(config=Words(stopped=True))
     with History(history) as read:
         (run,) = read.executions().items
         nodes = by_name(read.nodes(run.id))
@@ -282,7 +283,7 @@ def test_a_run_that_is_stopped_says_where_and_what_it_has_cost(
     first, saved, command = run.error.splitlines()
     assert first.startswith("stopped from outside (Ctrl-C) at step 2 of 2 of training 2, after ")
     assert saved == "  saved: step 1 of training 2, and the 3 stages before it"
-    assert command.startswith("  go on with: ")
+    assert command.startswith("  resume with: ")
     assert (nodes["training 2"].state, nodes["iterate"].state) == ("stopped", "stopped")
     assert nodes["training 2"].error == "stopped from outside at step 2 of 2 of training 2"
     assert nodes["training 2"].cost["wall_seconds"] > 0
@@ -292,8 +293,8 @@ def test_a_run_that_is_stopped_says_where_and_what_it_has_cost(
     assert shown.index("│ total") < shown.index(first)
 
 
-def test_the_part_of_the_log_that_is_a_nodes(history: Store) -> None:
-    whole()
+def test_nodes_have_their_part_of_the_log(history: Store) -> None:
+    pipeline()
     with History(history) as read:
         (run,) = read.executions().items
         nodes = read.nodes(run.id)
@@ -317,7 +318,7 @@ def test_the_part_of_the_log_that_is_a_nodes(history: Store) -> None:
         (["pyflyte", "run", "f.py", "grpo", "--config"], ""),
     ],
 )
-def test_the_recipe_that_a_command_names(command: list[str], recipe: str) -> None:
+def test_recipe_names_are_read_from_commands(command: list[str], recipe: str) -> None:
     assert recipe_name(command) == recipe
 
 

@@ -1,4 +1,4 @@
-"""`deployment/register.sh`, with a pyflyte that notes what it is asked for."""
+"""`deployment/register.sh`, with a pyflyte that logs its arguments."""
 
 import os
 import re
@@ -17,7 +17,7 @@ WHO = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A repository with the script, and with programs that take the place of the environment's."""
+    """A repository with the script, and with programs that replace those of the environment."""
     for name in ("deployment/register.sh", "workflows/launch_plans.py"):
         (tmp_path / name).parent.mkdir(parents=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
@@ -60,13 +60,13 @@ def registered(checkout: Path, *arguments: str) -> list[str]:
 
 
 def version_in(lines: list[str]) -> str:
-    found = re.search(r"^register: version (\S+) in ", lines[1])
-    assert found, lines
-    return found[1]
+    match = re.search(r"^register: version (\S+) in ", lines[1])
+    assert match, lines
+    return match[1]
 
 
 def test_the_version_covers_changed_and_new_files(checkout: Path) -> None:
-    found = [version_in(registered(checkout))]
+    versions = [version_in(registered(checkout))]
     for name, text in [
         ("README.md", "changed"),
         ("my_reward.py", "one"),
@@ -74,18 +74,20 @@ def test_the_version_covers_changed_and_new_files(checkout: Path) -> None:
         ("a name.py", "two"),
     ]:
         (checkout / name).write_text(text)
-        found.append(version_in(registered(checkout)))
-    assert len(set(found)) == len(found)
-    assert version_in(registered(checkout)) == found[-1]
+        versions.append(version_in(registered(checkout)))
+    assert len(set(versions)) == len(versions)
+    assert version_in(registered(checkout)) == versions[-1]
 
 
 def test_only_named_launch_plans_are_activated(checkout: Path) -> None:
-    given = "--project", "p", "--domain", "production"
-    plain = registered(checkout, *given)
+    options = "--project", "p", "--domain", "production"
+    plain = registered(checkout, *options)
     assert len(plain) == 2
     assert "--activate" not in plain[0]
     names = "nightly_collection", "weekly_evaluation"
-    both = registered(checkout, *given, *(word for name in names for word in ("--activate", name)))
+    both = registered(
+        checkout, *options, *(word for name in names for word in ("--activate", name))
+    )
     assert both[:2] == plain
     assert both[2:] == [
         f"pyflyte --config flyte.yaml launchplan --project p --domain production --activate {name} "
@@ -103,7 +105,9 @@ def test_only_named_launch_plans_are_activated(checkout: Path) -> None:
         (["--activate", "weekly_evaluation weekly_regression_check"], "weekly_evaluation weekly"),
     ],
 )
-def test_what_to_activate_must_be_named(checkout: Path, arguments: list[str], got: str) -> None:
+def test_launch_plans_to_activate_must_be_named(
+    checkout: Path, arguments: list[str], got: str
+) -> None:
     from workflows import launch_plans
 
     refused = ran(checkout, *arguments)
@@ -115,7 +119,7 @@ def test_what_to_activate_must_be_named(checkout: Path, arguments: list[str], go
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--sideways"], "unknown option --sideways"),
         (["--config"], "--config needs a value"),
@@ -123,25 +127,29 @@ def test_what_to_activate_must_be_named(checkout: Path, arguments: list[str], go
         ([], "there is no configuration (none given)"),
     ],
 )
-def test_register_says_what_it_needs(checkout: Path, arguments: list[str], said: str) -> None:
+def test_register_names_missing_requirements(
+    checkout: Path, arguments: list[str], message: str
+) -> None:
     refused = ran(checkout, *arguments)
     assert refused.returncode == 2
-    assert said in refused.stderr
+    assert message in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_cluster_without_a_registry_is_refused(checkout: Path) -> None:
     write_program(checkout, "python", f'PYTHONPATH={REPOSITORY} exec {sys.executable} "$@"')
     assert registered(checkout)
     write_config(checkout, "flyte.example.com")
     refused = ran(checkout, "--config", "flyte.yaml")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "register: NEMO_RL_REGISTRY is not set, so that pods on flyte.example" in refused.stderr
+    assert "register: NEMO_RL_REGISTRY is not set, so pods on flyte.example" in refused.stderr
     assert "fix: export NEMO_RL_REGISTRY" in refused.stderr
     done = ran(checkout, "--config", "flyte.yaml", registry="registry.example/team")
     assert (done.returncode, done.stderr) == (0, "")
     assert "unused=registry.example/team/nemo-rl-unused:0" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--config", "flyte.yaml"], ["--package", "flow.tgz"]])
 def test_a_private_key_is_not_registered(checkout: Path, words: list[str]) -> None:
     write_program(checkout, "python", f'PYTHONPATH={REPOSITORY} exec {sys.executable} "$@"')
@@ -153,7 +161,7 @@ def test_a_private_key_is_not_registered(checkout: Path, words: list[str]) -> No
     assert "got: tls.pem (a private key)" in refused.stderr
 
 
-def test_a_package_without_a_registry_says_so(checkout: Path) -> None:
+def test_a_package_without_a_registry_prints_a_note(checkout: Path) -> None:
     done = ran(checkout, "--package", "flow.tgz")
     assert done.returncode == 0
     assert "NEMO_RL_REGISTRY is not set" in done.stderr

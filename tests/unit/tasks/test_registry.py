@@ -3,8 +3,8 @@
 import pytest
 
 from nemo_rl_core.errors import ConfigError
-from tasks.platform import registry
-from tasks.platform.images import LIGHT, REGISTRY, image_name
+from tasks.pods import registry
+from tasks.pods.images import LIGHT, REGISTRY, image_name
 
 CLUSTERS = ["flyte.example.com", "dns:///flyte.example.com:443", "10.0.0.7:81", "localhost.example"]
 OWN = ["localhost:30080", "dns:///localhost:30080", "127.0.0.1:81", "[::1]:81", "127.8.0.1"]
@@ -25,7 +25,7 @@ def test_a_cluster_needs_a_registry(endpoint: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("endpoint", OWN)
-def test_this_machine_has_images_of_its_own(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_needs_no_registry(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(REGISTRY, raising=False)
     registry.refuse_missing_registry(endpoint)
     registry.refuse_images_without_registry([image_name(LIGHT)], workflow="grpo", endpoint=endpoint)

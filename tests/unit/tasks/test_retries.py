@@ -1,4 +1,4 @@
-"""What Flyte tries again: error documents as a container writes them."""
+"""Errors that Flyte retries: error documents, as a container writes them."""
 
 import errno
 from collections.abc import Callable
@@ -26,8 +26,8 @@ from nemo_rl_core.errors import (
     WorkerError,
     WorkerLostError,
 )
-from tasks.platform import local
-from tasks.platform.retries import is_recoverable, retried_on_cluster
+from tasks.flyte import local
+from tasks.flyte.retries import is_recoverable, retried_on_cluster
 
 RAISED: list[BaseException] = []
 
@@ -71,7 +71,7 @@ def caused(error: Exception, cause: BaseException) -> BaseException:
 
 
 def translated_503() -> BaseException:
-    """As s3fs hands on what botocore has raised."""
+    """An error of botocore, as s3fs raises it."""
     answer = {"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}
     return translate_boto_error(ClientError(answer, "GetObject"))  # type: ignore[no-any-return]
 
@@ -83,14 +83,14 @@ def hub_error(status: int) -> BaseException:
 
 RECOVERABLE: dict[str, Callable[[], BaseException]] = {
     "a lost worker": lambda: WorkerLostError("worker 3 of 'training' died", got="node died"),
-    "a broken transfer": lambda: TransferError("a transfer of weights broke off"),
+    "a broken transfer": lambda: TransferError("a weight transfer was interrupted"),
     "a dead actor": lambda: dead("ActorDiedError"),
     "a crashed worker": lambda: dead("WorkerCrashedError"),
     "a transfer in a worker": lambda: in_a_worker(TransferError("a transfer broke off")),
     "CUDA in a worker": lambda: WorkerError(
         "worker 0 of 'training' raised AcceleratorError", got="CUDA error: an illegal address"
     ),
-    "a rank that did not come": lambda: MachineError("rank 3 did not come to the check"),
+    "a rank that did not join": lambda: MachineError("rank 3 did not join the check"),
     "a wrong sum in a worker": lambda: in_a_worker(MachineError("a sum is wrong on rank 3")),
     "the store of ranks": lambda: WorkerError("worker 0 raised DistStoreError: wait timeout"),
     "gloo": lambda: RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"),
@@ -160,6 +160,6 @@ def run_as_container(inputs: Path, outputs: Path) -> None:
         entrypoint._dispatch_execute(context, lambda: stage, str(inputs), str(outputs))
 
 
-def test_what_is_recoverable_by_itself() -> None:
+def test_recoverable_errors_are_recognized() -> None:
     assert all(is_recoverable(make()) for make in RECOVERABLE.values())
     assert not any(is_recoverable(make()) for make in FINAL.values())

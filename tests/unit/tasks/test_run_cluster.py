@@ -1,4 +1,4 @@
-"""The RayJob that stages of a run share: what it is made of, and what becomes of it."""
+"""The RayJob that the stages of a run share: its manifest and its life."""
 
 import json
 import shlex
@@ -15,13 +15,15 @@ from flytekit.tools.translator import get_serializable
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.errors import ResourceError
 from tasks.evaluate import evaluate
-from tasks.platform import images
-from tasks.platform.images import image_name
-from tasks.platform.pods import NO_DRAIN
-from tasks.platform.ray_stage import RunStageTask
-from tasks.platform.run_cluster import IDLE_SECONDS, RunCluster, give_back
-from tasks.platform.shapes import Shape, laptop, shape_of
+from tasks.pods import images
+from tasks.pods.images import image_name
+from tasks.pods.pods import NO_DRAIN
+from tasks.pods.shapes import Shape, laptop, shape_of
+from tasks.ray_cluster.experimental.run_cluster import IDLE_SECONDS, RunCluster, give_back
+from tasks.ray_cluster.experimental.run_stage import RunStageTask
 from tasks.train_sft import train_sft
+
+pytestmark = pytest.mark.experimental
 
 TASK = ["task-module", "tasks.evaluate", "task-name", "evaluate"]
 NODE = shape_of(ClusterConfig(shape="node_8gpu"))
@@ -129,14 +131,14 @@ def test_the_first_stage_makes_the_cluster_and_others_find_it() -> None:
 
 
 @pytest.mark.parametrize("ended", ["Complete", "Failed"])
-def test_a_cluster_that_was_given_back_is_made_again(ended: str) -> None:
+def test_a_released_cluster_is_created_again(ended: str) -> None:
     jobs = Jobs("Running", ended, "Running")
     assert address(jobs) == address(jobs)
     assert jobs.asked == ["create", "delete", "create"]
 
 
 def test_a_cluster_whose_head_is_gone_is_made_again() -> None:
-    """KubeRay replaces no head of a RayJob, and in this mode says `Running` for ever."""
+    """KubeRay does not replace the head of a RayJob, and in this mode it stays `Running`."""
     jobs = Jobs("Running", "Running", "Running", "Running")
     address(jobs)
     address(jobs)
@@ -153,7 +155,7 @@ def test_a_cluster_that_is_being_removed_is_not_joined() -> None:
     assert jobs.asked == ["create", "create"]
 
 
-def test_a_cluster_that_never_runs_is_given_up_on() -> None:
+def test_a_cluster_that_never_runs_is_an_error() -> None:
     with pytest.raises(ResourceError, match="does not run") as caught:
         address(Jobs(*["Initializing"] * 99), wait_seconds=0.0)
     jobs = Jobs(*["Initializing"] * 10_000)
@@ -175,9 +177,9 @@ def test_stages_of_a_run_share_a_cluster_by_shape(monkeypatch: pytest.MonkeyPatc
     assert all(len(name) <= 47 for name in names), "KubeRay refuses longer ones"
 
 
-def test_its_pods_are_those_of_a_stage_with_what_flyte_gave_to_the_driver() -> None:
-    found = cluster_of(NODE).manifest(OWN_POD)
-    metadata, spec = found["metadata"], found["spec"]
+def test_its_pods_inherit_the_drivers_settings() -> None:
+    manifest = cluster_of(NODE).manifest(OWN_POD)
+    metadata, spec = manifest["metadata"], manifest["spec"]
     assert metadata["ownerReferences"] == [
         {
             "apiVersion": "flyte.lyft.com/v1alpha1",
@@ -210,14 +212,14 @@ def test_its_pods_are_those_of_a_stage_with_what_flyte_gave_to_the_driver() -> N
         assert template["metadata"]["labels"] == {"app.kubernetes.io/part-of": "nemo-rl-flow"}
     requests = group["template"]["spec"]["containers"][0]["resources"]["requests"]
     assert requests["nvidia.com/gpu"] == "8"
-    assert json.loads(json.dumps(found)) == found
+    assert json.loads(json.dumps(manifest)) == manifest
     command = shlex.split(spec["entrypoint"])
     assert command[:2] == ["python", "-c"]
     compile(command[2], "keeper", "exec")
     assert command[3:] == ["nemo-rl-flow", "turn", str(IDLE_SECONDS)]
 
 
-def test_only_the_runs_own_clusters_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_clusters_of_the_run_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = Jobs("Running", "Running", "Running")
     address(jobs)
     cluster_of(laptop()).address(jobs, pause_seconds=0)  # type: ignore[arg-type]
@@ -231,9 +233,9 @@ def test_only_the_runs_own_clusters_are_given_back(monkeypatch: pytest.MonkeyPat
 
 
 def compiled(stage: Any) -> Any:
-    known = [Image(each.id, *image_name(each).split(":")) for each in images.IMAGES]
+    image_list = [Image(each.id, *image_name(each).split(":")) for each in images.IMAGES]
     settings = SerializationSettings(
-        image_config=ImageConfig(default_image=known[0], images=known),
+        image_config=ImageConfig(default_image=image_list[0], images=image_list),
         project="flow",
         domain="development",
         version="v1",
@@ -244,8 +246,8 @@ def compiled(stage: Any) -> Any:
 @pytest.mark.parametrize("shape", [laptop(), NODE], ids=lambda shape: shape.name)
 @pytest.mark.parametrize("stage", [train_sft, evaluate], ids=lambda stage: stage.name)
 def test_both_lifetimes_have_one_key(stage: Any, shape: Shape) -> None:
-    own, shared = stage.on_shape(shape), stage.on_shape(shape).of_run()
-    one, other = compiled(own), compiled(shared)
+    separate, shared = stage.on_shape(shape), stage.on_shape(shape).of_run()
+    one, other = compiled(separate), compiled(shared)
     assert (one.type, other.type) == ("ray", "python-task")
     assert one.id == other.id
     assert one.interface == other.interface
@@ -262,25 +264,26 @@ def test_both_lifetimes_have_one_key(stage: Any, shape: Shape) -> None:
     assert shared.task_resolver.load_task(command[-8:]) is shared
 
 
-def test_a_stages_inputs_do_not_say_how_long_its_cluster_lives(
+def test_inputs_of_a_stage_do_not_contain_the_clusters_lifetime(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tasks.recipes.grpo import GRPORecipe, plan_grpo
+    from tasks.plan_tasks.grpo import plan_grpo
+    from tasks.recipes.grpo import GRPORecipe
 
     def plan(lifetime: str) -> Any:
         words = {"recipe": "grpo_arithmetic", "cluster": {"lifetime": lifetime}}
         return plan_grpo.task_function(config=GRPORecipe.model_validate(words))
 
-    given = []
+    received = []
     monkeypatch.setattr(
         "flytekit.core.base_task.flyte_entity_call_handler",
-        lambda _entity, **kwargs: given.append(kwargs["config"]),
+        lambda _entity, **kwargs: received.append(kwargs["config"]),
     )
     for lifetime in ("stage", "run"):
         assert plan(lifetime).sft.cluster.lifetime == lifetime, "the dynamic stage must know it"
         train_sft(config=plan(lifetime).sft, base=None, train=None)
-    assert given[0] == given[1]
-    assert "lifetime" not in given[1].model_dump_json()
+    assert received[0] == received[1]
+    assert "lifetime" not in received[1].model_dump_json()
 
 
 @pytest.mark.parametrize(
@@ -293,11 +296,12 @@ def test_a_stages_inputs_do_not_say_how_long_its_cluster_lives(
         ("stage", {"evaluation": None}, []),
     ],
 )
-def test_the_verdict_on_a_run_gives_its_cluster_back(
+def test_the_verdict_on_a_run_releases_its_cluster(
     lifetime: str, changes: dict[str, Any], nodes: list[str]
 ) -> None:
     from tasks.artifacts import CheckpointArtifact, DatasetArtifact, EvalReport
-    from tasks.recipes.grpo import GRPORecipe, plan_grpo
+    from tasks.plan_tasks.grpo import plan_grpo
+    from tasks.recipes.grpo import GRPORecipe
     from workflows.common import judge
 
     words = {"recipe": "grpo_arithmetic", "cluster": {"lifetime": lifetime}, **changes}
@@ -307,18 +311,20 @@ def test_the_verdict_on_a_run_gives_its_cluster_back(
     judge._wf = None  # a container compiles its dynamic stage once, and flytekit keeps that
     ctx = FlyteContextManager.current_context()
     in_container = ctx.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
-    known = SerializationSettings(image_config=ImageConfig(), project="p", domain="d", version="v")
-    context = ctx.with_execution_state(in_container).with_serialization_settings(known)
+    serialization = SerializationSettings(
+        image_config=ImageConfig(), project="p", domain="d", version="v"
+    )
+    context = ctx.with_execution_state(in_container).with_serialization_settings(serialization)
     with FlyteContextManager.with_context(context) as inner:
-        asked = changes.get("evaluation", True)
+        evaluates = changes.get("evaluation", True)
         spec = judge.compile_into_workflow(
             inner,
             judge.task_function,
             config=config,
             start=CheckpointArtifact.model_validate(folder),
             trained=CheckpointArtifact.model_validate(folder),
-            before=before if asked else None,
-            questions=DatasetArtifact.model_validate(folder) if asked else None,
+            before=before if evaluates else None,
+            questions=DatasetArtifact.model_validate(folder) if evaluates else None,
             rows=DatasetArtifact.model_validate(folder),
         )
     if not nodes:
@@ -336,16 +342,17 @@ def test_the_verdict_on_a_run_gives_its_cluster_back(
         assert command[-8:] == [*TASK, "shape", laptop().name, "lifetime", "run"]
 
 
-def test_a_failed_run_gives_its_cluster_back(
+def test_a_failed_run_releases_its_cluster(
     monkeypatch: pytest.MonkeyPatch, own_store: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from flytekit.types.error.error import FlyteError
 
-    from tasks.platform import failures
-    from tasks.recipes.grpo import GRPORecipe, record_failure
+    from tasks.plan_tasks import failures
+    from tasks.plan_tasks.grpo import record_failure
+    from tasks.recipes.grpo import GRPORecipe
 
     jobs = Jobs(*["Running"] * 9)
-    monkeypatch.setattr(failures, "KubernetesApi", lambda: jobs)
+    monkeypatch.setattr(failures, "RayJobApi", lambda: jobs)
 
     def fail(lifetime: str) -> None:
         words = {"recipe": "grpo_arithmetic", "cluster": {"lifetime": lifetime}}
@@ -364,7 +371,7 @@ def test_a_failed_run_gives_its_cluster_back(
 
     monkeypatch.setattr(jobs, "ray_jobs", refuse)
     fail("run")
-    assert "was not given back" in caplog.text
+    assert "was not released" in caplog.text
     assert len(list(own_store.glob("failures/*-grpo.json"))) == 3
 
 
@@ -373,9 +380,9 @@ def test_the_keeper_ends_when_no_stage_has_used_the_cluster(python: Callable[...
 import sys, types
 ray, util = types.ModuleType("ray"), types.ModuleType("ray.util")
 used = [[], [{"namespace": "n", "name": "turn"}], [{"namespace": "n", "name": "another"}]]
-asked = []
+call_times = []
 def list_named_actors(all_namespaces):
-    asked.append(clock[0])
+    call_times.append(clock[0])
     return used[1] if 10 <= clock[0] < 25 else used[2]
 util.list_named_actors = list_named_actors
 sys.modules["ray"], sys.modules["ray.util"] = ray, util
@@ -384,9 +391,9 @@ clock = [0.0]
 time.monotonic = lambda: clock[0]
 def sleep(seconds): clock[0] += seconds
 time.sleep = sleep
-from tasks.platform.cluster_keeper import keep
+from tasks.ray_cluster.experimental.cluster_keeper import keep
 keep("n", "turn", 20.0)
-print(clock[0], max(b - a for a, b in zip(asked, asked[1:])))
+print(clock[0], max(b - a for a, b in zip(call_times, call_times[1:])))
 """
     ended, pause = map(float, python(script).split())
     assert ended == pytest.approx(24 + 20, abs=2), "20 s after it was last used"
@@ -401,5 +408,5 @@ def test_a_sweep_has_a_cluster_for_each_point() -> None:
     assert recipe.experiments
     words = recipe.model_dump(mode="json")
     words["base"]["cluster"]["lifetime"] = "run"
-    with pytest.raises(RecipeError, match="side by side"):
+    with pytest.raises(RecipeError, match="in parallel"):
         _ = SweepRecipe.model_validate(words).experiments

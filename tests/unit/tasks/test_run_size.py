@@ -16,12 +16,12 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.planning.cpu_hours import cpu_hours
 from nemo_rl_core.planning.sizes import sizes_of
 from nemo_rl_core.trainers.gpu_load import warn_of_hours
-from tasks.platform.preflight import preflight
+from tasks.local_run.preflight import preflight
+from tasks.planning.loads import loads_of
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.distillation import DistillationRecipe
 from tasks.recipes.dpo import DPORecipe
 from tasks.recipes.grpo import GRPORecipe
-from tasks.recipes.loads import loads_of
 from tasks.recipes.ppo import PPORecipe
 from tasks.recipes.reward_model import RewardModelRecipe
 from tasks.recipes.sft import SFTRecipe
@@ -57,7 +57,7 @@ def test_a_step_of_more_rows_than_the_data_is_refused(
 
 
 @pytest.mark.parametrize("kind", [DPORecipe, RewardModelRecipe])
-def test_pairs_of_a_file_are_counted_without_those_held_out(
+def test_pairs_of_a_file_are_counted_without_held_out_ones(
     kind: type[PipelineRecipe], tmp_path: Path
 ) -> None:
     path = tmp_path / "pairs.jsonl"
@@ -111,7 +111,7 @@ def test_hours_are_counted_from_tokens_and_weights() -> None:
     assert expected < cpu_hours(load, 3) < 1.15 * expected
 
 
-def test_a_recipe_of_hours_on_a_laptop_says_so(
+def test_a_recipe_of_hours_on_a_laptop_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     big = {"kind": "from_config", "hidden_size": 1024, "num_layers": 24, "num_heads": 16,
@@ -157,7 +157,7 @@ def test_rows_of_a_file_are_taken_at_their_mean_length(
         (SFTTrainer, {"sft": {"num_steps": 9000}}, "1,152,000 rows of about 2 tokens"),
     ],
 )  # fmt: skip
-def test_a_training_from_python_of_hours_says_so(
+def test_a_training_of_hours_from_python_is_a_warning(
     trainer: Any, section: dict[str, Any], text: str, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip

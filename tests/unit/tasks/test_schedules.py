@@ -1,11 +1,11 @@
-"""Cron expressions: what Flyte's scheduler takes, and when it starts runs."""
+"""Cron expressions that Flyte's scheduler accepts, and the start times of runs."""
 
 from datetime import UTC, datetime
 
 import pytest
 
 from nemo_rl_core.errors import ConfigError
-from tasks.platform.schedules import BAD_ENDS, described, labels_of, next_times, on_schedule
+from tasks.flyte.schedules import BAD_ENDS, described, labels_of, next_times, on_schedule
 
 SUNDAY = datetime(2026, 11, 22, 23, 30, tzinfo=UTC)
 
@@ -42,8 +42,8 @@ def test_the_next_times(cron: str, times: list[str]) -> None:
         ("@fortnightly", "1 fields"),
     ],
 )
-def test_what_is_no_schedule_is_refused(cron: str, got: str) -> None:
-    with pytest.raises(ConfigError, match="is no schedule") as refused:
+def test_an_invalid_schedule_is_refused(cron: str, got: str) -> None:
+    with pytest.raises(ConfigError, match="is not a schedule") as refused:
         next_times(cron)
     assert got in str(refused.value.got)
 
@@ -62,13 +62,13 @@ LABELS = [
 ]
 
 
-def test_labels_are_kept_as_they_are() -> None:
-    found = labels_of(LABELS)
-    assert [f"{key}={value}" for key, value in found.items()] == LABELS
-    assert described("schedule", "text", found)["labels"].values == {
+def test_labels_are_kept_unchanged() -> None:
+    labels = labels_of(LABELS)
+    assert [f"{key}={value}" for key, value in labels.items()] == LABELS
+    assert described("schedule", "text", labels)["labels"].values == {
         "app.kubernetes.io/part-of": "nemo-rl-flow",
         "purpose": "schedule",
-        **found,
+        **labels,
     }
 
 
@@ -96,7 +96,7 @@ def test_labels_are_kept_as_they_are() -> None:
         ([f"a{number}=b" for number in range(15)], "15 labels, where Flyte takes 14"),
     ],
 )
-def test_what_is_no_label_is_refused(given: list[str], got: str) -> None:
-    with pytest.raises(ConfigError, match="is no label") as refused:
+def test_an_invalid_label_is_refused(given: list[str], got: str) -> None:
+    with pytest.raises(ConfigError, match="is not a label") as refused:
         labels_of(given)
     assert got in str(refused.value.got)

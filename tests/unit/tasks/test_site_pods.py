@@ -1,4 +1,4 @@
-"""`deployment/pods.yaml` changes the pods of stages, and is refused where it cannot."""
+"""`deployment/pods.yaml` changes the pods of stages, and is refused if it is not valid."""
 
 import re
 import subprocess
@@ -15,10 +15,10 @@ from kubernetes.client import ApiClient
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.store.node_cache import FOLDER, GIB
-from tasks.platform import site_pods
-from tasks.platform.pods import NO_DRAIN, head_pod, pod_with_node_cache, worker_pod
-from tasks.platform.resources import DATA, WEIGHTS
-from tasks.platform.shapes import shape_of
+from tasks.pods import site_pods
+from tasks.pods.pods import NO_DRAIN, head_pod, pod_with_node_cache, worker_pod
+from tasks.pods.resources import DATA, WEIGHTS
+from tasks.pods.shapes import shape_of
 
 GPUS = shape_of(ClusterConfig(shape="node_8gpu", num_workers=8, accelerator="nvidia-h100"))
 ANY_GPUS = shape_of(ClusterConfig(shape="node_8gpu", num_workers=8))
@@ -27,7 +27,7 @@ LAPTOP = shape_of(ClusterConfig())
 
 @pytest.fixture
 def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Lays a file of that text over the templates."""
+    """Merges a file with that text into the templates."""
 
     def write(text: str) -> None:
         file = tmp_path / f"pods_{len(list(tmp_path.iterdir()))}.yaml"
@@ -46,11 +46,11 @@ def spec(template: Any) -> dict[str, Any]:
 
 
 def example_with(word: str) -> str:
-    """The one in the file's comment that has a word."""
+    """Returns the example in the file's comment that contains a word."""
     shipped = (Path(__file__).parents[3] / "deployment/pods.yaml").read_text()
     blocks = re.findall(r"(?:^#   .*\n)+", shipped, re.MULTILINE)
-    found = [block.replace("#   ", "") for block in blocks]
-    (example,) = [each for each in found if re.match(r"\w+:\n", each) and word in each]
+    site_requests = [block.replace("#   ", "") for block in blocks]
+    (example,) = [each for each in site_requests if re.match(r"\w+:\n", each) and word in each]
     return example
 
 
@@ -60,7 +60,7 @@ def test_the_file_of_the_repository_changes_nothing(monkeypatch: pytest.MonkeyPa
     assert shipped == [spec(head_pod()), spec(worker_pod(GPUS, GPUS.nodes[0]))]
 
 
-def test_the_example_in_the_file_is_laid_over_the_pods(says: Callable[[str], None]) -> None:
+def test_the_example_in_the_file_is_merged_into_the_pods(says: Callable[[str], None]) -> None:
     before = spec(worker_pod(GPUS, GPUS.nodes[0]))
     example = example_with("rdma")
     says(example)
@@ -86,16 +86,20 @@ def test_the_example_in_the_file_is_laid_over_the_pods(says: Callable[[str], Non
     assert head["containers"][0]["lifecycle"]
 
 
-def test_stages_without_ray_ask_for_what_the_site_says(says: Callable[[str], None]) -> None:
+def test_stages_without_ray_have_the_sites_requests(says: Callable[[str], None]) -> None:
     shipped = (Path(__file__).parents[3] / "deployment/pods.yaml").read_text()
     (example,) = re.findall(r"(?:^#   (?:weights|data): .*\n)+", shipped, re.MULTILINE)
-    own = {name: kind.requests for name, kind in (("weights", WEIGHTS), ("data", DATA))}
+    project_requests = {
+        name: kind.requests for name, kind in (("weights", WEIGHTS), ("data", DATA))
+    }
     says(example.replace("#   ", ""))
-    assert {name: site_pods.requests_of(name, Resources()) for name in own} == own
+    assert {
+        name: site_pods.requests_of(name, Resources()) for name in project_requests
+    } == project_requests
     says("weights: {ephemeral-storage: 440Gi, cpu: 16}")
-    found = site_pods.requests_of("weights", own["weights"])
-    assert found == Resources(cpu="16", mem="64Gi", ephemeral_storage="440Gi")
-    assert site_pods.requests_of("data", own["data"]) == own["data"]
+    site_requests = site_pods.requests_of("weights", project_requests["weights"])
+    assert site_requests == Resources(cpu="16", mem="64Gi", ephemeral_storage="440Gi")
+    assert site_pods.requests_of("data", project_requests["data"]) == project_requests["data"]
 
 
 CACHE = "node_cache: {folder: /mnt/disks/ssd0/nemo_rl, gib: 500}"
@@ -118,7 +122,7 @@ def test_pods_that_download_have_the_cache_of_their_node(says: Callable[[str], N
         assert variables[FOLDER] == mount["mountPath"]
         assert variables[GIB] == "500"
     assert plain["securityContext"]["runAsUser"] == 1000
-    # Nothing else of the head is another one.
+    # Nothing else of the head differs.
     head["volumes"].pop()
     head["containers"][0]["volumeMounts"].pop()
     kept = {FOLDER, GIB}
@@ -142,13 +146,13 @@ def test_pods_that_download_have_the_cache_of_their_node(says: Callable[[str], N
 )
 def test_a_cache_needs_a_folder_and_a_size(says: Callable[[str], None], given: str) -> None:
     says(f"node_cache: {{{given}}}")
-    with pytest.raises(ConfigError, match="node_cache is no folder with a size") as refused:
+    with pytest.raises(ConfigError, match="node_cache is not a folder with a size") as refused:
         head_pod()
     assert "gib: 500" in str(refused.value)
 
 
 REGISTERED = """
-from tasks.platform import site_pods
+from tasks.pods import site_pods
 from pathlib import Path
 import sys
 site_pods.FILE = Path(sys.argv[1])
@@ -158,6 +162,7 @@ print([each.name for each in prepare_model.pod_template.pod_spec.volumes])
 """
 
 
+@pytest.mark.slow
 def test_a_registered_stage_asks_for_it(tmp_path: Path) -> None:
     (tmp_path / "pods.yaml").write_text(f"weights: {{ephemeral-storage: 440Gi}}\n{CACHE}")
     ran = subprocess.run(
@@ -213,22 +218,25 @@ def test_a_kind_of_gpu_is_selected_by_the_labels_of_the_site(says: Callable[[str
         ("all: {spec: {priorityClass: a}}", ["all: Kubernetes knows no priorityClass"]),
         ("all: {container: {resource: {}}}", ["knows no containers[0].resource"]),
         ("all: {container: {env: [{nam: a, name: b}]}}", ["containers[0].env[0].nam"]),
-        ("all: {container: {env: [{name: a, value: 1}]}}", ["no pod is like this", "in quotes"]),
+        (
+            "all: {container: {env: [{name: a, value: 1}]}}",
+            ["not a valid part of a pod", "in quotes"],
+        ),
         ("all: {", ["it cannot be read"]),
         ("job: {label: {}}", ["job.label is not known", "labels, annotations, spot_training"]),
         ("job: {labels: training}", ["job.labels", "got: 'training'"]),
         ("gpu_worker: {accelerators: {h100: {a: b}}}", ["accelerators.h100 is not known"]),
-        ("gpu_worker: {accelerators: {nvidia-h100: H100}}", ["nvidia-h100 is no map of labels"]),
-        ("gpu_worker: {accelerators: {nvidia-h100: {gpus: 8}}}", ["no map of labels", "8"]),
+        ("gpu_worker: {accelerators: {nvidia-h100: H100}}", ["nvidia-h100 is not a map of labels"]),
+        ("gpu_worker: {accelerators: {nvidia-h100: {gpus: 8}}}", ["not a map of labels", "8"]),
         ("worker: {accelerators: {}}", ["worker.accelerators is not known"]),
         ("weights: {mem: 1Gi}", ["weights.mem is not known", "cpu, memory, ephemeral-storage"]),
-        ("weights: {memory: much}", ["weights.memory is no quantity", "64Gi", "'much'"]),
-        ("data: {cpu: 0}", ["data.cpu is no quantity", "got: 0"]),
+        ("weights: {memory: much}", ["weights.memory is not a quantity", "64Gi", "'much'"]),
+        ("data: {cpu: 0}", ["data.cpu is not a quantity", "got: 0"]),
         ("node_cache: {size: 1}", ["node_cache.size is not known", "folder, gib"]),
         ("job: {spot_training: maybe}", ["job.spot_training is neither true nor false", "maybe"]),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_settings_are_refused(
     text: str, names: list[str], says: Callable[[str], None]
 ) -> None:
     says(text)
@@ -238,13 +246,13 @@ def test_what_cannot_be_is_refused(
         assert name in str(refused.value)
 
 
-def test_a_ray_node_leaves_at_once_unless_the_site_gives_it_time(
+def test_a_ray_node_leaves_at_once_unless_the_site_sets_a_time(
     says: Callable[[str], None],
 ) -> None:
     def drain_seconds() -> list[str]:
         templates = (head_pod(), worker_pod(LAPTOP, LAPTOP.nodes[0]))
-        given = [each.pod_spec.containers[0].env for each in templates]
-        return [each.value for env in given for each in env if each.name == NO_DRAIN]
+        environments = [each.pod_spec.containers[0].env for each in templates]
+        return [each.value for env in environments for each in env if each.name == NO_DRAIN]
 
     says("")
     assert drain_seconds() == ["0", "0"]

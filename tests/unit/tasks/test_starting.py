@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tasks.platform import starting
-from tasks.platform.starting import StartingLine
+from tasks.local_run import starting
+from tasks.local_run.starting import StartingLine
 
 
 class Terminal(io.StringIO):
@@ -24,7 +24,7 @@ def test_a_terminal_shows_the_time_and_then_nothing(monkeypatch: pytest.MonkeyPa
         time.sleep(0.001)
     line.end()
     line.end()
-    # Whatever is printed meanwhile begins at the left.
+    # Other output begins at the left.
     assert set(stream.getvalue().removesuffix("\r\x1b[K").split("\r")) == {
         "",
         "importing libraries  0:00",
@@ -42,10 +42,10 @@ def test_a_pipe_gets_one_line_if_it_takes_long(
     assert stream.getvalue() == shown
 
 
-def test_ctrl_c_before_a_run_is_no_trace() -> None:
+def test_ctrl_c_before_a_run_prints_no_traceback() -> None:
     script = """
 import signal
-from tasks.platform import starting
+from tasks.local_run import starting
 starting.begin_line()
 signal.raise_signal(signal.SIGINT)
 """

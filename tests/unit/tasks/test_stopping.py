@@ -1,4 +1,4 @@
-"""Runs that are stopped from outside: what they say, their exit codes, and a second signal."""
+"""Runs that are stopped from outside: their messages, exit codes, and a second signal."""
 
 import os
 import signal
@@ -7,46 +7,46 @@ import sys
 
 import pytest
 
-from tasks.platform.stopping import StopPlace, StopSignals, stopped_lines, typed_command
+from tasks.ray_cluster.stopping import StopPosition, StopSignals, stopped_lines, typed_command
 
 
 @pytest.mark.parametrize(
-    ("place", "where", "saved"),
+    ("position", "where", "saved"),
     [
         (
-            StopPlace("grpo_iteration 2", 16, 30, first_step=30, saved=45, num_finished=5),
+            StopPosition("grpo_iteration 2", 16, 30, num_steps_before=30, saved=45, num_finished=5),
             "at step 16 of 30 of grpo_iteration 2",
             "step 15 of grpo_iteration 2, and the 5 stages before it",
         ),
         (
-            StopPlace("train_sft", 3, 6, first_step=0, num_finished=1),
+            StopPosition("train_sft", 3, 6, num_steps_before=0, num_finished=1),
             "at step 3 of 6 of train_sft",
-            "the stage before it; of train_sft nothing yet, it begins again",
+            "the stage before it; train_sft has no save yet and will restart",
         ),
         (
-            StopPlace("train_sft", saved=45, waited_for="starting Ray"),
+            StopPosition("train_sft", saved=45, waited_for="starting Ray"),
             "in train_sft while starting Ray",
-            "step 45 of the whole run, in train_sft",
+            "step 45 of the full run, in train_sft",
         ),
         (
-            StopPlace("prepare_model"),
+            StopPosition("prepare_model"),
             "in prepare_model",
-            "of prepare_model nothing yet, it begins again",
+            "prepare_model has no save yet and will restart",
         ),
-        (StopPlace(num_finished=2), "between two stages", "the 2 stages"),
-        (StopPlace(), "before its first stage", "nothing yet"),
+        (StopPosition(num_finished=2), "between two stages", "the 2 stages"),
+        (StopPosition(), "before its first stage", "nothing yet"),
     ],
 )
-def test_where_a_run_was_and_what_is_saved(place: StopPlace, where: str, saved: str) -> None:
-    assert (place.where(), place.what_is_saved()) == (where, saved)
+def test_position_and_saves_are_described(position: StopPosition, where: str, saved: str) -> None:
+    assert (position.describe(), position.describe_saves()) == (where, saved)
 
 
 def test_the_lines_of_a_stopped_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["/v/python", "/v/pyflyte", "run", "a b.py", "grpo"])
-    assert stopped_lines(signal.SIGTERM, StopPlace("train_sft", 3, 6, 0, 2), seconds=221.2) == [
+    assert stopped_lines(signal.SIGTERM, StopPosition("train_sft", 3, 6, 0, 2), seconds=221.2) == [
         "stopped from outside (SIGTERM) at step 3 of 6 of train_sft, after 3 min 41 s",
         "  saved: step 2 of train_sft",
-        "  go on with: /v/pyflyte run 'a b.py' grpo",
+        "  resume with: /v/pyflyte run 'a b.py' grpo",
     ]
 
 
@@ -63,7 +63,7 @@ def test_a_notebook_gets_its_interrupt_and_its_handler_back() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_an_error_of_the_run_itself_is_no_stop() -> None:
+def test_an_error_of_the_run_is_not_a_stop() -> None:
     with pytest.raises(SystemExit) as ended, StopSignals() as signals:
         raise SystemExit(1)
     assert ended.value.code == 1
@@ -72,7 +72,7 @@ def test_an_error_of_the_run_itself_is_no_stop() -> None:
 
 
 @pytest.mark.parametrize("does_stop", [True, False])
-def test_work_that_can_save_first_is_asked_and_ends_by_itself(does_stop: bool) -> None:
+def test_work_that_can_save_first_ends_by_itself(does_stop: bool) -> None:
     reached = []
     with pytest.raises(SystemExit) as ended, StopSignals(lambda: does_stop):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -95,13 +95,13 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
 _SCRIPT = """
 import sys, time
 import click
-from tasks.platform.stopping import StopSignals
+from tasks.ray_cluster.stopping import StopSignals
 
 @click.command()
 @click.argument("seconds_to_end", type=float)
 def main(seconds_to_end):
     with StopSignals() as signals:
-        signals.speak_to(1)
+        signals.report_to(1)
         try:
             print("running", flush=True)
             time.sleep(60)
@@ -126,7 +126,7 @@ def test_the_exit_code_of_a_command(number: signal.Signals, code: int, times: in
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     process.send_signal(number)
-    assert "the run stops in order; once more stops it at once" in process.stdout.readline()
+    assert "stopping gracefully; a second signal stops the run at once" in process.stdout.readline()
     if times == 2:
         process.send_signal(number)
     rest, _ = process.communicate(timeout=50)

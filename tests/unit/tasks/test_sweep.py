@@ -1,4 +1,4 @@
-"""A sweep's recipe: its points, and what is refused."""
+"""A sweep's recipe: its points, and its refusals."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,9 @@ from flytekit.types.directory import FlyteDirectory
 
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from tasks.artifacts import PointReport
+from tasks.plan_tasks.sweep import plan_sweep
 from tasks.recipes.common import RecipeError
-from tasks.recipes.sweep import PointTaskConfig, SummaryTaskConfig, SweepRecipe, plan_sweep
+from tasks.recipes.sweep import PointTaskConfig, SummaryTaskConfig, SweepRecipe
 from tasks.summarize_sweep import summarize_sweep
 from tasks.sweep_point import sweep_point
 
@@ -22,7 +23,7 @@ def sweep(**over: Any) -> SweepRecipe:
     return SweepRecipe.model_validate({"base": BASE, "over": over})
 
 
-def test_points_are_all_combinations_laid_over_the_recipe() -> None:
+def test_points_are_all_combinations_merged_into_the_recipe() -> None:
     config = sweep(seed=[0, 3], **{"grpo.learning_rate": [1e-4, 2e-4], "grpo.loss.kl.beta": [0.1]})
     assert len(config.points) == 4
     assert config.points[1] == {"seed": 0, "grpo.learning_rate": 2e-4, "grpo.loss.kl.beta": 0.1}
@@ -31,7 +32,7 @@ def test_points_are_all_combinations_laid_over_the_recipe() -> None:
     assert last.grpo.num_iterations == config.base.grpo.num_iterations
 
 
-def test_points_that_differ_in_the_algorithm_alone_begin_alike() -> None:
+def test_points_that_differ_only_in_the_algorithm_share_their_start() -> None:
     plan = plan_sweep(config=sweep(seed=[0, 1], **{"grpo.learning_rate": [1e-4, 2e-4]}))
     starts = [(each.model, each.data, each.questions, each.sft) for each in plan.points]
     assert starts[0] == starts[1] != starts[2] == starts[3]
@@ -39,7 +40,7 @@ def test_points_that_differ_in_the_algorithm_alone_begin_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("over", "said"),
+    ("over", "message"),
     [
         ({"grpo.lerning_rate": [1e-4]}, "lerning_rate"),
         ({"seed": []}, "one or more values"),
@@ -48,8 +49,8 @@ def test_points_that_differ_in_the_algorithm_alone_begin_alike() -> None:
         ({"grpo.learning_rate": [-1.0]}, "learning_rate"),
     ],
 )
-def test_what_no_point_can_take_is_refused(over: dict[str, Any], said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
+def test_invalid_sweeps_are_refused(over: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         config = sweep(**over)
         [config.experiment(point) for point in config.points]
 
@@ -71,7 +72,7 @@ def test_the_summary_gathers_points_over_seeds(
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
     values = [{"seed": seed, "rate": rate} for seed in (0, 1) for rate in (1, 2)]
     reports: list[PointReport | None] = [
-        point(place, accuracy) for place, accuracy in enumerate([0.5, 0.75, 0.7, 0.25])
+        point(index, accuracy) for index, accuracy in enumerate([0.5, 0.75, 0.7, 0.25])
     ]
     reports[3] = None  # the last one failed, and the recipe lets it
     summary = summarize_sweep.task_function(
@@ -102,16 +103,16 @@ def test_the_summary_gathers_points_over_seeds(
     assert len(summary.manifest.parents) == 3
 
 
-def point(place: int, accuracy: float) -> PointReport:
+def point(index: int, accuracy: float) -> PointReport:
     def work(folder: Path) -> StageResult:
-        (folder / "point.json").write_text(json.dumps([place, accuracy]))
+        (folder / "point.json").write_text(json.dumps([index, accuracy]))
         return StageResult("sweep_point", "json", figures={"wall_seconds": 7.5})
 
-    folder = produce(StageInputs("sweep_point", {"place": place}), work)
+    folder = produce(StageInputs("sweep_point", {"index": index}), work)
     return PointReport(
         directory=FlyteDirectory(str(folder), remote_directory=False),
         stage="sweep_point",
-        content_hash=str(place),
+        content_hash=str(index),
         metrics={"greedy_accuracy": accuracy},
         steps=[1, 2],
         rewards=[0.1, accuracy],

@@ -1,4 +1,4 @@
-"""Stages that need no Ray, run by two real commands on one store, with collections beside them."""
+"""Two real commands run stages without Ray on one store during garbage collection."""
 
 import json
 import os
@@ -19,7 +19,8 @@ WORKFLOW = """
 import workflows
 from flytekit import workflow
 from tasks.artifacts import Dataset
-from tasks.recipes.sft import SFTRecipe, plan_sft
+from tasks.recipes.sft import SFTRecipe
+from tasks.plan_tasks.sft import plan_sft
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 
@@ -36,7 +37,8 @@ def test_two_commands_make_each_artifact_once_and_lose_none(tmp_path: Path) -> N
     store = Store(tmp_path / "store")
     (tmp_path / "prepare.py").write_text(WORKFLOW)
     data = {"kind": "arithmetic", "num_train": 64, "num_validation": 16, "max_operand": 9}
-    config = json.dumps({"model": {"kind": "from_config"}, "data": data})
+    model, sft = {"kind": "from_config"}, {"global_batch_size": 64}
+    config = json.dumps({"model": model, "data": data, "sft": sft})
     pyflyte = Path(sys.executable).with_name("pyflyte")
     running = [
         subprocess.Popen(
@@ -53,7 +55,7 @@ def test_two_commands_make_each_artifact_once_and_lose_none(tmp_path: Path) -> N
     while all(process.poll() is None for process in running):
         (store.artifacts / f"garbage-{garbage:016x}").mkdir(parents=True)
         garbage += 1
-        # All that no process holds; the runs themselves go on, and stay.
+        # Everything that no process has locked; the runs themselves continue.
         plan = make_plan(store, RetentionPolicy(keep_runs=0))
         removed += remove(store, RetentionPolicy(keep_runs=0), plan).plan.artifacts
         time.sleep(0.5)

@@ -1,5 +1,6 @@
 """The artifact of a large stage reaches a real S3 server from its saves, also after a kill."""
 
+import functools
 import hashlib
 import json
 import logging
@@ -29,10 +30,10 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store import files
 from tasks.artifacts import CheckpointArtifact
-from tasks.platform.attempts import StageAttempt
-from tasks.platform.object_stores import close_sessions_at_exit
-from tasks.platform.stage import make
-from tasks.platform.uploads import uploaded
+from tasks.stage.attempts import StageAttempt
+from tasks.stage.container import close_sessions_at_exit
+from tasks.stage.stage import make
+from tasks.stage.uploads import uploaded
 from tests.workflows.flyte_backend.buckets import S3Bucket
 
 SHARD_BYTES = object_saves.LARGE_BYTES + 1
@@ -43,7 +44,7 @@ LAST = ["digests.json", "manifest.json"]
 
 
 def train(folder: Path) -> StageResult:
-    """What a trainer does: saves a step, and moves the last save to where an artifact has it."""
+    """Work of a trainer: saves a step, and moves the last save into the artifact."""
     checkpoints = CheckpointManager(folder / "checkpoints")
     if checkpoints.latest() is None:
         (folder / "metrics.jsonl").write_text("1\n")
@@ -56,7 +57,7 @@ def train(folder: Path) -> StageResult:
 
 
 def after_the_last_save(folder: Path) -> None:
-    """What a test does in place of a stage that writes to its files once more."""
+    """Work of a test instead of a stage, which writes to its files again."""
 
 
 def _write_checkpoint(path: Path) -> None:
@@ -69,14 +70,14 @@ def _write_checkpoint(path: Path) -> None:
 
 @task
 def stage() -> CheckpointArtifact:
-    """Its artifact stays on the volume, as that of a plain task does."""
+    """Stage whose artifact stays on the volume, like that of a plain task."""
     fields = make("tasks.train_sft", "train_sft", config=ClusterConfig(), parents={}, work=train)
     assert Path(fields["directory"].path).joinpath("summary.txt").exists()
     return CheckpointArtifact(**fields)
 
 
 def run_as_container(prefix: str, attempt: int, out: Path) -> str:
-    """What a pod does of an attempt at a place of the bucket.
+    """The work of a pod in an attempt at an address in the bucket.
 
     Returns:
         The address of the artifact.
@@ -96,22 +97,24 @@ def run_as_container(prefix: str, attempt: int, out: Path) -> str:
 
 
 def killed_in_the_middle(prefix: str, out: str) -> None:
-    """An attempt that comes no further than two copies; for a process that is to be killed."""
+    """An attempt that stops after two copies; for a process that is to be killed."""
     import time
 
-    copy, copied = object_saves._copy, []
+    transfer = object_saves._with_retries
+    copied: list[str] = []
 
-    def copy_two(*given: object) -> None:
-        if len(copied) == 2:
+    def copy_two(address: str, call: functools.partial[object]) -> None:
+        is_copy = call.func.__name__.endswith("cp_file")
+        if is_copy and len(copied) == 2:
             time.sleep(600)
-        copied.append(given)
-        copy(*given)  # type: ignore[arg-type]
-        if len(copied) == 2:
+        transfer(address, call)
+        copied.extend([address] * is_copy)
+        if is_copy and len(copied) == 2:
             sys.stdout.write("two\n")
             sys.stdout.flush()
 
     object_saves._NUM_COPIES = object_saves._NUM_STREAMS = 1
-    object_saves._copy = copy_two
+    object_saves._with_retries = copy_two  # type: ignore[assignment]
     run_as_container(prefix, 0, Path(out))
 
 
@@ -125,15 +128,15 @@ def bucket() -> Iterator[S3Bucket]:
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often files were hashed, by the ends of their paths."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     hash_file = files.hash_file
 
     def counted(path: Path) -> str:
-        found["/".join(path.parts[-2:])] += 1
+        counts["/".join(path.parts[-2:])] += 1
         return hash_file(path)
 
     monkeypatch.setattr(files, "hash_file", counted)
-    return found
+    return counts
 
 
 @pytest.fixture
@@ -160,26 +163,28 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def stored(bucket: S3Bucket, address: str) -> dict[str, bytes]:
-    place = f"{bucket.path(address)}/"
-    return {path.removeprefix(place): bucket.read(path) or b"" for path in bucket.list(place)}
+    address_prefix = f"{bucket.path(address)}/"
+    paths = bucket.list(address_prefix)
+    return {path.removeprefix(address_prefix): bucket.read(path) or b"" for path in paths}
 
 
 def num_sent(bucket: S3Bucket, prefix: str) -> int:
     """Bytes that clients have sent to the artifacts of all attempts."""
-    place = bucket.path(f"{prefix}/raw/")
-    return sum(size for (_, path), size in bucket.received.items() if path.startswith(place))
+    raw = bucket.path(f"{prefix}/raw/")
+    return sum(size for (_, path), size in bucket.received.items() if path.startswith(raw))
 
 
 def copied(bucket: S3Bucket, prefix: str) -> list[str]:
     """Names of the copied objects in artifacts, in order."""
-    place = bucket.path(f"{prefix}/raw/")
-    return ["/".join(p.split("/")[-2:]) for p in bucket.copied if p.startswith(place)]
+    raw = bucket.path(f"{prefix}/raw/")
+    return ["/".join(p.split("/")[-2:]) for p in bucket.copied if p.startswith(raw)]
 
 
 LARGE = sorted(["model/weights", *(f"trainer/shard-{number}" for number in range(NUM_SHARDS))])
 
 
-def test_what_the_last_save_has_is_copied_by_the_server(
+@pytest.mark.slow
+def test_files_of_the_last_save_are_copied_by_the_server(
     bucket: S3Bucket,
     prefix: str,
     volume: Path,
@@ -196,7 +201,7 @@ def test_what_the_last_save_has_is_copied_by_the_server(
     assert num_sent(bucket, prefix) < 100_000
     # A test before this one may have left its Ray runtime to the session; files go through it then.
     assert ("no Ray cluster is left" in caplog.text) is not ray.is_initialized()
-    # What another stage makes of it: every file's digest is compared.
+    # Another stage reads it and compares the digest of every file.
     downloaded = FlyteDirectory(str(tmp_path / "there"))
     downloaded._remote_source = address
     artifact = CheckpointArtifact(directory=downloaded, stage="train_sft", content_hash="")
@@ -204,16 +209,18 @@ def test_what_the_last_save_has_is_copied_by_the_server(
         assert contents(artifact.folder) == artifact_of(volume)
 
 
-def test_what_the_last_save_has_is_hashed_once(
+@pytest.mark.slow
+def test_files_of_the_last_save_are_hashed_once(
     prefix: str, volume: Path, tmp_path: Path, hashed: Counter[str]
 ) -> None:
     run_as_container(prefix, 0, tmp_path / "out")
-    # By the checkpoint's manifest. What is small is hashed again, in the artifact.
+    # By the checkpoint's manifest; small files are hashed again in the artifact.
     assert {hashed[name] for name in LARGE} == {1}
     assert hashed["model/config.json"] == 2
 
 
-def test_what_changed_after_the_last_save_is_hashed_and_sent(
+@pytest.mark.slow
+def test_changes_after_the_last_save_are_hashed_and_sent(
     bucket: S3Bucket,
     prefix: str,
     volume: Path,
@@ -236,6 +243,7 @@ def test_what_changed_after_the_last_save_is_hashed_and_sent(
     assert SHARD_BYTES < num_sent(bucket, prefix) < 2 * SHARD_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disk", ["kept", "lost"])
 def test_an_attempt_after_a_kill_in_the_middle_copies_again(
     bucket: S3Bucket, prefix: str, volume: Path, tmp_path: Path, disk: str
@@ -251,8 +259,8 @@ def test_an_attempt_after_a_kill_in_the_middle_copies_again(
         assert child.stdout is not None
         assert child.stdout.readline() == "two\n"
         os.kill(child.pid, signal.SIGKILL)
-    place = bucket.path(f"{prefix}/raw/0/")
-    assert not [path for path in bucket.list(place) if path.rpartition("/")[2] in LAST]
+    raw = bucket.path(f"{prefix}/raw/0/")
+    assert not [path for path in bucket.list(raw) if path.rpartition("/")[2] in LAST]
     assert not (tmp_path / "first" / "outputs.pb").exists()
     made = artifact_of(volume)
     if disk == "lost":

@@ -1,4 +1,4 @@
-"""A limit of GPU-hours: the stage that reaches it saves, and goes on from there with a new one."""
+"""A limit of GPU-hours: the stage that reaches it saves, and resumes with a higher limit."""
 
 import signal
 import subprocess
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_core.errors import ConfigError, ResourceError
-from nemo_rl_core.maintenance.leftovers import find_leftovers
+from nemo_rl_core.maintenance.collect import find_leftovers
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.store.store import Store
-from nemo_rl_core.telemetry import gpu_seconds
+from nemo_rl_core.telemetry import budget as telemetry_budget
 from nemo_rl_core.telemetry.budget import (
     LIMIT,
     counted_run,
@@ -23,7 +23,7 @@ from nemo_rl_core.telemetry.budget import (
     stage_budget,
 )
 from nemo_rl_core.trainers.loop import StepLoop, StepRange
-from tasks.platform.retries import is_recoverable
+from tasks.flyte.retries import is_recoverable
 from tests.training import CountingPolicy
 
 GPU_SECOND = 1 / 3600
@@ -31,7 +31,7 @@ CLUSTER = {"shape": "node_8gpu", "num_workers": 8}
 
 
 def trained(folder: Path, *, seconds: float = 0.0) -> tuple[CountingPolicy, list[int]]:
-    """Ten steps, of which each takes so long; saved every fourth."""
+    """Runs ten steps of this duration, with a save after every fourth."""
     loop = StepLoop(folder, stage="count", steps=StepRange(1, 10), save_every_num_steps=4)
     policy, seen = CountingPolicy(), []
     for step in loop.steps(policy):
@@ -49,9 +49,9 @@ def test_the_stage_that_reaches_the_limit_saves(
     refused = pytest.raises(ResourceError, match="the run has used its GPU-hours")
     with refused as spent, stage_budget(8, [], None):
         trained(tmp_path, seconds=0.4)
-    assert "goes on from step 2" in str(spent.value.fix)
+    assert "resumes from step 2" in str(spent.value.fix)
     assert not is_recoverable(spent.value), "Flyte must not try again"
-    # The same again without a limit takes what was saved, though no save was due.
+    # Without a limit, the run resumes from the save, although none was due.
     monkeypatch.delenv(LIMIT)
     with stage_budget(8, [], None) as budget:
         assert budget is None
@@ -59,7 +59,7 @@ def test_the_stage_that_reaches_the_limit_saves(
     assert (policy.value, seen) == (10, [3, 4, 5, 6, 7, 8, 9, 10])
 
 
-def test_the_limit_of_the_recipe_holds_where_the_variable_says_no_other(
+def test_the_limit_of_the_recipe_applies_unless_the_variable_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
@@ -76,7 +76,7 @@ def test_the_limit_of_the_recipe_holds_where_the_variable_says_no_other(
         made("third", parents={"start": second})
 
 
-def test_a_stage_that_ends_in_time_is_left_alone(
+def test_a_stage_within_the_limit_is_not_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LIMIT, "1")
@@ -115,7 +115,7 @@ def test_stages_of_a_run_count_together(tmp_path: Path, monkeypatch: pytest.Monk
         made("third", parents={"start": second})
 
 
-def test_an_execution_counts_what_it_has_made_of_its_ancestors(
+def test_an_execution_counts_ancestors_that_it_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def execution(name: str) -> StageRun:
@@ -129,11 +129,11 @@ def test_an_execution_counts_what_it_has_made_of_its_ancestors(
     took = time.monotonic() - began
     with stage_budget(8, [first], execution("today")) as budget:
         assert budget is not None
-        assert 8 * 0.4 < budget.earlier_seconds < 8 * took, "of today alone"
+        assert 8 * 0.4 < budget.earlier_seconds < 8 * took, "only of today"
     # A busy machine takes longer.
     monkeypatch.setenv(LIMIT, str((budget.earlier_seconds + 8 * 0.2) * GPU_SECOND))
     second = made("second", parents={"start": first}, run=execution("today"))
-    # The first is an ancestor of the second, and counted once.
+    # The first is an ancestor of the second and is counted once.
     with pytest.raises(ResourceError, match="has used its GPU-hours"):
         made("third", parents={"start": second, "reference": first}, run=execution("today"))
 
@@ -147,20 +147,17 @@ def attempt(number: int, *, task: str = "tasks.train_sft.train_sft") -> StageRun
 KILLED = """
 import os, signal, sys, time
 from nemo_rl_core.store.stage_run import StageRun
-from nemo_rl_core.telemetry import gpu_seconds
-from nemo_rl_core.telemetry.budget import stage_budget
+from nemo_rl_core.telemetry import budget
 
-gpu_seconds.NOTE_EVERY_SECONDS = 0.1
+budget.WRITE_EVERY_SECONDS = 0.1
 run = StageRun.model_validate_json(sys.argv[1])
-with stage_budget(8, [], run):
+with budget.stage_budget(8, [], run):
     time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_an_attempt_that_was_killed_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_attempt_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
     monkeypatch.setenv(LIMIT, "1")
     killed = subprocess.run(
@@ -178,19 +175,19 @@ def test_an_attempt_that_was_killed_is_counted(
         pass
 
 
-def test_what_nothing_depends_on_is_counted_once_and_as_it_runs(
+def test_independent_stages_are_counted_once_and_while_they_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
     monkeypatch.setenv(LIMIT, "1")
-    monkeypatch.setattr(gpu_seconds, "NOTE_EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(telemetry_budget, "WRITE_EVERY_SECONDS", 0.05)
     first = made("first", parents={}, run=attempt(1))
-    with stage_budget(8, [first], attempt(1, task="evaluate")) as beside:
-        assert beside is not None
-        once = beside.earlier_seconds
-        own = Manifest.read(first)
-        assert own is not None
-        assert once == pytest.approx(own.cost.gpu_seconds, rel=0.4), (
+    with stage_budget(8, [first], attempt(1, task="evaluate")) as other:
+        assert other is not None
+        once = other.earlier_seconds
+        manifest = Manifest.read(first)
+        assert manifest is not None
+        assert once == pytest.approx(manifest.cost.gpu_seconds, rel=0.4), (
             "by manifest and note, but once"
         )
         with stage_budget(8, [first], attempt(1, task="train_grpo")) as budget:
@@ -198,13 +195,13 @@ def test_what_nothing_depends_on_is_counted_once_and_as_it_runs(
             deadline = time.monotonic() + 30.0
             while budget.earlier_seconds < once + 8 * 0.2 and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert budget.earlier_seconds >= once + 8 * 0.2, "the other one goes on"
+            assert budget.earlier_seconds >= once + 8 * 0.2, "the other one is still running"
     with stage_budget(8, [], attempt(1).model_copy(update={"execution": "b"})) as other:
         assert other is not None
         assert other.earlier_seconds == 0
 
 
-def test_old_notes_of_executions_are_collected(
+def test_old_records_of_executions_are_collected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
@@ -215,15 +212,15 @@ def test_old_notes_of_executions_are_collected(
     (folder,) = store.gpu_seconds.iterdir()
     ages = [(time.time(), []), (time.time() + 8 * day, [folder])]
     for now, expected in ages:
-        found = find_leftovers(store, older_than_seconds=7 * day, now=now)
-        assert [path for path in found if store.gpu_seconds in path.parents] == expected
+        leftovers = find_leftovers(store, older_than_seconds=7 * day, now=now)
+        assert [path for path in leftovers if store.gpu_seconds in path.parents] == expected
 
 
 @pytest.mark.parametrize("text", ["many", "-1", "0", "inf", "nan"])
-def test_what_is_no_limit_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no number of GPU-hours"):
+def test_an_invalid_limit_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a number of GPU-hours"):
         limit_from(text)
 
 
-def test_a_limit() -> None:
+def test_a_valid_limit_is_parsed() -> None:
     assert (limit_from("12.5"), limit_from(None), limit_from("")) == (12.5, None, None)

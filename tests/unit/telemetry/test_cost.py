@@ -1,4 +1,4 @@
-"""Sums by hand of what work costs."""
+"""Costs computed by hand."""
 
 import json
 import re
@@ -24,11 +24,11 @@ def test_flops_of_sequences_by_hand() -> None:
     # Tokens: 2 · 1000 each. Attention: 4 · 2 layers · 8 wide · (1 + 2 + 3 contexts) = 384.
     assert SHAPE.flops("scoring", [3]) == 6000 + 384
     assert SHAPE.flops("generation", [3, 1]) == 6384 + 2064
-    # A backward pass is two forward passes: 6 N a token.
+    # A backward pass costs two forward passes: 6 N per token.
     assert SHAPE.flops("training", [3]) == 3 * 6384
 
 
-def test_a_model_that_is_almost_all_weights_takes_six_flops_a_weight_and_token() -> None:
+def test_a_large_model_takes_about_six_flops_per_weight_and_token() -> None:
     shape = ModelFlops(num_multiplied=7e9, num_layers=32, attention_width=4096)
     assert shape.flops("training", [2048]) / 2048 == pytest.approx(6 * 7e9, rel=0.05)
 
@@ -49,17 +49,17 @@ def _model(folder: Path, tied: bool, **config: int) -> Path:
     return folder
 
 
-def test_weights_that_are_looked_up_or_not_chosen_do_not_count(tmp_path: Path) -> None:
-    # The one table is also the head that every token is multiplied by.
+def test_embedding_tables_and_inactive_experts_do_not_count(tmp_path: Path) -> None:
+    # The only table is also the head, which multiplies every token.
     assert model_shape(_model(tmp_path / "tied", True)) == ModelFlops(40 + 16 + 48, 1, 4)
-    # The table is looked up, and the head is multiplied by.
+    # The table is only looked up; the head is multiplied.
     assert model_shape(_model(tmp_path / "untied", False)).num_multiplied == 40 + 16 + 48
-    # One of two experts sees a token.
+    # Each token uses one of two experts.
     mixture = _model(tmp_path / "mixture", True, num_experts=2, num_experts_per_tok=1, head_dim=3)
     assert model_shape(mixture) == ModelFlops(40 + 16 + 24, 1, 6)
 
 
-def test_peaks_and_the_share_of_them() -> None:
+def test_peak_flops_and_utilization() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
     assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") == 19.5e12
@@ -78,22 +78,22 @@ def test_money_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prices = Prices.from_environment()
     assert prices is not None
     # Half an hour of one core, two hours of a GPU.
-    given = {"cpu_seconds": 1800.0, "gpu_seconds": 7200.0}
-    assert prices.total(**given, device="NVIDIA H100 PCIe") == pytest.approx(0.02 + 5.0)
+    usage_of_stage = {"cpu_seconds": 1800.0, "gpu_seconds": 7200.0}
+    assert prices.total(**usage_of_stage, device="NVIDIA H100 PCIe") == pytest.approx(0.02 + 5.0)
     assert prices.total(cpu_seconds=1800.0, gpu_seconds=0.0, device="") == pytest.approx(0.02)
-    assert prices.total(**given, device="NVIDIA L4") is None
+    assert prices.total(**usage_of_stage, device="NVIDIA L4") is None
     table.write_text("{cpu_hour: 1}")
     with pytest.raises(ConfigError, match="unknown key 'cpu_hour'"):
         Prices.from_environment()
 
 
-def test_the_example_of_a_table_can_be_read_as_it_is_and_filled_in(
+def test_the_example_price_table_can_be_read_and_filled_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = Path(__file__).parents[3] / "deployment" / "prices.yaml"
     monkeypatch.setenv("NEMO_RL_PRICES", str(example))
     assert Prices.from_environment() == Prices()
-    # The lines behind the prose, with figures in their places.
+    # The lines after the prose, with values filled in.
     _, table = example.read_text().split("#\n")
     filled = tmp_path / "prices.yaml"
     filled.write_text(table.replace("\n# ", "\n").removeprefix("# ").replace("...", "2.5"))
@@ -112,7 +112,7 @@ class Workers:
         return self.seconds
 
 
-def test_what_is_used_meanwhile_is_measured() -> None:
+def test_usage_of_workers_is_measured() -> None:
     workers = Workers()
     usage.watch(workers)
     usage.count("training", SHAPE, [9])
@@ -122,18 +122,18 @@ def test_what_is_used_meanwhile_is_measured() -> None:
         workers.seconds = {"a": 8.0, "b": 1.5, "begun just now": 2.0}
         usage.unwatch(workers)
         workers.seconds = {"a": 100.0}  # not watched any more
-    # 3 s, half a second, and all of the worker that began inside; this process hardly counts.
+    # 3 s, half a second, and all of the worker started inside; this process hardly counts.
     assert spent.cpu_seconds == pytest.approx(5.5, abs=0.4)
     assert (spent.generated_tokens, spent.trained_tokens) == (2, 3)
     assert spent.flops == 4 * 6384
 
 
-def test_old_costs_still_read() -> None:
+def test_old_costs_can_be_read() -> None:
     old = {"wall_seconds": 1.5, "tokens": 10, "peak_memory_gib": 0.5, "gpu_seconds": 0, "flops": 0}
     assert Cost.model_validate(old).cpu_seconds == 0
 
 
-def test_the_table_shows_what_there_is_to_show() -> None:
+def test_the_table_shows_only_columns_with_values() -> None:
     from io import StringIO
 
     from rich.console import Console
@@ -157,7 +157,7 @@ def test_the_table_shows_what_there_is_to_show() -> None:
     assert all(word in priced for word in ("0.5000 EUR", "0.7500 EUR", "25.0 %"))
 
 
-def test_a_decks_table_has_a_column_for_each_figure_that_is_known() -> None:
+def test_a_decks_table_has_a_column_for_each_known_value() -> None:
     def columns(cost: Cost) -> dict[str, str]:
         names, values = (
             re.findall(rf"<{cell} [^>]*>(.*?)</{cell}>", cost_html(cost)) for cell in ("th", "td")
@@ -191,7 +191,7 @@ def test_a_decks_table_has_a_column_for_each_figure_that_is_known() -> None:
     }
 
 
-def test_gpus_of_engines_and_of_what_scores_are_paid_for() -> None:
+def test_gpus_of_engines_and_scorers_are_counted() -> None:
     settings = RolloutSettings.model_validate(
         {
             "cluster": {"shape": "cluster", "num_workers": 4},
@@ -199,8 +199,8 @@ def test_gpus_of_engines_and_of_what_scores_are_paid_for() -> None:
             "environment": {"kind": "reward_model", "model": "folder", "placement": {"own": 3}},
         }
     )
-    held = settings.model_dump(mode="json")
-    assert produce._num_gpus(StageInputs("train", held)) == 4 + 2 + 3
-    assert produce._num_gpus(StageInputs("train", {**held, "cluster": {}})) == 0
-    assert produce._num_gpus(StageInputs("train", {"cluster": held["cluster"]})) == 4
+    dumped = settings.model_dump(mode="json")
+    assert produce._num_gpus(StageInputs("train", dumped)) == 4 + 2 + 3
+    assert produce._num_gpus(StageInputs("train", {**dumped, "cluster": {}})) == 0
+    assert produce._num_gpus(StageInputs("train", {"cluster": dumped["cluster"]})) == 4
     assert produce._num_gpus(StageInputs("train", {})) == 0

@@ -13,7 +13,7 @@ TAGS = {"table", "tr", "td", "th", "p"}
 
 
 class _Page(HTMLParser):
-    """What a browser would make of it: tags, attribute names and text."""
+    """Parses a page like a browser: tags, attribute names and text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def _polylines(svg: str) -> list[list[tuple[float, float]]]:
 
 
 def test_a_curve_by_hand() -> None:
-    # x spans 64..408 and y spans 176 (low) .. 28 (high): the middle lies at 236 and 102.
+    # x spans 64..408 and y spans 176 (low) .. 28 (high): the middle is at 236 and 102.
     (line,) = _polylines(curve_svg("loss", [1, 2, 3], [0.0, 1.0, 2.0]))
     assert line[1:] == [(64, 176), (236, 102), (408, 28)]
     assert "last 2" in curve_svg("loss", [1, 2, 3], [0.0, 1.0, 2.0])
@@ -114,7 +114,7 @@ def test_missing_values_leave_a_cell_empty() -> None:
 def test_several_curves_share_their_axes_and_have_a_legend() -> None:
     svg = curves_svg("reward", {"seed <0>": [(0, 0.0), (1, 1.0)], "seed 1": [(0, 0.5), (1, 0.5)]})
     assert svg.count("<polyline") == 2
-    # The second lies half way up axes that the first one spans.
+    # The second is half way up the axes, which the first one spans.
     assert 'points="64.0,102.0 64.0,102.0 408.0,102.0"' in svg
     assert "seed &lt;0&gt;" in svg and "<0>" not in svg
     assert len({part.split('"')[0] for part in svg.split('stroke="#')[1:]}) >= 2

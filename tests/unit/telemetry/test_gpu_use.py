@@ -15,12 +15,12 @@ from nemo_rl_core.telemetry.model_flops import ModelFlops
 H100 = "NVIDIA H100 80GB HBM3"
 
 
-def test_a_cpu_has_none() -> None:
+def test_a_cpu_has_no_gpu_use() -> None:
     assert gpu_use() is None
 
 
-def test_the_device_and_its_peak_are_those_that_the_workers_report() -> None:
-    usage.saw_gpu(GpuUse("another", 24.0, 90.0))  # of a stage before
+def test_device_and_peak_memory_are_reported_by_workers() -> None:
+    usage.saw_gpu(GpuUse("another", 24.0, 90.0))  # of an earlier stage
     with usage.measured() as spent:
         usage.saw_gpu(GpuUse(H100, 79.1, 40.0))
         with usage.measured() as inner:
@@ -33,8 +33,8 @@ def test_the_device_and_its_peak_are_those_that_the_workers_report() -> None:
     assert (later.device, later.peak_gpu_gib) == ("", 0.0)
 
 
-def test_mfu_needs_no_gpu_beside_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head without a GPU asks nvidia-smi in vain."""
+def test_mfu_needs_no_gpu_on_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a head without a GPU, nvidia-smi fails."""
     monkeypatch.setattr(produce, "gpu_name", lambda: "")
     settings = {
         "cluster": ClusterConfig(shape="node_8gpu").model_dump(mode="json"),

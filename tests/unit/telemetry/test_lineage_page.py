@@ -12,7 +12,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-def test_parents_are_links_to_rows_that_are_there() -> None:
+def test_parents_are_links_to_existing_rows() -> None:
     page = lineage_html(ROWS)
     # The third parent has no row, and a parent in two roles is one link.
     assert re.findall(r'href="#(\w+)"', page) == ["bb112233"]
@@ -20,9 +20,9 @@ def test_parents_are_links_to_rows_that_are_there() -> None:
     assert "cc112233" in page
 
 
-def test_what_is_missing_is_empty_and_markup_is_text() -> None:
+def test_missing_values_are_empty_and_markup_is_escaped() -> None:
     page = lineage_html(ROWS)
     assert "None" not in page
-    assert "<td>0</td>" in page  # a seed of 0 is one
+    assert "<td>0</td>" in page  # a seed of 0 is a value
     assert "&lt;b&gt;sft" in page and "<b>" not in page
     assert "What export aa112233 came from" in page

@@ -13,7 +13,7 @@ from nemo_rl_core.telemetry.trackers import JsonLines
 
 
 class Flaky:
-    """A tracker that can be down, and can hang until it is let go."""
+    """A tracker that can fail, and can block until it is released."""
 
     def __init__(self) -> None:
         self.is_down = False
@@ -40,7 +40,7 @@ def _until(condition: object, what: str) -> None:
         time.sleep(0.01)
 
 
-def test_a_tracker_that_is_down_stops_neither_training_nor_the_others(
+def test_a_failing_tracker_stops_neither_training_nor_other_trackers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     away, path = Flaky(), tmp_path / "in" / "metrics.jsonl"
@@ -60,7 +60,7 @@ def test_a_tracker_that_is_down_stops_neither_training_nor_the_others(
     ]
 
 
-def test_a_tracker_that_cannot_be_opened_is_tried_again_at_the_next_step(
+def test_opening_a_tracker_is_retried_at_the_next_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     answers: list[Flaky | Exception] = [ImportError("No module named 'wandb'"), Flaky()]
@@ -80,7 +80,7 @@ def test_a_tracker_that_cannot_be_opened_is_tried_again_at_the_next_step(
     assert "No module named 'wandb'" in caplog.text
 
 
-def test_a_tracker_that_never_answers_holds_up_neither_steps_nor_the_end(
+def test_a_blocking_tracker_delays_neither_steps_nor_the_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(facade, "MAX_WAITING", 5)
@@ -107,7 +107,7 @@ def test_nothing_is_opened_for_a_run_without_steps() -> None:
         pass
 
 
-def test_two_of_a_kind_get_different_names() -> None:
+def test_two_trackers_of_a_kind_get_different_names() -> None:
     first, second = Flaky(), Flaky()
     named = with_unique_names([("jsonl", lambda: first), ("jsonl", lambda: second)])
     assert list(named) == ["jsonl", "jsonl 2"]

@@ -45,7 +45,7 @@ def test_truncate_after_keeps_the_bytes_of_the_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b"{", b'{"stage": "a"}', b"\x00\xff", b'{"st\xc3', b"x" * 9999])
-def test_a_torn_last_line_is_ignored_and_overwritten(tmp_path: Path, torn: bytes) -> None:
+def test_an_incomplete_last_line_is_ignored_and_overwritten(tmp_path: Path, torn: bytes) -> None:
     metrics = MetricsFile(tmp_path / "m")
     metrics.append(_report(1))
     with metrics.path.open("ab") as file:
@@ -55,7 +55,7 @@ def test_a_torn_last_line_is_ignored_and_overwritten(tmp_path: Path, torn: bytes
     assert metrics.read() == [_report(1), _report(2)]
 
 
-def test_a_file_that_is_one_torn_line(tmp_path: Path) -> None:
+def test_a_file_with_only_an_incomplete_line_is_empty(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "m")
     metrics.path.write_bytes(b'{"stage"')
     metrics.truncate_after(5)
@@ -74,7 +74,7 @@ def test_a_damaged_line_within_is_named(tmp_path: Path, line: bytes) -> None:
         metrics.read()
 
 
-def test_a_full_disk_keeps_what_was_there(small_disk: Path) -> None:
+def test_a_full_disk_keeps_the_earlier_lines(small_disk: Path) -> None:
     metrics = MetricsFile(small_disk / "m")
     metrics.append(_report(1))
     with pytest.raises(StoreError, match="no space left"):
@@ -84,7 +84,7 @@ def test_a_full_disk_keeps_what_was_there(small_disk: Path) -> None:
     assert _steps(metrics) == [1, 2]
 
 
-def test_killed_at_random_times_no_step_is_lost_or_doubled(
+def test_kills_at_random_times_lose_or_repeat_no_step(
     tmp_path: Path, spawn: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
     script = """

@@ -1,4 +1,4 @@
-"""The display in a notebook, by what IPython would send to the browser."""
+"""The display in a notebook, checked by the messages of IPython to the browser."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +27,7 @@ def step(number: int) -> StepReport:
     return StepReport("grpo", number, 4, {"reward": number / 4}, {})
 
 
-def test_one_output_changes_and_ends_as_a_table(sent: list[dict[str, Any]]) -> None:
+def test_one_output_is_updated_and_ends_as_a_table(sent: list[dict[str, Any]]) -> None:
     assert not in_notebook()  # no kernel
     display = NotebookDisplay()
     display.stage_started("grpo")
@@ -46,12 +46,12 @@ def test_one_output_changes_and_ends_as_a_table(sent: list[dict[str, Any]]) -> N
     assert "<div>model: here</div>" in shown
     assert "a &lt;warning&gt;" in shown
     assert "<progress" not in shown
-    # One output, and its changes.
+    # One output and its updates.
     assert [each.get("update", False) for each in sent] == [False] + [True] * (len(sent) - 1)
     assert len({each["transient"]["display_id"] for each in sent}) == 1
 
 
-def test_steps_change_it_four_times_a_second_at_most(sent: list[dict[str, Any]]) -> None:
+def test_steps_update_the_output_at_most_four_times_per_second(sent: list[dict[str, Any]]) -> None:
     display = NotebookDisplay()
     for number in range(200):
         display.step(step(number))

@@ -1,4 +1,4 @@
-"""The command in hints is one that the reader can paste."""
+"""The command in hints can be pasted."""
 
 import sys
 from pathlib import Path
@@ -8,8 +8,10 @@ import pytest
 from nemo_rl_core.telemetry.program import program
 
 
-def test_it_is_the_one_beside_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_is_next_to_this_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert program() == "nemo-rl"  # an image has the packages, and not the project
+    assert program() == "nemo-rl"  # an image has the packages, but not the project
     (tmp_path / "nemo-rl").touch()
     assert program() == str(tmp_path / "nemo-rl")

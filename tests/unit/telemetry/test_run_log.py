@@ -19,7 +19,7 @@ import pytest
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.store.store import Store
-from nemo_rl_core.telemetry.display import PlainDisplay, choose_display, show_on
+from nemo_rl_core.telemetry.display import PlainDisplay, RichDisplay, choose_display, show_on
 from nemo_rl_core.telemetry.display_lines import summary_table
 from nemo_rl_core.telemetry.events import (
     Event,
@@ -30,7 +30,6 @@ from nemo_rl_core.telemetry.events import (
     report,
     subscribe,
 )
-from nemo_rl_core.telemetry.live_display import RichDisplay
 from nemo_rl_core.telemetry.run_log import RunLog
 from nemo_rl_core.types import StepReport
 
@@ -43,7 +42,7 @@ def run_log(tmp_path: Path) -> Iterator[RunLog]:
         yield log
 
 
-def test_events_reach_every_subscriber_until_it_ends() -> None:
+def test_events_reach_every_subscriber_until_it_unsubscribes() -> None:
     report(STEP)  # no subscriber: nothing happens
     one: list[Event] = []
     two: list[Event] = []
@@ -58,7 +57,7 @@ def test_events_reach_every_subscriber_until_it_ends() -> None:
     assert two == [STEP, Note("x")]
 
 
-def test_a_subscriber_that_raises_is_dropped_and_the_rest_hear() -> None:
+def test_a_failing_subscriber_is_dropped_and_the_others_continue() -> None:
     calls, heard = [], []
 
     def broken(event: Event) -> None:
@@ -73,7 +72,7 @@ def test_a_subscriber_that_raises_is_dropped_and_the_rest_hear() -> None:
     assert (len(calls), len(heard)) == (1, 2)
 
 
-def test_the_run_log_has_its_own_folder_and_puts_loggers_back(tmp_path: Path) -> None:
+def test_the_run_log_has_a_separate_folder_and_restores_loggers(tmp_path: Path) -> None:
     library = logging.getLogger("ray")
     before = (library.handlers, library.propagate, library.level)
     store = Store(tmp_path)
@@ -87,8 +86,8 @@ def test_the_run_log_has_its_own_folder_and_puts_loggers_back(tmp_path: Path) ->
     assert (library.handlers, library.propagate, library.level) == before
 
 
-def test_libraries_go_to_the_file_alone(run_log: RunLog, capfd: pytest.CaptureFixture[str]) -> None:
-    # As libraries do when they are imported during the run.
+def test_libraries_log_only_to_the_file(run_log: RunLog, capfd: pytest.CaptureFixture[str]) -> None:
+    # Like libraries that are imported during the run.
     for name in ("vllm", "transformers"):
         logging.getLogger(name).addHandler(logging.StreamHandler())
     publish(StageStarted("sft"))
@@ -134,7 +133,7 @@ def test_threads_that_log_and_publish_do_not_block_each_other(run_log: RunLog) -
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_trace_writes_the_cause_to_the_file_alone(
+def test_trace_writes_the_cause_only_to_the_file(
     run_log: RunLog, capfd: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -294,14 +293,14 @@ def test_a_terminal_gets_one_live_line(tmp_path: Path, columns: int) -> None:
     assert "2/3  reward 0.500" in text
     drawn = [line for part in text.split("\n") for line in part.split("\r")]
     assert max(map(len, drawn)) <= columns
-    # What is drawn again and again stands between carriage returns; only what stays ends a line.
+    # Redrawn text is between carriage returns; only permanent text ends a line.
     kept = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n")]
     assert sum("reward" in line for line in kept) <= 4
     assert all(noise in _log_text(tmp_path) for noise in NOISE)
 
 
 def _all_that_was_shown(controller: int) -> str:
-    """What lies in a terminal's buffer, of which one read gives a part."""
+    """Reads everything in a terminal's buffer, since one read returns only a part."""
     parts = []
     poll = select.poll()  # unlike select, with descriptors above 1,023 too
     poll.register(controller, select.POLLIN)
@@ -318,7 +317,7 @@ def test_a_live_display_follows_stages_and_window_sizes(monkeypatch: pytest.Monk
         display = choose_display(stream)
         assert isinstance(display, RichDisplay)
         display.step(StepReport("unannounced", 1, 2, {"loss": 0.5}))
-        time.sleep(0.3)  # four frames a second
+        time.sleep(0.3)  # four frames per second
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 30, 0, 0))
         display.stage_started("a_stage_with_a_long_name")
         display.step(StepReport("a_stage_with_a_long_name", 1, 2, {"reward": 0.5}))
@@ -340,13 +339,13 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(tmp_path: Path)
     assert "\x1b" not in shown
 
 
-def test_descriptors_come_back_after_a_failure(tmp_path: Path) -> None:
+def test_descriptors_are_restored_after_a_failure(tmp_path: Path) -> None:
     done = subprocess.run(_command(tmp_path, "fail"), capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "as it failed\n"
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
+def test_closing_the_terminal_does_not_end_the_run(tmp_path: Path) -> None:
     command = f"{sys.executable} -c '{_DETACHED}' {tmp_path} | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout == "sft 1/50\n"

@@ -1,4 +1,4 @@
-"""Trackers that could not record a run are named before it starts."""
+"""Trackers that cannot record a run are reported before it starts."""
 
 import socket
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.telemetry import tracker_checks
 from nemo_rl_core.telemetry.tracker_checks import check_trackers
-from tasks.platform.preflight import preflight
+from tasks.local_run.preflight import preflight
 from tasks.recipes.grpo import GRPORecipe
 
 
@@ -41,13 +41,13 @@ def warnings(**tracker: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("uri", [None, "sqlite:///mine.db", "mlruns", "nonsense://x"])
-def test_a_store_that_the_installed_mlflow_lacks_is_refused(uri: str | None) -> None:
+def test_a_store_unsupported_by_the_installed_mlflow_is_refused(uri: str | None) -> None:
     with pytest.raises(ConfigError, match=r"tracking.trackers.0: the installed MLflow") as caught:
         warnings(kind="mlflow", tracking_uri=uri)
     assert "tracking_uri: http://localhost:5000" in str(caught.value.fix)
 
 
-def test_servers_that_do_not_answer_are_named(server: str, closed: str) -> None:
+def test_servers_that_do_not_answer_are_reported(server: str, closed: str) -> None:
     for kind, key in (("mlflow", "tracking_uri"), ("otlp", "endpoint")):
         assert warnings(kind=kind, **{key: server}) == []
         (warning,) = warnings(kind=kind, **{key: closed})
@@ -74,7 +74,9 @@ def test_an_address_with_a_wrong_port_does_not_answer() -> None:
     assert "nothing answers at http://localhost:port" in warning
 
 
-def test_a_key_of_wandb_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_key_of_wandb_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert "wandb login" in warnings(kind="wandb")[0]
     assert warnings(kind="wandb", mode="offline") == []
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password 0\n")
@@ -106,7 +108,9 @@ def test_a_missing_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "extra `loggers`" in str(caught.value.fix)
 
 
-def test_the_checks_before_a_run_ask(closed: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_checks_before_a_run_include_trackers(
+    closed: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def check(*trackers: dict[str, Any]) -> None:
         preflight({"config": GRPORecipe.model_validate({"tracking": {"trackers": trackers}})})
 

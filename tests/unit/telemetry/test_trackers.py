@@ -1,4 +1,4 @@
-"""Each tracker with its real library, and read back with that library's own reader."""
+"""Each tracker with its real library, read back with that library's reader."""
 
 import json
 import socket
@@ -48,6 +48,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("train_sft/loss")] == [(1, 0.5), (2, 0.25)]
 
 
+@pytest.mark.slow
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -89,36 +90,36 @@ def test_points_of_a_sweep_have_names_that_mlflow_accepts(
 
 
 def _leveldb_records(log: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log, the format of W&B's files behind their own 7 bytes.
+    """Yields the records of a LevelDB log, the format of W&B's files after their first 7 bytes.
 
-    A header is a checksum, a length and a type (1 whole, 2 first, 3 middle, 4 last part); blocks
-    have 32 KiB, the file's own bytes included, and their last bytes may be too few for a header.
+    A header is a checksum, a length and a type (1 full record, 2 first, 3 middle, 4 last part);
+    blocks have 32 KiB, including the first 7 bytes, and may end with too few bytes for a header.
     """
-    place, parts = 0, b""
-    while place + 7 <= len(log):
-        left = 2**15 - (place + 7) % 2**15
+    offset, parts = 0, b""
+    while offset + 7 <= len(log):
+        left = 2**15 - (offset + 7) % 2**15
         if left < 7:
-            place += left
+            offset += left
             continue
-        _, length, kind = struct.unpack_from("<IHB", log, place)
-        parts += log[place + 7 : place + 7 + length]
-        place += 7 + length
+        _, length, kind = struct.unpack_from("<IHB", log, offset)
+        parts += log[offset + 7 : offset + 7 + length]
+        offset += 7 + length
         if kind in (1, 4):
             yield parts
             parts = b""
 
 
 def _wandb_records(path: Path) -> list[Any]:
-    """All records of a run, which W&B's own process may still be writing after `finish`."""
+    """Returns all records of a run; W&B's process may still be writing them after `finish`."""
     from wandb.proto import wandb_internal_pb2
 
     for _ in range(600):
-        found = [
+        records = [
             wandb_internal_pb2.Record.FromString(data)
             for data in _leveldb_records(path.read_bytes()[7:])
         ]
-        if found and found[-1].WhichOneof("record_type") == "exit":
-            return found
+        if records and records[-1].WhichOneof("record_type") == "exit":
+            return records
         time.sleep(0.1)
     raise TimeoutError(f"{path} has no last record after a minute")
 
@@ -182,7 +183,7 @@ def test_otlp_pushes_gauges_with_labels(
     }
 
 
-def test_otlp_pushes_while_the_run_goes_on(receiver: OtlpReceiver) -> None:
+def test_otlp_pushes_during_the_run(receiver: OtlpReceiver) -> None:
     tracker = _open(kind="otlp", endpoint=receiver.address, every_seconds=0.05)
     tracker.log_metrics("train_sft", 1, {"loss": 0.5})
     for _ in range(600):
@@ -199,7 +200,7 @@ def test_otlp_pushes_while_the_run_goes_on(receiver: OtlpReceiver) -> None:
     ("error", "outcome"),
     [(None, "succeeded"), (ValueError, "failed"), (KeyboardInterrupt, "stopped")],
 )
-def test_a_run_says_how_it_ended(
+def test_the_outcome_of_a_run_is_pushed(
     receiver: OtlpReceiver, error: type[BaseException] | None, outcome: str
 ) -> None:
     config = TrackingConfig.model_validate(
@@ -214,7 +215,7 @@ def test_a_run_says_how_it_ended(
     assert ended == [frozenset({("run", "run-1"), ("recipe", "mine"), ("outcome", outcome)})]
 
 
-def test_otlp_without_a_receiver_ends_within_the_time_of_a_run(
+def test_otlp_without_a_receiver_ends_within_the_timeout(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with socket.socket() as server:
@@ -225,11 +226,11 @@ def test_otlp_without_a_receiver_ends_within_the_time_of_a_run(
         began = time.monotonic()
         tracker.close("succeeded")
         assert time.monotonic() - began < 60
-    assert "xport" in caplog.text  # OpenTelemetry says that it could not
+    assert "xport" in caplog.text  # OpenTelemetry logs that it failed
 
 
 @pytest.mark.parametrize("answers", [False, True], ids=["refuses", "never answers"])
-def test_a_server_that_is_away_does_not_hold_up_training(
+def test_an_unreachable_server_does_not_delay_training(
     answers: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket() as server:
@@ -247,12 +248,12 @@ def test_a_server_that_is_away_does_not_hold_up_training(
             log.log_metrics("sft", step, {"loss": 1.0})
             slowest = max(slowest, time.monotonic() - started)
         log.close()
-    # Neither waits for an answer nor raises; a request alone would take minutes of retries.
+    # Neither waits for an answer nor raises; one request would take minutes of retries.
     assert slowest < 60
     assert "steps or more are lost" in caplog.text
 
 
-def test_what_trainers_report_goes_to_all_trackers_at_once(tmp_path: Path) -> None:
+def test_reports_of_trainers_go_to_all_trackers(tmp_path: Path) -> None:
     config = TrackingConfig.model_validate(
         {
             "trackers": [
@@ -278,8 +279,8 @@ def test_what_trainers_report_goes_to_all_trackers_at_once(tmp_path: Path) -> No
     assert "machine" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_the_machine_is_read_in_plausible_units(tmp_path: Path) -> None:
-    from nemo_rl_core.telemetry.machine_sampler import read_machine
+def test_machine_values_have_plausible_units(tmp_path: Path) -> None:
+    from nemo_rl_core.telemetry.tracking import read_machine
 
     figures = read_machine(tmp_path)
     assert 0 < figures["memory_used_gib"] < figures["memory_total_gib"] < 2**14

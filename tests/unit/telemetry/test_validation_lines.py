@@ -3,12 +3,12 @@
 import io
 import os
 import pty
+from contextlib import suppress
 
 import pytest
 
-from nemo_rl_core.telemetry.display import PlainDisplay
+from nemo_rl_core.telemetry.display import PlainDisplay, RichDisplay
 from nemo_rl_core.telemetry.display_lines import validation_line
-from nemo_rl_core.telemetry.live_display import RichDisplay
 from nemo_rl_core.types import StepReport
 
 LINE = "dpo_iteration 1 2/4  validation: loss 0.6931, accuracy 0.5"
@@ -43,7 +43,11 @@ def test_a_terminal_keeps_the_line_above_the_live_one(monkeypatch: pytest.Monkey
         display.step(step(1))
         display.step(step(2, loss=0.693147, accuracy=0.5))
         display.close()
-        shown = os.read(reader, 65536).decode()
+    written = b""
+    with suppress(OSError):  # the end of a terminal is an error
+        while part := os.read(reader, 65536):
+            written += part
     os.close(reader)
+    shown = written.decode()
     assert f"{LINE}\r\n" in shown
     assert shown.count("validation:") == 1

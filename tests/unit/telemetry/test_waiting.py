@@ -1,4 +1,4 @@
-"""What a run waits for: the events, and the lines that displays make of them."""
+"""Waits of a run: the events, and the lines of displays for them."""
 
 import io
 import threading
@@ -24,7 +24,7 @@ def seen() -> Iterator[list[Event]]:
     end()
 
 
-def test_the_innermost_wait_is_shown_and_then_the_outer_one_again(seen: list[Event]) -> None:
+def test_the_innermost_wait_is_shown_then_the_outer_one(seen: list[Event]) -> None:
     with waiting("loading"), waiting("hashing", total=8, unit="bytes") as wait:
         wait.advance(3)
         wait.advance(5)  # within a quarter of a second of the first: not published
@@ -43,7 +43,7 @@ def test_a_wait_ends_with_an_error(seen: list[Event]) -> None:
     assert seen[-1] == Waiting("")
 
 
-def test_bytes_that_come_into_a_folder_are_counted(seen: list[Event], tmp_path: Path) -> None:
+def test_bytes_added_to_a_folder_are_counted(seen: list[Event], tmp_path: Path) -> None:
     (tmp_path / "old").write_bytes(b"x" * 1000)
     with waiting_for_files("downloading", tmp_path, tmp_path / "none"):
         (tmp_path / "new").mkdir()
@@ -73,13 +73,13 @@ def until(holds: Callable[[], bool]) -> None:
         (Waiting(""), "evaluate  0:00"),
     ],
 )
-def test_a_pipe_says_what_is_waited_for(
+def test_waits_are_printed_in_a_pipe(
     wait: Waiting, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(displays, "_SECONDS_OF_SILENCE", (0.0, 1e9))
     monkeypatch.setattr(displays, "_TICK_SECONDS", 0.001)
     monkeypatch.setattr(displays, "_SECONDS_OF_A_WAIT", 0.0)
-    if not wait.text:  # without a wait, a stage is named after the longest silence alone
+    if not wait.text:  # without a wait, a stage is named only after the longest silence
         monkeypatch.setattr(displays, "_SECONDS_OF_SILENCE", (0.0,))
     stream = io.StringIO()
     display = PlainDisplay(stream)
@@ -95,7 +95,7 @@ def test_a_pipe_says_what_is_waited_for(
         assert len(lines) == 3, "the second line about a wait comes later than the first"
 
 
-def test_a_closed_stream_ends_the_lines_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_stream_ends_the_lines_but_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(displays, "_SECONDS_OF_SILENCE", (0.0,))
     monkeypatch.setattr(displays, "_TICK_SECONDS", 0.001)
     stream = io.StringIO()
@@ -109,11 +109,11 @@ def test_a_closed_stream_ends_the_lines_and_not_the_run(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0.4, "0:00"), (65, "1:05"), (3599.6, "1:00:00"), (3914, "1:05:14")]
 )
-def test_a_clock(seconds: float, shown: str) -> None:
+def test_clock_formats_durations(seconds: float, shown: str) -> None:
     assert clock(seconds) == shown
 
 
-def test_a_table_is_not_cut_in_a_file() -> None:
+def test_a_table_is_not_truncated_in_a_file() -> None:
     stream = io.StringIO()
     console_on(stream).print("x" * 300)
     assert stream.getvalue() == "x" * 300 + "\n"

@@ -1,4 +1,4 @@
-"""A trainer whose policy is one number in this process: its loop is real, its workers are not."""
+"""A trainer with a real loop and one number in this process as its policy."""
 
 import json
 from contextlib import ExitStack
@@ -25,7 +25,7 @@ class CountSettings(TrainerSettings):
 
 
 class Sum:
-    """What has been added up so far."""
+    """The sum so far."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -39,7 +39,7 @@ class Sum:
 
 
 class CountTrainer(BaseTrainer[CountSettings, CountConfig]):
-    """Adds up the rows 1 to 6, two a step."""
+    """Adds up the rows 1 to 6, two per step."""
 
     algorithm = "count"
     settings_class = CountSettings
@@ -69,7 +69,7 @@ class CountTrainer(BaseTrainer[CountSettings, CountConfig]):
 
 
 class Journal(Callback):
-    """Writes down every call: the hook's name and its arguments."""
+    """Records every call: the hook's name and its arguments."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -86,7 +86,7 @@ class Journal(Callback):
 
     @property
     def names(self) -> list[str]:
-        """Each call as `step_end 3`."""
+        """Returns each call as text such as `step_end 3`."""
         return [
             " ".join([name.removeprefix("on_"), *map(str, rest[:1])]) for name, *rest in self.calls
         ]

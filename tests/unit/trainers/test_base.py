@@ -21,7 +21,7 @@ class StopError(Exception):
 
 
 def stopping(hook: str, step: int) -> Callback:
-    """Raises in that hook, at that step (for hooks of a step)."""
+    """Returns a callback that raises in a hook, at a step (for hooks of a step)."""
 
     class Stopping(Callback):
         pass
@@ -45,7 +45,7 @@ def test_every_hook_is_called_in_order(
     journal = make_journal()
     trainer = make_trainer({"count": {"num_steps": 4, "validate_every_num_steps": 3}})
     trainer.run(spec, callbacks=[journal])
-    # Six rows, two a step: steps 1 to 3 are epoch 0. A save every 2 steps.
+    # Six rows, two per step: steps 1 to 3 are epoch 0. A save every 2 steps.
     assert journal.names == [
         "fit_begin",
         *("epoch_begin 0", "step_begin 1", "step_end 1"),
@@ -73,7 +73,7 @@ def test_hooks_get_the_metrics_of_their_step(
     assert metrics(spec.work)[-1] == {"global_step": 3.0, **last}
 
 
-def test_a_saved_folder_is_whole_when_the_hook_is_called(
+def test_a_saved_folder_is_complete_when_the_hook_is_called(
     spec: RunSpec, make_trainer: Callable[..., Any]
 ) -> None:
     saved = []
@@ -87,16 +87,16 @@ def test_a_saved_folder_is_whole_when_the_hook_is_called(
     assert saved == [(2, True), (4, True), (5, True)]
 
 
-def test_a_hook_is_handled_by_a_class_or_an_object_that_has_its_own() -> None:
+def test_handles_detects_hooks_of_classes_and_objects() -> None:
     class Read(Callback):
         def on_save(self, trainer: Any, step: int, checkpoint: Path) -> None: ...
 
-    given = Callback()
-    assert not Callbacks(None, [Callback(), given]).handles("on_save")  # type: ignore[arg-type]
+    callback = Callback()
+    assert not Callbacks(None, [Callback(), callback]).handles("on_save")  # type: ignore[arg-type]
     assert Callbacks(None, [Callback(), Read()]).handles("on_save")  # type: ignore[arg-type]
-    given.on_save = lambda *_: None  # type: ignore[method-assign]
-    assert Callbacks(None, [given]).handles("on_save")  # type: ignore[arg-type]
-    assert not Callbacks(None, [given]).handles("on_fit_end")  # type: ignore[arg-type]
+    callback.on_save = lambda *_: None  # type: ignore[method-assign]
+    assert Callbacks(None, [callback]).handles("on_save")  # type: ignore[arg-type]
+    assert not Callbacks(None, [callback]).handles("on_fit_end")  # type: ignore[arg-type]
 
 
 def test_callbacks_are_called_in_the_order_given(
@@ -115,7 +115,7 @@ def test_callbacks_are_called_in_the_order_given(
     assert order == [(1, "b"), (1, "a"), (2, "b"), (2, "a")]
 
 
-def test_what_is_no_callback_is_refused_before_set_up(
+def test_an_invalid_callback_is_refused_before_setup(
     spec: RunSpec, make_trainer: Callable[..., Any]
 ) -> None:
     trainer = make_trainer({})
@@ -128,31 +128,31 @@ HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_hook_that_raises_stops_the_run_which_goes_on_later(
+def test_a_run_stopped_by_a_raising_hook_can_be_resumed(
     hook: str, spec: RunSpec, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
 ) -> None:
     settings = {"count": {"validate_every_num_steps": 1}}
     trainer = make_trainer(settings)
-    # Epochs have numbers of their own: 1 is that of the steps 4 and 5.
+    # Epoch 1 has the steps 4 and 5.
     with pytest.raises(StopError):
         trainer.run(spec, callbacks=[stopping(hook, 1 if "epoch" in hook else 4)])
     assert trainer.closed
     again, journal = make_trainer(settings), make_journal()
     again.run(spec, callbacks=[journal])
     assert [step["global_step"] for step in metrics(spec.work)] == [1.0, 2.0, 3.0, 4.0, 5.0]
-    # What an attempt has saved is not done again: nothing, steps 1 and 2, 1 to 4, or all.
+    # Saved steps are not repeated: none, steps 1 and 2, 1 to 4, or all.
     first = {"on_fit_begin": 1, "on_save": 5, "on_epoch_end": 5, "on_fit_end": 6}.get(hook, 3)
     steps = [call[1] for call in journal.calls if call[0] == "on_step_begin"]
     assert steps == list(range(first, 6))
 
-    whole = RunSpec(spec.train, spec.start, spec.work.with_name("whole"))
+    other_spec = RunSpec(spec.train, spec.start, spec.work.with_name("uninterrupted"))
     uninterrupted = make_trainer(settings)
-    uninterrupted.run(whole)
+    uninterrupted.run(other_spec)
     assert again.sum.value == uninterrupted.sum.value
-    assert metrics(spec.work) == metrics(whole.work)
+    assert metrics(spec.work) == metrics(other_spec.work)
 
 
-def test_a_resume_within_an_epoch_does_not_begin_it_again(
+def test_a_resume_within_an_epoch_does_not_restart_it(
     spec: RunSpec, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
 ) -> None:
     with pytest.raises(StopError):
@@ -163,7 +163,7 @@ def test_a_resume_within_an_epoch_does_not_begin_it_again(
     assert journal.names[4:6] == ["epoch_begin 1", "step_begin 4"]
 
 
-def test_a_finished_run_is_given_back_without_a_call(
+def test_a_finished_run_is_returned_without_calling_hooks(
     spec: RunSpec, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
 ) -> None:
     result = make_trainer({}).run(spec)
@@ -174,11 +174,12 @@ def test_a_finished_run_is_given_back_without_a_call(
     assert not hasattr(again, "sum")
 
 
-def test_epochs_are_told_by_a_steps_first_row(
+def test_the_first_row_of_a_step_determines_its_epoch(
     spec: RunSpec, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
 ) -> None:
     journal = make_journal()
-    # Four rows a step of six: step 1 has rows 0-3, step 2 rows 4-7, step 3 rows 8-11, step 4 12-15.
+    # Four rows per step of an epoch of six: step 1 has rows 0-3, step 2 rows 4-7, step 3 rows
+    # 8-11, step 4 rows 12-15.
     make_trainer({"count": {"num_steps": 4, "rows_per_step": 4}}).run(spec, callbacks=[journal])
     epochs = [name for name in journal.names if "epoch" in name or "step_end" in name]
     assert epochs == [
@@ -188,7 +189,7 @@ def test_epochs_are_told_by_a_steps_first_row(
     ]
 
 
-def test_each_row_comes_once_an_epoch(spec: RunSpec, make_trainer: Callable[..., Any]) -> None:
+def test_each_row_is_used_once_per_epoch(spec: RunSpec, make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer({"count": {"num_steps": 6}})
     trainer.run(spec)
     assert metrics(spec.work)[2]["sum"] == 21.0  # 1 + 2 + 3 + 4 + 5 + 6
@@ -199,7 +200,7 @@ def test_each_row_comes_once_an_epoch(spec: RunSpec, make_trainer: Callable[...,
     ("iteration", "expected"),
     [(1, StepRange(1, 10)), (2, StepRange(11, 20)), (5, StepRange(41, 50))],
 )
-def test_an_iteration_has_its_share_of_the_steps(
+def test_an_iteration_has_its_part_of_the_steps(
     spec: RunSpec, iteration: int, expected: StepRange
 ) -> None:
     trainer = GRPOTrainer({"grpo": {"num_steps_per_iteration": 10}})
@@ -208,11 +209,11 @@ def test_an_iteration_has_its_share_of_the_steps(
     assert trainer._stage(where) == f"grpo_iteration {iteration}"
 
 
-def test_a_trainer_of_num_steps_begins_at_the_first(spec: RunSpec) -> None:
+def test_a_trainer_with_num_steps_starts_at_the_first_step(spec: RunSpec) -> None:
     assert SFTTrainer({"sft": {"num_steps": 7}})._steps(spec) == StepRange(1, 7)
 
 
-def test_settings_that_do_not_fit_are_explained() -> None:
+def test_invalid_settings_are_explained() -> None:
     with pytest.raises(ConfigError, match=r"sft\.num_steps: Input should be greater than 0"):
         SFTTrainer({"sft": {"num_steps": 0}})
 
@@ -223,7 +224,7 @@ def test_a_trainer_without_a_model_cannot_fit() -> None:
     assert "SFTTrainer.from_pretrained" in str(caught.value.fix)
 
 
-def test_a_trainer_that_declares_nothing_has_a_name_a_loop_and_an_open_section() -> None:
+def test_a_minimal_trainer_has_a_name_a_loop_and_an_open_section() -> None:
     class MyAlgoTrainer(BaseTrainer[Any, Any]):
         def _train_step(self, batch: list[Any]) -> dict[str, float]:
             return {}
@@ -241,9 +242,9 @@ def test_a_trainer_that_declares_nothing_has_a_name_a_loop_and_an_open_section()
     assert (Variant.algorithm, Variant.settings_class) == ("sft", SFTTrainer.settings_class)
 
 
-def test_a_model_is_also_the_section_of_a_recipe() -> None:
-    given = {"kind": "from_config", "hidden_size": 32}
-    assert SFTTrainer.from_pretrained(given).model == ModelFromConfig(hidden_size=32)
+def test_a_model_may_be_the_section_of_a_recipe() -> None:
+    section = {"kind": "from_config", "hidden_size": 32}
+    assert SFTTrainer.from_pretrained(section).model == ModelFromConfig(hidden_size=32)
 
 
 @pytest.mark.parametrize(
@@ -251,11 +252,11 @@ def test_a_model_is_also_the_section_of_a_recipe() -> None:
     [
         ({"kind": "from_config", "hiden_size": 3}, "unknown key 'model.hiden_size'"),
         ({"kind": "fromconfig"}, "model"),
-        (None, "model names no model"),
-        (["m"], "model names no model"),
+        (None, "model does not name a model"),
+        (["m"], "model does not name a model"),
     ],
 )
-def test_what_names_no_model_is_refused(model: Any, message: str) -> None:
+def test_an_invalid_model_is_refused(model: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         SFTTrainer.from_pretrained(model)
     assert len(str(caught.value).splitlines()) <= 5

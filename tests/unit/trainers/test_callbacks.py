@@ -1,4 +1,4 @@
-"""Callbacks that end a run in order, with a result, a checkpoint and the state `stopped`."""
+"""Callbacks that stop a run with a result, a checkpoint and the state `stopped`."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 class StopAt(Callback):
-    """Stops in a step."""
+    """Stops the run in a step."""
 
     stops = True
 
@@ -40,6 +40,7 @@ def fit(model: Path, *callbacks: Callback, name: str | None = None, reward: floa
     )
 
 
+@pytest.mark.slow
 def test_a_stopped_run_has_a_result(tiny_model: Path, store: Store) -> None:
     result = fit(tiny_model, StopAt(2))
     assert result.step == 2 and len(result.metrics) == 2
@@ -51,7 +52,8 @@ def test_a_stopped_run_has_a_result(tiny_model: Path, store: Store) -> None:
     assert fit(tiny_model).stopped == ""
 
 
-def test_the_key_of_a_named_run_depends_on_what_may_stop_it(tiny_model: Path) -> None:
+@pytest.mark.slow
+def test_the_key_of_a_named_run_depends_on_stopping_callbacks(tiny_model: Path) -> None:
     stopped = fit(tiny_model, StopAt(2), name="one")
     assert fit(tiny_model, StopAt(2), name="one").folder == stopped.folder
     assert fit(tiny_model, StopAt(3), name="one").step == 3
@@ -60,7 +62,7 @@ def test_the_key_of_a_named_run_depends_on_what_may_stop_it(tiny_model: Path) ->
     assert fit(tiny_model, Callback(), name="one").folder == complete.folder
 
 
-def test_a_callback_that_did_not_say_so_cannot_stop_a_run(tiny_model: Path) -> None:
+def test_a_callback_without_stops_cannot_stop_a_run(tiny_model: Path) -> None:
     class Silent(StopAt):
         stops = False
 
@@ -91,13 +93,13 @@ def test_values_since_the_best(
     assert EarlyStopping("reward", **arguments).values_since_best(values) == num_since
 
 
-def test_arguments_that_cannot_work_are_refused() -> None:
+def test_invalid_arguments_of_early_stopping_are_refused() -> None:
     for arguments in ({"mode": "lowest"}, {"patience": 0}, {"min_change": -1.0}):
         with pytest.raises(ConfigError, match="EarlyStopping cannot work"):
             EarlyStopping("reward", **arguments)
 
 
-def test_a_metric_that_no_step_has_is_named(
+def test_a_metric_missing_from_all_steps_is_named(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fit(tiny_model, EarlyStopping("rewrad")).step == 6

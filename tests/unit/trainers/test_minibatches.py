@@ -1,4 +1,4 @@
-"""How a step's rollouts are cut into optimizer steps, and what becomes of the metrics."""
+"""Splitting of a step's rollouts into minibatches, and the combined metrics."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from nemo_rl_core.trainers.rollouts import train_in_parts
 
 
 class Rows:
-    """A policy that notes which rows reach it, and whose figures are those rows' means."""
+    """A policy that records its rows and returns their means as metrics."""
 
     def __init__(self) -> None:
         self.parts: list[list[int]] = []
@@ -57,7 +57,7 @@ def batch_of(num_rows: int) -> BatchedDataDict:
         (1, 1, [1]),
     ],
 )
-def test_parts_are_even_and_every_row_is_in_one(num_rows, size, expected):
+def test_minibatches_are_even_and_contain_every_row_once(num_rows, size, expected):
     policy = Rows()
     train_in_parts(policy, batch_of(num_rows), None, size=size)
     assert [len(part) for part in policy.parts] == expected
@@ -65,7 +65,7 @@ def test_parts_are_even_and_every_row_is_in_one(num_rows, size, expected):
 
 
 @pytest.mark.parametrize("num_rows", range(1, 40))
-def test_no_part_is_far_from_the_size_asked_for(num_rows):
+def test_no_minibatch_is_far_from_the_requested_size(num_rows):
     policy = Rows()
     train_in_parts(policy, batch_of(num_rows), None, size=8)
     sizes = [len(part) for part in policy.parts]
@@ -74,16 +74,16 @@ def test_no_part_is_far_from_the_size_asked_for(num_rows):
     assert min(sizes) >= min(num_rows, 6)
 
 
-def test_a_metric_is_weighted_by_what_it_averages_over():
+def test_a_metric_is_weighted_by_the_number_of_averaged_values():
     batch, policy = batch_of(15), Rows()
     metrics = train_in_parts(policy, batch, None, size=8, sequence_means=frozenset({"by_sequence"}))
     assert [len(part) for part in policy.parts] == [8, 7]
-    whole = Rows().train(batch, None)
-    assert metrics == pytest.approx({**whole, "grad_norm": 1.5})
+    full = Rows().train(batch, None)
+    assert metrics == pytest.approx({**full, "grad_norm": 1.5})
 
 
 class Measured:
-    """A policy whose logprobs are a column of the batch; it reports a real loss's metrics."""
+    """A policy with a column of the batch as logprobs, which reports a real loss's metrics."""
 
     def train(self, data: BatchedDataDict, loss_fn: Any) -> dict[str, float]:
         mask = data["token_mask"] * data["sample_mask"][:, None]
@@ -91,14 +91,14 @@ class Measured:
         _, metrics = loss_fn(
             data["current"], data, global_valid_seqs=num_sequences, global_valid_tokens=num_tokens
         )
-        found = {name: float(value) for name, value in metrics.items()}
-        return {**found, "num_valid_tokens": float(num_tokens)}
+        values = {name: float(value) for name, value in metrics.items()}
+        return {**values, "num_valid_tokens": float(num_tokens)}
 
 
 @pytest.mark.parametrize(
     "reduction", ["token_mean", "sequence_mean", ConstantDenominator(max_tokens=7)]
 )
-def test_the_figures_of_parts_are_those_of_the_whole(reduction):
+def test_metrics_of_minibatches_equal_those_of_the_full_batch(reduction):
     batch, generator = batch_of(15), torch.Generator().manual_seed(0)
     for name in ("current", "advantages", "prev_logprobs", "reference_logprobs"):
         batch[name] = torch.randn(15, 4, generator=generator, dtype=torch.float64)
@@ -106,11 +106,11 @@ def test_the_figures_of_parts_are_those_of_the_whole(reduction):
     parts = train_in_parts(
         Measured(), batch, loss_fn, size=8, sequence_means=loss_fn.sequence_means
     )
-    whole = Measured().train(batch, loss_fn)
-    assert parts == pytest.approx(whole)
+    full = Measured().train(batch, loss_fn)
+    assert parts == pytest.approx(full)
 
 
-def test_parts_without_a_token_have_figures():
+def test_minibatches_without_tokens_have_metrics():
     batch = batch_of(2)
     batch["sample_mask"] = torch.zeros(2)
 

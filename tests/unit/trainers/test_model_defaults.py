@@ -1,4 +1,4 @@
-"""Defaults follow the model and the machine; what is given stays."""
+"""Defaults depend on the model and the machine; explicit settings are kept."""
 
 import json
 import logging
@@ -15,10 +15,12 @@ from nemo_rl_core import (
     RewardModelTrainer,
     SFTTrainer,
 )
+from nemo_rl_core.algorithms.grpo.config import GRPOConfig
+from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.defaults import DefaultsContext, defaults_of_pretrained, rate_warning
 from nemo_rl_core.config.model import ModelFromConfig
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.trainers import defaults
+from nemo_rl_core.trainers.fit import defaults
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +46,14 @@ def test_a_pretrained_model_gets_the_rate_of_its_algorithm(trainer: Any, rate: f
     assert lora.config.learning_rate == pytest.approx(10 * rate)
 
 
-def test_a_model_of_this_project_keeps_its_own_numbers() -> None:
+def test_a_model_of_this_project_keeps_its_defaults() -> None:
     settings = GRPOTrainer.from_pretrained(ModelFromConfig()).settings
     assert (settings.grpo.learning_rate, settings.generation.max_new_tokens) == (1e-3, 8)
 
 
-def test_what_is_given_stays_and_what_is_chosen_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_explicit_settings_are_kept_and_chosen_ones_are_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     trainer = GRPOTrainer.from_pretrained("org/model", learning_rate=3e-6, temperature=0.9)
     settings = trainer.settings
     assert (settings.grpo.learning_rate, settings.grpo.num_warmup_steps) == (3e-6, 0)
@@ -88,7 +92,7 @@ def test_prompts_without_room_for_completions_are_refused(tiny_model: Path, prom
 
 def chosen(num_gpus: int, **values: Any) -> dict[str, Any]:
     return defaults_of_pretrained(
-        values, section="grpo", samples=True, context=DefaultsContext(num_gpus)
+        values, algorithm=GRPOConfig.algorithm, samples=True, context=DefaultsContext(num_gpus)
     )
 
 
@@ -96,34 +100,44 @@ def chosen(num_gpus: int, **values: Any) -> dict[str, Any]:
     ("num_gpus", "shape", "num_workers"),
     [(1, "one_gpu", 1), (4, "cluster", 4), (8, "node_8gpu", 8)],
 )
-def test_a_machine_with_gpus_is_used_whole(num_gpus: int, shape: str, num_workers: int) -> None:
-    found = chosen(num_gpus)
-    assert found["cluster"] == {"shape": shape, "num_workers": num_workers}
-    assert found["dtype"] == "bfloat16"
-    assert found.get("generation.num_engines", 1) == num_workers
+def test_all_gpus_of_a_machine_are_used(num_gpus: int, shape: str, num_workers: int) -> None:
+    settings = chosen(num_gpus)
+    assert settings["cluster"] == {"shape": shape, "num_workers": num_workers}
+    assert settings["dtype"] == "bfloat16"
+    assert settings.get("generation.num_engines", 1) == num_workers
 
 
-def test_whole_copies_of_a_split_model_fit() -> None:
-    found = chosen(6, training={"tensor_parallel_size": 4}, generation={"tensor_parallel_size": 2})
-    assert found["cluster"]["num_workers"] == 4
-    assert found["generation.num_engines"] == 2
+def test_only_complete_copies_of_a_split_model_are_used() -> None:
+    settings = chosen(
+        6, training={"tensor_parallel_size": 4}, generation={"tensor_parallel_size": 2}
+    )
+    assert settings["cluster"]["num_workers"] == 4
+    assert settings["generation.num_engines"] == 2
 
 
-def test_a_cluster_that_is_given_decides_on_the_type() -> None:
+def test_an_explicit_cluster_determines_the_dtype() -> None:
     assert chosen(8, cluster={"shape": "laptop"})["dtype"] == "float32"
     assert "cluster" not in chosen(8, cluster={"shape": "laptop"})
     assert "dtype" not in chosen(8, dtype="float32")
 
 
-def test_a_rate_that_would_wreck_a_pretrained_model_is_warned_of(
+def test_a_too_large_learning_rate_for_a_pretrained_model_is_a_warning(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        SFTTrainer.from_pretrained(tiny_model, learning_rate=1e-3)  # so small that it may be
+        SFTTrainer.from_pretrained(tiny_model, learning_rate=1e-3)  # small enough for this rate
         assert "destroys" not in caplog.text
         monkeypatch.setattr(defaults, "num_parameters", lambda folder: 1.5e9)
         SFTTrainer.from_pretrained(tiny_model, learning_rate=1e-3)
     assert "sft.learning_rate 0.001 usually destroys" in caplog.text
     assert "1e-05 to 0.0001 is the usual range" in caplog.text
-    assert rate_warning("sft", 1e-3, num_parameters=1e9, uses_lora=True) is None
-    assert rate_warning("sft", 1e-4, num_parameters=1e9, uses_lora=False) is None
+    assert (
+        rate_warning("sft", 1e-3, algorithm=SFTConfig.algorithm, num_parameters=1e9, uses_lora=True)
+        is None
+    )
+    assert (
+        rate_warning(
+            "sft", 1e-4, algorithm=SFTConfig.algorithm, num_parameters=1e9, uses_lora=False
+        )
+        is None
+    )

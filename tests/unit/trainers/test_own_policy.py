@@ -1,4 +1,4 @@
-"""A policy of the user's in a trainer: the document's class, with weights that it trains itself."""
+"""A custom policy in a trainer: the document's class, which trains its weights itself."""
 
 import math
 from pathlib import Path
@@ -21,10 +21,10 @@ from nemo_rl_core.config.generation import GENERATION_SECTIONS
 from nemo_rl_core.config.training import TRAINING_SECTIONS
 from nemo_rl_core.distributed import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, DataError, MissingColumnError
+from nemo_rl_core.models.generation.custom import CustomEngineAdapter
 from nemo_rl_core.models.generation.interfaces import GenerationInterface
-from nemo_rl_core.models.generation.own import OwnGeneration
 from nemo_rl_core.models.interfaces import PolicyInterface
-from nemo_rl_core.models.policy.own import OwnPolicy
+from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 
 ROWS = [
     {"prompt": f"{a}+{b}=", "answer": str(a + b), "completion": str(a + b)}
@@ -42,7 +42,7 @@ ROLLOUTS = {
 
 
 class CustomPolicy(PolicyInterface):
-    """As document 004 has it, with an optimizer."""
+    """The class of document 004, with an optimizer."""
 
     def __init__(self, model_path: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -83,7 +83,7 @@ class CustomPolicy(PolicyInterface):
 
 
 class PolicyWithReference(CustomPolicy):
-    """Also compares with the model as it was, and writes what it learnt."""
+    """Also compares with the initial model, and saves its weights."""
 
     def __init__(self, model_path: str) -> None:
         super().__init__(model_path)
@@ -102,9 +102,7 @@ def _tables_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(table, "_classes", dict(table._classes))
 
 
-def test_sft_trains_a_policy_of_ones_own(
-    tiny_model: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_sft_trains_a_custom_policy(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     policy = CustomPolicy(str(tiny_model))
     result = SFTTrainer(policy, num_steps=6, global_batch_size=8).fit(ROWS)
     losses = [step["loss"] for step in result.metrics]
@@ -113,7 +111,7 @@ def test_sft_trains_a_policy_of_ones_own(
     assert result.manifest.config["training"]["backend"] == f"{__name__}.CustomPolicy"
 
 
-def test_dpo_compares_with_the_reference_and_keeps_what_was_learnt(tiny_model: Path) -> None:
+def test_dpo_uses_the_custom_reference_and_keeps_the_weights(tiny_model: Path) -> None:
     policy = PolicyWithReference(str(tiny_model))
     trainer = DPOTrainer(policy, num_steps_per_iteration=2, num_pairs_per_step=4)
     result = trainer.train(PAIRS)
@@ -161,7 +159,7 @@ class Critic(CustomPolicy):
 
 
 class Student(CustomPolicy):
-    """Is taught by a model that prefers the token 5."""
+    """Has a teacher that prefers the token 5."""
 
     def get_reference_topk_logprobs(self, data: Any, k: int) -> BatchedDataDict:
         ids = torch.stack([torch.full_like(data["input_ids"][:, 1:], 5 + n) for n in range(k)], -1)
@@ -169,7 +167,7 @@ class Student(CustomPolicy):
         return BatchedDataDict({"topk_ids": ids, "topk_logprobs": logprobs})
 
 
-def test_a_reward_model_of_ones_own(tiny_model: Path) -> None:
+def test_a_custom_reward_model_is_trained(tiny_model: Path) -> None:
     trainer = RewardModelTrainer(Critic(str(tiny_model)), num_steps=6, num_pairs_per_step=8)
     losses = [step["loss"] for step in trainer.fit(PAIRS).metrics]
     assert losses[-1] < 0.5 * losses[0]
@@ -178,17 +176,17 @@ def test_a_reward_model_of_ones_own(tiny_model: Path) -> None:
         RewardModelTrainer(by_model, num_steps=1, num_pairs_per_step=8).fit(PAIRS)
 
 
-def test_a_student_of_ones_own_and_its_teacher(tiny_model: Path) -> None:
+def test_a_custom_student_is_distilled_from_its_teacher(tiny_model: Path) -> None:
     student = Student(str(tiny_model))
     few = {name: value for name, value in ROLLOUTS.items() if name != "num_steps_per_iteration"}
     trainer = DistillationTrainer(student, **few, num_steps=8, distillation={"top_k": 3})
     losses = [step["loss"] for step in trainer.fit(ROWS).metrics]
     assert losses[-1] < 0.8 * losses[0]
-    with pytest.raises(ConfigError, match="compares with a reference of its own"):
+    with pytest.raises(ConfigError, match="cannot be combined with reference"):
         DistillationTrainer(student, **few).fit(ROWS, reference=tiny_model)
 
 
-def test_ppo_with_a_policy_and_a_critic_of_ones_own(tiny_model: Path) -> None:
+def test_ppo_with_a_custom_policy_and_critic(tiny_model: Path) -> None:
     policy, critic = CustomPolicy(str(tiny_model)), Critic(str(tiny_model))
     before = critic._head.weight.clone()
     result = PPOTrainer(policy, critic=critic, kl=None, **ROLLOUTS).fit(
@@ -200,7 +198,7 @@ def test_ppo_with_a_policy_and_a_critic_of_ones_own(tiny_model: Path) -> None:
 
 
 class Recited(GenerationInterface):
-    """Answers 5 and the stop token 2, and writes down whose weights it was given."""
+    """Answers 5 and the stop token 2, and records the policies of its weights."""
 
     def __init__(self) -> None:
         self.given: list[Any] = []
@@ -209,7 +207,7 @@ class Recited(GenerationInterface):
         """Nothing to prepare."""
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to give back."""
+        """Nothing to release."""
 
     def update_weights(self, policy: Any) -> None:
         self.given.append(policy)
@@ -236,14 +234,14 @@ PROMPTS = {
 }
 
 
-def engine_of(source: Any, **settings: Any) -> OwnGeneration:
+def engine_of(source: Any, **settings: Any) -> CustomEngineAdapter:
     from nemo_rl_core.config.generation import HuggingFaceGenerationConfig
 
     config = HuggingFaceGenerationConfig(**{"max_new_tokens": 8, **settings})
-    return OwnGeneration(source, config, stop_token_ids=(2,))
+    return CustomEngineAdapter(source, config, stop_token_ids=(2,))
 
 
-def test_a_completion_ends_with_its_first_stop_token_or_at_its_bound() -> None:
+def test_a_completion_ends_with_its_first_stop_token_or_at_its_limit() -> None:
     output = engine_of(Recited()).generate(BatchedDataDict(PROMPTS))
     assert output["generation_lengths"].tolist() == [2, 2]
     assert output["truncated"].tolist() == [False, False]
@@ -255,11 +253,11 @@ def test_a_completion_ends_with_its_first_stop_token_or_at_its_bound() -> None:
 
 def test_a_policy_gets_no_padding_and_reruns_draw_the_same(tiny_model: Path) -> None:
     policy = CustomPolicy(str(tiny_model))
-    engine = engine_of(OwnPolicy(policy))
+    engine = engine_of(CustomPolicyAdapter(policy))
     first, again = (engine.generate(BatchedDataDict(PROMPTS)) for _ in range(2))
     assert torch.equal(first["output_ids"], again["output_ids"])
-    alone = policy.get_logprobs({"input_ids": first["output_ids"][:1, :4]})["logprobs"]
-    expected = alone[0, 2, first["output_ids"][0, 3]]
+    unpadded = policy.get_logprobs({"input_ids": first["output_ids"][:1, :4]})["logprobs"]
+    expected = unpadded[0, 2, first["output_ids"][0, 3]]
     assert first["logprobs"][0, 3].item() == pytest.approx(expected.item(), abs=1e-5)
     assert (first["logprobs"][:, :3] == 0).all()
 
@@ -281,7 +279,7 @@ def test_an_output_without_its_columns_is_refused() -> None:
 
 
 class OnlyTrains(PolicyInterface):
-    """The least that document 000 has."""
+    """The minimal class of document 000."""
 
     model_name = "m"
 
@@ -290,22 +288,22 @@ class OnlyTrains(PolicyInterface):
 
 
 class Samples(OnlyTrains):
-    """Has what GRPO and PPO call without a reference."""
+    """Has the methods that GRPO and PPO call without a reference."""
 
     def generate(self, data: Any, greedy: bool = False) -> Any: ...
     def get_logprobs(self, data: Any) -> Any: ...
 
 
 class Frozen(Recited):
-    """An engine that takes no weights."""
+    """An engine that accepts no weights."""
 
     update_weights = None  # type: ignore[assignment]
 
 
-def test_what_a_policy_of_ones_own_cannot_read_is_refused(tiny_model: Path) -> None:
+def test_settings_that_a_custom_policy_does_not_read_are_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="nothing reads dtype, learning_rate"):
         SFTTrainer(OnlyTrains(), dtype="bfloat16", sft={"learning_rate": 1e-5})
-    with pytest.raises(ConfigError, match="ppo takes a policy and a critic of your own"):
+    with pytest.raises(ConfigError, match="ppo takes a custom policy and a custom critic"):
         PPOTrainer(Samples(), kl=None)
     with pytest.raises(ConfigError, match="the critic OnlyTrains has no get_values"):
         PPOTrainer(Samples(), critic=OnlyTrains(), kl=None)
@@ -313,16 +311,16 @@ def test_what_a_policy_of_ones_own_cannot_read_is_refused(tiny_model: Path) -> N
         RewardModelTrainer(OnlyTrains())
     with pytest.raises(ConfigError, match=r"OnlyTrains\.get_reference_topk_logprobs"):
         DistillationTrainer(OnlyTrains())
-    with pytest.raises(ConfigError, match="takes no policy of your own: the engine samples"):
+    with pytest.raises(ConfigError, match="does not accept a custom policy: the engine samples"):
         AsyncGRPOTrainer(OnlyTrains(), asynchronous={})
-    with pytest.raises(ConfigError, match="samples nothing, so it takes no engine"):
+    with pytest.raises(ConfigError, match="does not sample, so it accepts no engine"):
         SFTTrainer.from_pretrained("m", generation=Recited())
     with pytest.raises(ConfigError, match="nothing reads top_k"):
         engine_of(Recited(), top_k=3)
     with pytest.raises(ConfigError, match="would sample from the weights that training began"):
         engine_of(Frozen())
     with pytest.raises(ConfigError, match="OnlyTrains has no generate"):
-        engine_of(OwnPolicy(OnlyTrains()))
+        engine_of(CustomPolicyAdapter(OnlyTrains()))
     nameless = type("Nameless", (Samples,), {"model_name": None})
     with pytest.raises(ConfigError, match="has no model to train") as refused:
         GRPOTrainer(nameless(), loss={"kl": None}).fit(ROWS)
@@ -345,7 +343,7 @@ def test_what_a_policy_of_ones_own_cannot_read_is_refused(tiny_model: Path) -> N
         (RewardModelTrainer, {}, ["get_values"]),
     ],
 )
-def test_all_methods_that_a_policy_lacks_are_named_when_the_trainer_is_made(
+def test_all_missing_methods_of_a_policy_are_named_by_the_constructor(
     trainer: Any, settings: dict[str, Any], methods: list[str]
 ) -> None:
     if not methods:
@@ -357,16 +355,18 @@ def test_all_methods_that_a_policy_lacks_are_named_when_the_trainer_is_made(
     assert [each.partition("(")[0] for each in expected] == [f"OnlyTrains.{m}" for m in methods]
 
 
-def test_a_loss_with_a_reference_asks_for_one(tiny_model: Path) -> None:
+def test_a_loss_with_a_reference_requires_one(tiny_model: Path) -> None:
     batch = BatchedDataDict(PROMPTS)
     with pytest.raises(ConfigError, match="CustomPolicy does not have"):
-        OwnPolicy(CustomPolicy(str(tiny_model))).get_reference_logprobs(batch)
+        CustomPolicyAdapter(CustomPolicy(str(tiny_model))).get_reference_logprobs(batch)
 
 
-def test_logprobs_of_another_temperature_follow_from_those_of_all_tokens(tiny_model: Path) -> None:
+def test_logprobs_of_another_temperature_follow_from_all_logits(tiny_model: Path) -> None:
     policy = CustomPolicy(str(tiny_model))
-    found = OwnPolicy(policy, temperature=0.5).get_logprobs(BatchedDataDict(PROMPTS))["logprobs"]
+    logprobs = CustomPolicyAdapter(policy, temperature=0.5).get_logprobs(BatchedDataDict(PROMPTS))[
+        "logprobs"
+    ]
     logits = policy.model(PROMPTS["input_ids"]).logits / 0.5
-    whole = logits.log_softmax(-1)[:, :-1].gather(-1, PROMPTS["input_ids"][:, 1:, None])[..., 0]
+    expected = logits.log_softmax(-1)[:, :-1].gather(-1, PROMPTS["input_ids"][:, 1:, None])[..., 0]
     mask = torch.tensor([[True, True, False], [True, True, True]])
-    assert found == pytest.approx(torch.where(mask, whole, 0.0).detach(), abs=1e-5)
+    assert logprobs == pytest.approx(torch.where(mask, expected, 0.0).detach(), abs=1e-5)

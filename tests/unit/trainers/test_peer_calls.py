@@ -1,4 +1,4 @@
-"""TRL's words in Python: taken where they mean the same, else the line to write is named."""
+"""TRL's names in Python: accepted if they mean the same, else refused with the line to write."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
 from nemo_rl_core.api.functional import algorithm_named
 from nemo_rl_core.config.peer_names import PEER_NAMES
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.trainers.overrides import hint_of
+from nemo_rl_core.trainers.fit.overrides import hint_of
 from tests.training import AddConfig, AddTrainer
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
@@ -29,7 +29,7 @@ def digits(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(each) for each in completions]
 
 
-def test_a_trainer_is_made_and_trained_as_trls(tiny_model: Path) -> None:
+def test_a_trainer_is_constructed_and_trained_like_trls(tiny_model: Path) -> None:
     trainer = AddTrainer(
         model=str(tiny_model),
         args=AddConfig(num_steps=2),
@@ -46,17 +46,17 @@ def test_a_trainer_is_made_and_trained_as_trls(tiny_model: Path) -> None:
     assert result.manifest.weights_hash == plain.manifest.weights_hash
 
 
-def test_what_fit_is_given_counts_before_what_the_trainer_was(tiny_model: Path) -> None:
+def test_arguments_of_fit_override_those_of_the_constructor(tiny_model: Path) -> None:
     trainer = AddTrainer(str(tiny_model), train_dataset=ROWS[:3], num_steps=1)
     assert trainer.fit(ROWS, reward_funcs=digits).manifest.parents[1].stage == "prepare_data train"
-    with pytest.raises(ConfigError, match="reward_funcs is reward_fn, which is given too"):
+    with pytest.raises(ConfigError, match="reward_funcs means reward_fn, which is also given"):
         trainer.fit(ROWS, reward_fn=digits, reward_funcs=[digits])
     with pytest.raises(ConfigError, match="there are no rows"):
         AddTrainer(str(tiny_model)).train()
 
 
 def test_a_section_as_args_keeps_the_defaults_of_the_model(tiny_model: Path) -> None:
-    """What was not given still follows from the model, as with settings by name."""
+    """Other settings still depend on the model, the same as for settings by name."""
     args = GRPOConfig(num_prompts_per_step=8, loss={"kind": "gspo"})
     one = GRPOTrainer(model=str(tiny_model), args=args)
     other = GRPOTrainer.from_pretrained(
@@ -75,7 +75,7 @@ def test_a_section_as_args_keeps_the_defaults_of_the_model(tiny_model: Path) -> 
         ("logging_steps", "leave it out: every step is recorded"),
     ],
 )
-def test_a_section_answers_for_what_is_elsewhere(name: str, fix: str) -> None:
+def test_a_setting_of_another_section_is_refused_with_the_fix(name: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         GRPOConfig(**{name: 8})
     assert str(caught.value.fix).startswith(fix)
@@ -92,10 +92,10 @@ def test_a_loaded_model_and_a_missing_one_are_refused(tiny_model: Path) -> None:
             trainer(train_dataset=ROWS)
 
 
-def test_what_lora_lacks_here_is_said() -> None:
-    given = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules=".*_proj")
+def test_unsupported_options_of_lora_are_named() -> None:
+    peft_config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules=".*_proj")
     with pytest.raises(ConfigError, match="there is no lora_dropout or a pattern as target"):
-        GRPOTrainer.from_pretrained("m", peft_config=given)
+        GRPOTrainer.from_pretrained("m", peft_config=peft_config)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_what_lora_lacks_here_is_said() -> None:
         ("loss_agg_mode", "token-mean", "in Python loss={'reduction': …}"),
         ("logging_steps", 5, "leave it out: every step is recorded"),
         ("eval_strategy", "steps", "leave it out: validate_every_num_steps=... says when"),
-        ("warmup_ratio", 0.1, "counted and no ratio; in Python num_warmup_steps=…"),
+        ("warmup_ratio", 0.1, "a number instead of a ratio; in Python num_warmup_steps=…"),
         (
             "peft_config",
             {"r": 4},
@@ -129,7 +129,7 @@ def test_what_lora_lacks_here_is_said() -> None:
         ),
     ],
 )
-def test_a_setting_of_trl_is_answered_with_the_line_to_write(
+def test_a_setting_of_trl_is_refused_with_the_line_to_write(
     name: str, value: Any, line: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -144,17 +144,21 @@ def test_a_setting_of_trl_is_answered_with_the_line_to_write(
 @pytest.mark.parametrize(
     "trainer", [GRPOTrainer, SFTTrainer, nemo_rl_core.DPOTrainer, nemo_rl_core.PPOTrainer]
 )
-def test_every_line_is_accepted_where_it_is_written(trainer: Any) -> None:
+def test_every_suggested_line_is_accepted(trainer: Any) -> None:
     hint = hint_of(trainer.settings_class, trainer.algorithm)
     written = {}
     for name in PEER_NAMES:
-        place = PEER_NAMES[name]
-        is_share = "clip_" in place or "utilization" in place
-        is_of_cluster = "parallel_size" in place or "engines" in place
+        path = PEER_NAMES[name]
+        is_share = "clip_" in path or "utilization" in path
+        is_of_cluster = "parallel_size" in path or "engines" in path
         value: Any = 0.5 if is_share else 1 if is_of_cluster else "checkpointing" in name or 2
-        said = hint(name, value) or ""
-        line = said.removeprefix("write ")
-        if said.startswith("write ") and "first" not in said and "tracking" not in said:
+        suggestion = hint(name, value) or ""
+        line = suggestion.removeprefix("write ")
+        if (
+            suggestion.startswith("write ")
+            and "first" not in suggestion
+            and "tracking" not in suggestion
+        ):
             trainer.from_pretrained("m", **eval(f"dict({line})"))  # noqa: S307
             written[name] = line
     assert len(written) > 10
@@ -164,25 +168,25 @@ def test_every_line_is_accepted_where_it_is_written(trainer: Any) -> None:
     ("name", "algorithm", "preset"),
     [("GRPO", "grpo", None), ("rloo", "grpo", "rloo"), ("Dr-GRPO", "grpo", "dr_grpo")],
 )
-def test_algorithms_go_by_any_case_and_presets_by_their_names(
+def test_algorithms_are_named_in_any_case_and_presets_by_name(
     name: str, algorithm: str, preset: str | None
 ) -> None:
-    found = algorithm_named(name, {})
-    assert found.trainer.algorithm == algorithm
-    assert found.overrides.get("preset") == preset
-    config = found.trainer.from_pretrained("m", **found.overrides).config
+    lookup = algorithm_named(name, {})
+    assert lookup.trainer.algorithm == algorithm
+    assert lookup.overrides.get("preset") == preset
+    config = lookup.trainer.from_pretrained("m", **lookup.overrides).config
     if preset == "rloo":
         assert config.advantage.kind == "leave_one_out"
 
 
-def test_an_algorithm_of_another_name_is_answered_with_the_line() -> None:
+def test_another_name_of_an_algorithm_is_refused_with_the_line_to_write() -> None:
     with pytest.raises(ConfigError, match=r"fix: write algorithm=\"dpo\", loss=.*kto"):
         nemo_rl_core.train("m", ROWS, algorithm="KTO")
     with pytest.raises(ConfigError, match="leave preset out"):
         nemo_rl_core.train("m", ROWS, algorithm="rloo", preset="gspo")
 
 
-def test_classes_of_trl_are_there_or_named() -> None:
+def test_classes_of_trl_exist_or_are_refused_with_a_hint() -> None:
     from nemo_rl_core import DPOConfig, SFTConfig
 
     assert nemo_rl_core.GRPOConfig is GRPOConfig

@@ -1,4 +1,4 @@
-"""A training that Python starts is a run: recorded, shown, logged, tracked and repeatable."""
+"""A training started from Python is a run: recorded, shown, logged, tracked and repeatable."""
 
 import io
 import json
@@ -25,13 +25,13 @@ from nemo_rl_core.telemetry.events import StageRecord
 from nemo_rl_core.telemetry.python_output import ProgramOutput, _Printed
 from nemo_rl_core.telemetry.run_log import RunLog
 from nemo_rl_core.trainers.callbacks import Callback
-from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.trainers.fit.fitting import TrainResult
 from nemo_rl_core.ui.app import create_app
-from tasks.cli import reproduction
-from tasks.cli.card import card
-from tasks.cli.lineage import lineage
-from tasks.cli.reproduce import reproduce
-from tasks.cli.runs import runs
+from tasks.cli.models.card import card
+from tasks.cli.records.lineage import lineage
+from tasks.cli.records.reproduce import reproduce
+from tasks.cli.records.runs import runs
+from tasks.reproduce import reproduction
 from tests.training import AddTrainer
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -49,12 +49,12 @@ def digits(prompt: str, completion: str) -> float:
     return float(completion)
 
 
-def fit(model: Path, *, reward_fn: Any = digits, num_steps: int = 3, **asked: Any) -> TrainResult:
+def fit(model: Path, *, reward_fn: Any = digits, num_steps: int = 3, **options: Any) -> TrainResult:
     trainer = AddTrainer.from_pretrained(model, num_steps=num_steps)
-    return trainer.fit(ROWS, reward_fn=reward_fn, **asked)
+    return trainer.fit(ROWS, reward_fn=reward_fn, **options)
 
 
-def test_it_is_a_run_with_a_node_a_stage(tiny_model: Path, store: Store) -> None:
+def test_fit_is_recorded_as_a_run_with_one_node_per_stage(tiny_model: Path, store: Store) -> None:
     result = fit(tiny_model)
     with History(store) as history:
         (run,) = history.executions().items
@@ -79,7 +79,7 @@ def test_it_is_a_run_with_a_node_a_stage(tiny_model: Path, store: Store) -> None
         assert result.manifest.source_digest
 
 
-def test_the_page_and_the_commands_know_it(tiny_model: Path, store: Store) -> None:
+def test_the_ui_and_commands_show_the_run(tiny_model: Path, store: Store) -> None:
     result = fit(tiny_model, name="mine")
     with History(store) as history:
         (run,) = history.executions().items
@@ -103,7 +103,8 @@ def test_the_page_and_the_commands_know_it(tiny_model: Path, store: Store) -> No
     assert f"nemo-rl reproduce {result.lineage_id}" in written
 
 
-def test_a_finished_run_of_the_same_name_is_given_back(tiny_model: Path, store: Store) -> None:
+@pytest.mark.slow
+def test_a_finished_run_of_the_same_name_is_returned(tiny_model: Path, store: Store) -> None:
     first, again, other = fit(tiny_model, name="a"), fit(tiny_model, name="a"), fit(tiny_model)
     assert again.folder == first.folder != other.folder
     with History(store) as history:
@@ -112,18 +113,16 @@ def test_a_finished_run_of_the_same_name_is_given_back(tiny_model: Path, store: 
         assert history.maker(history.artifact(first.lineage_id)) == maker
 
 
-def test_a_model_of_the_store_is_trained_on_with_its_lineage(
-    tiny_model: Path, store: Store
-) -> None:
+def test_training_a_model_of_the_store_keeps_its_lineage(tiny_model: Path, store: Store) -> None:
     (base,) = (p for p in fit(tiny_model).manifest.parents if p.role == "base")
     second = fit(Path(base.path) / "model")
     with History(store) as history:
-        found = {each.id for each in history.ancestry(second.lineage_id).artifacts}
-    assert base.name in found
+        ancestors = {each.id for each in history.ancestry(second.lineage_id).artifacts}
+    assert base.name in ancestors
     assert len(list(store.artifacts.glob("prepare_model-*"))) == 1
 
 
-def test_another_reward_is_another_run_whatever_the_name(tiny_model: Path) -> None:
+def test_another_reward_is_another_run_despite_the_name(tiny_model: Path) -> None:
     def scaled(factor: float) -> Any:
         return lambda prompt, completion: factor * float(completion)
 
@@ -135,7 +134,7 @@ def test_another_reward_is_another_run_whatever_the_name(tiny_model: Path) -> No
     assert fit(tiny_model, reward_fn=digits, name="mine").folder not in (first.folder, other.folder)
 
 
-def test_an_interrupted_run_goes_on_and_the_record_says_where(
+def test_an_interrupted_run_resumes_and_the_record_has_the_step(
     tiny_model: Path, store: Store
 ) -> None:
     class Stop(Callback):
@@ -143,15 +142,15 @@ def test_an_interrupted_run_goes_on_and_the_record_says_where(
             if step == 3:
                 raise KeyboardInterrupt
 
-    whole = fit(tiny_model)
+    uninterrupted = fit(tiny_model)
     with pytest.raises(KeyboardInterrupt) as caught:
         fit(tiny_model, name="mine", callbacks=[Stop()])
     assert caught.value.__notes__[:2] == [
         "stopped from outside at step 2 of 3 of add",
-        "the same call goes on from its last save (name='mine')",
+        "the same call resumes from its last save (name='mine')",
     ]
     resumed = fit(tiny_model, name="mine")
-    assert resumed.manifest.weights_hash == whole.manifest.weights_hash
+    assert resumed.manifest.weights_hash == uninterrupted.manifest.weights_hash
     with History(store) as history:
         last, stopped, _ = history.executions().items
         assert stopped.state == "stopped"
@@ -174,7 +173,7 @@ class Noisy(Callback):
         ray.join()
 
 
-def test_what_the_program_prints_appears_and_noise_goes_to_the_log(
+def test_output_of_the_program_appears_and_noise_goes_to_the_log(
     tiny_model: Path, store: Store, capfd: pytest.CaptureFixture[str]
 ) -> None:
     streams = sys.stdout, sys.stderr
@@ -192,7 +191,7 @@ def test_what_the_program_prints_appears_and_noise_goes_to_the_log(
     assert noise.count("noise on stderr\n") == 3
 
 
-def test_a_stream_that_a_library_kept_works_after_the_run(tiny_model: Path) -> None:
+def test_a_stream_kept_by_a_library_works_after_the_run(tiny_model: Path) -> None:
     kept: list[Any] = []
 
     class Keep(Callback):
@@ -205,7 +204,7 @@ def test_a_stream_that_a_library_kept_works_after_the_run(tiny_model: Path) -> N
         assert stream.isatty() is False
 
 
-def test_lines_are_shown_whole_above_a_live_display() -> None:
+def test_full_lines_are_shown_above_a_live_display() -> None:
     lines: list[str] = []
     after = io.StringIO()
     printed = _Printed(io.StringIO(), io.StringIO(), lines.append)
@@ -250,13 +249,13 @@ def test_trackers_get_every_step(tiny_model: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in lines if line["stage"] == "add"] == [1, 2, 3]
 
 
-def test_a_slip_in_tracking_is_named(tiny_model: Path, store: Store) -> None:
+def test_a_mistake_in_tracking_is_named(tiny_model: Path, store: Store) -> None:
     with pytest.raises(ConfigError, match=r"tracking\.trackers"):
         fit(tiny_model, tracking={"trackers": [{"kind": "wandbb"}]})
     assert not store.runs.exists()
 
 
-def test_within_a_run_there_is_no_other(tiny_model: Path, store: Store) -> None:
+def test_fit_within_a_run_records_no_other_run(tiny_model: Path, store: Store) -> None:
     with RunLog.start(store):
         result = fit(tiny_model)
     assert result.step == 3
@@ -264,7 +263,7 @@ def test_within_a_run_there_is_no_other(tiny_model: Path, store: Store) -> None:
         History(store)
 
 
-def test_what_cannot_be_repeated_says_why(tiny_model: Path) -> None:
+def test_an_unrepeatable_run_names_the_reason(tiny_model: Path) -> None:
     lock = threading.Lock()
 
     def guarded(prompt: str, completion: str) -> float:
@@ -292,7 +291,7 @@ class RunsCode:
 @pytest.mark.parametrize(
     "value", ["https://example.org/?token=hunter2", "a name \udc80 outside of UTF-8"]
 )
-def test_values_that_are_stored_in_another_form_are_signed_in_it(store: Store, value: str) -> None:
+def test_values_are_signed_in_their_stored_form(store: Store, value: str) -> None:
     writer = HistoryWriter(store, "2026-01-01")
     inputs = {"config": {"value": value}}
     writer.begin(NewExecution("workflows.sft.sft", "", (), inputs, store.runs / "log"))
@@ -307,7 +306,7 @@ def test_only_records_of_this_user_run_code(
     tiny_model: Path, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact, marker = fit(tiny_model).lineage_id, tmp_path / "marker"
-    monkeypatch.setattr(reproduction, "_run_in", lambda *_args, **_options: 1)
+    monkeypatch.setattr(reproduction, "run_in", lambda *_args, **_options: 1)
     with History(store) as history:
         (run,) = history.executions().items
     assert is_signed(store, run)
@@ -317,11 +316,11 @@ def test_only_records_of_this_user_run_code(
         done = CliRunner().invoke(reproduce, [artifact, "--anyway", *options])
         return str(done.exception)
 
-    assert "has no record of any run" in refusal()  # the second run, which `_run_in` skipped
-    # The pickle of somebody else, in a record that is this user's.
+    assert "has no record of any run" in refusal()  # the second run, which `run_in` skipped
+    # Someone else's pickle in a record of this user.
     (store.runs / run.id / "reward_fn.pickle").write_bytes(pickle.dumps(RunsCode(marker)))
     assert "is not the file that the run wrote" in refusal()
-    # A record that names another module, and one that another user has signed.
+    # A record that names another module, and one signed by another user.
     unsigned = f"no run of this user has written the record of {run.id}"
     inputs = json.dumps({**run.inputs, "trainer": "evil:Trainer"})
     with sqlite3.connect(store.root / "history.db") as database:
@@ -348,10 +347,10 @@ print(result.lineage_id)
 
 
 @pytest.mark.slow
-def test_a_training_of_a_script_is_reproduced_to_the_bit(
+def test_a_training_of_a_script_is_reproduced_bitwise_identically(
     tiny_model: Path, tmp_path: Path, store: Store
 ) -> None:
-    """Its reward is a lambda over a value, which no module holds."""
+    """Its reward is a lambda over a value, which is in no module."""
     (tmp_path / "mine.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "mine.py", str(tiny_model)],
@@ -366,7 +365,7 @@ def test_a_training_of_a_script_is_reproduced_to_the_bit(
     again = tmp_path / "again"
     repeated = CliRunner().invoke(reproduce, [artifact, "--store", str(again)])
     assert repeated.exit_code == 0, (repeated.output, repeated.exception)
-    assert f"EQUAL to the bit: {artifact}" in repeated.output
+    assert f"bitwise identical: {artifact}" in repeated.output
     with History(Store(again)) as history:
         (run,) = history.executions().items
         assert [node.name for node in history.nodes(run.id)] == ["add"]

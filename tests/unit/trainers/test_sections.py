@@ -1,4 +1,4 @@
-"""What trainers read of an algorithm's section: matched by its fields, whatever it inherits."""
+"""Sections of algorithms are matched by their fields, not by inheritance."""
 
 import pytest
 from pydantic import PositiveInt
@@ -12,8 +12,13 @@ from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.trainer import LoopConfig
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers.loop import StepRange
-from nemo_rl_core.trainers.plain import PlainLoop
-from nemo_rl_core.trainers.sections import Gated, rows_per_step, samples_per_step, steps_of
+from nemo_rl_core.trainers.sections import (
+    Gated,
+    PlainLoop,
+    rows_per_step,
+    samples_per_step,
+    steps_of,
+)
 
 
 class OwnConfig(LoopConfig):
@@ -34,7 +39,7 @@ def test_iterations_follow_one_another(kind: type[LoopConfig]) -> None:
     assert [steps_of(config, 1), steps_of(config, 3)] == [StepRange(1, 10), StepRange(21, 30)]
 
 
-def test_a_section_of_ones_own_is_matched_by_its_fields() -> None:
+def test_a_custom_section_is_matched_by_its_fields() -> None:
     config = OwnConfig()
     sampling = samples_per_step(config)
     assert steps_of(config, 1) == StepRange(1, 3)
@@ -44,7 +49,7 @@ def test_a_section_of_ones_own_is_matched_by_its_fields() -> None:
     assert [isinstance(config, Gated) for config in gated] == [True, True, False, False]
 
 
-def test_a_section_without_what_its_trainer_reads_is_refused() -> None:
+def test_a_section_without_required_fields_is_refused() -> None:
     with pytest.raises(ConfigError, match="LoopConfig lacks") as steps:
         steps_of(LoopConfig(learning_rate=0.1), 1)
     assert "num_steps or num_steps_per_iteration" in str(steps.value.expected)

@@ -1,4 +1,4 @@
-"""The loop that every trainer shares: counted, saved, resumed, finished."""
+"""The loop of all trainers: counting, saving, resuming and finishing."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def make_loop(work: Path, *, steps: StepRange = FIVE_STEPS, save_every: int = 2)
 
 
 def run(loop: StepLoop, policy: CountingPolicy, *, until: int = 10**9) -> list[int]:
-    """Steps that were run; dies before the one after `until`."""
+    """Runs steps, dies after step `until`, and returns the steps that were run."""
     done = []
     for step in loop.steps(policy):
         if step > until:
@@ -59,7 +59,7 @@ def test_a_report_counts_within_the_stage_and_over_the_run(tmp_path: Path) -> No
     ("killed_after", "resumed_steps"),
     [(0, [1, 2, 3, 4, 5]), (1, [1, 2, 3, 4, 5]), (2, [3, 4, 5]), (3, [3, 4, 5]), (4, [5]), (5, [])],
 )
-def test_a_killed_loop_goes_on_from_its_last_save(
+def test_a_killed_loop_resumes_from_its_last_save(
     tmp_path: Path, killed_after: int, resumed_steps: list[int]
 ) -> None:
     assert len(run(make_loop(tmp_path), CountingPolicy(), until=killed_after)) == killed_after
@@ -67,13 +67,13 @@ def test_a_killed_loop_goes_on_from_its_last_save(
     loop = make_loop(tmp_path)
     assert run(loop, policy) == resumed_steps
     assert policy.value == 5
-    # What the killed attempt reported after its last save is not there twice.
+    # Steps that the killed attempt reported after its last save are not repeated.
     assert [line["metrics"]["value"] for line in lines(tmp_path)] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert loop.finish().num_tokens == 50
 
 
 def run_until_stopped(loop: StepLoop, policy: CountingPolicy, *, at: int) -> list[int]:
-    """Steps that were run, if a callback stops the loop in step `at`."""
+    """Returns the steps that were run if a callback stops the loop in step `at`."""
     done = []
     for step in loop.steps(policy):
         policy.value += 1
@@ -95,8 +95,8 @@ def test_a_stopped_loop_saves_its_step_and_has_a_result(tmp_path: Path) -> None:
     assert make_loop(tmp_path).finish() == result  # killed within finish
 
 
-def test_a_loop_that_was_stopped_and_killed_stays_stopped(tmp_path: Path) -> None:
-    """Killed after the save of the last step, where no callback is called again."""
+def test_a_stopped_and_killed_loop_remains_stopped(tmp_path: Path) -> None:
+    """A kill after the save of the last step, when no callback is called again."""
     run_until_stopped(make_loop(tmp_path), CountingPolicy(), at=3)
     loop = make_loop(tmp_path)
     assert run_until_stopped(loop, CountingPolicy(), at=3) == []
@@ -127,7 +127,7 @@ def run_until_asked(loop: StepLoop, policy: CountingPolicy, *, asked_in: int) ->
 
 
 @pytest.mark.parametrize("writer", [CountingPolicy, lambda: SlowWriter(num_polls=3)])
-def test_a_loop_that_is_asked_to_stop_saves_its_step_first(
+def test_a_stop_request_ends_the_loop_after_a_save(
     tmp_path: Path, writer: Callable[[], CountingPolicy]
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
@@ -139,7 +139,7 @@ def test_a_loop_that_is_asked_to_stop_saves_its_step_first(
     assert policy.value == 5
 
 
-def test_a_loop_that_is_asked_in_its_last_step_ends(tmp_path: Path) -> None:
+def test_a_stop_request_in_the_last_step_ends_normally(tmp_path: Path) -> None:
     loop = make_loop(tmp_path)
     run_until_asked(loop, CountingPolicy(), asked_in=5)
     assert loop.finish().step == 5
@@ -153,11 +153,11 @@ def test_saves_are_counted_from_the_first_step_of_the_stage(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("moved", [[], ["trainer"], ["trainer", "model"]])
-def test_a_kill_while_finishing_is_made_good(tmp_path: Path, moved: list[str]) -> None:
+def test_a_kill_during_finish_is_recovered(tmp_path: Path, moved: list[str]) -> None:
     loop = make_loop(tmp_path)
     run(loop, CountingPolicy())
     assert not loop.is_finished
-    # What `finish` does, up to the kill.
+    # The steps of `finish` up to the kill.
     (tmp_path / "finished.json").write_text(json.dumps({"peak_memory_gib": 2.5}))
     (checkpoint,) = [p for p in (tmp_path / "checkpoints").iterdir() if (p / "model").is_dir()]
     for part in moved:
@@ -176,7 +176,7 @@ def test_a_kill_while_finishing_is_made_good(tmp_path: Path, moved: list[str]) -
 
 
 class SlowWriter(CountingPolicy):
-    """A policy whose checkpoint is written some steps after it was begun."""
+    """A policy whose checkpoint is written some steps after its start."""
 
     def __init__(self, num_polls: int) -> None:
         super().__init__()
@@ -196,14 +196,14 @@ class SlowWriter(CountingPolicy):
         self.value = now
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     loop, policy, saved = make_loop(tmp_path, save_every=2), SlowWriter(num_polls=2), []
     seen = {}
     for step in loop.steps(policy, on_save=lambda step, folder: saved.append((step, folder.name))):
         seen[step] = [number for number, _ in saved]
         policy.value += 1
         loop.report(step, {}, {"train": 1.0})
-    # Begun after step 2, asked for then and after step 3, and waited for before 4 is begun.
+    # Started after step 2, polled then and after step 3, and waited for before step 4.
     assert seen == {1: [], 2: [], 3: [], 4: [], 5: [2]}
     assert saved == [(number, f"step-{number:08d}") for number in (2, 4, 5)]
     resumed = SlowWriter(0)
@@ -211,7 +211,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert resumed.value == 5
 
 
-def test_what_a_step_leaves_is_written_before_a_save_says_that_it_is_done(tmp_path: Path) -> None:
+def test_other_files_of_a_step_are_written_before_its_save(tmp_path: Path) -> None:
     loop, policy = make_loop(tmp_path, save_every=2), SlowWriter(num_polls=0)
     seen: list[list[str]] = []
 
@@ -236,7 +236,7 @@ def test_a_checkpoint_that_is_being_written_is_finished_when_a_step_fails(tmp_pa
 
 
 @pytest.mark.parametrize(("best_step", "values"), [(2, [0, 9, 0, 1, 2]), (5, [0, 1, 0, 1, 2])])
-def test_the_best_model_is_left_beside_the_last(
+def test_the_best_model_is_kept_in_addition_to_the_last(
     tmp_path: Path, best_step: int, values: list[int]
 ) -> None:
     keep = KeepBest(metric="score", mode="max")
@@ -251,7 +251,7 @@ def test_the_best_model_is_left_beside_the_last(
         policy.value += 1
         first.report(step, {"score": float(values[step - 1])}, {"train": 1.0})
     first.finish()
-    assert loop().finish().step == 5  # again, as after a kill
+    assert loop().finish().step == 5  # again, like after a kill
     assert json.loads((tmp_path / "best.json").read_text()) == {"step": best_step}
     assert json.loads((tmp_path / "model" / "value.json").read_text()) == 5
     assert (tmp_path / "best").exists() == (best_step != 5)
@@ -260,12 +260,13 @@ def test_the_best_model_is_left_beside_the_last(
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "mode", "best_step"),
     [([0, 9, 0, 1, 2], "max", 2), ([5, 9, 1, 3, 2], "min", 3), ([0, 1, 0, 1, 2], "max", 5)],
 )
 @pytest.mark.parametrize("killed_after", [None, 1, 3, 4])
-def test_the_best_model_is_the_result_if_that_is_asked_for(
+def test_the_best_model_is_the_result_if_requested(
     tmp_path: Path, values: list[int], mode: str, best_step: int, killed_after: int | None
 ) -> None:
     keep = KeepBest.model_validate({"metric": "score", "mode": mode, "result": "best"})
@@ -290,7 +291,7 @@ def test_the_best_model_is_the_result_if_that_is_asked_for(
         assert json.loads((tmp_path / part / "value.json").read_text()) == best_step
     assert not (tmp_path / "best").exists()
     assert not (tmp_path / "checkpoints").exists()
-    # The metrics are those of all steps, and the result says which of them its model is.
+    # The metrics are of all steps; the result has the step of its model.
     assert len(lines(tmp_path)) == 5
     made = result.made(summary="loss 2 → 1")
     score = values[best_step - 1]
@@ -300,7 +301,7 @@ def test_the_best_model_is_the_result_if_that_is_asked_for(
 
 
 @pytest.mark.parametrize("moved", [[], ["trainer"], ["trainer", "model"]])
-def test_a_kill_while_the_best_is_handed_out_keeps_the_choice(
+def test_a_kill_while_moving_the_best_model_keeps_the_choice(
     tmp_path: Path, moved: list[str]
 ) -> None:
     keep = KeepBest(metric="value", mode="min", result="best")
@@ -320,7 +321,7 @@ def test_a_kill_while_the_best_is_handed_out_keeps_the_choice(
     assert json.loads((tmp_path / "trainer" / "value.json").read_text()) == 1
 
 
-def test_a_metric_that_no_step_has_is_reported(
+def test_a_missing_metric_of_keep_best_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keep = KeepBest(metric="scroe", mode="max", result="best")
@@ -332,7 +333,7 @@ def test_a_metric_that_no_step_has_is_reported(
 
 
 class ShardsWriter(SlowWriter):
-    """A policy that knows which of its checkpoints have no model."""
+    """A policy that records which of its checkpoints have no model."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -349,7 +350,7 @@ def test_only_the_last_checkpoint_has_a_model(tmp_path: Path) -> None:
     assert policy.of_shards == [1, 2, 3, 4]
 
 
-def test_every_checkpoint_has_a_model_where_others_are_told_of_them(tmp_path: Path) -> None:
+def test_every_checkpoint_has_a_model_if_a_callback_uses_it(tmp_path: Path) -> None:
     policy, told = ShardsWriter(), []
     loop = make_loop(tmp_path)
     for step in loop.steps(policy, on_save=lambda step, _: told.append(step)):

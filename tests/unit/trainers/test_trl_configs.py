@@ -1,4 +1,4 @@
-"""Configs of the installed TRL, field by field: carried over with its meaning, or named."""
+"""Configs of the installed TRL, field by field: carried over or listed."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from transformers import get_scheduler
 import nemo_rl_core
 from nemo_rl_core.backends.training.optimizers import learning_rate_at
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.trainers.trl_configs import as_arguments, translate
+from nemo_rl_core.trainers.fit.trl_configs import as_arguments, translate
 
 CPU = {"use_cpu": True, "bf16": False}
 CONFIGS = {
@@ -77,7 +77,7 @@ def another(value: Any) -> Any:
 
 
 def made(config: Any, **values: Any) -> Any:
-    """A config, which TRL may refuse to make: then with the fields set afterwards."""
+    """Creates a config; sets the fields afterwards if TRL refuses them."""
     fields = {"output_dir": "out", "max_steps": 5, **CPU, **values}
     try:
         return config(**fields)
@@ -125,7 +125,7 @@ def test_the_settings_are_accepted(algorithm: str) -> None:
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "constant_with_warmup"])
 @pytest.mark.parametrize("warmup", [0, 3, 0.25])
 def test_the_learning_rates_are_transformers(kind: str, warmup: float) -> None:
-    """Those of every update behind the warm-up, whose own steps are a little longer there."""
+    """Compares every update after the warm-up, which is a little longer in TRL."""
     extra = {"max_steps": 10, "learning_rate": 1.0, "lr_scheduler_type": kind}
     args = trl.SFTConfig(output_dir="out", warmup_steps=warmup, **extra, **CPU)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -149,7 +149,7 @@ def test_the_learning_rates_are_transformers(kind: str, warmup: float) -> None:
 )
 def test_a_config_of_another_trainer_is_refused(algorithm: str, config: Any) -> None:
     _, trainer = CONFIGS[algorithm]
-    with pytest.raises(ConfigError, match="is no section") as caught:
+    with pytest.raises(ConfigError, match="is not a section") as caught:
         trainer(model="m", args=config(output_dir="out", **CPU))
     assert f"give settings by name: {trainer.__name__}" in str(caught.value.fix)
 
@@ -210,8 +210,8 @@ def test_grpo_by_hand() -> None:
     ]
 
 
-def test_several_optimizer_steps_of_a_rollout() -> None:
-    """TRL counts optimizer steps; here a step is a rollout and all that is trained on it."""
+def test_several_optimizer_steps_per_rollout() -> None:
+    """TRL counts optimizer steps; here a step is a rollout with all training on it."""
     args = trl.GRPOConfig(
         output_dir="out",
         per_device_train_batch_size=8,
@@ -273,7 +273,7 @@ def test_grpo_losses(fields: dict[str, Any], loss: dict[str, Any]) -> None:
     nemo_rl_core.GRPOTrainer.from_pretrained("m", **settings)
 
 
-def test_a_share_of_warm_up_is_rounded_up_as_in_transformers() -> None:
+def test_a_warm_up_ratio_is_rounded_up_as_in_transformers() -> None:
     args = trl.SFTConfig(output_dir="out", max_steps=25, warmup_steps=0.1, **CPU)
     expected = args.get_warmup_steps(25) + 1  # see the test of learning rates
     assert translate(args, "sft").settings["num_warmup_steps"] == expected == 4

@@ -1,4 +1,4 @@
-"""When held-out rows are looked at, and what a loss says of them."""
+"""The schedule of validation, and metrics of a loss on held-out rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +20,11 @@ def runner(every: int | None, *, last: int = 7) -> ValidationRunner:
     ("every", "due"),
     [(None, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (7, [7]), (100, [7])],
 )
-def test_validation_is_due_every_so_often_and_at_the_end(every: int | None, due: list[int]) -> None:
+def test_validation_is_due_regularly_and_at_the_end(every: int | None, due: list[int]) -> None:
     assert [step for step in range(1, 8) if runner(every).is_due(step)] == due
 
 
-def test_figures_are_prefixed_and_called_back(
+def test_metrics_are_prefixed_and_passed_to_callbacks(
     make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
 ) -> None:
     journal = make_journal()
@@ -38,7 +38,7 @@ def test_figures_are_prefixed_and_called_back(
     ]
 
 
-def test_the_loss_of_held_out_rows_leaves_masked_ones_out() -> None:
+def test_the_validation_loss_excludes_masked_rows() -> None:
     batch = BatchedDataDict(
         {
             "token_mask": torch.tensor([[1, 1], [1, 1]]),

@@ -1,18 +1,18 @@
 """A cluster on this machine whose pods share nothing: no disk, no memory, no loopback address.
 
-| part | stands for | what it is here |
+| part | represents | implementation |
 |---|---|---|
-| `Network` | the cluster's network | a bridge; pods reach one another and the S3 server by it |
-| `Pod` | a pod | name spaces of mounts, network, processes, IPC and host name; user 1000 |
-| `RayJob` | KubeRay's RayJob | a head's pod, in which the task's command runs, and the workers' |
-| `ClusterBed` | Flyte's propeller | what starts each container in a pod or as a RayJob |
+| `Network` | the cluster's network | a bridge that connects the pods and the S3 server |
+| `Pod` | a pod | namespaces of mounts, network, processes, IPC and host name; user 1000 |
+| `RayJob` | KubeRay's RayJob | a head pod, which runs the task's command, and worker pods |
+| `ClusterBed` | Flyte's propeller | starts each container in a pod or as a RayJob |
 
-Within a pod, /tmp, /var, /home, /root, /run, /dev/shm and the folder of this checkout are its own
-and empty, the rest is read-only, and of this checkout there is only the environment of packages:
-the image. Only the pods of a RayJob have the shared volume, and all else comes from S3.
+In a pod, /tmp, /var, /home, /root, /run, /dev/shm and the folder of this checkout are private and
+empty, and the rest is read-only. The image is only the environment of packages in this checkout.
+Only the pods of a RayJob mount the shared volume; everything else comes from S3.
 
-What it does not show: Kubernetes itself (scheduling, RBAC, limits), KubeRay's operator and its
-submitter (the command is started in the head's pod directly), and GPUs.
+Not covered: Kubernetes itself (scheduling, RBAC, limits), KubeRay's operator and its
+submitter (the command is started in the head pod directly), and GPUs.
 """
 
 from tests.workflows.cluster_bed.bed import ClusterBed

@@ -1,6 +1,6 @@
-"""What Flyte's propeller does with a task: a pod for a plain one, a RayJob for one with workers.
+"""Stand-in for Flyte's propeller: runs a task in a pod, or as a RayJob if it has workers.
 
-Pods reach Kubernetes' API, by which stages make a RayJob of their own.
+Pods reach Kubernetes' API, with which stages create RayJobs themselves.
 """
 
 import shutil
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from flyteidl.core import tasks_pb2
 
-from tasks.platform.pods import NODE, STORE_CLAIM
+from tasks.pods.pods import NODE, STORE_CLAIM
 from tests.workflows.cluster_bed.kuberay import RayJob, cluster_of_manifest, cluster_of_task
 from tests.workflows.cluster_bed.kubernetes_server import KubernetesServer
 from tests.workflows.cluster_bed.network import Network
@@ -21,7 +21,7 @@ from tests.workflows.flyte_backend.containers import Container, ContainerError, 
 
 Fault = Literal["volume not shared", "bucket without rights", "no right to RayJobs", "no operator"]
 
-_FORBIDDEN = (  # as Flyte hands on what Kubernetes answers
+_FORBIDDEN = (  # Kubernetes' answer, as Flyte forwards it
     'rayjobs.ray.io is forbidden: User "system:serviceaccount:flyte:flyte-binary" cannot create '
     'resource "rayjobs" in API group "ray.io" in the namespace "flytesnacks-development"'
 )
@@ -31,27 +31,27 @@ _MACHINE: dict[str, Any] = {
     "spec": {},
     "status": {"allocatable": {"cpu": "16", "memory": "120Gi", "ephemeral-storage": "400Gi"}},
 }
-"""What Kubernetes' API says of the machines: one that every pod fits on."""
+"""The only node that Kubernetes' API lists; every pod fits on it."""
 
 
 class ClusterBed:
     """Network, S3 server and volume; a context manager, and the `Machine` of a `Backend`.
 
     Args:
-        folder: Of this machine: `volume` is the shared one, empty for every RayJob of a task, so
-            that what a later attempt knows came through S3; other files are logs.
+        folder: Folder on this machine for logs and the shared `volume`. The volume is emptied
+            before every RayJob of a task, so that later attempts can only resume through S3.
         pods_per_worker: See `RayJob`.
-        at_once: Whether nodes of a graph run side by side; the volume then keeps what is on it.
-        secrets: What Flyte's `default-env-from-secrets` gives every pod.
-        faults: What this cluster does wrong.
+        at_once: Whether nodes of a graph run in parallel; the volume is then never emptied.
+        secrets: Variables that Flyte's `default-env-from-secrets` gives every pod.
+        faults: Faults of this cluster to simulate.
 
     Attributes:
         backend: Flyte's services.
-        bucket: What pods have in common beside the volume.
-        volume: The shared one.
-        kubernetes: The API, with the RayJobs that stages have asked for.
+        bucket: Storage that pods share in addition to the volume.
+        volume: Folder of the shared volume.
+        kubernetes: The API, with the RayJobs that stages have created.
         jobs: Every RayJob of a task, in order.
-        drivers: Every pod with the volume that is of no RayJob, in order.
+        drivers: Every pod outside RayJobs that mounts the volume, in order.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ClusterBed:
 
     @property
     def address(self) -> str:
-        """Of this machine, as pods reach it."""
+        """Address of this machine in the pods' network."""
         return self._network.address
 
     def __exit__(self, *_: object) -> None:
@@ -114,9 +114,9 @@ class ClusterBed:
         environment: Mapping[str, str],
     ) -> Container:
         """Starts a task's container; see `Machine`."""
-        own = {**environment, **self.bucket.environment, **self.secrets}
+        variables = {**environment, **self.bucket.environment, **self.secrets}
         if "bucket without rights" in self._faults:
-            own["FLYTE_AWS_ACCESS_KEY_ID"] = self.bucket.key_without_rights
+            variables["FLYTE_AWS_ACCESS_KEY_ID"] = self.bucket.key_without_rights
         if task.type == "ray":
             if "no right to RayJobs" in self._faults:
                 raise ContainerError(_FORBIDDEN, may_retry=True)
@@ -130,7 +130,7 @@ class ClusterBed:
                     cluster_of_task(task),
                     command,
                     pod,
-                    own,
+                    variables,
                     volume=self.volume,
                     pods_per_worker=self._pods_per_worker,
                 )
@@ -138,14 +138,14 @@ class ClusterBed:
             return self.jobs[-1]
         name = task.id.name.rpartition(".")[2].replace("_", "-")
         spec = pod_spec_of(task)
-        own |= self.kubernetes.admit(name, spec, own)
-        own |= {NODE: f"machine-of-{name}"}  # each pod of the bed is a machine of its own
+        variables |= self.kubernetes.admit(name, spec, variables)
+        variables |= {NODE: f"machine-of-{name}"}  # each pod of the bed counts as one machine
         volume = self._volume_of(spec, pod)
         started = Pod(
             self._network,
             name,
             command,
-            own,
+            variables,
             log=pod / "log",
             volume=volume,
             account=self.kubernetes.account,
@@ -169,7 +169,7 @@ class ClusterBed:
 
 
 class NeverStarted:
-    """A RayJob that no operator looks at: it has no pod, and Flyte waits for its status."""
+    """A RayJob without an operator: it gets no pods, and Flyte waits for its status."""
 
     pid = 0
 
@@ -177,7 +177,7 @@ class NeverStarted:
         return None
 
     def remove(self) -> None:
-        """Leaves nothing."""
+        """Does nothing, as it has no pods."""
 
 
 def _make_volume(folder: Path) -> None:

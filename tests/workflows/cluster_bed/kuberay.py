@@ -1,4 +1,4 @@
-"""A RayJob: the pods of its cluster, made from its own specification, and its command."""
+"""A RayJob: its command and the pods of its cluster, made from its specification."""
 
 import subprocess
 import time
@@ -18,16 +18,16 @@ _START_SECONDS = 600.0  # a busy machine takes long to start three Ray nodes
 
 
 def cluster_of_task(task: tasks_pb2.TaskTemplate) -> dict[str, Any]:
-    """Head and worker groups of a task for Flyte's Ray plugin."""
+    """Returns the head and worker groups of a task for Flyte's Ray plugin."""
     cluster: dict[str, Any] = json_format.MessageToDict(task.custom)["rayCluster"]
     return cluster
 
 
 def cluster_of_manifest(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of the `rayClusterSpec` of a RayJob."""
+    """Returns the head and worker groups of the `rayClusterSpec` of a RayJob."""
 
-    def group(given: Mapping[str, Any]) -> dict[str, Any]:
-        return {**given, "k8sPod": {"podSpec": given["template"]["spec"]}}
+    def group(manifest: Mapping[str, Any]) -> dict[str, Any]:
+        return {**manifest, "k8sPod": {"podSpec": manifest["template"]["spec"]}}
 
     head = group(spec["headGroupSpec"])
     head["rayStartParams"] = {  # the bed's head has no dashboard
@@ -43,18 +43,18 @@ class RayJob:
     """Runs from the first pod to the end of the command; a `Container`.
 
     Args:
-        network: Of the pods.
-        cluster: Head and worker groups, as a task's `custom` has them.
-        command: Runs in the head's pod.
-        folder: Of this machine, for logs: `log` has the command's, beside one a pod.
-        environment: Of all pods.
+        network: Network of the pods.
+        cluster: Head and worker groups, as in a task's `custom`.
+        command: Command to run in the head pod.
+        folder: Folder on this machine for logs: `log` for the command, and one file per pod.
+        environment: Environment variables of all pods.
         volume: Folder that all pods share.
-        pods_per_worker: Into how many pods each worker pod is divided, and its CPUs with it.
+        pods_per_worker: Number of pods that each worker pod, with its CPUs, is divided into.
 
     Attributes:
-        head: The pod without CPUs.
-        workers: The others.
-        pid: Of the command.
+        head: The head pod, which has no CPUs.
+        workers: The worker pods.
+        pid: Process id of the command.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class RayJob:
         self.pid = self._command.pid
 
     def poll(self) -> int | None:
-        """The command's exit code; None while it runs. Without the head there is no command."""
+        """Returns the command's exit code, or None while it runs. It ends with the head pod."""
         assert self._command is not None
         if self.head.poll() is not None and self._command.poll() is None:
             self._command.kill()
         return self._command.poll()
 
     def evict_head(self) -> None:
-        """Ends the head's pod as on a drained machine, with the hook and grace of its spec."""
+        """Ends the head pod as on a drained machine, with the hook and grace of its spec."""
         hook = self._head_spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
         self.head.stop(hook, grace_seconds=self._head_spec["terminationGracePeriodSeconds"])
 
@@ -107,9 +107,9 @@ class RayJob:
             self._command.wait(60)
 
     def _start_head(self, group: Mapping[str, Any]) -> Pod:
-        given = [f"--{key}={value}" for key, value in group["rayStartParams"].items()]
+        options = [f"--{key}={value}" for key, value in group["rayStartParams"].items()]
         return self._start(
-            "ray-head", "--head", f"--port={GCS_PORT}", "--include-dashboard=false", *given
+            "ray-head", "--head", f"--port={GCS_PORT}", "--include-dashboard=false", *options
         )
 
     def _start_workers(self, group: Mapping[str, Any], pods_per_worker: int) -> None:

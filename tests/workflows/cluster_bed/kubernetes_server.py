@@ -1,8 +1,8 @@
-"""Kubernetes' API of one namespace, as far as stages ask it: their own pod, RayJobs, and nodes.
+"""The part of Kubernetes' API that stages use: their own pod, RayJobs of one namespace, and nodes.
 
-It asks for the token of the service account, and allows what the roles in
-`deployment/production/cluster.yaml` allow. A RayJob that is made gets its pods at once, and loses
-them when its entry point ends or it is deleted, as KubeRay has it.
+The server checks the token of the service account and the rights of the roles in
+`deployment/production/cluster.yaml`. A new RayJob gets its pods immediately and, as with KubeRay,
+loses them when its entry point ends or when it is deleted.
 """
 
 import json
@@ -33,13 +33,13 @@ Maker = Callable[[Mapping[str, Any], Path, Mapping[str, str]], RayJob]
 
 @dataclass
 class MadeRayJob:
-    """A RayJob that a stage has asked for.
+    """A RayJob that a stage has created.
 
     Attributes:
-        body: As it was sent.
+        body: The object as the stage sent it.
         job: Its pods, once they run.
-        how: KubeRay's `jobDeploymentStatus`; `Deleted` where it was removed before its end.
-        made_at, running_at, removed_at: When, in seconds of `time.monotonic`.
+        how: KubeRay's `jobDeploymentStatus`; `Deleted` if it was removed before its end.
+        made_at, running_at, removed_at: Times of these events, in seconds of `time.monotonic`.
     """
 
     body: dict[str, Any]
@@ -51,29 +51,29 @@ class MadeRayJob:
 
     @property
     def name(self) -> str:
-        """Of the object."""
+        """Name of the object."""
         return str(self.body["metadata"]["name"])
 
     @property
     def uid(self) -> str:
-        """Of the object, which a later one of its name does not have."""
+        """Id of the object; a later object of the same name has another one."""
         return f"{self.name}-{self.made_at}"
 
     @property
     def head_pod(self) -> str:
-        """The name of its head's pod."""
+        """Name of its head pod."""
         return f"{self.name}-head"
 
     @property
     def has_head(self) -> bool:
-        """Whether its head's pod runs."""
+        """Whether its head pod runs."""
         return self.job is not None and self.job.head.poll() is None
 
     def as_object(self) -> dict[str, Any]:
-        """With its status, as Kubernetes hands it out."""
+        """Returns the object with its status, as Kubernetes serves it."""
         status: dict[str, Any] = {"jobDeploymentStatus": self.how}
         if self.how == "Running" and self.job is not None:
-            # Both stay when the head is lost, as `test_kuberay.py` has seen of the operator.
+            # The operator keeps both after the head is lost (`test_kuberay.py`).
             status["dashboardURL"] = f"{self.job.head.address}:{_DASHBOARD_PORT}"
             status["rayClusterStatus"] = {"head": {"podName": self.head_pod}}
         metadata = {**self.body["metadata"], "uid": self.uid}
@@ -84,16 +84,16 @@ class KubernetesServer:
     """The API; a context manager.
 
     Args:
-        folder: Of this machine, for the account, the certificate and logs.
-        address: Where it listens: that of this machine in the pods' network.
-        make: Starts the pods of a RayJob.
+        folder: Folder on this machine for the account, the certificate and logs.
+        address: Address to listen on: the one of this machine in the pods' network.
+        make: Function that starts the pods of a RayJob.
 
     Attributes:
-        account: What a pod has of its service account.
-        ray_jobs: Every RayJob that was made, in order.
+        account: Folder with the files of the service account that are mounted into a pod.
+        ray_jobs: Every RayJob that was created, in order.
         refused: Requests that the role does not allow.
-        rules: What it allows: group, resource and verb.
-        nodes: The machines of the cluster, as Kubernetes' objects.
+        rules: Allowed requests: group, resource and verb.
+        nodes: The machines of the cluster, as Kubernetes objects.
     """
 
     def __init__(self, folder: Path, address: str, make: Maker) -> None:
@@ -105,7 +105,7 @@ class KubernetesServer:
         self.rules = _rules()
         self.nodes: list[dict[str, Any]] = []
         self._lock = threading.Lock()
-        # Pods end with the thread that has started them.
+        # Pods end with the thread that started them.
         self._operator = ThreadPoolExecutor(1)
         self._watching: list[Future[None]] = []
         self._ended = threading.Event()
@@ -155,10 +155,10 @@ class KubernetesServer:
     def admit(
         self, name: str, spec: Mapping[str, Any], environment: Mapping[str, str]
     ) -> dict[str, str]:
-        """Makes a plain pod known before it starts.
+        """Registers a plain pod before it starts.
 
         Returns:
-            What Kubernetes adds to its environment.
+            Variables that Kubernetes adds to its environment.
         """
         name = f"{name}-{len(self._pods)}"
         host, port = self._http.server_address[:2]
@@ -206,11 +206,11 @@ class KubernetesServer:
     def answer(
         self, method: str, address: str, body: dict[str, Any], authorization: str
     ) -> tuple[int, dict[str, Any]]:
-        """The status and the object of a request."""
+        """Returns the status and the object for a request."""
         if authorization.lower() != f"bearer {_TOKEN}":
             return 401, {"message": "Unauthorized"}
         parts = urlsplit(address)
-        if parts.path.endswith("/selfsubjectaccessreviews"):  # every account may ask for its own
+        if parts.path.endswith("/selfsubjectaccessreviews"):  # every account may query its rights
             return 201, self._review(body)
         path = parts.path.strip("/").split("/")
         group = "" if path[0] == "api" else path[1]
@@ -223,8 +223,8 @@ class KubernetesServer:
         if resource == "nodes":
             return 200, {"apiVersion": "v1", "kind": "NodeList", "items": self.nodes}
         if resource == "pods":
-            found = self._pods.get(name) or self._head(name)
-            return (200, found) if found else (404, {"message": f"no pod {name}"})
+            pod = self._pods.get(name) or self._head(name)
+            return (200, pod) if pod else (404, {"message": f"no pod {name}"})
         with self._lock:
             return self._ray_job(verb, name, body, parse_qs(parts.query))
 
@@ -235,43 +235,45 @@ class KubernetesServer:
         return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "status": running}
 
     def _review(self, body: dict[str, Any]) -> dict[str, Any]:
-        asked = body["spec"]["resourceAttributes"]
-        right = asked.get("group", ""), asked["resource"], asked["verb"]
-        allowed = asked.get("namespace") == NAMESPACE and right in self.rules
+        request = body["spec"]["resourceAttributes"]
+        right = request.get("group", ""), request["resource"], request["verb"]
+        allowed = request.get("namespace") == NAMESPACE and right in self.rules
         return {**body, "status": {"allowed": allowed}}
 
     def _ray_job(
         self, verb: str, name: str, body: dict[str, Any], query: Mapping[str, list[str]]
     ) -> tuple[int, dict[str, Any]]:
-        there = {made.name: made for made in self.ray_jobs if made.removed_at is None}
+        existing = {made.name: made for made in self.ray_jobs if made.removed_at is None}
         if verb == "list":
             label, _, value = query["labelSelector"][0].partition("=")
-            chosen = [m for m in there.values() if m.body["metadata"]["labels"].get(label) == value]
+            chosen = [
+                m for m in existing.values() if m.body["metadata"]["labels"].get(label) == value
+            ]
             return 200, {"items": [made.as_object() for made in chosen]}
         if verb == "create":
-            if body["metadata"]["name"] in there:
+            if body["metadata"]["name"] in existing:
                 return 409, {"message": "already exists"}
             made = MadeRayJob(body)
             self.ray_jobs.append(made)
             self._operator.submit(self._bring_up, made)
             return 201, made.as_object()
-        if name not in there:
+        if name not in existing:
             return 404, {"message": "not found"}
-        wanted = (body or {}).get("preconditions", {}).get("uid")
-        if verb == "delete" and wanted not in (None, there[name].uid):
+        uid = (body or {}).get("preconditions", {}).get("uid")
+        if verb == "delete" and uid not in (None, existing[name].uid):
             return 409, {"message": "the UID in the precondition is another"}
         if verb == "delete":
-            there[name].removed_at = time.monotonic()
-            self._operator.submit(self._take_down, there[name], "Deleted")
-        return 200, there[name].as_object()
+            existing[name].removed_at = time.monotonic()
+            self._operator.submit(self._take_down, existing[name], "Deleted")
+        return 200, existing[name].as_object()
 
     def _bring_up(self, made: MadeRayJob) -> None:
         folder = self._folder / f"{made.name}-{len(self.ray_jobs)}"
         folder.mkdir()
         head = made.body["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
-        given = {each["name"]: each["value"] for each in head["containers"][0]["env"]}
+        variables = {each["name"]: each["value"] for each in head["containers"][0]["env"]}
         try:
-            made.job = self._make(made.body["spec"], folder, given)
+            made.job = self._make(made.body["spec"], folder, variables)
         except TimeoutError as error:
             made.how = "Failed"
             (folder / "error").write_text(str(error))
@@ -283,8 +285,8 @@ class KubernetesServer:
         assert made.job is not None
         while made.job.poll() is None and not self._ended.is_set():
             time.sleep(0.2)
-        time.sleep(2)  # a pod's processes do not end at one moment
-        # KubeRay replaces no head, and leaves the RayJob as it is.
+        time.sleep(2)  # a pod's processes do not all end at the same time
+        # KubeRay does not replace a lost head and leaves the RayJob as it is.
         if not self._ended.is_set() and made.has_head:
             how = "Failed" if made.job.poll() else "Complete"
             self._operator.submit(self._take_down, made, how)
@@ -311,7 +313,7 @@ def _rules() -> set[tuple[str, str, str]]:
 
 
 def make_certificate(key: Path, certificate: Path, address: str) -> None:
-    """Writes a key and a certificate of its own for a server at this address."""
+    """Writes a key and a self-signed certificate for a server at this address."""
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),

@@ -1,4 +1,4 @@
-"""A bridge of this machine, and name spaces of the network that are connected to it."""
+"""A bridge on this machine and the network namespaces that are connected to it."""
 
 import itertools
 import os
@@ -14,11 +14,11 @@ _PREFIX = "nrl"
 
 @dataclass(frozen=True)
 class Port:
-    """A pod's place in the network.
+    """A pod's connection to the network.
 
     Attributes:
-        namespace: Of the network, by `ip netns`.
-        address: Of its only interface but the loopback one.
+        namespace: Name of its network namespace in `ip netns`.
+        address: Address of its only interface besides the loopback one.
     """
 
     namespace: str
@@ -29,11 +29,11 @@ class Network:
     """The bridge; a context manager.
 
     Attributes:
-        address: Of this machine in it: what listens there is all that pods reach beside each other.
+        address: Address of this machine. Pods reach only each other and servers on this address.
     """
 
     def __init__(self) -> None:
-        # Two at once on a machine keep clear of each other.
+        # Two networks on one machine must not collide.
         self._name = f"{_PREFIX}{os.getpid()}"
         self._subnet = f"10.213.{random.SystemRandom().randrange(256)}"
         self.address = f"{self._subnet}.1"
@@ -50,7 +50,7 @@ class Network:
         _ip("link", "delete", self._name)
 
     def connect(self) -> Port:
-        """A new name space, with an address that none had before."""
+        """Returns a new namespace with an address that was never used before."""
         number = next(self._numbers)
         port = Port(f"{self._name}-{number}", f"{self._subnet}.{number}")
         outside = f"{self._name}p{number}"
@@ -62,15 +62,15 @@ class Network:
         _ip(*inside, "address", "add", f"{port.address}/24", "dev", "eth0")
         _ip(*inside, "link", "set", "eth0", "up")
         _ip(*inside, "link", "set", "lo", "up")
-        # Programs learn their own address from the road to a far one; there is nobody on it.
+        # Programs learn their address from the route to a remote one, which need not be reachable.
         _ip(*inside, "route", "add", "default", "dev", "eth0")
         return port
 
     def disconnect(self, port: Port) -> None:
-        """Removes the name space and its interface.
+        """Removes the interface, then its namespace.
 
-        The interface goes first: with the name space it would go some time after its end, and a
-        later network of this process could not have its name.
+        Without the first step, the kernel would remove the interface some time after the namespace,
+        and its name would not be free for a later network of this process.
         """
         _ip("-netns", port.namespace, "link", "delete", "eth0")
         _ip("netns", "delete", port.namespace)
@@ -78,20 +78,20 @@ class Network:
 
 @cache
 def why_no_pods() -> str | None:
-    """Why name spaces cannot be made here; None where they can."""
+    """Returns why namespaces cannot be created here, or None if they can."""
     lacking = [each for each in ("ip", "unshare", "nsenter", "setpriv") if not shutil.which(each)]
     if lacking:
         return f"pods need the programs {', '.join(lacking)} (iproute2, util-linux)"
     if os.geteuid() != 0:
-        return "name spaces of network and mounts need root"
+        return "namespaces of network and mounts need root"
     probe = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork"]
     mount = "mount -t tmpfs tmpfs /mnt && ip link add probe type veth peer name other"
     tried = subprocess.run([*probe, "sh", "-c", mount], check=False, capture_output=True, text=True)
-    return f"name spaces are refused: {tried.stderr.strip()}" if tried.returncode else None
+    return f"namespaces are refused: {tried.stderr.strip()}" if tried.returncode else None
 
 
 def _remove_abandoned() -> None:
-    """Removes what processes left that were killed; their names have their numbers."""
+    """Removes namespaces and bridges of killed processes, whose ids are in the names."""
     for space in Path("/run/netns").glob(f"{_PREFIX}*-*"):
         if not _runs(space.name.removeprefix(_PREFIX).partition("-")[0]):
             _ip("netns", "delete", space.name)

@@ -1,4 +1,4 @@
-"""One pod: a process tree in name spaces of its own."""
+"""One pod: a process tree in separate namespaces."""
 
 import os
 import signal
@@ -19,27 +19,27 @@ HOME = "/home/nemo"
 
 
 class Pod:
-    """Started at once; it ends with its first process, and all others with it.
+    """A pod, started on construction. All of its processes end when its first one does.
 
-    It ends, too, when the thread does that has started it.
+    It also ends with the thread that started it.
 
     Args:
-        network: That it joins.
-        name: Its host name.
-        command: Its first process.
-        environment: All that the process finds there, but for the image's own.
-        log: File of this machine that takes the output; it is added to.
-        volume: Folder of this machine that is mounted as the shared volume; None mounts none.
-        account: Folder of this machine with the token of its service account; None has none.
-        port: Its place in the network, if somebody else has made it and takes it away; its own
-            else.
-        sees: Further folders of this machine that are in its image.
-        nameserver: Asked for names; by default nobody answers, and so at once.
+        network: Network to join.
+        name: Host name.
+        command: Command of its first process.
+        environment: Environment variables, in addition to those of the image.
+        log: File on this machine that the output is appended to.
+        volume: Folder on this machine to mount as the shared volume; None mounts none.
+        account: Folder on this machine with the token of its service account, if it has one.
+        port: Connection to the network that the caller has made and will remove; by default the
+            pod makes one.
+        sees: Additional folders of this machine that belong to its image.
+        nameserver: Address of the name server; by default lookups fail immediately.
 
     Attributes:
-        name: Its host name.
-        address: In the network.
-        pid: Of what holds the pod, as this machine counts.
+        name: Host name.
+        address: Address in the network.
+        pid: Id, on this machine, of the process that contains the pod.
     """
 
     def __init__(
@@ -79,20 +79,20 @@ class Pod:
     def run(
         self, command: Sequence[str], environment: Mapping[str, str]
     ) -> "subprocess.Popen[bytes]":
-        """Starts one more process in the pod, as its user, with the same log."""
+        """Starts another process in the pod, with the same user and log."""
         enter = ["nsenter", f"--target={self._first()}", "--mount", "--net", "--pid", "--ipc"]
         user = ["setpriv", "--reuid", "1000", "--regid", "1000", "--clear-groups"]
-        whole = [*enter, "--uts", f"--wdns={HOME}", *user, "--no-new-privs", *command]
-        return self._open(whole, self._environment | dict(environment))
+        command = [*enter, "--uts", f"--wdns={HOME}", *user, "--no-new-privs", *command]
+        return self._open(command, self._environment | dict(environment))
 
     def poll(self) -> int | None:
-        """The exit code of its first process; None while it runs."""
+        """Returns the exit code of its first process, or None while it runs."""
         return self._process.poll()
 
     def processes(self, words: str) -> list[int]:
-        """Processes in the pod whose command begins with these words, as this machine counts."""
+        """Returns this machine's ids of the pod's processes whose command begins with `words`."""
         space = Path(f"/proc/{self._first()}/ns/pid").readlink()
-        found = []
+        numbers = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 is_here = (folder / "ns/pid").readlink() == space
@@ -100,25 +100,25 @@ class Pod:
             except OSError:  # it has ended
                 continue
             if is_here and command.startswith(words):
-                found.append(int(folder.name))
-        return found
+                numbers.append(int(folder.name))
+        return numbers
 
     def kill(self) -> None:
-        """Ends all of its processes at once, as a machine that loses power."""
+        """Kills all of its processes at once, as if the machine lost power."""
         if self._process.poll() is None:
             with suppress(OSError):
                 os.kill(self._first(), signal.SIGKILL)
             self._process.wait(60)
 
     def stop(self, hook: Sequence[str], *, grace_seconds: float) -> None:
-        """Ends it as a kubelet does: its hook, a SIGTERM for its first process, then SIGKILL.
+        """Ends it as a kubelet does: its hook, SIGTERM to its first process, then SIGKILL.
 
         Args:
-            hook: The command of its `preStop`; empty for a pod without.
-            grace_seconds: For all of it.
+            hook: Command of its `preStop` hook; empty if it has none.
+            grace_seconds: Time limit for all of these together.
         """
         deadline = time.monotonic() + grace_seconds
-        # What waits for the command may end the pod meanwhile.
+        # Whoever waits for the command may end the pod meanwhile.
         with suppress(subprocess.TimeoutExpired, OSError):
             if hook:
                 self.run(hook, {}).wait(grace_seconds)
@@ -127,7 +127,7 @@ class Pod:
         self.kill()
 
     def remove(self) -> None:
-        """Ends it and takes it off the network; may be called again."""
+        """Ends it and disconnects it from the network; may be called again."""
         if not self._is_removed:
             self._is_removed = True
             self.kill()
@@ -135,7 +135,7 @@ class Pod:
                 self._network.disconnect(self._port)
 
     def _first(self) -> int:
-        """The first process within, which `unshare` has forked."""
+        """Returns the id of the first process inside, which `unshare` has forked."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         return int(children[0]) if children else self.pid
 
@@ -154,7 +154,7 @@ class Pod:
 
 
 def image_environment() -> dict[str, str]:
-    """What the Dockerfiles set, and where Python lies here."""
+    """Returns the variables that the Dockerfiles set, and the PATH of this Python."""
     return {
         "PATH": f"{_ENVIRONMENT / 'bin'}:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": HOME,
@@ -166,5 +166,4 @@ def image_environment() -> dict[str, str]:
 
 
 def _image_folders() -> list[str]:
-    """The packages and the interpreter."""
     return [str(_ENVIRONMENT), sys.base_prefix]

@@ -1,6 +1,6 @@
-# The first process of a pod, in its new name spaces:
+# The first process of a pod, in its new namespaces:
 #   pod.sh NAME ADDRESS NAMESERVER VOLUME|- ACCOUNT|- CHECKOUT IMAGE_FOLDER... -- COMMAND...
-# IMAGE_FOLDERs are what the pod sees of folders that are its own, empty ones elsewhere.
+# IMAGE_FOLDERs stay visible in the folders that are otherwise private and empty in a pod.
 set -eu
 name=$1 address=$2 nameserver=$3 volume=$4 account=$5 checkout=$6
 shift 6

@@ -1,4 +1,4 @@
-"""One stage on the bed, without the workflow around it: shipped, started and read as Flyte does."""
+"""Runs one stage on the bed as Flyte does, without the workflow around it."""
 
 import threading
 from collections import OrderedDict
@@ -33,14 +33,14 @@ from tests.workflows.flyte_backend.records import Attempt, ExecutionRecord
 
 
 class SingleStage:
-    """A stage that was registered on a bed, and its inputs, which lie in the bucket.
+    """A stage that was registered on a bed, with its inputs in the bucket.
 
     Args:
-        bed: Started.
+        bed: A started bed.
         stage: A task of this project.
-        inputs: As the stage is called with; folders of artifacts are uploaded.
-        folder: Of this machine, for the archive of the code and the logs.
-        node: Its place in the execution, of which all stages of a bed are.
+        inputs: Inputs of the stage by name; folders of artifacts are uploaded.
+        folder: Folder on this machine for the archive of the code and the logs.
+        node: Node id of the stage in the execution that all stages of a bed belong to.
 
     Attributes:
         attempts: Every start of its container so far.
@@ -63,14 +63,14 @@ class SingleStage:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """In order."""
+        """Every start of its container so far, in order."""
         return [attempt for node in self._record.nodes.values() for attempt in node.attempts]
 
     def run(self) -> Any:
-        """Runs it, with as many attempts as it may have.
+        """Runs it, with its allowed number of attempts.
 
         Returns:
-            The fields of the artifact that it made.
+            Fields of the artifact that it produced.
 
         Raises:
             NodeError: If it failed.
@@ -108,20 +108,20 @@ def _uploaded(
     context = FlyteContextManager.current_context().with_file_access(files)
     with FlyteContextManager.with_context(context) as uploading:
         types = {name: stage.python_interface.inputs[name] for name in inputs}
-        given = {name: _as_made_here(value) for name, value in inputs.items()}
-        literals = TypeEngine.dict_to_literal_map(uploading, given, types)
+        values = {name: _as_made_here(value) for name, value in inputs.items()}
+        literals = TypeEngine.dict_to_literal_map(uploading, values, types)
     return literals.to_flyte_idl()
 
 
 def _as_made_here(value: Any) -> Any:
-    """An artifact of a local stage knows its folder as a place to read; only others are sent."""
+    """Returns an artifact that refers to its folder by local path, as only such are uploaded."""
     if not isinstance(value, Artifact):
         return value
     return value.model_copy(update={"directory": FlyteDirectory(str(value.folder))})
 
 
 def _template(bed: ClusterBed, stage: Any, folder: Path) -> tasks_pb2.TaskTemplate:
-    """As it is registered with `--copy all`."""
+    """Returns the template that registration with `--copy all` creates."""
     options = FastPackageOptions([], copy_style=CopyFileDetection.ALL)
     archive = Path(fast_package(REPOSITORY, folder, options=options))
     bed.bucket.write(f"single/{archive.name}", archive.read_bytes())

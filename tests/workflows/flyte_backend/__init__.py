@@ -1,9 +1,9 @@
-"""A Flyte that fits into a test: the real protocol in front, real containers' commands behind.
+"""A Flyte backend for tests with the real protocol and the real commands of containers.
 
-flytekit's client registers and launches here as it would anywhere, over gRPC on loopback. Graphs
-are walked as Flyte walks them, and a task runs as the very command that its container would run,
-in a process with a folder, a home and an environment of its own. What is left out is Kubernetes:
-nobody schedules, and images are not pulled (`docs/clusters.md` says what that leaves untried).
+flytekit's client registers and launches here as on any cluster, over gRPC on loopback. Graphs are
+executed as Flyte does it, and each task runs the exact command of its container in a process with
+a separate folder, home and environment. Kubernetes is left out: nothing is scheduled, and images
+are not pulled (`docs/status.md` lists what that leaves untested).
 """
 
 from tests.workflows.flyte_backend.admin import Backend

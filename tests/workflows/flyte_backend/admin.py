@@ -1,4 +1,4 @@
-"""The services that flytekit's client speaks to: registration, launches, and uploads."""
+"""The services that flytekit's client calls: registration, launches and uploads."""
 
 import hashlib
 import re
@@ -43,12 +43,13 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
 
     Args:
         root: A folder for the bucket (`blobs`) and the pods' disks and logs (`pods`).
-        bucket: Where files lie between containers; by default that folder.
-        machine: What starts the containers; by default they are processes of this machine.
-        at_once: Whether nodes of a graph run side by side; see `Walk`.
+        bucket: Storage for files between containers; by default the folder `blobs`.
+        machine: Starts the containers; by default as processes of this machine.
+        at_once: Whether nodes of a graph run in parallel; see `Walk`.
 
     Attributes:
-        tasks: What was registered, by name and version; the others likewise.
+        tasks, workflows, launch_plans: Registered entities, by name and version.
+        active: Active version of each launch plan.
         executions: Every launch, by its name.
 
     Example:
@@ -104,30 +105,30 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         self._server.stop(1).wait()
         self._bucket.__exit__()
 
-    # What the graph asks for.
+    # Lookups by the graph.
 
     def task(self, name: str, version: str) -> Any:
-        """The template of a registered task."""
+        """Returns the template of a registered task."""
         return self.tasks[name, version].template
 
     def workflow(self, name: str, version: str) -> Any:
-        """The template of a registered workflow."""
+        """Returns the template of a registered workflow."""
         return self.workflows[name, version].template
 
     # Registration.
 
     def CreateTask(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """Keeps a task; one that is there already must be the same."""
+        """Registers a task; an existing one must be identical."""
         self._keep(self.tasks, request, context)
         return tasks.TaskCreateResponse()
 
     def CreateWorkflow(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """Keeps a workflow."""
+        """Registers a workflow."""
         self._keep(self.workflows, request, context)
         return workflows.WorkflowCreateResponse()
 
     def CreateLaunchPlan(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """Keeps a launch plan; as Flyte does, refuses what it could not launch."""
+        """Registers a launch plan; as Flyte does, refuses one that it could not launch."""
         workflow = self.workflows.get(_key(request.spec.workflow_id))
         interface = workflow and workflow.template.interface
         wrong = list(refusals(request, interface, projects=self._projects))
@@ -141,18 +142,18 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         if key not in kept:
             kept[key] = request.spec
         elif _meaning(kept[key]) == _meaning(request.spec):
-            context.abort(grpc.StatusCode.ALREADY_EXISTS, f"{key} is there already")
+            context.abort(grpc.StatusCode.ALREADY_EXISTS, f"{key} already exists")
         else:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{key} is there with other content")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{key} exists with other content")
 
     def GetTask(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """A task with its compiled form."""
+        """Returns a task with its compiled form."""
         spec = self._find(self.tasks, request, context)
         closure = tasks.TaskClosure(compiled_task=compiler_pb2.CompiledTask(template=spec.template))
         return tasks.Task(id=request.id, closure=closure)
 
     def GetWorkflow(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """A workflow with all that its graph reaches."""
+        """Returns a workflow with everything that its graph reaches."""
         spec = self._find(self.workflows, request, context)
         version = request.id.version
         compiled = compiler_pb2.CompiledWorkflowClosure(
@@ -170,34 +171,34 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         return workflows.Workflow(id=request.id, closure=closure)
 
     def GetLaunchPlan(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """A launch plan with its expected inputs and outputs."""
+        """Returns a launch plan with its expected inputs and outputs."""
         self._find(self.launch_plans, request, context)
         return self._launch_plan(_key(request.id))
 
     def GetActiveLaunchPlan(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """The active version of a launch plan."""
+        """Returns the active version of a launch plan."""
         name = request.id.name
         if name not in self.active:
             context.abort(grpc.StatusCode.NOT_FOUND, f"no active launch plan {name}")
         return self._launch_plan((name, self.active[name]))
 
     def ListLaunchPlans(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """The versions of a launch plan, or of all."""
-        found = [key for key in self.launch_plans if request.id.name in ("", key[0])]
-        page, token = _page(found, request, context, sorts=True)
+        """Lists the versions of one launch plan or of all."""
+        keys = [key for key in self.launch_plans if request.id.name in ("", key[0])]
+        page, token = _page(keys, request, context, sorts=True)
         return launch_plans.LaunchPlanList(
             launch_plans=[self._launch_plan(key) for key in page], token=token
         )
 
     def ListActiveLaunchPlans(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """The active version of each launch plan."""
+        """Lists the active version of each launch plan."""
         page, token = _page([*self.active.items()], request, context, sorts=True)
         return launch_plans.LaunchPlanList(
             launch_plans=[self._launch_plan(key) for key in page], token=token
         )
 
     def ListLaunchPlanIds(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """The names of launch plans, without versions."""
+        """Lists the names of launch plans, without versions."""
         names = [*dict.fromkeys(name for name, _ in self.launch_plans)]
         page, token = _page(names, request, context)
         entities = [
@@ -206,9 +207,9 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         return common.NamedEntityIdentifierList(entities=entities, token=token)
 
     def ListWorkflows(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """The versions of a workflow, or of all, without their graphs."""
-        found = [key for key in self.workflows if request.id.name in ("", key[0])]
-        page, token = _page(found, request, context, sorts=True)
+        """Lists the versions of one workflow or of all, without their graphs."""
+        keys = [key for key in self.workflows if request.id.name in ("", key[0])]
+        page, token = _page(keys, request, context, sorts=True)
         identifiers = [self.workflows[key].template.id for key in page]
         return workflows.WorkflowList(
             workflows=[workflows.Workflow(id=each) for each in identifiers], token=token
@@ -233,7 +234,7 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         return launch_plans.LaunchPlan(id=identifier, spec=spec, closure=closure)
 
     def UpdateLaunchPlan(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """Activates a launch plan, or ends that."""
+        """Activates or deactivates a launch plan."""
         self._find(self.launch_plans, request, context)
         name, version = _key(request.id)
         if request.state == launch_plans.ACTIVE:
@@ -251,7 +252,7 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
     # Launches.
 
     def CreateExecution(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """Begins to walk the launch plan's workflow."""
+        """Starts to execute the launch plan's workflow."""
         spec = self._find_plan(request, context)
         name = request.name or f"f{uuid.uuid4().hex[:12]}"
         self._refuse_start(name, request.spec.launch_plan.name, spec, context)
@@ -278,18 +279,20 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         return executions.ExecutionCreateResponse(id=_execution_id(name))
 
     def _refuse_start(self, name: str, plan: str, spec: Any, context: grpc.ServicerContext) -> None:
-        """As flyteadmin 1.16 does (execution_manager.go, execution_validator.go)."""
+        """Aborts as flyteadmin 1.16 does (execution_manager.go, execution_validator.go)."""
         if len(name) > 63 or not re.fullmatch(r"[a-z][a-z\-0-9]*", name):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"invalid name format: {name}")
         most = spec.concurrency_policy.max
-        going = [
+        running = [
             each
             for each in self.executions.values()
             if each.launch_plan == plan and each.phase == "RUNNING"
         ]
-        if most and len(going) >= most:
-            said = f"concurrency limit ({most}) reached for launch plan {plan}; skipping execution"
-            context.abort(grpc.StatusCode.ALREADY_EXISTS, said)
+        if most and len(running) >= most:
+            message = (
+                f"concurrency limit ({most}) reached for launch plan {plan}; skipping execution"
+            )
+            context.abort(grpc.StatusCode.ALREADY_EXISTS, message)
         if name in self.executions:
             context.abort(grpc.StatusCode.ALREADY_EXISTS, f"execution {name} already exists")
 
@@ -303,7 +306,7 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
 
     def _walk(self, record: ExecutionRecord, plan: Any) -> None:
         spec = self.workflows[_key(plan.workflow_id)]
-        own = {(each.id.name, each.id.version): each for each in spec.sub_workflows}
+        sub_workflows = {(each.id.name, each.id.version): each for each in spec.sub_workflows}
         environment = {
             "FLYTE_INTERNAL_EXECUTION_ID": record.name,
             "FLYTE_INTERNAL_EXECUTION_PROJECT": PROJECT,
@@ -322,14 +325,15 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
             at_once=self._at_once,
         )
         try:
-            record.outputs = walk.workflow(spec.template, record.inputs, Scope(self, {}, own))
+            scope = Scope(self, {}, sub_workflows)
+            record.outputs = walk.workflow(spec.template, record.inputs, scope)
             record.phase = "SUCCEEDED"
-        except Exception as error:  # noqa: BLE001  (whatever a graph can do wrong ends it)
+        except Exception as error:  # noqa: BLE001  (any error in a graph ends it)
             record.error = f"{error}"
             record.phase = "ABORTED" if self._aborted[record.name].is_set() else "FAILED"
 
     def GetExecution(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """The state of a launch."""
+        """Returns the state of a launch."""
         record = self._record(request.id.name, context)
         phase = execution_pb2.WorkflowExecution.Phase.Value(record.phase)
         closure = executions.ExecutionClosure(phase=phase)
@@ -339,46 +343,46 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         return executions.Execution(id=_execution_id(record.name), spec=spec, closure=closure)
 
     def GetExecutionData(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """Inputs and outputs of a launch."""
+        """Returns the inputs and outputs of a launch."""
         record = self._record(request.id.name, context)
         return executions.WorkflowExecutionGetDataResponse(
             full_inputs=record.inputs, full_outputs=record.outputs
         )
 
     def TerminateExecution(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """Ends a launch, and the container that it is in."""
+        """Ends a launch and its running container."""
         record = self._record(request.id.name, context)
         self._aborted[record.name].set()
         return executions.ExecutionTerminateResponse()
 
     def ListNodeExecutions(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """Those of the workflow itself, without those that a dynamic task or a workflow has."""
+        """Lists the nodes of the workflow, without those inside a dynamic task or sub-workflow."""
         record = self._record(request.workflow_execution_id.name, context)
-        found = [node for path, node in [*record.nodes.items()] if "/" not in path]
-        page, token = _page(found, request, context, sorts=True)
+        nodes = [node for path, node in [*record.nodes.items()] if "/" not in path]
+        page, token = _page(nodes, request, context, sorts=True)
         listed = [self._node_execution(record, node) for node in page]
         return node_executions.NodeExecutionList(node_executions=listed, token=token)
 
     def GetNodeExecutionData(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """Outputs of a node."""
+        """Returns the outputs of a node."""
         record = self._record(request.id.execution_id.name, context)
         node = record.nodes[request.id.node_id]
         return node_executions.NodeExecutionGetDataResponse(full_outputs=node.outputs)
 
     def ListTaskExecutions(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """The attempts of a node's task; none where it was cached or is no task."""
+        """Lists the attempts of a node's task; none if it was cached or is not a task."""
         identifier = request.node_execution_id
         node = self._record(identifier.execution_id.name, context).nodes[identifier.node_id]
-        found, token = _page(node.attempts, request, context, sorts=True)
-        listed = [_task_execution(identifier, node, each) for each in found]
+        page, token = _page(node.attempts, request, context, sorts=True)
+        listed = [_task_execution(identifier, node, each) for each in page]
         return task_executions.TaskExecutionList(task_executions=listed, token=token)
 
     def GetTaskExecution(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """An attempt."""
+        """Returns an attempt."""
         return _task_execution(request.id.node_execution_id, *self._attempt(request.id, context))
 
     def GetTaskExecutionData(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """Outputs of an attempt that has ended well."""
+        """Returns the outputs of an attempt that succeeded."""
         node, attempt = self._attempt(request.id, context)
         outputs = node.outputs if attempt is node.attempts[-1] else None
         return task_executions.TaskExecutionGetDataResponse(full_outputs=outputs)
@@ -405,18 +409,18 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
             context.abort(grpc.StatusCode.NOT_FOUND, f"there is no execution {name}")
         return self.executions[name]
 
-    # What else the client asks.
+    # Other calls of the client.
 
     def GetVersion(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """The version of no control plane that there is."""
+        """Returns a made-up version of the control plane."""
         return versions.GetVersionResponse(control_plane_version=versions.Version(Version="v1.16"))
 
     def GetDomains(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """The one domain."""
+        """Returns the only domain."""
         return projects.GetDomainsResponse(domains=[projects.Domain(id=DOMAIN, name=DOMAIN)])
 
     def CreateUploadLocation(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """A place in the bucket, and an address that takes the bytes for it."""
+        """Returns a path in the bucket and a URL that accepts the bytes for it."""
         digest = request.filename_root or hashlib.sha256(request.content_md5).hexdigest()[:24]
         path = f"uploads/{digest}/{request.filename}"
         return dataproxy_pb2.CreateUploadLocationResponse(
@@ -428,7 +432,7 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
 def _task_execution(
     parent: identifier_pb2.NodeExecutionIdentifier, node: NodeRecord, attempt: Attempt
 ) -> task_executions.TaskExecution:
-    """Its own phase is the node's where it is the last one; those before it have failed."""
+    """Describes an attempt: the last one has the node's phase, and all before it have failed."""
     phase = node.phase if attempt is node.attempts[-1] else "FAILED"
     task = identifier_pb2.Identifier(resource_type=identifier_pb2.TASK, name=node.entity)
     return task_executions.TaskExecution(
@@ -444,27 +448,27 @@ def _task_execution(
 
 
 def _page(
-    found: list[Any], request: Any, context: grpc.ServicerContext, *, sorts: bool = False
+    entries: list[Any], request: Any, context: grpc.ServicerContext, *, sorts: bool = False
 ) -> tuple[list[Any], str]:
-    """A page of what was registered in this order, and the token of the next."""
+    """Returns the requested page of the entries and the token of the next page."""
     if request.limit <= 0:
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, "invalid value for limit")
     if request.sort_by.key:
         if request.sort_by.key not in ("created_at", "name", "version") or not sorts:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "invalid sort_key")
         if request.sort_by.direction == common.Sort.DESCENDING:
-            found = found[::-1]
+            entries = entries[::-1]
     begin = int(request.token or 0)
     end = begin + request.limit
-    return found[begin:end], str(end) if end < len(found) else ""
+    return entries[begin:end], str(end) if end < len(entries) else ""
 
 
 def _meaning(spec: Any) -> bytes:
-    """What two registrations of the same thing have in common, to the byte."""
+    """Returns bytes that are equal for two registrations of the same entity."""
     same = type(spec).FromString(spec.SerializeToString())
     for template in [same.template, *same.sub_workflows] if hasattr(same, "sub_workflows") else []:
         for node in template.nodes:
-            # flytekit writes them in the order of a set, which every process has anew.
+            # flytekit writes them in the order of a set, which differs between processes.
             node.upstream_node_ids.sort()
     return same.SerializeToString(deterministic=True)
 

@@ -1,4 +1,4 @@
-"""Inputs of a node out of the outputs of others."""
+"""Resolves the inputs of a node from the outputs of others."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,17 +7,17 @@ import msgpack
 from flyteidl.core import literals_pb2, types_pb2
 
 Outputs = Mapping[str, literals_pb2.LiteralMap]
-"""By the node's id; the graph's own inputs are those of the start node, whose id is empty."""
+"""Outputs by node id. The graph's inputs are stored for the start node, under an empty id."""
 
 START = "start-node"
 
 
 def resolve(bindings: Iterable[literals_pb2.Binding], outputs: Outputs) -> literals_pb2.LiteralMap:
-    """The literals that a node is called with."""
-    found = literals_pb2.LiteralMap()
+    """Returns the literals that a node is called with."""
+    inputs = literals_pb2.LiteralMap()
     for binding in bindings:
-        found.literals[binding.var].CopyFrom(_literal(binding.binding, outputs))
-    return found
+        inputs.literals[binding.var].CopyFrom(_literal(binding.binding, outputs))
+    return inputs
 
 
 def _literal(binding: literals_pb2.BindingData, outputs: Outputs) -> literals_pb2.Literal:
@@ -32,7 +32,7 @@ def _literal(binding: literals_pb2.BindingData, outputs: Outputs) -> literals_pb
         return literals_pb2.Literal(map=literals_pb2.LiteralMap(literals=named))
     if kind == "scalar":
         return literals_pb2.Literal(scalar=binding.scalar)
-    raise ValueError(f"a binding of kind {kind!r} was not expected")
+    raise ValueError(f"a binding of kind {kind!r} is not supported")
 
 
 def _promised(promise: types_pb2.OutputReference, outputs: Outputs) -> literals_pb2.Literal:

@@ -1,4 +1,4 @@
-"""Where files lie between containers: a folder of this machine, or a server that speaks S3."""
+"""Storage for files between containers: a folder on this machine or an S3 server."""
 
 import base64
 import hashlib
@@ -14,35 +14,35 @@ _DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Er
 
 
 class Bucket(Protocol):
-    """Objects by their path; a context manager while its server runs."""
+    """Objects by path; a context manager that runs the server."""
 
     def __enter__(self) -> "Bucket": ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def url(self, path: str) -> str:
-        """What containers know an object by."""
+        """Returns the URL of an object for containers."""
         ...
 
     def folder(self, path: str) -> str:
-        """What containers know a folder by, which is there from now on where there are such."""
+        """Returns the URL of a folder for containers, and creates it if the storage has folders."""
         ...
 
     def write(self, path: str, content: bytes) -> None:
-        """Puts an object."""
+        """Writes an object."""
         ...
 
     def read(self, path: str) -> bytes | None:
-        """An object's bytes; None where there is none."""
+        """Returns an object's bytes, or None if it does not exist."""
         ...
 
     def upload_url(self, path: str, content_md5: bytes) -> str:
-        """An address that takes the bytes by PUT, with their MD5 in the header."""
+        """Returns a URL that accepts the bytes by PUT, with their MD5 in the header."""
         ...
 
 
 class FolderBucket:
-    """A folder, which all containers see.
+    """A folder that all containers can access.
 
     Attributes:
         root: The folder.
@@ -74,8 +74,8 @@ class FolderBucket:
         target.write_bytes(content)
 
     def read(self, path: str) -> bytes | None:
-        found = self.root / path
-        return found.read_bytes() if found.is_file() else None
+        file = self.root / path
+        return file.read_bytes() if file.is_file() else None
 
     def upload_url(self, path: str, content_md5: bytes) -> str:
         return f"http://{_HOST}:{self._uploads.server_port}/{path}"
@@ -85,20 +85,20 @@ class S3Bucket:
     """A bucket of moto's S3 server.
 
     Args:
-        address: Of this machine, that containers reach it at.
+        address: Address of this machine at which containers reach the server.
 
     Attributes:
-        environment: What Flyte's propeller gives every container for it.
-        sent: Bytes that the server has sent of each object, by path, over all requests.
-        clients: Addresses of the machines that have sent or asked for each object's content, by
+        environment: Variables for access that Flyte's propeller gives every container.
+        sent: Bytes that the server has sent, by path, summed over all requests.
+        clients: Addresses of the machines that have sent or requested each object's content, by
             method and path.
-        received: Bytes that each machine has sent of each object, by its address and the path.
-        copied: Paths of objects that the server has copied, or parts of them, in their order.
+        received: Bytes that the server has received, by address of the machine and path.
+        copied: Paths of the objects that the server has copied, fully or in parts, in order.
     """
 
     _NAME = "flyte-data"
     key_without_rights = "another-key"
-    """Of an account that the bucket refuses."""
+    """Key of an account that the bucket refuses."""
 
     def __init__(self, address: str) -> None:
         from moto.server import ThreadedMotoServer
@@ -121,7 +121,7 @@ class S3Bucket:
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         for account in s3_backends.values():
-            account.reset()  # objects are the process's: those of the server before this one
+            account.reset()  # objects are kept per process: remove those of an earlier server
         self._server.start()
         wsgi: Any = self._server._server
         wsgi.app = self._counted(wsgi.app)
@@ -160,12 +160,12 @@ class S3Bucket:
         from botocore.exceptions import ClientError
 
         try:
-            found: bytes = self._client.get_object(Bucket=self._NAME, Key=path)["Body"].read()
+            content: bytes = self._client.get_object(Bucket=self._NAME, Key=path)["Body"].read()
         except ClientError as error:
             if error.response["Error"]["Code"] == "NoSuchKey":
                 return None
             raise
-        return found
+        return content
 
     def upload_url(self, path: str, content_md5: bytes) -> str:
         signed: str = self._client.generate_presigned_url(
@@ -183,36 +183,36 @@ class S3Bucket:
         self._client.delete_object(Bucket=self._NAME, Key=path)
 
     def list(self, prefix: str) -> list[str]:
-        """Paths of the objects that begin so."""
+        """Lists the paths of the objects with this prefix."""
         pages = self._client.get_paginator("list_objects_v2")
-        found = pages.paginate(Bucket=self._NAME, Prefix=prefix)
-        return [each["Key"] for page in found for each in page.get("Contents", [])]
+        listed = pages.paginate(Bucket=self._NAME, Prefix=prefix)
+        return [each["Key"] for page in listed for each in page.get("Contents", [])]
 
     def path(self, url: str) -> str:
-        """The path of an address that `url` gave."""
+        """Returns the path for a URL that `url` returned."""
         return url.removeprefix(self.url(""))
 
     def _counted(self, app: Any) -> Any:
-        """The server's application, with a count of what it gets, sends and copies."""
+        """Wraps the server's application to count what it receives, sends and copies."""
         root = f"/{self._NAME}/"
 
         def answer(environ: dict[str, Any], start_response: Any) -> Any:
             if self.key_without_rights in environ.get("HTTP_AUTHORIZATION", ""):
                 start_response("403 Forbidden", [("Content-Type", "application/xml")])
                 return [_DENIED]
-            found: Any = app(environ, start_response)
-            asked, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
-            place = (method, asked.removeprefix(root))
-            self.clients.setdefault(place, set()).add(environ["REMOTE_ADDR"])
+            response: Any = app(environ, start_response)
+            path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
+            key = path.removeprefix(root)
+            self.clients.setdefault((method, key), set()).add(environ["REMOTE_ADDR"])
             if method == "PUT" and "HTTP_X_AMZ_COPY_SOURCE" in environ:
-                self.copied.append(place[1])
+                self.copied.append(key)
             elif method == "PUT":
                 sent = int(environ.get("CONTENT_LENGTH") or 0)
-                self.received[environ["REMOTE_ADDR"], place[1]] += sent
-            if method != "GET" or not asked.startswith(root):
-                return found
-            content = b"".join(found)
-            self.sent[asked.removeprefix(root)] += len(content)
+                self.received[environ["REMOTE_ADDR"], key] += sent
+            if method != "GET" or not path.startswith(root):
+                return response
+            content = b"".join(response)
+            self.sent[key] += len(content)
             return [content]
 
         return answer
@@ -233,6 +233,6 @@ def _upload_handler(blobs: Path) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Says nothing."""
+            """Logs nothing."""
 
     return Upload

@@ -7,20 +7,20 @@ from flyteidl.core import literals_pb2, tasks_pb2
 
 
 class Catalog:
-    """Outputs by task, version and inputs; a literal with a hash counts by that alone."""
+    """Outputs by task, version and inputs; a literal with a hash is identified by its hash."""
 
     def __init__(self) -> None:
-        self._found: dict[str, literals_pb2.LiteralMap] = {}
+        self._outputs: dict[str, literals_pb2.LiteralMap] = {}
         self._lock = threading.Lock()
 
     def get(
         self, task: tasks_pb2.TaskTemplate, inputs: literals_pb2.LiteralMap
     ) -> literals_pb2.LiteralMap | None:
-        """What the task returned for such inputs; None where it is not cached."""
+        """Returns the cached outputs of a task for these inputs, or None."""
         if not task.metadata.discoverable:
             return None
         with self._lock:
-            return self._found.get(_key(task, inputs))
+            return self._outputs.get(_key(task, inputs))
 
     def put(
         self,
@@ -28,10 +28,10 @@ class Catalog:
         inputs: literals_pb2.LiteralMap,
         outputs: literals_pb2.LiteralMap,
     ) -> None:
-        """Keeps the outputs of a task that may be cached."""
+        """Stores the outputs of a cacheable task."""
         if task.metadata.discoverable:
             with self._lock:
-                self._found[_key(task, inputs)] = outputs
+                self._outputs[_key(task, inputs)] = outputs
 
 
 def _key(task: tasks_pb2.TaskTemplate, inputs: literals_pb2.LiteralMap) -> str:

@@ -1,4 +1,4 @@
-"""A task's container: its real command, on what starts it, and what it leaves in the bucket."""
+"""Runs a task's container with its real command and reads its results from the bucket."""
 
 import os
 import shutil
@@ -23,16 +23,16 @@ _KEPT = ("LANG", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where an attempt reads and writes; paths in the bucket, but for the pod.
+class Locations:
+    """Locations that an attempt reads and writes: paths in the bucket, except for `pod`.
 
     Attributes:
-        pod: A folder of this machine for the container's log, and for its disk where it has no
-            other.
-        outputs: Metadata of the node: `outputs.pb`, `futures.pb` or `error.pb`, and the deck.
-        raw: Files and folders that it hands on.
-        checkpoint: Where this attempt may leave what the next one goes on from.
-        previous_checkpoint: What the attempt before left; None for the first.
+        pod: Folder on this machine for the container's log, and for its disk if it has no other.
+        inputs: File with the inputs of the node.
+        outputs: Folder for `outputs.pb`, `futures.pb` or `error.pb`, and the deck.
+        raw: Folder for files and folders among the outputs.
+        checkpoint: Folder for state that the next attempt can resume from.
+        previous_checkpoint: `checkpoint` of the previous attempt; None for the first.
     """
 
     pod: Path
@@ -44,25 +44,25 @@ class Place:
 
 
 class Container(Protocol):
-    """A started one.
+    """A started container.
 
     Attributes:
-        pid: Of its first process, as this machine counts.
+        pid: Id of its first process on this machine.
     """
 
     pid: int
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Returns its exit code, or None while it runs."""
         ...
 
     def remove(self) -> None:
-        """Ends it, if it still runs, and what it had on its disk; the log stays."""
+        """Ends it if it still runs, and removes its disk; the log stays."""
         ...
 
 
 class Machine(Protocol):
-    """What starts containers."""
+    """Starts containers."""
 
     def start(
         self,
@@ -71,7 +71,7 @@ class Machine(Protocol):
         pod: Path,
         environment: dict[str, str],
     ) -> Container:
-        """Starts one, with its output in `pod / "log"`."""
+        """Starts a container that writes its output to `pod / "log"`."""
         ...
 
 
@@ -79,7 +79,7 @@ class ContainerError(Exception):
     """A task that ended without outputs.
 
     Attributes:
-        may_retry: False where the task itself said that another attempt is of no use.
+        may_retry: False if the task reported that another attempt would fail too.
     """
 
     def __init__(self, message: str, *, may_retry: bool) -> None:
@@ -89,7 +89,7 @@ class ContainerError(Exception):
 
 def run_container(
     task: tasks_pb2.TaskTemplate,
-    place: Place,
+    locations: Locations,
     number: int,
     *,
     bucket: Bucket,
@@ -101,57 +101,57 @@ def run_container(
     """Runs one attempt to its end.
 
     Args:
-        started: Told of the attempt as soon as it has a process.
-        aborted: Ends it, when set.
+        started: Called with the attempt as soon as it has a process.
+        aborted: Event that ends the attempt.
 
     Returns:
-        The file that holds its result, `outputs.pb` or `futures.pb`, and the bytes in it.
+        Name of the file with its result, `outputs.pb` or `futures.pb`, and its content.
 
     Raises:
         ContainerError: If there is no result.
     """
-    args, own = _container_of(task)
-    command = _command(args, place, bucket)
-    own |= {
+    args, variables = _container_of(task)
+    command = _command(args, locations, bucket)
+    variables |= {
         "FLYTE_INTERNAL_TASK_PROJECT": task.id.project,
         "FLYTE_INTERNAL_TASK_DOMAIN": task.id.domain,
         "FLYTE_INTERNAL_TASK_NAME": task.id.name,
         "FLYTE_INTERNAL_TASK_VERSION": task.id.version,
     }
-    container = machine.start(task, command, place.pod, own | environment)
+    container = machine.start(task, command, locations.pod, variables | environment)
     try:
         attempt = Attempt(
-            number, command, place.pod, bucket.folder(place.checkpoint), container.pid
+            number, command, locations.pod, bucket.folder(locations.checkpoint), container.pid
         )
         started(attempt)
         attempt.exit_code = _wait(container, aborted, task.metadata.timeout.seconds or None)
     finally:
         container.remove()
     for name in ("outputs.pb", "futures.pb"):
-        content = bucket.read(f"{place.outputs}/{name}")
+        content = bucket.read(f"{locations.outputs}/{name}")
         if attempt.exit_code == 0 and content is not None:
             return name, content
-    attempt.error, attempt.may_retry = _error(bucket.read(f"{place.outputs}/error.pb"), attempt)
+    attempt.error, attempt.may_retry = _error(bucket.read(f"{locations.outputs}/error.pb"), attempt)
     raise ContainerError(attempt.error, may_retry=attempt.may_retry is not False)
 
 
 def read_outputs(content: bytes) -> literals_pb2.LiteralMap:
-    """The literals of an `outputs.pb`."""
+    """Parses the content of an `outputs.pb`."""
     return literals_pb2.LiteralMap.FromString(content)
 
 
 def pod_spec_of(task: tasks_pb2.TaskTemplate) -> dict[str, Any]:
-    """The pod that a task asks for; empty where it has just a container."""
-    spec: dict[str, Any] = _whole_numbers(json_format.MessageToDict(task.k8s_pod.pod_spec))
+    """Returns the pod spec of a task; empty if it only has a container."""
+    spec: dict[str, Any] = _integers(json_format.MessageToDict(task.k8s_pod.pod_spec))
     return spec
 
 
-def _whole_numbers(value: Any) -> Any:
-    """A struct has no other numbers than floating-point ones, and a pod no such."""
+def _integers(value: Any) -> Any:
+    """Converts floats to integers: a struct stores all numbers as floats, and a pod has none."""
     if isinstance(value, dict):
-        return {key: _whole_numbers(each) for key, each in value.items()}
+        return {key: _integers(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_whole_numbers(each) for each in value]
+        return [_integers(each) for each in value]
     return int(value) if isinstance(value, float) else value
 
 
@@ -163,16 +163,16 @@ def _container_of(task: tasks_pb2.TaskTemplate) -> tuple[list[str], dict[str, st
     return main["args"], {each["name"]: each["value"] for each in main["env"] if "value" in each}
 
 
-def _command(args: list[str], place: Place, bucket: Bucket) -> list[str]:
-    previous = place.previous_checkpoint
-    meant = {
-        "{{.input}}": bucket.url(place.inputs),
-        "{{.outputPrefix}}": bucket.folder(place.outputs),
-        "{{.rawOutputDataPrefix}}": bucket.folder(place.raw),
-        "{{.checkpointOutputPrefix}}": bucket.folder(place.checkpoint),
+def _command(args: list[str], locations: Locations, bucket: Bucket) -> list[str]:
+    previous = locations.previous_checkpoint
+    values = {
+        "{{.input}}": bucket.url(locations.inputs),
+        "{{.outputPrefix}}": bucket.folder(locations.outputs),
+        "{{.rawOutputDataPrefix}}": bucket.folder(locations.raw),
+        "{{.checkpointOutputPrefix}}": bucket.folder(locations.checkpoint),
         "{{.prevCheckpointPrefix}}": bucket.folder(previous) if previous else '""',
     }
-    return [meant.get(argument, argument) for argument in args]
+    return [values.get(argument, argument) for argument in args]
 
 
 class Processes:
@@ -185,13 +185,13 @@ class Processes:
         pod: Path,
         environment: dict[str, str],
     ) -> "ProcessContainer":
-        own = {key: value for key, value in os.environ.items() if key in _KEPT}
-        own |= {
-            # An image has flytekit's programs on its path; here they lie beside this very Python.
+        variables = {key: value for key, value in os.environ.items() if key in _KEPT}
+        variables |= {
+            # Images have flytekit's programs on their path; here they are next to this Python.
             "PATH": f"{_BIN}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(pod / "home"),
             "NEMO_RL_HOME": str(pod / "store"),
-            # The code is what the distribution unpacks into the working directory, nothing else.
+            # The only code is what the distribution unpacks into the working directory.
             "PYTHONPATH": str(pod / "code"),
             **environment,
         }
@@ -199,16 +199,21 @@ class Processes:
             (pod / folder).mkdir(exist_ok=True)
         with (pod / "log").open("wb") as log:
             process = subprocess.Popen(
-                command, cwd=pod / "code", env=own, stdout=log, stderr=log, start_new_session=True
+                command,
+                cwd=pod / "code",
+                env=variables,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         return ProcessContainer(process, pod)
 
 
 class ProcessContainer:
-    """A process group, and the folder that is its disk.
+    """A process group and the folder that serves as its disk.
 
     Attributes:
-        pid: Of the group.
+        pid: Id of the group.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", pod: Path) -> None:
@@ -221,7 +226,7 @@ class ProcessContainer:
         if self._process.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
-        # A pod's disk goes with the pod: what the next stage needs has gone to the bucket.
+        # A pod's disk is removed with the pod; the next stage reads only from the bucket.
         for entry in self._pod.iterdir():
             if entry.name != "log":
                 shutil.rmtree(entry, ignore_errors=True)

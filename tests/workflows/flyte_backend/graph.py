@@ -1,4 +1,4 @@
-"""A graph, walked as Flyte walks it: a node whose inputs are there runs, and so on."""
+"""Executes a graph as Flyte does: a node runs as soon as its inputs exist."""
 
 import threading
 from collections.abc import Mapping
@@ -14,60 +14,62 @@ from tests.workflows.flyte_backend.buckets import Bucket
 from tests.workflows.flyte_backend.catalog import Catalog
 from tests.workflows.flyte_backend.containers import (
     ContainerError,
+    Locations,
     Machine,
-    Place,
     read_outputs,
     run_container,
 )
 from tests.workflows.flyte_backend.records import ExecutionRecord, NodeRecord
 
 START, END = "start-node", "end-node"
-_GOES_ON = workflow_pb2.WorkflowMetadata.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE
+_CONTINUE = workflow_pb2.WorkflowMetadata.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE
 
 
 class Registry(Protocol):
-    """Where the graph finds what its nodes refer to."""
+    """Lookup of the tasks and workflows that the nodes of a graph refer to."""
 
     def task(self, name: str, version: str) -> tasks_pb2.TaskTemplate:
-        """A registered task."""
+        """Returns a registered task."""
         ...
 
     def workflow(self, name: str, version: str) -> workflow_pb2.WorkflowTemplate:
-        """A registered workflow."""
+        """Returns a registered workflow."""
         ...
 
 
 class NodeError(Exception):
-    """A node that ended without outputs, and with it the graph."""
+    """A node, and therefore its graph, ended without outputs."""
 
 
 @dataclass
 class Scope:
-    """The tasks and workflows that a graph's nodes may name: its own, then the registered ones."""
+    """Tasks and workflows that a graph's nodes may name: the graph's, then the registered ones."""
 
     registry: Registry
     tasks: Mapping[tuple[str, str], tasks_pb2.TaskTemplate]
     workflows: Mapping[tuple[str, str], workflow_pb2.WorkflowTemplate]
 
     def task(self, name: str, version: str) -> tasks_pb2.TaskTemplate:
-        """By its identifier."""
+        """Looks it up by name and version."""
         return self.tasks.get((name, version)) or self.registry.task(name, version)
 
     def workflow(self, name: str, version: str) -> workflow_pb2.WorkflowTemplate:
-        """By its identifier."""
+        """Looks it up by name and version."""
         return self.workflows.get((name, version)) or self.registry.workflow(name, version)
 
 
 class Walk:
-    """One execution on its way through its graphs.
+    """One execution of a workflow and its graphs.
 
     Args:
-        bucket: Where files lie between containers.
-        machine: What starts the containers.
-        pods: Where a folder is made for every container.
-        environment: What Flyte tells every container of the execution.
-        at_once: Whether nodes whose inputs are there run side by side, as on Flyte; else this
-            machine runs one after the other.
+        record: Record of the execution, which is updated.
+        catalog: Cache of task outputs.
+        bucket: Storage for files between containers.
+        machine: Starts the containers.
+        pods: Parent of a folder for each execution, with one folder per container.
+        environment: Variables that Flyte gives every container of the execution.
+        aborted: Event that ends the execution.
+        at_once: Whether nodes whose inputs exist run in parallel, as on Flyte, or one by one.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class Walk:
         scope: Scope,
         path: str = "n0",
     ) -> literals_pb2.LiteralMap:
-        """Runs one task, as a node of a graph, with as many attempts as it may have."""
+        """Runs one task as a node of a graph, with its allowed number of attempts."""
         return self._task(task, inputs, scope, path)
 
     def workflow(
@@ -106,13 +108,13 @@ class Walk:
     ) -> literals_pb2.LiteralMap:
         """Runs a workflow's nodes, and its failure node when one of them fails."""
         try:
-            goes_on = template.metadata.on_failure == _GOES_ON
-            return self._graph(template, inputs, scope, path, goes_on=goes_on)
+            continues = template.metadata.on_failure == _CONTINUE
+            return self._graph(template, inputs, scope, path, continues=continues)
         except NodeError:
             if template.HasField("failure_node"):
                 node = template.failure_node
-                known = resolve([b for b in node.inputs if b.var in inputs.literals], {"": inputs})
-                self._run(node, known, scope, f"{path}{node.id}")
+                bindings = [each for each in node.inputs if each.var in inputs.literals]
+                self._run(node, resolve(bindings, {"": inputs}), scope, f"{path}{node.id}")
             raise
 
     def _graph(
@@ -122,7 +124,7 @@ class Walk:
         scope: Scope,
         path: str,
         *,
-        goes_on: bool = False,
+        continues: bool = False,
     ) -> literals_pb2.LiteralMap:
         outputs = {"": inputs, START: inputs}
         waiting = [node for node in graph.nodes if node.id not in (START, END)]
@@ -131,11 +133,11 @@ class Walk:
         with ThreadPoolExecutor(max(len(waiting), 1)) as pool:
             while waiting or running:
                 ready = [n for n in waiting if all(id_ in outputs for id_ in n.upstream_node_ids)]
-                if errors and not goes_on:
+                if errors and not continues:
                     ready = []
                 for node in ready if self._at_once else ready[: not running]:
-                    given = resolve(node.inputs, outputs)
-                    future = pool.submit(self._run, node, given, scope, f"{path}{node.id}")
+                    resolved = resolve(node.inputs, outputs)
+                    future = pool.submit(self._run, node, resolved, scope, f"{path}{node.id}")
                     running[future] = node.id
                     waiting.remove(node)
                 if not running:
@@ -150,7 +152,7 @@ class Walk:
             raise errors[0]
         if waiting:
             stuck = ", ".join(node.id for node in waiting)
-            raise NodeError(f"no node can run of {stuck}: their inputs come from nowhere")
+            raise NodeError(f"none of {stuck} can run: no node produces their inputs")
         return resolve(graph.outputs, outputs)
 
     def _run(
@@ -174,7 +176,7 @@ class Walk:
             )
         if kind == "array_node":
             return self._array(node.array_node, inputs, scope, path)
-        raise NodeError(f"{path}: a node of kind {kind!r} was not expected")
+        raise NodeError(f"{path}: a node of kind {kind!r} is not supported")
 
     def _array(
         self,
@@ -187,16 +189,16 @@ class Walk:
         task = scope.task(reference.name, reference.version)
         mapped = [name for name in inputs.literals if name not in array.bound_inputs]
         size = max(len(inputs.literals[name].collection.literals) for name in mapped)
-        found = []
-        for place in range(size):
+        outputs = []
+        for index in range(size):
             single = literals_pb2.LiteralMap()
             for name, literal in inputs.literals.items():
-                one = literal.collection.literals[place] if name in mapped else literal
+                one = literal.collection.literals[index] if name in mapped else literal
                 single.literals[name].CopyFrom(one)
-            found.append(self._task(task, single, scope, f"{path}/{place}", mapped=inputs))
+            outputs.append(self._task(task, single, scope, f"{path}/{index}", mapped=inputs))
         gathered = literals_pb2.LiteralMap()
-        for name in found[0].literals:
-            many = [each.literals[name] for each in found]
+        for name in outputs[0].literals:
+            many = [each.literals[name] for each in outputs]
             gathered.literals[name].collection.literals.extend(many)
         return gathered
 
@@ -210,10 +212,10 @@ class Walk:
         mapped: literals_pb2.LiteralMap | None = None,
     ) -> literals_pb2.LiteralMap:
         def run(record: NodeRecord) -> literals_pb2.LiteralMap:
-            known = self._catalog.get(task, inputs)
-            if known is not None and not self._record.overwrites_cache:
+            cached = self._catalog.get(task, inputs)
+            if cached is not None and not self._record.overwrites_cache:
                 record.cached = True
-                return known
+                return cached
             name, content = self._attempts(task, inputs, record, mapped)
             if name == "futures.pb":
                 outputs = self._dynamic(content, inputs, scope, f"{path}/")
@@ -238,7 +240,7 @@ class Walk:
     def _dynamic(
         self, content: bytes, inputs: literals_pb2.LiteralMap, outer: Scope, path: str
     ) -> literals_pb2.LiteralMap:
-        """The graph that a dynamic task has made of its inputs."""
+        """Executes the graph that a dynamic task has produced."""
         spec = dynamic_job_pb2.DynamicJobSpec.FromString(content)
         tasks = {(task.id.name, task.id.version): task for task in spec.tasks}
         workflows = {(w.id.name, w.id.version): w for w in spec.subworkflows}
@@ -254,7 +256,7 @@ class Walk:
     ) -> tuple[str, bytes]:
         allowed = 1 + task.metadata.retries.retries
         for number in range(allowed):
-            place = self._place(record.path, number, inputs if mapped is None else mapped)
+            locations = self._locations(record.path, number, inputs if mapped is None else mapped)
             environment = dict(self._environment)
             if mapped is not None:
                 environment["FLYTE_K8S_ARRAY_INDEX"] = record.path.rpartition("/")[2]
@@ -263,7 +265,7 @@ class Walk:
             try:
                 return run_container(
                     task,
-                    place,
+                    locations,
                     number,
                     bucket=self._bucket,
                     machine=self._machine,
@@ -277,13 +279,13 @@ class Walk:
                     raise NodeError(f"{task.id.name} ({record.path}): {error}") from error
         raise AssertionError("a task has at least one attempt")
 
-    def _place(self, path: str, number: int, inputs: literals_pb2.LiteralMap) -> Place:
+    def _locations(self, path: str, number: int, inputs: literals_pb2.LiteralMap) -> Locations:
         flat = path.replace("/", "-")
         node = f"{self._record.name}/{flat}"
         self._bucket.write(f"{node}/inputs.pb", inputs.SerializeToString())
         pod = self._pods / flat / str(number)
         pod.mkdir(parents=True)
-        return Place(
+        return Locations(
             pod=pod,
             inputs=f"{node}/inputs.pb",
             outputs=f"{node}/{number}",

@@ -1,8 +1,8 @@
-"""What flyteadmin 1.16 checks of a launch plan before it keeps it.
+"""Checks of flyteadmin 1.16 on a launch plan before it is registered.
 
-After `flyteadmin/pkg/manager/impl/validation` (launch_plan_validator.go, validation.go,
+Based on `flyteadmin/pkg/manager/impl/validation` (launch_plan_validator.go, validation.go,
 notifications_validator.go): identifiers, labels, inputs against the workflow's interface, the
-schedule, and mail.
+schedule and e-mail.
 """
 
 import re
@@ -19,7 +19,7 @@ _LABEL_KEY = re.compile(
 )
 _CRON_FIELD = re.compile(r"[0-9A-Za-z*/,?-]+")
 _CRON_NAMES = {"@yearly", "@annually", "@monthly", "@weekly", "@daily", "@midnight", "@hourly"}
-_MOST = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 6))
+_RANGES = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 6))
 _WORDS = {
     3: ["JAN", "FEB", "MAR", "APR", "MAY", "JUN", "JUL", "AUG", "SEP", "OCT", "NOV", "DEC"],
     4: ["SUN", "MON", "TUE", "WED", "THU", "FRI", "SAT"],
@@ -27,12 +27,12 @@ _WORDS = {
 
 
 def refusals(request: Any, interface: Any, *, projects: set[tuple[str, str]]) -> Iterator[str]:
-    """Why a launch plan is not kept.
+    """Yields the reasons to refuse a launch plan.
 
     Args:
-        request: To create it.
-        interface: Of its workflow; None where there is no such workflow.
-        projects: Those that the cluster has, with their domains.
+        request: Request to create the launch plan.
+        interface: Interface of its workflow; None if the workflow does not exist.
+        projects: Projects of the cluster with their domains.
     """
     for name, identifier, kind in (
         ("launch plan", request.id, identifier_pb2.LAUNCH_PLAN),
@@ -52,7 +52,7 @@ def refusals(request: Any, interface: Any, *, projects: set[tuple[str, str]]) ->
 def identifier_refusals(
     name: str, identifier: Any, kind: int, projects: set[tuple[str, str]]
 ) -> Iterator[str]:
-    """Why an identifier is not taken."""
+    """Yields the reasons to refuse an identifier."""
     if identifier.resource_type != kind:
         yield f"unexpected resource type {identifier.resource_type} for the {name}"
     missing = [
@@ -81,21 +81,21 @@ def _labels(labels: Any) -> Iterator[str]:
 
 
 def _inputs(spec: Any, interface: Any) -> Iterator[str]:
-    known = interface.inputs.variables
+    variables = interface.inputs.variables
     for name in spec.fixed_inputs.literals:
-        if name not in known:
+        if name not in variables:
             yield f"unexpected fixed_input {name}"
         if name in spec.default_inputs.parameters:
             yield f"{name} is a fixed input and a default one"
     for name, parameter in spec.default_inputs.parameters.items():
-        if name not in known:
+        if name not in variables:
             yield f"unexpected default_input {name}"
-        elif _kind(parameter.var.type) != _kind(known[name].type):
-            yield f"invalid default_input wf {name}: its type is another one than the workflow's"
+        elif _kind(parameter.var.type) != _kind(variables[name].type):
+            yield f"invalid default_input wf {name}: its type is not the workflow's"
 
 
 def _kind(literal_type: Any) -> tuple[str, Any]:
-    """What flyteadmin compares of two types: structs are cast whatever their metadata say."""
+    """Returns what flyteadmin compares of two types: structs are cast whatever their metadata."""
     kind = literal_type.WhichOneof("type")
     return kind, literal_type.simple if kind == "simple" else None
 
@@ -121,30 +121,30 @@ def _schedule(spec: Any, interface: Any) -> Iterator[str]:
 
 
 def _cron(text: str) -> Iterator[str]:
-    """What robfig/cron's ParseStandard refuses, which starts Flyte's schedules."""
+    """Yields errors of robfig/cron's ParseStandard, which Flyte uses for schedules."""
     if text in _CRON_NAMES:
         return
     fields = text.split()
     if len(fields) != 5:
         yield f"expected exactly 5 fields, found {len(fields)}: [{text}]"
         return
-    for place, field in enumerate(fields):
-        low, high = _MOST[place]
+    for index, field in enumerate(fields):
+        low, high = _RANGES[index]
         for part in field.split(","):
             span, _, step = part.partition("/")
             values = [] if span in ("*", "?") else span.split("-")
             for value in values:
-                number = _number(value, place)
+                number = _number(value, index)
                 if number is None or not low <= number <= high:
                     yield f"failed to parse {field!r} of the schedule {text!r}"
             if not _CRON_FIELD.fullmatch(part) or (step and not step.isdigit()):
                 yield f"failed to parse {field!r} of the schedule {text!r}"
 
 
-def _number(value: str, place: int) -> int | None:
-    words = _WORDS.get(place, [])
+def _number(value: str, index: int) -> int | None:
+    words = _WORDS.get(index, [])
     if value.upper() in words:
-        return words.index(value.upper()) + (place == 3)
+        return words.index(value.upper()) + (index == 3)
     return int(value) if value.isdigit() else None
 
 
@@ -152,7 +152,7 @@ def _notification(each: Any) -> Iterator[str]:
     if not each.phases:
         yield "invalid phases: a notification needs one"
     if not {*each.phases} <= _TERMINAL:
-        yield "invalid phase: a notification can be sent of an end alone"
+        yield "invalid phase: a notification can only be sent for a terminal phase"
     kind = each.WhichOneof("type")
     if kind is None or not getattr(each, kind).recipients_email:
         yield "invalid recipients: missing a value"

@@ -1,4 +1,4 @@
-"""What the backend remembers of an execution."""
+"""Records of an execution in the backend."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +14,14 @@ class Attempt:
     """One start of a task's container.
 
     Attributes:
-        command: As it was started.
-        pod: The folder that stands for the pod's disk, empty at first; only `log` outlives it.
-        checkpoint: The address in the bucket where it leaves what the next attempt goes on from.
-        exit_code: None while it runs.
-        error: What `error.pb` said, or how the process ended.
-        may_retry: Whether `error.pb` said RECOVERABLE; None where there is none.
+        number: Index of the attempt, from 0.
+        command: Command of the container.
+        pod: Folder that serves as the pod's disk, empty at first; only `log` outlives the pod.
+        checkpoint: URL in the bucket for the state that the next attempt can resume from.
+        pid: Id of the container's first process.
+        exit_code: Exit code; None while it runs.
+        error: Message of `error.pb`, or how the process ended.
+        may_retry: Whether `error.pb` has the kind RECOVERABLE; None if there is no `error.pb`.
     """
 
     number: int
@@ -33,7 +35,7 @@ class Attempt:
 
     @property
     def log(self) -> str:
-        """What the container printed."""
+        """Output of the container."""
         return (self.pod / "log").read_text(errors="replace")
 
 
@@ -42,11 +44,11 @@ class NodeRecord:
     """One node of a graph.
 
     Attributes:
-        path: Ids of the nodes that hold it and its own: `n3/dn1`.
-        entity: The task's or the workflow's name.
-        cached: Whether the catalog had its outputs.
-        outputs: Once it has ended well.
-        error: Of one that has not.
+        path: Ids of the enclosing nodes and of the node, such as `n3/dn1`.
+        entity: Name of the task or workflow.
+        cached: Whether its outputs come from the catalog.
+        outputs: Outputs, once it has succeeded.
+        error: Message, if it has failed.
     """
 
     path: str
@@ -63,8 +65,8 @@ class ExecutionRecord:
     """One launch of a launch plan.
 
     Attributes:
-        labels: Of the execution; the launch plan's own among them.
-        overwrites_cache: Whether every task runs, and what the catalog had is replaced.
+        labels: Labels of the execution, with those of the launch plan.
+        overwrites_cache: Whether every task runs and replaces its entry in the catalog.
     """
 
     name: str
@@ -78,5 +80,5 @@ class ExecutionRecord:
     overwrites_cache: bool = False
 
     def named(self, task: str) -> list[NodeRecord]:
-        """The nodes of a task by its function's name, on any shape, in the order of their begin."""
+        """Returns the nodes of a task by its function's name, on any shape, in order of start."""
         return [node for node in self.nodes.values() if task in node.entity.split(".")[2:]]

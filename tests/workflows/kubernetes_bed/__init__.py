@@ -1,15 +1,15 @@
-"""Kubernetes and KubeRay's operator themselves, over pods of the cluster bed on this machine.
+"""Real Kubernetes and KubeRay's operator, with pods of the cluster bed on this machine.
 
-| part | what it is here |
+| part | implementation |
 |---|---|
 | `ControlPlane` | etcd, kube-apiserver with RBAC, kube-controller-manager and kube-scheduler |
 | `KubeRay` | the operator, in a pod with the rights of its chart, and its CRDs |
-| `Kubelet` | this project's own: runs each pod that is bound to it as a `Pod` of the cluster bed |
-| `NameServer` | names of services, by their endpoints |
-| `KubernetesBed` | all of it, with a namespace as `deployment/production/cluster.yaml` makes it |
+| `Kubelet` | custom: runs each pod that is bound to it as a `Pod` of the cluster bed |
+| `NameServer` | resolves names of services to their endpoints |
+| `KubernetesBed` | all of these, with the namespace of `deployment/production/cluster.yaml` |
 
-The programs are no part of this project: `binaries.py` says which are needed, and where from. What
-it does not show: images, limits of memory and CPU, network policies, several machines, and GPUs.
+The programs are not part of this project: `binaries.py` lists them and where to get them. Not
+covered: images, limits of memory and CPU, network policies, several machines, and GPUs.
 """
 
 from tests.workflows.kubernetes_bed.api import Api, ApiError

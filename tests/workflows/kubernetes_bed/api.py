@@ -1,4 +1,4 @@
-"""Requests to Kubernetes' API, with any object as it is written in a manifest."""
+"""Client of Kubernetes' API that takes objects as they are written in a manifest."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -14,10 +14,10 @@ MERGE = "application/merge-patch+json"
 
 
 class ApiError(Exception):
-    """A request that was not granted.
+    """A request that failed.
 
     Attributes:
-        status: Of HTTP.
+        status: HTTP status code.
     """
 
     def __init__(self, status: int, message: str) -> None:
@@ -26,13 +26,13 @@ class ApiError(Exception):
 
 
 class Api:
-    """The API, as one user sees it.
+    """The API, accessed as one user.
 
     Args:
-        url: Of the server.
-        token: Of the user.
-        authority: File with the certificate that the server's is signed with.
-        as_user: Whom the user stands for, as `kubectl --as` does.
+        url: URL of the server.
+        token: Token of the user.
+        authority: File with the CA certificate of the server.
+        as_user: User to impersonate, as with `kubectl --as`.
     """
 
     def __init__(self, url: str, token: str, authority: Path, as_user: str = "") -> None:
@@ -44,7 +44,7 @@ class Api:
         self._resource = cache(self._discovered)
 
     def acting_as(self, user: str) -> "Api":
-        """The same for another user."""
+        """Returns a client that impersonates another user."""
         return Api(self._url, self.token, self._authority, user)
 
     def request(
@@ -59,7 +59,7 @@ class Api:
         """Sends one request.
 
         Raises:
-            ApiError: For an answer that is no success.
+            ApiError: If the response's status is 300 or above.
         """
         answer = self._pool.request(
             method,
@@ -70,18 +70,18 @@ class Api:
         )
         try:
             content = json.loads(answer.data)
-        except ValueError:  # a page of the server's health is a word
+        except ValueError:  # the server's health pages are plain text
             content = {"message": answer.data.decode(errors="replace")}
         if answer.status >= 300:
             raise ApiError(answer.status, str(content.get("message", content)))
         return content
 
     def get(self, path: str, **query: Any) -> Any:
-        """One object, or a list."""
+        """Returns one object or a list."""
         return self.request("GET", path, **query)
 
     def find(self, path: str) -> Any:
-        """One object; None where there is none."""
+        """Returns one object, or None if it does not exist."""
         try:
             return self.get(path)
         except ApiError as error:
@@ -90,16 +90,16 @@ class Api:
             return None
 
     def items(self, path: str, **query: Any) -> list[dict[str, Any]]:
-        """The objects of a list."""
-        found: list[dict[str, Any]] = self.get(path, **query)["items"]
-        return found
+        """Returns the objects of a list."""
+        objects: list[dict[str, Any]] = self.get(path, **query)["items"]
+        return objects
 
     def path_of(self, body: Mapping[str, Any], namespace: str) -> str:
-        """Where objects of its kind are created."""
+        """Returns the path under which objects of this kind are created."""
         plural, is_namespaced = self._resource(body["apiVersion"], body["kind"])
         start = "/api" if body["apiVersion"] == "v1" else "/apis"
-        own = body["metadata"].get("namespace", namespace)
-        inside = f"/namespaces/{own}" if is_namespaced else ""
+        namespace = body["metadata"].get("namespace", namespace)
+        inside = f"/namespaces/{namespace}" if is_namespaced else ""
         return f"{start}/{body['apiVersion']}{inside}/{plural}"
 
     def create(self, body: Mapping[str, Any], namespace: str = "default", **query: Any) -> Any:
@@ -107,7 +107,7 @@ class Api:
         return self.request("POST", self.path_of(body, namespace), body, **query)
 
     def apply(self, body: Mapping[str, Any], namespace: str = "default", **query: Any) -> Any:
-        """Creates an object, or lays it over the one of its name."""
+        """Creates an object, or merges it into the existing one of the same name."""
         try:
             return self.create(body, namespace, **query)
         except ApiError as error:
@@ -125,24 +125,24 @@ class Api:
 
 
 def objects_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Every object of a file of manifests."""
+    """Yields every object in a file of manifests."""
     for each in yaml.safe_load_all(path.read_text()):
         if each:
             yield each
 
 
 def dropped(sent: Any, taken: Any, at: str = "") -> Iterator[str]:
-    """Paths of what the server did not keep: keys that it does not know."""
+    """Yields the paths of keys that the server dropped because it does not know them."""
     if isinstance(sent, Mapping):
         for key, value in sent.items():
             path = f"{at}.{key}".lstrip(".")
             if isinstance(taken, Mapping) and key in taken:
                 yield from dropped(value, taken[key], path)
-            elif value not in ({}, [], "", None, 0, False):  # Go leaves out what is empty
+            elif value not in ({}, [], "", None, 0, False):  # Go omits empty values
                 yield path
     elif isinstance(sent, list):
-        for place, each in enumerate(sent):
-            if place < len(taken):
-                yield from dropped(each, taken[place], f"{at}[{place}]")
+        for index, each in enumerate(sent):
+            if index < len(taken):
+                yield from dropped(each, taken[index], f"{at}[{index}]")
             else:
-                yield f"{at}[{place}]"
+                yield f"{at}[{index}]"

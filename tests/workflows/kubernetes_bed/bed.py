@@ -1,4 +1,4 @@
-"""Kubernetes with one machine, KubeRay's operator, and a namespace as production sets it up."""
+"""Kubernetes with one machine, KubeRay's operator, and a namespace set up as in production."""
 
 import os
 from contextlib import ExitStack
@@ -15,7 +15,7 @@ from tests.workflows.kubernetes_bed.operator import KubeRay
 
 NAMESPACE = VALUES["NAMESPACE"]
 FLYTE = "flyte", "flyte-binary"
-"""Namespace and name of the account of Flyte's own parts."""
+"""Namespace and name of the account that Flyte's components use."""
 RBAC = "rbac.authorization.k8s.io"
 _VOLUME: dict[str, Any] = {
     "apiVersion": "v1",
@@ -25,7 +25,7 @@ _VOLUME: dict[str, Any] = {
         "capacity": {"storage": "10Ti"},
         "accessModes": ["ReadWriteMany"],
         "storageClassName": VALUES["SHARED_STORAGE_CLASS"],
-        "hostPath": {"path": "/of/the/bed"},
+        "hostPath": {"path": "/path/of/the/bed"},
     },
 }
 
@@ -34,14 +34,14 @@ class KubernetesBed:
     """The cluster; a context manager.
 
     Args:
-        folder: Of this machine, for all that it writes.
+        folder: Folder on this machine for all files of the cluster.
 
     Attributes:
-        network: Of all pods.
-        volume: What the stages' claim is bound to.
-        plane: Kubernetes' own processes.
+        network: Network of all pods.
+        volume: Folder that the stages' volume claim is bound to.
+        plane: Processes of Kubernetes.
         kubelet: The only machine.
-        operator: KubeRay's.
+        operator: KubeRay's operator.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -76,7 +76,7 @@ class KubernetesBed:
 
     @property
     def admin(self) -> Api:
-        """The API, for one who may do everything."""
+        """The API with administrator rights."""
         return self.plane.admin
 
     def _make_namespace(self) -> None:
@@ -87,7 +87,7 @@ class KubernetesBed:
             self.admin.apply(each, NAMESPACE)
 
     def _make_flyte_account(self) -> None:
-        """With the rights that production's values add to those of Flyte's chart."""
+        """Creates it with the rights that production's values add to those of Flyte's chart."""
         namespace, name = FLYTE
         (values,) = documents("production/values-s3.yaml")
         self.admin.create(
@@ -109,17 +109,17 @@ class KubernetesBed:
         )
 
     def pods(self, job: str, kind: str = "") -> list[dict[str, Any]]:
-        """The pods of a RayJob; `head` and `worker` are kinds, the submitter's pod has none.
+        """Returns the pods of a RayJob.
 
         Args:
-            job: Its name.
-            kind: Of which; all of them by default.
+            job: Name of the RayJob.
+            kind: `head` or `worker`; by default all pods, with the submitter's, which has no kind.
         """
         chosen = {"labelSelector": f"ray.io/node-type={kind}"} if kind else {}
-        found = self.admin.items(f"/api/v1/namespaces/{NAMESPACE}/pods", **chosen)
-        return [each for each in found if each["metadata"]["name"].startswith(f"{job}-")]
+        pods = self.admin.items(f"/api/v1/namespaces/{NAMESPACE}/pods", **chosen)
+        return [each for each in pods if each["metadata"]["name"].startswith(f"{job}-")]
 
     def logs(self, job: str) -> dict[str, str]:
-        """What the pods of a RayJob have written, by their names."""
+        """Returns the logs of the pods of a RayJob, by pod name."""
         paths = (self._folder / "machine").glob(f"{job}-*.log")
         return {path.stem: path.read_text(errors="replace") for path in paths}

@@ -1,14 +1,14 @@
-"""The programs of Kubernetes and KubeRay, which this project does not bring.
+"""Programs of Kubernetes and KubeRay, which this project does not ship.
 
-They lie in the folder that `NEMO_RL_KUBERNETES` names:
+They are expected in the folder that `NEMO_RL_KUBERNETES` names:
 
-| file | from |
+| file | source |
 |---|---|
 | `etcd` | a release of etcd 3.4 or later |
 | `kube-apiserver`, `kube-controller-manager`, `kube-scheduler` | a release of Kubernetes |
 | `kuberay-operator` | `/manager` in the image of KubeRay's operator 1.5.1 |
 | `kuberay/crd/`, `kuberay/rbac/` | `crd/bases/` and `rbac/` of `ray-operator/config/` there |
-| `kueue/crd/`, if you like | `config/components/crd/bases/` of Kueue 0.19.2 |
+| `kueue/crd/` (optional) | `config/components/crd/bases/` of Kueue 0.19.2 |
 """
 
 import os
@@ -30,13 +30,13 @@ _NEEDED = (
 
 
 def binary(name: str) -> Path:
-    """A program, or a file beside them."""
+    """Returns the path of a program or another file in the folder."""
     return Path(os.environ[VARIABLE]).resolve() / name
 
 
 @cache
 def why_no_kubernetes() -> str | None:
-    """Why Kubernetes cannot be started here; None where it can."""
+    """Returns why Kubernetes cannot be started here, or None if it can."""
     if not os.environ.get(VARIABLE):
         return f"{VARIABLE} does not name a folder with the programs of Kubernetes and KubeRay"
     lacking = [name for name in _NEEDED if not binary(name).exists()]

@@ -1,4 +1,4 @@
-"""Kubernetes' own processes: etcd, the API server, its controllers and its scheduler."""
+"""Processes of Kubernetes: etcd, the API server, the controllers and the scheduler."""
 
 import secrets
 import shutil
@@ -27,18 +27,18 @@ _ENDS_WITH_THIS = ("setpriv", "--pdeathsig", "KILL")
 class ControlPlane:
     """The processes; a context manager.
 
-    The API server asks for a token and holds to RBAC. Left out of the controllers is the one that
-    looks after nodes, which here have no heartbeat.
+    The API server requires a token and enforces RBAC. The node controllers are left out because the
+    node here has no heartbeat.
 
     Args:
-        folder: Of this machine, for certificates, data and logs.
-        network: By whose address of this machine the API server is reached.
+        folder: Folder on this machine for certificates, data and logs.
+        network: Network in which the API server listens on this machine's address.
 
     Attributes:
-        admin: The API, for one who may do everything.
+        admin: The API with administrator rights.
         authority: File with the server's certificate.
-        kubeconfig: File by which `kubectl` is the administrator.
-        host, port: Of the API server.
+        kubeconfig: File with which `kubectl` has administrator rights.
+        host, port: Address of the API server.
     """
 
     def __init__(self, folder: Path, network: Network) -> None:
@@ -53,7 +53,7 @@ class ControlPlane:
 
     @property
     def url(self) -> str:
-        """Of the API server."""
+        """URL of the API server."""
         return f"https://{self.host}:{self.port}"
 
     def __enter__(self) -> "ControlPlane":
@@ -73,7 +73,7 @@ class ControlPlane:
         self._processes.close()
 
     def account(self, namespace: str, name: str, folder: Path) -> Path:
-        """Writes what a pod has of its service account.
+        """Writes the files of a service account that are mounted into a pod.
 
         Returns:
             The folder.
@@ -85,7 +85,7 @@ class ControlPlane:
         return folder
 
     def token_of(self, namespace: str, name: str) -> str:
-        """A token of a service account, as a kubelet asks for it."""
+        """Requests a token of a service account, as a kubelet does."""
         body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
         body["spec"] = {"audiences": None, "expirationSeconds": 36000}
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token"
@@ -93,22 +93,22 @@ class ControlPlane:
         return token
 
     def as_account(self, namespace: str, name: str) -> Api:
-        """The API for a service account, with its own token."""
+        """Returns a client that uses the token of a service account."""
         return Api(self.url, self.token_of(namespace, name), self.authority)
 
     def wait(self, is_so: Callable[[], Any], what: str, seconds: float = _START_SECONDS) -> None:
-        """Waits until it is so.
+        """Waits until `is_so` returns true.
 
         Raises:
-            TimeoutError: If it does not come true.
+            TimeoutError: If that takes longer than `seconds`, or if a process ended.
         """
         deadline = time.monotonic() + seconds
         while not is_so():
             ended = [name for name, process in self._running.items() if process.poll() is not None]
             if ended or time.monotonic() > deadline:
                 logs = [self._folder / f"{name}.log" for name in ended]
-                told = "\n".join(log.read_text()[-2000:] for log in logs)
-                raise TimeoutError(f"{what} did not come up; ended: {ended}\n{told}")
+                tails = "\n".join(log.read_text()[-2000:] for log in logs)
+                raise TimeoutError(f"{what} did not come up; ended: {ended}\n{tails}")
             time.sleep(0.2)
 
     def _has_default_account(self) -> bool:
@@ -129,7 +129,7 @@ class ControlPlane:
         self._processes.callback(process.kill)
 
     def _start_apart(self, name: str, *options: str) -> None:
-        """In a network of its own: its ports are fixed, and two clusters may run at once."""
+        """Starts a process in a separate network, since its ports are fixed for all clusters."""
         port = self._network.connect()
         self._processes.callback(self._network.disconnect, port)
         self._start(name, *options, within=("nsenter", f"--net=/run/netns/{port.namespace}"))

@@ -1,9 +1,9 @@
-"""A machine of the cluster: runs the pods that are bound to it, each container in name spaces.
+"""A machine of the cluster, which runs the pods bound to it, each container in namespaces.
 
-A kubelet as far as stages and KubeRay need one: init containers, one container with its environment
-(also from secrets and the pod's own fields), the stage's volume, readiness, `preStop`, the grace
-period, exit codes. Left out are images, limits, liveness, other volumes (a pod has its own /tmp and
-/dev/shm anyhow) and restarts; a pod that asks for several containers or for restarts is refused.
+It implements what stages and KubeRay need of a kubelet: init containers, one container with its
+environment (also from secrets and fields of the pod), the stage's volume, readiness, `preStop`, the
+grace period and exit codes. Left out are images, limits, liveness, restarts and other volumes (a
+pod has a private /tmp and /dev/shm anyway). A pod with several containers or restarts fails.
 """
 
 import base64
@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tasks.platform.pods import STORE_CLAIM
+from tasks.pods.pods import STORE_CLAIM
 from tests.workflows.cluster_bed import Network, Pod
 from tests.workflows.kubernetes_bed.api import MERGE, ApiError
 from tests.workflows.kubernetes_bed.control_plane import ControlPlane
@@ -37,16 +37,16 @@ class Kubelet:
     """The machine; a context manager.
 
     Args:
-        plane: Of the cluster.
-        network: Of pods.
-        nameserver: Of pods.
-        folder: Of this machine, for accounts and logs: `NAME.log` of each pod.
-        volume: Folder of this machine that is what the claim of stages is bound to.
+        plane: Control plane of the cluster.
+        network: Network of the pods.
+        nameserver: Address of the pods' name server.
+        folder: Folder on this machine for accounts and logs, `NAME.log` for each pod.
+        volume: Folder on this machine that the stages' volume claim is bound to.
 
     Attributes:
-        can_pull: Whether images can be pulled; pods wait where they cannot.
-        ended: When the last process of each pod was gone, in seconds of `time.time`, by its name.
-        exit_codes: Of the pods that have ended, by their names.
+        can_pull: Whether images can be pulled; pods wait while they cannot.
+        ended: Time when the last process of each pod ended, in seconds of `time.time`, by pod name.
+        exit_codes: Exit codes of the pods that have ended, by pod name.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Kubelet:
         status = {"capacity": _CAPACITY, "allocatable": _CAPACITY, "conditions": [ready]}
         path = f"/api/v1/nodes/{MACHINE}"
         self.plane.admin.request("PATCH", f"{path}/status", {"status": status}, content_type=MERGE)
-        # What the controller of nodes takes away, once a node is ready.
+        # Normally the node controller removes these once a node is ready.
         self.plane.admin.request("PATCH", path, {"spec": {"taints": None}}, content_type=MERGE)
         self._thread.start()
         return self
@@ -79,14 +79,18 @@ class Kubelet:
         self._thread.join(60)
 
     def processes(self, pod: str) -> Pod:
-        """What runs as this pod."""
+        """Returns the processes of a running pod.
+
+        Raises:
+            KeyError: If the pod does not run.
+        """
         for running in self._pods.values():
             if running.name == pod and running.current is not None:
                 return running.current
         raise KeyError(pod)
 
     def _serve(self) -> None:
-        # Pods end with the thread that has started them: so it is one for all, to the end.
+        # Pods end with the thread that started them, so one thread starts all of them.
         while not self._leaving.wait(_LOOK_SECONDS):
             with suppress(ApiError):
                 self._look()
@@ -94,10 +98,10 @@ class Kubelet:
             running.remove()
 
     def _look(self) -> None:
-        there = self.plane.admin.items(
+        manifests = self.plane.admin.items(
             "/api/v1/pods", fieldSelector=f"spec.nodeName={MACHINE}", resourceVersion="0"
         )
-        by_uid = {each["metadata"]["uid"]: each for each in there}
+        by_uid = {each["metadata"]["uid"]: each for each in manifests}
         for uid, manifest in by_uid.items():
             if uid not in self._pods:
                 self._pods[uid] = _RunningPod(self, manifest)
@@ -129,22 +133,22 @@ class _RunningPod:
         self._check()
 
     def look(self, manifest: Mapping[str, Any] | None) -> None:
-        """One turn.
+        """Updates the pod and reports its status.
 
         Args:
-            manifest: As the API has it; None if it is gone there.
+            manifest: The pod in the API; None if it was deleted there.
         """
         if manifest is None:
             self.is_gone = True
             return
         if self._exit_code is None and self._ending is None:
-            self._go_on()
+            self._advance()
         if manifest["metadata"].get("deletionTimestamp"):
             self._end(manifest["metadata"].get("deletionGracePeriodSeconds", _GRACE_SECONDS))
         self._report()
 
     def remove(self) -> None:
-        """Ends what runs."""
+        """Ends its processes and disconnects it from the network."""
         if self.current is not None:
             self.current.remove()
         self._kubelet.network.disconnect(self._port)
@@ -162,7 +166,7 @@ class _RunningPod:
             self._exit_code, self._reason = 128, "this machine runs one container, once"
             self._left = []
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         code = self.current.poll() if self.current is not None else 0
         if code is None:
             if self._is_main:
@@ -207,18 +211,18 @@ class _RunningPod:
 
     def _environment(self, container: Mapping[str, Any]) -> dict[str, str]:
         plane = self._kubelet.plane
-        found = {
+        variables = {
             "KUBERNETES_SERVICE_HOST": plane.host,
             "KUBERNETES_SERVICE_PORT": str(plane.port),
         }
         for source in container.get("envFrom", []):
-            found |= self._secret(source["secretRef"])
+            variables |= self._secret(source["secretRef"])
         for each in container.get("env", []):
             if "valueFrom" in each:
-                found[each["name"]] = self._field(each["valueFrom"]["fieldRef"]["fieldPath"])
+                variables[each["name"]] = self._field(each["valueFrom"]["fieldRef"]["fieldPath"])
             else:
-                found[each["name"]] = each.get("value", "")
-        return found
+                variables[each["name"]] = each.get("value", "")
+        return variables
 
     def _secret(self, reference: Mapping[str, Any]) -> dict[str, str]:
         path = f"/api/v1/namespaces/{self.namespace}/secrets/{reference['name']}"
@@ -308,10 +312,10 @@ class _RunningPod:
 
 
 class _Readiness:
-    """A readiness probe that runs a command; without one a container is ready at once."""
+    """A readiness probe that runs a command; without one a container is ready immediately."""
 
     def __init__(self, probe: Mapping[str, Any] | None) -> None:
-        self._given = probe or {}
+        self._settings = probe or {}
         self.is_ready = probe is None
         self._runs: subprocess.Popen[bytes] | None = None
         self._next = 0.0
@@ -319,19 +323,19 @@ class _Readiness:
         self._failed = itertools.count(1)
 
     def look(self, pod: Pod) -> None:
-        """Starts or ends a try, when it is time."""
+        """Starts or ends an attempt when it is due."""
         now = time.monotonic()
-        if not self._given:
+        if not self._settings:
             return
         if not self._next:
-            self._next = now + self._given.get("initialDelaySeconds", 0)
+            self._next = now + self._settings.get("initialDelaySeconds", 0)
         if self._runs is None:
             if now >= self._next:
-                command = self._given["exec"]["command"]
+                command = self._settings["exec"]["command"]
                 silent = ["sh", "-c", 'exec "$@" > /dev/null 2>&1', "probe", *command]
                 self._runs = pod.run(silent, {})
-                self._next = now + self._given.get("periodSeconds", 10)
-                self._ends = now + self._given.get("timeoutSeconds", 1)
+                self._next = now + self._settings.get("periodSeconds", 10)
+                self._ends = now + self._settings.get("timeoutSeconds", 1)
             return
         code = self._runs.poll()
         if code is None and now < self._ends:
@@ -342,7 +346,7 @@ class _Readiness:
         self._runs = None
         if code == 0:
             self.is_ready, self._failed = True, itertools.count(1)
-        elif next(self._failed) >= self._given.get("failureThreshold", 3):
+        elif next(self._failed) >= self._settings.get("failureThreshold", 3):
             self.is_ready = False
 
 

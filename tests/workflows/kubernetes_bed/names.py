@@ -1,7 +1,7 @@
-"""The cluster's name server: names of services are the addresses of their pods.
+"""The cluster's name server, which resolves names of services to the addresses of their pods.
 
-There is no proxy between a service and its pods here, so a service with an address of its own has
-those of its pods, too.
+Services have no proxy here, so a service with a cluster IP also resolves to the addresses of its
+pods.
 """
 
 import socket
@@ -21,13 +21,13 @@ class NameServer:
     """Answers over UDP on port 53; a context manager.
 
     Args:
-        address: Where it listens.
-        api: Knows the endpoints of services.
+        address: Address that the server listens on.
+        api: Client to look up the endpoints of services with.
     """
 
     def __init__(self, address: str, api: Api) -> None:
         self._api, self._address = api, address
-        self._known: dict[str, tuple[float, list[str]]] = {}
+        self._cache: dict[str, tuple[float, list[str]]] = {}
 
     def __enter__(self) -> "NameServer":
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -39,20 +39,20 @@ class NameServer:
         self._socket.close()
 
     def addresses(self, name: str) -> list[str]:
-        """Of `SERVICE.NAMESPACE.svc.cluster.local`; none for any other name."""
+        """Returns the addresses of `SERVICE.NAMESPACE.svc.cluster.local`; none for other names."""
         if not name.endswith(_DOMAIN):
             return []
-        seen_at, found = self._known.get(name, (0.0, []))
-        if not found or time.monotonic() - seen_at > _KEPT_SECONDS:
+        seen_at, addresses = self._cache.get(name, (0.0, []))
+        if not addresses or time.monotonic() - seen_at > _KEPT_SECONDS:
             service, _, namespace = name.removesuffix(_DOMAIN).partition(".")
             endpoints = self._api.find(f"/api/v1/namespaces/{namespace}/endpoints/{service}") or {}
-            found = [
+            addresses = [
                 address["ip"]
                 for subset in endpoints.get("subsets") or []
                 for address in subset.get("addresses") or []
             ]
-            self._known[name] = time.monotonic(), found
-        return found
+            self._cache[name] = time.monotonic(), addresses
+        return addresses
 
     def _serve(self) -> None:
         while True:
@@ -65,19 +65,19 @@ class NameServer:
 
     def _answer(self, query: bytes) -> bytes:
         number = struct.unpack(_HEADER, query[:12])[0]
-        labels, place = [], 12
-        while query[place]:
-            labels.append(query[place + 1 : place + 1 + query[place]].decode())
-            place += 1 + query[place]
-        question = query[12 : place + 5]
+        labels, offset = [], 12
+        while query[offset]:
+            labels.append(query[offset + 1 : offset + 1 + query[offset]].decode())
+            offset += 1 + query[offset]
+        question = query[12 : offset + 5]
         (kind,) = struct.unpack("!H", question[-4:-2])
         name = ".".join(labels).lower()
-        found = self.addresses(name)
+        addresses = self.addresses(name)
         answers = b"".join(  # 0xC00C points at the name in the question
             struct.pack(_ANSWER, 0xC00C, _A, _INTERNET, 1, 4, socket.inet_aton(address))
-            for address in (found if kind == _A else [])
+            for address in (addresses if kind == _A else [])
         )
-        is_unknown = 0 if found else 3
-        flags = 0x8580 | is_unknown  # an answer with authority
-        header = struct.pack(_HEADER, number, flags, 1, len(found) if kind == _A else 0, 0, 0)
+        error_code = 0 if addresses else 3
+        flags = 0x8580 | error_code  # an authoritative answer
+        header = struct.pack(_HEADER, number, flags, 1, len(addresses) if kind == _A else 0, 0, 0)
         return header + question + answers

@@ -1,4 +1,4 @@
-"""KubeRay's operator, in a pod of the bed, with its CRDs, account and the rights of its chart."""
+"""KubeRay's operator in a pod of the bed, with its CRDs, account and the rights of its chart."""
 
 from pathlib import Path
 from types import TracebackType
@@ -9,7 +9,7 @@ from tests.workflows.kubernetes_bed.binaries import binary
 from tests.workflows.kubernetes_bed.control_plane import ControlPlane
 
 NAMESPACE = ACCOUNT = "kuberay-operator"
-_OPTIONS = (  # as the chart 1.5.1 gives them with deployment/production/values-kuberay.yaml
+_OPTIONS = (  # as the chart 1.5.1 sets them with deployment/production/values-kuberay.yaml
     "--feature-gates=RayClusterStatusConditions=true,RayJobDeletionPolicy=false,"
     "RayMultiHostIndexing=false,RayServiceIncrementalUpgrade=false",
     "--log-stdout-encoder=json",
@@ -25,10 +25,10 @@ class KubeRay:
     """The operator; a context manager.
 
     Args:
-        plane: Of the cluster.
-        network: Of its pod.
-        nameserver: By which it finds the heads' dashboards.
-        folder: Of this machine, for its account and its log.
+        plane: Control plane of the cluster.
+        network: Network that the operator's pod joins.
+        nameserver: Address of the name server that resolves the heads' dashboards.
+        folder: Folder on this machine for the operator's account and log.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class KubeRay:
             {
                 "KUBERNETES_SERVICE_HOST": self._plane.host,
                 "KUBERNETES_SERVICE_PORT": str(self._plane.port),
-                # A client of Kubernetes 1.34 asks older servers in vain, and complains.
+                # Older servers do not support what a client of Kubernetes 1.34 would request here.
                 "KUBE_FEATURE_WatchListClient": "false",
             },
             log=self.log,

@@ -1,6 +1,6 @@
-"""What Flyte's propeller does with a stage that has workers: it asks for a RayJob, and looks.
+"""Stand-in for Flyte's propeller, which runs a stage with workers as a RayJob and polls it.
 
-With the account that Flyte has there, and the RayJob that its plugin makes (`tests/schemas`).
+It uses Flyte's account in the cluster and the RayJob that Flyte's plugin makes (`tests/schemas`).
 """
 
 from pathlib import Path
@@ -21,12 +21,12 @@ class Propeller:
     """The `Machine` of a `SingleStage`; a context manager.
 
     Args:
-        bed: Started.
-        folder: Of this machine.
+        bed: A started bed.
+        folder: Folder on this machine for the backend.
 
     Attributes:
-        bucket: What pods have in common beside the volume.
-        backend: Flyte's services; none of it is asked for.
+        bucket: Storage that pods share in addition to the volume.
+        backend: Flyte's services, which a `SingleStage` does not call.
         jobs: Every RayJob, in order.
     """
 
@@ -52,15 +52,15 @@ class Propeller:
         environment: dict[str, str],
     ) -> "StartedRayJob":
         """Starts a task's container; see `Machine`."""
-        given = tasks_pb2.TaskTemplate()
-        given.CopyFrom(task)
-        given.container.args[:] = command
-        known = {each.key: each.value for each in given.container.env}
-        own = {**known, **environment, **self.bucket.environment}
-        del given.container.env[:]  # Kubernetes refuses a RayJob in which a name stands twice
-        for name, value in own.items():
-            given.container.env.add(key=name, value=value)
-        job = ray_job(given)
+        template = tasks_pb2.TaskTemplate()
+        template.CopyFrom(task)
+        template.container.args[:] = command
+        variables = {each.key: each.value for each in template.container.env}
+        variables |= {**environment, **self.bucket.environment}
+        del template.container.env[:]  # Kubernetes refuses a RayJob with a repeated variable
+        for name, value in variables.items():
+            template.container.env.add(key=name, value=value)
+        job = ray_job(template)
         job["metadata"]["name"] = f"stage-n0-{len(self.jobs)}"
         self._api.create(job, NAMESPACE)
         self.jobs.append(StartedRayJob(self._bed, self._api, job["metadata"]["name"], pod))
@@ -68,11 +68,11 @@ class Propeller:
 
 
 class StartedRayJob:
-    """A `Container`, as far as Flyte sees of a RayJob.
+    """A RayJob with the interface of a `Container`, from what Flyte can see of it.
 
     Attributes:
-        name: Of the RayJob.
-        pid: None that this machine could count.
+        name: Name of the RayJob.
+        pid: Always 0, as no process of this machine corresponds to it.
     """
 
     pid = 0
@@ -82,12 +82,12 @@ class StartedRayJob:
 
     @property
     def status(self) -> dict[str, Any]:
-        """Of the RayJob."""
-        found: dict[str, Any] = self._api.get(f"{RAY_JOBS}/{self.name}").get("status") or {}
-        return found
+        """Status of the RayJob."""
+        status: dict[str, Any] = self._api.get(f"{RAY_JOBS}/{self.name}").get("status") or {}
+        return status
 
     def poll(self) -> int | None:
-        """0 for `Complete` and 1 for `Failed`; None while it runs."""
+        """Returns 0 for `Complete`, 1 for `Failed`, and None while it runs."""
         code = {"Complete": 0, "Failed": 1}.get(self.status.get("jobDeploymentStatus", ""))
         if code is not None:
             logs = self._bed.logs(self.name)
@@ -95,4 +95,4 @@ class StartedRayJob:
         return code
 
     def remove(self) -> None:
-        """Leaves it to the operator, as Flyte does: the RayJob goes with the execution."""
+        """Does nothing: as on Flyte, the operator removes the RayJob with its execution."""

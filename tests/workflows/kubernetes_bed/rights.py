@@ -1,4 +1,4 @@
-"""What an account may do, as the API server says."""
+"""Rights of an account, as the API server reports them."""
 
 import itertools
 
@@ -16,15 +16,15 @@ RESOURCES = (
 
 
 def allowed(api: Api, namespace: str) -> dict[tuple[str, str], set[str]]:
-    """What a user may do there, of all verbs and of many resources."""
-    found: dict[tuple[str, str], set[str]] = {}
+    """Returns the verbs that a user may use in a namespace, by group and resource."""
+    verbs: dict[tuple[str, str], set[str]] = {}
     kind = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
-    for (group, whole), verb in itertools.product(RESOURCES, VERBS):
-        resource, _, part = whole.partition("/")
-        asked = {"group": group, "resource": resource, "subresource": part}
-        asked |= {"verb": verb, "namespace": "" if resource == "nodes" else namespace}
-        spec = {"resourceAttributes": asked}
-        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-        if api.request("POST", path, {**kind, "spec": spec})["status"]["allowed"]:
-            found.setdefault((group, whole), set()).add(verb)
-    return found
+    for (group, path), verb in itertools.product(RESOURCES, VERBS):
+        resource, _, subresource = path.partition("/")
+        attributes = {"group": group, "resource": resource, "subresource": subresource}
+        attributes |= {"verb": verb, "namespace": "" if resource == "nodes" else namespace}
+        spec = {"resourceAttributes": attributes}
+        url = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        if api.request("POST", url, {**kind, "spec": spec})["status"]["allowed"]:
+            verbs.setdefault((group, path), set()).add(verb)
+    return verbs

@@ -1,12 +1,11 @@
-"""Records what every Python process of a stage opens and runs; can make its reports wrong.
+"""Records the files that every Python process of a stage opens and runs; can falsify reports.
 
-Python imports this module at its start, where its folder is on `PYTHONPATH`: in the process of the
-stage, in Ray's workers, and in what they start. `OPENED_LOG` names the folder of the records,
-`OPENED_ROOTS` the folders whose files are recorded. A line of a record is
-`[file, reader]`, both below a root; the reader is the nearest file on the stack that lies there.
+Python imports this module at startup if its folder is on `PYTHONPATH`: in the process of the stage,
+in Ray's workers and in everything that they start. `OPENED_LOG` is the folder of the records, and
+`OPENED_ROOTS` the folders whose files are recorded. A line of a record is `[file, reader]`, both
+below a root; the reader is the nearest file on the stack that is below a root.
 
-With `WRONG_REPORTS`, a list of modules, functions of theirs that return a text or a number return
-another one.
+`WRONG_REPORTS` is a list of modules whose functions then return wrong texts and numbers.
 """
 
 import inspect
@@ -18,7 +17,7 @@ from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 
 _ROOTS = tuple(os.environ["OPENED_ROOTS"].split(os.pathsep)) if "OPENED_LOG" in os.environ else ()
-_OF_THE_KEY = "/nemo_rl_core/store/source_files.py"
+_KEY_ANALYSIS = "/nemo_rl_core/store/source_files.py"
 _seen = set()
 _record = [-1]
 
@@ -28,7 +27,7 @@ def _hook(event, arguments):
         _note(getattr(arguments[0], "co_filename", ""))
     elif event == "open":
         _note(arguments[0])
-    elif event == "subprocess.Popen":  # an isolated program has no hook of its own
+    elif event == "subprocess.Popen":  # an isolated program does not run this hook
         for each in arguments[1] or ():
             _note(each)
 
@@ -37,7 +36,7 @@ def _note(file):
     if isinstance(file, bytes):
         file = os.fsdecode(file)
     if not isinstance(file, str) or not file.startswith(_ROOTS) or "/__pycache__/" in file:
-        return  # a compiled file is run, which is an event of its own; so is one that is written
+        return  # running or writing a compiled file is a separate event
     reader = _reader(file)
     if reader is None or (file, reader) in _seen:
         return
@@ -51,11 +50,11 @@ def _note(file):
 
 
 def _reader(file):
-    """Who opens a file: empty for none of a root; None for the key's own analysis."""
+    """Returns the file that opens `file`: empty outside the roots, None for the key's analysis."""
     frame, nearest = sys._getframe(2), ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.endswith(_OF_THE_KEY):
+        if name.endswith(_KEY_ANALYSIS):
             return None
         if not nearest and name.startswith(_ROOTS) and name != file:
             nearest = name

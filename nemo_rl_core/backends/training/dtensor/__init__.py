@@ -1,4 +1,4 @@
-"""Any transformers causal model, on one rank or over FSDP2, tensor and context parallelism."""
+"""Training of any transformers causal model with FSDP2, tensor and context parallelism."""
 
 from typing import Any
 

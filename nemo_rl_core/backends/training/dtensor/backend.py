@@ -1,31 +1,27 @@
 """Training backend for transformers models."""
 
-from collections.abc import Callable, Iterator, Sequence
+import posixpath
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nemo_rl_core.backends.decoding.requests import read_requests, row_seeds
+from nemo_rl_core.backends.decoding.transformers_loop import check_padding, complete
+from nemo_rl_core.backends.experimental.flash_attention import attention_choices
 from nemo_rl_core.backends.training.base import (
     TrainingSetup,
-    allowed_sharing,
-    warn_of_balancing_loss,
+    refuse_k,
 )
-from nemo_rl_core.backends.training.determinism import compute_deterministically, full_precision
-from nemo_rl_core.backends.training.dtensor.attention import PackedAttention, packed_attention
-from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
-from nemo_rl_core.backends.training.dtensor.float8 import in_high_precision, refresh_scales
-from nemo_rl_core.backends.training.dtensor.generation import DTensorGeneration, wrong_head
-from nemo_rl_core.backends.training.dtensor.loading import (
-    as_published,
-    called,
-    empty_model,
-    finish_loading,
-    load_model,
-    shared_vocabulary_size,
+from nemo_rl_core.backends.training.determinism import compute_deterministically
+from nemo_rl_core.backends.training.dtensor.builder import ModelBuilder
+from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState, written_by_rank_0
+from nemo_rl_core.backends.training.dtensor.float8 import (
+    refresh_scales,
+    unwrapped,
 )
-from nemo_rl_core.backends.training.dtensor.lora import Adapters
 from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
 from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches, MicrobatchPart
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel, ScoreModel
@@ -34,20 +30,10 @@ from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens
 from nemo_rl_core.backends.training.dtensor.parallelize import (
     drop_gradients,
     drop_unused_gradients,
-    parallelize,
+    full_tensor,
     release,
     sync_gradients,
-    whole_tensor,
 )
-from nemo_rl_core.backends.training.dtensor.quantized import Precision, dequantized_weights
-from nemo_rl_core.backends.training.dtensor.router_loss import refuse_router_loss
-from nemo_rl_core.backends.training.dtensor.saving import DTensorSaving
-from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
-from nemo_rl_core.backends.training.dtensor.tensor_parallel import (
-    check_tensor_parallel,
-    refused_forward,
-)
-from nemo_rl_core.backends.training.flash_attention import attention_choices
 from nemo_rl_core.backends.training.garbage import freeze_libraries
 from nemo_rl_core.backends.training.offload import PARTS, OffloadedState, optimizer_tensors
 from nemo_rl_core.backends.training.optimizers import (
@@ -55,61 +41,55 @@ from nemo_rl_core.backends.training.optimizers import (
     clip_gradients,
     learning_rate_at,
 )
-from nemo_rl_core.checkpoints.weights import keeps_float32
-from nemo_rl_core.config.training import DTensorTraining, Head
-from nemo_rl_core.data.pretrained import described
+from nemo_rl_core.checkpoints.weight_files import distinct
+from nemo_rl_core.checkpoints.weights import keeps_float32, refuse_wrong_weights
+from nemo_rl_core.checkpoints.written_files import WrittenFile
+from nemo_rl_core.config.generation import SamplingConfig
+from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.pretrained import stop_token_ids as model_stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.host_copy import numbers_of, to_host
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
-from nemo_rl_core.distributed.process_group import local_device
+from nemo_rl_core.distributed.process_group import local_device, world_size
 from nemo_rl_core.distributed.step_times import step_time
-from nemo_rl_core.distributed.weight_sync import SendsWeights
-from nemo_rl_core.errors import ConfigError, ModelError
+from nemo_rl_core.distributed.weight_sync.link import SendsWeights
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.protocols import LossFunction
-from nemo_rl_core.planning.model_parts import refuse_untrainable
+from nemo_rl_core.model_files.loading import (
+    as_published,
+    name_in_errors,
+    shared_vocabulary_size,
+)
+from nemo_rl_core.model_files.quantized import dequantized_weights
+from nemo_rl_core.model_files.weights import fill_from_folder
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 
-class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
-    """One rank, of one or more, that trains a transformers model (a `TrainingBackend`).
+class DTensorBackend(SendsWeights):
+    """One rank that trains a transformers model (a `TrainingBackend`).
 
-    The ranks come from environment variables, their axes from `TrainingSetup.training`.
+    Ranks are set by environment variables, their axes by `TrainingSetup.training`.
     """
 
     def setup(self, setup: TrainingSetup) -> None:
         """Loads the model, checks its results on packed rows, and creates the optimizer."""
-        self._finish_earlier()
+        self._finish_pending_save()
         freeze_libraries()
         torch.manual_seed(setup.seed)
         assert isinstance(setup.training, DTensorTraining)
-        wanted = setup.training.deterministic
-        self._is_deterministic = compute_deterministically(wanted, device=local_device())
+        self._is_deterministic = compute_deterministically(
+            setup.training.deterministic, device=local_device()
+        )
         torch.set_float32_matmul_precision(setup.training.float32_matmul_precision)
         self._setup, self._training = setup, setup.training
         self.sent_dtype = getattr(torch, setup.dtype)
         self._mesh = join_mesh(self._training)
         self._num_updates = 0
-        self._policy: PackedModel
-        model = self._trainable()
-        if self._training.router_aux_loss_coef:
-            refuse_router_loss(model, has_adapters=self._training.lora is not None)
-        else:
-            warn_of_balancing_loss(model.config)
-        self._policy = (
-            ScoreModel(
-                model,
-                dtype=setup.dtype,
-                mesh=self._mesh,
-                attention=(attention := self._attention_of(model)),
-                sharing=self._sharing_of(setup.model_folder, attention),
-            )
-            if setup.head == "scalar"
-            else self._language_model(model, setup.model_folder)
-        )
-        self._check(self._policy)
-        self._policy.keeps_router_logits = self._training.router_aux_loss_coef > 0
+        self._builder = ModelBuilder(setup, self._training, self._mesh)
+        self._policy, self._adapters = self._builder.policy()
         self._reference: LogprobModel | None = None
-        self._pads: bool | None = None  # known after the first generation
+        self._pads: bool | None = None  # whether prompts may be padded; set by the first `generate`
         self._microbatches = Microbatches(setup.max_tokens_per_microbatch, self._mesh)
         adapters = self._adapters.trained if self._adapters else None
         trained = adapters or dict(self._policy.model.named_parameters())
@@ -123,115 +103,85 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
             }
         )
 
-    def _finish_earlier(self) -> None:
-        """Waits for a save of an earlier set-up, which uses the same process group."""
+    def _finish_pending_save(self) -> None:
+        # An earlier setup's save uses the same process group.
         if "_trainer_state" in self.__dict__:
             self.finish_checkpoint()
 
-    def _trainable(self) -> Any:
-        training, folder = self._training, self._setup.model_folder
-        model = self._load_unsharded(folder, self._setup.head, weights=training.weights)
-        lora = training.lora
-        torch.manual_seed(self._setup.seed)  # transformers draws numbers while it loads Nemotron-H
-        self._adapters = Adapters(model, lora, base_folder=folder) if lora else None
-        return self._shard(model, folder)
-
-    def _load_unsharded(self, folder: Path, head: Head, *, weights: Precision = "full") -> Any:
-        """The model with its weights, or without them if each rank reads a shard later."""
-        refuse_untrainable(described(folder), called=called(folder))
-        check_tensor_parallel(folder, self._training)
-        if self._mesh is None or weights != "full":
-            return load_model(folder, head, weights=weights)
-        return empty_model(folder, head)
-
-    def _shard(self, model: Any, folder: Path) -> Any:
-        is_empty = any(parameter.is_meta for parameter in model.parameters())
-        model = parallelize(model, self._training, self._mesh, dtype=self._setup.dtype)
-        if is_empty:
-            model = finish_loading(model, fill_from_folder(model, folder), folder)
-        refresh_scales(model)
-        return model
-
-    def _language_model(self, model: Any, folder: Path) -> LogprobModel:
-        attention = self._attention_of(model)
-        return LogprobModel(
-            model,
-            temperature=self._setup.temperature,
-            dtype=self._setup.dtype,
-            mesh=self._mesh,
-            attention=attention,
-            sharing=self._sharing_of(folder, attention),
-        )
-
-    def _sharing_of(self, folder: Path, attention: PackedAttention | None) -> PrefixSharing | None:
-        takes_trees = attention is None or attention.takes_trees
-        is_shared = self._training.share_prefixes and takes_trees
-        return allowed_sharing(folder) if is_shared else None
-
     def prefix_sharing(self) -> PrefixSharing | None:
-        """How the trained model shares prefixes, so that a plan for several ranks does as well."""
+        """Returns how the trained model shares prefixes, for plans of several ranks."""
         return self._policy.sharing
 
     def choices(self) -> dict[str, str]:
-        """What a setting that may be `auto` is on this machine, by its path in the recipe."""
+        """Returns the resolved values of `auto` settings by their paths in the recipe."""
         attention = self._policy.attention
         return {
             **attention_choices(attention.kernel if attention else "sdpa"),
             "training.deterministic": str(self._is_deterministic).lower(),
         }
 
-    def _attention_of(self, model: Any) -> PackedAttention | None:
-        return packed_attention(
-            model, self._training, dtype=self._setup.dtype, device=local_device()
-        )
-
-    def _check(self, model: PackedModel) -> None:
-        name, training = type(model.model).__name__.removeprefix("FSDP"), self._training
-        with full_precision(), in_high_precision(model.model):
-            try:
-                model.choose_layout()
-            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                raise self._refused(name, error) from error
-            except RuntimeError as error:
-                # Shapes that do not fit; subclasses are errors of memory and communication.
-                is_split = training.tensor_parallel_size * training.context_parallel_size > 1
-                if not is_split or type(error) is not RuntimeError:
-                    raise
-                raise self._refused(name, error) from error
-        release(model.model)
-
-    def _refused(self, name: str, error: Exception) -> Exception:
-        if self._training.tensor_parallel_size > 1:
-            return refused_forward(name, error)
-        fix = "choose another model"
-        if self._training.context_parallel_size > 1:
-            fix = "set context_parallel_size to 1"
-        elif self._training.lora is not None:
-            fix = "leave routers out of lora.target_modules, or choose another model"
-        return ModelError(
-            f"{name} does not compute on a batch of token ids",
-            expected="a causal model of text, whose forward pass takes only input_ids",
-            got=f"{type(error).__name__}: {error}",
-            fix=fix,
-        )
-
-    def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
-        """One optimizer step over the whole batch, split into micro-batches.
+    def generate(
+        self,
+        batch: BatchedDataDict,
+        *,
+        greedy: bool,
+        max_new_tokens: int,
+        temperature: float | None = None,
+        seed: int = 0,
+        stop_token_ids: Sequence[int] = (),
+        **sampling: Any,
+    ) -> BatchedDataDict:
+        """Completes prompts under the weights being trained, with transformers' loop.
 
         Args:
-            batch: `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T-1]`,
-                `sample_mask [B]`, and the columns that the loss reads. Rows of equal `pair_ids [B]`
-                stay in one micro-batch. With `topk_ids [B, T-1, K]` the loss also gets
-                `current_topk_logprobs [B, T-1, K]`.
-            loss_fn: The loss; its sum over micro-batches is the loss of the step. Its first
-                argument is `[B, T-1]` logprobs, or `[B, T]` values with a scalar head.
-
-        Returns:
-            The loss's metrics, and `grad_norm`, `learning_rate`, `num_valid_tokens`.
-
-        Raises:
-            ConsistencyError: If the gradient is not finite; the weights are unchanged.
+            batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`, optionally `seeds
+                [B]`.
+            greedy: Whether to always take the most likely token.
+            max_new_tokens: Maximum number of tokens in a completion.
+            temperature: Sampling temperature; by default that of the setup.
+            seed: Sampling seed, if rows have none.
+            stop_token_ids: Tokens that end a completion, in addition to the model's stop tokens.
+            **sampling: Other fields of `SamplingConfig`, such as `top_p`.
         """
+        self._memory.restore("weights")
+        model = self._with_lm_head().model
+        if self._mesh is not None:
+            raise ConfigError(
+                "transformers' generation loop needs one rank with all weights",
+                expected="one rank without cpu_offload",
+                got=f"{world_size()} ranks",
+                fix="generate with vLLM (generation.backend: vllm), or train on one rank",
+            )
+        folder = self._setup.model_folder
+        config = SamplingConfig(
+            max_new_tokens=max_new_tokens,
+            temperature=self._setup.temperature if temperature is None else temperature,
+            **sampling,
+        )
+        seeded = BatchedDataDict({"seeds": row_seeds(seed, batch.size), **batch})
+        longest = batch["input_ids"].shape[1] + max_new_tokens
+        requests = read_requests(seeded, config, max_model_len=longest)
+        tokenizer = load_tokenizer(folder)
+        stops = {*model_stop_token_ids(folder, tokenizer), *stop_token_ids}
+        if self._pads is None:
+            self._pads = check_padding(model)
+        return complete(
+            model,
+            requests,
+            config,
+            greedy=greedy,
+            stop_token_ids=sorted(stops),
+            tokenizer=tokenizer,
+            pads=self._pads,
+        )
+
+    def _with_lm_head(self) -> LogprobModel:
+        if not isinstance(self._policy, LogprobModel):
+            raise _wrong_head("logprobs", expected="lm", got="scalar")
+        return self._policy
+
+    def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
+        """Runs one optimizer step, as `TrainingBackend` describes."""
         metrics, _ = self.forward_backward(batch, loss_fn, returns_outputs=False)
         return {**metrics, **self.optimizer_step()}
 
@@ -239,11 +189,11 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
     def forward_backward(
         self, batch: BatchedDataDict, loss_fn: LossFunction, *, returns_outputs: bool = True
     ) -> tuple[dict[str, float], torch.Tensor | None]:
-        """The gradients of a step, in place of those of an earlier call; weights stay as they are.
+        """Computes the gradients of a step, which replace earlier ones; weights do not change.
 
         Returns:
-            The loss's metrics and `num_valid_tokens`; and, if they are wanted, `[B, T-1]` logprobs
-            where `token_mask` is set, or `[B, T]` values with a scalar head.
+            The loss's metrics and `num_valid_tokens`; and with `returns_outputs`, `[B, T-1]`
+            logprobs where `token_mask` is set, or `[B, T]` values with a scalar head.
         """
         self._memory.restore("weights")
         mask = batch["token_mask"] * batch["sample_mask"][:, None]
@@ -251,11 +201,11 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
         counts = counts if self._mesh is None else self._mesh.data_sum(counts)
         global_valid_tokens, global_valid_seqs = counts.unbind()
         totals: dict[str, torch.Tensor] = {}
-        found: torch.Tensor | None = None
+        all_outputs: torch.Tensor | None = None
         if returns_outputs:
-            of_each = batch["input_ids"] if self._setup.head == "scalar" else mask
-            found = torch.zeros(of_each.shape)
-        self._optimizer.zero_grad(set_to_none=True)  # of a step that was broken off
+            is_scalar = self._setup.head == "scalar"
+            all_outputs = torch.zeros(batch["input_ids"].shape if is_scalar else mask.shape)
+        self._optimizer.zero_grad(set_to_none=True)  # left by an interrupted step
         drop_gradients(self._policy.model)
         for part in self._parts(self._policy, batch):
             sync_gradients(self._policy.model, self._training, is_last=part.is_last)
@@ -275,8 +225,8 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
                 loss = loss + coefficient * router_loss
                 metrics = {**metrics, "router_aux_loss": router_loss.detach()}
             torch.autograd.backward(loss)
-            if found is not None:
-                found[part.plan.indices, : outputs.shape[1]] = outputs.detach().cpu()
+            if all_outputs is not None:
+                all_outputs[part.plan.indices, : outputs.shape[1]] = outputs.detach().cpu()
             for name, value in metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
         drop_unused_gradients(self._policy.model)
@@ -284,14 +234,10 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
         return {
             **(summed if self._mesh is None else self._mesh.sum_metrics(summed)),
             "num_valid_tokens": global_valid_tokens.item(),
-        }, found
+        }, all_outputs
 
     def optimizer_step(self) -> dict[str, float]:
-        """Updates the weights; returns `grad_norm` and `learning_rate`.
-
-        Raises:
-            ConsistencyError: If the gradient is not finite; the weights are unchanged.
-        """
+        """Updates the weights; returns `grad_norm` and `learning_rate`."""
         self._memory.restore("optimizer")
         options, step = self._setup.optimizer, self._num_updates + 1
         norm = clip_gradients(self._policy.model.parameters(), options.max_grad_norm, step=step)
@@ -300,43 +246,33 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
         self._optimizer.step()
         refresh_scales(self._policy.model)
         self._num_updates = step
-        # An engine on the same GPU is to have their memory.
+        # Frees the gradients' memory for an engine on the same GPU.
         self._optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "learning_rate": self._optimizer.param_groups[0]["lr"]}
 
     def get_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
-        """`[B, T-1]` logprobs under the weights being trained."""
+        """Returns `[B, T-1]` logprobs under the weights being trained."""
         return self._all_logprobs(self._with_lm_head(), batch)
 
     def get_reference_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
-        """`[B, T-1]` logprobs under the reference policy, loaded on first use."""
+        """Returns `[B, T-1]` logprobs under the reference policy, loaded on first use."""
         with self._reference_model() as reference:
             return self._all_logprobs(reference, batch)
 
     def get_reference_topk_logprobs(
         self, batch: BatchedDataDict, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The k most likely next tokens of the reference, which may have another architecture.
+        """Returns the k most likely next tokens of the reference, whose architecture may differ.
 
         Returns:
-            `[B, T-1, k]` int64 ids, most likely first, and `[B, T-1, k]` logprobs in nats under the
+            `[B, T-1, k]` int64 ids, most likely first, and `[B, T-1, k]` logprobs in nats at the
             temperature; both 0 where `token_mask` is not set.
-
-        Raises:
-            ModelError: If the reference has another vocabulary.
-            ConfigError: If there are fewer than k tokens.
         """
         trained = self._with_lm_head()
         with self._reference_model() as reference:
-            # Rows that only one head has are no tokens; the student could not learn them.
+            # Rows that only one head has are not tokens; the student could not learn them.
             num_ids = min(self._vocabulary_size, trained.num_logits, reference.num_logits)
-            if not 1 <= k <= num_ids:
-                raise ConfigError(
-                    f"the {k} most likely tokens cannot be chosen",
-                    expected=f"k from 1 to the vocabulary's {num_ids} tokens",
-                    got=str(k),
-                    fix="change k",
-                )
+            refuse_k(k, num_ids)
             shape = (*batch["token_mask"].shape, k)
             ids, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
             self._compute(
@@ -348,10 +284,10 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
             return ids, logprobs
 
     def get_values(self, batch: BatchedDataDict) -> torch.Tensor:
-        """`[B, T]` values under the weights being trained; reads only ids and lengths."""
+        """Returns `[B, T]` values under the weights being trained; only reads ids and lengths."""
         model = self._policy
         if not isinstance(model, ScoreModel):
-            raise wrong_head("values", expected="scalar", got="lm")
+            raise _wrong_head("values", expected="scalar", got="lm")
         values = torch.zeros(batch["input_ids"].shape)
         self._compute(model, batch, lambda *part: (model.values(*part),), into=(values,))
         return values
@@ -375,31 +311,28 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
         for part in self._parts(model, batch):
             computed = compute(part.batch, part.packed)
             if not part.is_filler:
-                for whole, values in zip(into, to_host(computed), strict=True):
-                    whole[part.plan.indices, : values.shape[1]] = values
+                for target, values in zip(into, to_host(computed), strict=True):
+                    target[part.plan.indices, : values.shape[1]] = values
         release(model.model)
 
     @contextmanager
     def _reference_model(self) -> Iterator[LogprobModel]:
-        """The reference, loaded on first use, or the base model under adapters."""
         folder = self._setup.reference_folder
         if folder is None:
-            raise ValueError("logprobs of the reference need a setup with a reference_folder")
+            raise ValueError("logprobs of the reference require TrainingSetup.reference_folder")
         self._vocabulary_size = shared_vocabulary_size(self._setup.model_folder, folder)
-        if self._adapters and self._adapters.base_is(folder):
+        if self._adapters and self._adapters.has_same_base(folder):
             with self._adapters.off():
                 yield self._with_lm_head()
             return
         if self._reference is None:
-            model = self._shard(self._load_unsharded(folder, "lm"), folder)
-            self._reference = self._language_model(model, folder)
-            self._check(self._reference)
+            self._reference = self._builder.reference(folder)
         yield self._reference
         if "reference" in PARTS[self._training.offload_for_generation]:
             self._memory.offload(["reference"])  # training needs the memory as well
 
     def _parts(self, model: PackedModel, batch: BatchedDataDict) -> Iterator[MicrobatchPart]:
-        return self._microbatches.of(
+        return self._microbatches.split(
             batch,
             share_rows=model.shares_rows,
             device=local_device(),
@@ -409,28 +342,28 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
         )
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields whole weights under transformers' names, adapters merged, tied weights once.
+        """Yields full weights under transformers' names, adapters merged, tied weights once.
 
-        A collective, one weight at a time: every rank must iterate to the end.
+        Each weight is a collective, so every rank must iterate to the end.
         """
-        weights = self._own_weights()
+        weights = self._full_weights()
         merged = self._adapters.merged(weights) if self._adapters else weights
         return as_published(self._policy.model, merged)
 
     def weights_to_send(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields `named_weights` in the type of engines, in which ranks gather them.
+        """Yields `named_weights` in the engines' dtype, in which ranks gather them.
 
-        Adapters are merged in the type that they are trained in, and rounded afterwards. What
-        transformers keeps in float32 is not rounded.
+        Adapters are merged in the dtype that they are trained in, and rounded afterwards. Weights
+        that transformers keeps in float32 are not rounded.
         """
         model = self._policy.model
         if not self._adapters:
-            yield from as_published(model, self._own_weights(self.sent_dtype))
+            yield from as_published(model, self._full_weights(self.sent_dtype))
             return
         for name, weight in self.named_weights():
             yield name, weight if keeps_float32(model, name) else weight.to(self.sent_dtype)
 
-    def _own_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _full_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         self._memory.restore("weights")
         model = self._policy.model
         if getattr(model, "is_quantized", False):
@@ -440,15 +373,75 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
         for name, tensor in model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield name, whole_tensor(tensor, None if keeps_float32(model, name) else dtype)
+                yield name, full_tensor(tensor, None if keeps_float32(model, name) else dtype)
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Writes `model/` (transformers layout) and `trainer/` (optimizer, random state)."""
+        self.start_checkpoint(path)
+        self.finish_checkpoint()
+
+    def start_checkpoint(self, path: Path) -> None:
+        """Saves like `save_checkpoint`, but writes the trainer's state while training continues.
+
+        Rank 0 writes `model/` first, one gathered tensor at a time.
+        """
+        self._memory.restore("weights", "optimizer")
+        source = self._setup.model_folder
+        self._policy.save(path / "model", source, load_tokenizer(source), self.named_weights())
+        if self._adapters:
+            (path / "trainer").mkdir(exist_ok=True)
+            self._adapters.save(path / "trainer")
+        self._start_saving(path, model={})
+
+    def start_sharded_checkpoint(self, path: Path) -> None:
+        """Saves like `start_checkpoint`, but with sharded weights instead of `model/`."""
+        self._memory.restore("weights", "optimizer")
+        self._start_saving(path, model={} if self._adapters else self._model_state())
+
+    def _start_saving(self, path: Path, *, model: Mapping[str, torch.Tensor]) -> None:
+        trainer = path / "trainer"
+        trainer.mkdir(exist_ok=True)
+        if self._adapters:
+            self._adapters.save_base(trainer)
+        self._trainer_state.start_saving(
+            trainer,
+            num_updates=self._num_updates,
+            model=model,
+            other_files=written_by_rank_0(path),
+        )
+
+    def _model_state(self) -> dict[str, torch.Tensor]:
+        return {name: unwrapped(tensor) for name, tensor in distinct(self._policy.model)}
+
+    def checkpoint_is_written(self) -> bool:
+        """Returns True if `finish_checkpoint` would not wait."""
+        return self._trainer_state.is_saved()
+
+    def finish_checkpoint(self) -> dict[str, WrittenFile]:
+        """Waits until the folder is complete; returns this rank's files, hashed."""
+        written = self._trainer_state.finish_saving()
+        return {posixpath.normpath(f"trainer/{name}"): file for name, file in written.items()}
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Restores any checkpoint of the methods above, bit-identically."""
+        self._memory.restore("weights", "optimizer")
+        shards: Mapping[str, torch.Tensor] = {}
+        if self._adapters is not None:
+            if not self._adapters.has_same_base(base := path / "trainer" / "base"):
+                self._adapters.replace_base(base)
+        elif (weights := path / "model").is_dir():
+            # A checkpoint has all weights, including the head.
+            missing = fill_from_folder(self._policy.model, weights)
+            refuse_wrong_weights(name_in_errors(weights), missing=missing)
+        else:
+            shards = self._model_state()
+        self._num_updates = self._trainer_state.load(path / "trainer", model=shards)
+        refresh_scales(self._policy.model)
 
     def release_memory(self, *, keeps_weights: bool = False) -> None:
-        """Drops gradients and gathered weights, and moves what the recipe names to the host.
+        """Drops gradients and gathered weights, and moves offloaded parts to the host.
 
-        Each part comes back with the next call that needs it.
-
-        Args:
-            keeps_weights: Whether the weights stay, for a transfer.
+        Each part moves back with the next call that needs it.
         """
         self._optimizer.zero_grad(set_to_none=True)
         for model in filter(None, (self._policy, self._reference)):
@@ -462,6 +455,15 @@ class DTensorBackend(DTensorGeneration, DTensorSaving, SendsWeights):
         return peak_memory_gib()
 
     def shutdown(self) -> None:
-        """Frees the models and the optimizer after pending saves are written."""
-        self._finish_earlier()
+        """Frees the models and the optimizer once pending saves are written."""
+        self._finish_pending_save()
         self.__dict__.clear()
+
+
+def _wrong_head(what: str, *, expected: str, got: str) -> ConfigError:
+    return ConfigError(
+        f"this model has no {what}",
+        expected=f"a backend set up with head={expected!r}",
+        got=f"head={got!r}",
+        fix=f"set TrainingSetup.head to {expected!r}, or use another model",
+    )

@@ -1,8 +1,7 @@
-"""Products of linear layers in 8 bits of floating point, forward and backward, with torchao.
+"""Matrix products of linear layers in float8, forward and backward, with torchao.
 
-Parameters, gradients and the optimizer's state stay in float32: each product rounds its operands,
-with a scale for the largest absolute value of a matrix or of each row of it. On a CPU the operands
-are rounded in the same way and multiplied in float32 (torchao's emulation).
+Parameters, gradients and the optimizer's state stay in float32. On a CPU the operands are rounded
+in the same way and multiplied in float32 (torchao's emulation).
 """
 
 import logging
@@ -16,9 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
-from nemo_rl_core.config.float8 import require_torchao
 from nemo_rl_core.config.model import DType
-from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.config.training import DTensorTraining, require_torchao
 from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.planning.model_parts import layers_of
@@ -26,29 +24,19 @@ from nemo_rl_core.planning.model_parts import layers_of
 _LOG = logging.getLogger(__name__)
 _CAPABILITY = (8, 9)
 _MULTIPLE = 16
-"""Divides both sizes of a matrix that the kernels take."""
+"""Divisor of both dimensions of a matrix that the kernels support."""
 _ROUTERS = ("gate", "router")
-"""Names of the layers that choose experts, whose scores decide by their last bits."""
+"""Names of the layers that choose experts; rounding their scores could change the choice."""
 
 
 def convert_linear_layers(
     model: Any, training: DTensorTraining, *, dtype: DType, is_sharded: bool
 ) -> None:
-    """Has the linear layers of the decoder compute in float8, in place; before they are split.
+    """Converts the linear layers of the decoder to float8, in place; call it before sharding.
 
-    Left out are embedding, head and all else outside the decoder's layers, routers, and layers with
-    a size that is no multiple of 16 times the ranks of tensor parallelism. Experts that share one
-    parameter are no linear layers.
-
-    Args:
-        model: A transformers model.
-        training: Its `float8` is the recipe; `none` leaves the model as it is.
-        dtype: Of the results.
-        is_sharded: Whether FSDP2 will shard the weights.
-
-    Raises:
-        ResourceError: If torchao is missing.
-        ConfigError: If this GPU cannot compute it, or the model has no such layer.
+    Modules outside the decoder's layers (such as embedding and head), routers, and layers with a
+    dimension that is not a multiple of 16 times the tensor-parallel ranks are not converted.
+    Neither are experts that share one parameter, which are not linear layers.
     """
     if training.float8 == "none":
         return
@@ -60,21 +48,21 @@ def convert_linear_layers(
     config = replace(
         Float8LinearConfig.from_recipe_name(training.float8),
         emulate=device.type == "cpu",
-        # A product over the tokens of a micro-batch, of which there is any number.
+        # Gradients of weights are products over a micro-batch's tokens, whose number varies.
         pad_inner_dim=True,
         enable_fsdp_float8_all_gather=is_sharded and training.gathers_in_float8,
     )
     multiple = _MULTIPLE * training.tensor_parallel_size
-    chosen = _chosen_layers(model, multiple)
-    if not chosen:
+    selected = _chosen_layers(model, multiple)
+    if not selected:
         raise ConfigError(
-            f"training.float8: {training.float8} finds no layer in {type(model).__name__}",
+            f"training.float8: {training.float8} applies to no layer of {type(model).__name__}",
             expected=f"linear layers whose sizes are multiples of {multiple}",
             got="none in the decoder's layers",
             fix="leave training.float8 out",
         )
     convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda _, name: name in chosen
+        model, config=config, module_filter_fn=lambda _, name: name in selected
     )
     if config.emulate:
         for layer in _float8_layers(model):
@@ -82,17 +70,20 @@ def convert_linear_layers(
     _LOG.info(
         "training.float8: %s in %d linear layers%s",
         training.float8,
-        len(chosen),
+        len(selected),
         ", emulated on the CPU" if config.emulate else "",
     )
 
 
 def refresh_scales(model: Any) -> None:
-    """Computes the scales of weights that are gathered in float8, after these have changed.
+    """Updates the scales of weights that are gathered in float8; call it when they have changed.
 
-    One sum over all ranks in place of one a matrix; a collective where the model is sharded.
+    Reduces all scales at once instead of one per matrix. A collective if the model is sharded.
     """
-    if _has_wrapped_weights(model):
+    if any(
+        isinstance(layer.weight, DTensor) and _is_wrapped(layer.weight._local_tensor)
+        for layer in _float8_layers(model)
+    ):
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(model)
@@ -100,18 +91,18 @@ def refresh_scales(model: Any) -> None:
 
 @contextmanager
 def in_high_precision(model: Any) -> Iterator[None]:
-    """Context in which layers in float8 multiply without rounding; not for training.
+    """Context in which float8 layers multiply without rounding; not for training.
 
-    Weights that were gathered in float8 keep the rounding that they came with.
+    Weights that were gathered in float8 are rounded already and stay so.
     """
     layers = list(_float8_layers(model))
-    own = [vars(layer).get("forward") for layer in layers]
+    forwards = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
         layer.forward = partial(_exact, layer)
     try:
         yield
     finally:
-        for layer, forward in zip(layers, own, strict=True):
+        for layer, forward in zip(layers, forwards, strict=True):
             if forward is None:
                 del layer.forward
             else:
@@ -119,7 +110,7 @@ def in_high_precision(model: Any) -> Iterator[None]:
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter without the type that FSDP2 gathers in float8 by, over the same memory."""
+    """Returns a parameter without the wrapper for float8 gathering, over the same memory."""
     if not isinstance(tensor, DTensor):
         return tensor
     shard: Any = tensor._local_tensor
@@ -138,7 +129,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 def _import_torchao(recipe: str) -> None:
     require_torchao(recipe)
     before = logging.root.manager.disable
-    # It warns of kernels for other machines, which float8 does not use.
+    # It warns about kernels for other machines, which float8 does not use.
     logging.disable(logging.WARNING)
     try:
         import torchao.float8  # noqa: F401
@@ -179,7 +170,7 @@ def _float8_layers(model: Any) -> Iterator[Any]:
 
 
 def _emulated(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """In the type of autocast, which torchao looks for on GPUs alone."""
+    """Applies CPU autocast, which torchao only does on GPUs."""
     if torch.is_autocast_enabled("cpu"):
         hidden = hidden.to(torch.get_autocast_dtype("cpu"))
     result: torch.Tensor = type(layer).forward(layer, hidden)
@@ -192,18 +183,11 @@ def _exact(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 def _in_high_precision(weight: Any) -> torch.Tensor:
     if isinstance(weight, DTensor):  # gathered over data ranks, and split over tensor ranks
-        whole = _in_high_precision(weight._local_tensor)
-        return DTensor.from_local(whole, weight.device_mesh, weight.placements, run_check=False)
+        local = _in_high_precision(weight._local_tensor)
+        return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)
     is_rounded = hasattr(weight, "to_original_precision")
     exact: torch.Tensor = weight.to_original_precision() if is_rounded else weight
     return exact
-
-
-def _has_wrapped_weights(model: Any) -> bool:
-    return any(
-        isinstance(layer.weight, DTensor) and _is_wrapped(layer.weight._local_tensor)
-        for layer in _float8_layers(model)
-    )
 
 
 def _is_wrapped(shard: torch.Tensor) -> bool:

@@ -1,8 +1,7 @@
-"""Checks a model's layers before a run; reads only its config.json."""
+"""Checks of a model's layers before a run, from its config.json only."""
 
 from pathlib import Path
 
-from nemo_rl_core.backends.training.dtensor.loading import empty_model, refuse_other_heads
 from nemo_rl_core.backends.training.dtensor.lora import adapter_targets
 from nemo_rl_core.backends.training.dtensor.router_loss import refuse_router_loss
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import (
@@ -10,20 +9,11 @@ from nemo_rl_core.backends.training.dtensor.tensor_parallel import (
     tensor_parallel_plan,
 )
 from nemo_rl_core.config.training import DTensorTraining, Head
+from nemo_rl_core.model_files.loading import empty_model, require_scalar_head
 
 
 def check_layers(folder: Path, training: DTensorTraining, trained_heads: list[Head]) -> None:
-    """Refuses a model whose layers do not fit the settings of its training.
-
-    Args:
-        folder: A folder with `config.json`; no weights are read.
-        training: Adapters, ranks and the load-balancing loss.
-        trained_heads: The heads with which the model is trained; none for a reference.
-
-    Raises:
-        ConfigError: As the set-up of the training worker does.
-        ModelError: If a trained head is not in transformers.
-    """
+    """Raises the error that a training worker's setup would raise for a model's layers."""
     check_tensor_parallel(folder, training)
     model = empty_model(folder, "lm")
     if training.tensor_parallel_size > 1:
@@ -33,4 +23,4 @@ def check_layers(folder: Path, training: DTensorTraining, trained_heads: list[He
     if training.router_aux_loss_coef and trained_heads:
         refuse_router_loss(model, has_adapters=training.lora is not None)
     if "scalar" in trained_heads:
-        refuse_other_heads(folder)
+        require_scalar_head(folder)

@@ -9,22 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD, finish_loading
-from nemo_rl_core.backends.training.dtensor.matching import plain_name
-from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder, standing_in
+from nemo_rl_core.backends.training.dtensor.parallelize import full_tensor
 from nemo_rl_core.checkpoints.tensors import save_tensors
 from nemo_rl_core.config.training import LoRAConfig
 from nemo_rl_core.data.pretrained import HUB_NAME, base_names
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ConfigError, StoreError
+from nemo_rl_core.model_files.loading import SCALAR_HEAD, finish_loading
+from nemo_rl_core.model_files.weights import fill_from_folder, placeholder_weights, plain_name
 from nemo_rl_core.planning.model_parts import adaptable_layers
 from nemo_rl_core.store.files import hash_file
 
 _ADAPTER = "default"
 _PUBLISHED_PARTS = {"laguna": (".shared_experts.", ".shared_expert.")}
-"""Parts of names that peft reads only as published; it would rename those of the model again."""
+"""Parts of names to save as published, since peft would rename the model's names again."""
 
 
 class Adapters:
@@ -32,15 +31,6 @@ class Adapters:
 
     `B` starts as zeros, so that the model's outputs are unchanged. All weights of the model are
     frozen except a scalar head, which is usually new and fully trained.
-
-    Args:
-        model: A transformers model before sharding; changed in place.
-        config: Rank, alpha and targets.
-        base_folder: The folder of the base model.
-
-    Raises:
-        ConfigError: If the model has no linear layer or experts of a target's name, or it is a head
-            that shares its weight with the embedding.
     """
 
     def __init__(self, model: Any, config: LoRAConfig, *, base_folder: Path) -> None:
@@ -59,12 +49,12 @@ class Adapters:
             task_type=TaskType.CAUSAL_LM if head is None else TaskType.SEQ_CLS,
         )
         try:
-            with standing_in(model):  # peft puts adapters on the device of the weights
+            with placeholder_weights(model):  # peft creates adapters on the weights' device
                 inject_adapter_in_model(self._config, model, adapter_name=_ADAPTER)
         except ValueError as error:
             raise ConfigError(
                 "the adapters do not fit the model",
-                expected="lora.target_modules with names of its linear layers, or all-linear",
+                expected="lora.target_modules with names of linear layers, or all-linear",
                 got=str(error)[:200],
                 fix="correct lora.target_modules",
             ) from error
@@ -85,7 +75,7 @@ class Adapters:
 
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """Adapters and scalar head by name: all trained parameters, sharded or not."""
+        """All trained parameters (adapters and scalar head) by name, sharded or not."""
         return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
 
     @contextmanager
@@ -102,12 +92,7 @@ class Adapters:
     def merged(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the merged weights under their names without adapters, one at a time.
-
-        Args:
-            named_tensors: Whole tensors in the order of the model's `state_dict`, with a layer's
-                own weight before its `lora_A [r, in]` and `lora_B [out, r]`.
-        """
+        """Yields the merged weights under plain names, one at a time; see the function `merged`."""
         return merged(
             named_tensors,
             adapted=self._adapted,
@@ -118,10 +103,10 @@ class Adapters:
     def save(self, folder: Path) -> None:
         """Writes `adapter/` in peft's format; every rank calls this, and rank 0 writes."""
         old, new = _PUBLISHED_PARTS.get(self._model.config.model_type, ("", ""))
-        tensors = {
-            _peft_name(name).replace(old, new): whole(p.detach())
-            for name, p in self.trained.items()
-        }
+        tensors = {}
+        for name, parameter in self.trained.items():
+            published = name.replace(f".{_ADAPTER}.", ".").replace(old, new)
+            tensors[f"base_model.model.{published}"] = full_tensor(parameter)
         if rank() != 0:
             return
         adapter = folder / "adapter"
@@ -138,34 +123,30 @@ class Adapters:
     def save_base(self, folder: Path) -> None:
         """Writes `base/` with the frozen weights, on rank 0; files are hard-linked if possible.
 
-        A resumed run adds the adapters to them, since merged weights have lost the last bits of the
-        base.
+        A resumed run needs them, since the base cannot be recovered exactly from merged weights.
         """
         if rank() != 0:
             return
         base = folder / "base"
         base.mkdir()
-        for name in _model_files(self._base_folder):
-            _link(self._base_folder / name, base / name)
+        patterns = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
+        for path in {path for pattern in patterns for path in self._base_folder.glob(pattern)}:
+            _link(path, base / path.name)
         names = base_names(self._base_folder)
         if names["revision"] and not (base / HUB_NAME).exists():
             (base / HUB_NAME).write_text(json.dumps(names))
 
-    def base_is(self, folder: Path) -> bool:
-        """Returns whether a folder has the base weights of the adapters.
-
-        Raises:
-            StoreError: If there is no such folder.
-        """
+    def has_same_base(self, folder: Path) -> bool:
+        """Returns whether a folder has the base weights of the adapters."""
         ours, theirs = self._base_folder, folder
-        for folder_at in (ours, theirs):
-            if not folder_at.is_dir():
+        for base in (ours, theirs):
+            if not base.is_dir():
                 raise StoreError(
-                    "the weights under the adapters cannot be compared",
-                    expected=f"a transformers folder at {folder_at}",
+                    "the base weights of the adapters cannot be compared",
+                    expected=f"a transformers folder at {base}",
                     got="no such folder",
-                    fix="give the checkpoint its trainer/base again (the model that the adapters "
-                    "were trained over), or start a new run",
+                    fix="restore trainer/base of the checkpoint (the model that the adapters were "
+                    "trained on), or start a new run",
                 )
         if ours.samefile(theirs):
             return True
@@ -177,36 +158,29 @@ class Adapters:
         )
 
     def replace_base(self, folder: Path) -> None:
-        """Replaces the frozen weights under the adapters by those of a folder.
-
-        Raises:
-            ModelError: If they do not fit.
-        """
+        """Replaces the frozen base weights with those of a folder."""
         finish_loading(self._model, fill_from_folder(self._model, folder), folder)
         self._base_folder = folder
 
 
 def adapter_targets(model: Any, config: LoRAConfig) -> tuple[list[str], list[str]]:
-    """Names of the linear layers, and of other weights, that get adapters, as peft takes them.
+    """Returns peft's target modules and target parameters.
 
-    peft itself drops names that match nothing if another one matches, and takes some names of
-    linear layers for the experts of older checkpoints; it does not where the weight is named.
-
-    Raises:
-        ConfigError: If a target matches no such layer or experts, or a head that shares its weight
-            with the embedding.
+    peft would silently ignore names that match nothing if another name matches. It also treats some
+    names of linear layers as experts of older checkpoints, so those layers are targeted by
+    parameter.
     """
     head, linear = model.get_output_embeddings(), adaptable_layers(model)
-    linear.pop(SCALAR_HEAD, None)  # all of it is trained
+    linear.pop(SCALAR_HEAD, None)  # fully trained
     legacy = {name for name in _last_names(linear) if _is_legacy_expert_name(model, name)}
 
-    def as_peft_takes(names: list[str]) -> tuple[list[str], list[str]]:
+    def peft_targets(names: list[str]) -> tuple[list[str], list[str]]:
         weights = [name for name in names if name.rpartition(".")[2] in legacy]
         layers = [name for name in names if name.rpartition(".")[2] not in legacy]
         return layers, [f"{name}.weight" for name in weights]
 
     if config.target_modules == "all-linear":
-        return as_peft_takes([name for name, layer in linear.items() if layer is not head])
+        return peft_targets([name for name, layer in linear.items() if layer is not head])
     experts = {
         f"{name}.{leaf}"
         for name, part in model.named_modules()
@@ -214,7 +188,7 @@ def adapter_targets(model: Any, config: LoRAConfig) -> tuple[list[str], list[str
         for leaf, weight in part.named_parameters(recurse=False)
         if weight.ndim == 3
     }
-    # Plain `down_proj` would be ambiguous where some layers are dense, or have shared experts.
+    # Plain `down_proj` would be ambiguous if some layers are dense, or have shared experts.
     matched = {
         target: [
             name
@@ -225,7 +199,7 @@ def adapter_targets(model: Any, config: LoRAConfig) -> tuple[list[str], list[str
     }
     if unknown := [target for target, names in matched.items() if not names]:
         raise ConfigError(
-            "adapters are asked for layers that the model does not have or cannot train",
+            "lora.target_modules names layers that the model does not have or cannot train",
             expected="lora.target_modules among "
             f"{', '.join(_last_names(linear) + [f'experts.{n}' for n in _last_names(experts)])}",
             got=", ".join(unknown),
@@ -237,27 +211,27 @@ def adapter_targets(model: Any, config: LoRAConfig) -> tuple[list[str], list[str
             "an adapter of the head would change the embedding, which shares its weight",
             expected="lora.target_modules without the head",
             got=", ".join(config.target_modules),
-            fix="take the head out, or take a model with tie_word_embeddings: false",
+            fix="remove the head, or use a model with tie_word_embeddings: false",
         )
-    layers, weights = as_peft_takes(sorted(names - experts))
+    layers, weights = peft_targets(sorted(names - experts))
     return layers, weights + sorted(names & experts)
 
 
 def _is_legacy_expert_name(model: Any, name: str) -> bool:
-    """Whether peft takes a layer's name for that of experts, as transformers 4 called them."""
+    """Whether peft treats a layer's name as that of experts in transformers 4."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     config = LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(config, model, None)
-    except ValueError:  # one of the two that are one weight now
+    except ValueError:  # one of two weights that transformers 5 merged
         return True
     return name not in (config.target_modules or ())
 
 
 def tied_head(model: Any) -> str | None:
-    """Name of the head, if it shares its weight with the embedding."""
+    """Returns the name of the head if it shares its weight with the embedding."""
     head = model.get_output_embeddings()
     if head is None or head.weight is not model.get_input_embeddings().weight:
         return None
@@ -275,15 +249,14 @@ def merged(
     scaling: float,
     transposed: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields `W + scaling * B A` for every adapted `W`, and all others, under plain names.
+    """Yields `W + scaling * B A` for every adapted `W`, and all other weights, under plain names.
 
     Args:
-        named_tensors: An adapted weight before its `lora_A [r, in]` and `lora_B [out, r]`, which
-            have these strings in their names; for experts `W [experts, out, in]`,
-            `lora_A [experts * r, in]` and `lora_B [out, r * experts]`.
+        named_tensors: Tensors by name, each adapted weight before its `lora_A [r, in]` and
+            `lora_B [out, r]`, which have these strings in their names. For experts
+            `W [experts, out, in]`, `lora_A [experts * r, in]` and `lora_B [out, r * experts]`.
         adapted: Plain names of the adapted weights by layer, the part of a name before `.lora_A`.
-        scaling: alpha / rank.
-        transposed: Plain names of weights with `in` before `out`, as GPT-2 and GPT-OSS have them.
+        transposed: Plain names of weights with `in` before `out`, as in GPT-2 and GPT-OSS.
     """
     names = set(adapted.values())
     weights: dict[str, torch.Tensor] = {}
@@ -308,23 +281,8 @@ def merged(
             yield plain, weight + (change.mT if plain in transposed else change)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or the gathered tensor if sharded; a collective of all ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _peft_name(name: str) -> str:
-    return "base_model.model." + name.replace(f".{_ADAPTER}.", ".")
-
-
 def _weight_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.safetensors"))
-
-
-def _model_files(folder: Path) -> list[str]:
-    """The files that a model is loaded from; weights in other formats are left out."""
-    wanted = (*folder.glob("*.safetensors"), *folder.glob("*.json"), *folder.glob("*.jinja"))
-    return sorted({path.name for path in wanted} | {p.name for p in folder.glob("tokenizer*")})
 
 
 def _link(source: Path, target: Path) -> None:

@@ -24,10 +24,9 @@ class RankMesh:
     """The ranks as a grid, `rank = (data * context_size + context) * tensor_size + tensor`.
 
     Attributes:
-        parameters: Axes `replica`, `shard` and `tensor`: sharding of weights. Context ranks hold
-            shards like data ranks, so `shard` counts both.
-        tokens: Axes `data`, `context` and `tensor`: distribution of rows and tokens.
-        row_multiple: Divisor of every row length, for an even split.
+        parameters: Mesh that shards the weights, with axes `replica`, `shard` and `tensor`. Context
+            ranks have shards like data ranks, so `shard` includes both.
+        tokens: Mesh that distributes rows and tokens, with axes `data`, `context` and `tensor`.
     """
 
     parameters: DeviceMesh
@@ -36,38 +35,33 @@ class RankMesh:
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """Ranks with other rows."""
+        """Ranks that hold different rows, including this one."""
         return self.tokens["data"].get_group()
 
     @property
     def context_group(self) -> dist.ProcessGroup:
-        """Ranks with other tokens of the same rows."""
+        """Ranks that hold different tokens of the same rows, including this one."""
         return self.tokens["context"].get_group()
 
     @property
     def context_size(self) -> int:
-        """Ranks of context parallelism."""
+        """Number of context-parallel ranks."""
         return self.tokens["context"].size()
 
-    @property
-    def tensor_size(self) -> int:
-        """Ranks of tensor parallelism."""
-        return self.tokens["tensor"].size()
-
     def data_max(self, value: int) -> int:
-        """The largest value of any data rank; a collective."""
+        """Returns the largest value of any data rank; a collective."""
         largest = torch.tensor(value, device=self.tokens.device_type)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.data_group)
         return int(largest)
 
     def data_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over data ranks; a collective."""
+        """Returns the sum over data ranks; a collective."""
         total = values.detach().to(self.tokens.device_type, copy=True)
         dist.all_reduce(total, group=self.data_group)
         return total.to(values.device)
 
     def sum_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics summed over data ranks by name; a rank may lack some. A collective."""
+        """Sums metrics over data ranks by name; a collective. Ranks may have different metrics."""
         parts: list[dict[str, float] | None] = [None] * dist.get_world_size(self.data_group)
         dist.all_gather_object(parts, metrics, group=self.data_group)
         totals: Counter[str] = Counter()
@@ -77,37 +71,29 @@ class RankMesh:
 
 
 def join_mesh(training: DTensorTraining) -> RankMesh | None:
-    """Joins the process group and builds the mesh; None if one rank trains whole weights.
-
-    Raises:
-        ConfigError: If the number of ranks is not a multiple of a replica's ranks.
-    """
+    """Joins the process group and builds the mesh; None if one rank trains unsharded weights."""
     num_ranks = world_size()
     check_sizes(training, num_ranks)
     if num_ranks == 1 and not training.cpu_offload:
         return None
     join_process_group()
-    check_collectives({})  # first, since all ranks make the groups of the axes together
+    check_collectives({})  # the world first: creating the groups of the axes is a collective
     replicas, tensor = training.num_copies, training.tensor_parallel_size
     context = training.context_parallel_size
     parameters, tokens = _grids(dist.group.WORLD, local_device().type, replicas, context, tensor)
-    check_collectives(_named_groups(parameters, tokens))
+    grids = (parameters, tokens)
+    check_collectives({n: grid[n].get_group() for grid in grids for n in grid.mesh_dim_names or ()})
     row_multiple = context * (tensor if training.sequence_parallel else 1)
     return RankMesh(parameters, tokens, row_multiple)
-
-
-def _named_groups(*grids: DeviceMesh) -> dict[str, dist.ProcessGroup]:
-    """The group of this rank on each axis."""
-    return {name: grid[name].get_group() for grid in grids for name in grid.mesh_dim_names or ()}
 
 
 @cache
 def _grids(
     world: dist.ProcessGroup, device_type: str, replicas: int, context: int, tensor: int
 ) -> tuple[DeviceMesh, DeviceMesh]:
-    """The meshes `RankMesh.parameters` and `RankMesh.tokens`.
+    """Returns the meshes `RankMesh.parameters` and `RankMesh.tokens`.
 
-    Cached, since workers are set up again for every stage, and the process groups of a mesh, with
+    Cached, since workers are set up again for every stage, but the process groups of a mesh, with
     their connections, threads and buffers, exist until the process ends.
     """
     ranks = torch.arange(world.size())
@@ -119,31 +105,27 @@ def _grids(
 
 
 def _grid(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh whose groups have the timeout of collectives, which `DeviceMesh` itself takes not."""
+    """Creates a mesh whose groups have the timeout of collectives, which `DeviceMesh` ignores."""
     groups = [_axis_group(ranks, axis) for axis in range(ranks.ndim)]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 
 def _axis_group(ranks: torch.Tensor, axis: int) -> dist.ProcessGroup:
-    """The group of this rank along an axis; all ranks make all groups of the axis, in one order."""
+    """Returns this rank's group along an axis; all ranks create all groups in the same order."""
     lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
     if len(lines) == 1 and dist.group.WORLD is not None:
         return dist.group.WORLD
-    found = None
+    rank_group = None
     for line in lines:
         group = dist.new_group(line, timeout=collective_timeout())
         if dist.get_rank() in line:
-            found = group
-    assert isinstance(found, dist.ProcessGroup)
-    return found
+            rank_group = group
+    assert isinstance(rank_group, dist.ProcessGroup)
+    return rank_group
 
 
 def check_sizes(training: DTensorTraining, num_ranks: int) -> None:
-    """Raises if the axes do not divide the ranks.
-
-    Raises:
-        ConfigError: Names the sizes.
-    """
+    """Raises `ConfigError` if the axes do not divide the ranks."""
     needed = training.smallest_world_size
     if num_ranks % needed:
         raise ConfigError(

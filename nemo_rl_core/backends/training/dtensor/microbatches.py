@@ -1,4 +1,4 @@
-"""Plans of a rank's micro-batches, and their tokens on its device."""
+"""Plans of a rank's micro-batches, and packing of their tokens."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,13 +17,8 @@ from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.packing.ranks import plan_shard
 from nemo_rl_core.errors import DataError
 
-
-def _all_tokens(batch: BatchedDataDict, microbatch: Microbatch) -> PackedTokens:
-    return packed_tokens(batch, microbatch, valid_tokens(batch))
-
-
 Packs = Callable[[BatchedDataDict, Microbatch], PackedTokens]
-"""Lays out the tokens of a micro-batch."""
+"""Function that packs the tokens of a micro-batch."""
 _PlanKey = tuple[bytes, tuple[int, ...] | None, bool, PrefixSharing | None]
 
 
@@ -32,11 +27,8 @@ class MicrobatchPart:
     """One micro-batch of a shard.
 
     Attributes:
-        batch: Its rows, in the plan's order.
-        plan: Indices of the shard's rows, and their packing.
-        packed: Their tokens as the model reads them.
-        is_filler: Whether it only serves to join the collectives of other data ranks.
-        is_last: Whether no data rank has another.
+        is_filler: Whether it is only computed to join the collectives of other data ranks.
+        is_last: Whether no data rank has another micro-batch.
     """
 
     batch: BatchedDataDict
@@ -47,18 +39,13 @@ class MicrobatchPart:
 
 
 class Microbatches:
-    """Plans micro-batches and caches the last plan.
-
-    Args:
-        max_tokens: The budget of one micro-batch, filler included.
-        mesh: The ranks, or None for a single rank.
-    """
+    """Plans micro-batches and caches the last plan."""
 
     def __init__(self, max_tokens: int, mesh: RankMesh | None) -> None:
         self._max_tokens, self._mesh = max_tokens, mesh
         self._plans: dict[_PlanKey, list[Microbatch]] = {}
 
-    def of(
+    def split(
         self,
         batch: BatchedDataDict,
         *,
@@ -70,41 +57,35 @@ class Microbatches:
     ) -> Iterator[MicrobatchPart]:
         """Yields the micro-batches of a shard, on a device.
 
-        After its own, a rank yields fillers until it has as many as the data rank with most: a
-        filler is one sequence of two masked tokens.
+        A rank then yields fillers, sequences of two masked tokens, until all data ranks have the
+        same number of micro-batches.
 
         Args:
             batch: `input_ids [B, T]`, `input_lengths [B]`, optionally `pair_ids [B]` that keep rows
-                together; B may be 0. Its own plan is used if it has one, unless that packs rows or
-                shares prefixes and this model must not.
-            share_rows: Whether a row may hold several sequences.
-            device: Device of the returned tensors.
-            sharing: How prefixes may be packed once; None packs each sequence whole.
-            independent_length: The longest sequence that shares a micro-batch; None for any.
-            packed: As the method of a `PackedModel`; by default all tokens are wanted.
-
-        Raises:
-            DataError: If a sequence of any data rank does not fit, or one of a pair needs a
-                separate micro-batch; raised on all ranks, since the others would wait.
+                together; B may be 0. The batch's plan is used if it has one, unless it packs rows
+                or shares prefixes and this model cannot.
         """
 
-        def own_plan() -> list[Microbatch]:
+        def rank_plan() -> list[Microbatch]:
             if independent_length is None:
                 return self._of_rank(batch, share_rows, sharing)
             return self._with_single(batch, share_rows, independent_length)
 
-        plan, most = agreed_plan(own_plan, self._largest)
-        packed = packed or _all_tokens
+        plan, most = agreed_plan(rank_plan, self._largest)
         for index in range(most):
             is_filler = index >= len(plan)
             microbatch = _FILLER if is_filler else plan[index]
             part = _filler() if is_filler else batch.select_indices(microbatch.indices)
-            # Before the move: the GPU would have to be asked for the width, and got the padding.
+            # Cropped on the host: reading the width from the GPU would wait for it.
             part = cropped(part, int(part["input_lengths"].max()))
-            moved = packed(part, microbatch).moved_with(part, device)
-            yield MicrobatchPart(
-                moved[0], microbatch, moved[1], is_filler=is_filler, is_last=index == most - 1
+            tokens = (
+                packed(part, microbatch)
+                if packed
+                else packed_tokens(part, microbatch, valid_tokens(part))
             )
+            part, tokens = tokens.moved_with(part, device)
+            is_last = index == most - 1
+            yield MicrobatchPart(part, microbatch, tokens, is_filler=is_filler, is_last=is_last)
 
     def _of_rank(
         self, batch: BatchedDataDict, share_rows: bool, sharing: PrefixSharing | None
@@ -123,7 +104,7 @@ class Microbatches:
     def _with_single(
         self, batch: BatchedDataDict, share_rows: bool, longest: int
     ) -> list[Microbatch]:
-        """A plan in which each sequence longer than `longest` has a separate micro-batch."""
+        """Returns a plan with a separate micro-batch for each sequence longer than `longest`."""
         lengths = batch["input_lengths"].tolist()
         single = [row for row, length in enumerate(lengths) if length > longest]
         if not single:

@@ -1,6 +1,6 @@
-"""Outputs of packed sequences: logprobs of next tokens, or a value per prefix.
+"""Outputs of packed sequences: logprobs of next tokens, or one value per prefix.
 
-The head of a language model is whole, or split over the vocabulary.
+The head of a language model may be split over the vocabulary.
 """
 
 import logging
@@ -13,14 +13,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
-from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
-from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel, valid_tokens
 from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens
-from nemo_rl_core.backends.training.dtensor.parallelize import run_within
-from nemo_rl_core.backends.training.dtensor.shards import fill_parameter
-from nemo_rl_core.backends.training.padded import next_tokens, scatter, wanted_positions
+from nemo_rl_core.backends.training.dtensor.parallelize import release, run_within
+from nemo_rl_core.backends.training.padded import (
+    loss_inputs,
+    next_tokens,
+    scatter,
+    target_positions,
+)
 from nemo_rl_core.backends.training.rounding import exact_bound, rounding_bound, size_of
 from nemo_rl_core.backends.training.vocab_parallel import (
     vocab_parallel_logprobs_from_hidden,
@@ -28,48 +29,31 @@ from nemo_rl_core.backends.training.vocab_parallel import (
 )
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.functional.logprobs import (
     logprobs_from_logits,
     rows_at_once,
     token_logprobs_within_budget,
     topk_logprobs_from_hidden,
 )
+from nemo_rl_core.model_files.loading import SCALAR_HEAD
+from nemo_rl_core.model_files.weights import fill_parameter
 from nemo_rl_core.planning.model_parts import caps_logits, layers_of
 
 _LOG = logging.getLogger(__name__)
 
 
 class LogprobModel(PackedModel):
-    """Next-token logprobs of packed sequences, without materializing `[N, V]` logits.
+    """Next-token logprobs of packed sequences, without materializing `[N, V]` logits."""
 
-    Args:
-        model: A transformers causal model.
-        temperature: Divisor of the logits.
-        dtype: Type of the matrix products.
-        mesh: The ranks that shard the model; None for one rank with all of it.
-        attention: The kernel that attends over packed rows; None for transformers' own attention.
-        sharing: How prefixes may be packed once; None packs each sequence whole.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        *,
-        temperature: float,
-        dtype: DType,
-        mesh: RankMesh | None = None,
-        attention: PackedAttention | None = None,
-        sharing: PrefixSharing | None = None,
-    ) -> None:
-        super().__init__(model, dtype=dtype, mesh=mesh, attention=attention, sharing=sharing)
+    def __init__(self, model: Any, *, temperature: float, dtype: DType, **options: Any) -> None:
+        super().__init__(model, dtype=dtype, **options)
         self._temperature = temperature
         self._head = model.get_output_embeddings()
         self._has_plain_head = isinstance(self._head, torch.nn.Linear)
 
     @property
     def num_logits(self) -> int:
-        """Rows of the head; at least as many as the tokenizer has tokens."""
+        """Number of rows of the head, at least the number of the tokenizer's tokens."""
         if self._head is None:
             return int(self.model.config.get_text_config().vocab_size)
         return int(self._head.weight.shape[0])
@@ -77,36 +61,22 @@ class LogprobModel(PackedModel):
     def loss_inputs(
         self, batch: BatchedDataDict, packed: PackedTokens
     ) -> tuple[torch.Tensor, BatchedDataDict]:
-        """Logprobs `[B, T-1]`, and those of the batch's `topk_ids [B, T-1, K]` if it has any.
-
-        The latter are added to the batch as `current_topk_logprobs [B, T-1, K]`.
-        """
-        if "topk_ids" not in batch:
-            return self.logprobs(batch, packed), batch
-        # Both in one pass, which computes each chunk of logits once.
-        token_ids = torch.cat([next_tokens(batch), batch["topk_ids"]], dim=-1)
-        logprobs = self._token_logprobs(batch, packed, token_ids)
-        current = {"current_topk_logprobs": logprobs[..., 1:]}
-        return logprobs[..., 0], BatchedDataDict({**batch, **current})
+        """Returns the logprobs and the batch of `padded.loss_inputs`."""
+        return loss_inputs(batch, partial(self._token_logprobs, batch, packed))
 
     def logprobs(self, batch: BatchedDataDict, packed: PackedTokens) -> torch.Tensor:
-        """Logprobs of next tokens where `token_mask [B, T-1]` is set.
-
-        Returns:
-            `[B, T-1]` in nats, float32; 0 where the mask is not set.
-        """
+        """Returns `[B, T-1]` float32 logprobs in nats; 0 where `token_mask` is not set."""
         return self._token_logprobs(batch, packed, next_tokens(batch))[..., 0]
 
     def topk_logprobs(
         self, batch: BatchedDataDict, packed: PackedTokens, *, k: int, num_ids: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The k most likely next tokens where `token_mask [B, T-1]` is set.
+        """Returns `[B, T-1, k]` int64 ids of the most likely next tokens, and their logprobs.
 
-        Returns:
-            `[B, T-1, k]` int64 ids below `num_ids`, and `[B, T-1, k]` logprobs in nats, float32,
-            normalized over the whole head; both 0 where the mask is not set.
+        Ids are below `num_ids`. Logprobs are in nats, float32, normalized over the full head. Both
+        are 0 where `token_mask [B, T-1]` is not set.
         """
-        wanted, shape = packed.wanted, batch["token_mask"].shape
+        selected, shape = packed.selected, batch["token_mask"].shape
 
         def most_likely(hidden: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with self._autocast():
@@ -117,34 +87,30 @@ class LogprobModel(PackedModel):
                 )
 
         ids, logprobs = self._read(batch, packed, most_likely)
-        return scatter(ids, wanted, shape), scatter(logprobs, wanted, shape)
+        return scatter(ids, selected, shape), scatter(logprobs, selected, shape)
 
-    def _wanted(self, batch: BatchedDataDict) -> torch.Tensor:
-        return wanted_positions(batch)
+    def _selected(self, batch: BatchedDataDict) -> torch.Tensor:
+        return target_positions(batch)
 
     def _token_logprobs(
         self, batch: BatchedDataDict, packed: PackedTokens, token_ids: torch.Tensor
     ) -> torch.Tensor:
-        """`[B, T-1, K]` logprobs of `token_ids [B, T-1, K]`, 0 where the mask is not set."""
-        wanted_ids = token_ids[packed.wanted]
+        selected_ids = token_ids[packed.selected]
 
-        def chosen(hidden: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return (self._after(hidden, wanted_ids[numbers]),)
+        def chosen(hidden: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (self._logprobs_after(hidden, selected_ids[indices]),)
 
-        found = self._read(batch, packed, chosen)[0]
-        return scatter(found, packed.wanted, batch["token_mask"].shape)
+        logprobs = self._read(batch, packed, chosen)[0]
+        return scatter(logprobs, packed.selected, batch["token_mask"].shape)
 
     @torch.no_grad()
     def _compare(self) -> None:
-        """Compares logprobs with the model's own logits on three short sequences.
+        """Compares logprobs with the logits of the model's forward pass on three short sequences.
 
-        If the model scales or caps its logits, its own forward pass computes them (`_logits`, which
-        is slower); if packed sequences affect each other, each gets a row. The head is compared
-        separately, on the same hidden states: there, bfloat16 only rounds the logits, so the bound
-        is tight.
-
-        Raises:
-            ModelError: If logprobs still differ.
+        If the model scales or caps its logits, its forward pass computes them (`_logits`, which is
+        slower); if packed sequences affect each other, each gets a separate row. The head is
+        compared separately, on the same hidden states: there, bfloat16 only rounds the logits, so
+        the bound is tight.
         """
         batch = self._probe(self.num_logits)
         lengths = batch["input_lengths"].tolist()
@@ -152,31 +118,33 @@ class LogprobModel(PackedModel):
         for row, length in enumerate(lengths):
             sequence = batch["input_ids"][row : row + 1, :length]
             states, logits = (each[:, : length - 1] for each in self._plain_outputs(sequence))
-            plain.append(self._of_next(logits, sequence))
+            plain.append(self._next_logprobs(logits, sequence))
             hidden.append((states[0], sequence[0, 1:, None]))
             largest = max(largest, float(logits.abs().max()))
         beginning = batch["input_ids"][:1, : lengths[-1]]
 
-        def of_beginning() -> torch.Tensor:
-            return self._of_next(self._plain_outputs(beginning)[1][:, : lengths[-1] - 1], beginning)
+        def beginning_logprobs() -> torch.Tensor:
+            return self._next_logprobs(
+                self._plain_outputs(beginning)[1][:, : lengths[-1] - 1], beginning
+            )
 
         self._refuse_above(
-            rounding_bound(of_beginning, layers_of(self.model), self._dtype),
-            of_beginning() - plain[0][: lengths[-1] - 1],
+            rounding_bound(beginning_logprobs, layers_of(self.model), self._dtype),
+            beginning_logprobs() - plain[0][: lengths[-1] - 1],
             "outputs for the beginning of a sequence",
-            fix="choose a model whose tokens attend to earlier ones only",
+            fix="choose a model whose tokens only attend to earlier ones",
         )
         self._choose_head(hidden, torch.cat(plain), self._rounding(largest))
         self._pack_if_faithful(
             self.logprobs,
             batch,
-            lambda found: torch.cat(
-                [found[row, : length - 1] - plain[row] for row, length in enumerate(lengths)]
+            lambda packed: torch.cat(
+                [packed[row, : length - 1] - plain[row] for row, length in enumerate(lengths)]
             ),
         )
 
-    def _of_next(self, logits: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-        """`[T-1]` logprobs of a sequence `[1, T]` from `[1, T-1, V]` logits."""
+    def _next_logprobs(self, logits: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+        """Returns `[T-1]` logprobs of a sequence `[1, T]` from `[1, T-1, V]` logits."""
         return logprobs_from_logits(logits.float(), sequence[:, 1:], temperature=self._temperature)[
             0
         ]
@@ -185,10 +153,12 @@ class LogprobModel(PackedModel):
         self, hidden: list[tuple[torch.Tensor, torch.Tensor]], plain: torch.Tensor, bound: float
     ) -> None:
         def differences() -> torch.Tensor:
-            values = [run_within(self.model, partial(self._after, *each)) for each in hidden]
+            values = [
+                run_within(self.model, partial(self._logprobs_after, *each)) for each in hidden
+            ]
             return torch.cat(values)[:, 0] - plain
 
-        # A cap does not show in the small logits of a model that is not trained yet.
+        # A cap does not change the small logits of an untrained model.
         if self._has_plain_head and (
             caps_logits(self.model.config)
             or self._head.in_features != hidden[0][0].shape[-1]
@@ -196,8 +166,8 @@ class LogprobModel(PackedModel):
         ):
             self._has_plain_head = False
             _LOG.warning(
-                "%s transforms its logits after the head: its forward pass computes them, which is "
-                "slower",
+                "%s transforms its logits after the head, so its forward pass computes them, which "
+                "is slower",
                 self._name,
             )
         self._refuse_above(
@@ -207,8 +177,8 @@ class LogprobModel(PackedModel):
             fix="choose a model whose logits follow from the last hidden state",
         )
 
-    def _after(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """`[n, K]` logprobs of `token_ids [n, K]` after `hidden [n, D]`."""
+    def _logprobs_after(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Returns `[n, K]` logprobs of `token_ids [n, K]` after `hidden [n, D]`."""
         with self._autocast():
             if self._has_plain_head:
                 return token_logprobs(hidden, self._head, token_ids, temperature=self._temperature)
@@ -232,9 +202,9 @@ class LogprobModel(PackedModel):
         return torch.cat(ids), torch.cat(logprobs)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[n, V]` float32 logits over the temperature, of the model's own forward pass.
+        """Computes `[n, V]` float32 logits with the model's forward pass, over the temperature.
 
-        Its decoder is replaced by one that returns `hidden [n, D]`.
+        The decoder is temporarily replaced by one that returns `hidden [n, D]`.
         """
         output = self._output_type(last_hidden_state=hidden[None])
         ids = hidden.new_zeros(1, len(hidden), dtype=torch.long)
@@ -242,60 +212,43 @@ class LogprobModel(PackedModel):
         try:
             logits: torch.Tensor = self.model.forward(input_ids=ids).logits
         finally:
-            del self._decoder.forward  # the method of its class
+            del self._decoder.forward  # restores the method of its class
         return logits[0].float() / self._temperature
 
     def _rounding(self, largest: float) -> float:
-        """The bound of logprobs from the same hidden states: a step of bfloat16 at that logit."""
+        """Returns the bound for logprobs from equal hidden states: bfloat16's step at a logit."""
         if self._dtype == "float32":
             return exact_bound(largest)
         return torch.finfo(torch.bfloat16).eps * largest / self._temperature
 
 
 class ScoreModel(PackedModel):
-    """Scalars for every prefix of packed sequences, for reward models and critics.
+    """One scalar per prefix of packed sequences, for reward models and critics.
 
-    Args:
-        model: A transformers model for sequence classification with one label.
-        dtype: Dtype of the matrix products before the head; the head is float32, since margins are
-            small relative to scores.
-        mesh: The ranks that shard the model; None for one rank with all of it.
-        attention: The kernel that attends over packed rows; None for transformers' own attention.
-        sharing: How prefixes may be packed once; None packs each sequence whole.
+    The head is float32 in any dtype, since margins are small relative to scores.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        dtype: DType,
-        mesh: RankMesh | None = None,
-        attention: PackedAttention | None = None,
-        sharing: PrefixSharing | None = None,
-    ) -> None:
-        super().__init__(model, dtype=dtype, mesh=mesh, attention=attention, sharing=sharing)
-        self._head: torch.nn.Linear = getattr(model, SCALAR_HEAD)
+    @property
+    def _head(self) -> torch.nn.Linear:
+        head: torch.nn.Linear = getattr(self.model, SCALAR_HEAD)
+        return head
 
     def loss_inputs(
         self, batch: BatchedDataDict, packed: PackedTokens
     ) -> tuple[torch.Tensor, BatchedDataDict]:
-        """Values `[B, T]`, and the batch as it is."""
+        """Returns values `[B, T]` and the unchanged batch."""
         return self.values(batch, packed), batch
 
     def values(self, batch: BatchedDataDict, packed: PackedTokens) -> torch.Tensor:
-        """The value of each prefix that ends with a valid token.
-
-        Returns:
-            `[B, T]` float32; 0 past a sequence's end.
-        """
+        """Returns `[B, T]` float32 values of prefixes that end with each token; 0 in padding."""
 
         def score(hidden: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return (self._head(hidden.float())[:, 0],)
 
-        found = self._read(batch, packed, score)[0]
-        return scatter(found, packed.wanted, batch["input_ids"].shape)
+        values = self._read(batch, packed, score)[0]
+        return scatter(values, packed.selected, batch["input_ids"].shape)
 
-    def _wanted(self, batch: BatchedDataDict) -> torch.Tensor:
+    def _selected(self, batch: BatchedDataDict) -> torch.Tensor:
         return valid_tokens(batch)
 
     def save(
@@ -305,25 +258,22 @@ class ScoreModel(PackedModel):
         tokenizer: Any,
         named_weights: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
-        """Writes the transformers folder, with the padding token that the model ignores."""
+        """Writes a transformers folder, with the padding token that the model ignores."""
         pad = self.model.config.get_text_config().pad_token_id
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
         super().save(folder, source, tokenizer, named_weights)
 
     @torch.no_grad()
     def _compare(self) -> None:
-        """Compares packed scores with the model's own on three short sequences.
+        """Compares packed scores with the model's forward pass on three short sequences.
 
         A head of zeros would always agree, so the head has random weights during the comparison.
-
-        Raises:
-            ModelError: If they differ.
         """
         text = self.model.config.get_text_config()
         batch = self._probe(text.vocab_size, without=text.pad_token_id)
-        own = self._head.weight.clone()
-        random = torch.randn(own.shape, generator=torch.Generator().manual_seed(0))
-        fill_parameter(self._head.weight, random / own.shape[1] ** 0.5)
+        weight = self._head.weight.clone()
+        random = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+        fill_parameter(self._head.weight, random / weight.shape[1] ** 0.5)
         try:
             lengths = batch["input_lengths"].tolist()
             scores = [
@@ -333,18 +283,19 @@ class ScoreModel(PackedModel):
             self._pack_if_faithful(
                 self.values,
                 batch,
-                lambda found: torch.stack(
-                    [found[row, length - 1] - scores[row] for row, length in enumerate(lengths)]
+                lambda packed: torch.stack(
+                    [packed[row, length - 1] - scores[row] for row, length in enumerate(lengths)]
                 ),
             )
         finally:
-            self._head.weight.copy_(own)
+            release(self.model)  # else the weight is a gathered copy
+            self._head.weight.copy_(weight)
 
 
 def token_logprobs(
     hidden: torch.Tensor, head: Any, token_ids: torch.Tensor, *, temperature: float
 ) -> torch.Tensor:
-    """`[N, K]` logprobs of `token_ids [N, K]` after `hidden [N, D]`."""
+    """Returns `[N, K]` logprobs of `token_ids [N, K]` after `hidden [N, D]`."""
     if isinstance(head.weight, DTensor):
         return vocab_parallel_logprobs_from_hidden(
             hidden, token_ids=token_ids, temperature=temperature, **_shard(head)
@@ -357,7 +308,7 @@ def token_logprobs(
 def topk_logprobs(
     hidden: torch.Tensor, head: Any, *, k: int, num_ids: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and logprobs `[N, k]` of the most likely tokens below `num_ids`."""
+    """Returns ids and logprobs `[N, k]` of the most likely tokens below `num_ids`."""
     options: dict[str, Any] = {"k": k, "num_ids": num_ids, "temperature": temperature}
     if isinstance(head.weight, DTensor):
         return vocab_parallel_topk_logprobs_from_hidden(hidden, **_shard(head), **options)
@@ -368,7 +319,6 @@ def topk_logprobs(
 
 
 def _shard(head: Any) -> dict[str, Any]:
-    """This rank's rows of a head that is split over the ranks of one mesh."""
     mesh, size = head.weight.device_mesh, head.weight.shape[0]
     # Rows are split as by `torch.chunk`: the last rank gets the remainder.
     rows_per_rank = -(-size // mesh.size())
@@ -377,6 +327,6 @@ def _shard(head: Any) -> dict[str, Any]:
         "bias_shard": None if head.bias is None else head.bias.to_local(),
         "group": mesh.get_group(),
         "vocab_start": min(mesh.get_local_rank() * rows_per_rank, size),
-        # Chunks are collectives: every rank has as many.
+        # Chunks are collectives, so every rank needs the same number.
         "chunk_size": rows_at_once(rows_per_rank, head.weight.device),
     }

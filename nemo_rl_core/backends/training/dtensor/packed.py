@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from nemo_rl_core.backends.training.context_parallel import packed_causal_mask, sum_parts
+from nemo_rl_core.backends.training.context_parallel import packed_causal_mask, spread_parts
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
 from nemo_rl_core.backends.training.dtensor.context_parallel import full_rows_on_each_rank
-from nemo_rl_core.backends.training.dtensor.loading import save_model
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens, packed_tokens
 from nemo_rl_core.backends.training.dtensor.parallelize import gathered_in_float32, run_within
@@ -25,6 +24,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.model_files.loading import save_model
 from nemo_rl_core.planning.model_parts import (
     accepted,
     decoder_of,
@@ -39,31 +39,20 @@ _APART = Microbatch(rows=((0,), (1,), (2,)), row_length=9)
 """Plans of `_probe`'s sequences."""
 
 _Read = Callable[[BatchedDataDict, PackedTokens], torch.Tensor]
-"""Returns the outputs of a micro-batch, at the positions of `PackedModel._wanted`."""
+"""Function that returns a micro-batch's outputs at the positions of `PackedModel._selected`."""
 
 
 class PackedModel(ABC):
-    """Base of models that compute on packed sequences.
+    """Base class of models that compute on packed sequences.
 
     In all methods, `batch` is a micro-batch with `input_ids [B, T]` padded on the right and
-    `input_lengths [B]`, its sequences in the order of its plan, and `packed` is what the method of
-    that name returns of them.
-
-    Args:
-        model: A transformers model around a decoder.
-        dtype: Type of the matrix products.
-        mesh: The ranks that shard the model; None for one rank with all of it.
-        attention: The kernel that attends over packed rows; None for transformers' own attention.
-        sharing: How prefixes may be packed once; None packs each sequence whole.
+    `input_lengths [B]`, with sequences in the order of its plan, and `packed` is the result of the
+    method `packed`.
 
     Attributes:
-        shares_rows: Whether several sequences may be packed into one row; known after
-            `choose_layout`.
-        independent_length: The longest sequence that shares a micro-batch; None for any.
-        attention: As given.
-        sharing: As given; None with an `independent_length`, or once `choose_layout` finds that
-            shared prefixes change values.
-        keeps_router_logits: Whether forward passes with gradients keep what `router_loss` reads.
+        shares_rows: Whether several sequences may be packed into one row; set by `choose_layout`.
+        independent_length: Longest sequence that may share a micro-batch; None for no limit.
+        keeps_router_logits: Whether forward passes with gradients keep logits for `router_loss`.
     """
 
     def __init__(
@@ -96,7 +85,7 @@ class PackedModel(ABC):
         """Returns the first argument of the loss, with gradients, and the batch for the loss."""
 
     def router_loss(self, batch: BatchedDataDict, packed: PackedTokens) -> torch.Tensor:
-        """The load-balancing loss of the last forward pass, summed over `sample_mask [B]`."""
+        """Returns the load-balancing loss of the last forward pass, summed over `sample_mask`."""
         assert packed.sequence_ids is not None
         losses = load_balancing_losses(
             self._router_logits,
@@ -109,16 +98,11 @@ class PackedModel(ABC):
         return total
 
     @abstractmethod
-    def _wanted(self, batch: BatchedDataDict) -> torch.Tensor:
-        """`[B, T]` or `[B, T-1]` bool, set for the tokens whose outputs are read."""
+    def _selected(self, batch: BatchedDataDict) -> torch.Tensor:
+        """Returns a `[B, T]` or `[B, T-1]` bool mask of the tokens whose outputs are read."""
 
     def packed(self, batch: BatchedDataDict, microbatch: Microbatch) -> PackedTokens:
-        """What the other methods read of a micro-batch; best made before it is moved to a GPU.
-
-        Args:
-            batch: The micro-batch.
-            microbatch: Its plan.
-        """
+        """Packs a micro-batch for the other methods; call it before moving the batch to a GPU."""
         group = None
         if (mesh := self._mesh) is not None:
             length = -(-microbatch.row_length // mesh.row_multiple) * mesh.row_multiple
@@ -127,25 +111,22 @@ class PackedModel(ABC):
         return packed_tokens(
             batch,
             microbatch,
-            self._wanted(batch),
+            self._selected(batch),
             group=group,
             with_boundaries=self.attention is not None,
             with_sequence_ids=self.keeps_router_logits,
         )
 
     def choose_layout(self) -> None:
-        """Finds out what may share a row, by comparisons with the model's own forward pass.
+        """Decides whether sequences may share rows, by comparison with the model's forward pass.
 
-        They are made in float32, so that rounding hides nothing; with an attention kernel or
-        quantized weights, which may lack float32, in the training dtype.
-
-        Raises:
-            ModelError: If outputs differ even with a row for each sequence.
+        Outputs are compared in float32, so that rounding hides no difference; with an attention
+        kernel or quantized weights, which may not support float32, in the training dtype.
         """
         if self.independent_length is not None:
             _LOG.warning(
                 "%s computes each sequence of more than %d tokens in a separate micro-batch, since "
-                "its values depend on the length of a batch",
+                "its outputs depend on the length of the batch",
                 self._name,
                 self.independent_length,
             )
@@ -161,7 +142,7 @@ class PackedModel(ABC):
 
     @abstractmethod
     def _compare(self) -> None:
-        """Sets `shares_rows`, `sharing` and, of a language model, the head."""
+        """Sets `shares_rows`, `sharing` and, for language models, how logits are computed."""
 
     def save(
         self,
@@ -184,38 +165,32 @@ class PackedModel(ABC):
         packed: PackedTokens,
         head: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor, ...]:
-        """Applies a head to hidden states of tokens; the same result on all ranks of a replica.
+        """Applies a head to hidden states of the N selected tokens; returns `[N, ...]` outputs.
 
-        Args:
-            batch: The micro-batch.
-            packed: Its tokens, of which N are wanted.
-            head: Called with `[N, D]` hidden states and `[N]` indices among the N tokens; under
-                context parallelism, only with this rank's tokens.
-
-        Returns:
-            The head's outputs, each `[N, ...]`.
+        With context parallelism, `head` gets the states and indices of this rank's tokens only.
         """
 
         def read() -> tuple[torch.Tensor, ...]:
-            num_wanted, own = len(packed.wanted_row), packed.own
-            numbers = torch.arange(num_wanted, device=packed.wanted_row.device)
-            if images := _image_inputs(batch):
-                return head(self._hidden_with_images(batch, images)[packed.wanted], numbers)
+            num_selected, local = len(packed.selected_row), packed.local
+            indices = torch.arange(num_selected, device=packed.selected_row.device)
+            if images := batch.get_multimodal_dict():
+                return head(self._hidden_with_images(batch, images)[packed.selected], indices)
             hidden = self._hidden_of_text(packed)
-            if own is None:
-                return head(hidden, numbers)
-            return tuple(self._on_all_ranks(part, own, num_wanted) for part in head(hidden, own))
+            if local is None:
+                return head(hidden, indices)
+            assert self._mesh is not None
+            return spread_parts(head(hidden, local), local, num_selected, self._mesh.context_group)
 
         values: tuple[torch.Tensor, ...] = run_within(self.model, read)
         return values
 
     def _hidden_of_text(self, packed: PackedTokens) -> torch.Tensor:
-        """`[n, D]` hidden states of the wanted tokens that this rank has."""
+        """Returns `[n, D]` hidden states of the selected tokens that this rank has."""
         if self.attention is not None:
             boundaries = self.attention.inputs(packed)
         else:
-            # Without a cache, transformers derives sequence boundaries from position ids that
-            # restart; with a cache sequences would attend to each other.
+            # Without a cache, transformers derives sequence boundaries from restarting position
+            # ids; with a cache, sequences would attend to each other.
             mesh = self._mesh
             group = mesh.context_group if mesh and mesh.context_size > 1 else None
             is_given = group is not None or packed.is_tree
@@ -234,18 +209,11 @@ class PackedModel(ABC):
         hidden: torch.Tensor = output.last_hidden_state
         return hidden[packed.row, packed.column]
 
-    def _on_all_ranks(
-        self, part: torch.Tensor, numbers: torch.Tensor, num_wanted: int
-    ) -> torch.Tensor:
-        assert self._mesh is not None
-        whole = part.new_zeros(num_wanted, *part.shape[1:]).index_put((numbers,), part)
-        return sum_parts(whole, self._mesh.context_group)
-
     def _hidden_with_images(
         self, batch: BatchedDataDict, images: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """`[B, T, D]` of the whole model, which inserts images and positions; unpacked rows."""
-        if not self._reads_images:  # a text decoder would pass them on as unknown options
+        """Returns `[B, T, D]` of the full model, which inserts images; rows are not packed."""
+        if not self._reads_images:  # a text decoder would accept them as unknown options
             raise ModelError(
                 f"the batch has images, but {self._name} reads text only",
                 expected="a vision-language model",
@@ -262,16 +230,10 @@ class PackedModel(ABC):
         return hidden
 
     def _plain_outputs(self, sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs of the model's own forward pass on one sequence.
+        """Returns a sequence's hidden states `[1, T, D]` and logits `[1, T, V]` or scores `[1, 1]`.
 
-        Every rank computes the full sequence, padded to a length that ranks can split, which does
-        not change a causal model's outputs before the padding.
-
-        Args:
-            sequence: `[1, T]` token ids.
-
-        Returns:
-            `[1, T, D]` hidden states of the decoder, and `[1, T, V]` logits or `[1, 1]` scores.
+        Every rank computes the full sequence, padded to a length that ranks can split. Padding does
+        not change a causal model's outputs before it.
         """
         if self._mesh is not None:
             filler = -sequence.shape[1] % self._mesh.row_multiple
@@ -289,7 +251,6 @@ class PackedModel(ABC):
         return outputs[0].last_hidden_state, logits
 
     def _probe(self, vocab_size: int, without: int | None = None) -> BatchedDataDict:
-        """Three sequences without the id `without`, with all tokens unmasked."""
         generator = torch.Generator().manual_seed(0)
         num_ids = vocab_size if without is None else vocab_size - 1
         ids = torch.randint(0, num_ids, (3, 9), generator=generator)
@@ -305,16 +266,7 @@ class PackedModel(ABC):
         batch: BatchedDataDict,
         differences: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Decides what may share a row, by comparisons with the model's own forward pass.
-
-        Args:
-            read: Returns the outputs of a micro-batch.
-            batch: Of `_probe`.
-            differences: From the model's own outputs, of those that `read` returns.
-
-        Raises:
-            ModelError: If a row for each sequence gives other outputs, too.
-        """
+        """Decides whether sequences may share rows, by comparison with the model's forward pass."""
         if self.shares_rows:
             outputs = read(batch, self.packed(batch, _PACKED))
             size = size_of(differences(outputs), self._dtype)
@@ -323,53 +275,48 @@ class PackedModel(ABC):
                 return
             self.shares_rows, self.sharing = False, None
             _LOG.warning(
-                "%s gives different values when sequences share a row (by %.3g): each gets a "
+                "%s computes different values (by %.3g) when sequences share a row, so each gets a "
                 "separate row, padded to the longest of its micro-batch",
                 self._name,
                 size,
             )
         outputs = read(batch, self.packed(batch, _APART))
-        bound, found = self._bound(read, batch, _APART), differences(outputs)
+        bound = self._bound(read, batch, _APART)
         if self._mesh is not None and self._mesh.context_size > 1:
             what, fix = "outputs for a part of the tokens", "set context_parallel_size to 1"
         else:
             what = "outputs for sequences padded on the right"
             fix = (
-                "choose a model whose tokens attend to earlier ones only; for an encoder, set "
+                "choose a model whose tokens only attend to earlier ones; for an encoder, set "
                 "is_decoder: true in its config.json"
             )
-        self._refuse_above(bound, found, what, fix=fix)
+        self._refuse_above(bound, differences(outputs), what, fix=fix)
 
     def _share_if_faithful(self, read: _Read, batch: BatchedDataDict) -> None:
-        """Compares outputs of a tree of prefixes with those of sequences that share nothing.
-
-        Args:
-            read: Returns the outputs of a micro-batch.
-            batch: Of `_probe`; the second sequence then begins as the first.
-        """
+        """Clears `sharing` if it changes outputs; changes the batch's second sequence."""
         if self.sharing is None:
             return
         batch["input_ids"][1, :3] = batch["input_ids"][0, :3]
         tree = Microbatch(rows=((0, 1), (2,)), row_length=11, shared=(0, 3, 0))
-        differences = self._read_wanted(read, batch, tree) - self._read_wanted(read, batch, _PACKED)
-        difference = size_of(differences, self._dtype)
+        shared, separate = (self._read_selected(read, batch, plan) for plan in (tree, _PACKED))
+        difference = size_of(shared - separate, self._dtype)
         if not difference < self._bound(read, batch, _PACKED):
             self.sharing = None
             _LOG.warning(
-                "training.share_prefixes: %s computes other values for sequences that share a "
-                "prefix, by %.3g, so that each is packed whole",
+                "training.share_prefixes: %s computes different values (by %.3g) for sequences "
+                "that share a prefix, so each is packed separately",
                 self._name,
                 difference,
             )
 
     def _bound(self, read: _Read, batch: BatchedDataDict, plan: Microbatch) -> float:
-        """The largest difference between two correct passes; see `rounding_bound`."""
+        """Returns the largest difference between two correct passes; see `rounding_bound`."""
         return rounding_bound(
-            lambda: self._read_wanted(read, batch, plan), layers_of(self.model), self._dtype
+            lambda: self._read_selected(read, batch, plan), layers_of(self.model), self._dtype
         )
 
-    def _read_wanted(self, read: _Read, batch: BatchedDataDict, plan: Microbatch) -> torch.Tensor:
-        return read(batch, self.packed(batch, plan))[self._wanted(batch)]
+    def _read_selected(self, read: _Read, batch: BatchedDataDict, plan: Microbatch) -> torch.Tensor:
+        return read(batch, self.packed(batch, plan))[self._selected(batch)]
 
     def _refuse_above(
         self, bound: float, differences: torch.Tensor, what: str, *, fix: str
@@ -386,12 +333,7 @@ class PackedModel(ABC):
 
 
 def valid_tokens(batch: BatchedDataDict) -> torch.Tensor:
-    """`[B, T]` bool mask of tokens before the padding."""
+    """Returns a `[B, T]` bool mask of tokens before the padding."""
     ids, lengths = batch["input_ids"], batch["input_lengths"]
     valid: torch.Tensor = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     return valid
-
-
-def _image_inputs(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
-    """Model inputs besides tokens, such as `pixel_values`; empty for text."""
-    return batch.get_multimodal_dict()

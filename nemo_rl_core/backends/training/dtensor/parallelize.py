@@ -22,15 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_rl_core.backends.training.dtensor.context_parallel import apply_context_parallel
 from nemo_rl_core.backends.training.dtensor.float8 import convert_linear_layers, unwrapped
-from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
-from nemo_rl_core.backends.training.dtensor.matching import plain_name
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
-from nemo_rl_core.backends.training.dtensor.shards import allocate
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import apply_tensor_parallel
 from nemo_rl_core.checkpoints.weights import keeps_float32
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.process_group import local_device
+from nemo_rl_core.model_files.loading import SCALAR_HEAD
+from nemo_rl_core.model_files.weights import allocate, plain_name
 from nemo_rl_core.planning.model_parts import layers_of
 
 _WITHIN = "call_within_root"
@@ -41,18 +40,8 @@ def parallelize(
 ) -> Any:
     """Splits the model over context and tensor ranks, then shards it over data ranks, in place.
 
-    The order matters: float8 replaces layers that are whole, recomputation and compilation apply to
-    split ones, and FSDP2 shards the remaining dimensions of each weight.
-
-    Args:
-        model: A whole transformers model on the CPU; or, for several ranks, one without weights
-            (`empty_model`), to be filled afterwards.
-        training: Sizes and options of the axes.
-        mesh: The ranks, or None for one rank with whole weights.
-        dtype: Dtype of gathered weights in matrix products.
-
-    Returns:
-        The model, on this rank's device.
+    The order matters: float8 replaces unsplit layers, recomputation and compilation apply to split
+    ones, and FSDP2 shards the remaining dimensions of each weight.
     """
     convert_linear_layers(model, training, dtype=dtype, is_sharded=mesh is not None)
     if mesh is not None and training.context_parallel_size > 1:
@@ -61,10 +50,10 @@ def parallelize(
     if mesh is not None and training.tensor_parallel_size > 1:
         apply_tensor_parallel(model, training, mesh.parameters["tensor"])
     for layer in layers_of(model):
-        # Inside the module's hooks, in which FSDP2 gathers the weights before they run again.
+        # Wraps `forward` only, so that FSDP2's hooks gather the weights before recomputation.
         if training.compile:
-            # Inside the checkpoint, which Dynamo skips together with all that it calls. Lengths
-            # of micro-batches differ; a graph for the first one only would be compiled in vain.
+            # Compiled inside the checkpoint, since Dynamo skips a checkpoint and everything it
+            # calls. Lengths of micro-batches differ, so a graph with static shapes would be wasted.
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if training.recomputes:
             layer.forward = partial(
@@ -83,7 +72,7 @@ def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) 
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=None if dtype == "float32" else getattr(torch, dtype),
             reduce_dtype=getattr(torch, training.reduce_dtype),
-            cast_forward_inputs=False,  # autocast casts, and keeps the residual's dtype
+            cast_forward_inputs=False,  # autocast casts, but keeps the residual's dtype
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         if training.cpu_offload
@@ -98,7 +87,7 @@ def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) 
         _shard_module(module, exact, options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The loss is divided by counts of the whole step, so gradients are summed.
+            # The loss is divided by counts of the full step, so gradients are summed.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     for group in _groups(model):
@@ -111,9 +100,9 @@ def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) 
 
 
 def _shard_module(module: Any, exact: set[torch.nn.Parameter], options: dict[str, Any]) -> None:
-    """Shards the weights of a module, those that stay in float32 in a second group.
+    """Shards the weights of a module.
 
-    FSDP2 gathers and reduces a group in one dtype.
+    Weights that stay in float32 get a second group, since FSDP2 uses one dtype per group.
     """
     second = [weight for weight in module.parameters() if weight in exact]
     fully_shard(module, ignored_params=exact, **options)
@@ -126,7 +115,7 @@ def _shard_module(module: Any, exact: set[torch.nn.Parameter], options: dict[str
 
 
 def _after_backward(group: Any) -> None:
-    """Notes which weights a pass has used on this rank, before FSDP2 gives the others zeros."""
+    """Marks the weights that a pass has used on this rank, before FSDP2 gives the others zeros."""
     for parameter in group.fsdp_params:
         gathered = getattr(parameter, "_unsharded_param", None)
         if gathered is not None and gathered.grad is not None:
@@ -135,7 +124,6 @@ def _after_backward(group: Any) -> None:
 
 
 def _groups(model: Any) -> list[Any]:
-    """FSDP2's groups of weights that are gathered together."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
 
@@ -148,8 +136,8 @@ def _within(_: Any, function: Any) -> Any:
 def run_within(model: Any, function: Any) -> Any:
     """Calls a function that uses parts of the model, such as decoder and head.
 
-    Under FSDP2 only called modules have whole weights; `function` may use all modules outside the
-    decoder's layers. It must return one tensor or a tuple of tensors.
+    FSDP2 only gathers the weights of modules that are called. `function` may use all modules
+    outside of the decoder's layers. It must return one tensor or a tuple of tensors.
     """
     return getattr(model, _WITHIN)(function) if isinstance(model, FSDPModule) else function()
 
@@ -163,7 +151,7 @@ def release(model: Any) -> None:
 
 @contextmanager
 def gathered_in_float32(model: Any) -> Iterator[None]:
-    """Has ranks gather weights in float32, for comparisons before training.
+    """Context in which ranks gather weights in float32, for comparisons before training.
 
     FSDP2 fixes the dtype when it sets up a group of weights, so each group is set up again.
     """
@@ -182,20 +170,15 @@ def _set_up_groups(model: Any, groups: list[Any], policies: list[MixedPrecisionP
         group.mp_policy = policy
         group._init_mp_dtypes()
         for parameter in group.fsdp_params:
-            parameter.all_gather_outputs = []  # of the other dtype
+            parameter.all_gather_outputs = []  # their dtype is the previous one
             vars(parameter).pop("_unsharded_param", None)
 
 
 def sync_gradients(model: Any, training: DTensorTraining, *, is_last: bool) -> None:
-    """Says whether ranks exchange the gradients of the next backward pass, or keep their sums.
+    """Sets whether ranks exchange the gradients of the next backward pass or accumulate them.
 
-    Copies of HSDP keep sums of their shards, which take no more memory than the gradients that are
-    not there yet. Not kept are the weights that a pass has gathered: the whole model in 16 bits.
-
-    Args:
-        model: Of `parallelize`.
-        training: As it was given there.
-        is_last: Whether the micro-batch is the last one of the step.
+    HSDP replicas accumulate their shards, which need no more memory than the final gradients.
+    Gathered weights, the full model in 16 bits, are not kept between micro-batches.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -205,18 +188,18 @@ def sync_gradients(model: Any, training: DTensorTraining, *, is_last: bool) -> N
 
 
 def drop_gradients(model: Any) -> None:
-    """Forgets sums of gradients that ranks have not exchanged, of a step that was broken off."""
+    """Drops accumulated gradients of an interrupted step that ranks have not exchanged."""
     for group in _groups(model):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
             parameter.is_used = False
             parameter.unsharded_accumulated_grad = None
-            if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
-                whole.grad = None
+            if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
+                unsharded.grad = None
 
 
 def drop_unused_gradients(model: Any) -> None:
-    """Forgets gradients of weights that no rank has used, which AdamW would decay; a collective."""
+    """Drops gradients of weights that no rank has used, so that AdamW does not decay them."""
     parameters = [parameter for group in _groups(model) for parameter in group.fsdp_params]
     if not parameters:
         return
@@ -227,16 +210,10 @@ def drop_unused_gradients(model: Any) -> None:
             parameter.sharded_param.grad = None
 
 
-def whole_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Gathers a tensor if it is sharded; a collective of all ranks then.
+def full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Gathers a tensor if it is sharded, as a collective of all ranks.
 
-    Args:
-        tensor: A weight, or a shard of it.
-        dtype: Of the result; None keeps that of the tensor. Each rank rounds its own shard, so that
-            no more is sent or held than the result has. Parts of a sum are summed before.
-
-    Returns:
-        On the mesh's device, if it is sharded.
+    Each rank rounds its shard to `dtype` before gathering; partial sums are reduced first.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach().to(dtype or tensor.dtype)

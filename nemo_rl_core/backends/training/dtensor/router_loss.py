@@ -11,19 +11,11 @@ from nemo_rl_core.planning.model_parts import decoder_of
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 _OTHER_LOSSES: Final = ("doge", "llama4_text")
-"""Types with a coefficient in the config, but without the loss of Switch Transformer."""
+"""Model types with a coefficient in the config, but without the loss of Switch Transformer."""
 
 
 def refuse_router_loss(model: Any, *, has_adapters: bool) -> None:
-    """Refuses `router_aux_loss_coef` for a model without a load-balancing loss in transformers.
-
-    Args:
-        model: A transformers model; its weights are not read.
-        has_adapters: Whether adapters are trained.
-
-    Raises:
-        ConfigError: Gives the reason and the fix.
-    """
+    """Raises `ConfigError` if a model has no load-balancing loss in transformers."""
     text = model.config.get_text_config()
     recorders = _recorders(model)
     has_loss = any(hasattr(text, name) for name in _COEFFICIENTS)
@@ -51,7 +43,6 @@ def refuse_router_loss(model: Any, *, has_adapters: bool) -> None:
 
 
 def _recorders(model: Any) -> list[Any]:
-    """Descriptions, by transformers, of the modules whose outputs are router logits."""
     recorders = (decoder_of(model)._can_record_outputs or {}).get("router_logits", [])
     return recorders if isinstance(recorders, list) else [recorders]
 
@@ -67,22 +58,20 @@ def _has_router(model: Any, recorder: Any) -> bool:
 def load_balancing_losses(
     router_logits: Sequence[Tensor], sequence_ids: Tensor, *, num_sequences: int, top_k: int
 ) -> Tensor:
-    """The load-balancing loss of each sequence, as transformers computes it for one sequence.
+    """Returns the load-balancing loss of each sequence, as transformers does for a batch of one.
 
-    `E * sum_e f_e * p_e`, where `f_e` counts how often a token of the sequence has expert e among
-    its `top_k` most likely ones and `p_e` is the mean probability of expert e, both per token and
-    layer: Switch Transformer (Fedus et al., 2021), equations 4 to 6, for each sequence as in
-    DeepSeek-V3 (2024), section 2.1.2. No other sequence enters, so the values depend on neither
-    micro-batches nor ranks.
+    It is `E * sum_e f_e * p_e`, where `f_e` is how often expert e is among the `top_k` most likely
+    experts of a token and `p_e` is the mean probability of expert e, both per token and layer:
+    Switch Transformer (Fedus et al., 2021), equations 4 to 6, per sequence as in DeepSeek-V3
+    (2024), section 2.1.2. It does not depend on other sequences, and therefore neither on
+    micro-batches nor on ranks.
 
     Args:
-        router_logits: `[N, E]` of each layer with experts.
+        router_logits: `[N, E]` logits of each layer with experts.
         sequence_ids: `[N]` sequence of each token, or `num_sequences` for padding.
-        num_sequences: B.
-        top_k: Experts that compute each token.
 
     Returns:
-        `[B]` float32; `top_k` where all experts are used alike, more where they are not.
+        `[B]` float32; `top_k` if all experts are used equally, larger otherwise.
     """
     num_experts = router_logits[0].shape[-1]
     sums = torch.zeros(2, num_sequences + 1, num_experts, device=sequence_ids.device)

@@ -1,8 +1,7 @@
 """Tensor parallelism of a transformers decoder: the split of each module.
 
-Every parameter becomes a DTensor over the tensor axis, split or whole, so that all have one mesh,
-as sharding, gradient norms and fused optimizers require. DTensor sums gradients of replicated
-parameters over split activations (norms over split tokens or heads).
+Every parameter becomes a DTensor over the tensor axis, split or replicated, so that all have one
+mesh, as sharding, gradient norms and fused optimizers require.
 """
 
 from fnmatch import fnmatch
@@ -21,9 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.model_files.loading import SCALAR_HEAD
 
 Direction = Literal["colwise", "rowwise"]
 
@@ -36,17 +35,12 @@ _LINEAR_LAYERS: dict[str, Direction] = {
     "*.mlp.up_proj": "colwise",
     "*.mlp.down_proj": "rowwise",
 }
-"""Blocks of the Llama, Mistral, Qwen2, Qwen3 and Gemma types, which share these names."""
+"""Linear layers of the Llama, Mistral, Qwen2, Qwen3 and Gemma types, which share these names."""
 _TOKENS, _HEADS = Shard(1), Shard(2)
 
 
-class _WholeWeights(ParallelStyle):
-    """A module with replicated weights and possibly split activations.
-
-    Args:
-        layout: Placement of the module's first input and of its output.
-        output: Required placement of the output; unchanged for None.
-    """
+class _ReplicatedWeights(ParallelStyle):
+    """A module with replicated weights, whose first input has the placement `layout`."""
 
     def __init__(self, layout: Placement, output: Placement | None = None) -> None:
         self._layout, self._output = layout, output or layout
@@ -65,11 +59,7 @@ class _WholeWeights(ParallelStyle):
 
 
 def check_tensor_parallel(folder: Path, training: DTensorTraining) -> None:
-    """Raises before weights are read if the ranks cannot divide the model's heads evenly.
-
-    Raises:
-        ConfigError: Names the number of heads; also if adapters are trained.
-    """
+    """Raises if the ranks cannot divide the model's heads evenly; reads no weights."""
     from transformers import AutoConfig
 
     size = training.tensor_parallel_size
@@ -80,32 +70,22 @@ def check_tensor_parallel(folder: Path, training: DTensorTraining) -> None:
             "adapters cannot be split by tensor parallelism",
             expected="lora with tensor_parallel_size: 1",
             got=f"tensor_parallel_size: {size}",
-            fix="set tensor_parallel_size to 1: frozen weights are sharded over data ranks as well",
+            fix="set tensor_parallel_size to 1; frozen weights are sharded over data ranks as well",
         )
     config = AutoConfig.from_pretrained(folder).get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         number = getattr(config, name, None) or size
-        if isinstance(number, int) and number % size:  # some types have a list, a number per layer
+        if isinstance(number, int) and number % size:  # some types have a list, one per layer
             raise ConfigError(
                 f"tensor parallelism cannot divide {name} of {folder.name!r}",
                 expected=f"a multiple of tensor_parallel_size = {size}",
                 got=f"{name} = {number}",
-                fix="choose a tensor_parallel_size that divides it; more ranks can share the data",
+                fix="choose a tensor_parallel_size that divides it, and use more data ranks",
             )
 
 
 def apply_tensor_parallel(model: Any, training: DTensorTraining, mesh: DeviceMesh) -> None:
-    """Splits a transformers model over the ranks of one axis, in place.
-
-    Args:
-        model: A model with a decoder of `layers`, and a language model's or scalar head.
-        training: Sizes; `tensor_parallel_plan` in place of the built-in one for linear layers.
-        mesh: The tensor axis alone.
-
-    Raises:
-        ConfigError: If a layer has no known style, since splitting its neighbours would silently
-            change its results.
-    """
+    """Splits a transformers model over the ranks of one axis, in place."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     plan = tensor_parallel_plan(model, training)
@@ -119,11 +99,7 @@ def apply_tensor_parallel(model: Any, training: DTensorTraining, mesh: DeviceMes
 
 
 def tensor_parallel_plan(model: Any, training: DTensorTraining) -> dict[str, ParallelStyle]:
-    """The style of each module that has weights or splits its inputs, by name.
-
-    Raises:
-        ConfigError: If a layer has no known style.
-    """
+    """Returns the style of each module that has weights or splits its inputs, by name."""
     residual: Placement = _TOKENS if training.sequence_parallel else Replicate()
     linear = training.tensor_parallel_plan or _LINEAR_LAYERS
     special = _outside_layers(model, residual)
@@ -144,40 +120,45 @@ def tensor_parallel_plan(model: Any, training: DTensorTraining) -> dict[str, Par
         if name.endswith(".self_attn") and "self.num_heads" in getsource(type(module).forward):
             unknown.append(f"{name}, which computes with the heads of all ranks")  # StableLM
     if unknown:
-        raise _unknown_layers(type(model).__name__, unknown)
+        raise ConfigError(
+            f"tensor parallelism has no plan to split {type(model).__name__}",
+            expected="attention and MLP of the Llama, Qwen2, Qwen3 or Gemma type",
+            got=f"{len(unknown)} others, such as {', '.join(unknown[:3])}",
+            fix="name a style for each linear layer in tensor_parallel_plan, such as "
+            '{"*.fc1": colwise, "*.fc2": rowwise}, or set tensor_parallel_size to 1',
+        )
     return plan
 
 
 def _outside_layers(model: Any, residual: Placement) -> dict[nn.Module | None, ParallelStyle]:
-    """Styles of embedding and head, split over the vocabulary; the head's input is replicated."""
-    whole = Replicate()
+    """Returns the styles of modules outside the layers; the head's input is replicated."""
+    full = Replicate()
     return {
-        model.get_output_embeddings(): ColwiseParallel(output_layouts=whole),
-        getattr(model, SCALAR_HEAD, None): _WholeWeights(whole),
-        model.get_input_embeddings(): RowwiseParallel(input_layouts=whole, output_layouts=whole),
-        getattr(model.get_decoder(), "norm", None): _WholeWeights(residual, output=whole),
+        model.get_output_embeddings(): ColwiseParallel(output_layouts=full),
+        getattr(model, SCALAR_HEAD, None): _ReplicatedWeights(full),
+        model.get_input_embeddings(): RowwiseParallel(input_layouts=full, output_layouts=full),
+        getattr(model.get_decoder(), "norm", None): _ReplicatedWeights(residual, output=full),
     }
 
 
 def _inside_layer(name: str, module: nn.Module, residual: Placement) -> ParallelStyle | None:
-    """The style of a module that is not a linear layer, or None if there is no known style."""
-    whole = Replicate()
+    """Returns the style of a module that is not a linear layer, or None if it is not known."""
     match name.rpartition(".")[2]:
         case "self_attn":
             return PrepareModuleInput(
                 input_kwarg_layouts={"hidden_states": residual},
-                desired_input_kwarg_layouts={"hidden_states": whole},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
             )
         case "mlp":
-            return PrepareModuleInput(input_layouts=residual, desired_input_layouts=whole)
+            return PrepareModuleInput(input_layouts=residual, desired_input_layouts=Replicate())
         case "q_norm" | "k_norm":
-            return _WholeWeights(_HEADS)
+            return _ReplicatedWeights(_HEADS)
         case _:
-            return _WholeWeights(residual) if _is_layer_norm(name, module) else None
+            return _ReplicatedWeights(residual) if _is_layer_norm(name, module) else None
 
 
 def _is_layer_norm(name: str, module: nn.Module) -> bool:
-    """Returns whether the module is a direct child of a decoder layer with 1-D weights."""
+    """Whether a module is a direct child of a decoder layer and only has 1-D weights."""
     parameters = list(module.parameters(recurse=False))
     in_layer = name.split(".")[-3:-2] == ["layers"]
     return in_layer and bool(parameters) and all(weight.dim() == 1 for weight in parameters)
@@ -189,28 +170,19 @@ def refused_forward(model: str, error: Exception) -> ConfigError:
         f"tensor parallelism has no plan that fits {model}",
         expected="attention and MLP that compute with the heads and columns of one rank",
         got=f"{type(error).__name__}: {error}",
-        fix="set tensor_parallel_size to 1; more ranks can share the data",
-    )
-
-
-def _unknown_layers(model: str, names: list[str]) -> ConfigError:
-    return ConfigError(
-        f"tensor parallelism has no plan to split {model}",
-        expected="attention and MLP of the Llama, Qwen2, Qwen3 or Gemma type",
-        got=f"{len(names)} others, such as {', '.join(names[:3])}",
-        fix="name a style for each linear layer in tensor_parallel_plan, such as "
-        '{"*.fc1": colwise, "*.fc2": rowwise}, or set tensor_parallel_size to 1',
+        fix="set tensor_parallel_size to 1, and use more data ranks",
     )
 
 
 def _replicate(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
     for name, weight in list(module.named_parameters(recurse=False)):
-        whole = DTensor.from_local(weight.detach(), mesh, [Replicate()], run_check=False)
-        module.register_parameter(name, nn.Parameter(whole, requires_grad=weight.requires_grad))
+        replicated = DTensor.from_local(weight.detach(), mesh, [Replicate()], run_check=False)
+        parameter = nn.Parameter(replicated, requires_grad=weight.requires_grad)
+        module.register_parameter(name, parameter)
 
 
 def _split(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
     """Splits a replicated `[R, L, D]` into each rank's `[R, L / ranks, D]`."""
-    whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
-    local: Tensor = whole.redistribute(mesh, [_TOKENS]).to_local()
+    replicated = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+    local: Tensor = replicated.redistribute(mesh, [_TOKENS]).to_local()
     return local

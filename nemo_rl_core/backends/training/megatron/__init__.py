@@ -1,11 +1,11 @@
-"""Megatron-core as a training backend: models, weights and steps over tensor and pipeline axes."""
+"""Megatron-core as a training backend, with tensor, pipeline, context and expert parallelism."""
 
 from typing import Any
 
 from nemo_rl_core.backends.training.megatron.cpu import import_uncompiled_where_cuda_is_absent
 from nemo_rl_core.documented_names import documented
 
-# Before all modules of this package, and therefore before Megatron's.
+# Called before any module of this package imports Megatron.
 import_uncompiled_where_cuda_is_absent()
 
 

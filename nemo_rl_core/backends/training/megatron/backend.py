@@ -9,23 +9,24 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from nemo_rl_core.backends.experimental.flash_attention import attention_choices
+from nemo_rl_core.backends.experimental.megatron_bridge_check import (
+    PROOF_TOKENS,
+    refuse_changed_weights,
+    refuse_different_logprobs,
+)
 from nemo_rl_core.backends.training.base import (
     TrainingSetup,
     allowed_sharing,
+    refuse_k,
     warn_of_balancing_loss,
 )
 from nemo_rl_core.backends.training.determinism import compute_deterministically, full_precision
-from nemo_rl_core.backends.training.flash_attention import attention_choices
 from nemo_rl_core.backends.training.garbage import freeze_libraries
 from nemo_rl_core.backends.training.megatron import checkpoint
 from nemo_rl_core.backends.training.megatron.attention import (
     refuse_dense_rows,
     takes_boundaries,
-)
-from nemo_rl_core.backends.training.megatron.bridge_proof import (
-    PROOF_TOKENS,
-    refuse_other_logprobs,
-    refuse_other_weights,
 )
 from nemo_rl_core.backends.training.megatron.heads import LogprobHead
 from nemo_rl_core.backends.training.megatron.model import build_model
@@ -45,7 +46,7 @@ from nemo_rl_core.backends.training.megatron.topology import (
     tear_down_topology,
 )
 from nemo_rl_core.backends.training.megatron.weights import iter_hf_weights, load_hf_weights
-from nemo_rl_core.backends.training.megatron.writing import Writing
+from nemo_rl_core.backends.training.megatron.writing import PendingWrite
 from nemo_rl_core.backends.training.offload import PARTS, OffloadedState
 from nemo_rl_core.backends.training.optimizers import learning_rate_at, require_finite_norm
 from nemo_rl_core.checkpoints.written_files import WrittenFile
@@ -56,7 +57,7 @@ from nemo_rl_core.distributed.host_copy import numbers_of, to_host
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.step_times import step_time
-from nemo_rl_core.distributed.weight_sync import SendsWeights
+from nemo_rl_core.distributed.weight_sync.link import SendsWeights
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.telemetry.timer import peak_memory_gib
@@ -65,28 +66,23 @@ from nemo_rl_core.telemetry.timer import peak_memory_gib
 class MegatronBackend(SendsWeights):
     """One rank that trains a `GPTModel` with AdamW (a `TrainingBackend`).
 
-    Every method but `setup`, `shutdown` and `peak_memory_gib` is a collective: all ranks call it,
-    each with the rows of its data-parallel replica.
+    Every method except `setup`, `shutdown` and `peak_memory_gib` is a collective: all ranks call
+    it, each with the rows of its data-parallel replica.
     """
 
     def setup(self, setup: TrainingSetup) -> None:
-        """Joins the ranks, builds this rank's part of the model and creates the optimizer.
-
-        Raises:
-            ConfigError: If the head is scalar, or the layout does not divide the ranks or the
-                model.
-            ModelError: If Megatron-core cannot hold the architecture.
-        """
+        """Joins the ranks, builds this rank's part of the model and creates the optimizer."""
         training = setup.training
         assert isinstance(training, MegatronTraining), training
         if setup.head != "lm":
             raise _no_scalar_head()
-        self._finish_earlier()
+        self._finish_pending_save()
         freeze_libraries()
         initialize_topology(training, seed=setup.seed)
         self._device = local_device()
-        wanted = training.deterministic
-        self._is_deterministic = compute_deterministically(wanted, device=self._device)
+        self._is_deterministic = compute_deterministically(
+            training.deterministic, device=self._device
+        )
         torch.set_float32_matmul_precision(training.float32_matmul_precision)
         self._setup = setup
         self.sent_dtype = getattr(torch, setup.dtype)
@@ -111,23 +107,24 @@ class MegatronBackend(SendsWeights):
                 "optimizer": lambda: state_tensors(self._optimizer),
             }
         )
-        self._writing: Writing | None = None
+        self._writing: PendingWrite | None = None
         self._head = LogprobHead(
             self._models[-1],
             vocab_size=self._models[-1].hf_config.vocab_size,
             temperature=setup.temperature,
         )
         self._reference: ReferenceWeights | None = None
-        # Kernels by boundaries, Transformer Engine's among them, know sequences, and no trees.
+        # Kernels with boundaries, such as Transformer Engine's, do not support prefix trees.
         by_boundaries = has_transformer_engine() or self._models[0].takes_boundaries
         is_shared = training.share_prefixes and not by_boundaries
         self._sharing = allowed_sharing(setup.model_folder) if is_shared else None
         with full_precision():
             layers = [layer for model in self._models for layer in model.decoder.layers]
-            refuse_unless_faithful(self._probed_logprobs, layers, dtype=setup.dtype)
+            probed = partial(self._all_logprobs, max_tokens=PROBE_TOKENS)
+            refuse_unless_faithful(probed, layers, dtype=setup.dtype)
             if self._models[0].hf_family is None:
-                refuse_other_weights(self.named_weights(), setup.model_folder)
-                refuse_other_logprobs(
+                refuse_changed_weights(self.named_weights(), setup.model_folder)
+                refuse_different_logprobs(
                     partial(self._all_logprobs, max_tokens=PROOF_TOKENS),
                     setup.model_folder,
                     dtype=setup.dtype,
@@ -135,9 +132,9 @@ class MegatronBackend(SendsWeights):
                 )
 
     def choices(self) -> dict[str, str]:
-        """What a setting that may be `auto` is on this machine, by its path in the recipe.
+        """Returns the resolved values of `auto` settings by their paths in the recipe.
 
-        For a model of Megatron-Bridge also that.
+        A model of Megatron-Bridge also has the bridge's version.
         """
         kernel = "varlen" if self._models[0].takes_boundaries else "sdpa"
         fused = has_transformer_engine()
@@ -149,31 +146,12 @@ class MegatronBackend(SendsWeights):
             choices["training.backend"] = f"megatron, by {BRIDGE} {bridge_version()}"
         return choices
 
-    def _finish_earlier(self) -> None:
-        """Waits for a save of an earlier set-up."""
+    def _finish_pending_save(self) -> None:
         if "_writing" in self.__dict__:
             self.finish_checkpoint()
 
-    def _probed_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
-        return self._all_logprobs(batch, max_tokens=PROBE_TOKENS)
-
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
-        """One optimizer step over the rows of all data-parallel ranks.
-
-        Args:
-            batch: `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T-1]`,
-                `sample_mask [B]`, and the columns that the loss reads; this rank's rows, possibly
-                none. Rows of equal `pair_ids [B]` stay in one micro-batch. With `topk_ids [B, T-1,
-                K]` the loss also gets `current_topk_logprobs [B, T-1, K]`.
-            loss_fn: The loss; its sum over micro-batches and ranks is the loss of the step.
-
-        Returns:
-            The loss's metrics, and `grad_norm`, `learning_rate`, `num_valid_tokens`, for the whole
-            step, on every rank.
-
-        Raises:
-            ConsistencyError: If the gradient is not finite; the weights are unchanged.
-        """
+        """Runs one optimizer step, as `TrainingBackend` describes."""
         metrics, _ = self.forward_backward(batch, loss_fn, returns_outputs=False)
         return {**metrics, **self.optimizer_step()}
 
@@ -181,16 +159,10 @@ class MegatronBackend(SendsWeights):
     def forward_backward(
         self, batch: BatchedDataDict, loss_fn: LossFunction, *, returns_outputs: bool = True
     ) -> tuple[dict[str, float], torch.Tensor | None]:
-        """The gradients of a step, in place of those of an earlier call; weights stay as they are.
+        """Computes the gradients of a step, which replace earlier ones; weights do not change.
 
-        Args:
-            batch: As `train_step` takes it.
-            loss_fn: The loss.
-            returns_outputs: Whether the forward pass's logprobs are wanted.
-
-        Returns:
-            The loss's metrics and `num_valid_tokens`, for the whole step, on every rank; and
-            `[B, T-1]` logprobs where `token_mask` is set, on every rank of the replica.
+        Returns metrics of the full step on every rank; and with `returns_outputs`, `[B, T-1]`
+        logprobs where `token_mask` is set, on every rank of the replica.
         """
         valid_tokens, valid_seqs = self._global_numbers(batch)
 
@@ -209,26 +181,19 @@ class MegatronBackend(SendsWeights):
         parts = self._parts(batch, self._setup.max_tokens_per_microbatch)
         results = run_parts(self._chunks, parts, consume, forward_only=False)
         metrics = _summed_over_ranks([metrics for metrics, _ in results])
-        found: torch.Tensor | None = None
+        logprobs: torch.Tensor | None = None
         if returns_outputs:
             empty = torch.zeros(batch["token_mask"].shape)
-            (found,) = self._in_rows(parts, [outputs for _, outputs in results], into=[empty])
-        return {**metrics, "num_valid_tokens": valid_tokens.item()}, found
+            (logprobs,) = self._in_rows(parts, [outputs for _, outputs in results], into=[empty])
+        return {**metrics, "num_valid_tokens": valid_tokens.item()}, logprobs
 
     def optimizer_step(self) -> dict[str, float]:
-        """Updates the weights by the gradients of `forward_backward`.
-
-        Returns:
-            `grad_norm` and `learning_rate`, on every rank.
-
-        Raises:
-            ConsistencyError: If the gradient is not finite; the weights are unchanged.
-        """
+        """Updates the weights; returns `grad_norm` and `learning_rate` on every rank."""
         self._memory.restore("optimizer")
         step = self._num_updates + 1
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate_at(step, self._setup.optimizer)
-        # Checked before the step, which clips by the norm without checking it.
+        # Checked here, since the step clips by the norm without checking it.
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         require_finite_norm(norm, step=step)
@@ -237,7 +202,6 @@ class MegatronBackend(SendsWeights):
         return {"grad_norm": norm, "learning_rate": self._optimizer.param_groups[0]["lr"]}
 
     def _global_numbers(self, batch: BatchedDataDict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Valid tokens and sequences of the step, over all data-parallel ranks; both 0-dim."""
         numbers = torch.zeros(2)
         if batch.size:
             mask = batch["token_mask"] * batch["sample_mask"][:, None]
@@ -247,7 +211,7 @@ class MegatronBackend(SendsWeights):
         return numbers[0], numbers[1]
 
     def get_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
-        """`[B, T-1]` logprobs under the weights being trained, on every rank of the replica."""
+        """Returns `[B, T-1]` logprobs under the trained weights, on every rank of the replica."""
         return self._all_logprobs(batch, max_tokens=self._setup.max_tokens_per_microbatch)
 
     def _all_logprobs(self, batch: BatchedDataDict, *, max_tokens: int) -> torch.Tensor:
@@ -259,31 +223,17 @@ class MegatronBackend(SendsWeights):
         return logprobs
 
     def get_reference_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
-        """`[B, T-1]` logprobs under the reference policy, loaded on first use."""
+        """Returns `[B, T-1]` logprobs under the reference policy, loaded on first use."""
         with self._loaded_reference().swapped_in():
             return self.get_logprobs(batch)
 
     def get_reference_topk_logprobs(
         self, batch: BatchedDataDict, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The k most likely next tokens under the reference.
-
-        Returns:
-            `[B, T-1, k]` int64 ids, most likely first, and `[B, T-1, k]` logprobs in nats under the
-            temperature; both 0 where `token_mask` is not set.
-
-        Raises:
-            ConfigError: If there are fewer than k tokens.
-        """
+        """Returns the reference's k most likely next tokens, like `DTensorBackend`."""
         reference = self._loaded_reference()
         num_ids = min(reference.vocabulary_size, self._models[-1].hf_config.vocab_size)
-        if not 1 <= k <= num_ids:
-            raise ConfigError(
-                f"the {k} most likely tokens cannot be chosen",
-                expected=f"k from 1 to the vocabulary's {num_ids} tokens",
-                got=str(k),
-                fix="change k",
-            )
+        refuse_k(k, num_ids)
         shape = (*batch["token_mask"].shape, k)
         empty = [torch.zeros(shape, dtype=torch.long), torch.zeros(shape)]
 
@@ -296,7 +246,7 @@ class MegatronBackend(SendsWeights):
         return ids, logprobs
 
     def get_values(self, batch: BatchedDataDict) -> torch.Tensor:
-        """Raises: there is no scalar head."""
+        """Raises `ConfigError`, since there is no scalar head."""
         raise _no_scalar_head()
 
     def _compute(
@@ -322,12 +272,12 @@ class MegatronBackend(SendsWeights):
         *,
         into: list[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The results of the last stage's micro-batches in the rows of `into`, on every rank."""
         if parallel_state.is_pipeline_last_stage():
-            for part, given in zip((part for part in parts if part.indices), results, strict=True):
-                for whole, value in zip(into, to_host(given), strict=True):
-                    whole[list(part.indices), : value.shape[1]] = value
-        return [self._from_last_stage(whole) for whole in into]
+            real_parts = [part for part in parts if part.indices]
+            for part, values in zip(real_parts, results, strict=True):
+                for target, value in zip(into, to_host(values), strict=True):
+                    target[list(part.indices), : value.shape[1]] = value
+        return [self._from_last_stage(target) for target in into]
 
     def _from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         if parallel_state.get_pipeline_model_parallel_world_size() == 1:
@@ -350,30 +300,30 @@ class MegatronBackend(SendsWeights):
         return parts
 
     def prefix_sharing(self) -> PrefixSharing | None:
-        """How the model shares prefixes, so that a plan for several ranks does as well."""
+        """Returns how the model shares prefixes, for plans of several ranks."""
         return self._sharing
 
     def _loaded_reference(self) -> ReferenceWeights:
-        self._memory.restore("weights")  # which the reference takes the place of
+        self._memory.restore("weights")  # the reference is loaded into the same memory
         if self._reference is None:
             folder = self._setup.reference_folder
             if folder is None:
-                raise ValueError("logprobs of the reference need a setup with a reference_folder")
+                raise ValueError("logprobs of the reference require TrainingSetup.reference_folder")
             self._reference = ReferenceWeights(self._models, self._setup.model_folder, folder)
         return self._reference
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields whole weights under transformers' names; every rank iterates."""
+        """Yields full weights under transformers' names; every rank iterates."""
         self._memory.restore("weights")
         return iter_hf_weights(self._models)
 
     def save_checkpoint(self, path: Path) -> None:
-        """Writes `model/` (transformers layout) and `trainer/` (Megatron's own, sharded)."""
+        """Writes `model/` (transformers layout) and `trainer/` (Megatron's sharded layout)."""
         self.start_checkpoint(path)
         self.finish_checkpoint()
 
     def start_checkpoint(self, path: Path) -> None:
-        """As `save_checkpoint`, but the trainer's state is written while training continues."""
+        """Saves like `save_checkpoint`, but writes the trainer's state while training continues."""
         self.finish_checkpoint()
         self._memory.restore("weights", "optimizer")
         checkpoint.save_model(
@@ -385,7 +335,7 @@ class MegatronBackend(SendsWeights):
         self.start_sharded_checkpoint(path)
 
     def start_sharded_checkpoint(self, path: Path) -> None:
-        """As `start_checkpoint`, without `model/`: nothing is gathered, weights are shards too."""
+        """Saves like `start_checkpoint`, but with sharded weights instead of `model/`."""
         self.finish_checkpoint()
         self._memory.restore("weights", "optimizer")
         self._writing = checkpoint.start_saving_trainer(
@@ -397,34 +347,20 @@ class MegatronBackend(SendsWeights):
         return self._writing is None or self._writing.is_done()
 
     def finish_checkpoint(self) -> dict[str, WrittenFile]:
-        """Waits for the save of `start_checkpoint`, after which the folder is complete.
-
-        Returns:
-            The shards that this rank has written, by their paths in the folder.
-
-        Raises:
-            StoreError: If writing failed on any rank.
-        """
+        """Waits until the folder is complete; returns this rank's shards, hashed."""
         writing, self._writing = self._writing, None
         written = writing.finish() if writing is not None else {}
         return {f"trainer/{name}": file for name, file in written.items()}
 
     def load_checkpoint(self, path: Path) -> None:
-        """Restores a checkpoint of `save_checkpoint`, at any layout.
-
-        Raises:
-            StoreError: If the folder is not such a checkpoint, or of another model.
-        """
+        """Restores a checkpoint of `save_checkpoint`, at any layout."""
         self._memory.restore("weights", "optimizer")
         self._num_updates = checkpoint.load_trainer(path / "trainer", self._chunks, self._optimizer)
 
     def release_memory(self, *, keeps_weights: bool = False) -> None:
-        """Drops the buffers of gradients, and moves what the recipe names to the host.
+        """Drops gradient buffers, and moves the recipe's offloaded parts to the host.
 
-        Each part comes back with the next call that needs it.
-
-        Args:
-            keeps_weights: Whether the weights stay, for a transfer.
+        Each part moves back with the next call that needs it.
         """
         for chunk in self._chunks:
             chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
@@ -438,22 +374,22 @@ class MegatronBackend(SendsWeights):
         return peak_memory_gib()
 
     def shutdown(self) -> None:
-        """Frees the model and the optimizer after pending saves, and leaves Megatron's groups."""
-        self._finish_earlier()
+        """Frees the model and optimizer after pending saves, and leaves Megatron's groups."""
+        self._finish_pending_save()
         self.__dict__.clear()
         tear_down_topology()
 
 
 def _summed_over_ranks(metrics: list[dict[str, torch.Tensor]]) -> dict[str, float]:
     """Sums the metrics of this rank's micro-batches, then over replicas; the same on every rank."""
-    own: dict[str, torch.Tensor] = {}
+    local: dict[str, torch.Tensor] = {}
     for part in metrics:
         for name, value in part.items():
-            own[name] = own[name] + value if name in own else value
+            local[name] = local[name] + value if name in local else value
     # Only last stages have metrics, and only ranks with rows.
     group = parallel_state.get_data_parallel_group()
     gathered: list[dict[str, float]] = [{}] * group.size()
-    dist.all_gather_object(gathered, numbers_of(own), group=group)
+    dist.all_gather_object(gathered, numbers_of(local), group=group)
     names = {name: None for part in gathered for name in part}
     totals = [{name: sum(part.get(name, 0.0) for part in gathered) for name in names}]
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:

@@ -1,8 +1,7 @@
 """Checkpoints of the Megatron backend: `model/` in transformers' layout, `trainer/` to resume.
 
-`trainer/` is Megatron's own distributed format: each rank writes its shards, under names that do
-not depend on the layout, so that another layout can read them. There is no random state: the models
-have no dropout.
+`trainer/` has Megatron's distributed format, which any layout can read. There is no random state,
+since the models have no dropout.
 
 Two of the files that a load reads are pickles: `.metadata` and `common.pt`. The first is checked
 against a list of allowed names before Megatron reads it; Megatron reads the second with torch's
@@ -21,7 +20,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from nemo_rl_core.backends.training.megatron.mapping import EMBEDDING
-from nemo_rl_core.backends.training.megatron.writing import Writing, on_rank_0
+from nemo_rl_core.backends.training.megatron.writing import PendingWrite, on_rank_0
 from nemo_rl_core.checkpoints.dcp_metadata import read_metadata
 from nemo_rl_core.checkpoints.state_file import read_state, write_state
 from nemo_rl_core.checkpoints.tensors import save_weights
@@ -31,15 +30,15 @@ from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.distributed.gathered_writes import write_on_rank_0
 from nemo_rl_core.errors import StoreError
 
-# The distributed optimizer's state by parameter, not by buffer, which depends on the layout.
 _EXTRA = "._extra_state"
+# Stores the distributed optimizer's state per parameter; buffers depend on the layout.
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": False,
 }
 
 _FROM_CONFIG = ("betas", "eps", "weight_decay")
-"""Settings of a parameter group that a load does not change."""
+"""Settings of parameter groups that a load does not change."""
 
 _UNREADABLE = (
     OSError,
@@ -53,39 +52,20 @@ _UNREADABLE = (
 
 def start_saving_trainer(
     folder: Path, chunks: list[Any], optimizer: Any, num_updates: int
-) -> Writing:
-    """Writes the current weights and optimizer state in the background, each rank its shards.
-
-    Args:
-        folder: A path that all ranks share; created, and complete after `finish`.
-        chunks: This rank's wrapped chunks.
-        optimizer: Megatron's optimizer.
-        num_updates: Optimizer steps so far, from which the warm-up continues.
-
-    Raises:
-        StoreError: If the folder cannot be created.
-    """
+) -> PendingWrite:
+    """Starts to write this rank's shards of weights and optimizer state into a new folder."""
 
     def begin() -> None:
         folder.mkdir(parents=True)
         write_state(folder, backend="megatron", num_updates=num_updates)
 
     on_rank_0(begin)
-    _allocate_state(optimizer)  # missing before the first step
-    return Writing(folder, _sharded_state(chunks, optimizer, is_loading=False))
+    _allocate_state(optimizer)  # not allocated before the first step
+    return PendingWrite(folder, _sharded_state(chunks, optimizer, is_loading=False))
 
 
 def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
-    """Restores a save of `start_saving_trainer` bit-identically, at any layout.
-
-    Returns:
-        Optimizer steps so far.
-
-    Raises:
-        StoreError: If a file is missing, names something that a checkpoint need not name, or is
-            that of another model.
-        ModelError: If weights are not finite.
-    """
+    """Restores a save of `start_saving_trainer` bit-identically; returns its number of steps."""
     try:
         read_metadata(folder)
         num_updates = int(read_state(folder, backend="megatron")["num_updates"])
@@ -93,8 +73,8 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
         settings = [
             {name: group[name] for name in _FROM_CONFIG} for group in optimizer.param_groups
         ]
-        wanted = _sharded_state(chunks, optimizer, is_loading=True)
-        loaded = dist_checkpointing.load(wanted, str(folder))
+        targets = _sharded_state(chunks, optimizer, is_loading=True)
+        loaded = dist_checkpointing.load(targets, str(folder))
     except _UNREADABLE as error:
         raise _unreadable(folder, error) from error
     for index, chunk in enumerate(chunks):
@@ -103,38 +83,20 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
         _keep_steps(part)
     optimizer.load_state_dict(loaded["optimizer"])
     for part in optimizer.chained_optimizers:
-        _part_steps(part)
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
+        _separate_steps(part)
+    for group, configured in zip(optimizer.param_groups, settings, strict=True):
+        group.update(configured)
     return num_updates
 
 
 def save_native_weights(folder: Path, models: list[Any]) -> None:
-    """Writes only the weights in the trainer's layout; training cannot resume from them.
-
-    Args:
-        folder: A path that all ranks share; created.
-        models: This rank's chunks, as `build_model` returns them.
-
-    Raises:
-        StoreError: If writing fails.
-    """
+    """Writes only the weights in the trainer's layout; training cannot resume from them."""
     on_rank_0(lambda: folder.mkdir(parents=True))
-    Writing(folder, _sharded_weights(models)).finish()
+    PendingWrite(folder, _sharded_weights(models)).finish()
 
 
 def load_native_weights(folder: Path, models: list[Any]) -> None:
-    """Fills the chunks with the weights of a `trainer` folder; the optimizer's state is not read.
-
-    Args:
-        folder: Written by `start_saving_trainer` or `save_native_weights`, at any layout.
-        models: This rank's chunks, as `build_model` returns them.
-
-    Raises:
-        StoreError: If a file is missing, names something that a checkpoint need not name, or is
-            that of another model.
-        ModelError: If weights are not finite.
-    """
+    """Fills the chunks with the weights of a `trainer` folder of any layout."""
     try:
         read_metadata(folder)
         loaded = dist_checkpointing.load(_sharded_weights(models), str(folder))
@@ -147,17 +109,14 @@ def load_native_weights(folder: Path, models: list[Any]) -> None:
 def _take_weights(model: Any, weights: dict[str, Any], folder: Path) -> None:
     tensors = ((name, each) for name, each in weights.items() if isinstance(each, torch.Tensor))
     require_finite(f"the checkpoint {folder}", tensors)
-    # Of FP8, in Transformer Engine's layers: empty here, and not saved, since it is pickled.
+    # FP8 state of Transformer Engine's layers; it is empty, and not saved, since Megatron would
+    # pickle it.
     extra = {name: each for name, each in model.state_dict().items() if name.endswith(_EXTRA)}
     model.load_state_dict({**extra, **weights}, strict=True)
 
 
 def dtype_of(folder: Path) -> str:
-    """Returns the dtype of the weights in a `trainer` folder, such as `float32`.
-
-    Raises:
-        StoreError: If its metadata is damaged, or has no embedding.
-    """
+    """Returns the dtype of the weights in a `trainer` folder, such as `float32`."""
     try:
         described = read_metadata(folder).state_dict_metadata[EMBEDDING.megatron]
     except _UNREADABLE as error:
@@ -168,14 +127,7 @@ def dtype_of(folder: Path) -> str:
 def save_model(
     folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path, *, dtype: DType
 ) -> None:
-    """Writes the transformers folder, one shard at a time.
-
-    Args:
-        folder: A path that all ranks share; created.
-        weights: Whole weights; every rank iterates.
-        source: The folder that the model was built from, for config and tokenizer.
-        dtype: Dtype of the weights, which may differ from the source's config.
-    """
+    """Writes the transformers folder, one shard at a time."""
     on_rank_0(lambda: folder.mkdir(parents=True))
 
     def write(gathered: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -195,7 +147,7 @@ def _sharded_state(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> di
 
 
 def _sharded_weights(models: list[Any]) -> dict[str, Any]:
-    """This rank's shards by chunk, without the objects that Megatron would pickle."""
+    """Returns this rank's shards by chunk, without the objects that Megatron would pickle."""
     state: dict[str, Any] = {}
     for index, model in enumerate(models):
         shards = model.sharded_state_dict(metadata=dict(_METADATA))
@@ -206,7 +158,7 @@ def _sharded_weights(models: list[Any]) -> dict[str, Any]:
 
 
 def _allocate_state(optimizer: Any) -> None:
-    """Allocates the state that AdamW creates in its first step, as the target of a load."""
+    """Allocates the state that AdamW would create in its first step."""
     for part in optimizer.chained_optimizers:
         inner = part.optimizer
         for parameter in (p for group in inner.param_groups for p in group["params"]):
@@ -220,7 +172,7 @@ def _allocate_state(optimizer: Any) -> None:
 def _keep_steps(part: Any) -> None:
     """Fixes Megatron's loading into torch's AdamW, which counts steps per parameter.
 
-    Megatron sets the counts before, but does not copy them and then raises for missing keys.
+    Megatron sets the counts earlier, but does not copy them, and then raises for missing keys.
     """
     copy_states = type(part)._set_main_param_and_optimizer_states
 
@@ -233,10 +185,10 @@ def _keep_steps(part: Any) -> None:
     part._set_main_param_and_optimizer_states = copy_with_step
 
 
-def _part_steps(part: Any) -> None:
-    """Gives each parameter a separate step count: Megatron loads one tensor for all of them.
+def _separate_steps(part: Any) -> None:
+    """Gives each parameter a separate step count.
 
-    AdamW would increment it once per parameter.
+    Megatron loads one tensor for all of them, which AdamW would increment once per parameter.
     """
     for state in part.optimizer.state.values():
         if "step" in state:

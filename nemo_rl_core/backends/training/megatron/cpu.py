@@ -1,8 +1,7 @@
 """Megatron-core without CUDA: each of its assumptions about a GPU, redirected to the CPU.
 
-Machines with CUDA are not affected. Redirected are functions that raise without CUDA, and the name
-`torch` inside Megatron modules that use `device="cuda"`, so that other libraries in the same
-process are not affected, in any thread.
+Functions that raise without CUDA are redirected, and so is the name `torch` inside Megatron modules
+that use `device="cuda"`. Other libraries in the same process are not affected.
 """
 
 import contextlib
@@ -45,17 +44,17 @@ def run_on_cpu_where_cuda_is_absent() -> None:
         module: Any = importlib.import_module(f"megatron.core.{name}")
         module.torch = _TorchOnCPU()
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    # The router of experts needs it even without Transformer Engine, which has it.
+    # The router of experts needs the attribute even without Transformer Engine, which defines it.
     moe_utils.te_general_gemm = None
-    # Token counts per rank must be on the host before tokens are sent; tensors that are not on CUDA
-    # are assumed to be.
+    # Token counts per rank must be numpy arrays before tokens are sent; Megatron assumes this for
+    # tensors that are not on CUDA.
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _counts_on_host
     _applied = True
 
 
 def import_uncompiled_where_cuda_is_absent() -> None:
-    """Patches Megatron-core's decorator for small functions to compile none of them.
+    """Disables Megatron-core's decorator that compiles small functions.
 
     It applies `torch.compile` on import, which needs a C++ compiler on a CPU and takes most of the
     import time.
@@ -83,14 +82,14 @@ def _redirect_torch() -> None:
     cuda.synchronize = lambda device=None: None
     # Recomputation of activations and the random tracker read and keep the device's generator.
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
-    # The dispatcher of tokens to experts copies counts to the host beside the computation.
+    # The dispatcher of tokens to experts copies counts to the host during the computation.
     cuda.Stream = _NoStream
     cuda.current_stream = lambda device=None: _NoStream()
     cuda.stream = contextlib.nullcontext
     # Tied embeddings of a pipeline, and optimizer state that is loaded, are "moved to the GPU".
     tensor: Any = torch.Tensor
-    tensor.cuda = _itself
-    torch.nn.Module.cuda = _itself  # type: ignore[method-assign,assignment]
+    tensor.cuda = _identity
+    torch.nn.Module.cuda = _identity  # type: ignore[method-assign,assignment]
     # The optimizers sort parameters by the name of their type, and clipping asserts on it.
     tensor.type = _type_as_on_cuda(torch.Tensor.type)
 
@@ -100,20 +99,17 @@ def _counts_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = F
 
 
 class _NoStream:
-    """A stream on the CPU: all work is done when the call returns."""
-
     def wait_stream(self, stream: "_NoStream") -> None:
         """No-op: all work is done."""
 
     def record_event(self, event: Any = None) -> "_NoStream":
-        """Returns the stream, since the event has passed."""
         return self
 
     def synchronize(self) -> None:
         """No-op: all work is done."""
 
 
-def _itself(tensor_or_module: Any, *_: Any, **__: Any) -> Any:
+def _identity(tensor_or_module: Any, *_: Any, **__: Any) -> Any:
     return tensor_or_module
 
 
@@ -128,8 +124,8 @@ def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _redirect_random_state() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    # A fork replaces the GPU's generator by one per tensor rank, for dropout inside tensor-parallel
-    # regions. Dropout is always 0, so none is used.
+    # A fork replaces the GPU's generator with one per tensor rank, for dropout inside
+    # tensor-parallel regions. Dropout is always 0, so none is needed.
     random.CudaRNGStatesTracker.fork = _no_fork
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: None
@@ -141,8 +137,6 @@ def _no_fork(tracker: Any, name: str = "") -> Iterator[None]:
 
 
 class _TorchOnCPU(types.ModuleType):
-    """`torch`, except that tensors for "cuda" are created on the CPU."""
-
     def __init__(self) -> None:
         super().__init__("torch")
         for name in _FACTORIES:

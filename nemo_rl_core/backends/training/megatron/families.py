@@ -6,7 +6,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nemo_rl_core.backends.training.dtensor.loading import called
 from nemo_rl_core.backends.training.megatron.settings import Division, refuse_remainders
 from nemo_rl_core.config.megatron_types import (
     BRIDGE,
@@ -15,12 +14,13 @@ from nemo_rl_core.config.megatron_types import (
     bridge_version,
 )
 from nemo_rl_core.config.training import MegatronTraining
-from nemo_rl_core.data.pretrained import described
+from nemo_rl_core.data.pretrained import read_model_json
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.model_files.loading import name_in_errors
 from nemo_rl_core.planning.model_parts import refuse_untrainable
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3")
-"""Kinds of rotary frequencies that depend on neither the row's length nor a scaled attention."""
+"""Kinds of rotary frequencies that do not depend on the row's length and do not scale attention."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,8 @@ class Experts:
     """Config fields and weight names of a family's mixture of experts.
 
     Attributes:
-        block: The module of a layer that holds router and experts.
-        gate: Name of an expert's projection that passes the activation function.
-        up: Name of the projection that is multiplied by it.
-        down: Name of the projection back to the hidden size.
-        num_experts: The config's field for the number of experts.
-        intermediate_size: The config's field for the width of an expert.
+        num_experts: Config field for the number of experts.
+        intermediate_size: Config field for the width of an expert.
     """
 
     block: str = "mlp"
@@ -46,14 +42,12 @@ class Experts:
 
 @dataclass(frozen=True)
 class Family:
-    """A decoder type by its differences from Llama.
+    """A decoder type, described by its differences from Llama.
 
     Attributes:
-        qkv_bias: Queries, keys and values have biases.
-        qk_norm: Queries and keys are normalized, head by head.
-        experts: Settings of a mixture of experts, else None.
-        unset: Fields of the config that must be false or None, since Megatron-core does not support
-            them.
+        qkv_bias: Whether queries, keys and values have biases.
+        qk_norm: Whether queries and keys are normalized, head by head.
+        unset: Config fields that must be false or None, since Megatron-core does not support them.
     """
 
     qkv_bias: bool = False
@@ -84,19 +78,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def is_for_bridge(folder: Path) -> bool:
-    """Returns whether Megatron-Bridge builds a model: another type's, where it is installed."""
+    """Returns whether Megatron-Bridge builds a model: if installed, for types not in `FAMILIES`."""
     from transformers import AutoConfig
 
-    is_own = AutoConfig.from_pretrained(folder).model_type in MEGATRON_TYPES
-    return not is_own and bridge_version() is not None
+    is_built_in = AutoConfig.from_pretrained(folder).model_type in MEGATRON_TYPES
+    return not is_built_in and bridge_version() is not None
 
 
 def family_of(folder: Path) -> tuple[Family, Any]:
-    """The family of a model folder, and its transformers config.
-
-    Raises:
-        ModelError: If Megatron-core cannot hold the architecture, or not with these settings.
-    """
+    """Returns the family of a model folder and its transformers config."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
@@ -109,7 +99,7 @@ def family_of(folder: Path) -> tuple[Family, Any]:
             fix="use the dtensor backend, which trains any causal model of transformers, or "
             f"install {BRIDGE}=={BRIDGE_VERSION}, which builds other types (docs/models.md)",
         )
-    refuse_untrainable(described(folder), called=called(folder))
+    refuse_untrainable(read_model_json(folder), called=name_in_errors(folder))
     rope, kinds = config.rope_parameters["rope_type"], getattr(config, "layer_types", None) or ()
     settings: list[tuple[str, Any, tuple[Any, ...]]] = [
         ("hidden_act", config.hidden_act, ("silu",)),
@@ -117,11 +107,11 @@ def family_of(folder: Path) -> tuple[Family, Any]:
         *((name, getattr(config, name, None), (False, None)) for name in family.unset),
         *(("layer_types", kind, ("full_attention",)) for kind in kinds),
     ]
-    for name, value, held in settings:
-        if value not in held:
+    for name, value, supported in settings:
+        if value not in supported:
             raise ModelError(
-                f"the megatron backend cannot hold {folder.name!r} as it is configured",
-                expected=f"{name} of {' or '.join(str(one) for one in held)}",
+                f"the megatron backend does not support the config of {folder.name!r}",
+                expected=f"{name} of {' or '.join(map(str, supported))}",
                 got=f"{name}={value}",
                 fix="use the dtensor backend",
             )
@@ -129,7 +119,7 @@ def family_of(folder: Path) -> tuple[Family, Any]:
 
 
 def is_sparse(hf_config: Any, layer: int) -> bool:
-    """Returns whether a layer of a mixture of experts has experts, not one dense block."""
+    """Returns whether a layer of a mixture of experts has experts instead of a dense block."""
     return layer not in (getattr(hf_config, "mlp_only_layers", None) or []) and (
         (layer + 1) % getattr(hf_config, "decoder_sparse_step", 1) == 0
         and getattr(hf_config, "num_experts", None) != 0
@@ -137,11 +127,7 @@ def is_sparse(hf_config: Any, layer: int) -> bool:
 
 
 def refuse_indivisible(family: Family, hf_config: Any, training: MegatronTraining) -> None:
-    """Raises before loading if the layout does not divide the architecture.
-
-    Raises:
-        ConfigError: Names the first indivisible number, or the missing package.
-    """
+    """Raises `ConfigError` if the layout does not divide the architecture."""
     tensor = training.tensor_parallel_size
     divisions: list[Division] = [
         ("attention heads", hf_config.num_attention_heads, "tensor_parallel_size", tensor),

@@ -1,20 +1,18 @@
-"""Megatron-core's layers for packed rows: Transformer Engine's, or local ones with an own norm."""
+"""Megatron-core's layers for packed rows, from Transformer Engine or with a local RMSNorm."""
 
 from typing import Any
 
 import torch
 
-from nemo_rl_core.backends.training.megatron.attention import attend_by_boundaries
+from nemo_rl_core.backends.training.megatron.attention import (
+    AttentionByBoundaries,
+    AttentionToFullRows,
+)
 from nemo_rl_core.backends.training.megatron.settings import has_transformer_engine
 
 
 def layers(config: Any, *, vp_stage: int | None = None) -> Any:
-    """Megatron's specification of a chunk's layers, for packed rows.
-
-    Args:
-        config: Megatron's `TransformerConfig`.
-        vp_stage: Index of the chunk on its rank, where it has several.
-    """
+    """Returns Megatron's specification of a chunk's layers, for packed rows."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     fused = has_transformer_engine()
@@ -22,20 +20,18 @@ def layers(config: Any, *, vp_stage: int | None = None) -> Any:
         config, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=vp_stage
     )
     if not fused:
-        _use_own_norm(spec)
-        if config.context_parallel_size > 1:
-            from nemo_rl_core.backends.training.megatron.context import attend_to_whole_rows
-
-            attend_to_whole_rows(spec)
-        else:
-            attend_by_boundaries(spec)
+        _use_local_norm(spec)
+        splits_rows = config.context_parallel_size > 1
+        attention = AttentionToFullRows if splits_rows else AttentionByBoundaries
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = attention
     return spec
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm with sequence parallelism for Megatron's local layers, which lack one.
+    """RMSNorm with sequence parallelism for Megatron's local layers, which have none.
 
-    The mark on its weight makes Megatron sum the gradient over tensor ranks.
+    The attribute of its weight makes Megatron sum the gradient over tensor ranks.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -43,7 +39,7 @@ class LocalRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def _use_own_norm(block_spec: Any) -> None:
+def _use_local_norm(block_spec: Any) -> None:
     from megatron.core.transformer.identity_op import IdentityOp
 
     block_spec.layer_norm = LocalRMSNorm

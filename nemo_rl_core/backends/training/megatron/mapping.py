@@ -1,8 +1,7 @@
 """Mapping between weights of a transformers checkpoint and of Megatron-core, as tables.
 
-Loading and export read the same tables. Tensor parallelism splits every transformers tensor along
-one dimension, or not at all; fused tensors are built from the parts of one rank, so that neither
-direction needs a whole fused tensor.
+Fused tensors are built from the parts of one rank, so that neither loading nor export needs a full
+fused tensor.
 """
 
 from collections.abc import Iterator
@@ -19,9 +18,9 @@ class Rule:
     """One weight of Megatron and the transformers tensors that it consists of.
 
     Attributes:
-        megatron: Its name, relative to its layer if it has one.
-        hf: The names of its parts in transformers, likewise.
-        split: The dimension that tensor-parallel ranks split; None if replicated.
+        megatron: Name of the weight, relative to its layer if it has one.
+        hf: Names of its parts in transformers, also relative to the layer.
+        split: Dimension that tensor-parallel ranks split; None if replicated.
         fusion: Layout of several parts: concatenated, or interleaved by query group (the group's
             queries, its key, its value).
         padded: Whether rows are padded with zeros to a multiple of the tensor-parallel ranks.
@@ -39,10 +38,8 @@ class Entry:
     """A rule for one weight of the model.
 
     Attributes:
-        rule: The rule with full names.
-        stage: The pipeline rank that holds the weight.
-        chunk: Index among that rank's chunks.
-        expert_rank: The expert-parallel rank that holds it; None outside of experts.
+        stage: Pipeline rank that has the weight.
+        expert_rank: Expert-parallel rank that has the weight; None outside of experts.
         exported: False for the copy of the embedding that a tied head has on another stage.
     """
 
@@ -87,20 +84,8 @@ FUSED_INPUT_NORM = replace(INPUT_NORM, megatron="self_attention.linear_qkv.layer
 FUSED_MLP_NORM = replace(MLP_NORM, megatron="mlp.linear_fc1.layer_norm_weight")
 
 
-def router_rule(experts: Experts) -> Rule:
-    """The router's own weight, whole on every rank."""
-    return Rule("mlp.router.weight", (f"{experts.block}.gate.weight",))
-
-
 def expert_rules(experts: Experts, expert: int, local_expert: int, *, fused: bool) -> list[Rule]:
-    """The weights of one expert.
-
-    Args:
-        experts: The family's names.
-        expert: Its index among all experts.
-        local_expert: Its index on its rank.
-        fused: Whether experts are grouped (Transformer Engine), not separate modules.
-    """
+    """Returns the rules of one expert's weights; `fused` experts are grouped into one module."""
     hf = f"{experts.block}.experts.{expert}"
     names = [
         f"mlp.experts.{layer}.weight{local_expert}"
@@ -115,14 +100,7 @@ def expert_rules(experts: Experts, expert: int, local_expert: int, *, fused: boo
 
 
 def entries(family: Family, hf_config: Any, config: Any, *, fused: bool) -> Iterator[Entry]:
-    """Every weight of the model, in the order of transformers' modules, equal on every rank.
-
-    Args:
-        family: The architecture.
-        hf_config: The transformers config.
-        config: Megatron's `TransformerConfig`, which holds the layout.
-        fused: Whether the layers are Transformer Engine's.
-    """
+    """Yields every weight of the model in the order of transformers' modules, on every rank."""
     num_stages = config.pipeline_model_parallel_size
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
     layers_per_chunk = config.num_layers // (num_stages * num_chunks)
@@ -161,7 +139,7 @@ def _layer(
             yield rule, None
     sparse = family.experts is not None and is_sparse(hf_config, layer)
     if family.experts is not None and sparse:
-        yield router_rule(family.experts), None
+        yield Rule("mlp.router.weight", (f"{family.experts.block}.gate.weight",)), None
         experts_per_rank = config.num_moe_experts // config.expert_model_parallel_size
         for expert in range(config.num_moe_experts):
             expert_rank, local_expert = divmod(expert, experts_per_rank)
@@ -178,7 +156,7 @@ def fuse(rule: Rule, parts: list[torch.Tensor], config: Any) -> torch.Tensor:
     """Fuses one rank's slices of the parts into its Megatron weight.
 
     Example:
-        Two query groups of two heads, one row a head: queries 0 to 3, keys 4 and 5, values 6, 7.
+        Two query groups of two heads, one row per head: queries 0 to 3, keys 4, 5, values 6, 7.
 
         >>> from types import SimpleNamespace
         >>> head_of_one_row = SimpleNamespace(kv_channels=1)
@@ -193,7 +171,7 @@ def fuse(rule: Rule, parts: list[torch.Tensor], config: Any) -> torch.Tensor:
 
 
 def unfuse(rule: Rule, weight: torch.Tensor, config: Any) -> list[torch.Tensor]:
-    """The inverse of `fuse`: contiguous slices of the parts."""
+    """Splits a fused weight into contiguous parts, the inverse of `fuse`."""
     if rule.fusion == "stacked":
         return [part.contiguous() for part in weight.chunk(len(rule.hf))]
     head = config.kv_channels

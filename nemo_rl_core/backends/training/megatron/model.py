@@ -1,4 +1,4 @@
-"""Megatron-core's `GPTModel` from a transformers config: this rank's chunks, without weights.
+"""Construction of Megatron-core's `GPTModel` from a transformers config, without weights.
 
 Transformer Engine's layers are used if it is installed, else Megatron's local ones without fused
 kernels. Dropout is always off, since RL compares logprobs of two passes.
@@ -27,26 +27,17 @@ from nemo_rl_core.config.training import MegatronTraining
 def build_model(folder: Path, training: MegatronTraining, dtype: DType = "float32") -> list[Any]:
     """Builds this rank's chunks of the model, for the layout of `initialize_topology`.
 
-    Their parameters hold no values yet: `load_hf_weights` fills them.
-
-    Args:
-        folder: A transformers folder; only its config is read.
-        training: The layout.
-        dtype: Dtype of the parameters in matrix products.
+    Parameters are uninitialized until `load_hf_weights` fills them.
 
     Returns:
-        `GPTModel`s, one for each of `virtual_pipeline_size` stages that this rank holds. Each has
-        the attributes `hf_config`, the transformers config, `hf_family`, None for a model of
-        Megatron-Bridge, and `takes_boundaries`: whether packed rows go to its attention as
-        boundaries; not so until `takes_boundaries`.
-
-    Raises:
-        ModelError: If Megatron-core cannot hold the architecture.
-        ConfigError: If the layout does not divide it.
+        `GPTModel`s, one for each of the `virtual_pipeline_size` stages on this rank. Each has the
+        attributes `hf_config` (the transformers config), `hf_family` (None for a model of
+        Megatron-Bridge) and `takes_boundaries` (whether attention gets boundaries of packed rows;
+        False until the function of that name decides).
     """
     run_on_cpu_where_cuda_is_absent()
     if is_for_bridge(folder):
-        from nemo_rl_core.backends.training.megatron.bridge import build_with_bridge
+        from nemo_rl_core.backends.experimental.megatron_bridge import build_with_bridge
 
         return build_with_bridge(folder, training, dtype)
     family, hf_config = family_of(folder)
@@ -59,19 +50,14 @@ def build_model(folder: Path, training: MegatronTraining, dtype: DType = "float3
 
 
 def padded_vocabulary_size(vocabulary: int, tensor_parallel_size: int) -> int:
-    """The vocabulary size, padded to a multiple of the tensor-parallel ranks.
-
-    Example:
-        >>> padded_vocabulary_size(49, 2)
-        50
-    """
+    """Returns the vocabulary size, padded to a multiple of the tensor-parallel ranks."""
     return -(-vocabulary // tensor_parallel_size) * tensor_parallel_size
 
 
 def transformer_config(
     family: Family, hf_config: Any, training: MegatronTraining, dtype: DType
 ) -> Any:
-    """Megatron's `TransformerConfig` for the architecture and the layout."""
+    """Returns Megatron's `TransformerConfig` for the architecture and the layout."""
     from megatron.core.transformer import TransformerConfig
 
     config = TransformerConfig(
@@ -91,7 +77,7 @@ def transformer_config(
         **backend_settings(training, dtype),
         **_experts(family, hf_config),
     )
-    # Softmax over the chosen experts equals renormalized softmax over all. The constructor refuses
+    # Softmax over the chosen experts equals renormalized softmax over all. The constructor rejects
     # False with one expert per token, since softmax over one expert is 1.
     config.moe_router_pre_softmax = not getattr(hf_config, "norm_topk_prob", True)
     return config
@@ -140,8 +126,8 @@ def _chunk(
         rotary_base=hf_config.rope_parameters["rope_theta"],
         vp_stage=virtual_stage,
     )
-    # Megatron has options for two kinds of scaling, with other constants; transformers' frequencies
-    # are those of the model's training.
+    # Megatron's options for scaling have different constants, so transformers' frequencies, which
+    # the model was trained with, are used.
     chunk.rotary_pos_emb.inv_freq = _rotary_frequencies(hf_config)
     chunk.hf_family, chunk.hf_config = family, hf_config
     chunk.takes_boundaries = False

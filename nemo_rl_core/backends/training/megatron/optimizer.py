@@ -26,23 +26,19 @@ from nemo_rl_core.config.optimizer import OptimizerConfig
 
 
 def wrap(models: list[Any]) -> list[DistributedDataParallel]:
-    """Adds a float32 buffer to each chunk, in which gradients are accumulated and reduced.
-
-    Args:
-        models: `GPTModel` chunks of this rank; their config is changed to sum, not to average.
-    """
+    """Adds a float32 buffer to each chunk, in which gradients are summed over ranks."""
     config = models[0].config
     config.calculate_per_token_loss = True
     config.finalize_model_grads_func = sum_gradients
     if config.virtual_pipeline_model_parallel_size:
-        # With two stages, one batch of messages would hold two in each direction between the same
-        # ranks, which then confuse activations and gradients. With overlap, messages are separate.
+        # With two stages, a batch of messages would contain two in each direction between the same
+        # ranks, which confuse activations and gradients. With overlap, messages are separate.
         config.overlap_p2p_comm, config.batch_p2p_comm = True, False
     for model in models:
         _mark_split_parameters(model)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        # Also for one rank, so that checkpoints have one layout for any number of ranks.
+        # Also used for one rank, so that checkpoints have one layout for any number of ranks.
         use_distributed_optimizer=True,
         overlap_grad_reduce=False,
     )
@@ -55,7 +51,7 @@ def wrap(models: list[Any]) -> list[DistributedDataParallel]:
 def _mark_split_parameters(model: Any) -> None:
     """Marks parameters as split or replicated, for the gradient norm.
 
-    Megatron marks split parameters on initialization; these came from a checkpoint.
+    Megatron only marks split parameters on initialization, which is disabled.
     """
     split_rows = (ColumnParallelLinear, VocabParallelEmbedding)
     for module in model.modules():
@@ -66,12 +62,7 @@ def _mark_split_parameters(model: Any) -> None:
 
 
 def step_with_norm(optimizer: Any, norm: float) -> None:
-    """Updates the weights by gradients whose norm is known already: one wait for the GPU less.
-
-    Args:
-        optimizer: Of `make_optimizer`, after `prepare_grads`.
-        norm: Of its `get_grad_norm`.
-    """
+    """Updates the weights without computing the gradient norm again, which waits for the GPU."""
     optimizer.get_grad_norm = lambda: norm
     try:
         optimizer.step()
@@ -79,19 +70,10 @@ def step_with_norm(optimizer: Any, norm: float) -> None:
         del optimizer.get_grad_norm
 
 
-def _norm_without_waits() -> None:
-    """Replaces Megatron's own norm of many tensors, which asks the GPU for that of each.
-
-    It is what Megatron takes where neither Transformer Engine nor apex is installed.
-    """
-    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
-        clip_grads.l2_norm_impl = _l2_norm
-
-
 def _l2_norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], *_: Any
 ) -> tuple[torch.Tensor, None]:
-    """`[1]` norm of all tensors together, with the arguments of `amp_C.multi_tensor_l2norm`."""
+    """Computes the `[1]` norm of all tensors, with the signature of `amp_C.multi_tensor_l2norm`."""
     norms = torch._foreach_norm(tensor_lists[0])
     return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
 
@@ -105,11 +87,11 @@ def make_optimizer(
     default.
 
     Args:
-        chunks: Returned by `wrap`.
-        options: The settings; the learning rate is set before every step, for the warm-up.
         dtype: Dtype of the parameters; with bfloat16 the optimizer also keeps float32 copies.
     """
-    _norm_without_waits()
+    # Megatron's default, without Transformer Engine and apex, waits for the GPU for each tensor.
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _l2_norm
     config = MegatronOptimizerConfig(
         optimizer="adam",
         lr=options.learning_rate,
@@ -128,12 +110,12 @@ def make_optimizer(
 
 
 def state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
-    """Moments of all parameters, and the copies of them that the optimizer updates."""
+    """Yields the moments of all parameters and the copies that the optimizer updates."""
     if isinstance(optimizer, ChainedOptimizer):
-        for each in optimizer.chained_optimizers:
-            yield from state_tensors(each)
+        for part in optimizer.chained_optimizers:
+            yield from state_tensors(part)
         return
-    if optimizer.optimizer is None:  # of a rank without parameters
+    if optimizer.optimizer is None:  # this rank has no parameters
         return
     for group in optimizer.optimizer.param_groups:
         yield from group["params"]

@@ -1,8 +1,8 @@
 """Hidden states of packed rows from one chunk of a Megatron model.
 
 `GPTModel.forward` derives rope from the row's length and returns logits. Here its embedding and
-decoder are called instead, so that rope restarts with each sequence and `[N, V]` logits never
-exist.
+decoder are called instead, so that rope restarts with each sequence and `[N, V]` logits are never
+materialized.
 """
 
 from typing import Any
@@ -19,13 +19,9 @@ from nemo_rl_core.backends.training.megatron.settings import has_transformer_eng
 def hidden_states(model: Any, rows: MegatronRows) -> torch.Tensor:
     """Runs a chunk of the model on packed rows, or on the output of the previous chunk.
 
-    Args:
-        model: A `GPTModel`, not wrapped.
-        rows: The micro-batch; ids are read by the first chunk only, positions by all.
-
     Returns:
-        `[M, D]` final hidden states from the last chunk, of the tokens at `own_positions`; from the
-        others `[L, R, D]` to send on (`[M, 1, D]` with Transformer Engine), under context and
+        `[M, D]` final hidden states at `rank_positions` from the last chunk. From the others
+        `[L, R, D]` for the next chunk (`[M, 1, D]` with Transformer Engine); with context and
         sequence parallelism a part of the first dimension.
     """
     embedded = _embedded(model, rows) if model.pre_process else None
@@ -42,7 +38,6 @@ def hidden_states(model: Any, rows: MegatronRows) -> torch.Tensor:
 
 
 def _attention_inputs(model: Any, rows: MegatronRows) -> dict[str, Any]:
-    """Decoder inputs for sequence boundaries and positions of this rank's tokens."""
     if has_transformer_engine():
         return {
             "attention_mask": None,
@@ -55,7 +50,7 @@ def _attention_inputs(model: Any, rows: MegatronRows) -> dict[str, Any]:
                 max_seqlen_kv=rows.longest,
             ),
         }
-    # [P, 1, 1, d] of positions 0 to P-1, whole on every context rank.
+    # [P, 1, 1, d] for positions 0 to P-1, complete on every context rank.
     table = model.rotary_pos_emb(rows.num_positions, packed_seq=True)
     group = parallel_state.get_context_parallel_group()
     return {
@@ -67,15 +62,15 @@ def _attention_inputs(model: Any, rows: MegatronRows) -> dict[str, Any]:
 
 
 def _embedded(model: Any, rows: MegatronRows) -> torch.Tensor:
-    """`[L, R, D]` of the L given, this rank's part of them under sequence parallelism."""
+    """Returns `[L, R, D]` embeddings; with sequence parallelism this rank's part of L."""
     embedded: torch.Tensor = model.embedding(
         input_ids=rows.input_ids, position_ids=rows.position_ids
     )
     padding_id = model.hf_config.pad_token_id
     if padding_id is None:
         return embedded
-    # transformers' embeddings have no gradient for the padding token at any position; in many
-    # models it also ends sequences.
+    # transformers' embeddings have no gradient for the padding token at any position, although it
+    # also ends sequences in many models.
     is_padding = (rows.input_ids == padding_id).T.contiguous()
     if model.config.sequence_parallel:
         parts = is_padding.chunk(model.config.tensor_model_parallel_size)
@@ -84,15 +79,9 @@ def _embedded(model: Any, rows: MegatronRows) -> torch.Tensor:
 
 
 def output_weight(model: Any, vocab_size: int) -> tuple[torch.Tensor, int]:
-    """This rank's part of the head, and the token id of its first row.
+    """Returns this rank's part of the head, `[V', D]`, and the token id of its first row.
 
-    Args:
-        model: The last chunk of the model, not wrapped.
-        vocab_size: Rows of the transformers head. Megatron pads to a multiple of the ranks; padding
-            rows are no tokens and would take probability from the others.
-
-    Returns:
-        `[V', D]`, and a token id.
+    Megatron's padding rows are left out, since they would take probability from tokens.
     """
     weight = (
         model.shared_embedding_or_output_weight()

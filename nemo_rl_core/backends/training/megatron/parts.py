@@ -1,4 +1,4 @@
-"""The micro-batches of a step, equal in number and, if needed, shape on all data-parallel ranks."""
+"""Micro-batches of a step, equal in number and, if needed, shape on all data-parallel ranks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 
 from nemo_rl_core.backends.training.agreed_plan import agreed_plan
 from nemo_rl_core.backends.training.megatron.rows import MegatronRows, megatron_rows
-from nemo_rl_core.backends.training.padded import cropped, wanted_positions
+from nemo_rl_core.backends.training.padded import cropped, target_positions
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import Microbatch, pack
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
@@ -20,9 +20,8 @@ class MegatronMicrobatch:
     """One micro-batch.
 
     Attributes:
-        batch: Its rows, in packing order; a filler has an unused row.
-        indices: Indices of the rows in the whole batch; empty for a filler.
-        rows: The same tokens packed into rows of equal length, the model's input.
+        batch: Rows of the micro-batch, in packing order; a filler has an unused row.
+        indices: Indices of the rows in the full batch; empty for a filler.
     """
 
     batch: BatchedDataDict
@@ -41,22 +40,11 @@ def make_parts(
     """Splits this rank's rows into micro-batches, and adds fillers without weight.
 
     Ranks that share experts wait for one another in every micro-batch, so all data-parallel ranks
-    run as many.
-
-    Args:
-        batch: The rows, possibly none. Its own plan (`batch.microbatches`) is used if it has one,
-            unless that shares prefixes and this model must not.
-        config: Megatron's `TransformerConfig`.
-        max_tokens: The budget of one micro-batch.
-        device: Device of the returned tensors.
-        sharing: How prefixes may be packed once; None packs each sequence whole.
-
-    Raises:
-        DataError: If a sequence of any data-parallel rank does not fit into a micro-batch; raised
-            on all ranks, since the others would wait.
+    need the same number.
     """
     plan, needed = agreed_plan(
-        lambda: _plan(batch, max_tokens, sharing), lambda count: _maximum([count], device)[0]
+        lambda: _plan(batch, max_tokens, sharing),
+        lambda count: _maximum_over_data_ranks([count], device)[0],
     )
     stages = config.pipeline_model_parallel_size
     if config.virtual_pipeline_model_parallel_size:
@@ -75,16 +63,16 @@ _FILLER = Microbatch(rows=((0,),), row_length=2)
 def _plan(
     batch: BatchedDataDict, max_tokens: int, sharing: PrefixSharing | None
 ) -> list[Microbatch]:
-    given: list[Microbatch] | None = getattr(batch, "microbatches", None)
-    if given is not None and (sharing is not None or not any(part.shared for part in given)):
-        return given
+    plan: list[Microbatch] | None = getattr(batch, "microbatches", None)
+    if plan is not None and (sharing is not None or not any(part.shared for part in plan)):
+        return plan
     if batch.size == 0:
         return []
     return plan_shard(batch, max_tokens=max_tokens, sharing=sharing)
 
 
 def _shapes(plan: list[Microbatch], config: Any, device: torch.device) -> list[tuple[int, int]]:
-    """Rows and row length of each micro-batch.
+    """Returns the number of rows and the row length of each micro-batch.
 
     Row lengths are divisible by the ranks of context and sequence parallelism. The dispatcher that
     gathers the tokens of expert ranks needs the same shape on all of them.
@@ -95,12 +83,11 @@ def _shapes(plan: list[Microbatch], config: Any, device: torch.device) -> list[t
     shapes = [(len(part.rows), -(-part.row_length // multiple) * multiple) for part in plan]
     if config.expert_model_parallel_size == 1:
         return shapes
-    flat = _maximum([size for shape in shapes for size in shape], device)
+    flat = _maximum_over_data_ranks([size for shape in shapes for size in shape], device)
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
-def _maximum(counts: list[int], device: torch.device) -> list[int]:
-    """The largest of each count among the data-parallel ranks."""
+def _maximum_over_data_ranks(counts: list[int], device: torch.device) -> list[int]:
     largest = torch.tensor(counts, device=device)
     group = parallel_state.get_data_parallel_group()
     torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
@@ -114,19 +101,19 @@ def _part(
     row_length: int,
     device: torch.device,
 ) -> MegatronMicrobatch:
-    # On the host, where lengths and masks are known; a GPU would have to be asked for them.
+    # Done on the host: reading lengths and masks from a GPU would wait for it.
     chosen = batch.select_indices(microbatch.indices)
     chosen = cropped(chosen, int(chosen["input_lengths"].max()))
     empty_rows = ((),) * (num_rows - len(microbatch.rows))
     layout = Microbatch((*microbatch.rows, *empty_rows), row_length, microbatch.shared)
     packed = pack(chosen["input_ids"], chosen["input_lengths"], layout)
     # Fillers, and batches that are only run through the model, have no mask.
-    wanted = (
-        wanted_positions(chosen)
+    selected = (
+        target_positions(chosen)
         if "token_mask" in chosen
         else torch.zeros(len(chosen["input_ids"]), 0, dtype=torch.bool)
     )
-    moved, rows = megatron_rows(packed, wanted).moved_with(chosen, device)
+    moved, rows = megatron_rows(packed, selected).moved_with(chosen, device)
     return MegatronMicrobatch(moved, tuple(microbatch.indices), rows)
 
 

@@ -1,4 +1,4 @@
-"""A check that the installed attention separates packed sequences, also those of one prefix."""
+"""A check that the installed attention separates packed sequences and supports prefix trees."""
 
 from collections.abc import Callable, Iterable
 
@@ -11,7 +11,7 @@ from nemo_rl_core.errors import ModelError
 
 _LENGTHS = (9, 5, 4)
 PROBE_TOKENS = 18
-"""The token budget at which the second and third sequence of the probe share a row."""
+"""Token budget that puts the second and third sequence of the probe into one row."""
 
 
 def refuse_unless_faithful(
@@ -20,16 +20,7 @@ def refuse_unless_faithful(
     *,
     dtype: DType,
 ) -> None:
-    """Compares logprobs of packed sequences with those of each sequence alone.
-
-    Args:
-        logprobs: `[B, T-1]` of a batch, packed within `PROBE_TOKENS`; a collective of all ranks.
-        layers: The decoder's layers of this rank.
-        dtype: Dtype of the matrix products.
-
-    Raises:
-        ModelError: If they differ.
-    """
+    """Raises `ModelError` if packing changes logprobs by more than rounding does."""
     width = max(_LENGTHS)
     batch = BatchedDataDict(
         {
@@ -38,7 +29,7 @@ def refuse_unless_faithful(
             "token_mask": torch.ones(3, width - 1, dtype=torch.bool),
         }
     )
-    # The third begins as the second, in a row with it.
+    # The third sequence begins like the second one, with which it shares a row.
     batch["input_ids"][2, :2] = batch["input_ids"][1, :2]
     separate = [logprobs(batch.select_indices([row])) for row in range(3)]
     mask = torch.arange(1, width) < batch["input_lengths"][:, None]
@@ -49,6 +40,6 @@ def refuse_unless_faithful(
             "the model computes different logprobs for packed sequences",
             expected=f"a difference below {bound:.3g}",
             got=f"{difference:.3g}",
-            fix="the installed attention does not keep packed sequences apart; use the dtensor "
-            "backend",
+            fix="use the dtensor backend; the installed attention does not separate packed "
+            "sequences",
         )

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from nemo_rl_core.backends.training.dtensor.loading import shared_vocabulary_size
 from nemo_rl_core.backends.training.megatron.families import family_of, is_for_bridge
 from nemo_rl_core.backends.training.megatron.weights import load_hf_weights
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.model_files.loading import shared_vocabulary_size
 
 # Config fields for names, dropout and generation may differ; shapes and computation may not.
 _SAME = (
@@ -33,7 +33,7 @@ _SAME = (
     "rope_parameters",
 )
 
-# Of models of Megatron-Bridge, whose fields no table has: all but these must be equal.
+# For models of Megatron-Bridge, whose fields are in no table: all others must be equal.
 _FREE = {
     *("architectures", "_name_or_path", "dtype", "transformers_version", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
@@ -42,41 +42,28 @@ _FREE = {
 
 
 class ReferenceWeights:
-    """Weights of the reference, kept on the CPU and swapped into the model for its logprobs.
-
-    Args:
-        models: This rank's chunks, whose weights are restored.
-        trained: The folder of the trained model.
-        folder: The reference's, of the same architecture.
-
-    Attributes:
-        vocabulary_size: Number of token ids of both tokenizers.
-
-    Raises:
-        ConfigError: If the architectures differ.
-        ModelError: If the vocabularies differ.
-    """
+    """Weights of the reference, kept on the CPU and swapped into the model for its logprobs."""
 
     def __init__(self, models: list[Any], trained: Path, folder: Path) -> None:
         _refuse_other_architecture(trained, folder)
         self.vocabulary_size = shared_vocabulary_size(trained, folder)
         self._parameters = [p for model in models for p in model.parameters()]
-        own = _copies(self._parameters)
+        trained_weights = _copies(self._parameters)
         try:
             load_hf_weights(models, folder)
             self._tensors = _copies(self._parameters)
-        finally:  # also if a folder lacks a weight and only some are loaded
-            _write(own, self._parameters)
+        finally:  # also if loading fails halfway
+            _write(trained_weights, self._parameters)
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Context in which the model has the reference's weights; then restores its own."""
-        own = _copies(self._parameters)
+        """Context in which the model has the reference's weights."""
+        trained_weights = _copies(self._parameters)
         _write(self._tensors, self._parameters)
         try:
             yield
         finally:
-            _write(own, self._parameters)
+            _write(trained_weights, self._parameters)
 
 
 def _copies(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
@@ -85,7 +72,7 @@ def _copies(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _write(tensors: list[torch.Tensor], parameters: list[torch.nn.Parameter]) -> None:
-    # In place: the optimizer's buffers are views of the same memory.
+    # Copied in place, since the optimizer's buffers are views of the same memory.
     for parameter, tensor in zip(parameters, tensors, strict=True):
         parameter.copy_(tensor)
 
@@ -100,9 +87,9 @@ def _refuse_other_architecture(trained: Path, folder: Path) -> None:
     differing = [name for name in names if getattr(ours, name, None) != getattr(theirs, name, None)]
     if differing:
         raise ConfigError(
-            f"the reference {folder.name!r} has another architecture than the trained model",
+            f"the reference {folder.name!r} has a different architecture than the trained model",
             expected=f"the same {', '.join(differing)}",
             got=", ".join(f"{name}={getattr(theirs, name, None)}" for name in differing),
-            fix="the megatron backend swaps the reference's weights into the model it trains; "
-            "use the dtensor backend for a teacher of another size",
+            fix="use the dtensor backend for a teacher of a different size; the megatron backend "
+            "swaps the reference's weights into the trained model",
         )

@@ -1,40 +1,41 @@
-"""A micro-batch as a chunk of the model and its head read it, made on the host."""
+"""Packed micro-batches of this rank, created on the host.
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+Transformer Engine's ring attention splits each sequence into twice as many parts as there are
+context ranks; a rank takes one from the front and one from the back, so that causal attention has
+equal cost on every rank (Brandon et al. 2023, arXiv:2311.09431). Sequences are padded at their
+ends, which no token attends to.
+"""
+
+from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from nemo_rl_core.backends.training.context_parallel import own_part
-from nemo_rl_core.backends.training.megatron.ring import ring_boundaries, ring_positions
+from nemo_rl_core.backends.training.context_parallel import rank_part
 from nemo_rl_core.backends.training.megatron.settings import has_transformer_engine
 from nemo_rl_core.backends.training.packed_attention import segments_of
-from nemo_rl_core.backends.training.padded import Places, places_of
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.backends.training.padded import Positions, TensorFields, positions_of
 from nemo_rl_core.distributed.packing.plan import PackedRows
 
 
 @dataclass(frozen=True)
-class MegatronRows:
-    """Packed rows of one rank, and the N tokens of the padded view whose outputs are wanted.
+class MegatronRows(TensorFields):
+    """Packed rows of one rank, and the N selected tokens of the padded view.
 
-    What has a size that depends on values is computed where the values are: a GPU would have to be
-    waited for.
+    Outputs of the selected tokens are read. Tensors whose sizes depend on values are computed on
+    the host, since the host would otherwise have to wait for the GPU.
 
     Attributes:
         input_ids: `[R, L / ranks]` ids of this context rank; with Transformer Engine `[1, M]`, all
             rows concatenated.
-        position_ids: Of the same tokens.
-        last: `[R, L]` of whole rows, as `PackedRows` has it.
-        boundaries: `[S + 1]` int32 where sequences begin, for kernels that take it.
-        longest: Tokens of the longest sequence.
-        num_positions: One more than the largest position.
-        wanted_row: `[N]` row of each wanted token in the padded view, and
-        wanted_position: `[N]` its position there.
-        held: `[n]` indices among this rank's M hidden states of the wanted tokens that it has.
-        numbers: `[n]` their numbers among the N; None where this rank has all of them.
+        position_ids: Positions of the same tokens.
+        last: `[R, L]` last column that attends to each token of full rows; see `PackedRows`.
+        boundaries: `[S + 1]` int32 sequence boundaries, for kernels that need them.
+        selected_row: `[N]` row of each selected token in the padded view.
+        selected_position: `[N]` position of each selected token in the padded view.
+        hidden_index: `[n]` indices among this rank's M hidden states of its selected tokens.
+        local: `[n]` indices of these tokens among the N; None if this rank has all of them.
     """
 
     input_ids: Tensor
@@ -43,50 +44,35 @@ class MegatronRows:
     boundaries: Tensor
     longest: int
     num_positions: int
-    wanted_row: Tensor
-    wanted_position: Tensor
-    held: Tensor
-    numbers: Tensor | None
+    selected_row: Tensor
+    selected_position: Tensor
+    hidden_index: Tensor
+    local: Tensor | None
 
     @property
-    def wanted(self) -> Places:
-        """The places of the wanted tokens in the padded view."""
-        return self.wanted_row, self.wanted_position
-
-    def moved_with(
-        self, batch: BatchedDataDict, device: torch.device
-    ) -> tuple[BatchedDataDict, Self]:
-        """The columns of a micro-batch and these tensors on a device, in one copy."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        mine = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        moved, others = batch.moved_with(list(mine.values()), device)
-        there: dict[str, Any] = dict(zip(mine, others, strict=True))
-        return moved, replace(self, **there)
+    def selected(self) -> Positions:
+        """Positions of the selected tokens in the padded view."""
+        return self.selected_row, self.selected_position
 
 
-def megatron_rows(rows: PackedRows, wanted: Tensor) -> MegatronRows:
-    """This rank's part of packed rows.
-
-    Args:
-        rows: Of a micro-batch.
-        wanted: `[B, T]` or `[B, T-1]` bool, set for tokens whose outputs are wanted.
-    """
-    positions = own_positions(rows)
+def megatron_rows(rows: PackedRows, selected: Tensor) -> MegatronRows:
+    """Returns this rank's part of packed rows; outputs of `selected [B, T]` are read."""
+    positions = rank_positions(rows)
     shape = (1, -1) if has_transformer_engine() else (len(rows.position_ids), -1)
     ids, position_ids = (
         part.flatten()[positions].masked_fill(positions < 0, 0).view(shape)
         for part in (rows.input_ids, rows.position_ids)
     )
     if has_transformer_engine():
-        # Its kernels take sequence boundaries and restart rope at each; they ignore token masks.
+        # Its kernels restart rope at sequence boundaries and ignore token masks.
         num_ranks, _, num_tensor = _ring()
         boundaries = ring_boundaries(rows.position_ids.flatten(), num_ranks, num_tensor)
         longest = int(boundaries.diff().max())
     else:
         segments = segments_of(rows.position_ids)
         boundaries, longest = segments.boundaries, segments.longest
-    places = places_of(wanted)
-    held, numbers = _held(rows, places, positions)
+    selected_positions = positions_of(selected)
+    hidden_index, local = _local(rows, selected_positions, positions)
     return MegatronRows(
         ids,
         position_ids,
@@ -94,38 +80,68 @@ def megatron_rows(rows: PackedRows, wanted: Tensor) -> MegatronRows:
         boundaries,
         longest,
         int(rows.position_ids.max()) + 1,
-        *places,
-        held=held,
-        numbers=numbers,
+        *selected_positions,
+        hidden_index=hidden_index,
+        local=local,
     )
 
 
-def _held(rows: PackedRows, wanted: Places, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Indices of wanted tokens among those of this rank, and which of the wanted they are."""
-    place = rows.row[wanted] * rows.position_ids.shape[1] + rows.column[wanted]
+def _local(
+    rows: PackedRows, selected: Positions, positions: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    flat = rows.row[selected] * rows.position_ids.shape[1] + rows.column[selected]
     if parallel_state.get_context_parallel_group().size() == 1:
-        return place, None
-    index = place.new_full((rows.position_ids.numel(),), -1)
+        return flat, None
+    index = flat.new_full((rows.position_ids.numel(),), -1)
     is_token = positions >= 0
     index[positions[is_token]] = is_token.nonzero()[:, 0]
-    numbers = (index[place] >= 0).nonzero()[:, 0]
-    return index[place[numbers]], numbers
+    local = (index[flat] >= 0).nonzero()[:, 0]
+    return index[flat[local]], local
 
 
-def own_positions(rows: PackedRows) -> Tensor:
-    """`[M]` indices of this rank's positions among the R L positions of the flattened rows.
-
-    -1 stands for filler outside of the rows.
-    """
+def rank_positions(rows: PackedRows) -> Tensor:
+    """Returns `[M]` indices of this rank's tokens in the flattened rows `[R L]`; -1 is filler."""
     if has_transformer_engine():
         return ring_positions(rows.position_ids.flatten(), *_ring())
     positions = torch.arange(rows.position_ids.numel(), device=rows.position_ids.device)
     group = parallel_state.get_context_parallel_group()
-    return own_part(positions.view_as(rows.position_ids), group, dim=1).flatten()
+    return rank_part(positions.view_as(rows.position_ids), group, dim=1).flatten()
 
 
 def _ring() -> tuple[int, int, int]:
-    """Number of context ranks, this rank's index among them, and number of tensor ranks."""
+    """Returns the number of context ranks, this rank's index, and the number of tensor ranks."""
     group = parallel_state.get_context_parallel_group()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     return group.size(), group.rank(), tensor
+
+
+def ring_boundaries(position_ids: Tensor, num_ranks: int, num_tensor: int) -> Tensor:
+    """Returns `[S + 1]` int32 starts of S padded sequences of a row, and the end of the last."""
+    lengths = _sequences(position_ids)[1]
+    multiple = _parts(num_ranks) * (num_tensor if num_ranks > 1 else 1)
+    filled = (lengths + multiple - 1) // multiple * multiple
+    return torch.cat([filled.new_zeros(1), filled.cumsum(0)]).int()
+
+
+def ring_positions(position_ids: Tensor, num_ranks: int, rank: int, num_tensor: int) -> Tensor:
+    """Returns `[M]` indices in the row `[L]` of a rank's tokens; -1 for filler."""
+    starts, lengths = _sequences(position_ids)
+    borders = ring_boundaries(position_ids, num_ranks, num_tensor).long()
+    filled, parts = borders.diff(), _parts(num_ranks)
+    # Sequence and offset of every token, filler included.
+    sequence = torch.repeat_interleave(filled)
+    offset = torch.arange(len(sequence), device=sequence.device) - borders[sequence]
+    position = torch.where(offset < lengths[sequence], starts[sequence] + offset, -1)
+    part = offset * parts // filled[sequence]
+    return position[(part == rank) | (part == parts - 1 - rank)]
+
+
+def _parts(num_ranks: int) -> int:
+    return 2 * num_ranks if num_ranks > 1 else 1
+
+
+def _sequences(position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns `[S]` first indices and `[S]` lengths of the sequences."""
+    starts = (position_ids == 0).nonzero()[:, 0]
+    ends = torch.cat([starts[1:], starts.new_tensor([len(position_ids)])])
+    return starts, ends - starts

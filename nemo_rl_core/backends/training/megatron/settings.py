@@ -1,4 +1,4 @@
-"""How this backend has Megatron-core compute any model: settings, and what a layout divides."""
+"""Settings of Megatron-core that apply to any model, and checks of the layout's divisions."""
 
 import importlib.util
 from typing import Any
@@ -13,19 +13,27 @@ from nemo_rl_core.errors import ConfigError
 def has_transformer_engine() -> bool:
     """Returns whether Transformer Engine is installed and there is a GPU.
 
-    One that cannot be imported ends the import of Megatron-core with its error.
+    If it is installed but cannot be imported, the import of Megatron-core raises its error.
     """
     return torch.cuda.is_available() and bool(importlib.util.find_spec("transformer_engine"))
 
 
-def backend_settings(training: MegatronTraining, dtype: DType) -> dict[str, Any]:
-    """Fields of a `TransformerConfig` that do not depend on the architecture.
-
-    They are the layout, the dtype, and how this backend computes any model.
-    """
-    params_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+def parallel_sizes(training: MegatronTraining) -> dict[str, int | None]:
+    """Returns the sizes of the axes under Megatron's names."""
     # None is Megatron's value for a non-interleaved pipeline.
     virtual_stages = training.virtual_pipeline_size if training.virtual_pipeline_size > 1 else None
+    return {
+        "tensor_model_parallel_size": training.tensor_parallel_size,
+        "pipeline_model_parallel_size": training.pipeline_parallel_size,
+        "virtual_pipeline_model_parallel_size": virtual_stages,
+        "context_parallel_size": training.context_parallel_size,
+        "expert_model_parallel_size": training.expert_parallel_size,
+    }
+
+
+def backend_settings(training: MegatronTraining, dtype: DType) -> dict[str, Any]:
+    """Returns the fields of a `TransformerConfig` that do not depend on the architecture."""
+    params_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     fused = has_transformer_engine()
     return {
         "hidden_dropout": 0.0,
@@ -41,38 +49,26 @@ def backend_settings(training: MegatronTraining, dtype: DType) -> dict[str, Any]
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
         "masked_softmax_fusion": False,
-        # Otherwise each layer asks the GPU how long every sequence is.
+        # Otherwise each layer reads the length of every sequence from the GPU.
         "apply_rope_fusion": fused,
         "gradient_accumulation_fusion": False,
-        "tensor_model_parallel_size": training.tensor_parallel_size,
-        "pipeline_model_parallel_size": training.pipeline_parallel_size,
-        "virtual_pipeline_model_parallel_size": virtual_stages,
-        "context_parallel_size": training.context_parallel_size,
+        **parallel_sizes(training),
         "sequence_parallel": training.sequence_parallel,
-        "expert_model_parallel_size": training.expert_parallel_size,
         # Rows of different micro-batches differ in length, so stages exchange shapes.
         "variable_seq_lengths": training.pipeline_parallel_size > 1,
-        # The dispatcher for rows of any length, which Megatron requires with or without experts.
+        # A dispatcher that supports rows of any length; Megatron requires one even without experts.
         "moe_token_dispatcher_type": "alltoall",
-        **_recomputation(training),
-    }
-
-
-def _recomputation(training: MegatronTraining) -> dict[str, Any]:
-    if not training.recomputes:
-        return {}
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
+        "recompute_granularity": "full" if training.recomputes else None,
+        "recompute_method": "uniform" if training.recomputes else None,
+        "recompute_num_layers": 1 if training.recomputes else None,
     }
 
 
 def expert_settings() -> dict[str, Any]:
-    """As `backend_settings`, for models with experts."""
+    """Returns additional settings for models with experts."""
     return {
         "moe_router_dtype": "fp32",
-        # The load-balancing loss is not trained: see `warn_of_balancing_loss`.
+        # The load-balancing loss is not trained; see `warn_of_balancing_loss`.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": has_transformer_engine(),
@@ -80,17 +76,13 @@ def expert_settings() -> dict[str, Any]:
 
 
 Division = tuple[str, int, str, int]
-"""What is divided, its number, the setting that divides it, and into how many parts."""
+"""Name of the divided things, their number, the dividing setting, and the number of parts."""
 
 
 def refuse_remainders(
     divisions: list[Division], num_layers: int, num_experts: int | None, training: MegatronTraining
 ) -> None:
-    """Raises if a division, or that of layers and experts over the layout, leaves a remainder.
-
-    Raises:
-        ConfigError: Names the first of them, or what the layout needs for experts.
-    """
+    """Raises `ConfigError` for a division with a remainder, or experts that the layout excludes."""
     tensor, experts = training.tensor_parallel_size, training.expert_parallel_size
     stages = training.pipeline_parallel_size * training.virtual_pipeline_size
     divisions = [*divisions, ("layers", num_layers, "pipeline and virtual pipeline size", stages)]
@@ -120,7 +112,8 @@ def refuse_remainders(
         )
     if num_experts is not None and tensor > 1 and not torch.cuda.is_available():
         raise ConfigError(
-            "experts over tensor-parallel ranks gather rows of unequal size, which gloo cannot",
+            "experts over tensor-parallel ranks gather rows of unequal size, which gloo does not "
+            "support",
             expected="tensor_parallel_size of 1 on a CPU",
             got=str(tensor),
             fix="distribute experts with expert_parallel_size, or use GPUs",

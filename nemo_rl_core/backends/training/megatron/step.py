@@ -1,8 +1,8 @@
-"""Running of micro-batches with Megatron's schedules: forward, and backward for losses.
+"""Forward and backward passes over micro-batches with Megatron's schedules.
 
 Megatron divides a loss by the number of micro-batches, and gradients by the number of data-parallel
-ranks. Losses are already divided by counts of the whole step, so `calculate_per_token_loss`
-disables both, and `sum_gradients` omits the division by tokens that this option implies.
+ranks. Losses are already divided by counts of the full step, so `calculate_per_token_loss` disables
+both, and `sum_gradients` omits the division by tokens that this option implies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +17,11 @@ from nemo_rl_core.backends.training.megatron.packed import hidden_states
 from nemo_rl_core.backends.training.megatron.parts import MegatronMicrobatch
 
 Consume = Callable[[torch.Tensor, MegatronMicrobatch], tuple[torch.Tensor, Any]]
-"""From `[M, D]` hidden states (at `own_positions`) and their part to a loss and a result."""
+"""Maps `[M, D]` hidden states at `rank_positions` and their part to a loss and a result."""
 
 
 def sum_gradients(chunks: list[Any], num_tokens: object = None, **groups: Any) -> None:
-    """Sums gradients over all ranks that share a weight; without division."""
+    """Sums gradients over all ranks that share a weight, without division."""
     finalize_model_grads(chunks, None, **groups)
 
 
@@ -31,10 +31,8 @@ def run_parts(
     """Runs all micro-batches, and accumulates the gradients of their losses unless `forward_only`.
 
     Args:
-        chunks: This rank's chunks of the model.
-        parts: The same number of them on every rank, at least one.
-        consume: Called on the last pipeline stage, once for each part except fillers.
-        forward_only: Neither keeps activations nor computes gradients.
+        parts: Micro-batches, the same number on every rank, at least one.
+        consume: Function called on the last pipeline stage for each part except fillers.
 
     Returns:
         Results of `consume` in the order of the parts, without fillers; empty on other stages.
@@ -63,7 +61,7 @@ def _forward_step(
         model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
 
         def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            # A filler's backward pass runs too: other ranks wait for it.
+            # A filler also needs a backward pass, since other ranks wait for it.
             loss, kept = consume(hidden, part) if part.indices else (hidden.sum() * 0, None)
             # Not used: see `sum_gradients`.
             num_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)

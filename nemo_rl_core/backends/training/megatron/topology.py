@@ -1,8 +1,8 @@
-"""Set-up and tear-down of Megatron's process groups for a layout.
+"""Setup and teardown of Megatron's process groups for a layout.
 
-The order of the axes is Megatron's default, as in the whole project, slowest first: pipeline, data,
-context, tensor. `rank = ((pp * DP + dp) * CP + cp) * TP + tp`. Experts are distributed over data
-ranks: neighbouring ones (after tensor ranks) hold different experts.
+The order of the axes is Megatron's default, as everywhere in this project, slowest first: pipeline,
+data, context, tensor. `rank = ((pp * DP + dp) * CP + cp) * TP + tp`. Experts are distributed over
+data ranks: neighboring ones (after tensor ranks) have different experts.
 """
 
 import random
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_core.backends.training.megatron.cpu import run_on_cpu_where_cuda_is_absent
+from nemo_rl_core.backends.training.megatron.settings import parallel_sizes
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.collective_check import check_collectives
 from nemo_rl_core.distributed.process_group import collective_timeout, join_process_group
@@ -23,41 +24,26 @@ _current_layout: tuple[object, dict[str, int | None]] | None = None
 
 
 def initialize_topology(training: MegatronTraining, *, seed: int = 0) -> None:
-    """Joins the ranks and creates Megatron's groups, unless an earlier set-up created them.
+    """Joins the ranks and creates Megatron's groups, unless an earlier setup created them.
 
     A previous, different layout is torn down. Process groups, with their connections, threads and
     buffers, exist until the process ends, so groups of the same layout are reused.
-
-    Args:
-        training: The sizes of the axes; data parallelism takes the remaining ranks.
-        seed: Seed of every random generator, Megatron's included.
-
-    Raises:
-        ConfigError: If the number of ranks is not a multiple of a replica's ranks.
     """
     global _current_layout  # noqa: PLW0603  (Megatron's groups are global, too)
     run_on_cpu_where_cuda_is_absent()
     from megatron.core import parallel_state, tensor_parallel
 
     join_process_group()
-    check_collectives({})  # first, since all ranks make Megatron's groups together
+    check_collectives({})  # the world first: creating Megatron's groups is a collective
     _refuse_indivisible_world(training, dist.get_world_size())
-    # Megatron's word for a plain pipeline is None.
-    virtual_stages = training.virtual_pipeline_size if training.virtual_pipeline_size > 1 else None
-    sizes = {
-        "tensor_model_parallel_size": training.tensor_parallel_size,
-        "pipeline_model_parallel_size": training.pipeline_parallel_size,
-        "virtual_pipeline_model_parallel_size": virtual_stages,
-        "context_parallel_size": training.context_parallel_size,
-        "expert_model_parallel_size": training.expert_parallel_size,
-    }
+    sizes = parallel_sizes(training)
     layout = dist.group.WORLD, sizes
     if _current_layout != layout:
         tear_down_topology()
         parallel_state.initialize_model_parallel(
             **sizes,
             order="tp-cp-ep-dp-pp",
-            # Its optimizer is made without them, and one is made without the timeout.
+            # The optimizer does not use them, and one of them would ignore the timeout.
             create_gloo_process_groups=False,
             distributed_timeout_minutes=collective_timeout() / timedelta(minutes=1),
         )
@@ -91,7 +77,7 @@ def _refuse_indivisible_world(training: MegatronTraining, num_ranks: int) -> Non
     per_replica = training.ranks_per_replica
     if num_ranks % per_replica:
         raise ConfigError(
-            "the ranks cannot be divided into whole replicas",
+            "the ranks cannot be divided into complete replicas",
             expected=f"a multiple of {per_replica} ranks (tensor {training.tensor_parallel_size} x "
             f"pipeline {training.pipeline_parallel_size} x "
             f"context {training.context_parallel_size})",

@@ -1,8 +1,7 @@
-"""Background writing of sharded state: copied at once, written by a thread.
+"""Background writing of sharded state, which is copied immediately and written by a thread.
 
-Megatron plans the shards and would write them in forked processes. Here a thread writes copies
-instead, since a fork of a computing process may deadlock on a held lock. The thread does not
-communicate; collectives wait for `finish`, which all ranks call.
+Megatron would write it in forked processes, but a fork of a computing process may deadlock on a
+lock of another thread. The thread does not communicate; collectives happen in `finish`.
 """
 
 import queue
@@ -27,14 +26,10 @@ _FORMAT, _VERSION = "torch_dist", 1
 _Written = tuple[list[WriteResult], dict[str, WrittenFile]]
 
 
-class Writing:
-    """A save in progress. Creation and `finish` are collectives of all ranks.
+class PendingWrite:
+    """A save in progress; its creation and `finish` are collectives of all ranks.
 
-    Writes the state at creation, bit-identically; equal states give equal bytes.
-
-    Args:
-        folder: An existing path that all ranks share.
-        state: This rank's sharded state for Megatron's `dist_checkpointing`.
+    Saves exactly the state at the creation of this object; equal states give equal files.
     """
 
     def __init__(self, folder: Path, state: dict[str, Any]) -> None:
@@ -47,7 +42,7 @@ class Writing:
         executor.shutdown(wait=False)
 
     def is_done(self) -> bool:
-        """Returns True if this rank has nothing left to write, or failed."""
+        """Returns True if this rank has finished writing or failed."""
         return self._written.done()
 
     def _write(self) -> "_Written":
@@ -56,23 +51,16 @@ class Writing:
         return results, describe_written(self._folder, names)
 
     def finish(self) -> dict[str, WrittenFile]:
-        """Waits for all ranks, and writes the metadata of all shards.
-
-        Returns:
-            The shards that this rank has written, by their names in the folder.
-
-        Raises:
-            StoreError: If writing failed on any rank; raised on every rank.
-        """
+        """Waits for all ranks and writes the metadata of all shards; returns this rank's shards."""
         results: list[Any] = [None] * dist.get_world_size()
         error = self._written.exception()
-        own = self._written.result()[0] if error is None else f"{type(error).__name__}: {error}"
-        dist.gather_object(own, results if dist.get_rank() == 0 else None)
+        result = self._written.result()[0] if error is None else f"{type(error).__name__}: {error}"
+        dist.gather_object(result, results if dist.get_rank() == 0 else None)
 
         def write_metadata() -> None:
-            for rank, found in enumerate(results):
-                if isinstance(found, str):
-                    raise OSError(f"{self._folder}, on rank {rank}: {found}")
+            for rank, rank_result in enumerate(results):
+                if isinstance(rank_result, str):
+                    raise OSError(f"{self._folder}, on rank {rank}: {rank_result}")
             self._strategy.write_metadata(results)
             save_config(CheckpointingConfig(_FORMAT, _VERSION), str(self._folder))
 
@@ -81,28 +69,26 @@ class Writing:
 
 
 def on_rank_0(action: Callable[[], None]) -> None:
-    """Runs a file operation on rank 0 while the others wait.
-
-    Raises:
-        StoreError: If the operation fails; raised on every rank.
-    """
+    """Runs a file operation on rank 0 while others wait; a failure raises `StoreError` on all."""
     error = [""]
     if dist.get_rank() == 0:
         try:
             action()
-        except OSError as refusal:
-            error = [f"{type(refusal).__name__}: {refusal}"[:500]]
+        except OSError as failure:
+            error = [f"{type(failure).__name__}: {failure}"[:500]]
     dist.broadcast_object_list(error, src=0)
     if error[0]:
-        raise _refused(error[0])
+        raise StoreError(
+            "the trainer's state could not be written",
+            got=error[0],
+            fix="free some space, or point NEMO_RL_HOME at another disk",
+        )
 
 
 class _CopyingStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Megatron's sharded format, one file per rank."""
-
     def __init__(self) -> None:
         super().__init__(_FORMAT, _VERSION, thread_count=1)
-        # Otherwise a process is started for the results of forked writers.
+        # Otherwise Megatron starts a process for the results of forked writers.
         filesystem_async._results_queue = queue.SimpleQueue()
 
     def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
@@ -116,11 +102,7 @@ class _CopyingStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         return AsyncRequest(None, (), [])
 
     def write(self) -> list[WriteResult]:
-        """Writes this rank's copies and returns their locations.
-
-        Raises:
-            OSError: If writing fails.
-        """
+        """Writes this rank's copies and returns their locations."""
         written: list[WriteResult] = []
         for number, bucket in enumerate(self._buckets):
             results: Any = queue.SimpleQueue()
@@ -129,23 +111,14 @@ class _CopyingStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
             filesystem_async.FileSystemWriterAsync.write_preloaded_data(
                 [self._writer.transforms], number, bucket, results, unfinished, use_fsync=True
             )
-            _, found = results.get()
-            if isinstance(found, Exception):
-                raise found
-            written += found
+            _, result = results.get()
+            if isinstance(result, Exception):
+                raise result
+            written += result
         self._buckets.clear()
         return written
 
     def write_metadata(self, results: list[list[WriteResult]]) -> None:
-        """Writes `.metadata`, on the planning rank."""
-        # Otherwise it contains the folder and a random id.
+        # Otherwise the metadata contains the folder and a random id.
         self._writer.storage_meta = lambda: None
         self._writer.finish(self._metadata, results)
-
-
-def _refused(got: str) -> StoreError:
-    return StoreError(
-        "the trainer's state could not be written",
-        got=got,
-        fix="free some space, or point NEMO_RL_HOME at another disk",
-    )

@@ -1,12 +1,8 @@
 """Origin of each name that a test reads: the row, Python, a known library, or the program.
 
-A name belongs to the program only if the row declares it in `entry_point`. A name that is not
-declared resolves to the real function or module, so a program cannot replace what judges it.
-
-`_MEMBERS` lists functions and classes that code often uses without an import. A name is on the list
-if one module of the standard library (or numpy, pytest) is meant wherever it is used. Names that an
-exercise may ask a program to define (`gcd`, `product`, `mean`, `compress`, `bisect`) are not: the
-row declares or imports them.
+A name belongs to the program only if the row declares it in `entry_point`, or, in a row that
+declares none, if a test calls or catches it and nothing else defines it. Any other name resolves to
+the real function or module, so that a program cannot replace the code that checks it.
 """
 
 import ast
@@ -57,10 +53,14 @@ _MEMBERS = {
 }
 _MODULES = {"np": "numpy", "numpy": "numpy", "pytest": "pytest"}
 """Modules outside the standard library that tests use without an import."""
+_HELPERS = ("functools", "itertools", "math", "statistics")
+"""Modules whose functions a test may mean without an import."""
 _INTERACTIVE = {"copyright", "credits", "exit", "help", "license", "quit"}
-"""Names that `site` adds to Python's, and that neither sandbox has."""
+"""Names that `site` adds to the builtins, and that neither sandbox has."""
+_CHECKER_NAMES = {"__name__", "__doc__", "__is_result__", "__values__"}
+"""Names that the checker defines."""
 _SIDE_EFFECTS = {"__main__", "antigravity", "idlelib", "test", "this", "turtledemo"}
-"""Modules of the standard library that do something when they are imported."""
+"""Modules of the standard library whose import has side effects."""
 
 
 def package_folders() -> list[str]:
@@ -69,7 +69,7 @@ def package_folders() -> list[str]:
 
 
 def is_installed(module: str) -> bool:
-    """Whether tests can import a module."""
+    """Whether a module can be imported by tests."""
     root = module.partition(".")[0]
     return (
         root in sys.stdlib_module_names or PathFinder.find_spec(root, package_folders()) is not None
@@ -77,10 +77,7 @@ def is_installed(module: str) -> bool:
 
 
 def names_read(*sources: str) -> dict[str, set[Attributes]]:
-    """Returns the names that sources read and none of them defines, with their attributes.
-
-    Raises:
-        SyntaxError: If a source is not Python.
+    """Returns the names that sources read but do not define, with the attributes they use.
 
     Example:
         >>> names_read("import math", "assert math.floor(area(2)) == int(box.side)")
@@ -99,16 +96,36 @@ def names_read(*sources: str) -> dict[str, set[Attributes]]:
     }
 
 
+def called_names(setup: str, pieces: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names that tests call or catch and that only the program can define.
+
+    `gcd` or `mean` is not among them, since the test may mean Python's function.
+
+    Example:
+        >>> called_names("", ["assert add(sqrt(4), 1) == len(EXPECTED)"])
+        ('add',)
+    """
+    helpers = {name for module in _HELPERS for name in vars(import_module(module))}
+    library_names = helpers | _MEMBERS.keys() | _MODULES.keys()
+    called: dict[str, None] = {}
+    for piece in pieces:
+        try:
+            loose = _loose(setup, piece)
+        except (SyntaxError, ValueError, ImportError, RecursionError, MemoryError):
+            return ()  # `wrong_names` reports the reason
+        for node in ast.walk(ast.parse(piece)):
+            used = {ast.Call: "func", ast.ExceptHandler: "type"}.get(type(node))
+            name = getattr(getattr(node, used, None), "id", None) if used else None
+            if name in loose and name not in library_names:
+                called[name] = None
+    return tuple(called)
+
+
 def resolved(name: str, taken: set[Attributes]) -> tuple[str, str | None] | None:
-    """Returns the module, and the member of it, that a name means without an import.
+    """Returns the module, and its member or None, that a name means without an import.
 
-    Args:
-        name: A name that the row neither defines nor declares.
-        taken: Attributes that the row uses of it. A name of the standard library's modules is the
-            module only if the module has them: `bisect(numbers, 3)` calls no module.
-
-    Returns:
-        None if the name is not known, or if its module is not installed.
+    The name of a standard library module means the module only if the module has the attributes
+    that the row uses (`taken`): `bisect(numbers, 3)` does not call the module.
     """
     if name in _MEMBERS:
         return (_MEMBERS[name], name) if is_installed(_MEMBERS[name]) else None
@@ -123,41 +140,27 @@ def resolved(name: str, taken: set[Attributes]) -> tuple[str, str | None] | None
     return (name, None) if all(_has(module, attributes) for attributes in taken) else None
 
 
-def bound(module: str, member: str | None) -> Any:
-    """Returns what `resolved` has found."""
+def import_origin(module: str, member: str | None) -> Any:
+    """Imports a result of `resolved`."""
     imported = import_module(module)
     return getattr(imported, member) if member else imported
 
 
 class WrongNames(NamedTuple):
-    """Names that keep a test from running.
-
-    Attributes:
-        why: Description of the fault.
-        loose: Names that the program may be meant to define.
-    """
+    """Reason why a test cannot run, and names that its author may expect of the program."""
 
     why: str
     loose: list[str]
 
 
 def wrong_names(setup: str, test: str, declared: Sequence[str]) -> WrongNames | None:
-    """Checks that the row, Python, a known library or the program defines each name of a test.
-
-    Raises:
-        SyntaxError: If the setup or the test is not Python.
-    """
+    """Checks that the row, Python, a known library or the program defines each name of a test."""
     read = names_read(setup, test)
     trees = ast.parse(setup), ast.parse(test)
     missing = [each for each in _imported(*trees) if not is_installed(each)]
     if missing:
         return WrongNames(f"it imports {', '.join(missing)}, which is not installed", [])
-    starred = {name for tree in trees for name in _starred(tree)} | {"__name__", "__doc__"}
-    loose = [
-        name
-        for name, taken in read.items()
-        if name not in starred and name not in declared and resolved(name, taken) is None
-    ]
+    loose = [name for name in _loose(setup, test) if name not in declared]
     modules = [_MEMBERS.get(name) or _MODULES.get(name) for name in loose]
     if missing := [each.partition(".")[0] for each in modules if each]:
         return WrongNames(f"it uses {', '.join(missing)}, which is not installed", [])
@@ -169,10 +172,17 @@ def wrong_names(setup: str, test: str, declared: Sequence[str]) -> WrongNames | 
         why = (
             f"it uses none of the names that the row declares: {names}"
             if names
-            else ("it takes no name from the program, since the row declares none")
+            else ("it uses no name of the program, since the row declares none")
         )
         return WrongNames(why, [] if names else list(read))
     return None
+
+
+def _loose(setup: str, test: str) -> list[str]:
+    trees = ast.parse(setup), ast.parse(test)
+    starred = {name for tree in trees for name in _starred(tree)} | _CHECKER_NAMES
+    read = names_read(setup, test).items()
+    return [name for name, taken in read if name not in starred and resolved(name, taken) is None]
 
 
 def _symbols(table: symtable.SymbolTable) -> Iterator[tuple[symtable.SymbolTable, symtable.Symbol]]:
@@ -197,7 +207,7 @@ def _attributes(*trees: ast.AST) -> dict[str, set[Attributes]]:
 
 
 def _imported(*trees: ast.Module) -> list[str]:
-    """Modules that a row imports whatever happens; an import within `try` may fail."""
+    """Returns the modules that a row imports unconditionally; an import in `try` may fail."""
     modules: list[str] = []
     for node in (node for tree in trees for node in tree.body):
         if isinstance(node, ast.Import):
@@ -222,7 +232,6 @@ def _starred(tree: ast.Module) -> list[str]:
 
 
 def _has(module: ModuleType, attributes: Attributes) -> bool:
-    """Whether it has the first of them; imports the modules inside a package on the way."""
     first, *rest = attributes
     if hasattr(module, "__path__"):
         with suppress(ImportError):

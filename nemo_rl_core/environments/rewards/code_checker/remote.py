@@ -1,131 +1,83 @@
-"""Objects of the program as a test sees them, and the connection on which they are asked.
+"""Proxies of the program's objects in a test.
 
 A function, class or object of the program stays in its process. Its methods and attributes can be
-used. Where it turns out to be plain data (a constant, an attribute), operators work on that data.
-Where it is not, its truth, its length and whether it equals something would be the program's word,
-so a test that asks for it fails, whatever the test makes of the exception.
+used. If it contains plain data (a constant, an attribute, an instance of a subclass of `list`),
+operators work on that data. Other objects can be iterated, indexed, measured and compared with
+each other. Their answers must be consistent: the length is the number of items, and indexing gives
+the same items as iteration.
+
+The program could forge whether such an object equals data of the test, is true, or contains it. A
+test that asks for these fails, unless it has used an attribute of the object that no plain data
+has: such a test is about the program's class.
 """
 
-import builtins
+import ast
 import json
-import operator
-from collections.abc import Callable
+import sys
+from collections import Counter, deque
 from dataclasses import dataclass
-from typing import IO, Any, NoReturn
+from types import GeneratorType
+from typing import Any
 
-from nemo_rl_core.environments.rewards.code_checker.expected import is_caught_by_library
+from nemo_rl_core.environments.rewards.code_checker.connection import AWAITED, Connection
+from nemo_rl_core.environments.rewards.code_checker.expected import Handle
 from nemo_rl_core.environments.rewards.code_checker.names import Attributes
-from nemo_rl_core.environments.rewards.code_checker.plain import Encoded, decode, encode
+from nemo_rl_core.environments.rewards.code_checker.plain import Encoded
 
-_MOST_BYTES = 2**20
-"""Size limit of one reply."""
-_REFERENCE = "_reference"
+_KINDS = (list, dict, str, bytes, int, float, complex, set, tuple, deque, Counter, range)
+_PLAIN_ATTRIBUTES = {name for kind in _KINDS for name in dir(kind)} | {
+    *("tolist", "item", "shape", "dtype", "ndim", "size")
+}
+"""Attributes of plain data, including numpy arrays."""
+_MUTABLE = (list, dict, set, deque)
+_MODULES = {*sys.stdlib_module_names, "np", "numpy", "pytest", "self"}
+
+_SPECIAL_ATTRIBUTES = {
+    f"__{name}__"
+    for name in (
+        *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+        *("lshift", "rshift", "and", "or", "xor", "neg", "pos", "abs", "invert", "index"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "bool", "hash", "int", "float", "complex", "round"),
+        *("len", "iter", "next", "reversed", "contains", "getitem", "setitem", "delitem"),
+        *("call", "enter", "exit", "str", "repr", "doc", "name", "qualname"),
+        *("bases", "mro", "module", "annotations", "wrapped"),
+    )
+}
+"""Special attributes of an object that a test may use, or ask `hasattr` for."""
 
 
-class ProgramGoneError(BaseException):
-    """The program has ended, lacks a declared name, or sent a reply that cannot be read.
+def make_remote(connection: Connection, kind: str, content: Any) -> Any:
+    """Returns the representation of an object of the program.
 
-    It is not an Exception: a test that expects one must not take a dead program for it.
+    `kind` is `kept`, `callable`, `like` (a subclass of plain data), `iterator`, `coroutine` or
+    `named`; `content` is the object's number, for `named` its name and number.
     """
+    if kind == "named":
+        name, content = content
+        if name in connection.kept:
+            return connection.kept[name]
+        kind = "callable"  # a function or class that the row does not declare
+    is_generator = False
+    if kind == "iterator":
+        content, is_generator = content
+    if kind not in ("kept", "callable", "like", "iterator", "coroutine") or not isinstance(
+        content, int
+    ):
+        raise ValueError(f"unknown type {kind!r}")
+    connection.constructed.discard(content)
+    if content not in connection.kept:
+        connection.newest = content
+        of = Reference(connection, ["kept", content], kind="generator" if is_generator else kind)
+        chosen = CallableRemote if kind == "callable" else Remote
+        connection.kept[content] = _awaited(Remote(of)) if kind == "coroutine" else chosen(of)
+    return connection.kept[content]
 
 
-class BrokenTestError(BaseException):
-    """The row's test does something that works for no program."""
+async def _awaited(remote: "Remote") -> Any:
+    return reference_of(remote).connection.helped("run", remote, is_kept=False)
 
 
-class Connection:
-    """The two pipes to the program.
-
-    Attributes:
-        is_gone: Whether the program has ended, or sent a reply that cannot be read.
-        has_asked: Whether a request was made since this was last set to False.
-        kept: Objects of the program by their number. One object there is one object here, as `is`
-            can tell.
-        has_failed: Whether the test asked for something that the program could forge, or for a
-            declared name that the program lacks.
-        uncaught: Exceptions of the program that the test has not caught itself.
-    """
-
-    def __init__(self, requests: IO[bytes], replies: IO[bytes]) -> None:
-        self._requests, self._replies = requests, replies
-        self._values: dict[str, tuple[bool, Any]] = {}
-        self.kept: dict[int, Remote] = {}
-        self.is_gone = self.has_asked = self.has_failed = False
-        self.uncaught: list[BaseException] = []
-
-    def call(self, of: Encoded, attributes: Attributes, given: dict[str, Encoded]) -> Any:
-        """Returns the value of a call with the given arguments and keywords.
-
-        Raises:
-            ProgramGoneError: If the reply is missing or cannot be read.
-            Exception: As the call raised it there.
-        """
-        # A call may change all values of the program.
-        self._values.clear()
-        has_value, result = self._ask(of, attributes, given)
-        if not has_value:
-            self._raise(result)
-        return result
-
-    def value(self, of: Encoded, attributes: Attributes) -> Any:
-        """Returns the value of a name or an attribute.
-
-        It is asked for once between two calls, so that one expression of a test cannot see two
-        values.
-
-        Raises:
-            As `call`.
-        """
-        key = json.dumps([of, attributes])
-        if key not in self._values:
-            self._values[key] = self._ask(of, attributes, {})
-        has_value, result = self._values[key]
-        if has_value:
-            return result
-        if not isinstance(result, AttributeError):  # `hasattr` asks for nothing else
-            self._raise(result)
-        raise result
-
-    def catch(self, error: BaseException | None) -> None:
-        """Records that the test has caught an exception; `except*` catches a group."""
-        for each in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
-            self.catch(each)
-        self.uncaught = [each for each in self.uncaught if each is not error]
-
-    def _raise(self, error: Exception) -> NoReturn:
-        if not is_caught_by_library():
-            self.uncaught.append(error)
-        raise error
-
-    def _ask(
-        self, of: Encoded, attributes: Attributes, given: dict[str, Encoded]
-    ) -> tuple[bool, Any]:
-        """Whether the program returned, and what it returned or raised."""
-        self.has_asked = True
-        if self.is_gone:
-            raise ProgramGoneError
-        request = {"of": of, "attributes": attributes, **given}
-        try:
-            self._requests.write(json.dumps(request).encode() + b"\n")
-            self._requests.flush()
-            kind, content = json.loads(self._replies.readline(_MOST_BYTES))
-            if kind == "returned":
-                return True, decode(content, self._remote)
-            result = None if kind == "missing" else _exception(*content)
-        # Named fault boundary: a hostile program may send anything.
-        except Exception as problem:
-            self.is_gone = True
-            raise ProgramGoneError from problem
-        if result is None:
-            self.has_failed = True
-            raise ProgramGoneError
-        return False, result
-
-    def _remote(self, kind: str, content: Any) -> "Remote":
-        if kind not in ("kept", "callable") or not isinstance(content, int):
-            raise ValueError(f"unknown type {kind!r}")
-        made = CallableRemote if kind == "callable" else Remote
-        return self.kept.setdefault(content, made(Reference(self, ["kept", content])))
+_awaited.__qualname__ = AWAITED
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,44 +87,79 @@ class Reference:
     connection: Connection
     of: Encoded
     attributes: Attributes = ()
+    kind: str = ""
 
-    def call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Returns the value of calling it."""
-        given = {"arguments": arguments, "keywords": keywords}
-        sent = {name: encode(value, _as_argument) for name, value in given.items()}
-        return self.connection.call(self.of, self.attributes, sent)
+    def call(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any], *, is_discarded: bool = False
+    ) -> Any:
+        """Calls the object, and returns the result."""
+        self.connection.newest = 0
+        result = self.connection.call(
+            self.of, self.attributes, arguments, keywords, is_discarded=is_discarded
+        )
+        newest = self.connection.newest
+        is_call = self.of[0] == "named" and not self.attributes
+        if (
+            is_call
+            and newest
+            and isinstance(result, Remote)
+            and reference_of(result).of[1] == newest
+        ):
+            self.connection.constructed.add(newest)
+        return result
 
-    def attribute(self, name: str) -> "Remote":
-        """Returns an attribute of it.
-
-        Raises:
-            AttributeError: If the program has none of that name.
-        """
+    def attribute(self, name: str) -> Any:
+        """Returns an attribute of the object; a mutable one as a `Remote`."""
         result = Reference(self.connection, self.of, (*self.attributes, name))
         value = self.connection.value(result.of, result.attributes)
+        is_special = name in _PLAIN_ATTRIBUTES or name.startswith("__")
+        if self.of[0] == "kept" and not self.attributes and not is_special:
+            self.connection.known.add(self.of[1])
+        is_object = type(value) is Remote and reference_of(value).kind != "like"
+        if is_object or not isinstance(value, (Remote, *_MUTABLE)):
+            return value
         return (CallableRemote if type(value) is CallableRemote else Remote)(result)
 
     def method(self, name: str, *arguments: Any) -> Any:
-        """Returns the value of calling a method of it."""
+        """Calls a method of the object, and returns the result."""
         return Reference(self.connection, self.of, (*self.attributes, name)).call(arguments, {})
 
     def value(self) -> Any:
-        """Returns its value: plain data, or a `Remote`."""
+        """Returns the value of the object: plain data, or a `Remote`."""
         if self.of[0] == "kept" and not self.attributes:
+            if self.kind == "like":
+                return self.connection.helped("content", Remote(self))
             return self.connection.kept[self.of[1]]
-        return self.connection.value(self.of, self.attributes)
-
-    def plain(self) -> Any:
-        """Returns its value if that is plain data, and otherwise fails the test.
-
-        Raises:
-            AssertionError: If it is an object of the program.
-        """
-        value = self.value()
-        if isinstance(value, Remote):
-            self.connection.has_failed = True
-            raise AssertionError("the program gave no plain data")
+        value = self.connection.value(self.of, self.attributes)
+        if isinstance(value, Remote) and reference_of(value).kind == "like":
+            return reference_of(value).value()
         return value
+
+    def number(self) -> int:
+        """Returns the number of the object that the reference resolves to."""
+        value = self.value()
+        number: int = reference_of(value).of[1]
+        return number
+
+    def helped(self, name: str, *others: Any, is_kept: bool = True) -> Any:
+        """Calls a function in the program's process with the object as first argument."""
+        return self.connection.helped(name, self.value(), *others, is_kept=is_kept)
+
+    def items(self) -> tuple[list[Any], Any, bool] | None:
+        """Returns the first items, an iterator of the rest or None, and whether they are keys.
+
+        Returns None for an iterator, which yields its items only once, and for an object that
+        cannot be iterated.
+        """
+        batch = self.helped("batch")
+        if not isinstance(batch, list):
+            return None
+        items, others, size, has_keys = batch
+        if size is not None and (size < len(items) or (others is None and size != len(items))):
+            self.connection.fail(
+                "the length of an object of the program is not its number of items"
+            )
+        return items, others, has_keys
 
 
 class _NoProtocols(type):
@@ -181,28 +168,30 @@ class _NoProtocols(type):
     __mro__ = property(lambda cls: (object,))
 
 
-class Remote(metaclass=_NoProtocols):
+class Remote(Handle, metaclass=_NoProtocols):
     """An object of the program that cannot be called, or an attribute that is plain data."""
 
-    __slots__ = (_REFERENCE,)
+    __slots__ = ()
 
     def __init__(self, reference: Reference) -> None:
-        object.__setattr__(self, _REFERENCE, reference)
+        object.__setattr__(self, "_reference", reference)
 
     def __getattribute__(self, name: str) -> Any:
         if name == "__class__":  # `isinstance` asks for it
             value = reference_of(self).value()
-            return type(reference_of(self).plain() if type(value) is Remote else value)
-        is_asked = name in _ASKED or (name == "__dict__" and type(self) is Remote)
+            if not isinstance(value, Remote):
+                return type(value)
+            return GeneratorType if reference_of(value).kind == "generator" else type(value)
+        is_asked = name in _SPECIAL_ATTRIBUTES or (name == "__dict__" and type(self) is Remote)
         if name.startswith("__") and not is_asked:
             raise AttributeError(name)
         return reference_of(self).attribute(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        reference_of(self).method("__setattr__", name, value)
+        reference_of(self).helped("builtins.setattr", name, value, is_kept=False)
 
     def __delattr__(self, name: str) -> None:
-        reference_of(self).method("__delattr__", name)
+        reference_of(self).helped("builtins.delattr", name, is_kept=False)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         reference_of(self).method("__setitem__", key, value)
@@ -210,19 +199,47 @@ class Remote(metaclass=_NoProtocols):
     def __delitem__(self, key: Any) -> None:
         reference_of(self).method("__delitem__", key)
 
+    def __enter__(self) -> Any:
+        return reference_of(self).method("__enter__")
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+        return reference_of(self).method("__exit__", kind, error, None)
+
+    async def __aenter__(self) -> Any:
+        return await reference_of(self).method("__aenter__")
+
+    async def __aexit__(self, kind: Any, error: Any, trace: Any) -> None:
+        reference = reference_of(self)
+        is_suppressed = await reference.method("__aexit__", kind, error, None)
+        if is_suppressed and error is not None:
+            reference.connection.fail("the program suppresses an exception of the test")
+
+    async def __aiter__(self) -> Any:
+        items, error = reference_of(self).helped("async_items", is_kept=False)
+        for each in items:
+            yield each
+        if error is not None:
+            reference_of(self).connection.helped("raise", error)
+
     def __str__(self) -> str:
-        value = reference_of(self).value()
-        return str(reference_of(self).method("__str__") if isinstance(value, Remote) else value)
+        return _as_text(self, "str")
 
     def __repr__(self) -> str:
-        value = reference_of(self).value()
-        return (
-            str(reference_of(self).method("__repr__")) if isinstance(value, Remote) else repr(value)
-        )
+        return _as_text(self, "repr")
 
     def __format__(self, form: str) -> str:
-        value = reference_of(self).value()
-        return format(str(self) if isinstance(value, Remote) else value, form)
+        reference = reference_of(self)
+        value = reference.value()
+        if not isinstance(value, Remote):
+            return format(value, form)
+        return str(reference.helped("builtins.format", form))
+
+    def __next__(self) -> Any:
+        reference = reference_of(self)
+        items = reference.helped("next", is_kept=False)
+        if not items:
+            raise StopIteration
+        return items[0]
 
 
 class CallableRemote(Remote):
@@ -233,63 +250,84 @@ class CallableRemote(Remote):
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:  # noqa: D102 (see the class)
         return reference_of(self).call(arguments, keywords)
 
-
-_BINARY = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
-_OTHERS = "eq ne lt le gt ge neg pos abs invert index getitem contains"
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    **{f"__{name}__": getattr(operator, f"__{name}__") for name in f"{_BINARY} {_OTHERS}".split()},
-    **{
-        f"__{kind.__name__}__": kind
-        for kind in (bool, len, iter, reversed, hash, int, float, complex, round, divmod)
-    },
-}
-_ASKED = {*_OPERATORS, "__call__", "__str__", "__repr__", "__setitem__", "__delitem__"} | {
-    *("__enter__", "__exit__", "__next__", "__doc__", "__name__", "__qualname__"),
-}
-"""Names of this form that a test may use of an object, or ask `hasattr` for."""
+    def __instancecheck__(self, instance: Any) -> bool:
+        if isinstance(instance, BaseException):
+            return isinstance(instance, class_of(self))
+        if not isinstance(instance, Remote):
+            return False
+        connection = reference_of(self).connection
+        return connection.helped("builtins.isinstance", instance, self) is True
 
 
-def _on_plain(function: Callable[..., Any], *, is_reflected: bool = False) -> Callable[..., Any]:
-    def operate(*operands: Any) -> Any:
-        values = [plain_or_same(each) for each in operands]
-        return function(*reversed(values) if is_reflected else values)
-
-    return operate
-
-
-for _name, _function in _OPERATORS.items():
-    setattr(Remote, _name, _on_plain(_function))
-for _name in f"{_BINARY} divmod".split():
-    setattr(Remote, f"__r{_name}__", _on_plain(_OPERATORS[f"__{_name}__"], is_reflected=True))
+def class_of(kind: Any) -> Any:
+    """Returns the local class for an exception class of the program; other values unchanged."""
+    if isinstance(kind, tuple):
+        return tuple(map(class_of, kind))
+    if not isinstance(kind, Remote):
+        return kind
+    connection = reference_of(kind).connection
+    reported = connection.helped("class", kind)
+    if reported is None:
+        connection.fail("the program has no exception of that name")
+    return connection.exception_class(json.loads(reported))
 
 
 def reference_of(remote: Remote) -> Reference:
-    """Returns where an object of the program is; its attributes are those of the program."""
-    result: Reference = object.__getattribute__(remote, _REFERENCE)
+    """Returns the reference of a proxy, whose own attributes are those of the program's object."""
+    result: Reference = object.__getattribute__(remote, "_reference")
     return result
 
 
-def plain_or_same(value: Any) -> Any:
-    """Returns the plain data of a `Remote`, and any other value as it is."""
-    return reference_of(value).plain() if isinstance(value, Remote) else value
+def is_subclass(kind: Any, kinds: Any) -> bool:
+    """Replaces `issubclass`; also works with classes of the program."""
+    for each in (kind, *(kinds if isinstance(kinds, tuple) else (kinds,))):
+        if isinstance(each, Remote):
+            ask = reference_of(each).connection.helped
+            return ask("builtins.issubclass", kind, kinds) is True
+    return issubclass(kind, kinds)
 
 
-def _as_argument(value: Any) -> Encoded:
+def _as_text(remote: Remote, kind: str) -> str:
+    reference = reference_of(remote)
+    value = reference.value()
+    if isinstance(value, Remote) or reference.kind == "like":
+        return str(reference.connection.helped(f"builtins.{kind}", remote))
+    return str(value) if kind == "str" else repr(value)
+
+
+def kind_of(value: Any) -> Any:
+    """Replaces `type`; also works with objects of the program."""
     if not isinstance(value, Remote):
-        raise BrokenTestError(
-            f"an argument of type {type(value).__name__} cannot be sent to the program"
-        )
+        return type(value)
     reference = reference_of(value)
-    return encode(reference.plain(), _as_argument) if reference.attributes else reference.of
+    inner = reference.value()
+    if not isinstance(inner, Remote) and reference.kind != "like":
+        return type(inner)
+    return reference.connection.helped("builtins.type", value)
 
 
-def _exception(name: Any, message: Any) -> Exception:
-    kind = getattr(builtins, str(name), None)
-    # A generator of the test takes these two for its end.
-    ends_iteration = kind in (StopIteration, StopAsyncIteration)
-    if isinstance(kind, type) and issubclass(kind, Exception) and not ends_iteration:
-        try:
-            return kind(str(message))
-        except TypeError:  # Such as UnicodeDecodeError, which takes five arguments.
-            return RuntimeError(f"{name}: {message}")
-    return RuntimeError(f"{name}: {message}")
+def unused(called: Any) -> Any:
+    """Returns the function to call if the test does not use the result."""
+    if type(called) is not CallableRemote:
+        return called
+    reference = reference_of(called)
+    return lambda *arguments, **keywords: reference.call(arguments, keywords, is_discarded=True)
+
+
+def uses_objects(source: str) -> bool:
+    """Whether a test uses attributes of results that no plain data has.
+
+    Example:
+        >>> uses_objects("assert tree.find(3).value == 3")
+        True
+        >>> uses_objects("assert math.sqrt(f()) == 2 and f().count(1) == 1")
+        False
+    """
+    nodes = ast.walk(ast.parse(source))
+    taken = [node for node in nodes if isinstance(node, ast.Attribute)]
+    return any(
+        node.attr not in _PLAIN_ATTRIBUTES
+        and not node.attr.startswith("assert")
+        and getattr(node.value, "id", "") not in _MODULES
+        for node in taken
+    )

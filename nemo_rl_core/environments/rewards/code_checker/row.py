@@ -1,7 +1,7 @@
-"""Finds out which tests of a row come to ask a program for anything, without a program.
+"""Checks which tests of a row make a request to the program, without a program.
 
-Up to its first request a test is the same for every program. Each one runs in a process of its own,
-which ends with that request: what the test makes of a reply does not count here.
+Up to its first request a test behaves the same for every program. Each test runs in a separate
+process, which ends with that request.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_rl_core.environments.rewards.code_checker.checker import import_packages, run_test
-from nemo_rl_core.environments.rewards.code_checker.remote import BrokenTestError, Connection
+from nemo_rl_core.environments.rewards.code_checker.connection import BrokenTestError, Connection
 from nemo_rl_core.environments.rewards.code_checker.streams import silence
 
 
@@ -20,18 +20,18 @@ class _FirstRequest(Connection):
     def __init__(self, report: int, index: int) -> None:
         null = open(os.devnull, "r+b", buffering=0)  # noqa: PTH123, SIM115 (for as long as this)
         super().__init__(null, null)
-        self._report, self._place = report, index
+        self._report, self._index = report, index
 
     def _ask(self, *_: Any) -> NoReturn:
-        _say(self._report, [self._place, True])
+        _write(self._report, [self._index, True])
         os._exit(0)
 
 
 def main() -> None:
-    """Reads `tests.json`; reports on stderr, a line each, from the test `first` on.
+    """Runs the tests of `tests.json`, starting at the test `first`.
 
-    `[index, true]` for a test that asks, `["broken", why]` for one that ends before that, and
-    nothing for one that takes its process with it.
+    Writes one line per test to stderr: `[index, true]` for a test that makes a request,
+    `["broken", why]` for one that ends before that, and nothing for one that ends its process.
     """
     report = os.dup(2)
     silence()
@@ -44,11 +44,11 @@ def main() -> None:
                 first_request = _FirstRequest(report, index)
                 run_test(source, stored["setup"], tuple(stored["declared"]), first_request)
             except BrokenTestError as error:
-                _say(report, ["broken", f"test {index}: {error}"[:300]])
+                _write(report, ["broken", f"test {index}: {error}"[:300]])
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
 
 
-def _say(report: int, line: list[Any]) -> None:
+def _write(report: int, line: list[Any]) -> None:
     os.write(report, json.dumps(line).encode() + b"\n")

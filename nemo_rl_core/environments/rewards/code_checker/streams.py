@@ -1,11 +1,11 @@
-"""The standard streams of the two sandboxes, which carry the protocol and not what code prints."""
+"""Standard streams of the two sandboxes, which carry the protocol instead of printed text."""
 
 import os
 import sys
 
 
 def silence() -> None:
-    """Points the standard streams at nothing; who still needs one has a copy of its descriptor."""
+    """Redirects the standard streams to the null device; callers keep duplicates they need."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)

@@ -1,7 +1,8 @@
-"""The distillation loss by hand, at equality, under splitting and poison."""
+"""Distillation loss: hand-computed values, equality, micro-batches and NaN at masked entries."""
 
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -16,24 +17,17 @@ from nemo_rl_core.algorithms.distillation.config import (
     ReverseKL,
 )
 from nemo_rl_core.algorithms.distillation.loss import DistillationLossFn
-from nemo_rl_core.functional.protocols import LossFunction
+from tests.loss_checks import call_loss, check_gradient, check_microbatches, check_poison
 
 NAN = math.nan
 KINDS = [ForwardKL(), ReverseKL(), MixedKL(weight=0.3)]
-TOPK = ("topk_logprobs", "current_topk_logprobs")
+STUDENT = "current_topk_logprobs"
+TOPK = ("topk_logprobs", STUDENT)
 every_kind = pytest.mark.parametrize("config", KINDS, ids=lambda config: config.kind)
 
 
-def run(config, logprobs, batch, num_tokens=None):
-    loss_fn: LossFunction = DistillationLossFn(config)
-    mask = batch["token_mask"].bool() & batch["sample_mask"].bool()[:, None]
-    tokens = mask.sum().item() if num_tokens is None else num_tokens
-    return loss_fn(
-        logprobs,
-        batch,
-        global_valid_seqs=torch.tensor(NAN),  # not read
-        global_valid_tokens=torch.tensor(float(tokens)),
-    )
+def run(config, logprobs, batch, step=None):
+    return call_loss(DistillationLossFn(config), logprobs, batch, reads="tokens", step=step)
 
 
 def hand_batch():
@@ -90,7 +84,7 @@ def test_forward_gradient_by_hand():
     logprobs, batch = hand_batch()
     student = batch["current_topk_logprobs"].requires_grad_()
     run(ForwardKL(), logprobs, batch)[0].backward()
-    # p_S - p_T a token, over 2 tokens
+    # p_S - p_T per token, over 2 tokens
     expected = torch.zeros(3, 2, 2, dtype=torch.float64)
     expected[0, 0] = torch.tensor([0.5 - 0.75, 0.5 - 0.25]) / 2
     expected[1, 0] = torch.tensor([0.75 - 0.5, 0.25 - 0.5]) / 2
@@ -144,38 +138,18 @@ def test_never_negative_where_the_student_has_more_mass_on_the_tokens(config):
 
 @every_kind
 def test_gradients(config):
-    logprobs, batch = random_step(3, 3, 4, seed=2)
-    student = batch["current_topk_logprobs"].requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda values: run(config, logprobs, batch | {"current_topk_logprobs": values})[0],
-        (student,),
-    )
+    check_gradient(partial(run, config), *random_step(3, 3, 4, seed=2), leaf=STUDENT)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(KINDS), steps, st.data())
 def test_microbatches_sum_to_the_step_in_loss_metrics_and_gradient(config, step, data):
-    logprobs, batch = step
-    num_rows = logprobs.shape[0]
+    num_rows = len(step[0])
     owner = torch.tensor(
         data.draw(st.lists(st.integers(0, 2), min_size=num_rows, max_size=num_rows))
     )
-    num_tokens = (batch["token_mask"] & batch["sample_mask"].bool()[:, None]).sum().item()
-    whole = batch["current_topk_logprobs"].clone().requires_grad_()
-    split = whole.detach().clone().requires_grad_()
-    loss, metrics = run(config, logprobs, batch | {"current_topk_logprobs": whole}, num_tokens)
-    loss.backward()
-    parts = []
-    for part in range(3):
-        rows = owner == part
-        micro = {name: values[rows] for name, values in batch.items()}
-        micro["current_topk_logprobs"] = split[rows]
-        parts.append(run(config, logprobs[rows], micro, num_tokens))
-        parts[-1][0].backward()
-    torch.testing.assert_close(sum(value for value, _ in parts), loss)
-    torch.testing.assert_close(split.grad, whole.grad)
-    for name, value in metrics.items():
-        torch.testing.assert_close(sum(found[name] for _, found in parts), value)
+    parts = [owner == part for part in range(3)]
+    check_microbatches(partial(run, config), *step, parts, leaf=STUDENT)
 
 
 @settings(max_examples=30, deadline=None)
@@ -183,21 +157,9 @@ def test_microbatches_sum_to_the_step_in_loss_metrics_and_gradient(config, step,
 def test_poison_at_masked_entries_changes_nothing(config, step, poison):
     logprobs, batch = step
     mask = batch["token_mask"] & batch["sample_mask"].bool()[:, None]
-    clean = batch["current_topk_logprobs"].clone().requires_grad_()
-    loss, metrics = run(config, logprobs, batch | {"current_topk_logprobs": clean})
-    loss.backward()
-    dirty_batch = batch | {name: torch.where(mask[..., None], batch[name], poison) for name in TOPK}
-    dirty = dirty_batch["current_topk_logprobs"].requires_grad_()
-    with torch.autograd.set_detect_anomaly(True):
-        dirty_loss, dirty_metrics = run(config, torch.where(mask, logprobs, poison), dirty_batch)
-        # A batch without a valid token still has a graph, whose gradient is 0.
-        dirty_loss.backward()
-    torch.testing.assert_close(dirty_loss, loss)
-    torch.testing.assert_close(dirty.grad, clean.grad)
-    assert (dirty.grad[~mask] == 0).all()
-    for name, value in metrics.items():
-        torch.testing.assert_close(dirty_metrics[name], value)
-        assert not value.requires_grad
+    poisoned = {name: torch.where(mask[..., None], batch[name], poison) for name in TOPK}
+    dirty = torch.where(mask, logprobs, poison), batch | poisoned
+    check_poison(partial(run, config), step, dirty, mask, leaf=STUDENT)
 
 
 def test_loss_is_picklable_and_takes_the_config():
@@ -212,6 +174,6 @@ def test_loss_is_picklable_and_takes_the_config():
     "settings_", [{"top_k": 1}, {"divergence": {"kind": "mixed", "weight": 1.5}}]
 )
 def test_wrong_settings_are_refused(settings_):
-    # One renormalized token has probability 1 under both: nothing to compare.
+    # A single renormalized token has probability 1 for both models.
     with pytest.raises(ValidationError):
         DistillationConfig.model_validate(settings_)

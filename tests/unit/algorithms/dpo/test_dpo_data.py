@@ -1,4 +1,4 @@
-"""KTO's mismatched prompts and completions, by hand."""
+"""Hand-computed mismatched prompts and completions of KTO."""
 
 from nemo_rl_core.algorithms.dpo.data import mismatched
 from nemo_rl_core.data.loss_masks import SupervisedExample

@@ -1,7 +1,8 @@
-"""Every kind of preference loss by hand, under splitting, reordering and poison."""
+"""Every preference loss: hand-computed values, micro-batches, row order and NaN."""
 
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +21,13 @@ from nemo_rl_core.algorithms.dpo.config import (
     SimPOLoss,
 )
 from nemo_rl_core.algorithms.dpo.loss import DPOLossFn
-from nemo_rl_core.functional.protocols import LossFunction
+from tests.loss_checks import (
+    call_loss,
+    check_gradient,
+    check_metrics_are_detached_scalars,
+    check_microbatches,
+    check_poison,
+)
 
 NAN = math.nan
 KINDS = [
@@ -44,19 +51,12 @@ def label(config):
 every_kind = pytest.mark.parametrize("config", KINDS, ids=label)
 
 
-def run(config, logprobs, batch, num_seqs=None):
-    loss_fn: LossFunction = DPOLossFn(config)
-    seqs = batch["sample_mask"].bool().sum().item() if num_seqs is None else num_seqs
-    return loss_fn(
-        logprobs,
-        batch,
-        global_valid_seqs=torch.tensor(float(seqs)),
-        global_valid_tokens=torch.tensor(NAN),  # no kind may read it
-    )
+def run(config, logprobs, batch, step=None):
+    return call_loss(DPOLossFn(config), logprobs, batch, reads="sequences", step=step)
 
 
 def hand_batch():
-    """Pairs 3 and 7 in mixed order, and a masked pair of which nothing may be read.
+    """Pairs 3 and 7 in mixed order, and a masked pair that must not be read.
 
     | row | pair | side | tokens | rho                 | sum cur | mean cur |
     |   0 | 7    | r    | 2      | 0 - 0.5     = -0.5  | -3.0    | -1.5     |
@@ -120,7 +120,7 @@ def odds(mean_logprob):
             2.0 + 0.4 * nls(odds(-2) - odds(-1)),
             0.5 + 0.4 * nls(odds(-0.5) - odds(-1.5)),
         ),
-        # the supervised term: weight times the NLL of the chosen, a token or summed
+        # the supervised term: weight times the NLL of the chosen, per token or summed
         (HingeLoss(beta=0.5, sft=SFTTerm(weight=0.3)), 1.05 + 0.3 * 2, 0.25 + 0.3 * 0.5),
         (
             HingeLoss(beta=0.5, sft=SFTTerm(weight=0.3, per="sequence")),
@@ -177,7 +177,7 @@ def test_rewards_of_the_kinds_without_reference():
     logprobs, batch = hand_batch()
     _, simpo = run(SimPOLoss(beta=2.0, gamma=0.5), logprobs, batch)
     assert simpo["chosen_reward"].item() == pytest.approx(2 * (-2 - 0.5) / 2)
-    assert simpo["margin"].item() == pytest.approx(2 * (-1 + 1) / 2)  # gamma is no part of it
+    assert simpo["margin"].item() == pytest.approx(2 * (-1 + 1) / 2)  # gamma is not included
     _, orpo = run(ORPOLoss(), logprobs, batch)
     assert orpo["chosen_reward"].item() == pytest.approx((odds(-2) + odds(-0.5)) / 2)
 
@@ -204,7 +204,7 @@ def test_sigmoid_gradient_by_hand():
         (KTOLoss(), 0.5),
     ],
 )
-def test_the_first_loss_of_a_policy_that_is_its_reference(config, expected):
+def test_the_loss_of_a_policy_equal_to_its_reference(config, expected):
     logprobs, batch = hand_batch()
     batch["reference_logprobs"] = logprobs.detach().float()
     batch["kl_baseline"] = torch.zeros(6)
@@ -223,7 +223,7 @@ def test_kinds_without_reference_do_not_read_one():
 
 
 @pytest.mark.parametrize("config", [kind for kind in KINDS if kind.needs_pairs], ids=label)
-def test_two_rows_that_are_no_pair_do_not_train_in_silence(config):
+def test_two_rows_that_are_not_a_pair_do_not_train_silently(config):
     logprobs, batch = hand_batch()
     strangers = {name: values[:2] for name, values in batch.items()}  # of pairs 7 and 3
     assert run(config, logprobs[:2], strangers)[0].isnan()
@@ -256,32 +256,18 @@ steps = st.builds(random_step, st.integers(1, 5), st.integers(1, 4), st.integers
 
 @every_kind
 def test_gradients(config):
-    logprobs, batch = random_step(4, 3, seed=1)
-    logprobs.requires_grad_()
-    assert torch.autograd.gradcheck(lambda values: run(config, values, batch)[0], (logprobs,))
+    check_gradient(partial(run, config), *random_step(4, 3, seed=1))
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(KINDS), steps, st.data())
 def test_microbatches_sum_to_the_step_in_loss_metrics_and_gradient(config, step, data):
     logprobs, batch = step
-    num_seqs = batch["sample_mask"].sum().item()
     ids = batch["pair_ids"].unique().tolist()
     owners = data.draw(st.lists(st.integers(0, 2), min_size=len(ids), max_size=len(ids)))
     owner = torch.tensor([owners[ids.index(pair)] for pair in batch["pair_ids"].tolist()])
-    whole, split = logprobs.clone().requires_grad_(), logprobs.clone().requires_grad_()
-    loss, metrics = run(config, whole, batch, num_seqs)
-    loss.backward()
-    parts = []
-    for part in range(3):  # some of them empty
-        rows = owner == part
-        micro = {name: values[rows] for name, values in batch.items()}
-        parts.append(run(config, split[rows], micro, num_seqs))
-        parts[-1][0].backward()
-    torch.testing.assert_close(sum(value for value, _ in parts), loss)
-    torch.testing.assert_close(split.grad, whole.grad)
-    for name, value in metrics.items():
-        torch.testing.assert_close(sum(found[name] for _, found in parts), value)
+    parts = [owner == part for part in range(3)]
+    check_microbatches(partial(run, config), logprobs, batch, parts)
 
 
 @settings(max_examples=40, deadline=None)
@@ -306,9 +292,6 @@ def test_the_order_of_rows_does_not_matter(config, step, random):
 def test_poison_at_masked_entries_changes_nothing(config, step, poison, extra):
     logprobs, batch = step
     mask = batch["token_mask"] & batch["sample_mask"].bool()[:, None]
-    clean = logprobs.clone().requires_grad_()
-    loss, metrics = run(config, clean, batch)
-    loss.backward()
 
     def poisoned(values):
         values = torch.where(mask, values, poison)
@@ -320,16 +303,7 @@ def test_poison_at_masked_entries_changes_nothing(config, step, poison, extra):
         "reference_logprobs": poisoned(batch["reference_logprobs"]),
         "kl_baseline": torch.where(batch["sample_mask"].bool(), batch["kl_baseline"], poison),
     }
-    dirty = poisoned(logprobs).requires_grad_()
-    with torch.autograd.set_detect_anomaly(True):
-        dirty_loss, dirty_metrics = run(config, dirty, dirty_batch)
-        dirty_loss.backward()
-    torch.testing.assert_close(dirty_loss, loss)
-    for name, value in metrics.items():
-        torch.testing.assert_close(dirty_metrics[name], value)
-    torch.testing.assert_close(dirty.grad[:, : mask.shape[1]], clean.grad)
-    assert (dirty.grad[:, mask.shape[1] :] == 0).all()
-    assert (dirty.grad[:, : mask.shape[1]][~mask] == 0).all()
+    check_poison(partial(run, config), step, (poisoned(logprobs), dirty_batch), mask)
 
 
 def test_a_nan_at_a_valid_token_is_not_hidden():
@@ -341,10 +315,7 @@ def test_a_nan_at_a_valid_token_is_not_hidden():
 @every_kind
 def test_metrics_are_detached_scalars(config):
     logprobs, batch = hand_batch()
-    loss, metrics = run(config, logprobs, batch)
-    assert loss.requires_grad
-    assert loss.ndim == 0
-    assert all(value.ndim == 0 and not value.requires_grad for value in metrics.values())
+    check_metrics_are_detached_scalars(run(config, logprobs, batch))
 
 
 def test_loss_is_picklable_and_frozen():

@@ -20,23 +20,23 @@ def test_stale_samples_are_weighted_unless_the_loss_says_otherwise() -> None:
     assert GRPOConfig.model_validate(values).loss.importance is None
     other = {"asynchronous": {}, "loss": {"clip_high": 0.3}}
     assert GRPOConfig.model_validate(other).loss.importance == TruncatedImportance()
-    # A config that crosses Flyte comes back as it was.
+    # A config survives serialization by Flyte.
     assert GRPOConfig.model_validate(ahead.model_dump()) == ahead
 
 
-def test_what_cannot_be_sampled_ahead_is_refused() -> None:
+def test_settings_that_cannot_sample_ahead_are_refused() -> None:
     with pytest.raises(ValueError, match="max_staleness is 1"):
         GRPOConfig.model_validate({"asynchronous": {}, "loss": {"kind": "on_policy"}})
 
 
-def test_groups_are_drawn_again_ahead_as_well() -> None:
+def test_dynamic_sampling_is_allowed_when_sampling_ahead() -> None:
     ahead = GRPOConfig.model_validate({"preset": "dapo", "asynchronous": {}})
     assert ahead.dynamic_sampling is not None
     assert ahead.dynamic_sampling.max_draws == 10
 
 
 @pytest.mark.parametrize("generation", [{"backend": "hf"}, {"backend": "megatron"}])
-def test_an_engine_that_cannot_take_weights_meanwhile_is_refused(generation: Any) -> None:
+def test_an_engine_that_cannot_receive_weights_while_sampling_is_refused(generation: Any) -> None:
     settings = {
         "grpo": {"asynchronous": {}},
         "generation": generation,
@@ -58,7 +58,7 @@ def test_an_engine_that_cannot_take_weights_meanwhile_is_refused(generation: Any
         ({"placement": {"own": 6}, "tensor_parallel_size": 2}, 14),
     ],
 )
-def test_an_engine_computes_no_more_than_its_share_of_a_step_at_once(
+def test_an_engine_computes_at_most_its_share_of_a_step_at_once(
     generation: dict[str, Any], most: int
 ) -> None:
     trainer = AsyncGRPOTrainer.from_pretrained(
@@ -69,6 +69,11 @@ def test_an_engine_computes_no_more_than_its_share_of_a_step_at_once(
         cluster={"num_workers": 2},
         generation=generation,
     )
-    found = trainer._sampler_settings()
-    assert found.generation == trainer.settings.generation.model_copy(update={"max_num_seqs": most})
-    assert found.model_copy(update={"generation": trainer.settings.generation}) == trainer.settings
+    sampler_settings = trainer._sampler_settings()
+    assert sampler_settings.generation == trainer.settings.generation.model_copy(
+        update={"max_num_seqs": most}
+    )
+    assert (
+        sampler_settings.model_copy(update={"generation": trainer.settings.generation})
+        == trainer.settings
+    )

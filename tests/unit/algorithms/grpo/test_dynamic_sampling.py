@@ -1,4 +1,4 @@
-"""The draws of a step, counted by hand."""
+"""Hand-counted draws of a step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,19 +14,19 @@ G = 2
 MIXED, SAME = (1.0, 0.0), (1.0, 1.0)
 
 
-def draw(first_place: int, *groups: Sequence[float | None]) -> list[Rollout]:
-    """Groups of scored rollouts; None is a rollout that could not be scored."""
+def draw(first_index: int, *groups: Sequence[float | None]) -> list[Rollout]:
+    """Returns groups of rollouts with these rewards; None marks a failed rollout."""
     return [
         Rollout(
-            Prompt(id=str(place), text="1+", token_ids=(5, 6), answer="", task="sums"),
+            Prompt(id=str(index), text="1+", token_ids=(5, 6), answer="", task="sums"),
             Completion((4,), (-0.5,), truncated=False),
             "",
             reward=reward,
-            group=place,
+            group=index,
             sample=sample,
             error=None if reward is not None else "no number",
         )
-        for place, rewards in enumerate(groups, start=first_place)
+        for index, rewards in enumerate(groups, start=first_index)
         for sample, reward in enumerate(rewards)
     ]
 
@@ -61,10 +61,10 @@ def test_missing_groups_come_from_further_draws_and_surplus_ones_are_dropped() -
     metrics = draws.metrics()
     assert metrics["num_draws"] == 2.0
     assert metrics["zero_variance_fraction"] == 0.25  # one of four groups
-    assert metrics["reward"] == 5 / 8  # of all that was drawn
+    assert metrics["reward"] == 5 / 8  # of all drawn groups
 
 
-def test_after_the_last_draw_the_step_is_what_there_is() -> None:
+def test_after_the_last_draw_the_step_has_fewer_groups() -> None:
     draws = draws_of(draw(0, SAME, SAME), draw(2, SAME, MIXED), draw(4, SAME, SAME))
     assert not draws.wants_more
     assert groups(draws) == [(3, 0), (3, 1)]
@@ -75,10 +75,10 @@ def test_without_any_group_to_learn_from_the_step_is_its_first_draw() -> None:
     assert groups(draws) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_what_could_not_be_scored_stays_behind_the_groups() -> None:
+def test_failed_rollouts_come_after_the_groups() -> None:
     draws = draws_of(draw(0, (1.0, None), MIXED), draw(2, (None, 0.0), MIXED))
-    found = draws.rollouts()
-    assert [(each.group, each.sample) for each in found] == [
+    rollouts = draws.rollouts()
+    assert [(each.group, each.sample) for each in rollouts] == [
         (1, 0),
         (1, 1),
         (3, 0),
@@ -86,7 +86,7 @@ def test_what_could_not_be_scored_stays_behind_the_groups() -> None:
         (0, 1),
         (2, 0),
     ]
-    assert [each.error for each in found] == [None] * 4 + ["no number"] * 2
+    assert [each.error for each in rollouts] == [None] * 4 + ["no number"] * 2
     assert draws.metrics()["num_failed_rollouts"] == 2.0
 
 
@@ -97,7 +97,7 @@ def test_one_reward_that_differs_is_enough() -> None:
 
 
 @pytest.mark.parametrize(("advantage", "is_kept"), [(GroupNormalized(), False), (None, True)])
-def test_several_rewards_are_compared_apart_where_the_advantage_is_of_each(
+def test_components_are_compared_separately_if_each_has_an_advantage(
     advantage: AdvantageConfig | None, is_kept: bool
 ) -> None:
     parts = [(1.0, 0.0), (0.0, 1.0)]

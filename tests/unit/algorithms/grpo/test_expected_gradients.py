@@ -21,7 +21,7 @@ SUM = {"kind": "constant", "max_tokens": 1}
 def completions(prefix: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
     if len(prefix) == MAX_TOKENS or prefix[-1:] == (END,):
         return [prefix]
-    return [found for token in range(VOCABULARY) for found in completions((*prefix, token))]
+    return [actual for token in range(VOCABULARY) for actual in completions((*prefix, token))]
 
 
 COMPLETIONS = completions()
@@ -51,22 +51,22 @@ def logprobs(logits: Tensor) -> Tensor:
 
 
 def gradient(value: Tensor, logits: Tensor) -> Tensor:
-    (found,) = torch.autograd.grad(value, logits, retain_graph=True)
-    return found.flatten()
+    (actual,) = torch.autograd.grad(value, logits, retain_graph=True)
+    return actual.flatten()
 
 
-def comparison(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """The cosine of two gradients, and the length of the first in units of the second's."""
-    cosine = torch.cosine_similarity(found, expected, dim=0).item()
-    return cosine, (found.norm() / expected.norm()).item()
+def comparison(actual: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Returns the cosine of two gradients, and the ratio of their norms."""
+    cosine = torch.cosine_similarity(actual, expected, dim=0).item()
+    return cosine, (actual.norm() / expected.norm()).item()
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
+def distance(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def with_kl_in_reward(kl: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The expected gradient over all pairs of completions, and that of the KL of sequences."""
+    """Returns the expected gradient over all pairs of completions, and the gradient of their KL."""
     config = GRPOConfig.model_validate(
         {
             "num_generations_per_prompt": 2,
@@ -101,14 +101,14 @@ def with_kl_in_reward(kl: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return gradient(total, policy), gradient(divergence, policy)
 
 
-def test_the_chances_of_all_completions_sum_to_one() -> None:
+def test_probabilities_of_all_completions_sum_to_one() -> None:
     assert len(COMPLETIONS) == 15
     assert logprobs(model(1)).sum(-1).exp().sum().item() == pytest.approx(1)
 
 
 def test_the_penalty_in_the_reward_has_by_default_the_gradient_of_the_kl() -> None:
-    found, expected = with_kl_in_reward({"place": "in_reward"})
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    actual, expected = with_kl_in_reward({"place": "in_reward"})
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("kind", "cosine", "length"), [("k2", -0.35, 0.24), ("k3", -0.55, 0.26)])
@@ -116,15 +116,15 @@ def test_other_estimators_in_the_reward_have_another_gradient(
     kind: str, cosine: float, length: float
 ) -> None:
     kl = {"place": "in_reward", "kind": kind, "allow_biased_gradient": True}
-    found = comparison(*with_kl_in_reward(kl))
-    assert found == pytest.approx((cosine, length), abs=0.005)
+    actual = comparison(*with_kl_in_reward(kl))
+    assert actual == pytest.approx((cosine, length), abs=0.005)
 
 
 FULL = {"kind": "truncated", "cap": float("inf")}
 
 
 def of_stale_samples(loss: dict[str, Any], *, sampled: str) -> tuple[Tensor, Tensor]:
-    """The expected gradient over samples of older weights, and that of its definition.
+    """Returns the expected gradient over samples of older weights, and that of the definition.
 
     Args:
         loss: KL or entropy, without a policy term since all advantages are 0.
@@ -164,7 +164,7 @@ def reported(metrics: dict[str, Tensor]) -> float:
 
 
 def defined(policy: Tensor, old: Tensor, loss: dict[str, Any]) -> Tensor:
-    """KL or negative entropy of the next token, summed over the prefixes that samples pass."""
+    """Returns KL or negative entropy of the next token, summed over the samples' prefixes."""
     table, reference = torch.log_softmax(policy, -1), torch.log_softmax(model(2), -1).detach()
     other = reference if loss["kl"] is not None else torch.zeros_like(reference)
     of_prefix = (table.exp() * (table - other)).sum(-1)
@@ -187,14 +187,14 @@ def defined(policy: Tensor, old: Tensor, loss: dict[str, Any]) -> Tensor:
 def test_stale_samples_have_the_gradient_of_the_policy_in_training(
     loss: dict[str, Any], off: float, sampled: str
 ) -> None:
-    found, expected = of_stale_samples(loss, sampled=sampled)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    actual, expected = of_stale_samples(loss, sampled=sampled)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
     unweighted = {**loss, "weighted_terms": "policy"}
     assert distance(*of_stale_samples(unweighted, sampled=sampled)) == pytest.approx(off, abs=0.005)
 
 
 @pytest.mark.parametrize("kind", ["clipped", "cispo", "reinforce", "on_policy", "gspo", "sapo"])
-def test_samples_of_the_current_weights_are_weighted_with_exactly_one(kind: str) -> None:
+def test_samples_of_the_current_weights_have_weight_one(kind: str) -> None:
     results = []
     for terms in ("all", "policy"):
         loss = {"kind": kind, "kl": {"beta": 0.3}, "entropy_bonus": 0.2, "weighted_terms": terms}

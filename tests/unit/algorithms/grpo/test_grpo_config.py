@@ -1,4 +1,4 @@
-"""Kinds are read from maps, and what does not go together is refused."""
+"""Kinds are read from mappings, and incompatible settings are refused."""
 
 import pytest
 from pydantic import ValidationError
@@ -162,7 +162,7 @@ def test_contradictions_are_refused(values, words):
         assert word in str(caught.value)
 
 
-def test_what_goes_together_is_accepted():
+def test_compatible_settings_are_accepted():
     assert config(num_generations_per_prompt=1, advantage={"kind": "reinforce_plus_plus"})
     assert config(train_global_batch_size=512, loss={"kind": "on_policy"})
     by_group = config(loss={"kind": "gspo", "kl": IN_REWARD})

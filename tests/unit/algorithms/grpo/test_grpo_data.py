@@ -1,4 +1,4 @@
-"""From rollouts to tensors and advantages, by hand."""
+"""Hand-computed tensors and advantages of rollouts."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ def rollout(reward, length=1, truncated=False, components=()):
 
 
 def batch_of(*rollouts, group=2):
-    placed = [replace(each, group=place // group) for place, each in enumerate(rollouts)]
+    placed = [replace(each, group=index // group) for index, each in enumerate(rollouts)]
     return grpo_batch(placed)
 
 
@@ -40,8 +40,8 @@ def advantages(batch, max_new_tokens=10, **values):
     return result["advantages"]
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, torch.tensor(expected).float(), rtol=1e-4, atol=1e-6)
+def close(actual, expected):
+    torch.testing.assert_close(actual, torch.tensor(expected).float(), rtol=1e-4, atol=1e-6)
 
 
 def test_batch_by_hand():
@@ -55,13 +55,13 @@ def test_batch_by_hand():
     assert "reward_components" not in batch
 
 
-def test_groups_are_those_that_the_rollouts_name():
-    # the second of group 7 could not be scored and is gone; group 2 is whole
+def test_groups_are_read_from_the_rollouts():
+    # the second of group 7 failed and is missing; group 2 is complete
     rollouts = [replace(rollout(1.0), group=7), *[replace(rollout(r), group=2) for r in (3.0, 1.0)]]
     batch = grpo_batch(rollouts)
     assert batch["group_ids"].tolist() == [7, 2, 2]
-    found = advantages(batch, advantage={"kind": "leave_one_out"})
-    close(found, [[0, 0], [0, 2], [0, -2]])
+    actual = advantages(batch, advantage={"kind": "leave_one_out"})
+    close(actual, [[0, 0], [0, 2], [0, -2]])
 
 
 def test_only_the_tokens_of_the_policy_count():
@@ -101,7 +101,7 @@ def test_outcomes_reach_every_generated_token(kind, best, other):
     close(advantages(batch, advantage={"kind": kind}), [[0, best, 0], [0, other, other]])
 
 
-def test_the_batch_given_is_left_as_it_was():
+def test_the_input_batch_is_not_changed():
     batch = batch_of(rollout(1.0), rollout(0.0, truncated=True))
     advantages(batch, overlong={"kind": "filter"})
     assert "advantages" not in batch
@@ -111,25 +111,25 @@ def test_the_batch_given_is_left_as_it_was():
 def test_overlong_completions_lose_reward():
     batch = batch_of(rollout(1.0), rollout(1.0, length=4))
     # limit 4, buffer 2: the long one is at the limit and loses 0.5
-    found = advantages(
+    actual = advantages(
         batch,
         max_new_tokens=4,
         advantage={"kind": "group_centered"},
         overlong={"buffer_tokens": 2, "penalty": 0.5},
     )
-    close(found, [[0, 0.25, 0, 0, 0], [0, -0.25, -0.25, -0.25, -0.25]])
+    close(actual, [[0, 0.25, 0, 0, 0], [0, -0.25, -0.25, -0.25, -0.25]])
     assert batch["rewards"].tolist() == [1, 1]
 
 
-def test_tokens_of_the_environment_use_up_room_too():
+def test_tokens_of_the_environment_count_toward_the_limit():
     # 2 tokens of the policy and 2 of the environment reach the limit of 4; so do 1 token of the
-    # policy and an answer of 5 for which there was no room, which costs no more than the penalty.
+    # policy and an answer of 5 that did not fit, which costs no more than the penalty.
     turns = Completion((5, 9, 9, 6), (-0.5, 0, 0, -0.5), False, (True, False, False, True))
     cut = Completion((5,), (-0.5,), True, num_unread_tokens=5)
     batch = batch_of(
         rollout(1.0), *[replace(rollout(1.0), completion=each) for each in (turns, cut)], group=3
     )
-    found = advantages(
+    actual = advantages(
         batch,
         max_new_tokens=4,
         num_generations_per_prompt=3,
@@ -137,7 +137,7 @@ def test_tokens_of_the_environment_use_up_room_too():
         overlong={"buffer_tokens": 2, "penalty": 0.6},
     )
     # 1, 0.4, 0.4
-    close(found, [[0, 0.4, 0, 0, 0], [0, -0.2, 0, 0, -0.2], [0, -0.2, 0, 0, 0]])
+    close(actual, [[0, 0.4, 0, 0, 0], [0, -0.2, 0, 0, -0.2], [0, -0.2, 0, 0, 0]])
 
 
 def test_truncated_completions_are_filtered_but_count_in_their_group():
@@ -145,9 +145,9 @@ def test_truncated_completions_are_filtered_but_count_in_their_group():
     config = GRPOConfig.model_validate(
         {"advantage": {"kind": "group_centered"}, "overlong": {"kind": "filter"}}
     )
-    found = add_advantages(batch, config, max_new_tokens=10)
-    assert found["sample_mask"].tolist() == [1, 0]
-    close(found["advantages"], [[0, 0.5], [0, 0]])
+    actual = add_advantages(batch, config, max_new_tokens=10)
+    assert actual["sample_mask"].tolist() == [1, 0]
+    close(actual["advantages"], [[0, 0.5], [0, 0]])
 
 
 def with_logprobs(batch):
@@ -165,18 +165,18 @@ IN_REWARD = {"kl": {"kind": "k1", "beta": 0.1, "place": "in_reward"}}
 def test_kl_is_summed_over_the_sequence_for_groups():
     batch = with_logprobs(batch_of(rollout(1.0), rollout(0.5, length=2)))
     # 1 - 0.1 * 1 and 0.5 - 0.1 * (1 + 3): 0.9 and 0.1
-    found = advantages(batch, advantage={"kind": "leave_one_out"}, loss=IN_REWARD)
-    close(found, [[0, 0.8, 0], [0, -0.8, -0.8]])
+    actual = advantages(batch, advantage={"kind": "leave_one_out"}, loss=IN_REWARD)
+    close(actual, [[0, 0.8, 0], [0, -0.8, -0.8]])
 
 
-def test_kl_in_the_reward_is_measured_by_the_spread_of_the_outcomes():
+def test_kl_in_the_reward_is_divided_by_the_std_of_the_outcomes():
     # Outcomes 1 and 0, KL 1 and 4: 0.9 and -0.4, deviations +-0.65, over the std S of 1 and 0.
     batch = with_logprobs(batch_of(rollout(1.0), rollout(0.0, length=2)))
-    found = advantages(batch, advantage={"kind": "group_normalized"}, loss=IN_REWARD)
-    close(found, [[0, 0.65 / S, 0], [0, -0.65 / S, -0.65 / S]])
+    actual = advantages(batch, advantage={"kind": "group_normalized"}, loss=IN_REWARD)
+    close(actual, [[0, 0.65 / S, 0], [0, -0.65 / S, -0.65 / S]])
 
 
-def test_a_truncated_completion_that_is_left_out_still_has_its_kl():
+def test_a_filtered_truncated_completion_still_has_its_kl():
     # The group's mean is of both: 1 - 0.1 * 1 and 0.5 - 0.1 * (1 + 3).
     batch = with_logprobs(batch_of(rollout(1.0), rollout(0.5, length=2, truncated=True)))
     filtered = {"overlong": {"kind": "filter"}, "loss": IN_REWARD}
@@ -190,23 +190,23 @@ def test_a_truncated_completion_that_is_left_out_still_has_its_kl():
 
 
 @pytest.mark.parametrize("beta", [1e-4, 0.01, 1.0])
-def test_kl_alone_does_not_tell_equal_outcomes_apart(beta):
-    # The case of math.md: divided by its own std, the KL would count in full for any beta.
+def test_kl_does_not_distinguish_equal_outcomes(beta):
+    # The case of math.md: if divided by the std of the KL, the KL would count in full for any beta.
     batch = with_logprobs(batch_of(rollout(1.0), rollout(1.0, length=2)))
     loss = {"kl": {"kind": "k1", "beta": beta, "place": "in_reward"}}
-    found = advantages(batch, advantage={"kind": "group_normalized"}, loss=loss)
-    assert found.tolist() == [[0, 0, 0], [0, 0, 0]]
+    actual = advantages(batch, advantage={"kind": "group_normalized"}, loss=loss)
+    assert actual.tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
-def test_kl_in_the_loss_leaves_rewards_alone():
+def test_kl_in_the_loss_does_not_change_rewards():
     batch = batch_of(rollout(1.0), rollout(0.5, length=2))
-    found = advantages(batch, advantage={"kind": "leave_one_out"})
-    close(found, [[0, 0.5, 0], [0, -0.5, -0.5]])
+    actual = advantages(batch, advantage={"kind": "leave_one_out"})
+    close(actual, [[0, 0.5, 0], [0, -0.5, -0.5]])
 
 
 def test_kl_is_a_reward_of_each_token_for_reinforce_plus_plus():
     batch = with_logprobs(batch_of(rollout(1.0), rollout(0.5, length=2), group=1))
-    found = advantages(
+    actual = advantages(
         batch,
         num_generations_per_prompt=1,
         advantage={"kind": "reinforce_plus_plus"},
@@ -215,10 +215,10 @@ def test_kl_is_a_reward_of_each_token_for_reinforce_plus_plus():
     # returns 1 - 0.1; (0 - 0.1) + (0.5 - 0.3) = 0.1 and 0.5 - 0.3 = 0.2
     # mean 0.4, deviations 0.5, -0.3, -0.2, squares 0.38, variance 0.19
     std = math.sqrt(0.19)
-    close(found, [[0, 0.5 / std, 0], [0, -0.3 / std, -0.2 / std]])
+    close(actual, [[0, 0.5 / std, 0], [0, -0.3 / std, -0.2 / std]])
 
 
-def test_the_baseline_takes_the_group_mean_off_first():
+def test_the_baseline_first_subtracts_the_group_mean():
     batch = batch_of(rollout(3.0), rollout(1.0), rollout(9.0), rollout(9.0))
     values = {"advantage": {"kind": "reinforce_plus_plus_baseline"}, "loss": {"kl": None}}
     # 1, -1, 0, 0: mean 0, variance 2/3; without the baseline the second group would be best
@@ -233,14 +233,14 @@ def test_gdpo_reads_the_components():
         rollout(0.0, components=(0.0, 0.0)),
         rollout(0.0, components=(0.0, 0.0)),
     )
-    found = advantages(batch, advantage={"kind": "gdpo", "weights": [3, 1]}, loss={"kl": None})
+    actual = advantages(batch, advantage={"kind": "gdpo", "weights": [3, 1]}, loss={"kl": None})
     # 3 S - S, -3 S + S, 0, 0: whitened 2 S / sqrt(8 S^2 / 3)
     expected = math.sqrt(3 / 2)
-    close(found, [[0, expected], [0, -expected], [0, 0], [0, 0]])
+    close(actual, [[0, expected], [0, -expected], [0, 0], [0, 0]])
 
 
 @pytest.mark.parametrize("components", [(), (1.0,)])
-def test_gdpo_without_its_rewards_says_how_many_it_needs(components):
+def test_gdpo_without_components_reports_how_many_it_needs(components):
     batch = batch_of(rollout(1.0, components=components), rollout(1.0, components=components))
     with pytest.raises(ConfigError, match=r"2 rewards(.|\n)*got: \d from"):
         advantages(batch, advantage={"kind": "gdpo", "weights": [1, 1]}, loss={"kl": None})
@@ -248,7 +248,7 @@ def test_gdpo_without_its_rewards_says_how_many_it_needs(components):
 
 def test_gdpo_refuses_a_reward_that_does_not_apply():
     batch = batch_of(rollout(1.0, components=(1.0, math.nan)), rollout(0.0, components=(0.0, 1.0)))
-    with pytest.raises(RewardError, match=r"return 0\.0 in place of None"):
+    with pytest.raises(RewardError, match=r"return 0\.0 instead of None"):
         advantages(batch, advantage={"kind": "gdpo", "weights": [1, 1]}, loss={"kl": None})
 
 

@@ -1,7 +1,8 @@
-"""The clipped loss by hand, and every kind against the definitions written out in plain Python."""
+"""Hand-computed clipped losses, and every kind against its definition in plain Python."""
 
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -23,25 +24,20 @@ from nemo_rl_core.algorithms.grpo.loss_config import (
     TruncatedImportance,
 )
 from nemo_rl_core.config.kl import KLInReward
-from nemo_rl_core.functional.protocols import LossFunction
+from tests.loss_checks import (
+    call_loss,
+    check_metrics_are_detached_scalars,
+    check_microbatches,
+    check_poison,
+)
 
 LN2 = math.log(2)
 LOGPROBS = ["prev_logprobs", "generation_logprobs", "reference_logprobs"]
 PER_TOKEN = ["advantages", *LOGPROBS]
 
 
-def run(config, logprobs, batch, num_seqs=None, num_tokens=None):
-    """The loss; the global numbers are this batch's own where they are left out."""
-    mask = batch["token_mask"].bool() & batch["sample_mask"].bool()[:, None]
-    loss_fn: LossFunction = GRPOLossFn(config)
-    seqs = batch["sample_mask"].bool().sum().item() if num_seqs is None else num_seqs
-    tokens = mask.sum().item() if num_tokens is None else num_tokens
-    return loss_fn(
-        logprobs,
-        batch,
-        global_valid_seqs=torch.tensor(float(seqs)),
-        global_valid_tokens=torch.tensor(float(tokens)),
-    )
+def run(config, logprobs, batch, step=None):
+    return call_loss(GRPOLossFn(config), logprobs, batch, reads="both", step=step)
 
 
 def by_token(advantages, width):
@@ -93,7 +89,7 @@ def test_sequence_mean_by_hand():
     # rows -1.4 / 1 and (2.4 + 6) / 2; the mean over two sequences, not over three tokens
     assert loss.item() == pytest.approx((-1.4 + 4.2) / 2)
     assert metrics["loss"].item() == loss.item()
-    # metrics stay a token
+    # metrics stay per token
     assert metrics["ratio_mean"].item() == pytest.approx((2 + 0.5 + 2) / 3)
 
 
@@ -193,7 +189,7 @@ PENALTIES = [
 
 @st.composite
 def cases(draw):
-    """A config with a random batch, whose ratios lie on both sides of the bounds."""
+    """A config with a random batch whose ratios are on both sides of the bounds."""
     num_rows, width = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
 
@@ -330,22 +326,8 @@ def test_microbatches_sum_to_the_step_in_loss_metrics_and_gradient(case, data):
     owner = torch.tensor(
         data.draw(st.lists(st.integers(0, 2), min_size=num_rows, max_size=num_rows))
     )
-    mask = batch["token_mask"].bool() & batch["sample_mask"].bool()[:, None]
-    totals = {"num_seqs": batch["sample_mask"].sum().item(), "num_tokens": mask.sum().item()}
-    whole, split = current.clone().requires_grad_(), current.clone().requires_grad_()
-    loss, metrics = run(config, whole, batch, **totals)
-    loss.backward()
-    parts = []
-    for part in range(3):  # some of them empty
-        rows = owner == part
-        micro = {name: values[rows] for name, values in batch.items()}
-        value, micro_metrics = run(config, split[rows], micro, **totals)
-        value.backward()
-        parts.append((value, micro_metrics))
-    torch.testing.assert_close(sum(value for value, _ in parts), loss)
-    torch.testing.assert_close(split.grad, whole.grad)
-    for name, value in metrics.items():
-        torch.testing.assert_close(sum(found[name] for _, found in parts), value)
+    parts = [owner == part for part in range(3)]
+    check_microbatches(partial(run, config), current, batch, parts)
 
 
 @settings(max_examples=80, deadline=None)
@@ -353,9 +335,6 @@ def test_microbatches_sum_to_the_step_in_loss_metrics_and_gradient(case, data):
 def test_poison_at_masked_entries_changes_nothing(case, poison, extra):
     config, current, batch = case
     mask = batch["token_mask"].bool() & batch["sample_mask"].bool()[:, None]
-    clean = current.clone().requires_grad_()
-    loss, metrics = run(config, clean, batch)
-    loss.backward()
 
     def poisoned(values):
         values = torch.where(mask, values, poison)
@@ -367,18 +346,8 @@ def test_poison_at_masked_entries_changes_nothing(case, poison, extra):
         "sample_mask": batch["sample_mask"],
         **{name: poisoned(batch[name]) for name in PER_TOKEN},
     }
-    dirty = poisoned(current).requires_grad_()
-    # Under anomaly detection, so that no step of the backward pass may make a NaN either: someone
-    # who hunts a real one with it must not be sent after padding.
-    with torch.autograd.set_detect_anomaly(True):
-        dirty_loss, dirty_metrics = run(config, dirty, dirty_batch)
-        dirty_loss.backward()
-    torch.testing.assert_close(dirty_loss, loss)
-    for name, value in metrics.items():
-        torch.testing.assert_close(dirty_metrics[name], value)
-    torch.testing.assert_close(dirty.grad[:, : mask.shape[1]], clean.grad)
-    assert (dirty.grad[:, mask.shape[1] :] == 0).all()
-    assert (dirty.grad[:, : mask.shape[1]][~mask] == 0).all()
+    dirty = poisoned(current), dirty_batch
+    check_poison(partial(run, config), (current, batch), dirty, mask)
 
 
 def test_a_nan_at_a_valid_token_is_not_hidden():
@@ -391,10 +360,7 @@ def test_a_nan_at_a_valid_token_is_not_hidden():
 
 def test_metrics_are_detached_scalars():
     current, batch = hand_batch()
-    loss, metrics = run(ClippedLoss(), current, batch)
-    assert loss.requires_grad
-    assert loss.ndim == 0
-    assert all(value.ndim == 0 and not value.requires_grad for value in metrics.values())
+    check_metrics_are_detached_scalars(run(ClippedLoss(), current, batch))
 
 
 def test_loss_is_picklable_and_frozen():

@@ -81,7 +81,7 @@ def test_on_policy_reads_no_prev_logprobs():
     assert (metrics["ratio_mean"], metrics["policy_kl"]) == (1, 0)
 
 
-def test_on_policy_with_a_correction_takes_its_own_logprobs_for_prev():
+def test_on_policy_with_a_correction_uses_current_logprobs_as_prev():
     config = OnPolicyLoss(kl=None, importance=TruncatedImportance(cap=1.5))
     loss, metrics, _ = run(config, [[0.0, 0.0]], [[1.0, 1.0]], generation=[[-LN2, LN2]])
     # weights 2 -> 1.5 and 1/2
@@ -94,7 +94,7 @@ def test_gspo():
     config = GSPOLoss(clip_low=0.2, clip_high=0.2, kl=None)
     current = [[3 * LN2, -LN2], [0.1, -0.1]]
     loss, metrics, gradient = run(config, current, [[1.0] * 2, [3.0] * 2], prev=[[0.0] * 2] * 2)
-    # ratios exp(ln 2) = 2 -> 1.2, although a token alone has 8 and the other 1/2; and 1
+    # ratios exp(ln 2) = 2 -> 1.2, although the tokens have 8 and 1/2; and 1
     assert loss == pytest.approx((-1.2 - 3) / 2)
     assert gradient[0] == [0, 0]
     # -3 * ratio 1, half to each token, half to each sequence
@@ -173,7 +173,7 @@ def test_constant_denominator():
     loss, metrics, _ = run(config, current, [[1.0] * 2] * 2, prev=current)
     # ten tokens for each of two sequences
     assert loss == pytest.approx((1 + 2 + 3 + 4) / 20)
-    # metrics stay a token
+    # metrics stay per token
     assert metrics["approx_entropy"] == pytest.approx(10 / 4)
 
 

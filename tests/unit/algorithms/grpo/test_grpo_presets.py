@@ -15,18 +15,18 @@ def preset(name, **changes):
     return GRPOConfig.model_validate({"preset": name, **changes})
 
 
-def test_all_presets_are_there():
+def test_all_presets_exist():
     assert sorted(PRESETS) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_preset_loads_and_holds_what_it_says(name):
+def test_every_preset_loads_with_its_values(name):
     dumped = preset(name).model_dump(mode="json")
 
-    def holds(part, whole):
+    def holds(part, full):
         if isinstance(part, dict):
-            return all(holds(value, whole[key]) for key, value in part.items())
-        return part == whole
+            return all(holds(value, full[key]) for key, value in part.items())
+        return part == full
 
     assert holds(PRESETS[name], dumped)
 
@@ -39,7 +39,7 @@ def test_overrides_change_what_they_name():
     config = preset("dapo", loss={"clip_high": 0.4}, num_prompts_per_step=3)
     assert (config.loss.clip_low, config.loss.clip_high, config.loss.kl) == (0.2, 0.4, None)
     assert config.num_prompts_per_step == 3
-    assert preset("dapo").loss.clip_high == 0.28  # the data is as it was
+    assert preset("dapo").loss.clip_high == 0.28  # the data are unchanged
 
 
 def test_overrides_reach_maps_within_maps():
@@ -53,11 +53,11 @@ def test_an_estimator_keeps_the_weight_of_the_penalty():
     assert config.loss.kl == KLInLoss(kind="k1", beta=0.04)
 
 
-def test_another_place_replaces_the_penalty():
+def test_kl_in_the_reward_replaces_the_penalty_of_the_preset():
     assert preset("grpo", loss={"kl": {"place": "in_reward"}}).loss.kl == KLInReward()
 
 
-def test_another_kind_replaces_what_there_was():
+def test_another_kind_replaces_the_part_of_the_preset():
     config = preset("dapo", loss={"kind": "sapo"}, overlong=None)
     assert config.loss.kind == "sapo"
     assert config.loss.kl == KLInLoss()  # the default of its kind
@@ -71,12 +71,12 @@ def test_an_unknown_name_lists_the_choices():
 
 
 @pytest.mark.parametrize("name", [["dapo"], {"kind": "dapo"}, "", 7])
-def test_what_is_no_name_is_refused_in_the_same_way(name):
+def test_an_invalid_name_is_refused_too(name):
     with pytest.raises(ConfigError, match="there is no preset"):
         preset(name)
 
 
-def test_a_config_does_not_tell_how_it_was_written():
+def test_a_config_from_a_preset_equals_one_written_out():
     written_out = GRPOConfig.model_validate({**PRESETS["dapo"], "learning_rate": 1e-6})
     assert preset("dapo", learning_rate=1e-6).model_dump_json() == written_out.model_dump_json()
     assert "preset" not in written_out.model_dump()
@@ -98,7 +98,7 @@ def test_a_config_survives_json_and_changes():
     assert config.replace(learning_rate=1.0).loss == config.loss
 
 
-def test_a_finished_part_takes_the_place_of_the_presets():
+def test_a_config_object_replaces_the_part_of_the_preset():
     assert preset("gspo", loss=ClippedLoss(kl=None)).loss == ClippedLoss(kl=None)
 
 

@@ -36,7 +36,7 @@ class Writer:
         return {"trainer/x": WrittenFile("0" * 64, 1)}
 
 
-def test_training_goes_on_until_both_are_written(tmp_path: Path) -> None:
+def test_training_continues_until_both_are_written(tmp_path: Path) -> None:
     policy, critic = Writer(), Writer()
     both = PolicyAndCritic(policy, critic)
     assert isinstance(both, SavesInBackground)
@@ -58,7 +58,7 @@ def test_a_policy_that_cannot_be_written_leaves_no_critic_unfinished(tmp_path: P
     assert critic.calls == [("start", tmp_path / "critic"), ("finish", None)]
 
 
-def test_both_are_saved_in_shards_alone(tmp_path: Path) -> None:
+def test_both_are_saved_only_as_shards(tmp_path: Path) -> None:
     policy, critic = Writer(), Writer()
     both = PolicyAndCritic(policy, critic)
     assert isinstance(both, SavesShards)

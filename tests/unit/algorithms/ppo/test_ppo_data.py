@@ -1,4 +1,4 @@
-"""From rollouts and values to advantages and returns, by hand."""
+"""Hand-computed advantages and returns from rollouts and values."""
 
 import pytest
 import torch
@@ -21,24 +21,24 @@ def batch_of(*, truncated: bool) -> BatchedDataDict:
         Rollout(PROMPT, several, "x", reward=0.0),
     ]
     batch = rollout_batch(rollouts)
-    # Of the prefixes that end with each token; the last is that of the whole rollout.
+    # Values of the prefixes that end with each token; the last is that of the full rollout.
     batch.update(value_columns(torch.tensor([[9, 0.5, 0.25, 8, 0], [9, 0.5, 7, 0.25, 4]]), batch))
     return batch
 
 
-def found(batch: BatchedDataDict, **values: object) -> tuple[torch.Tensor, torch.Tensor]:
+def computed(batch: BatchedDataDict, **values: object) -> tuple[torch.Tensor, torch.Tensor]:
     config = PPOConfig.model_validate({"kl": None, "gamma": 0.5, "lam": 0.5, **values})
     result = add_advantages(batch, config)
     return result["advantages"], result["returns"]
 
 
-def test_values_stand_where_their_tokens_are_chosen():
+def test_values_are_aligned_with_the_choice_of_their_tokens():
     batch = batch_of(truncated=True)
     assert batch["old_values"].tolist() == [[9, 0.5, 0.25, 8], [9, 0.5, 7, 0.25]]
     assert batch["last_values"].tolist() == [8, 4]
 
 
-# Of the first row: delta = 1 - 0.25 = 0.75 at its end; 0.5 * 0.25 - 0.5 = -0.375 before it, and
+# First row: delta = 1 - 0.25 = 0.75 at its end; 0.5 * 0.25 - 0.5 = -0.375 before it, and
 # there A = -0.375 + 0.25 * 0.75 = -0.1875. Returns are A + V.
 FIRST = [0, -0.1875, 0.75, 0], [0, 0.3125, 1, 0]
 CASES = {
@@ -58,9 +58,9 @@ CASES = {
         (False, False, CASES["ended"]),
     ],
 )
-def test_what_a_completion_is_worth_after_its_last_token(truncated, bootstrap, second):
+def test_the_bootstrapped_value_of_truncated_completions(truncated, bootstrap, second):
     batch = batch_of(truncated=truncated)
-    advantages, returns = found(batch, bootstrap_truncated=bootstrap)
+    advantages, returns = computed(batch, bootstrap_truncated=bootstrap)
     mask = batch["token_mask"].bool()
     by_hand = torch.tensor([FIRST[0], second[0]])
     torch.testing.assert_close(returns, torch.tensor([FIRST[1], second[1]]))
@@ -72,7 +72,7 @@ def test_the_kl_is_subtracted_from_the_reward_of_every_token():
     nan = float("nan")
     batch["prev_logprobs"] = torch.full((2, 4), -1.0)
     batch["reference_logprobs"] = torch.tensor([[nan, -3, -1.5, nan], [nan, -3, nan, -1.5]])
-    _, returns = found(batch, kl={"beta": 0.1}, gamma=1.0, lam=1.0)
+    _, returns = computed(batch, kl={"beta": 0.1}, gamma=1.0, lam=1.0)
     # KL 2 and 0.5: 1 - 0.05 at the end and 0.2 less before it; 0 - 0.05, and 0.2 less.
     by_hand = [[0, 0.75, 0.95, 0], [0, -0.25, 0, -0.05]]
     torch.testing.assert_close(returns, torch.tensor(by_hand))

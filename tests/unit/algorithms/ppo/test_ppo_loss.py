@@ -1,7 +1,8 @@
-"""PPO's two losses by hand, under splitting and poison, and its settings."""
+"""PPO's two losses: hand-computed values, micro-batches, NaN and settings."""
 
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from pydantic import ValidationError
 
 from nemo_rl_core.algorithms.ppo.config import ClippedSurrogate, PPOConfig, PPOSchedule
 from nemo_rl_core.algorithms.ppo.loss import PPOLossFn, ValueLossFn
-from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.functional.value import explained_variance
+from tests.loss_checks import call_loss, check_gradient, check_microbatches, check_poison
 
 NAN = math.nan
 LN2 = math.log(2)
@@ -20,15 +21,7 @@ LOSSES = [PPOLossFn(ClippedSurrogate(clip_high=0.3)), ValueLossFn(0.3), ValueLos
 COLUMNS = ("advantages", "prev_logprobs", "returns", "old_values")
 
 
-def run(loss_fn: LossFunction, first, batch, num_tokens=None):
-    mask = batch["token_mask"].bool() & batch["sample_mask"].bool()[:, None]
-    tokens = mask.sum().item() if num_tokens is None else num_tokens
-    return loss_fn(
-        first,
-        batch,
-        global_valid_seqs=torch.tensor(NAN),  # not read
-        global_valid_tokens=torch.tensor(float(tokens)),
-    )
+run = partial(call_loss, reads="tokens")
 
 
 def numbers(metrics):
@@ -129,33 +122,19 @@ def first_argument(loss_fn, values):
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_gradients(loss_fn):
     values, batch = random_step(3, 3, seed=1)
-    inputs = first_argument(loss_fn, values).clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda first: run(loss_fn, first, batch)[0], (inputs,))
+    check_gradient(partial(run, loss_fn), first_argument(loss_fn, values), batch)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(LOSSES), steps, st.data())
 def test_microbatches_sum_to_the_step_in_loss_metrics_and_gradient(loss_fn, step, data):
     values, batch = step
-    values = first_argument(loss_fn, values)
-    num_rows = values.shape[0]
+    num_rows = len(values)
     owner = torch.tensor(
         data.draw(st.lists(st.integers(0, 2), min_size=num_rows, max_size=num_rows))
     )
-    num_tokens = (batch["token_mask"] & batch["sample_mask"].bool()[:, None]).sum().item()
-    whole, split = values.clone().requires_grad_(), values.clone().requires_grad_()
-    loss, metrics = run(loss_fn, whole, batch, num_tokens)
-    loss.backward()
-    parts = []
-    for part in range(3):
-        rows = owner == part
-        micro = {name: column[rows] for name, column in batch.items()}
-        parts.append(run(loss_fn, split[rows], micro, num_tokens))
-        parts[-1][0].backward()
-    torch.testing.assert_close(sum(value for value, _ in parts), loss)
-    torch.testing.assert_close(split.grad, whole.grad)
-    for name, value in metrics.items():
-        torch.testing.assert_close(sum(found[name] for _, found in parts), value)
+    parts = [owner == part for part in range(3)]
+    check_microbatches(partial(run, loss_fn), first_argument(loss_fn, values), batch, parts)
 
 
 @settings(max_examples=40, deadline=None)
@@ -164,20 +143,14 @@ def test_poison_at_masked_entries_changes_nothing(loss_fn, step, poison):
     values, batch = step
     mask = batch["token_mask"] & batch["sample_mask"].bool()[:, None]
     read = torch.cat([mask, mask.new_zeros(mask.shape[0], 1)], dim=1)
-    clean = first_argument(loss_fn, values).clone().requires_grad_()
-    loss, metrics = run(loss_fn, clean, batch)
-    loss.backward()
     dirty_batch = batch | {name: torch.where(mask, batch[name], poison) for name in COLUMNS}
-    dirty = first_argument(loss_fn, torch.where(read, values, poison)).clone().requires_grad_()
-    with torch.autograd.set_detect_anomaly(True):
-        dirty_loss, dirty_metrics = run(loss_fn, dirty, dirty_batch)
-        dirty_loss.backward()
-    torch.testing.assert_close(dirty_loss, loss)
-    torch.testing.assert_close(dirty.grad, clean.grad)
-    assert (dirty.grad[~first_argument(loss_fn, read)] == 0).all()
-    for name, value in metrics.items():
-        torch.testing.assert_close(dirty_metrics[name], value)
-        assert not value.requires_grad
+    dirty_values = torch.where(read, values, poison)
+    check_poison(
+        partial(run, loss_fn),
+        (first_argument(loss_fn, values), batch),
+        (first_argument(loss_fn, dirty_values), dirty_batch),
+        first_argument(loss_fn, read),
+    )
 
 
 def test_summed_metrics_give_the_explained_variance_of_the_step():

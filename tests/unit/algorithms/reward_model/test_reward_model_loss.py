@@ -1,7 +1,8 @@
-"""The Bradley-Terry loss by hand, under splitting, reordering and poison."""
+"""Bradley-Terry loss: hand-computed values, micro-batches, row order and NaN."""
 
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -10,21 +11,20 @@ from hypothesis import strategies as st
 
 from nemo_rl_core.algorithms.reward_model.config import BradleyTerryLoss, RewardModelConfig
 from nemo_rl_core.algorithms.reward_model.loss import PreferenceLossFn
-from nemo_rl_core.functional.protocols import LossFunction
+from tests.loss_checks import (
+    call_loss,
+    check_gradient,
+    check_metrics_are_detached_scalars,
+    check_microbatches,
+    check_poison,
+)
 
 NAN = math.nan
 CONFIGS = [BradleyTerryLoss(), BradleyTerryLoss(centering_coefficient=0.3)]
 
 
-def run(config, scores, batch, num_seqs=None):
-    loss_fn: LossFunction = PreferenceLossFn(config)
-    seqs = batch["sample_mask"].bool().sum().item() if num_seqs is None else num_seqs
-    return loss_fn(
-        scores,
-        batch,
-        global_valid_seqs=torch.tensor(float(seqs)),
-        global_valid_tokens=torch.tensor(NAN),  # not read
-    )
+def run(config, scores, batch, step=None):
+    return call_loss(PreferenceLossFn(config), scores, batch, reads="sequences", step=step)
 
 
 def hand_batch():
@@ -58,7 +58,7 @@ def test_value_and_metrics_by_hand():
             "rejected_score": (0.5 + 1) / 2,
         }
     )
-    assert all(not value.requires_grad and value.ndim == 0 for value in metrics.values())
+    check_metrics_are_detached_scalars((loss, metrics))
 
 
 def test_gradient_by_hand():
@@ -89,7 +89,7 @@ def test_the_first_loss_of_a_head_of_zeros_is_ln_2():
     assert metrics["accuracy"].item() == 0
 
 
-def test_rows_of_one_id_that_are_no_pair_do_not_train_in_silence():
+def test_rows_of_one_id_that_are_not_a_pair_do_not_train_silently():
     scores, batch = hand_batch()
     assert run(BradleyTerryLoss(), scores[:2], {k: v[:2] for k, v in batch.items()})[0].isnan()
 
@@ -116,33 +116,22 @@ steps = st.builds(random_step, st.integers(1, 5), st.integers(1, 4), st.integers
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_gradients(config):
-    scores, batch = random_step(4, 3, seed=1)
-    scores.requires_grad_()
-    assert torch.autograd.gradcheck(lambda values: run(config, values, batch)[0], (scores,))
+    check_gradient(partial(run, config), *random_step(4, 3, seed=1))
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(CONFIGS), steps, st.data())
-def test_microbatches_of_whole_pairs_in_any_order_sum_to_the_step(config, step, data):
+def test_microbatches_of_complete_pairs_in_any_order_sum_to_the_step(config, step, data):
     scores, batch = step
-    num_seqs = batch["sample_mask"].sum().item()
     ids = batch["pair_ids"].unique().tolist()
     owners = data.draw(st.lists(st.integers(0, 2), min_size=len(ids), max_size=len(ids)))
-    order = data.draw(st.permutations(range(len(batch["pair_ids"]))))
-    whole, split = scores.clone().requires_grad_(), scores.clone().requires_grad_()
-    loss, metrics = run(config, whole, batch, num_seqs)
-    loss.backward()
-    parts = []
-    for part in range(3):
-        rows = [row for row in order if owners[ids.index(batch["pair_ids"][row])] == part]
-        index = torch.tensor(rows, dtype=torch.long)
-        micro = {name: values[index] for name, values in batch.items()}
-        parts.append(run(config, split[index], micro, num_seqs))
-        parts[-1][0].backward()
-    torch.testing.assert_close(sum(value for value, _ in parts), loss)
-    torch.testing.assert_close(split.grad, whole.grad)
-    for name, value in metrics.items():
-        torch.testing.assert_close(sum(found[name] for _, found in parts), value)
+    order = data.draw(st.permutations(range(len(scores))))
+    rows = [
+        [row for row in order if owners[ids.index(batch["pair_ids"][row])] == part]
+        for part in range(3)
+    ]
+    parts = [torch.tensor(each, dtype=torch.long) for each in rows]
+    check_microbatches(partial(run, config), scores, batch, parts)
 
 
 @settings(max_examples=30, deadline=None)
@@ -152,19 +141,9 @@ def test_poison_at_all_but_the_last_valid_token_changes_nothing(config, step, po
     is_valid = batch["sample_mask"].bool()
     read = torch.arange(scores.shape[1]) == batch["input_lengths"][:, None] - 1
     read &= is_valid[:, None]
-    clean = scores.clone().requires_grad_()
-    loss, metrics = run(config, clean, batch)
-    loss.backward()
-    dirty = torch.where(read, scores, poison).requires_grad_()
     margins = torch.where(is_valid, batch["margins"], poison)
-    with torch.autograd.set_detect_anomaly(True):
-        dirty_loss, dirty_metrics = run(config, dirty, batch | {"margins": margins})
-        dirty_loss.backward()
-    torch.testing.assert_close(dirty_loss, loss)
-    torch.testing.assert_close(dirty.grad, clean.grad)
-    assert (dirty.grad[~read] == 0).all()
-    for name, value in metrics.items():
-        torch.testing.assert_close(dirty_metrics[name], value)
+    dirty = torch.where(read, scores, poison), batch | {"margins": margins}
+    check_poison(partial(run, config), step, dirty, read)
 
 
 def test_loss_is_picklable_and_takes_the_config():

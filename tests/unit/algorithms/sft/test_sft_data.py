@@ -1,4 +1,4 @@
-"""Rows of every kind as what supervised training reads."""
+"""Batches of supervised training from rows of every kind."""
 
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ OTHER = {"role": "user", "content": "3+3="}
 
 
 def _saved(folder: Path, rows: list[dict[str, Any]], **policy: Any) -> Path:
-    held = [dict(rows[0])]
+    validation_rows = [dict(rows[0])]
     for name in ("prompt", "text"):
-        if name in held[0]:
-            held[0][name] = "9+9="
-    if "messages" in held[0]:
-        held[0]["messages"] = [OTHER, TURNS[1]]
-    data = DataModule.of(rows, validation=held, tokenizer=TOKENIZER, policy=RowPolicy(**policy))
+        if name in validation_rows[0]:
+            validation_rows[0][name] = "9+9="
+    if "messages" in validation_rows[0]:
+        validation_rows[0]["messages"] = [OTHER, TURNS[1]]
+    data = DataModule.of(
+        rows, validation=validation_rows, tokenizer=TOKENIZER, policy=RowPolicy(**policy)
+    )
     save_frame(data.train, folder)
     return folder
 
@@ -45,7 +47,7 @@ def test_conversations_keep_their_masks_through_the_folder(tmp_path: Path) -> No
     assert last.loss_mask == (False,) * 11 + ends
 
 
-def test_rows_are_cut_where_the_folder_says(tmp_path: Path) -> None:
+def test_rows_are_truncated_to_the_length_of_the_folder(tmp_path: Path) -> None:
     folder = _saved(tmp_path, [{"messages": TURNS}], max_sequence_tokens=8, overlong="truncate")
     (example,) = load_examples(folder, TOKENIZER)
     assert example.token_ids == (1, 5, 14, 5, 17, 6, 2, 6)

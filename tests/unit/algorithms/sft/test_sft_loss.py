@@ -1,7 +1,8 @@
-"""The SFT loss by hand, under splitting and with poison at masked tokens."""
+"""SFT loss: hand-computed values, micro-batches and NaN at masked tokens."""
 
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_core.algorithms.sft.loss import NLLLoss, SFTLossFn
 from nemo_rl_core.functional.protocols import LossFunction
+from tests.loss_checks import call_loss, check_microbatches
 
 LOSS: LossFunction = NLLLoss()
 
@@ -28,7 +30,7 @@ def test_value_and_gradient_by_hand():
     token_mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     loss, metrics = run(logprobs, token_mask, torch.tensor([1, 1]), 2, 10)
     loss.backward()
-    # (1 + 2 + 4) / 10 tokens in the whole step, of which 3 are here
+    # (1 + 2 + 4) / 10 tokens in the full step, of which 3 are here
     assert loss.item() == pytest.approx(0.7)
     expected = torch.tensor([[-0.1, -0.1, 0.0], [-0.1, 0.0, 0.0]])
     torch.testing.assert_close(logprobs.grad, expected)
@@ -60,23 +62,16 @@ def test_microbatches_sum_to_the_step(data):
     num_rows, width = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     logprobs = -torch.rand(num_rows, width, generator=generator, dtype=torch.float64)
-    token_mask = torch.rand(num_rows, width, generator=generator) < 0.6
-    sample_mask = torch.rand(num_rows, generator=generator) < 0.8
-    num_tokens = (token_mask & sample_mask[:, None]).sum().item()
+    batch = {
+        "token_mask": torch.rand(num_rows, width, generator=generator) < 0.6,
+        "sample_mask": torch.rand(num_rows, generator=generator) < 0.8,
+    }
     owner = torch.tensor(
         data.draw(st.lists(st.integers(0, 2), min_size=num_rows, max_size=num_rows))
     )
-    whole, parts = logprobs.clone().requires_grad_(), logprobs.clone().requires_grad_()
-    loss, _ = run(whole, token_mask, sample_mask, num_rows, num_tokens)
-    loss.backward()
-    total = 0.0
-    for part in range(3):
-        rows = owner == part
-        value, _ = run(parts[rows], token_mask[rows], sample_mask[rows], num_rows, num_tokens)
-        value.backward()
-        total += value.item()
-    assert total == pytest.approx(loss.item(), abs=1e-12)
-    torch.testing.assert_close(parts.grad, whole.grad)
+    run_step = partial(call_loss, LOSS, reads="tokens")
+    parts = [owner == part for part in range(3)]
+    check_microbatches(run_step, logprobs, batch, parts, atol=1e-12, rtol=0)
 
 
 def test_loss_is_picklable_and_has_its_alias():

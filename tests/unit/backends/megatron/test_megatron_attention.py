@@ -1,4 +1,4 @@
-"""Megatron's local layers over packed rows: boundaries against a dense mask."""
+"""Megatron's local layers over packed rows: boundaries compared with a dense mask."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ LENGTHS = [11, 4, 7, 2, 9, 3, 3, 8]
 
 
 def one_step(folder: Path, **training: Any) -> tuple[torch.Tensor, dict[str, float], list[Any]]:
-    """Logprobs and a step, and the shapes of what the kernel was given."""
+    """Returns logprobs, the metrics of a step, and the shapes that the kernel got."""
     from nemo_rl_core.backends.training.megatron import attention
     from nemo_rl_core.backends.training.megatron.backend import MegatronBackend
 
@@ -30,9 +30,9 @@ def one_step(folder: Path, **training: Any) -> tuple[torch.Tensor, dict[str, flo
         return kernels.reference_attention(query, *others, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        # The kernel runs on GPUs alone; the reference computes the same on a CPU.
+        # The kernel only runs on GPUs; the reference computes the same on a CPU.
         patch.setitem(kernels.KERNELS, "varlen", watched)
-        patch.setattr(attention, "why_not", lambda *_, **__: [])
+        patch.setattr(attention, "unsupported_reasons", lambda *_, **__: [])
         backend = MegatronBackend()
         backend.setup(
             TrainingSetup(
@@ -53,22 +53,22 @@ def both(folder: Path, **training: Any) -> list[Any]:
 
 
 def compare(results: list[Any]) -> None:
-    (want, want_step, unseen), (found, found_step, seen) = results
+    (want, want_step, unseen), (actual, found_step, seen) = results
     assert seen and not unseen
     assert all(len(shape) == 3 for shape in seen)  # tokens, heads, size
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-5)
     assert found_step["loss"] == pytest.approx(want_step["loss"], rel=1e-5)
     assert found_step["grad_norm"] == pytest.approx(want_step["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.thorough
-def test_boundaries_give_what_a_mask_gives(tiny_model: Path) -> None:
+def test_boundaries_match_a_dense_mask(tiny_model: Path) -> None:
     (results,) = run_ranks(both, tiny_model, world_size=1)
     compare(results)
 
 
 @pytest.mark.thorough
-def test_pipelines_and_recomputed_layers_keep_each_microbatch_its_boundaries(
+def test_pipelines_and_recomputed_layers_use_the_boundaries_of_each_microbatch(
     tiny_model: Path,
 ) -> None:
     options = {"pipeline_parallel_size": 2, "activation_checkpointing": True}
@@ -80,7 +80,7 @@ def both_of(folder: Path, options: dict[str, Any]) -> list[Any]:
     return both(folder, **options)
 
 
-def test_varlen_on_a_cpu_and_context_parallelism_are_refused() -> None:
+def test_varlen_is_refused_on_cpus_and_with_context_parallelism() -> None:
     from types import SimpleNamespace
 
     from nemo_rl_core.backends.training.megatron.attention import takes_boundaries
@@ -88,8 +88,8 @@ def test_varlen_on_a_cpu_and_context_parallelism_are_refused() -> None:
     sizes = SimpleNamespace(kv_channels=64, num_attention_heads=12, num_query_groups=2)
     model = SimpleNamespace(config=sizes)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    for training, device, fused, said in (
-        (MegatronTraining(attention="varlen"), cpu, False, "gradients on GPUs alone"),
+    for training, device, fused, message in (
+        (MegatronTraining(attention="varlen"), cpu, False, "only computes gradients on GPUs"),
         (MegatronTraining(attention="varlen"), cuda, True, "Transformer Engine is installed"),
         (
             MegatronTraining(attention="varlen", context_parallel_size=2),
@@ -98,7 +98,7 @@ def test_varlen_on_a_cpu_and_context_parallelism_are_refused() -> None:
             "context_parallel_size splits rows",
         ),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             takes_boundaries(model, training, dtype="bfloat16", device=device, fused=fused)
     auto = MegatronTraining()
     assert takes_boundaries(model, auto, dtype="bfloat16", device=cuda, fused=False)
@@ -106,13 +106,13 @@ def test_varlen_on_a_cpu_and_context_parallelism_are_refused() -> None:
     assert not takes_boundaries(model, auto, dtype="bfloat16", device=cpu, fused=False)
 
 
-def test_rows_whose_scores_no_gpu_holds_are_refused() -> None:
+def test_rows_whose_scores_exceed_gpu_memory_are_refused() -> None:
     from types import SimpleNamespace
 
     from nemo_rl_core.backends.training.megatron.attention import refuse_dense_rows
 
     gib = 2**30
-    # Qwen2.5-7B in bfloat16: 28 heads x 8192^2 pairs x (2 + 4 + 2) bytes are 14 GiB a layer.
+    # Qwen2.5-7B in bfloat16: 28 heads x 8192^2 pairs x (2 + 4 + 2) bytes are 14 GiB per layer.
     config = SimpleNamespace(
         num_layers=28,
         num_attention_heads=28,

@@ -1,4 +1,4 @@
-"""The Megatron worker's packed rows and checkpoints (`test_parity.py` has what it computes)."""
+"""The Megatron worker's packed rows and checkpoints (`test_parity.py` compares its results)."""
 
 import hashlib
 import json
@@ -17,8 +17,8 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 
-# With Adam's usual epsilon, a gradient that is zero but for rounding moves a weight by the whole
-# learning rate, in a direction that rounding decides; nothing could be compared then.
+# With Adam's usual epsilon, a gradient that is zero except for rounding moves a weight by the full
+# learning rate, in a direction that rounding decides, so results could not be compared.
 EPSILON = 1e-3
 OPTIMIZER = OptimizerConfig(
     learning_rate=1e-2, weight_decay=0.1, num_warmup_steps=2, adam_epsilon=EPSILON
@@ -44,7 +44,7 @@ def layout(tensor: int = 1, pipeline: int = 1, **more: Any) -> MegatronTraining:
 
 @pytest.fixture(scope="module")
 def dense(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a tokenizer of 19 tokens: odd over two ranks."""
+    """Creates a model with a tokenizer of 19 tokens, which two ranks do not divide."""
     tokenizer = load_tokenizer(tiny_model)
     folder = tmp_path_factory.mktemp("megatron")
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def make_batch() -> BatchedDataDict:
     sequences = [
         torch.randint(0, 16, (length,), generator=generator).tolist() for length in LENGTHS
     ]
-    masks = [[place >= length // 2 for place in range(length)] for length in LENGTHS]
+    masks = [[index >= length // 2 for index in range(length)] for length in LENGTHS]
     return collate(sequences, masks)
 
 
@@ -73,7 +73,7 @@ def make_backend(folder: Path, training: MegatronTraining, **changes: Any) -> An
 
 
 def rows_of_this_rank(batch: BatchedDataDict) -> list[int]:
-    """Six of the eight to the first data-parallel rank, so that it has more micro-batches."""
+    """Returns six of the eight rows for the first data-parallel rank, for more micro-batches."""
     from megatron.core import parallel_state
 
     if parallel_state.get_data_parallel_world_size() == 1:
@@ -82,7 +82,7 @@ def rows_of_this_rank(batch: BatchedDataDict) -> list[int]:
 
 
 def plain_logprobs(model: Any, batch: BatchedDataDict) -> torch.Tensor:
-    """Each sequence alone, through the model's own logits."""
+    """Computes each sequence separately, through the model's logits."""
     result = torch.zeros(batch["token_mask"].shape)
     for row, length in enumerate(batch["input_lengths"].tolist()):
         ids = batch["input_ids"][row : row + 1, :length]
@@ -91,7 +91,7 @@ def plain_logprobs(model: Any, batch: BatchedDataDict) -> torch.Tensor:
     return result * batch["token_mask"]
 
 
-def changed_neighbour(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def changed_neighbor(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     backend = make_backend(folder, layout(), max_tokens_per_microbatch=1000)
     batch = make_batch()
     before = backend.get_logprobs(batch)
@@ -100,17 +100,17 @@ def changed_neighbour(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.thorough
-def test_a_changed_sequence_leaves_its_neighbours_alone_to_the_bit(
+def test_changed_sequence_does_not_change_its_neighbors(
     dense: Path,
 ) -> None:
-    ((before, after),) = run_ranks(changed_neighbour, dense, world_size=1)
+    ((before, after),) = run_ranks(changed_neighbor, dense, world_size=1)
     others = [row for row in range(len(LENGTHS)) if row != 1]
     assert torch.equal(before[others], after[others])
     assert not torch.equal(before[1], after[1])
 
 
 def saved_and_resumed(folder: Path, path: Path) -> dict[str, list[float]]:
-    """Losses of two steps at TP 2 after a save, and of the same steps resumed at other layouts."""
+    """Returns losses of two steps at TP 2 after a save, and of resumed runs at other layouts."""
     from nemo_rl_core.algorithms.sft.loss import NLLLoss
 
     def two_steps(backend: Any) -> list[float]:
@@ -125,9 +125,9 @@ def saved_and_resumed(folder: Path, path: Path) -> dict[str, list[float]]:
     moved = first.get_logprobs(make_batch())
     assert torch.equal(first.get_reference_logprobs(make_batch()), start)
     ids, logprobs = first.get_reference_topk_logprobs(make_batch(), 19)
-    found = (ids[:, :, :] == make_batch()["input_ids"][:, 1:, None]) & (logprobs != 0)
-    torch.testing.assert_close((logprobs * found).sum(-1), start, rtol=1e-5, atol=1e-5)
-    assert torch.equal(first.get_logprobs(make_batch()), moved)  # the own weights came back
+    actual = (ids[:, :, :] == make_batch()["input_ids"][:, 1:, None]) & (logprobs != 0)
+    torch.testing.assert_close((logprobs * actual).sum(-1), start, rtol=1e-5, atol=1e-5)
+    assert torch.equal(first.get_logprobs(make_batch()), moved)  # the trained weights are restored
     others = {"2x1": layout(2), "1x2": layout(1, 2), "data 2": layout()}
     for name, training in others.items():
         backend = make_backend(folder, training)
@@ -137,9 +137,9 @@ def saved_and_resumed(folder: Path, path: Path) -> dict[str, list[float]]:
 
 
 @pytest.mark.thorough
-def test_a_checkpoint_resumes_at_another_layout(dense: Path, tmp_path: Path) -> None:
+def test_checkpoint_resumes_at_another_layout(dense: Path, tmp_path: Path) -> None:
     losses = run_ranks(saved_and_resumed, dense, tmp_path, world_size=2)[0]
-    assert losses["2x1"] == losses["straight"]  # the same layout goes on to the bit
+    assert losses["2x1"] == losses["straight"]  # the same layout is bitwise identical
     assert losses["1x2"] == pytest.approx(losses["straight"], rel=1e-5)
     assert losses["data 2"] == pytest.approx(losses["straight"], rel=1e-5)
     model, report = AutoModelForCausalLM.from_pretrained(
@@ -155,7 +155,7 @@ def test_a_checkpoint_resumes_at_another_layout(dense: Path, tmp_path: Path) -> 
 
 
 def saved_twice(folder: Path, path: Path) -> None:
-    """The same state, saved before going on and while two more steps are made, and loaded."""
+    """Saves a state before continuing, during two more steps, and after loading it."""
     from nemo_rl_core.algorithms.sft.loss import NLLLoss
 
     backend = make_backend(folder, layout(2))
@@ -164,7 +164,7 @@ def saved_twice(folder: Path, path: Path) -> None:
     backend.start_checkpoint(path / "meanwhile")
     for _ in range(2):
         backend.train_step(make_batch(), NLLLoss())
-    backend.shutdown()  # which waits
+    backend.shutdown()  # waits for the save
     resumed = make_backend(folder, layout(2))
     resumed.load_checkpoint(path / "waited")
     resumed.save_checkpoint(path / "resumed")
@@ -173,10 +173,8 @@ def saved_twice(folder: Path, path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_equal_states_are_equal_bytes_saved_before_going_on_or_meanwhile_or_loaded(
-    dense: Path, tmp_path: Path
-) -> None:
-    found = []
+def test_equal_states_are_saved_as_equal_bytes(dense: Path, tmp_path: Path) -> None:
+    results = []
     for run in ("first", "rerun"):
         run_ranks(saved_twice, dense, tmp_path / run, world_size=2)
         for name in ("waited", "meanwhile", "resumed"):
@@ -186,10 +184,10 @@ def test_equal_states_are_equal_bytes_saved_before_going_on_or_meanwhile_or_load
                 for file in sorted(folder.rglob("*"))
                 if file.is_file()
             }
-            found.append(files)
-    assert {"trainer/.metadata", "trainer/common.pt", "trainer/__1_0.distcp"} < found[0].keys()
-    for other in found[1:]:
-        assert other == found[0]
+            results.append(files)
+    assert {"trainer/.metadata", "trainer/common.pt", "trainer/__1_0.distcp"} < results[0].keys()
+    for other in results[1:]:
+        assert other == results[0]
 
 
 class Foreign:
@@ -199,7 +197,7 @@ class Foreign:
         return (print, ("unpickled",))
 
 
-def test_a_checkpoint_that_names_foreign_code_is_refused(
+def test_checkpoint_that_names_foreign_code_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from nemo_rl_core.backends.training.megatron.checkpoint import load_trainer

@@ -1,4 +1,4 @@
-"""Models that Megatron-Bridge builds, over a fake with its signatures."""
+"""Models that Megatron-Bridge builds, with a fake that has its signatures."""
 
 import json
 import shutil
@@ -19,7 +19,10 @@ from nemo_rl_core.distributed.batched_data_dict import collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import WorkerError
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
+pytestmark = [
+    pytest.mark.experimental,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device"),
+]
 RECORDED = json.loads((Path(__file__).parent / "megatron_bridge_0.3.1.json").read_text())
 MISTRAL = MistralConfig(
     vocab_size=26,
@@ -33,7 +36,7 @@ MISTRAL = MistralConfig(
     initializer_range=0.2,
     pad_token_id=0,
     sliding_window=None,
-    # Not the base that Megatron takes where a config says none.
+    # Not the base that Megatron uses if a config has none.
     rope_parameters={"rope_type": "default", "rope_theta": 50.0},
 )
 IDS = torch.randint(3, 26, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -41,9 +44,9 @@ IDS = torch.randint(3, 26, (2, 12), generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    found = saved(MISTRAL, tmp_path_factory.mktemp("mistral") / "model")
-    load_tokenizer(tiny_model).save_pretrained(found)
-    return found
+    mistral = saved(MISTRAL, tmp_path_factory.mktemp("mistral") / "model")
+    load_tokenizer(tiny_model).save_pretrained(mistral)
+    return mistral
 
 
 def saved(config: Any, folder: Path) -> Path:
@@ -87,15 +90,15 @@ def trained(folder: Path, training: dict[str, Any], kept: Path) -> dict[str, Any
     from nemo_rl_core.algorithms.sft.loss import NLLLoss
 
     backend = set_up(folder, training)
-    found = {"logprobs": backend.get_logprobs(batch()), "choices": backend.choices()}
+    results = {"logprobs": backend.get_logprobs(batch()), "choices": backend.choices()}
     backend.train_step(batch(), NLLLoss())
     backend.save_checkpoint(kept)
-    found["trained"] = backend.get_logprobs(batch())
-    found["reference"] = backend.get_reference_logprobs(batch())
-    return found
+    results["trained"] = backend.get_logprobs(batch())
+    results["reference"] = backend.get_reference_logprobs(batch())
+    return results
 
 
-def of_transformers(folder: Path) -> torch.Tensor:
+def transformers_logprobs(folder: Path) -> torch.Tensor:
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         logprobs = model(input_ids=IDS).logits[:, :-1].log_softmax(-1)
@@ -110,17 +113,19 @@ def of_transformers(folder: Path) -> torch.Tensor:
         pytest.param(2, {"pipeline_parallel_size": 2}, marks=pytest.mark.thorough),
     ],
 )
-def test_a_type_that_the_backend_does_not_know_is_trained_by_the_bridge(
+def test_unknown_type_is_trained_by_the_bridge(
     num_ranks: int, training: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     results = run_ranks(trained, folder, training, tmp_path / "step", world_size=num_ranks)
-    for found in results:
-        torch.testing.assert_close(found["logprobs"], of_transformers(folder), rtol=0, atol=1e-5)
-        torch.testing.assert_close(found["reference"], found["logprobs"], rtol=0, atol=0)
-        assert found["choices"]["training.backend"] == "megatron, by megatron-bridge 0.3.1"
-        after = of_transformers(tmp_path / "step" / "model")
-        torch.testing.assert_close(found["trained"], after, rtol=0, atol=1e-5)
-        assert (after - found["logprobs"]).abs().max() > 0.01
+    for actual in results:
+        torch.testing.assert_close(
+            actual["logprobs"], transformers_logprobs(folder), rtol=0, atol=1e-5
+        )
+        torch.testing.assert_close(actual["reference"], actual["logprobs"], rtol=0, atol=0)
+        assert actual["choices"]["training.backend"] == "megatron, by megatron-bridge 0.3.1"
+        after = transformers_logprobs(tmp_path / "step" / "model")
+        torch.testing.assert_close(actual["trained"], after, rtol=0, atol=1e-5)
+        assert (after - actual["logprobs"]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(
@@ -128,13 +133,13 @@ def test_a_type_that_the_backend_does_not_know_is_trained_by_the_bridge(
     [
         ("version", r"expected: megatron-bridge 0\.3\.1.*\n.*got: 0\.2\.0"),
         ("import", "megatron-bridge 0.3.1 cannot be imported"),
-        ("head", "expected: a head of ColumnParallelLinear\n.*got: CappedHead"),
+        ("head", "expected: a head of type ColumnParallelLinear\n.*got: CappedHead"),
         ("rule", r"has weights that the model does not have(.|\n)*embed_tokens"),
-        ("values", "does not convert 'model' there and back(.|\n)*1 that differ"),
-        ("epsilon", "computes something else than 'model'"),
+        ("values", "changes weights of 'model' in a round trip(.|\n)*1 different weights"),
+        ("epsilon", "computes different logprobs than 'model'"),
     ],
 )
-def test_a_bridge_that_is_wrong_is_refused(folder: Path, fault: str, words: str) -> None:
+def test_wrong_bridge_is_refused(folder: Path, fault: str, words: str) -> None:
     with pytest.raises(WorkerError, match=words):
         run_ranks(set_up, folder, {}, fault, world_size=1)
 
@@ -160,7 +165,7 @@ def test_a_bridge_that_is_wrong_is_refused(folder: Path, fault: str, words: str)
         (MISTRAL, {"expert_parallel_size": 2}, "a model without experts"),
     ],
 )
-def test_a_model_that_it_cannot_train_is_refused(
+def test_model_that_the_bridge_cannot_train_is_refused(
     config: Any, training: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     model = saved(config, tmp_path / "model")
@@ -184,8 +189,8 @@ def generates(folder: Path) -> None:
     )
 
 
-def test_the_megatron_engine_does_not_sample_from_it(folder: Path) -> None:
-    with pytest.raises(WorkerError, match="the megatron engine cannot hold 'model'"):
+def test_megatron_engine_refuses_bridge_models(folder: Path) -> None:
+    with pytest.raises(WorkerError, match="the megatron engine cannot load 'model'"):
         run_ranks(generates, folder, world_size=1)
 
 
@@ -197,13 +202,13 @@ def differing_reference(folder: Path, other: Path) -> None:
     ReferenceWeights([], folder, other)
 
 
-def test_a_reference_of_another_computation_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_reference_with_different_computation_is_refused(folder: Path, tmp_path: Path) -> None:
     other = saved(with_(MISTRAL, rms_norm_eps=1e-3), tmp_path / "other")
     with pytest.raises(WorkerError, match="expected: the same rms_norm_eps"):
         run_ranks(differing_reference, folder, other, world_size=1)
 
 
-def test_a_folder_to_train_from_is_not_converted_ahead(
+def test_training_folder_is_not_converted_in_advance(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nemo_rl_core.converters.megatron import hf_to_megatron, megatron_to_hf
@@ -221,7 +226,7 @@ def test_a_folder_to_train_from_is_not_converted_ahead(
         megatron_to_hf(tmp_path, tmp_path / "target")
 
 
-def test_without_the_package_the_error_names_it(folder: Path) -> None:
+def test_error_names_the_missing_package(folder: Path) -> None:
     from nemo_rl_core.backends.training.megatron.families import family_of
     from nemo_rl_core.errors import ModelError
 
@@ -234,13 +239,13 @@ def signatures_of_the_fake() -> dict[str, list[str]]:
     from tests.unit.backends.megatron.test_megatron_transformer_engine import signature_of
 
     fake_megatron_bridge.install()
-    found = {}
+    results = {}
     for name in RECORDED:
         module, _, path = name.partition(":")
         owner, method = path.split(".")
-        found[name] = signature_of(getattr(getattr(import_module(module), owner), method))
-    return found
+        results[name] = signature_of(getattr(getattr(import_module(module), owner), method))
+    return results
 
 
-def test_the_fake_has_the_recorded_signatures() -> None:
+def test_fake_has_the_recorded_signatures() -> None:
     assert run_ranks(signatures_of_the_fake, world_size=1) == [RECORDED]

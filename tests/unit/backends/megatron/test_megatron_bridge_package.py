@@ -1,4 +1,4 @@
-"""Models that megatron-bridge builds, over the package itself: `make test-megatron-bridge`.
+"""Models that the real package megatron-bridge builds: `make test-megatron-bridge`.
 
 It imports Transformer Engine, so the fake of it is installed in every rank.
 """
@@ -42,6 +42,7 @@ from tests.unit.backends.megatron.test_megatron_transformer_engine import (
 )
 
 pytestmark = [
+    pytest.mark.experimental,
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device"),
     pytest.mark.skipif(bridge_version() is None, reason="megatron-bridge is not installed"),
 ]
@@ -52,7 +53,7 @@ WITHOUT_HEAD_DIM = {key: value for key, value in BASE.items() if key != "head_di
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 MODELS = {
     "mistral": MistralConfig(**BASE, sliding_window=None),
-    # So many a token that each has some, without which the simulated GPU has no gradients.
+    # So many per token that each expert gets some; otherwise the simulated GPU has no gradients.
     "olmoe": OlmoeConfig(
         **{**WITHOUT_HEAD_DIM, "num_key_value_heads": 4}, num_experts=4, num_experts_per_tok=3
     ),
@@ -70,10 +71,10 @@ REFUSED = {
         ),
         "router.expert_bias",
     ),
-    # The bridge takes it for granted that the weights of the chosen experts are renormalized.
+    # The bridge assumes that the weights of the chosen experts are renormalized.
     "another computation": (
         Qwen3MoeConfig(**BASE, moe_intermediate_size=8, norm_topk_prob=False, **EXPERTS),
-        "computes something else",
+        "computes different logprobs",
     ),
 }
 
@@ -90,7 +91,7 @@ def saved(config: Any, tokenizer: Path, folder: Path) -> Path:
     return folder
 
 
-def of_transformers(folder: Path) -> torch.Tensor:
+def transformers_logprobs(folder: Path) -> torch.Tensor:
     batch, model = make_batch(), AutoModelForCausalLM.from_pretrained(folder).eval()
     expected = torch.zeros(batch["token_mask"].shape)
     for row, length in enumerate(batch["input_lengths"].tolist()):
@@ -113,13 +114,13 @@ def on_gpu(folder: Path, where: Path, by_bridge: bool, dtype: str = "float32") -
 
 
 def force_bridge() -> None:
-    """Gives the bridge the types that the backend builds itself, too."""
+    """Makes the bridge build the types that the backend supports itself, too."""
     for name in ("model", "reference"):
         import_module(f"nemo_rl_core.backends.training.megatron.{name}").is_for_bridge = bool
 
 
 def converted(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """What `megatron-to-hf` writes of a checkpoint."""
+    """Returns the weights that `megatron-to-hf` writes for a checkpoint."""
     with simulated_cuda(), mock.patch.object(torch, "compile", lambda function, **_: function):
         fake.install()
         from nemo_rl_core.backends.training.megatron.checkpoint import load_native_weights
@@ -150,39 +151,37 @@ def set_up(folder: Path, *, dtype: Any = "float32", **training: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_that_of_transformers_and_trains(
-    name: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_model_matches_transformers_and_trains(name: str, tiny_model: Path, tmp_path: Path) -> None:
     folder = saved(MODELS[name], tiny_model, tmp_path / name)
-    (found,) = run_ranks(on_gpu, folder, tmp_path / "saved", False, world_size=1)
-    torch.testing.assert_close(found["before"], of_transformers(folder), rtol=0, atol=1e-5)
-    torch.testing.assert_close(found["reference"], found["before"], rtol=0, atol=0)
-    assert found["third"] == found["third again"]
+    (actual,) = run_ranks(on_gpu, folder, tmp_path / "saved", False, world_size=1)
+    torch.testing.assert_close(actual["before"], transformers_logprobs(folder), rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual["reference"], actual["before"], rtol=0, atol=0)
+    assert actual["third"] == actual["third again"]
     stored = dict(stored_tensors(tmp_path / "saved" / "model"))
     (weights,) = run_ranks(converted, tmp_path / "saved", world_size=1)
     torch.testing.assert_close(weights, stored, rtol=0, atol=0)
-    # What was trained goes back to transformers.
+    # The trained model is exported to transformers.
     (tmp_path / "trained").mkdir()
     shutil.copy(folder / "config.json", tmp_path / "trained")
-    save_file(found["weights"], tmp_path / "trained" / "model.safetensors", {"format": "pt"})
-    trained = of_transformers(tmp_path / "trained")
-    torch.testing.assert_close(found["after"], trained, rtol=0, atol=1e-5)
-    assert (trained - found["before"]).abs().max() > 0.01
+    save_file(actual["weights"], tmp_path / "trained" / "model.safetensors", {"format": "pt"})
+    trained = transformers_logprobs(tmp_path / "trained")
+    torch.testing.assert_close(actual["after"], trained, rtol=0, atol=1e-5)
+    assert (trained - actual["before"]).abs().max() > 0.01
 
 
-def test_training_is_that_of_the_backends_own_model(tiny_model: Path, tmp_path: Path) -> None:
+def test_training_matches_the_backends_model(tiny_model: Path, tmp_path: Path) -> None:
     folder = saved(LlamaConfig(**BASE), tiny_model, tmp_path / "llama")
-    (own,) = run_ranks(on_gpu, folder, tmp_path / "own", False, world_size=1)
-    (found,) = run_ranks(on_gpu, folder, tmp_path / "bridge", True, world_size=1)
-    assert found.pop("attention") == own.pop("attention") == "transformer_engine"
-    torch.testing.assert_close(found, own, rtol=0, atol=0)
+    (backend_result,) = run_ranks(on_gpu, folder, tmp_path / "own", False, world_size=1)
+    (actual,) = run_ranks(on_gpu, folder, tmp_path / "bridge", True, world_size=1)
+    assert actual.pop("attention") == backend_result.pop("attention") == "transformer_engine"
+    torch.testing.assert_close(actual, backend_result, rtol=0, atol=0)
 
 
-def test_bfloat16_is_within_its_rounding(tiny_model: Path, tmp_path: Path) -> None:
+def test_bfloat16_agrees_within_its_rounding(tiny_model: Path, tmp_path: Path) -> None:
     folder = saved(MODELS["mistral"], tiny_model, tmp_path / "mistral")
-    (found,) = run_ranks(on_gpu, folder, tmp_path, False, "bfloat16", world_size=1)
-    expected = of_transformers(folder)
-    assert 0 < (found - expected).abs().mean() < 0.05
+    (actual,) = run_ranks(on_gpu, folder, tmp_path, False, "bfloat16", world_size=1)
+    expected = transformers_logprobs(folder)
+    assert 0 < (actual - expected).abs().mean() < 0.05
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -197,7 +196,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def scatter(
     output: Any, parts: Any, scatter: Any = torch.distributed.scatter, **options: Any
 ) -> Any:
-    """Of parts that a copy to a GPU would have made contiguous, without which gloo is wrong."""
+    """Sends contiguous parts, as a copy to a GPU would; otherwise gloo is wrong."""
     return scatter(output, parts and [part.contiguous() for part in parts], **options)
 
 
@@ -216,24 +215,22 @@ def over_gloo(folder: Path, training: dict[str, Any], by_bridge: bool) -> Any:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_over_ranks_it_is_the_backends_own_model(
+def test_several_ranks_match_the_backends_model(
     layout: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    # Local layers; of the bridge's rules those of Llama have names for them.
+    # Local layers; of the bridge's rules, only those of Llama support their names.
     folder = saved(LlamaConfig(**BASE), tiny_model, tmp_path / "llama")
     num_ranks, training = LAYOUTS[layout]
-    own = run_ranks(over_gloo, folder, training, False, world_size=num_ranks)
-    found = run_ranks(over_gloo, folder, training, True, world_size=num_ranks)
-    torch.testing.assert_close(found, own, rtol=0, atol=0)
+    backend_results = run_ranks(over_gloo, folder, training, False, world_size=num_ranks)
+    bridge_results = run_ranks(over_gloo, folder, training, True, world_size=num_ranks)
+    torch.testing.assert_close(bridge_results, backend_results, rtol=0, atol=0)
     stored = dict(stored_tensors(folder))
-    assert all(found[0][3][name].equal(tensor) for name, tensor in stored.items())
-    assert found[0][3].keys() == stored.keys()
+    assert all(bridge_results[0][3][name].equal(tensor) for name, tensor in stored.items())
+    assert bridge_results[0][3].keys() == stored.keys()
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_would_compute_wrongly_is_refused(
-    name: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_wrongly_computed_models_are_refused(name: str, tiny_model: Path, tmp_path: Path) -> None:
     config, words = REFUSED[name]
     folder = saved(config, tiny_model, tmp_path / "model")
     with pytest.raises(WorkerError, match=words):
@@ -243,16 +240,16 @@ def test_what_it_would_compute_wrongly_is_refused(
 def signatures_of_the_package() -> dict[str, list[str]]:
     fake.install()
     assert bridge_version() == BRIDGE_VERSION
-    found = {}
+    results = {}
     for name in RECORDED:
         module, _, path = name.partition(":")
         function: Any = import_module(module)
         for part in path.split("."):
             function = getattr(function, part)
-        found[name] = signature_of(function)
-    return found
+        results[name] = signature_of(function)
+    return results
 
 
-def test_the_recorded_signatures_are_those_of_the_package() -> None:
-    (found,) = run_ranks(signatures_of_the_package, world_size=1)
-    assert found == RECORDED
+def test_recorded_signatures_match_the_package() -> None:
+    (actual,) = run_ranks(signatures_of_the_package, world_size=1)
+    assert actual == RECORDED

@@ -1,4 +1,4 @@
-"""Megatron's cached generation against its own plain forward pass, and transformers' tokens."""
+"""Megatron's cached generation, compared with its plain forward pass and transformers' tokens."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.local_ranks import run_ranks
 
-# 49 tokens: no multiple of two tensor ranks. Two query groups of two heads.
+# 49 tokens: not a multiple of two tensor ranks. Two query groups of two heads.
 SHAPE: dict[str, Any] = {
     "vocab_size": 49,
     "hidden_size": 32,
@@ -49,7 +49,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     "mixtral": MixtralConfig(**SHAPE, **EXPERTS, num_local_experts=4, sliding_window=None),
 }
 TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
-# Ranks that a layout leaves are other engines, which do the same.
+# Ranks that a layout does not use are other engines, which do the same.
 PLAN: list[tuple[str, dict[str, int]]] = [
     *((name, {}) for name in MODELS),
     *((name, TENSOR) for name in ("llama", "qwen2", "qwen3")),
@@ -105,7 +105,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[
 
 
 def cached_logits(backend: Any, **options: int) -> torch.Tensor:
-    """`[steps, B, V]` along the forced tokens, two rows being left out after the third."""
+    """Returns `[steps, B, V]` along the forced tokens; two rows are dropped after the third."""
     from nemo_rl_core.backends.decoding.requests import padded_on_the_left
     from nemo_rl_core.backends.training.megatron.kv_cache import KeyValueCache
 
@@ -116,7 +116,7 @@ def cached_logits(backend: Any, **options: int) -> torch.Tensor:
     rows = torch.arange(len(PROMPTS))
     for step, tokens in enumerate(FORCED.T):
         if step == 3:
-            rows = torch.tensor([4, 1, 2])  # in another order, too
+            rows = torch.tensor([4, 1, 2])  # in a different order, too
             cache.select(rows)
         logits = torch.zeros_like(steps[0])
         logits[rows] = backend._next_logits(cache, tokens[rows, None])
@@ -125,7 +125,7 @@ def cached_logits(backend: Any, **options: int) -> torch.Tensor:
 
 
 def plain_logits(backend: Any) -> torch.Tensor | None:
-    """The same on the last stage, else None: each row alone, whole, the way it is trained."""
+    """Returns the same logits on the last stage, else None: each row in one training-style pass."""
     from nemo_rl_core.backends.training.megatron.parts import MegatronMicrobatch, make_parts
     from nemo_rl_core.backends.training.megatron.step import run_parts
 
@@ -146,38 +146,38 @@ def plain_logits(backend: Any) -> torch.Tensor | None:
 
 
 @pytest.mark.thorough
-def test_cached_logits_and_tokens_at_every_layout(folders: dict[str, Path]) -> None:
+def test_cached_logits_and_tokens_match_at_every_layout(folders: dict[str, Path]) -> None:
     def compare(name: str, layout: dict[str, int]) -> dict[str, Any]:
         words = {"max_new_tokens": 8, "temperature": 0.8}
         backend = started(folders[name], MegatronGenerationConfig(**words, **layout))
         reference = started(folders[name], HuggingFaceGenerationConfig(**words))
         return {
             "cached": cached_logits(backend),
-            # Room for the scores of two rows' prompts, and of one in two tensor ranks' heads.
+            # Enough for the scores of two prompts, and of one on each of two tensor ranks.
             "in parts": cached_logits(backend, most_scores=2 * 4 * 7 * 7),
             "plain": plain_logits(backend),
             "greedy": [sequences(one, EVERY, greedy=True) for one in (backend, reference)],
             "sampled": [sequences(one, EVERY, greedy=False) for one in (backend, reference)],
-            "alone": [sequences(backend, [row], greedy=False)[0] for row in EVERY],
+            "separate": [sequences(backend, [row], greedy=False)[0] for row in EVERY],
         }
 
     def compare_all() -> list[dict[str, Any]]:
         return [compare(name, layout) for name, layout in PLAN]
 
     ranks = run_ranks(compare_all, world_size=2)
-    for (name, layout), *found in zip(PLAN, *ranks, strict=True):
-        plain = found[-1]["plain"]
+    for (name, layout), *actual in zip(PLAN, *ranks, strict=True):
+        plain = actual[-1]["plain"]
         plain[4:, [0, 3]] = 0.0
         largest = plain.abs().max()
         assert largest > 1, name
-        for rank in found:
+        for rank in actual:
             for way in ("cached", "in parts"):
                 error = ((rank[way] - plain).abs().max() / largest).item()
                 assert error < 1e-5, (name, layout, way, error)
             for kind in ("greedy", "sampled"):
-                own, expected = rank[kind]
-                assert own == expected, (name, layout, kind)
-            assert rank["alone"] == rank["sampled"][0], (name, layout)
+                cached, expected = rank[kind]
+                assert cached == expected, (name, layout, kind)
+            assert rank["separate"] == rank["sampled"][0], (name, layout)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def engine(folders: dict[str, Path]) -> Iterator[Any]:
     backend.shutdown()
 
 
-def test_prompts_are_computed_once_and_then_a_token_of_each_running_row(engine: Any) -> None:
+def test_prompts_are_computed_once_then_one_token_per_running_row(engine: Any) -> None:
     seen = []
 
     def count(_: Any, __: Any, inputs: dict[str, Any]) -> None:
@@ -197,14 +197,14 @@ def test_prompts_are_computed_once_and_then_a_token_of_each_running_row(engine: 
     output = engine.generate(batch_of(EVERY), greedy=False)
     hook.remove()
     lengths = output["generation_lengths"]
-    # Rows end at three different steps at least: by their own bounds.
+    # Rows end at three different steps at least, at their limits.
     assert len(set(lengths.tolist())) >= 3
     running = [int((lengths > step).sum()) for step in range(1, int(lengths.max()))]
-    # Of five prompts two are equal; the longest has seven tokens.
+    # Two of the five prompts are equal; the longest has seven tokens.
     assert seen == [(7, 4), *((1, rows) for rows in running)]
 
 
-def test_nothing_computed_with_old_weights_is_read_after_new_ones(
+def test_cache_is_not_reused_after_new_weights(
     engine: Any, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     before = engine.generate(batch_of(EVERY), greedy=True)

@@ -1,4 +1,4 @@
-"""The tables: fusing and taking apart, without Megatron and without ranks."""
+"""The mapping tables: fusing and splitting weights, without Megatron and without ranks."""
 
 from types import SimpleNamespace
 
@@ -36,10 +36,10 @@ def test_gate_comes_before_up() -> None:
 @given(
     groups=st.integers(1, 4), queries=st.integers(1, 4), head=st.integers(1, 4), ranks=st.just(2)
 )
-def test_slices_of_ranks_fuse_to_slices_of_the_whole(
+def test_slices_of_ranks_fuse_to_slices_of_the_full_weight(
     groups: int, queries: int, head: int, ranks: int
 ) -> None:
-    """`fuse` of one rank's rows gives that rank's rows of the whole fused weight."""
+    """`fuse` of one rank's rows gives that rank's rows of the full fused weight."""
     config = SimpleNamespace(
         kv_channels=head,
         num_attention_heads=ranks * groups * queries,
@@ -47,15 +47,15 @@ def test_slices_of_ranks_fuse_to_slices_of_the_whole(
     )
     rows = [ranks * groups * heads * head for heads in (queries, 1, 1)]
     parts = list(torch.randn(sum(rows), 3).split(rows))
-    whole = fuse(QKV, parts, config)
-    for rank, expected in enumerate(whole.chunk(ranks)):
+    fused = fuse(QKV, parts, config)
+    for rank, expected in enumerate(fused.chunk(ranks)):
         mine = [part.chunk(ranks)[rank] for part in parts]
         assert torch.equal(fuse(QKV, mine, config), expected)
-    for part, again in zip(parts, unfuse(QKV, whole, config), strict=True):
+    for part, again in zip(parts, unfuse(QKV, fused, config), strict=True):
         assert torch.equal(part, again)
 
 
-def test_layers_are_dealt_to_interleaved_stages_in_turn() -> None:
+def test_layers_are_assigned_to_interleaved_stages_in_turn() -> None:
     hf_config = SimpleNamespace(tie_word_embeddings=True)
     config = SimpleNamespace(
         num_layers=8, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
@@ -79,7 +79,7 @@ def test_layers_are_dealt_to_interleaved_stages_in_turn() -> None:
     ]
 
 
-def test_a_tied_head_of_another_stage_is_loaded_but_not_exported() -> None:
+def test_tied_head_on_another_stage_is_loaded_but_not_exported() -> None:
     hf_config = SimpleNamespace(tie_word_embeddings=True)
     config = SimpleNamespace(
         num_layers=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None
@@ -92,7 +92,7 @@ def test_a_tied_head_of_another_stage_is_loaded_but_not_exported() -> None:
     assert [(entry.stage, entry.exported) for entry in heads] == [(0, True), (1, False)]
 
 
-def test_transformer_engine_keeps_norms_in_the_layers_that_follow_them() -> None:
+def test_transformer_engine_stores_norms_in_the_following_layers() -> None:
     hf_config = SimpleNamespace(tie_word_embeddings=False, mlp_only_layers=[0])
     config = SimpleNamespace(
         num_layers=2,

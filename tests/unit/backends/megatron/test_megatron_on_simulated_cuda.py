@@ -1,4 +1,4 @@
-"""The backend `megatron` on a simulated CUDA device: the numbers of the CPU, and few waits."""
+"""The backend `megatron` on a simulated CUDA device: results of the CPU, and few waits."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ LOSS = GRPOLossFn(ClippedLoss(kl=KLInLoss(beta=0.1)))
 
 
 def make_batch(num_rows: int) -> BatchedDataDict:
-    """Rows of one length, so that twice as many are twice as many micro-batches."""
+    """Creates rows of one length, so that twice as many rows need twice as many micro-batches."""
     generator = torch.Generator().manual_seed(2)
     rows = torch.randint(3, 16, (num_rows, 12), generator=generator).tolist()
     batch = collate(rows, [[False] * 5 + [True] * 7 for _ in rows])
@@ -45,7 +45,7 @@ def started(folder: Path) -> Any:
             model_folder=folder,
             optimizer=OptimizerConfig(learning_rate=1e-2, adam_epsilon=1e-3),
             max_tokens_per_microbatch=24,
-            # Asked for, so that an operator without such a kernel is found.
+            # Set, so that an operator without a deterministic kernel raises.
             training=MegatronTraining(attention="sdpa", deterministic=True),
             reference_folder=folder,
         )
@@ -56,29 +56,30 @@ def started(folder: Path) -> Any:
 def trained(folder: Path, simulated: bool) -> dict[str, Any]:
     with simulated_cuda() if simulated else nullcontext():
         backend, batch = started(folder), make_batch(6)
-        found: dict[str, Any] = {"before": backend.get_logprobs(batch)}
-        found["reference"] = backend.get_reference_logprobs(batch)
-        found["step"] = backend.train_step(batch, LOSS)
-        found["after"] = backend.get_logprobs(batch)
+        results: dict[str, Any] = {"before": backend.get_logprobs(batch)}
+        results["reference"] = backend.get_reference_logprobs(batch)
+        results["step"] = backend.train_step(batch, LOSS)
+        results["after"] = backend.get_logprobs(batch)
         parameters = backend._models[0].parameters()
-        found["devices"] = {parameter.device.type for parameter in parameters}
-    return found
+        results["devices"] = {parameter.device.type for parameter in parameters}
+    return results
 
 
-def test_training_computes_what_the_cpu_does(tiny_model: Path) -> None:
-    # In processes of their own: Megatron is redirected to the CPU for good where it finds no GPU.
-    found = {
+@pytest.mark.slow
+def test_training_matches_the_cpu(tiny_model: Path) -> None:
+    # In separate processes: Megatron is permanently redirected to the CPU if it finds no GPU.
+    actual = {
         simulated: run_ranks(trained, tiny_model, simulated, world_size=1)[0]
         for simulated in (False, True)
     }
-    assert found[True].pop("devices") == {"cuda"}
-    assert found[False].pop("devices") == {"cpu"}
-    assert not torch.equal(found[True]["before"], found[True]["after"])
-    torch.testing.assert_close(found[True], found[False], rtol=0, atol=1e-6)
+    assert actual[True].pop("devices") == {"cuda"}
+    assert actual[False].pop("devices") == {"cpu"}
+    assert not torch.equal(actual[True]["before"], actual[True]["after"])
+    torch.testing.assert_close(actual[True], actual[False], rtol=0, atol=1e-6)
 
 
 def waits(folder: Path) -> dict[str, Any]:
-    """Syncs and copies that a further micro-batch adds, and those of the optimizer's step."""
+    """Returns syncs and copies added by one more micro-batch, and those of the optimizer's step."""
     calls = {
         "training": lambda backend, batch: backend.forward_backward(
             batch, LOSS, returns_outputs=False
@@ -86,7 +87,7 @@ def waits(folder: Path) -> dict[str, Any]:
         "logprobs": lambda backend, batch: backend.get_logprobs(batch),
         "top k": lambda backend, batch: backend.get_reference_topk_logprobs(batch, 3),
     }
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with simulated_cuda() as transfers:
         backend = started(folder)
         for name, call in calls.items():
@@ -97,24 +98,25 @@ def waits(folder: Path) -> dict[str, Any]:
                 transfers.clear()
                 call(backend, batch)
                 seen.append(Counter(transfers))
-            added = seen[1] - seen[0]  # of two micro-batches
+            added = seen[1] - seen[0]  # by two micro-batches
             assert all(number % 2 == 0 for number in added.values()), added
             each = [one for one, number in added.items() for _ in range(number // 2)]
             kinds = {kind: count(each, kind) for kind in ("sync", "upload", "pinned")}  # type: ignore[arg-type]
-            found[name] = kinds, [f"{e.kind} {e.operator} {e.place}" for e in each]
+            results[name] = kinds, [f"{e.kind} {e.operator} {e.location}" for e in each]
         backend.forward_backward(make_batch(4), LOSS, returns_outputs=False)
         transfers.clear()
         backend.optimizer_step()
-        found["optimizer"] = [each.operator for each in transfers if each.kind == "sync"]
-    return found
+        results["optimizer"] = [each.operator for each in transfers if each.kind == "sync"]
+    return results
 
 
-def test_a_microbatch_is_one_copy_and_results_are_one_wait(tiny_model: Path) -> None:
-    (found,) = run_ranks(waits, tiny_model, world_size=1)
+@pytest.mark.slow
+def test_microbatch_needs_one_copy_and_results_one_wait(tiny_model: Path) -> None:
+    (actual,) = run_ranks(waits, tiny_model, world_size=1)
     for name, syncs in {"training": 0, "logprobs": 1, "top k": 1}.items():
-        kinds, told = found[name]
+        kinds, told = actual[name]
         assert kinds == {"sync": syncs, "upload": 0, "pinned": 1}, told
-    assert len(found["optimizer"]) == 1, found["optimizer"]
+    assert len(actual["optimizer"]) == 1, actual["optimizer"]
 
 
 def refusal(folder: Path, total_memory: int) -> str:
@@ -127,7 +129,8 @@ def refusal(folder: Path, total_memory: int) -> str:
     return ""
 
 
-def test_a_gpu_without_memory_for_all_pairs_is_not_asked_for_it(tiny_model: Path) -> None:
-    said = [run_ranks(refusal, tiny_model, size, world_size=1)[0] for size in (10**9, 10**3)]
-    assert said[0] == ""
-    assert "tokens does not fit the GPU" in said[1]
+@pytest.mark.slow
+def test_gpu_without_memory_for_all_pairs_is_refused(tiny_model: Path) -> None:
+    errors = [run_ranks(refusal, tiny_model, size, world_size=1)[0] for size in (10**9, 10**3)]
+    assert errors[0] == ""
+    assert "tokens does not fit the GPU" in errors[1]

@@ -1,4 +1,4 @@
-"""Agreement of two Megatron ranks: masks, parts of rows, failures, files."""
+"""Agreement of two Megatron ranks on masks, parts of rows, failures and files."""
 
 import hashlib
 from pathlib import Path
@@ -28,25 +28,25 @@ def mask_of_this_rank(last: list[list[int]]) -> torch.Tensor:
     return packed_causal_mask(torch.tensor(last), group)
 
 
-def test_a_token_sees_its_own_sequence_up_to_itself() -> None:
+def test_token_attends_to_its_sequence_up_to_itself() -> None:
     first, second = run_ranks(mask_of_this_rank, [[1, 1, 2, 3]], world_size=2)
     seen = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
     assert torch.equal(first, torch.tensor([[seen[:2]]], dtype=torch.bool))
     assert torch.equal(second, torch.tensor([[seen[2:]]], dtype=torch.bool))
 
 
-def places_of_this_rank() -> list[int]:
-    from nemo_rl_core.backends.training.megatron.rows import own_positions
+def positions_of_this_rank() -> list[int]:
+    from nemo_rl_core.backends.training.megatron.rows import rank_positions
     from nemo_rl_core.backends.training.megatron.topology import initialize_topology
 
     initialize_topology(CONTEXT)
     ids = torch.zeros(2, 4, dtype=torch.long)
     plan = Microbatch(rows=((0,), (1,)), row_length=4)
-    return own_positions(pack(ids, torch.tensor([4, 3]), plan)).tolist()
+    return rank_positions(pack(ids, torch.tensor([4, 3]), plan)).tolist()
 
 
 def refused_rows() -> tuple[type[Exception], str]:
-    """The second data rank has a sequence of 9 tokens, where 8 fit."""
+    """Plans rows where the second data rank has a sequence of 9 tokens, and 8 fit."""
     from nemo_rl_core.backends.training.megatron.parts import make_parts
     from nemo_rl_core.backends.training.megatron.topology import initialize_topology
 
@@ -59,7 +59,7 @@ def refused_rows() -> tuple[type[Exception], str]:
 
 
 def shards(value: float) -> tuple[torch.Tensor, dict[str, Any]]:
-    """This rank's half of four numbers, and the state that names it."""
+    """Returns this rank's half of four numbers, and the state that names it."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     half = torch.full((2,), value + rank())
@@ -67,17 +67,17 @@ def shards(value: float) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def written_while_it_changes(path: Path) -> list[float]:
-    """Reads a state that was changed before its save was finished."""
+    """Returns a saved state that was changed before its save was finished."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
     from nemo_rl_core.backends.training.megatron.topology import initialize_topology
-    from nemo_rl_core.backends.training.megatron.writing import Writing, on_rank_0
+    from nemo_rl_core.backends.training.megatron.writing import PendingWrite, on_rank_0
 
     initialize_topology(MegatronTraining())
     on_rank_0(path.mkdir)
     half, state = shards(1.0)
-    writing = Writing(path, state)
+    writing = PendingWrite(path, state)
     half.fill_(-1.0)
     writing.finish()
     assert writing.is_done()
@@ -88,11 +88,11 @@ def written_while_it_changes(path: Path) -> list[float]:
 
 def refused_by_the_second_disk(path: Path) -> str:
     from nemo_rl_core.backends.training.megatron.topology import initialize_topology
-    from nemo_rl_core.backends.training.megatron.writing import Writing, on_rank_0
+    from nemo_rl_core.backends.training.megatron.writing import PendingWrite, on_rank_0
 
     initialize_topology(MegatronTraining())
-    on_rank_0((path / "__1_0.distcp").mkdir)  # where a file should go
-    writing = Writing(path, shards(1.0)[1])
+    on_rank_0((path / "__1_0.distcp").mkdir)  # in the way of a file
+    writing = PendingWrite(path, shards(1.0)[1])
     with pytest.raises(StoreError) as caught:
         writing.finish()
     with pytest.raises(StoreError):
@@ -105,7 +105,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.thorough
-def test_ranks_agree_on_places_failures_and_files(tmp_path: Path) -> None:
+def test_ranks_agree_on_positions_failures_and_files(tmp_path: Path) -> None:
     (tmp_path / "refused").mkdir()
 
     def run() -> tuple[Any, ...]:
@@ -113,16 +113,16 @@ def test_ranks_agree_on_places_failures_and_files(tmp_path: Path) -> None:
             refused_rows(),
             [written_while_it_changes(tmp_path / name) for name in ("once", "again")],
             refused_by_the_second_disk(tmp_path / "refused"),
-            places_of_this_rank(),
+            positions_of_this_rank(),
         )
 
     first, second = run_ranks(run, world_size=2)
-    for found in (first, second):
-        assert found[0][0] is DataError
+    for actual in (first, second):
+        assert actual[0][0] is DataError
     assert "of another data rank do not fit" in first[0][1]
     assert first[1] == [[1.0, 1.0]] * 2
     assert second[1] == [[2.0, 2.0]] * 2
-    for found in (first, second):
-        assert "on rank 1: IsADirectoryError" in found[2]
+    for actual in (first, second):
+        assert "on rank 1: IsADirectoryError" in actual[2]
     assert (first[3], second[3]) == ([0, 1, 4, 5], [2, 3, 6, 7])
     assert digests(tmp_path / "once") == digests(tmp_path / "again")

@@ -1,4 +1,4 @@
-"""Ranks, groups and the redirected assumptions about CUDA."""
+"""Ranks, groups and the redirected CUDA assumptions."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def qwen3_moe(**changes: object):
     return Qwen3MoeConfig(**(sizes | changes))
 
 
-def test_the_vocabulary_is_filled_up_to_the_tensor_ranks() -> None:
+def test_vocabulary_is_padded_to_the_tensor_ranks() -> None:
     assert [padded_vocabulary_size(size, 4) for size in (48, 49, 51, 52)] == [48, 52, 52, 52]
 
 
@@ -49,12 +49,12 @@ def test_the_vocabulary_is_filled_up_to_the_tensor_ranks() -> None:
         ({"tensor_parallel_size": 2}, "need sequence parallelism"),
     ],
 )
-def test_a_layout_that_does_not_come_out_even_is_refused(training, message: str) -> None:
+def test_indivisible_layout_is_refused(training, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         refuse_indivisible(FAMILIES["qwen3_moe"], qwen3_moe(), MegatronTraining(**training))
 
 
-def test_expert_parallelism_of_a_dense_model_is_refused() -> None:
+def test_expert_parallelism_is_refused_for_a_dense_model() -> None:
     with pytest.raises(ConfigError, match="without experts"):
         refuse_indivisible(FAMILIES["llama"], qwen3_moe(), MegatronTraining(expert_parallel_size=2))
 
@@ -79,7 +79,7 @@ def test_expert_parallelism_of_a_dense_model_is_refused() -> None:
         ),
     ],
 )
-def test_an_architecture_that_cannot_be_held_is_named(tmp_path, config, message: str) -> None:
+def test_unsupported_architecture_is_named(tmp_path, config, message: str) -> None:
     import json
 
     from nemo_rl_core.backends.training.megatron.families import family_of
@@ -89,14 +89,14 @@ def test_an_architecture_that_cannot_be_held_is_named(tmp_path, config, message:
         family_of(tmp_path)
 
 
-def test_plans_know_the_types_that_the_backend_builds() -> None:
+def test_plans_support_the_types_that_the_backend_builds() -> None:
     assert FAMILIES.keys() == MEGATRON_TYPES
 
 
 @pytest.mark.thorough
 @needs_no_cuda
-def test_ranks_lie_in_the_projects_order_and_layouts_can_follow_one_another() -> None:
-    def places() -> dict[str, object]:
+def test_ranks_are_in_project_order_and_layouts_can_change() -> None:
+    def positions() -> dict[str, object]:
         from megatron.core import parallel_state as state
 
         from nemo_rl_core.backends.training.megatron.cpu import run_on_cpu_where_cuda_is_absent
@@ -106,7 +106,7 @@ def test_ranks_lie_in_the_projects_order_and_layouts_can_follow_one_another() ->
         )
 
         run_on_cpu_where_cuda_is_absent()
-        run_on_cpu_where_cuda_is_absent()  # again: nothing changes
+        run_on_cpu_where_cuda_is_absent()  # a second call changes nothing
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -142,20 +142,20 @@ def test_ranks_lie_in_the_projects_order_and_layouts_can_follow_one_another() ->
             "itself": ones.cuda() is ones,
         }
 
-    results = run_ranks(places, world_size=4)
-    assert [found["dense"] for found in results] == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
-    assert [found["experts"] for found in results] == [(0, 0), (1, 1), (2, 0), (3, 1)]
-    for found in results:
-        assert found["same samples"]
-        assert "a multiple of 3 ranks" in str(found["refusal"])
-        assert found["device"] == found["literal"] == "cpu"
-        assert found["type"] == "torch.cuda.FloatTensor"
-        assert found["cast"] is torch.int64
-        assert found["itself"]
+    results = run_ranks(positions, world_size=4)
+    assert [actual["dense"] for actual in results] == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
+    assert [actual["experts"] for actual in results] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    for actual in results:
+        assert actual["same samples"]
+        assert "a multiple of 3 ranks" in str(actual["refusal"])
+        assert actual["device"] == actual["literal"] == "cpu"
+        assert actual["type"] == "torch.cuda.FloatTensor"
+        assert actual["cast"] is torch.int64
+        assert actual["itself"]
 
 
 @pytest.mark.thorough
-def test_a_folder_without_a_weight_is_refused(tmp_path) -> None:
+def test_folder_without_a_weight_is_refused(tmp_path) -> None:
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
@@ -181,8 +181,8 @@ def test_a_folder_without_a_weight_is_refused(tmp_path) -> None:
 @pytest.mark.parametrize(
     "module", ["backends.training.megatron.backend", "backends.generation.megatron"]
 )
-def test_small_functions_need_no_compiler(module: str) -> None:
-    # In a process of its own: what is imported first decides.
+def test_small_functions_do_not_need_a_compiler(module: str) -> None:
+    # In a separate process, since the first import decides.
     program = f"""
 import nemo_rl_core.{module}
 from megatron.core.fusions.fused_bias_swiglu import swiglu

@@ -1,4 +1,4 @@
-"""`megatron` with Transformer Engine's layers, over torch's kernels, against its local layers."""
+"""`megatron` with Transformer Engine's layers on torch's kernels, compared with local ones."""
 
 import inspect
 import json
@@ -94,54 +94,53 @@ def started(folder: Path, **training: Any) -> Any:
 
 def results(folder: Path, saved: Path, **training: Any) -> dict[str, Any]:
     backend, batch = started(folder, **training), make_batch()
-    found: dict[str, Any] = {"before": backend.get_logprobs(batch)}
-    found["steps"] = [backend.train_step(batch, LOSS) for _ in range(2)]
+    results: dict[str, Any] = {"before": backend.get_logprobs(batch)}
+    results["steps"] = [backend.train_step(batch, LOSS) for _ in range(2)]
     backend.save_checkpoint(saved)
-    found["third"] = backend.train_step(batch, LOSS)
+    results["third"] = backend.train_step(batch, LOSS)
     backend.shutdown()
     backend = started(folder, **training)
     backend.load_checkpoint(saved)
-    found["third again"] = backend.train_step(batch, LOSS)
+    results["third again"] = backend.train_step(batch, LOSS)
     backend.release_memory()
-    found["after"] = backend.get_logprobs(batch)
-    found["reference"] = backend.get_reference_logprobs(batch)
-    found["weights"] = {name: each.cpu().clone() for name, each in backend.named_weights()}
+    results["after"] = backend.get_logprobs(batch)
+    results["reference"] = backend.get_reference_logprobs(batch)
+    results["weights"] = {name: each.cpu().clone() for name, each in backend.named_weights()}
     choices = backend.choices()
-    return {**found, "attention": choices["training.attention"]}
+    return {**results, "attention": choices["training.attention"]}
 
 
 def with_engine(folder: Path, saved: Path, training: dict[str, Any]) -> Any:
     with simulated_cuda(), mock.patch.object(torch, "compile", lambda function, **_: function):
         fake.install()
-        found = results(folder, saved, **training)
-        return found, Counter(name for name, _ in fake.CALLS), fake.CALLS[:40]
+        actual = results(folder, saved, **training)
+        return actual, Counter(name for name, _ in fake.CALLS), fake.CALLS[:40]
 
 
 def local(folder: Path, saved: Path, training: dict[str, Any]) -> Any:
     return results(folder, saved, **training)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "training",
     [{}, pytest.param({"activation_checkpointing": True}, marks=pytest.mark.thorough)],
 )
-def test_its_layers_compute_what_local_ones_do(
-    folder: Path, tmp_path: Path, training: dict[str, Any]
-) -> None:
+def test_layers_match_local_ones(folder: Path, tmp_path: Path, training: dict[str, Any]) -> None:
     (want,) = run_ranks(local, folder, tmp_path / "local", training, world_size=1)
-    ((found, calls, first),) = run_ranks(
+    ((actual, calls, first),) = run_ranks(
         with_engine, folder, tmp_path / "engine", training, world_size=1
     )
-    assert (want.pop("attention"), found.pop("attention")) == ("sdpa", "transformer_engine")
-    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
-    assert found["third"] == found["third again"]
+    assert (want.pop("attention"), actual.pop("attention")) == ("sdpa", "transformer_engine")
+    torch.testing.assert_close(actual, want, rtol=1e-4, atol=1e-5)
+    assert actual["third"] == actual["third again"]
     has_experts = "moe" in json.loads((folder / "config.json").read_text())["model_type"]
     assert calls["FusedAdam"] > 0
     assert calls["DotProductAttention"] > 0
     assert bool(calls["GroupedLinear"]) == has_experts
-    # Queries and keys of all rows in one line: each sequence begins at position 0 for its rope.
+    # Queries and keys of all rows are concatenated; each sequence begins at position 0 for rope.
     assert calls["rope"] == 2 * calls["DotProductAttention"]
-    assert first[0][1][1] == 1  # all tokens in one line, whatever the rows
+    assert first[0][1][1] == 1  # all tokens in one row, whatever the rows
 
 
 def signature_of(function: Any) -> list[str]:
@@ -152,13 +151,13 @@ def signature_of(function: Any) -> list[str]:
     ]
 
 
-def test_signatures_are_those_of_the_library() -> None:
+def test_signatures_match_the_library() -> None:
     recorded = json.loads(SIGNATURES.read_text())
     assert recorded.pop("version") == fake.VERSION
-    found = {}
+    results = {}
     for name in recorded:
         owner, _, method = name.partition(".")
         function = getattr(fake, owner)
-        found[name] = signature_of(getattr(function, method) if method else function)
-    assert len(found) >= 12
-    assert found == recorded
+        results[name] = signature_of(getattr(function, method) if method else function)
+    assert len(results) >= 12
+    assert results == recorded

@@ -1,4 +1,4 @@
-"""Megatron's models against transformers': weights to the bit, logits within rounding."""
+"""Megatron's models compared with transformers': identical weights, logits within rounding."""
 
 import inspect
 import json
@@ -27,7 +27,7 @@ from nemo_rl_core.config.megatron_types import MEGATRON_TYPES
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.local_ranks import run_ranks
 
-# 49 tokens: no multiple of two tensor ranks. Two query groups of two heads.
+# 49 tokens: not a multiple of two tensor ranks. Two query groups of two heads.
 SHAPE: dict[str, Any] = {
     "vocab_size": 49,
     "hidden_size": 32,
@@ -142,7 +142,7 @@ class Comparison:
 
 
 def saved(config: PreTrainedConfig, folder: Path, **options: Any) -> Any:
-    """A model with random weights, its norms and biases included."""
+    """Saves a model with random weights, norms and biases included."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -157,7 +157,7 @@ def saved(config: PreTrainedConfig, folder: Path, **options: Any) -> Any:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     for name, config in MODELS.items():
-        # Several files, so that the index is read, too.
+        # Several files, so that the index is also read.
         model = saved(config, root / name, max_shard_size="40kB")
         torch.save(model(input_ids=IDS).logits.detach(), root / name / "logits.pt")
     return {name: root / name for name in MODELS}
@@ -174,7 +174,7 @@ def plan() -> list[tuple[str, str, MegatronTraining]]:
 
 
 def megatron_logits(chunks: list[Any]) -> torch.Tensor | None:
-    """`[B, T, V]` on the last stage, else None, through Megatron's own schedule."""
+    """Returns `[B, T, V]` logits on the last stage, else None, through Megatron's schedule."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -185,7 +185,7 @@ def megatron_logits(chunks: list[Any]) -> torch.Tensor | None:
     def step(rows: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
         return model(next(rows), positions, mask), lambda output, non_loss_data: output
 
-    # One row a micro-batch: as many as there are stages, which interleaving asks for.
+    # One row per micro-batch, as many as there are stages, which interleaving requires.
     outputs = get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=[iter(IDS[:, None]) for _ in chunks],
@@ -227,16 +227,16 @@ def compare(folder: Path, training: MegatronTraining) -> Comparison:
 
 @pytest.mark.thorough
 def test_every_architecture_and_layout_equals_transformers(folders: dict[str, Path]) -> None:
-    """One set of ranks for all: data parallelism takes those that a layout leaves."""
+    """All use one set of ranks; data parallelism gets those that a layout does not use."""
 
     def compare_all() -> dict[tuple[str, str], Comparison]:
         return {(name, label): compare(folders[name], layout) for name, label, layout in plan()}
 
     for results in run_ranks(compare_all, world_size=4):
-        for place, found in results.items():
-            assert found.unequal == [], place
-            assert found.num_weights >= 38, place
-            assert found.logits_error < 1e-5, place
+        for case, result in results.items():
+            assert result.unequal == [], case
+            assert result.num_weights >= 38, case
+            assert result.logits_error < 1e-5, case
         assert len(results) == len(plan())
 
 
@@ -244,7 +244,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def exported_with_gradients(folder: Path) -> tuple[torch.Tensor, Tensors, Tensors]:
-    """Logits of the model, its weights under transformers' names, and their gradients."""
+    """Returns logits, weights under transformers' names, and their gradients."""
     from nemo_rl_core.backends.training.megatron.model import build_model
     from nemo_rl_core.backends.training.megatron.topology import (
         initialize_topology,
@@ -267,7 +267,7 @@ def exported_with_gradients(folder: Path) -> tuple[torch.Tensor, Tensors, Tensor
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_config_has_the_weights_logits_and_gradients_of_transformers(
+def test_config_gives_the_weights_logits_and_gradients_of_transformers(
     tmp_path: Path, name: str
 ) -> None:
     model = saved(VARIANTS[name], tmp_path)
@@ -279,7 +279,7 @@ def test_a_config_has_the_weights_logits_and_gradients_of_transformers(
     expected.log_softmax(-1)[..., 3].sum().backward()
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
     named = {name: weight.grad for name, weight in model.named_parameters()}
-    # Experts one by one, as they are published.
+    # Experts are separate, as they are published.
     published = revert_weight_conversion(model, named)
     assert gradients.keys() == published.keys()
     scale = max(grad.abs().max() for grad in published.values())
@@ -303,8 +303,8 @@ TRANSLATED = {
 
 
 @pytest.mark.parametrize("kind", sorted(MEGATRON_TYPES))
-def test_every_field_that_transformers_reads_of_a_type_is_known(kind: str) -> None:
-    """A field that a new version of transformers reads would be dropped in silence."""
+def test_every_config_field_that_transformers_reads_is_listed(kind: str) -> None:
+    """A new field that a later version of transformers reads would be silently ignored."""
     module = import_module(f"transformers.models.{kind}.modeling_{kind}")
     source = inspect.getsource(module)
     read = set(re.findall(r"config\.([a-z_]+)\b(?!\()", source))

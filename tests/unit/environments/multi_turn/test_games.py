@@ -20,7 +20,7 @@ GUESSES = GuessNumberData(num_train=60, num_validation=20)
 
 
 def play(environment, row, move):
-    """Plays a row to its end; `move(text of the position)` is the player."""
+    """Plays a row to its end; `move` maps the text of a position to a move."""
     log = [{"role": "user", "content": row["prompt"]}]
     metadata = {**json.loads(row["metadata"]), "answer": row["answer"], "task": row["task"]}
     rewards = []
@@ -35,9 +35,9 @@ def play(environment, row, move):
         metadata = reply.metadata
 
 
-def solver(text, known=distances(2, 3, max_moves=21)):  # noqa: B008 (found once)
+def solver(text, num_moves=distances(2, 3, max_moves=21)):  # noqa: B008 (computed once)
     tiles = tuple(int(tile) for tile in text if tile.isdigit())
-    return str(best_move(SlidingPuzzle(tiles, 3), known))
+    return str(best_move(SlidingPuzzle(tiles, 3), num_moves))
 
 
 def bisect(text):
@@ -62,7 +62,7 @@ def test_an_optimal_player_wins_every_row_in_time(data, game, player):
 
 
 @pytest.mark.parametrize("data", [PUZZLES, GUESSES, SlidingPuzzleData(size="3x3", max_moves=8)])
-def test_rows_are_written_with_the_characters_of_the_smallest_model(data):
+def test_rows_use_only_characters_of_the_arithmetic_tokenizer(data):
     tokenizer = build_arithmetic_tokenizer()
     for rows in load_rows(data, seed=0):
         frame = validate_rows(
@@ -71,20 +71,20 @@ def test_rows_are_written_with_the_characters_of_the_smallest_model(data):
         assert len(frame) == len(rows)
 
 
-def test_puzzles_are_as_far_from_solved_as_asked_and_say_how_many_turns_they_allow():
+def test_puzzles_respect_max_moves_and_store_max_turns():
     data = SlidingPuzzleData(max_moves=3, spare_turns=2, num_train=8, num_validation=2)
-    known = distances(2, 3, max_moves=3)
+    num_moves = distances(2, 3, max_moves=3)
     train, validation = load_rows(data, seed=0)
     for row in train + validation:
         metadata = json.loads(row["metadata"])
-        fewest = known[SlidingPuzzle.from_state(metadata["game"])]
+        fewest = num_moves[SlidingPuzzle.from_state(metadata["game"])]
         assert 1 <= fewest <= 3
         assert metadata["max_turns"] == fewest + 2
 
 
-def test_more_rows_than_there_are_positions_are_refused():
+def test_more_rows_than_positions_are_refused():
     # 2 + 3 + 5 positions are one to three moves away.
-    with pytest.raises(DataError, match="at most 10, which"):
+    with pytest.raises(DataError, match="at most 10, the number"):
         load_rows(SlidingPuzzleData(max_moves=3, num_train=9, num_validation=2), seed=0)
     # 3 + 2 + 1 pairs of bounds with two numbers or more among 0 to 3.
     GuessNumberData(max_number=3, num_train=4, num_validation=2)
@@ -92,7 +92,7 @@ def test_more_rows_than_there_are_positions_are_refused():
         GuessNumberData(max_number=3, num_train=5, num_validation=2)
 
 
-def test_a_turn_that_is_no_legal_move_is_lost_and_costs_the_penalty():
+def test_an_illegal_move_loses_the_turn_and_costs_the_penalty():
     environment = make_scorer(SlidingPuzzleGame(illegal_penalty=0.25)).environment
     metadata = {"game": SlidingPuzzle((1, 2, 0, 3), 2).state, "max_turns": 2, "own": "kept"}
     moves = ("2", "up", "13", "", "3 3")
@@ -105,14 +105,14 @@ def test_a_turn_that_is_no_legal_move_is_lost_and_costs_the_penalty():
     assert (last.reward, last.terminated) == (-0.25, True)
 
 
-def test_legal_moves_that_do_not_solve_it_in_time_are_worth_nothing():
+def test_running_out_of_turns_gives_no_reward():
     environment = make_scorer(SlidingPuzzleGame(illegal_penalty=0.25)).environment
     metadata = {"game": SlidingPuzzle((1, 2, 0, 3), 2).state, "max_turns": 1}
     (reply,) = split(environment.step([[turn("1")]], [metadata]), 1)
     assert (reply.reward, reply.terminated, reply.error) == (0.0, True, None)
 
 
-def test_a_row_without_a_game_is_an_error_of_that_row_alone():
+def test_a_row_without_a_game_fails_only_that_row():
     environment = make_scorer(GuessNumberGame()).environment
     good = {"game": {"secret": 3, "low": 0, "high": 9}, "max_turns": 1}
     bad = [{}, {"game": good["game"]}, {"game": {"tiles": [1, 0]}, "max_turns": 1}, None]
@@ -136,17 +136,17 @@ def test_an_opening_leads_from_the_first_bounds_to_the_position_of_the_row():
     assert [row["id"] for row in train] == [row["id"] for row in plain[0]]
     environment = make_scorer(GuessNumberGame()).environment
     lengths = set()
-    for row, whole in zip(train, plain[0], strict=True):
+    for row, plain_row in zip(train, plain[0], strict=True):
         state = json.loads(row["metadata"])["game"]
-        first = json.loads(whole["metadata"])["game"]
+        first = json.loads(plain_row["metadata"])["game"]
         assert state["secret"] == first["secret"]
         turns = turns_of(row["prompt"]) or [{"role": "user", "content": row["prompt"]}]
         position = NumberGuess.from_state(first)
         assert turns[0] == {"role": "user", "content": position.text}
-        for said, answered in zip(turns[1::2], turns[2::2], strict=True):
-            position = position.after(int(said["content"]))
+        for guess, answer in zip(turns[1::2], turns[2::2], strict=True):
+            position = position.after(int(guess["content"]))
             assert position is not None and not position.is_won
-            assert answered == {"role": "user", "content": position.text}
+            assert answer == {"role": "user", "content": position.text}
         assert position.state == state
         lengths.add(len(turns) // 2)
         rewards = play(environment, {**row, "prompt": position.text}, bisect)

@@ -1,4 +1,4 @@
-"""Whatever an environment returns becomes a reply, or a reason why there is none."""
+"""Anything that an environment returns becomes a reply or an error."""
 
 import math
 from dataclasses import replace
@@ -14,9 +14,9 @@ LOGS = [
     [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]
     for n in range(2)
 ]
-GOES_ON = {"role": "user", "content": "more"}
+UNFINISHED = {"role": "user", "content": "more"}
 GOOD = EnvironmentReturn(
-    observations=[GOES_ON, GOES_ON],
+    observations=[UNFINISHED, UNFINISHED],
     metadata=["a", "b"],
     next_stop_strings=[None, ["."]],
     rewards=torch.tensor([0.5, 1.0]),
@@ -24,7 +24,7 @@ GOOD = EnvironmentReturn(
 )
 
 
-def said(returned):
+def replies_to(returned):
     class Environment:
         def step(self, message_log_batch, metadata):
             assert list(zip(message_log_batch, metadata, strict=True)) in (
@@ -39,18 +39,21 @@ def said(returned):
     return checked_replies(Environment(), LOGS, [1, 2])
 
 
-def test_what_is_said_is_read_row_by_row():
-    assert said(GOOD) == [
+def test_a_return_is_split_into_one_reply_per_row():
+    assert replies_to(GOOD) == [
         Reply(0.5, True, "more", "a", None, role="user"),
         Reply(1.0, False, "more", "b", ["."], role="user"),
     ]
 
 
-def test_nothing_need_be_said_to_those_that_have_ended():
+def test_ended_conversations_need_no_observation():
     ended = replace(
         GOOD, observations=[], metadata=[], next_stop_strings=[], terminateds=torch.ones(2).bool()
     )
-    assert [(reply.reward, reply.terminated) for reply in said(ended)] == [(0.5, True), (1.0, True)]
+    assert [(reply.reward, reply.terminated) for reply in replies_to(ended)] == [
+        (0.5, True),
+        (1.0, True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -60,8 +63,8 @@ def test_nothing_need_be_said_to_those_that_have_ended():
         ({"rewards": torch.tensor([0.5, math.nan])}, "not finite"),
     ],
 )
-def test_a_failure_is_that_of_its_own_row(change, words):
-    good, bad = said(replace(GOOD, **change))
+def test_an_error_affects_only_its_row(change, words):
+    good, bad = replies_to(replace(GOOD, **change))
     assert good.reward == 0.5
     assert isinstance(bad, RewardError)
     assert words in str(bad)
@@ -74,10 +77,10 @@ def test_a_failure_is_that_of_its_own_row(change, words):
     [
         (LookupError("no board"), "LookupError: no board"),
         (replace(GOOD, rewards=torch.tensor([0.5])), "ValueError"),
-        (replace(GOOD, observations=[GOES_ON]), "ValueError"),
+        (replace(GOOD, observations=[UNFINISHED]), "ValueError"),
     ],
 )
-def test_a_failure_of_the_whole_is_that_of_every_row(returned, words):
-    replies = said(returned)
+def test_an_invalid_return_fails_every_row(returned, words):
+    replies = replies_to(returned)
     assert len(replies) == 2
     assert all(isinstance(reply, RewardError) and words in str(reply) for reply in replies)

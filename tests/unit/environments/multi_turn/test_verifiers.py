@@ -1,7 +1,8 @@
-"""Environments of `verifiers`, with the package itself.
+"""Environments of the real package `verifiers`.
 
-Its pins contradict those of this project, so it is in no lock: `make test-verifiers` installs it
-beside the environment and runs this file; without it all but the first test are skipped.
+Its pinned versions conflict with this project's, so it is not in a lock: `make test-verifiers`
+installs it in addition to the environment and runs this file; without it all tests except the first
+are skipped.
 """
 
 import importlib.util
@@ -22,7 +23,7 @@ needs_verifiers = pytest.mark.skipif(
 )
 
 
-def test_without_the_package_its_environments_are_refused() -> None:
+def test_a_missing_verifiers_package_is_refused() -> None:
     code = (
         "import sys; sys.modules['verifiers'] = None\n"
         "from nemo_rl_core.environments.multi_turn.verifiers import VerifiersEnvironment\n"
@@ -72,14 +73,14 @@ def test_one_turn_is_scored_by_the_rubric() -> None:
         "answer": "1",
         "metadata": {"info": {}},
     }
-    played = environment.step(turns(rows, "1", "1"), [{"answer": row["answer"]} for row in rows])
-    assert played.rewards.tolist() == [1.0, 0.25]
-    assert played.terminateds.tolist() == [True, True]
+    result = environment.step(turns(rows, "1", "1"), [{"answer": row["answer"]} for row in rows])
+    assert result.rewards.tolist() == [1.0, 0.25]
+    assert result.terminateds.tolist() == [True, True]
     environment.shutdown()
 
 
 @needs_verifiers
-def test_several_turns_are_answered_and_a_failure_is_of_its_row() -> None:
+def test_several_turns_are_answered_and_an_error_affects_only_its_row() -> None:
     environment = make("multi")
     rows = environment.rows(2)
     logs = turns(rows, "5", "boom")
@@ -123,12 +124,12 @@ def test_tools_of_the_chat_template_are_refused() -> None:
         """Doubles.
 
         Args:
-            number: What is doubled.
+            number: Number to double.
         """
         return 2 * number
 
     tools = verifiers.ToolEnv(tools=[double], dataset=Dataset.from_list(QUESTIONS))
-    with pytest.raises(ConfigError, match="ToolEnv offers tools by the chat template"):
+    with pytest.raises(ConfigError, match="ToolEnv offers tools through the chat template"):
         VerifiersEnvironment(tools)
     with pytest.raises(ConfigError, match="verifiers cannot load the environment 'no-such-env'"):
         VerifiersEnvironment("no-such-env")

@@ -1,6 +1,6 @@
-"""Programs that want a reward by names, exceptions and types that a test relies on.
+"""Programs that forge names, exceptions and types that a test relies on.
 
-Each row has a program that is right and programs that are wrong; none of these may pass.
+Each row has a right program and wrong programs; none of the wrong ones may pass.
 """
 
 from tests.unit.environments.rewards.hostile_programs import Row
@@ -10,7 +10,7 @@ _WRONG = "def f(*a): return -1"
 
 
 def _name(name: str, test: str, right: str, forged: str) -> Row:
-    """A test that uses a name without an import, and a wrong program that defines it."""
+    """Makes a test that uses a name without an import, and a wrong program that defines it."""
     return Row("f", test, f"def f(*a): return {right}", {f"its own {name}": f"{forged}\n{_WRONG}"})
 
 
@@ -119,7 +119,7 @@ _SEQUENCE = (
 
 
 def _ends(kind: str, test: str, right: str = "def get(i): return i + 1") -> Row:
-    """A test that an exception of a kind would end early."""
+    """Makes a test that an exception of a kind would end early."""
     return Row("get", test, right, {f"raises {kind}": f"def get(*a): raise {kind}"})
 
 
@@ -167,7 +167,7 @@ SWALLOWED = (
 
 
 def _expects(what: str, test: str, right: str, wrong: str) -> Row:
-    """A test that expects what the checker itself may raise or answer."""
+    """Makes a test that expects a result which the checker itself may produce."""
     return Row("f", test, right, {what: wrong})
 
 
@@ -286,7 +286,7 @@ EXPECTED = (
 
 
 def _object(what: str, test: str, methods: str) -> Row:
-    """A test of the number 3, and an object with methods."""
+    """Makes a test of the number 3, and a program that returns an object with methods."""
     wrong = f"class A:\n    {methods}\ndef f(*a): return A()"
     return Row("f", test, "def f(*a): return 3", {what: wrong})
 
@@ -303,12 +303,8 @@ OBJECTS = (
     _object("truth", "assert f() and not f() == 4", "__bool__ = lambda s: True"),
     _object("max", "assert max(f(), 2) != 2", _LESS),
     _object("min by a reflected operator", "assert min(5, f()) != 5", _LESS),
-    _object("a sort key", "assert sorted([1, 2], key=lambda x: (f(), x))[0] == 1", _LESS),
     _object("a sum", "assert sum([f(), f()]) == 6", "__radd__ = __add__ = lambda s, o: 6"),
     _object("an absolute difference", "assert abs(f() - 3) < 1e-9", "__sub__ = lambda s, o: 0"),
-    _object("isclose", "assert math.isclose(f(), 3)", "__float__ = lambda s: 3.0"),
-    _object("int", "assert int(f()) == 3", "__int__ = __index__ = lambda s: 3"),
-    _object("an index", "assert [1, 2, 3, 4][f()] == 4", "__index__ = lambda s: 3"),
     _object("np.allclose", "assert np.allclose(f(), 3)", "__array__ = lambda s, *a: 3"),
     _object("np.testing.assert_equal", "np.testing.assert_equal(f(), 3)", _EQ),
     _object("pytest.approx", "assert pytest.approx(3) == f()", _EQ),
@@ -323,6 +319,11 @@ OBJECTS = (
 FORGED = (*NAMES, *SWALLOWED, *EXPECTED, *OBJECTS)
 
 ACCEPTED = (
+    # Conversion of an object to a number is a result that the test may compare.
+    Row("f", "assert math.isclose(f(), 3)",
+        "class A:\n    __float__ = lambda s: 3.0\ndef f(): return A()", {}),
+    Row("f", "assert int(f()) == 3 and [1, 2, 3, 4][f()] == 4",
+        "class A:\n    __int__ = __index__ = lambda s: 3\ndef f(): return A()", {}),
     Row("add", "def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)",
         "def add(a, b): return a + b", {}),
     Row("add", "assert add(1, 2) == 3, 'Failed test 1'", "def add(a, b): return a + b", {}),
@@ -372,7 +373,7 @@ ACCEPTED = (
     Row("gcd lcm", "assert gcd(4, 6) == 2 and lcm(4, 6) == 12",
         "import math\ngcd, lcm = math.gcd, math.lcm", {}),
 )  # fmt: skip
-"""Tests of the usual styles, each with a right program."""
+"""Tests in common styles, each with a right program."""
 
 REFUSED = {
     "assert check(f(1), 2)": "check",
@@ -387,4 +388,4 @@ REFUSED = {
     "assert pd.Series(f(1)).sum() == 1": "pd",
     "def test(): assert helper(f(1))\ntest()": "helper",
 }
-"""Tests of `f` that use a name which nothing defines, and this name."""
+"""Tests of `f` that use an undefined name, and this name."""

@@ -1,11 +1,11 @@
-"""Rows of unit tests, each with a program that is right and programs that only want the reward.
+"""Rows of unit tests, each with a right program and hostile programs.
 
-None of the hostile programs computes what its row's test asks for.
+No hostile program computes what the test of its row requires.
 """
 
 from dataclasses import dataclass
 
-# What a program finds when it walks up from a call: the descriptor on which replies leave.
+# Walks up the stack from a call to the file of replies.
 WALK = """
 import sys, json, os, gc, threading, time
 def reply_file():
@@ -22,7 +22,7 @@ def say(*lines):
 
 @dataclass(frozen=True)
 class Row:
-    """A test of a declared name, a program that passes it, and programs that must not."""
+    """Test of a declared name, a program that passes it, and programs that must not pass."""
 
     name: str
     test: str
@@ -35,7 +35,7 @@ def _raising(kind: str, name: str = "is_prime") -> str:
 
 
 def _with(methods: str, base: str = "") -> str:
-    """A function `add` that returns an object with some methods."""
+    """Returns a function `add` that returns an object with methods."""
     return f"class Odd({base}):\n    {methods}\ndef add(a, b): return Odd()"
 
 
@@ -122,7 +122,7 @@ while 'replies' not in frame.f_locals: frame = frame.f_back
 for n, line in enumerate(frame.f_locals['requests']): say(['returned', answer(n)])
 """
 )
-"""Never returns to the harness: every reply is what the program's own `answer` says."""
+"""Never returns to the harness: every reply comes from the program's `answer`."""
 
 SORTED = Row(
     "order",
@@ -290,7 +290,7 @@ ADD = Row(
         "no list as a reply": WALK + "def add(a, b): say(3, 4, 3, 4)",
         "an unknown reply": WALK + "def add(a, b): say(['passed', 3], ['passed', 4])",
         "an unknown type": WALK + "def add(a, b): say(['returned', ['any', 3]])",
-        "a kept thing that is no number": WALK + "def add(a, b): say(['returned', ['kept', 'x']])",
+        "a kept object without a number": WALK + "def add(a, b): say(['returned', ['kept', 'x']])",
         "a bare float": WALK + "def add(a, b): reply_file().write(b'[\"returned\", NaN]\\n')",
         "half a reply": WALK + "def add(a, b): reply_file().write(b'[\"returned\", 3'); 1 / 0",
         "a reply to every file that gc knows": (
@@ -342,13 +342,13 @@ THREE_VALUES = Row(
     "",
     {"is what it is asked for": "def answer(n): return 5 + n" + SERVER},
 )
-"""No program is right here."""
+"""Row without a right program."""
 
 _TRUE = "staticmethod(lambda *a, **k: True)"
 
 
 def _shadow(name: str, test: str, right: str, members: str, wrong: str) -> Row:
-    """A test that takes a standard module without an import, and a program with its own."""
+    """Makes a test that uses a standard module without an import, and a program that defines it."""
     hostile = {f"its own {name}": f"class {name}:\n    {members}\n{wrong}"}
     return Row(right.removeprefix("def ").partition("(")[0], test, right, hostile)
 

@@ -1,4 +1,4 @@
-"""Programs against unit tests, in the real sandboxes."""
+"""Programs and unit tests in real sandboxes."""
 
 import ast
 import json
@@ -14,8 +14,9 @@ from nemo_rl_core.config.single_turn import CodeTests
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.rewards.code import CodeScorer
 from nemo_rl_core.environments.rewards.code_checker.plain import decode, encode
-from nemo_rl_core.environments.rewards.unit_tests import UnitTests, extract_program
-from nemo_rl_core.environments.sandbox import running
+from nemo_rl_core.environments.rewards.programs import extract_program
+from nemo_rl_core.environments.rewards.unit_tests import UnitTests
+from nemo_rl_core.environments.sandbox import runner
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
@@ -56,6 +57,14 @@ Score = Callable[..., float | RewardError]
         ("```python\nx = '''a ``` b'''\n```", "x = '''a ``` b'''\n"),
         ("```json\n{}\n```", "```json\n{}\n```"),
         ("", ""),
+        ("```python\nx = 1\n```\nprints\n```\n1\n```", "x = 1\n"),
+        ("   ```python\n   x = 1\n   ```", "x = 1\n"),
+        ("~~~{.python}\nx = 1\n~~~", "x = 1\n"),
+        ("```python:x.py\nx = 1\n```\n```output\ny = 1\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\n<think>\n```python\nx = 2\n```", ""),
+        ("<think>```python\nx = 2\n```</think><answer>x = 1</answer>", "x = 1"),
+        ("```python\ndef f(): pass\n```\n```python\nf()\n```", "def f(): pass\n"),
+        ("```python\nx = f'<think>{y}</think>'\n```", "x = f'<think>{y}</think>'\n"),
     ],
 )
 def test_the_program_is_the_last_block_of_python(completion: str, program: str) -> None:
@@ -81,11 +90,11 @@ def test_the_reward_is_the_fraction_of_tests_passed(
     assert score(program, ADD) == reward
 
 
-def test_all_or_nothing(namespaces: None, rollout: Make) -> None:
+def test_the_reward_can_be_all_or_nothing(namespaces: None, rollout: Make) -> None:
     scorer = make_scorer(CodeTests(reward="all"))
     metadata = json.dumps({"tests": ADD, "entry_point": "add"})
-    half, whole = "def add(a, b): return 3", "add = lambda a, b: a + b"
-    rollouts = [rollout(text, metadata=metadata) for text in (half, whole, half)]
+    half, full = "def add(a, b): return 3", "add = lambda a, b: a + b"
+    rollouts = [rollout(text, metadata=metadata) for text in (half, full, half)]
     assert scorer.score(rollouts) == [0.0, 1.0, 0.0]
 
 
@@ -95,7 +104,7 @@ PLAIN = """
 """
 
 
-def test_plain_data_goes_there_and_back_unchanged(score: Score) -> None:
+def test_plain_data_survives_the_round_trip(score: Score) -> None:
     tests = [
         f"value = {PLAIN.strip()}\nback = same(value)\nassert back == value\n"
         "assert repr(back) == repr(value)",
@@ -104,7 +113,7 @@ def test_plain_data_goes_there_and_back_unchanged(score: Score) -> None:
 
 
 def _never(kind: str, content: Any) -> Any:
-    raise AssertionError(f"{kind} is no plain data")
+    raise AssertionError(f"{kind} is not plain data")
 
 
 _LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -117,11 +126,12 @@ _PLAIN = st.recursive(
 
 
 @given(_PLAIN)
-def test_encoding_is_undone_by_decoding(value: Any) -> None:
+def test_decoding_reverses_encoding(value: Any) -> None:
     back = decode(json.loads(json.dumps(encode(value, repr))), _never)
     assert (back, type(back)) == (value, type(value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "test"),
     [
@@ -151,12 +161,12 @@ def test_encoding_is_undone_by_decoding(value: Any) -> None:
         ("import sys\ndef f(): sys.stdout.write('x'); return 1", "assert f() == 1"),
     ],
 )  # fmt: skip
-def test_what_tests_may_do(score: Score, program: str, test: str) -> None:
+def test_supported_tests_pass(score: Score, program: str, test: str) -> None:
     assert score(program, [test], _defined(program), setup="import math") == 1.0
 
 
 def _defined(program: str) -> list[str]:
-    """Names that a program defines."""
+    """Returns the names that a program defines."""
     names = [
         node.id if isinstance(node, ast.Name) else node.name
         for top in ast.parse(program).body
@@ -236,6 +246,7 @@ SLOW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FORGERIES.keys() - SLOW))
 def test_the_verdict_cannot_be_forged(score: Score, name: str) -> None:
     assert score(FORGERIES[name], ADD) == 0.0
@@ -243,7 +254,7 @@ def test_the_verdict_cannot_be_forged(score: Score, name: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(SLOW))
-def test_nor_in_less_likely_ways(score: Score, name: str) -> None:
+def test_the_verdict_cannot_be_forged_in_less_likely_ways(score: Score, name: str) -> None:
     assert score(FORGERIES[name], ADD) == 0.0
 
 
@@ -251,7 +262,7 @@ def test_nor_in_less_likely_ways(score: Score, name: str) -> None:
 def test_a_sandbox_that_does_not_start_is_an_error_and_not_a_zero(
     score: Score, tests: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(running, "_LAUNCHER", tmp_path / "missing.py")
+    monkeypatch.setattr(runner, "_LAUNCHER", tmp_path / "missing.py")
     outcome = score("def add(a, b): return a + b\nprint(3)", tests)
     assert isinstance(outcome, RewardError)
     assert "no sandbox can be built" in str(outcome)
@@ -271,8 +282,8 @@ def test_tests_before_a_crash_count(score: Score) -> None:
 
 
 @pytest.mark.thorough
-def test_a_program_that_takes_its_time_in_a_test_fails_it(score: Score) -> None:
-    # What it gives back keeps the test busy past its limit: the program's fault, not the row's.
+def test_a_slow_program_fails_the_test(score: Score) -> None:
+    # The large result keeps the test busy beyond its limit: the program's fault, not the row's.
     long = "def items(): return list(range(100_000))"
     slow = "assert all(x in items() for x in items())"
     assert score(long, [slow], ["items"]) == 0.0
@@ -294,11 +305,11 @@ def test_a_program_that_takes_its_time_in_a_test_fails_it(score: Score) -> None:
         ),
     ],
 )
-def test_whole_programs_are_scored_by_their_output(
+def test_scripts_are_scored_by_their_output(
     namespaces: None, rollout: Make, program: str, reward: float
 ) -> None:
     tests = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "3 4\n", "stdout": "7 \n\n"}]
-    # Only the program that waits is to reach the deadline, however busy the machine is.
+    # Only the sleeping program should reach the deadline, even on a busy machine.
     wall_seconds = 2 if "sleep" in program else 60
     scorer = make_scorer(CodeTests(cpu_seconds=1, wall_seconds=wall_seconds))
     assert scorer.score([rollout(program, metadata=json.dumps({"tests": tests}))]) == [reward]
@@ -319,7 +330,7 @@ def test_whole_programs_are_scored_by_their_output(
     ],
 )
 def test_a_row_without_tests_is_an_error(metadata: str) -> None:
-    with pytest.raises(RewardError, match=r"no unit tests|which names its program defines"):
+    with pytest.raises(RewardError, match=r"no unit tests|names that its program defines"):
         UnitTests.of(metadata)
 
 
@@ -331,14 +342,45 @@ def test_a_row_without_tests_is_an_error(metadata: str) -> None:
         ("from antigravity import *\nassert add(geohash)", "it uses geohash"),
     ],
 )
-def test_a_row_that_cannot_be_read_is_named(test: str, error: str) -> None:
+def test_an_unreadable_row_is_refused_with_its_error(test: str, error: str) -> None:
     tests = UnitTests.of(json.dumps({"tests": [test], "entry_point": "add"}))
     with pytest.raises(RewardError, match=error):
         tests.check_names()
 
 
 @pytest.mark.parametrize(
-    ("test", "setup", "said"),
+    ("test", "message"),
+    [
+        ("def test_add(capsys):\n    assert add(1, 2)", "takes capsys, a fixture of pytest"),
+        ("class B(add):\n    pass\nassert B()", "derived from the program's add"),
+        ("open('x', 'w').write('1')\nassert add('x')", "does not see its files"),
+        (
+            "from unittest.mock import patch\nwith patch('time.time'):\n    add()",
+            "patches time.time",
+        ),
+        ("import pytest\n@pytest.fixture\ndef x(): pass\nadd()", "x is a fixture of pytest"),
+    ],
+)
+def test_unsupported_tests_are_refused_when_rows_are_read(test: str, message: str) -> None:
+    tests = UnitTests.of(json.dumps({"tests": [test], "entry_point": "add"}))
+    with pytest.raises(RewardError, match=message):
+        tests.check_names()
+
+
+def test_nulls_count_as_missing() -> None:
+    row = {"tests": [{"stdin": "1", "stdout": "2", "id": None}], "setup": None, "given": None}
+    assert UnitTests.of(json.dumps(row)).exchanges[0].stdout == "2"
+
+
+def test_the_size_of_the_output_can_be_set(namespaces: None, rollout: Make) -> None:
+    row = json.dumps({"tests": [{"stdin": "", "stdout": "a" * 3000}]})
+    rollouts = [rollout("print('a' * 3000)", metadata=row)]
+    assert make_scorer(CodeTests()).score(rollouts) == [1.0]
+    assert make_scorer(CodeTests(output_kib=2)).score(rollouts) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("test", "setup", "message"),
     [
         ("assert add(", "", "SyntaxError"),
         ("assert add(1, 2) == 3", "import numpyy", "imports numpyy, which is not"),
@@ -346,7 +388,7 @@ def test_a_row_that_cannot_be_read_is_named(test: str, error: str) -> None:
         ("assert add(1, 2) == 3", "1 / 0", "ZeroDivisionError"),
         ("assert add(open('/dev/null'), 2)", "", "TextIOWrapper cannot be sent"),
         ("1 / 0", "", "it uses none of the names that the row declares: add"),
-        ("1 / 0\nadd()", "", "ZeroDivisionError: division by zero, before it has asked"),
+        ("1 / 0\nadd()", "", "ZeroDivisionError: division by zero, before its first request"),
         ("assert add", "raise SystemExit", "SystemExit"),
         ("assert number.add(1, 2)\nadd()", "number = 1", "AttributeError"),
         ("raise KeyboardInterrupt\nadd(1, 2)", "", "KeyboardInterrupt"),
@@ -362,11 +404,11 @@ def test_a_row_that_cannot_be_read_is_named(test: str, error: str) -> None:
     ],
 )
 def test_a_broken_row_is_an_error_and_not_a_zero(
-    score: Score, test: str, setup: str, said: str
+    score: Score, test: str, setup: str, message: str
 ) -> None:
     outcome = score("def add(a, b): return a + b", [test], setup=setup)
     assert isinstance(outcome, RewardError)
-    assert said in str(outcome)
+    assert message in str(outcome)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +420,7 @@ def test_a_broken_row_is_an_error_and_not_a_zero(
     ],
 )
 def test_a_broken_row_is_broken_for_every_program(score: Score, program: str) -> None:
-    # The first test keeps the checker busy until it is killed, where the program has it so.
+    # With some of the programs, the first test keeps the checker busy until it is killed.
     busy = "x = add(1, 2)\nassert x == 3 or all(y in x for y in range(len(x)) for z in x)"
     for test in ("1 / 0", "import os; os._exit(0)"):
         outcome = score(program, [busy, test])
@@ -394,13 +436,13 @@ def test_a_broken_row_is_broken_for_every_program(score: Score, program: str) ->
         "assert add(1, 2) == 3; raise KeyboardInterrupt",
     ],
 )
-def test_a_test_that_has_asked_is_failed_and_not_broken(score: Score, test: str) -> None:
-    # It ends after a reply, so it may end otherwise after another.
+def test_a_test_that_fails_after_a_request_is_not_broken(score: Score, test: str) -> None:
+    # It ends after a reply, so another reply could change the result.
     assert score("def add(a, b): return 7", [test, *ADD]) == 0.0
 
 
 @pytest.mark.thorough
-def test_the_reports_of_many_tests_are_not_cut_off(namespaces: None, rollout: Make) -> None:
+def test_the_reports_of_many_tests_are_not_truncated(namespaces: None, rollout: Make) -> None:
     patient = make_scorer(CodeTests(cpu_seconds=300, wall_seconds=500))
     row = json.dumps({"tests": ["assert add(1, 2) == 3"] * 6000, "entry_point": "add"})
     assert patient.score([rollout("def add(a, b): return a + b", metadata=row)]) == [1.0]

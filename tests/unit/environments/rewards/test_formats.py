@@ -18,7 +18,7 @@ from nemo_rl_core.errors import ConfigError, RewardError
         ({"ignore_case": True}, "NEW YORK", 1.0),
     ],
 )
-def test_exact_counts_what_it_is_told_to(rollout, options, completion, score):
+def test_exact_match_follows_its_options(rollout, options, completion, score):
     scorer = make_scorer(ExactMatch(**options))
     assert scorer.score([rollout(completion, answer="New York")]) == [score]
 
@@ -38,7 +38,7 @@ def test_a_regular_expression_matches_or_does_not(rollout, config, completion, s
     assert make_scorer(config).score([rollout(completion)]) == [score]
 
 
-def test_an_expression_that_backtracks_for_ever_fails_on_its_row_alone(rollout):
+def test_catastrophic_backtracking_fails_only_its_row(rollout):
     scorer = make_scorer(RegexMatch(pattern="(a|aa)+b?", match_timeout_seconds=0.2))
     outcomes = scorer.score([rollout("aab"), rollout("a" * 60 + "!"), rollout("c")])
     assert (outcomes[0], outcomes[2]) == (1.0, 0.0)
@@ -46,8 +46,8 @@ def test_an_expression_that_backtracks_for_ever_fails_on_its_row_alone(rollout):
     assert "TimeoutError" in outcomes[1].got
 
 
-def test_what_is_no_expression_is_refused():
-    with pytest.raises(ConfigError, match="no regular expression"):
+def test_an_invalid_regular_expression_is_refused():
+    with pytest.raises(ConfigError, match="not a valid regular expression"):
         make_scorer(RegexMatch(pattern="(unclosed"))
 
 
@@ -73,7 +73,7 @@ SCHEMA = (
         ("[" * 100_000, 0.0),
     ],
 )
-def test_json_must_be_what_the_schema_says(rollout, completion, score):
+def test_json_must_match_the_schema(rollout, completion, score):
     assert make_scorer(JsonSchemaMatch(json_schema=SCHEMA)).score([rollout(completion)]) == [score]
 
 
@@ -85,13 +85,13 @@ def test_json_is_taken_from_the_last_code_block(rollout):
 
 
 @pytest.mark.parametrize("schema", ["{]", '{"type": "whatever"}', '{"a": 1, "a": 2}'])
-def test_what_is_no_schema_is_refused(schema):
-    with pytest.raises(ConfigError, match="no JSON Schema"):
+def test_an_invalid_schema_is_refused(schema):
+    with pytest.raises(ConfigError, match="not a valid JSON Schema"):
         make_scorer(JsonSchemaMatch(json_schema=schema))
 
 
-def test_a_schema_elsewhere_is_never_fetched(rollout):
-    # Only what comes to the reference fails: port 9 would refuse, and the message would say so.
+def test_a_remote_schema_is_never_fetched(rollout):
+    # A request to port 9 would be refused, with another error message.
     scorer = make_scorer(JsonSchemaMatch(json_schema='{"$ref": "http://127.0.0.1:9/schema.json"}'))
     (outcome,) = scorer.score([rollout("{}")])
     assert isinstance(outcome, RewardError)

@@ -9,8 +9,10 @@ import torch
 
 from nemo_rl_core.config.single_turn import RewardFunction
 from nemo_rl_core.environments.factory import make_scorer
-from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
-from nemo_rl_core.environments.rewards.loading import load_function
+from nemo_rl_core.environments.rewards.functional_reward import (
+    FunctionalRewardWrapper,
+    load_function,
+)
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.types import Rollout
 
@@ -46,12 +48,12 @@ class CallableObject:
         lambda prompts, responses: (len(r) for r in responses if isinstance(prompts, list)),
     ],
 )
-def test_singles_and_batches_score_alike(fn: Any) -> None:
+def test_single_and_batch_functions_give_the_same_scores(fn: Any) -> None:
     # len("2") = 1 and len("four") = 4.
     assert FunctionalRewardWrapper(fn).rewards(*PAIRS) == [1.0, 4.0]
 
 
-def test_the_style_is_found_once_and_a_constant_is_a_single() -> None:
+def test_the_style_is_tried_once_and_a_constant_is_single() -> None:
     calls: list[Any] = []
 
     def constant(prompt, response):
@@ -61,7 +63,7 @@ def test_the_style_is_found_once_and_a_constant_is_a_single() -> None:
     reward = FunctionalRewardWrapper(constant)
     assert reward.rewards(*PAIRS) == [0.5, 0.5]
     assert reward.rewards(*PAIRS) == [0.5, 0.5]
-    # One try with a list, one with a text, then two calls of two.
+    # One trial with a list, one with a text, then twice two calls.
     assert calls == [list, str, str, str, str, str]
 
 
@@ -91,7 +93,7 @@ def test_only_the_completion_that_fails_is_an_error(rollout: Callable[..., Rollo
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "1"])
-def test_singles_and_batches_refuse_what_is_no_finite_number(value: Any) -> None:
+def test_results_other_than_finite_numbers_are_refused(value: Any) -> None:
     def single(prompt: str, response: str) -> float:
         return value
 
@@ -119,7 +121,7 @@ def test_functions_of_other_arity_are_refused_at_once(fn: Any) -> None:
         FunctionalRewardWrapper(fn)
 
 
-def test_a_megabyte_and_unicode_reach_the_function_whole() -> None:
+def test_long_and_unicode_texts_reach_the_function_unchanged() -> None:
     texts = ["\u00e9\U0001f600" * 500_000, "\ud800"]
     assert FunctionalRewardWrapper(annotated_single).rewards(["", ""], texts) == [1_000_000.0, 1.0]
 
@@ -174,7 +176,7 @@ def test_a_function_is_loaded_from_the_current_directory(
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "said"),
+    ("source", "target", "message"),
     [
         (None, "my_reward_b:score", "ModuleNotFoundError"),
         ("import nothing_of_this_name", "my_reward_c:score", "nothing_of_this_name"),
@@ -190,12 +192,12 @@ def test_a_function_is_loaded_from_the_current_directory(
         ),
     ],
 )
-def test_what_cannot_be_loaded_is_a_config_error(
-    in_folder: Path, source: str | None, target: str, said: str
+def test_a_function_that_cannot_be_loaded_is_a_config_error(
+    in_folder: Path, source: str | None, target: str, message: str
 ) -> None:
     if source is not None:
         (in_folder / f"{target.split(':', maxsplit=1)[0]}.py").write_text(source)
     with pytest.raises(ConfigError) as caught:
         load_function(target)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) < 10

@@ -1,4 +1,4 @@
-"""Against the real child process; one is shared, since each start imports sympy."""
+"""Tests with a real child process, which is shared, since each start imports sympy."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_core.config.environment import ByTask
 from nemo_rl_core.config.single_turn import MathVerify
+from nemo_rl_core.data.datasets.sources import read
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.interfaces import raise_first
+from nemo_rl_core.environments.needs import refuse_incomplete_rows
 from nemo_rl_core.environments.rewards.math import MathScorer, _Worker
 from nemo_rl_core.environments.rewards.math_answers import equal
-from nemo_rl_core.errors import RewardError
-from nemo_rl_core.types import Rollout
-from tests.graders.tables import KNOWN_FAULTS, verdicts
+from nemo_rl_core.errors import DataError, RewardError
+from nemo_rl_core.types import Prompt, Rollout
+from tests.graders.tables import KNOWN_FAULTS, SOLUTIONS, verdicts
 
 Make = Callable[..., Rollout]
 
@@ -66,6 +69,7 @@ def test_garbage_scores_zero(scorer: MathScorer, rollout: Make, completion: str)
     assert scorer.score([rollout(completion)]) == [0.0]
 
 
+@pytest.mark.slow
 def test_a_megabyte_is_compared(scorer: MathScorer, rollout: Make) -> None:
     assert scorer.score([rollout("word " * 200_000 + "46"), rollout("1" * 1_000_000)]) == [1.0, 0.0]
 
@@ -95,15 +99,15 @@ def test_a_completion_that_is_slow_to_compare_is_wrong(
     assert scorer.score([rollout(SLOW[name])]) == [0.0]
 
 
-def test_what_is_slow_is_stopped_by_its_work_and_not_by_the_clock(worker: _Worker) -> None:
-    # Not one of them comes to the limit on CPU time, which another machine would reach elsewhere.
+def test_slow_comparisons_are_stopped_by_work_limits_and_not_by_time(worker: _Worker) -> None:
+    # None of them reaches the limit on CPU time, which depends on the machine.
     for completion in SLOW.values():
-        found = worker.ask(_request(completion, max_calls=200_000, cpu_seconds=10_000))
-        assert "CPU" not in found.get("limit", "") and found.get("score", 0.0) == 0.0, found
+        reply = worker.ask(_request(completion, max_calls=200_000, cpu_seconds=10_000))
+        assert "CPU" not in reply.get("limit", "") and reply.get("score", 0.0) == 0.0, reply
 
 
 def test_the_same_work_is_counted_each_time(worker: _Worker) -> None:
-    # The least number of calls that suffices is the same after other comparisons.
+    # The minimum sufficient number of calls does not change after other comparisons.
     def suffices(calls: int) -> bool:
         return "score" in worker.ask(_request(r"$\sqrt{2116}$", max_calls=calls))
 
@@ -115,7 +119,7 @@ def test_the_same_work_is_counted_each_time(worker: _Worker) -> None:
     assert [suffices(high), suffices(high - 1)] == [True, False]
 
 
-def test_cpu_time_ends_what_the_bound_on_calls_does_not(worker: _Worker) -> None:
+def test_the_cpu_limit_ends_what_the_call_limit_does_not(worker: _Worker) -> None:
     request = _request(SLOW["an integral"], max_calls=10**9, cpu_seconds=1)
     assert worker.ask(request) == {"limit": "1 s of CPU time"}
 
@@ -139,8 +143,8 @@ def test_a_reference_that_cannot_be_compared_is_a_broken_row(rollout: Make) -> N
 
 
 @pytest.mark.thorough
-def test_512_slow_completions_are_compared_side_by_side(rollout: Make) -> None:
-    # Each ends by a bound on sizes. By the limit on CPU time they would take three hours.
+def test_512_slow_completions_are_compared_in_parallel(rollout: Make) -> None:
+    # A size limit ends each of them. With only the limit on CPU time they would take three hours.
     scorer = MathScorer(MathVerify(num_parallel=3, cpu_seconds=60))
     try:
         slow = [
@@ -170,13 +174,20 @@ def _request(completion: str, **changed: Any) -> dict[str, Any]:
     return {"answer": "46", "completion": completion, **limits, **changed}
 
 
-@pytest.mark.parametrize("answer", ["", "?", "..."])
-def test_a_reference_without_mathematics_is_an_error(
+SENTENCES = [
+    "The minimum value is 4, attained at x = 1",
+    "No, because 4 is even",
+    "x = 3.\nSo it is 4.",
+]
+
+
+@pytest.mark.parametrize("answer", ["", "?", "...", *SENTENCES])
+def test_a_reference_without_mathematics_or_with_a_sentence_is_an_error(
     scorer: MathScorer, rollout: Make, answer: str
 ) -> None:
     with pytest.raises(RewardError, match="math-verify raised") as caught:
         raise_first(scorer.score([rollout(answer, answer=answer)]))
-    assert "no mathematics in the reference answer" in str(caught.value)
+    assert "no mathematics, or a sentence" in str(caught.value)
 
 
 def test_a_dead_child_is_replaced(rollout: Make) -> None:
@@ -192,17 +203,17 @@ def test_a_dead_child_is_replaced(rollout: Make) -> None:
         scorer.close()
 
 
-def test_it_works_from_a_thread_where_signals_do_not(scorer: MathScorer, rollout: Make) -> None:
-    found: list[float] = []
-    thread = threading.Thread(target=lambda: found.extend(scorer.score([rollout("46")])))
+def test_scoring_works_in_a_thread(scorer: MathScorer, rollout: Make) -> None:
+    scores: list[float] = []
+    thread = threading.Thread(target=lambda: scores.extend(scorer.score([rollout("46")])))
     thread.start()
     thread.join(timeout=500)
-    assert found == [1.0]
+    assert scores == [1.0]
 
 
 def test_close_ends_every_child_and_may_be_called_twice(rollout: Make) -> None:
     scorer = MathScorer(MathVerify(max_calls=500_000))
-    # Two at once take two children.
+    # Two comparisons at once need two children.
     scorer.score([rollout(SLOW["an integral"]), rollout(SLOW["an integral"] + " ")])
     children = [each._process for each in scorer._idle.queue if each is not None]
     assert len(children) == 2
@@ -212,7 +223,7 @@ def test_close_ends_every_child_and_may_be_called_twice(rollout: Make) -> None:
 
 
 def test_bare_references_are_read_as_latex() -> None:
-    # In this process, with no deadline: what the child computes.
+    # The child's computation, in this process and without limits.
     assert equal("x^2+1", "$1+x^2$")
     assert equal("2\\sqrt{3}", "$\\sqrt{12}$")
     assert not equal("(1, 2)", "$(1, 3)$")
@@ -244,12 +255,14 @@ def test_answers_that_look_like_others(
     assert scorer.score([rollout(completion, answer=answer)]) == [score]
 
 
+@pytest.mark.slow
 def test_verdicts_of_the_table() -> None:
     wrong = {row for row, score in verdicts() if score != row.score}
     assert wrong == KNOWN_FAULTS
     assert all(row.score == 1 for row in wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer",
     [
@@ -266,8 +279,44 @@ def test_verdicts_of_the_table() -> None:
         ),
     ],
 )
-def test_an_answer_that_is_repeated_earns_one(
-    scorer: MathScorer, rollout: Make, answer: str
-) -> None:
+def test_a_repeated_reference_scores_one(scorer: MathScorer, rollout: Make, answer: str) -> None:
     texts = [f"\\boxed{{{answer}}}", f"<think>9</think><answer>{answer}</answer>"]
     assert scorer.score([rollout(text, answer=answer) for text in texts]) == [1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_reference_answers_are_checked_before_anything_is_scored() -> None:
+    prose = (
+        "Every subset has an upper bound, and so the lemma of Zorn gives a largest element of it."
+    )
+    golds = ["7", "-3.5", r"\$36", r"\$32,\!348", r"\frac{1}{2}", "½", "12:00", prose, "4 km"] * 3
+    rows = [
+        Prompt(str(row), "?", (), gold, "proofs" if row == 25 else "sums")
+        for row, gold in enumerate(golds)
+    ]
+    with pytest.raises(DataError, match="3 of 27 rows of the train data set cannot be") as caught:
+        refuse_incomplete_rows(rows, MathVerify(), name="train")
+    assert caught.value.got is not None
+    assert [f"row {row}" in caught.value.got for row in (7, 8, 16, 25)] == [True, False, True, True]
+    by_task = {"proofs": {"kind": "exact"}, "sums": {"kind": "math"}}
+    tasks = [{"task": name, "environment": each} for name, each in by_task.items()]
+    with pytest.raises(DataError, match="2 of 27 rows"):
+        refuse_incomplete_rows(rows, ByTask.model_validate({"tasks": tasks}), name="train")
+    sound = [row for row in rows if row.answer != prose]
+    refuse_incomplete_rows(sound, MathVerify(), name="train")
+
+
+@pytest.mark.slow
+def test_reference_solutions_and_answers_score_one(rollout: Make) -> None:
+    scorer = MathScorer()
+    parts = [read([row], seed=0) for _, row in SOLUTIONS]
+    rows = [row for part in parts for row in part.train]
+    try:
+        for column in ("completion", "answer"):
+            scores = scorer.score([rollout(row[column], answer=row["answer"]) for row in rows])
+            pairs = zip(rows, scores, strict=True)
+            assert [(row[column], row["answer"]) for row, score in pairs if score != 1.0] == []
+    finally:
+        scorer.close()
+    names = [part.read_as.split(":")[0] for part in parts]
+    assert names == [name for name, _ in SOLUTIONS]

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from nemo_rl_core.config.single_turn import MultipleChoice
 from nemo_rl_core.environments.factory import make_scorer
+from nemo_rl_core.environments.needs import refuse_incomplete_rows
 from nemo_rl_core.environments.rewards.multiple_choice import chosen_letter
-from nemo_rl_core.errors import RewardError
+from nemo_rl_core.errors import DataError, RewardError
 from nemo_rl_core.types import Rollout
+from tests.graders.multiple_choice import CHOICE_ROWS, KNOWN_CHOICE_FAULTS, choice_verdicts
 
 CHOOSE_B = [
     "B",
@@ -106,7 +108,7 @@ NOTHING = [
 
 
 @pytest.mark.parametrize("completion", NOTHING)
-def test_nothing_or_too_much_is_no_choice(completion: str) -> None:
+def test_no_letter_and_several_letters_are_not_a_choice(completion: str) -> None:
     assert chosen_letter(completion, 4) is None
 
 
@@ -122,7 +124,7 @@ def test_letters_beyond_the_choices_do_not_count() -> None:
 
 
 @given(st.text(max_size=300), st.integers(2, 26))
-def test_whatever_is_written_gives_a_choice_or_none(text: str, num_choices: int) -> None:
+def test_any_text_gives_a_choice_or_none(text: str, num_choices: int) -> None:
     letter = chosen_letter(text, num_choices)
     assert letter is None or letter in string.ascii_uppercase[:num_choices]
 
@@ -132,14 +134,33 @@ def test_a_last_line_with_the_answer_settles_it(text: str, letter: str) -> None:
     assert chosen_letter(f"{text}\n\nAnswer: ({letter}).", 4) == letter
 
 
+def test_verdicts_of_the_table() -> None:
+    assert {row for row, score in choice_verdicts() if score != row.score} == KNOWN_CHOICE_FAULTS
+    assert all(row.score == 1 for row in KNOWN_CHOICE_FAULTS)
+    assert sum(row.score for row in CHOICE_ROWS) >= 250
+    assert sum(not row.score for row in CHOICE_ROWS) >= 140
+
+
 @pytest.mark.parametrize(
-    "piece", ["answer ", "(", "A, ", "\\boxed{", "is is ", "the answer is A or "]
+    "piece",
+    [
+        "answer ",
+        "(",
+        "A, ",
+        "\\boxed{",
+        "is is ",
+        "the answer is A or ",
+        "A\n",
+        "**",
+        " ",
+        "can't ",
+    ],
 )
-def test_long_rubbish_is_read(piece: str) -> None:
+def test_long_repetitive_text_is_read(piece: str) -> None:
     assert chosen_letter(piece * (100_000 // len(piece)) + "\n\nAnswer: B", 4) == "B"
 
 
-def test_scores_and_errors_are_a_row_each(rollout: Callable[..., Rollout]) -> None:
+def test_each_row_has_a_score_or_an_error(rollout: Callable[..., Rollout]) -> None:
     scorer = make_scorer(MultipleChoice())
     rollouts = [
         rollout("The answer is C.", answer="C"),
@@ -153,3 +174,7 @@ def test_scores_and_errors_are_a_row_each(rollout: Callable[..., Rollout]) -> No
     assert [outcomes[i] for i in (0, 1, 2, 5)] == [1.0, 0.0, 1.0, 0.0]
     assert all(isinstance(outcomes[i], RewardError) for i in (3, 4))
     assert "a letter from A to D" in str(outcomes[4])
+    prompts = [each.prompt for each in rollouts]
+    with pytest.raises(DataError, match=r"2 of 6 rows .* not one of the choices"):
+        refuse_incomplete_rows(prompts, MultipleChoice(), name="train")
+    refuse_incomplete_rows(prompts[:3], MultipleChoice(), name="train")

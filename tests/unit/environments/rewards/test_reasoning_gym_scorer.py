@@ -47,7 +47,7 @@ def _stored(task: str, answer: str, **options: object) -> str:
     return json.dumps({"task": task, "options": options, "entry": entry})
 
 
-def test_the_tasks_own_score_is_given(rollout: Make) -> None:
+def test_scores_are_those_of_the_task(rollout: Make) -> None:
     scorer = make_scorer(ReasoningGymScore())
     metadata = _stored("chain_sum", "12", min_terms=2, max_terms=3)
     texts = ["12", "7 + 5 = 12", "7 + 5 = 13", "<answer>12.0</answer>", "\u00e9\x00", ""]
@@ -61,8 +61,8 @@ def test_an_answer_the_task_cannot_read_scores_zero(rollout: Make) -> None:
     scorer = make_scorer(ReasoningGymScore())
     entry = {"question": "q", "answer": "2 \u00d7 3", "metadata": {"number": 6, "factors": [2, 3]}}
     metadata = json.dumps({"task": "prime_factorization", "options": {}, "entry": entry})
-    asked = [rollout(text, metadata=metadata) for text in ("2 \u00d7 3", "two times three")]
-    assert scorer.score(asked) == [1.0, 0.0]
+    rollouts = [rollout(text, metadata=metadata) for text in ("2 \u00d7 3", "two times three")]
+    assert scorer.score(rollouts) == [1.0, 0.0]
 
 
 def test_a_task_that_cannot_score_its_own_answer_is_an_error(rollout: Make) -> None:

@@ -1,4 +1,4 @@
-"""Reward functions that ask a server on loopback, which fails at times."""
+"""Reward functions that call a loopback server, which sometimes fails."""
 
 import socket
 import threading
@@ -25,9 +25,9 @@ REPLY = b'{"choices": [{"index": 0, "message": {"role": "assistant", "content": 
 
 
 class Server(ThreadingHTTPServer):
-    """Answers a request with 200, or with what `troubles` has for its path, the first times.
+    """Answers the first requests of a path as `troubles` lists, and all others with 200.
 
-    A number is a status, None closes the connection, and a float is a delay in seconds.
+    An int is a status, None closes the connection, and a float is a delay in seconds.
     """
 
     daemon_threads = True
@@ -36,7 +36,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.troubles: dict[str, list[int | float | None]] = {}
-        self.asked: Counter[str] = Counter()
+        self.num_requests: Counter[str] = Counter()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, *_: object) -> None:
@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         name = self.path.split("/")[1]
-        self.server.asked[name] += 1
+        self.server.num_requests[name] += 1
         troubles = self.server.troubles.get(name, [])
         trouble = troubles.pop(0) if troubles else 200
         if trouble is None:
@@ -129,9 +129,9 @@ def with_openai(url: str) -> Callable[..., Any]:
         client = openai.OpenAI(
             base_url=f"{url}/{completion}", api_key="none", max_retries=0, timeout=1
         )
-        asked: Any = [{"role": "user", "content": completion}]
-        said = client.chat.completions.create(model="m", messages=asked)
-        return float(said.choices[0].message.content or "nan")
+        messages: Any = [{"role": "user", "content": completion}]
+        reply = client.chat.completions.create(model="m", messages=messages)
+        return float(reply.choices[0].message.content or "nan")
 
     return reward
 
@@ -174,9 +174,10 @@ def scored(
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", [503, 429, 500, None, 1.5])
 @pytest.mark.parametrize("client", CLIENTS)
-def test_two_failures_of_sixteen_cost_no_reward(
+def test_two_failing_calls_of_sixteen_are_retried(
     server: Server, client: Any, trouble: Any, rollout: Callable[..., Rollout]
 ) -> None:
     server.troubles = {"3": [trouble], "11": [trouble, trouble]}
@@ -187,20 +188,20 @@ def test_two_failures_of_sixteen_cost_no_reward(
     assert scored(client(server.url), names, rollout) == [1.0] * 16
     # Calling a failed batch function for each row does not count as a retry.
     num_troubles = 1 if trouble == 1.5 else 3
-    if not (client is with_aiohttp and trouble is None):  # it repeats these itself
+    if not (client is with_aiohttp and trouble is None):  # aiohttp retries these itself
         assert retries.num_retries() - before == num_troubles - (client is of_batches)
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_what_will_not_pass_is_not_tried_again(
+def test_permanent_failures_are_not_retried(
     server: Server, client: Any, rollout: Callable[..., Rollout]
 ) -> None:
     server.troubles = {"0": [404] * 9, "1": [401] * 9}
     outcomes = scored(client(server.url), ["0", "1"], rollout)
     assert all(isinstance(each, RewardError) for each in outcomes)
     # A batch function is called for both rows, then for each.
-    assert server.asked["1"] == 1
-    assert server.asked["0"] == (2 if client is of_batches else 1)
+    assert server.num_requests["1"] == 1
+    assert server.num_requests["0"] == (2 if client is of_batches else 1)
 
 
 @pytest.mark.parametrize("client", [with_httpx, with_httpx_async])
@@ -213,7 +214,7 @@ def test_a_server_that_keeps_failing_is_an_error_with_its_attempts(
     assert failed.got is not None
     assert "503" in failed.got
     assert "after 5 attempts" in failed.got
-    assert (good, server.asked["0"]) == (1.0, 5)
+    assert (good, server.num_requests["0"]) == (1.0, 5)
 
 
 def test_no_server_is_an_error(server: Server, rollout: Callable[..., Rollout]) -> None:
@@ -225,7 +226,7 @@ def test_no_server_is_an_error(server: Server, rollout: Callable[..., Rollout]) 
         assert "after 5 attempts" in str(outcome.got)
 
 
-def test_a_server_that_is_down_is_not_asked_for_ever(
+def test_a_server_that_is_down_is_given_up_early(
     server: Server, rollout: Callable[..., Rollout]
 ) -> None:
     names = [str(n) for n in range(40)]
@@ -233,14 +234,14 @@ def test_a_server_that_is_down_is_not_asked_for_ever(
     scorer = FunctionalRewardWrapper(with_httpx(server.url))
     outcomes = scorer.score([rollout(name) for name in names])
     assert all(isinstance(each, RewardError) for each in outcomes)
-    # Eight calls with five attempts, then one attempt for each of the others.
-    assert sum(server.asked.values()) == 8 * 5 + 32
-    # The next batch is tried as the first one.
+    # Eight calls with five attempts each, then one attempt for each of the others.
+    assert sum(server.num_requests.values()) == 8 * 5 + 32
+    # The next batch starts with all attempts again.
     server.troubles = {"0": [503]}
     assert scorer.score([rollout("0")]) == [1.0]
 
 
-def test_an_error_of_the_function_is_not_tried_again(rollout: Callable[..., Rollout]) -> None:
+def test_an_error_of_the_function_is_not_retried(rollout: Callable[..., Rollout]) -> None:
     calls = []
 
     def reward(completion: str) -> float:
@@ -261,7 +262,7 @@ def test_no_attempt_begins_after_the_total_time() -> None:
 
     with pytest.raises(ConnectionResetError):
         Retries(num_retries=9, total_seconds=0.9).call(down)
-    # Pauses of at least 0.25 and at most 0.5 s, then of at least 0.5 s.
+    # A pause between 0.25 and 0.5 s, then one of at least 0.5 s.
     assert 2 <= len(calls) <= 3
     assert calls[-1] - calls[0] < 0.9
 
@@ -285,5 +286,5 @@ def test_no_attempt_begins_after_the_total_time() -> None:
         (FileNotFoundError(), False),
     ],
 )
-def test_kinds_of_errors(error: BaseException, is_due: bool) -> None:
+def test_transient_errors_are_recognized(error: BaseException, is_due: bool) -> None:
     assert is_transient(error) == is_due

@@ -1,4 +1,4 @@
-"""Scores of a reward model, held next to transformers' own on single, unpadded sequences."""
+"""Scores of a reward model, compared with those of transformers on single, unpadded sequences."""
 
 import json
 import shutil
@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config
 
-from nemo_rl_core.backends.training.dtensor.loading import load_scalar_model
 from nemo_rl_core.backends.training.dtensor.model import ScoreModel
 from nemo_rl_core.config.environment import WeightedSum
 from nemo_rl_core.config.single_turn import RewardModelScore
@@ -20,18 +19,19 @@ from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.interfaces import score_rollouts
 from nemo_rl_core.environments.rewards.reward_model import RewardModelScorer, batches_by_length
 from nemo_rl_core.errors import ConfigError, ModelError, RewardError
+from nemo_rl_core.model_files.loading import load_scalar_model
 from nemo_rl_core.types import Completion, Prompt, Rollout
 from tests.simulated_cuda import simulated_cuda
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # as the scorer chooses
-EOS = 2  # of the arithmetic tokenizer
+EOS = 2  # in the arithmetic tokenizer
 SEQUENCES = [([5, 9, 11], [7, EOS]), ([4], [6, 8, 10, 12, 14, EOS]), ([4, 5], [EOS]), ([9], [9])]
 
 
 def make_rollout(prompt: list[int], completion: list[int]) -> Rollout:
-    asked = Prompt("0", "?", tuple(prompt), "?", "arithmetic")
-    made = Completion(tuple(completion), (0.0,) * len(completion), truncated=False)
-    return Rollout(asked, made, "!")
+    row = Prompt("0", "?", tuple(prompt), "?", "arithmetic")
+    sampled = Completion(tuple(completion), (0.0,) * len(completion), truncated=False)
+    return Rollout(row, sampled, "!")
 
 
 ROLLOUTS = [make_rollout(*sequence) for sequence in SEQUENCES]
@@ -39,7 +39,7 @@ ROLLOUTS = [make_rollout(*sequence) for sequence in SEQUENCES]
 
 @pytest.fixture(scope="module")
 def reward_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A classifier of one label with random weights, which pads with the end-of-sequence token."""
+    """Classifier of one label with random weights, which pads with the end-of-sequence token."""
     folder = tmp_path_factory.mktemp("reward") / "model"
     config = Qwen2Config.from_pretrained(tiny_model, num_labels=1, pad_token_id=EOS)
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def edited(folder: Path, to: Path, **changes: object) -> Path:
 def scores_one_by_one(folder: Path) -> list[float]:
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     model.to(DEVICE)
-    model.config.pad_token_id = None  # or a sequence's own end would count as padding
+    model.config.pad_token_id = None  # otherwise the last token would count as padding
     return [
         model(input_ids=torch.tensor([prompt + completion], device=DEVICE)).logits.item()
         for prompt, completion in SEQUENCES
@@ -69,7 +69,7 @@ def scores_one_by_one(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8, 8192])
-def test_scores_are_transformers_own_in_the_order_asked(tiny_model, reward_model, max_tokens):
+def test_scores_equal_those_of_transformers_in_order(tiny_model, reward_model, max_tokens):
     config = RewardModelScore(model=str(reward_model), max_tokens_per_batch=max_tokens)
     scorer = make_scorer(config, policy=tiny_model)
     expected = scores_one_by_one(reward_model)
@@ -79,10 +79,10 @@ def test_scores_are_transformers_own_in_the_order_asked(tiny_model, reward_model
     assert scorer.score([]) == []
 
 
-def test_what_a_pipeline_hands_over_stands_in_for_the_name(tiny_model, reward_model):
-    handed = make_scorer(RewardModelScore(), reward_model, policy=tiny_model)
+def test_a_reward_model_folder_replaces_a_missing_name(tiny_model, reward_model):
+    from_folder = make_scorer(RewardModelScore(), reward_model, policy=tiny_model)
     named = make_scorer(RewardModelScore(model=str(reward_model)), policy=tiny_model)
-    assert handed.score(ROLLOUTS) == named.score(ROLLOUTS)
+    assert from_folder.score(ROLLOUTS) == named.score(ROLLOUTS)
 
 
 def test_a_name_in_the_config_comes_first(tiny_model, reward_model, tmp_path):
@@ -106,7 +106,7 @@ def test_it_is_one_of_several_rewards(tiny_model, reward_model):
 
 
 @torch.no_grad()
-def test_what_training_saves_is_scored_as_training_scores_it(tiny_model, tmp_path):
+def test_a_saved_model_scores_as_in_training(tiny_model, tmp_path):
     folder = tmp_path / "trained"
     trained = ScoreModel(load_scalar_model(tiny_model), dtype="float32")
     torch.nn.init.normal_(trained.model.score.weight)
@@ -121,7 +121,7 @@ def test_what_training_saves_is_scored_as_training_scores_it(tiny_model, tmp_pat
     assert scores == pytest.approx(values.tolist(), abs=1e-4)
 
 
-def test_what_is_missing_is_said(tiny_model, reward_model):
+def test_a_missing_model_or_policy_is_refused(tiny_model, reward_model):
     with pytest.raises(ConfigError, match=r"set environment\.model"):
         make_scorer(RewardModelScore(), policy=tiny_model)
     with pytest.raises(ConfigError, match="policy=FOLDER"):
@@ -133,24 +133,24 @@ def test_another_vocabulary_is_refused(tiny_model, reward_model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(other)
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(other)
-    with pytest.raises(ModelError, match="another vocabulary") as caught:
+    with pytest.raises(ModelError, match="the vocabulary of the reward model") as caught:
         RewardModelScorer(str(other), policy=tiny_model)
     assert "<new>" in str(caught.value)
 
 
-def test_a_language_model_is_no_reward_model(tiny_model):
+def test_a_language_model_is_not_a_reward_model(tiny_model):
     with pytest.raises(ModelError, match="Qwen2ForCausalLM with 2 labels"):
         RewardModelScorer(str(tiny_model), policy=tiny_model)
 
 
-def test_a_classifier_of_several_labels_is_no_reward_model(tiny_model, reward_model, tmp_path):
+def test_a_classifier_of_several_labels_is_not_a_reward_model(tiny_model, reward_model, tmp_path):
     labels = {str(index): f"LABEL_{index}" for index in range(3)}
     folder = edited(reward_model, tmp_path / "three", id2label=labels)
     with pytest.raises(ModelError, match="with 3 labels"):
         RewardModelScorer(str(folder), policy=tiny_model)
 
 
-def test_a_head_that_would_be_drawn_at_random_is_refused(tiny_model, tmp_path):
+def test_a_model_without_head_weights_is_refused(tiny_model, tmp_path):
     one = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     folder = edited(tiny_model, tmp_path / "headless", **one)
     scorer = RewardModelScorer(str(folder), policy=tiny_model)
@@ -158,19 +158,17 @@ def test_a_head_that_would_be_drawn_at_random_is_refused(tiny_model, tmp_path):
         scorer.score(ROLLOUTS)
 
 
-def test_a_folder_that_is_none_is_refused(tiny_model, tmp_path):
+def test_an_empty_folder_is_refused(tiny_model, tmp_path):
     with pytest.raises(ModelError, match="cannot load"):
         RewardModelScorer(str(tmp_path), policy=tiny_model)
 
 
-def test_a_sequence_beyond_the_context_has_no_score_and_others_keep_theirs(
-    tiny_model, reward_model, tmp_path
-):
+def test_a_sequence_beyond_the_context_fails_only_its_row(tiny_model, reward_model, tmp_path):
     short = edited(reward_model, tmp_path / "short", max_position_embeddings=5)
     scorer = RewardModelScorer(str(short), policy=tiny_model)
     first, too_long, *others = scorer.score(ROLLOUTS)
     assert isinstance(too_long, RewardError)
-    assert "7 tokens; the model was made for 5" in str(too_long)
+    assert "7 tokens; the context length of the model is 5" in str(too_long)
     expected = scores_one_by_one(reward_model)
     assert [first, *others] == pytest.approx([expected[0], *expected[2:]], abs=1e-4)
 
@@ -190,19 +188,19 @@ def test_weights_that_are_not_finite_are_refused(tiny_model, reward_model, tmp_p
 
 
 def test_scores_that_are_not_finite_are_errors(tiny_model, reward_model, tmp_path):
-    # Of finite weights, whose products with the hidden states no float32 holds.
+    # The weights are finite, but their products with the hidden states exceed float32.
     largest = with_head_of(torch.finfo(torch.float32).max, reward_model, tmp_path / "largest")
     outcomes = RewardModelScorer(largest, policy=tiny_model).score(ROLLOUTS)
     assert all(isinstance(outcome, RewardError) for outcome in outcomes)
 
 
 @torch.no_grad()
-def test_a_body_in_bfloat16_stays_so_under_a_head_in_float32(tiny_model, reward_model, tmp_path):
+def test_a_bfloat16_body_keeps_its_dtype_with_a_float32_head(tiny_model, reward_model, tmp_path):
     folder = tmp_path / "half"
     shutil.copytree(reward_model, folder)
     half = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.bfloat16)
     half.save_pretrained(folder)
-    # One sequence at a time, as the comparison: padding would change how bfloat16 rounds.
+    # One sequence at a time, as in the comparison: padding would change the rounding of bfloat16.
     scorer = RewardModelScorer(str(folder), policy=tiny_model, max_tokens_per_batch=1)
     half.to(DEVICE)
     head = half.score.weight[0].float()
@@ -217,7 +215,7 @@ def test_a_body_in_bfloat16_stays_so_under_a_head_in_float32(tiny_model, reward_
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 100))
-def test_batches_hold_every_sequence_once_within_the_budget(lengths, max_tokens):
+def test_batches_contain_every_sequence_once_within_the_budget(lengths, max_tokens):
     batches = list(batches_by_length(lengths, max_tokens))
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for batch in batches:
@@ -225,7 +223,7 @@ def test_batches_hold_every_sequence_once_within_the_budget(lengths, max_tokens)
         assert padded <= max_tokens or len(batch) == 1
 
 
-def test_between_two_scorings_its_weights_wait_on_the_host(
+def test_release_memory_moves_the_weights_to_the_host(
     tiny_model: Path, reward_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = RewardModelScore(model=str(reward_model))
@@ -235,7 +233,7 @@ def test_between_two_scorings_its_weights_wait_on_the_host(
     assert here.score(ROLLOUTS) == expected
     one = {"weight": 1.0, "environment": part}
     emptied: list[str] = []
-    # A simulated tensor stays one, so that modules get other parameters where they move.
+    # Simulated tensors keep their class, so moved modules need new parameters.
     monkeypatch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
     for config in (part, WeightedSum(parts=[one])):
         scorer = make_scorer(config, policy=tiny_model)

@@ -1,4 +1,4 @@
-"""Reward functions as users of this project, of TRL and of verl write them."""
+"""Reward functions in the styles of this project, of TRL and of verl."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ def outcomes(fn: Any, *rollouts: Rollout) -> list[Any]:
     return FunctionalRewardWrapper(fn).score(rollouts)
 
 
-def test_a_function_gets_what_it_names_of_the_row(rollout: Make) -> None:
+def test_a_function_gets_the_columns_that_it_names(rollout: Make) -> None:
     def reward(prompt, completion, answer, metadata):
         assert (prompt, answer) == ("12+34=", "46")
         return float(completion == answer) + metadata["difficulty"]
@@ -29,8 +29,8 @@ def test_a_function_gets_what_it_names_of_the_row(rollout: Make) -> None:
     assert outcomes(reward, rollout("46", **ROW), rollout("47", **ROW)) == [3.0, 2.0]
 
 
-def test_a_prompt_and_a_completion_are_texts_from_the_first_call_on(rollout: Make) -> None:
-    """A service is not asked about lists first, and what fails on the first row ends no run."""
+def test_a_prompt_and_a_completion_are_texts_from_the_first_call(rollout: Make) -> None:
+    """No trial with lists comes first, and a failure on the first row does not end the run."""
     seen = []
 
     def reward(prompt, completion):
@@ -57,11 +57,11 @@ def test_a_prompt_and_a_completion_are_texts_from_the_first_call_on(rollout: Mak
         (lambda completions, tags: [len(each) for each in tags], 2.0),
     ],
 )
-def test_any_column_by_its_name_in_any_order(rollout: Make, fn: Any, value: float) -> None:
+def test_columns_are_passed_by_name_in_any_order(rollout: Make, fn: Any, value: float) -> None:
     assert outcomes(fn, rollout("46", **ROW)) == [value]
 
 
-def test_a_default_gives_way_to_the_row_and_stays_where_the_row_has_nothing(rollout: Make) -> None:
+def test_a_column_overrides_a_default(rollout: Make) -> None:
     def reward(prompt, completion, answer=None, difficulty=7, unknown=0.5):
         return difficulty + unknown if completion == answer else 0.0
 
@@ -70,7 +70,7 @@ def test_a_default_gives_way_to_the_row_and_stays_where_the_row_has_nothing(roll
     assert outcomes(reward, rollout("46", answer="")) == [0.0]
 
 
-def test_a_column_that_a_row_lacks_is_named_with_those_that_there_are(rollout: Make) -> None:
+def test_a_missing_column_is_named_with_the_existing_ones(rollout: Make) -> None:
     def reward(completion: str, solution: str) -> float:
         return float(completion == solution)
 
@@ -85,7 +85,7 @@ def test_a_column_that_a_row_lacks_is_named_with_those_that_there_are(rollout: M
     assert scorer.score([has]) == [1.0]
 
 
-def test_a_function_without_a_completion_is_refused_with_what_there_is() -> None:
+def test_a_function_without_a_completion_is_refused() -> None:
     for fn in (lambda answer, metadata: 1.0, lambda text, answer: 1.0, lambda **columns: 1.0):
         with pytest.raises(ConfigError) as caught:
             FunctionalRewardWrapper(fn)
@@ -93,7 +93,7 @@ def test_a_function_without_a_completion_is_refused_with_what_there_is() -> None
 
 
 def test_trl_functions_run_as_they_are(rollout: Make) -> None:
-    """As in TRL's documentation, with the columns of the data as lists."""
+    """The functions are from TRL's documentation; columns of the data are lists."""
     calls = []
 
     def reward_len(completions, **kwargs):
@@ -131,7 +131,7 @@ def test_verl_functions_run_as_they_are(rollout: Make) -> None:
 
     row = {"data_source": "openai/gsm8k", "extra_info": {"index": 3}}
     assert outcomes(compute_score, rollout("46", metadata=json.dumps(row))) == [1.0]
-    # A ground truth that is no text keeps its form; without verl's columns, this project's.
+    # A ground truth that is not a text keeps its type; without verl's columns, ours are used.
     row["reward_model"] = {"style": "rule", "ground_truth": [46, 47]}
 
     def listed(data_source, solution_str, ground_truth, extra_info):
@@ -153,12 +153,12 @@ def test_verl_functions_run_as_they_are(rollout: Make) -> None:
     assert calls == [("sums", "46")]
 
 
-def test_coroutines_are_awaited_side_by_side(rollout: Make) -> None:
+def test_coroutines_are_awaited_concurrently(rollout: Make) -> None:
     running = []
 
     async def judge(completion: str, answer: str) -> float:
         running.append(completion)
-        while len(running) < 3:  # each waits for all the others
+        while len(running) < 3:  # every call waits for all others
             await asyncio.sleep(0.001)
         if completion == "bad":
             raise LookupError("cannot read it")
@@ -181,7 +181,7 @@ def test_coroutines_are_awaited_side_by_side(rollout: Make) -> None:
     assert outcomes(verl, rollout("a")) == [0.5]
 
 
-def test_a_failure_shows_the_line_of_the_users_file(rollout: Make) -> None:
+def test_an_error_shows_the_line_of_user_code(rollout: Make) -> None:
     def reward(completion: str, answer: str) -> float:
         return 1.0 / (float(answer) - float(completion))
 
@@ -213,7 +213,7 @@ def test_several_functions_with_weights_and_their_means(rollout: Make) -> None:
 
 
 def test_none_leaves_a_function_out_of_a_row(rollout: Make) -> None:
-    """As in TRL, where a reward for code says nothing of a row of mathematics."""
+    """The same as in TRL, where a reward for code does not apply to a row of mathematics."""
 
     def code_only(completions, task, **columns):
         return [1.0 if each == "code" else None for each in task]
@@ -222,15 +222,15 @@ def test_none_leaves_a_function_out_of_a_row(rollout: Make) -> None:
     rows = score_rollouts(scorer, [rollout("46"), rollout("46", task="code")])
     assert [row.reward for row in rows] == [1.0, 3.0]
     assert means(scorer, rows) == {"near": 1.0, "code_only": 1.0}
-    # Alone, or with no other that applies, there is no reward: not a reward of 0.
-    (alone,) = outcomes(code_only, rollout("46"))
+    # If no function applies, the reward is missing, which is not a reward of 0.
+    (single,) = outcomes(code_only, rollout("46"))
     (both,) = as_scorer([code_only, code_only]).score([rollout("46")])
-    assert isinstance(alone, NotApplicableError)
+    assert isinstance(single, NotApplicableError)
     assert isinstance(both, NotApplicableError)
 
 
 @pytest.mark.parametrize(
-    ("reward", "weights", "said"),
+    ("reward", "weights", "message"),
     [
         ([near, short], [1.0], "2 reward_weights"),
         ([near], [float("nan")], "1 reward_weights"),
@@ -239,15 +239,15 @@ def test_none_leaves_a_function_out_of_a_row(rollout: Make) -> None:
         (None, [1.0], "a list of functions"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(reward: Any, weights: Any, said: str) -> None:
+def test_weights_that_do_not_fit_are_refused(reward: Any, weights: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         as_scorer(reward, weights)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def means(scorer: Any, rows: list[Rollout]) -> dict[str, float]:
     import torch
 
     batch = {"reward_components": torch.tensor([row.components for row in rows])}
-    _, found = scorer.global_post_process_and_metrics(batch)
-    return found
+    _, metrics = scorer.global_post_process_and_metrics(batch)
+    return metrics

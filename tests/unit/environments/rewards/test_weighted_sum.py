@@ -48,7 +48,7 @@ def test_the_score_is_the_sum(from_config, rollout):
     assert score_rollouts(from_config, []) == []
 
 
-def test_a_part_that_fails_is_the_outcome_of_its_rollout_alone(rollout):
+def test_a_failing_part_fails_only_its_rollout(rollout):
     scorer = WeightedSumScorer(
         [make_scorer(ExactMatch()), FunctionalRewardWrapper(num_signs)], [1.0, 10.0]
     )
@@ -61,7 +61,7 @@ def test_a_part_that_fails_is_the_outcome_of_its_rollout_alone(rollout):
         raise_first(scorer.score(rollouts))
 
 
-def test_of_several_failures_the_first_part_has_its_say(rollout):
+def test_the_first_failing_part_gives_the_error(rollout):
     parts = [FunctionalRewardWrapper(fails, name=name) for name in ("one", "two")]
     (outcome,) = WeightedSumScorer(parts, [1.0, 1.0]).score([rollout("46")])
     assert "'one'" in str(outcome)
@@ -109,7 +109,7 @@ def test_flyte_carries_every_field_of_the_config():
     from flytekit import FlyteContext
     from flytekit.core.type_engine import TypeEngine
 
-    from tasks.platform import literal_types
+    from tasks.stage import literal_types
 
     literal_types.register()
     literal_type = TypeEngine.to_literal_type(WeightedSum)
@@ -120,7 +120,7 @@ def test_flyte_carries_every_field_of_the_config():
     assert TypeEngine.to_python_value(context, literal, WeightedSum) == config
 
 
-def test_a_recipe_reaches_it_by_its_kind():
+def test_a_recipe_selects_a_weighted_sum_by_kind():
     adapter = TypeAdapter(EnvironmentConfig)
     config = adapter.validate_python({"kind": "weighted_sum", "parts": PARTS})
     assert [part.weight for part in config.parts] == [2.0, -0.5]

@@ -1,4 +1,4 @@
-"""`nemo-rl check-model` with checks that need no engine."""
+"""`nemo-rl check-model` with checks that do not need an engine."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ from click.testing import CliRunner
 
 from nemo_rl_core.errors import ConsistencyError
 from nemo_rl_core.models.validation import checks
-from tasks.cli import group
-from tasks.cli.check_model import NAMES
+from tasks.cli.models.check_model import NAMES
+from workflows.cli import group
 
 
 def _fails(folder: Path) -> str:
@@ -26,7 +26,7 @@ def test_the_option_names_the_checks() -> None:
 
 
 @pytest.mark.usefixtures("one_fails")
-def test_every_check_is_a_row_and_one_that_fails_ends_with_1(tiny_model: Path) -> None:
+def test_every_check_is_a_row_and_a_failed_one_exits_with_code_1(tiny_model: Path) -> None:
     result = CliRunner().invoke(group, ["check-model", str(tiny_model)])
     assert result.exit_code == 1
     rows = [line.split("│")[1:4] for line in result.stdout.splitlines() if "│" in line]
@@ -38,7 +38,7 @@ def test_every_check_is_a_row_and_one_that_fails_ends_with_1(tiny_model: Path) -
 
 
 @pytest.mark.usefixtures("one_fails")
-def test_one_check_alone(tiny_model: Path) -> None:
+def test_only_one_check_runs(tiny_model: Path) -> None:
     arguments = ["check-model", str(tiny_model), "--only", "max-model-len"]
     result = CliRunner().invoke(group, arguments)
     assert result.exit_code == 0

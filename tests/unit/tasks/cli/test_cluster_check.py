@@ -1,4 +1,4 @@
-"""`nemo-rl cluster-check` against Flyte's protocol on loopback, where no pod ever starts."""
+"""`nemo-rl cluster-check` on Flyte's protocol with pods that never start."""
 
 import itertools
 import json
@@ -14,15 +14,15 @@ from flytekit.image_spec.image_spec import ImageBuildEngine
 from flytekit.tools import fast_registration
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from tasks import cli
-from tasks.cli.flyte_cluster_check import NODES
+from tasks.cli.machine.flyte_cluster_check import NODES
 from tasks.cluster_check import try_engines, try_ray
-from tasks.platform import site_pods
-from tasks.platform.site_pods import QUEUE_LABEL
+from tasks.pods import site_pods
+from tasks.pods.site_pods import QUEUE_LABEL
 from tests.schemas import problems, schema
 from tests.schemas.ray_job import ray_job
 from tests.workflows.flyte_backend import Backend
 from tests.workflows.flyte_backend.containers import Container
+from workflows import cli
 
 
 class NoRoom:
@@ -37,42 +37,45 @@ class NoRoom:
         return None
 
     def remove(self) -> None:
-        """Leaves nothing."""
+        """Does nothing."""
 
 
 @pytest.fixture
 def images_named_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """flytekit keeps an image's name, which tests ask for with a registry and without."""
+    """Isolates the name that flytekit keeps for an image: tests run with and without a registry."""
     monkeypatch.setattr(ImageBuildEngine, "_IMAGE_NAME_TO_REAL_NAME", {})
     ImageBuildEngine.build.cache_clear()
     yield
     ImageBuildEngine.build.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("images_named_anew")
-def test_what_does_not_end_is_given_up_and_named(
+def test_checks_without_an_end_are_aborted_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEMO_RL_REGISTRY", "registry.invalid/team")
     (tmp_path / "pods.yaml").write_text(f"job: {{labels: {{{QUEUE_LABEL}: training}}}}")
     monkeypatch.setattr(site_pods, "FILE", tmp_path / "pods.yaml")
-    # A machine so slow that flytekit writes to stdout how long it has compressed the code.
+    # On a slow machine flytekit prints to stdout how long it took to compress the code.
     monkeypatch.setattr(fast_registration.shutil, "which", lambda _program: None)
     clock = SimpleNamespace(time=itertools.count(step=60).__next__)
     monkeypatch.setattr(fast_registration, "time", clock)
     with Backend(tmp_path / "flyte", machine=NoRoom(), at_once=True) as backend:
         where = ["--config", str(backend.config), "--project", "flytesnacks"]
-        given = ["cluster-check", *where, "--timeout", "3", "--json", "shape=one_gpu"]
-        result = CliRunner().invoke(cli.group, given)
+        arguments = ["cluster-check", *where, "--timeout", "3", "--json", "shape=one_gpu"]
+        result = CliRunner().invoke(cli.group, arguments)
         assert backend.executions, f"{result.output}{result.exception!r}"
         (execution,) = backend.executions.values()
         execution_ended = backend._aborted[execution.name].is_set()
     assert result.exit_code == 1, result.output
     assert "tarball compression took 60 seconds" in result.stderr
-    told = json.loads(result.stdout)
-    assert told["counts"] == {"ok": 0, "warn": 0, "fail": len(NODES)}
-    assert [line["name"] for line in told["checks"]] == [node.name for node in NODES.values()]
-    for line in told["checks"]:
+    result_json = json.loads(result.stdout)
+    assert result_json["counts"] == {"ok": 0, "warn": 0, "fail": len(NODES)}
+    assert [line["name"] for line in result_json["checks"]] == [
+        node.name for node in NODES.values()
+    ]
+    for line in result_json["checks"]:
         assert line["found"].startswith("did not end within 3 s")
         assert "kubectl describe" in line["fix"]
         waits_for_kueue = line["name"] in ("ray", "ray: engines")
@@ -81,11 +84,11 @@ def test_what_does_not_end_is_given_up_and_named(
     (ray,) = [s.template for (name, _), s in backend.tasks.items() if name.endswith(".try_ray")]
     (carried,) = [entry.value for entry in ray.container.env if entry.key == "_F_SS_C"]
     monkeypatch.delenv("NEMO_RL_REGISTRY")  # as in the container of a dynamic task
-    _assert_images_of_a_gpu_are_known(SerializationSettings.from_transport(carried))
+    _assert_gpu_images_are_registered(SerializationSettings.from_transport(carried))
 
 
 class Aborting(NoRoom):
-    """A machine at whose first pod somebody aborts the execution."""
+    """A machine on whose first pod somebody aborts the execution."""
 
     backend: Backend
 
@@ -95,18 +98,19 @@ class Aborting(NoRoom):
         return self
 
 
-def test_an_execution_that_somebody_aborts_is_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_an_aborted_execution_is_not_waited_for(tmp_path: Path) -> None:
     machine = Aborting()
     with Backend(tmp_path / "flyte", machine=machine, at_once=True) as backend:
         machine.backend = backend
-        where = ["--config", str(backend.config), "--project", "flytesnacks"]
-        result = CliRunner().invoke(cli.group, ["cluster-check", *where, "--timeout", "300"])
+        options = ["--config", str(backend.config), "--project", "flytesnacks"]
+        result = CliRunner().invoke(cli.group, ["cluster-check", *options, "--timeout", "300"])
     assert result.exit_code == 1, result.output
     assert f"0 ok, 0 warn, {len(NODES) - 1} fail" in result.output  # the file was never written
 
 
-def _assert_images_of_a_gpu_are_known(settings: SerializationSettings) -> None:
-    """The RayJobs that the dynamic tasks make there have the registered names."""
+def _assert_gpu_images_are_registered(settings: SerializationSettings) -> None:
+    """Names of the RayJobs that the dynamic tasks make there."""
     context = FlyteContextManager.current_context()
     state = context.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
     context = context.with_execution_state(state).with_serialization_settings(settings)
@@ -121,19 +125,20 @@ def _assert_images_of_a_gpu_are_known(settings: SerializationSettings) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (["shape=one_gup"], "one_gup"),
         (["shapes=one_gpu"], "shapes"),
-        (["one_gpu"], "'one_gpu' is no setting"),
+        (["one_gpu"], "'one_gpu' is not a setting"),
     ],
 )
-def test_a_shape_that_is_none_is_refused(settings: list[str], said: str) -> None:
+def test_an_unknown_shape_is_refused(settings: list[str], message: str) -> None:
     result = CliRunner().invoke(cli.group, ["cluster-check", *settings])
     assert result.exit_code == 2
-    assert said in result.output
+    assert message in result.output
 
 
+@pytest.mark.slow
 def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
     config = tmp_path / "flyte.yaml"
     config.write_text("admin:\n  endpoint: dns:///127.0.0.1:9\n  insecure: true\n")

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store, hash_content
-from tasks.cli.gc import gc
-from tasks.cli.units import Age, Size, show_bytes
+from tasks.cli.store.gc import gc
+from tasks.cli.store.units import Age, Size, show_bytes
 
 
 @pytest.mark.parametrize(
@@ -29,14 +29,14 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "30", "d", "-1d", "1y"])
-def test_what_is_no_age(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="as 30d"):
+def test_an_invalid_age_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="as in 30d"):
         Age().convert(text, None, None)
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1 PiB", "1gb"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="as 20GiB"):
+def test_an_invalid_size_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="as in 20GiB"):
         Size().convert(text, None, None)
 
 
@@ -70,7 +70,7 @@ def test_a_pin_keeps_a_run(run_folder: Path) -> None:
     assert not run_folder.exists()
 
 
-def test_a_dry_run_removes_nothing_and_no_terminal_is_not_asked(run_folder: Path) -> None:
+def test_a_dry_run_removes_nothing_and_asks_nothing_without_a_terminal(run_folder: Path) -> None:
     runner = CliRunner()
     result = runner.invoke(gc, ["--older-than", "30d", "--dry-run"])
     assert f"run        16.0 KiB  {run_folder.name}\n" in result.output
@@ -80,7 +80,7 @@ def test_a_dry_run_removes_nothing_and_no_terminal_is_not_asked(run_folder: Path
     assert run_folder.exists()
 
 
-def test_a_size_that_cannot_be_reached_is_said(run_folder: Path) -> None:
+def test_a_size_that_cannot_be_reached_is_reported(run_folder: Path) -> None:
     (run_folder / "pinned").touch()
     result = CliRunner().invoke(gc, ["--max-size", "1KiB", "--yes"])
     assert result.exit_code == 1
@@ -93,7 +93,7 @@ def test_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_cached_results_of_removed_artifacts_go(own_store: Path) -> None:
+def test_cached_results_of_removed_artifacts_are_removed(own_store: Path) -> None:
     from flytekit.core.context_manager import FlyteContextManager
     from flytekit.core.local_cache import LocalTaskCache
     from flytekit.core.type_engine import LiteralMap, TypeEngine

@@ -1,4 +1,4 @@
-"""The command itself: its list, its errors, and what it does not import."""
+"""The command itself: its list, its errors, and its imports."""
 
 import json
 import os
@@ -10,7 +10,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tasks import cli
+from tasks.cli import COMMANDS, LazyGroup
+from workflows import cli
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 
@@ -18,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[4]
 def test_help_lists_every_command_and_imports_no_heavy_library() -> None:
     script = """
 import json, sys
-from tasks.cli import main
+from workflows.cli import main
 try:
     main()
 finally:
@@ -31,7 +32,7 @@ finally:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stderr.splitlines()[-1]) == []
-    for name, (_, line) in cli.COMMANDS.items():
+    for name, (_, line) in COMMANDS.items():
         assert f"  {name} " in done.stdout
         assert line in done.stdout
 
@@ -40,8 +41,9 @@ def test_help_of_a_command_imports_no_model_library() -> None:
     script = """
 import json, sys
 from click.testing import CliRunner
-from tasks import cli
-for name in cli.COMMANDS:
+from tasks.cli import COMMANDS
+from workflows import cli
+for name in COMMANDS:
     assert CliRunner().invoke(cli.group, [name, "--help"]).exit_code == 0, name
 print(json.dumps(sorted({"torch", "vllm", "ray", "flytekit", "transformers"} & set(sys.modules))))
 """
@@ -53,7 +55,7 @@ print(json.dumps(sorted({"torch", "vllm", "ray", "flytekit", "transformers"} & s
     assert json.loads(done.stdout) == []
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_entry_of_the_table_is_a_command_of_that_name(name: str) -> None:
     result = CliRunner().invoke(cli.group, [name, "--help"])
     assert result.exit_code == 0, result.output
@@ -76,7 +78,7 @@ def test_a_command_is_imported_when_it_is_called(
         "import click\n@click.command()\ndef hello():\n    click.echo('hello')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    group = cli.LazyGroup("x", {"hello": ("lazy_hello:hello", "Greet.")}, "Help.")
+    group = LazyGroup("x", {"hello": ("lazy_hello:hello", "Greet.")}, "Help.")
     runner = CliRunner()
     assert "Greet." in runner.invoke(group, ["--help"]).output
     assert "lazy_hello" not in sys.modules
@@ -86,7 +88,7 @@ def test_a_command_is_imported_when_it_is_called(
 
 def test_an_explained_error_has_no_traceback(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "from tasks.cli import main; main()", "verify", "grpo"],
+        [sys.executable, "-c", "from workflows.cli import main; main()", "verify", "grpo"],
         env={**os.environ, "NEMO_RL_HOME": str(tmp_path)},
         cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
@@ -95,5 +97,5 @@ def test_an_explained_error_has_no_traceback(tmp_path: Path) -> None:
         "nemo-rl: there is no artifact that begins with 'grpo'\n"
         "  expected: the name of one folder in the store's artifacts/, or its beginning\n"
         "  got: nothing of that name\n"
-        "  fix: see `ls` of that folder, or `nemo-rl runs` for what a run has made\n"
+        "  fix: see `ls` of that folder, or `nemo-rl runs` for the artifacts of a run\n"
     )

@@ -21,13 +21,13 @@ from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.store import Store
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
-from tasks.cli.card import card
-from tasks.cli.differences import differences_from, differences_of_making
-from tasks.cli.lineage import lineage
-from tasks.cli.reproduce import reproduce
-from tasks.cli.runs import runs
-from tasks.platform.run import RunFailed
-from tasks.platform.stage import cached_task, make
+from tasks.cli.models.card import card
+from tasks.cli.records.lineage import lineage
+from tasks.cli.records.reproduce import reproduce
+from tasks.cli.records.runs import runs
+from tasks.local_run.run import RunFailed
+from tasks.reproduce.differences import differences_from, differences_of_making
+from tasks.stage.stage import cached_task, make
 
 assert workflows  # wraps flytekit's local execution when it is imported
 
@@ -107,23 +107,23 @@ def test_the_tree_goes_back_to_the_data(ran: Ran) -> None:
     assert "7 tokens" in shown and "run 20" in shown
 
 
-def test_a_folder_from_elsewhere_tells_its_own_ancestry(
+def test_a_folder_of_another_store_contains_its_ancestry(
     ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = json.loads(ask(lineage, ran.artifact.folder.name, "--json").output)
     monkeypatch.chdir(tmp_path)
-    # A name that an artifact of the store begins with, and the place of another store.
+    # A name that an artifact of the store begins with, and the path of another store.
     shutil.copytree(ran.artifact.folder, "rows")
     for store in ("", str(tmp_path / "empty")):
         for words in ("rows", "rows/model", str(tmp_path / "rows" / "model" / "weights.txt")):
             options = ["--store", store] if store else []
-            found = json.loads(ask(lineage, words, "--json", *options).output)
-            assert found["root"] == here["root"], words
+            result_json = json.loads(ask(lineage, words, "--json", *options).output)
+            assert result_json["root"] == here["root"], words
             for key in ("id", "content_hash", "depth"):
-                assert [each[key] for each in found["artifacts"]] == [
+                assert [each[key] for each in result_json["artifacts"]] == [
                     each[key] for each in here["artifacts"]
                 ]
-            assert found["parentage"] == here["parentage"]
+            assert result_json["parentage"] == here["parentage"]
 
 
 def test_the_graph_as_json(ran: Ran) -> None:
@@ -148,7 +148,7 @@ def test_runs_are_listed_and_shown(ran: Ran) -> None:
     first = page["items"][1]["id"]
     assert first in ask(runs, "--state", "succeeded").output
     assert first not in ask(runs, "--state", "failed").output
-    # A pipe has no width, in which rich would cut the table at 80 columns.
+    # For a pipe, which has no width, rich would cut the table at 80 columns.
     listed = ask(runs).output
     assert all(each["id"] in listed for each in page["items"]) and "…" not in listed
     shown = ask(runs, first).output
@@ -166,7 +166,7 @@ def test_a_card_to_a_file(ran: Ran, tmp_path: Path) -> None:
     assert "**tune_more**" in path.read_text()
 
 
-def test_another_machine_is_named_with_what_it_means_for_bits(ran: Ran) -> None:
+def test_differences_of_machines_are_named_with_their_effect(ran: Ran) -> None:
     with History(Store.default()) as history:
         execution = history.maker(history.find_artifact(ran.artifact.folder.name))
     assert execution is not None
@@ -182,11 +182,11 @@ def test_another_machine_is_named_with_what_it_means_for_bits(ran: Ran) -> None:
         "its vector extensions differ (only then amx_of_then, only now none)",
         f"libraries took {here.threads + 6} threads and take {here.threads}",
     )
-    older = {"cpu_model": here.cpu_model, "cores": here.cores}  # records had no more
+    older = {"cpu_model": here.cpu_model, "cores": here.cores}  # the fields of older records
     assert differences_from(replace(execution, machine=older)).bits == ()
 
 
-def test_what_workers_computed_with_is_compared() -> None:
+def test_machines_of_workers_are_compared() -> None:
     here = Machine.current()
     then, now = (
         here.model_copy(
@@ -198,19 +198,21 @@ def test_what_workers_computed_with_is_compared() -> None:
     assert differences_of_making(then, now) == (
         "cpu_capability in training was AVX2 and is AVX512",
     )
-    assert differences_of_making(then, here) == ()  # which has computed nothing
+    assert differences_of_making(then, here) == ()  # without processes
     more = {"processes": {"training": {**then.processes["training"], "gpu": "H100"}}}
     assert differences_of_making(then, then.model_copy(update=more)) == (
         "gpu in training was none and is H100",
     )
 
 
-def test_variables_of_workers_are_compared_as_they_had_them() -> None:
+def test_variables_of_workers_are_compared() -> None:
     plain = Machine(cpu_model="any", cores=2)
     head = plain.model_copy(update={"variables": {"NVIDIA_TF32_OVERRIDE": "0"}})
     worker = {"training": {"threads": "1", "NVIDIA_TF32_OVERRIDE": "0"}}
     then, now = head.with_processes(worker), plain.with_processes(worker)
-    assert differences_of_making(then, now) == (  # of the heads; their workers had the same
+    assert differences_of_making(
+        then, now
+    ) == (  # variables of the heads; those of workers are equal
         "variables that choose kernels were NVIDIA_TF32_OVERRIDE=0 and are none",
     )
     without = head.with_processes({"training": {"threads": "1"}})
@@ -221,7 +223,7 @@ def test_variables_of_workers_are_compared_as_they_had_them() -> None:
     assert differences_of_making(older, without) == ()
 
 
-def test_a_run_on_another_machine_is_told_why_bits_may_differ(ran: Ran, tmp_path: Path) -> None:
+def test_a_run_on_another_machine_prints_why_bits_may_differ(ran: Ran, tmp_path: Path) -> None:
     store = Store.default()
     with closing(sqlite3.connect(path_of(store))) as database:
         machine = json.dumps(Machine.current().model_dump() | {"cpu_model": "another"})
@@ -235,7 +237,7 @@ def test_a_run_on_another_machine_is_told_why_bits_may_differ(ran: Ran, tmp_path
     assert "note: bits are the same on machines of one kind" in result.stderr
 
 
-def test_nothing_is_run_again_where_it_cannot_be_the_same(
+def test_reproduce_refuses_runs_that_cannot_be_the_same(
     ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older = tmp_path / "site" / "torch-0.1.dist-info"

@@ -8,11 +8,11 @@ from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.store.manifest import Cost, Manifest
 from nemo_rl_core.store.store import Store
-from tasks.cli.model_folder import model_folder
+from tasks.cli.models.model_folder import model_folder
 
 
 def made(digest: str) -> tuple[Path, Manifest]:
-    """An artifact with a model, in the store."""
+    """Creates an artifact with a model in the store."""
     folder = Store.default().artifacts / f"export-{digest * 8}"
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text("{}")
@@ -30,16 +30,16 @@ def made(digest: str) -> tuple[Path, Manifest]:
     return folder, manifest
 
 
-def test_a_folder_and_the_folder_around_it(own_store: Path) -> None:
+def test_a_model_folder_is_found_by_its_path_or_its_artifacts(own_store: Path) -> None:
     folder, _ = made("ab")
     assert model_folder(str(folder)) == folder / "model"
     assert model_folder(str(folder / "model")) == folder / "model"
     assert model_folder("nowhere") == Path("nowhere")
 
 
-def test_an_artifact_by_its_id_or_the_beginning_of_id_or_hash(own_store: Path) -> None:
+def test_an_artifact_is_found_by_its_id_or_a_prefix_of_id_or_hash(own_store: Path) -> None:
     (folder, manifest), other = made("ab"), made("cd")
-    assert model_folder(folder.name) == folder / "model"  # without a record of runs, too
+    assert model_folder(folder.name) == folder / "model"  # also without a record of runs
     writer = HistoryWriter(Store.default(), "run")
     writer.begin(
         NewExecution(workflow="w", recipe="", command=[], inputs={}, log_path=own_store / "log")

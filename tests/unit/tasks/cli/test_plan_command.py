@@ -1,4 +1,4 @@
-"""`nemo-rl plan`, its recipes, and the refusal before a run."""
+"""`nemo-rl plan`, recipes that it plans, and refusals before a run."""
 
 import json
 import logging
@@ -14,16 +14,16 @@ from huggingface_hub import constants
 from nemo_rl_core.config.model import ModelFromConfig, ModelFromWheel, TextModelFromConfig
 from nemo_rl_core.errors import ConfigError, ModelError, ResourceError
 from nemo_rl_core.planning.accelerators import ACCELERATORS, OWN
-from tasks import cli
-from tasks.cli.recipe_pipeline import pipeline_of
-from tasks.platform import gpu_plan
-from tasks.platform.gpu_plan import config_of, plan_recipe, refuse_what_does_not_fit
-from tasks.platform.preflight import preflight
+from tasks.cli.recipe.recipe_pipeline import pipeline_of
+from tasks.local_run.preflight import preflight
+from tasks.planning import gpu_plan
+from tasks.planning.gpu_plan import config_of, plan_recipe, refuse_what_does_not_fit
 from tasks.recipes.dpo import DPORecipe
 from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.post_train import PostTrainRecipe
 from tasks.recipes.ppo import PPORecipe
 from tests.unit.planning.layouts import CONFIGS
+from workflows import cli
 
 GPU_RECIPES = {
     "grpo_1.5b_1gpu": "qwen2.5-1.5b",
@@ -56,12 +56,12 @@ def test_recipes_for_gpus_fit(recipe: str, model: str) -> None:
     assert "trained tokens/s" in result.output
 
 
-@pytest.mark.parametrize(("recipe", "said"), PODS.items())
-def test_pods_that_are_too_small_for_a_model_are_named(recipe: str, said: str) -> None:
+@pytest.mark.parametrize(("recipe", "message"), PODS.items())
+def test_pods_too_small_for_a_model_are_named(recipe: str, message: str) -> None:
     model = CONFIGS[GPU_RECIPES[recipe]]
-    assert invoked(recipe, "--model-config", model).output.splitlines()[-1] == said
-    found = json.loads(invoked(recipe, "--model-config", model, "--json").output)
-    assert (found["pod_problems"], found["fits"]) == ([said], True)
+    assert invoked(recipe, "--model-config", model).output.splitlines()[-1] == message
+    result_json = json.loads(invoked(recipe, "--model-config", model, "--json").output)
+    assert (result_json["pod_problems"], result_json["fits"]) == ([message], True)
 
 
 def test_a_run_on_a_cluster_with_such_pods_is_refused(tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_a_run_on_a_cluster_with_such_pods_is_refused(tmp_path: Path) -> None:
     assert PODS["grpo_70b_8nodes"] in refused.output
 
 
-def test_what_does_not_fit_fits_with_the_change_that_is_named(tmp_path: Path) -> None:
-    """The settings, given to the same command, are those of a recipe that fits."""
+def test_the_suggested_change_makes_a_recipe_fit(tmp_path: Path) -> None:
+    """Adds the suggested settings to the same command, and expects a recipe that fits."""
     recipe = tmp_path / "grpo_mine.yaml"
     recipe.write_text(
         yaml.safe_dump(
@@ -90,53 +90,53 @@ def test_what_does_not_fit_fits_with_the_change_that_is_named(tmp_path: Path) ->
     refused = invoked(recipe, *model)
     assert refused.exit_code == 1
     *_, training, sampling, fix = refused.output.splitlines()
-    assert training.startswith("grpo_iteration: training takes 1")
-    assert "of 79.0 GiB, of which 93% can be filled" in training
-    assert sampling.startswith("grpo_iteration: sampling takes ")
+    assert training.startswith("grpo_iteration: training needs 1")
+    assert "of its 79.0 GiB, 93% can be used" in training
+    assert sampling.startswith("grpo_iteration: sampling needs ")
     changes = fix.removeprefix("the smallest change that fits: ").split(" ")
     assert changes == [
         "training.activation_checkpointing=true",
         "generation.gpu_memory_utilization=0.7",
     ]
     assert invoked(recipe, *changes, *model).output.splitlines()[-1] == "fits"
-    # Neither does alone.
+    # Neither is enough by itself.
     assert all(invoked(recipe, each, *model).exit_code == 1 for each in changes)
 
 
 def test_json_has_every_figure() -> None:
     model = CONFIGS["qwen2.5-7b"]
     result = invoked("grpo_7b_8gpu", "--model-config", model, "--json")
-    found = json.loads(result.output)
-    assert [stage["name"] for stage in found["stages"]] == ["grpo_iteration", "evaluate"]
-    stage = found["stages"][0]
+    result_json = json.loads(result.output)
+    assert [stage["name"] for stage in result_json["stages"]] == ["grpo_iteration", "evaluate"]
+    stage = result_json["stages"][0]
     assert stage["gib"]["weights"] == pytest.approx(3.55, abs=0.01)
     assert stage["speed"]["transfer"]["goal_seconds"] == pytest.approx(2.0, rel=0.01)
-    assert (found["fits"], found["change"], found["accelerator"]["name"]) == (
+    assert (result_json["fits"], result_json["change"], result_json["accelerator"]["name"]) == (
         True,
         None,
         "nvidia-h100",
     )
-    assert found["never_run"] == ["several ranks over NCCL"]
+    assert result_json["never_run"] == ["several ranks over NCCL"]
 
 
-def test_completions_that_end_early_take_a_step_less_time() -> None:
+def test_shorter_completions_reduce_the_time_of_a_step() -> None:
     arguments = ["grpo_7b_8gpu", "--model-config", CONFIGS["qwen2.5-7b"]]
     longest, mean = (
         json.loads(invoked(*arguments, *more, "--json").output)["stages"][0]["speed"]
         for more in ([], ["--mean-tokens", 600])
     )
-    # Prompts of 1,024 tokens, with 600 new ones and not 5,120.
+    # Prompts have 1,024 tokens, completions 600 instead of 5,120.
     trained = mean["training_seconds"] / longest["training_seconds"]
     assert trained == pytest.approx(1624 / 6144, rel=0.01)
-    # The last completions are decoded alone.
+    # The last completions are decoded one at a time.
     assert 600 / 5120 < mean["rollout_seconds"] / longest["rollout_seconds"] < 0.3
     shown = invoked(*arguments, "--mean-tokens", 600).output
-    assert "seconds a step  " in shown
+    assert "seconds/step  " in shown
     assert "at most" not in shown.split("expected")[1]
     assert invoked(*arguments, "--mean-tokens", 0).exit_code == 2
 
 
-def test_another_accelerator_may_be_planned_for() -> None:
+def test_another_accelerator_can_be_planned_for() -> None:
     arguments = ["grpo_7b_8gpu", "--model-config", CONFIGS["qwen2.5-7b"], "--accelerator"]
     small = invoked(*arguments, "nvidia-rtx-4090")
     assert small.exit_code == 1
@@ -146,7 +146,7 @@ def test_another_accelerator_may_be_planned_for() -> None:
     assert "there is no accelerator 'nvidia-h1000'" in unknown.output
 
 
-def test_this_machines_gpu_is_asked_of_its_driver(
+def test_the_local_gpu_is_read_from_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "nvidia-smi"
@@ -158,23 +158,23 @@ def test_this_machines_gpu_is_asked_of_its_driver(
     assert "1 x nvidia-l40s of 44.5 GiB" in result.output
 
 
-def test_a_recipe_without_a_gpu_has_none_to_plan() -> None:
+def test_a_recipe_without_a_gpu_cannot_be_planned() -> None:
     result = invoked("grpo_arithmetic")
     assert result.exit_code == 2
     assert "nemo-rl plan grpo_arithmetic cluster.shape=one_gpu" in result.output
     assert invoked("grpo_arithmetic", "cluster.shape=one_gpu").exit_code == 0
 
 
-def test_the_pipeline_is_that_of_the_name_of_the_base_or_of_the_section(tmp_path: Path) -> None:
+def test_the_pipeline_follows_from_name_base_or_section(tmp_path: Path) -> None:
     based, bare, unclear = (tmp_path / name for name in ("mine.yaml", "own.yaml", "no.yaml"))
     based.write_text("recipe: post_train_arithmetic\n")
     bare.write_text("dpo: {num_pairs_per_step: 4}\n")
     unclear.write_text("seed: 1\n")
-    assert pipeline_of("reward_model_arithmetic") == "reward_model"
-    assert pipeline_of(str(based)) == "post_train"
-    assert pipeline_of(str(bare)) == "dpo"
+    assert pipeline_of("reward_model_arithmetic", cli.PIPELINES) == "reward_model"
+    assert pipeline_of(str(based), cli.PIPELINES) == "post_train"
+    assert pipeline_of(str(bare), cli.PIPELINES) == "dpo"
     with pytest.raises(ConfigError, match="not clear which pipeline"):
-        pipeline_of(str(unclear))
+        pipeline_of(str(unclear), cli.PIPELINES)
     assert invoked(unclear, "cluster.shape=one_gpu", "--pipeline", "sft").exit_code == 0
 
 
@@ -201,7 +201,7 @@ def test_every_stage_of_a_pipeline_is_planned() -> None:
     assert list(named(GRPORecipe, sft={})) == ["train_sft", "grpo_iteration", "evaluate"]
 
 
-def test_references_and_critics_are_where_the_algorithm_has_them() -> None:
+def test_references_and_critics_are_planned_by_algorithm() -> None:
     parts = {
         "kl": named(GRPORecipe)["grpo_iteration"].memory.parts,
         "no kl": named(GRPORecipe, grpo={"loss": {"kl": None}})["grpo_iteration"].memory.parts,
@@ -210,8 +210,8 @@ def test_references_and_critics_are_where_the_algorithm_has_them() -> None:
         "kto": named(DPORecipe, dpo={"loss": {"kind": "kto"}})["dpo_iteration"].memory.parts,
         "sft": named(GRPORecipe, sft={})["train_sft"].memory.parts,
     }
-    assert {name for name, found in parts.items() if "reference" in found} == {"kl", "ppo", "kto"}
-    assert {name for name, found in parts.items() if "critic" in found} == {"ppo"}
+    assert {name for name, each in parts.items() if "reference" in each} == {"kl", "ppo", "kto"}
+    assert {name for name, each in parts.items() if "critic" in each} == {"ppo"}
     assert "KV cache" in parts["ppo"]
     assert "KV cache" not in parts["dpo"]
 
@@ -222,16 +222,16 @@ def test_the_scalar_head_has_no_logits() -> None:
     assert "logits" in stages["dpo_iteration"].memory.parts
 
 
-def test_sections_without_a_folder_have_the_config_that_would_be_made(tmp_path: Path) -> None:
+def test_sections_without_a_folder_have_a_generated_config(tmp_path: Path) -> None:
     from nemo_rl_core.converters.materialize import materialize
 
     for model in (ModelFromConfig(), TextModelFromConfig(hidden_size=64, num_heads=4)):
         made = tmp_path / model.kind
         number = materialize(model, made, seed=0)
-        found = config_of(model)
+        config = config_of(model)
         written = json.loads((made / "config.json").read_text())
-        assert {name: written[name] for name in found} == found
-        assert gpu_plan.sizes_of(found).num_parameters == number
+        assert {name: written[name] for name in config} == config
+        assert gpu_plan.sizes_of(config).num_parameters == number
     wheel = ModelFromWheel(kind="wheel", name="m", package="m==1")
     with pytest.raises(ModelError, match="before it is installed"):
         config_of(wheel)
@@ -255,13 +255,13 @@ def test_a_hub_name_is_read_from_the_hubs_cache(
         lambda name, file: hf_hub_download(name, file, cache_dir=tmp_path),
     )
     assert config_of(recipe(GRPORecipe).model)["hidden_size"] == 3584
-    with pytest.raises(ModelError, match="'org/other' cannot be had") as refused:
+    with pytest.raises(ModelError, match="'org/other' cannot be fetched") as refused:
         config_of(recipe(GRPORecipe, model={"name": "org/other"}).model)
     assert "--model-config FILE" in str(refused.value)
 
 
 def on_gpus(folder: Path, **sections: Any) -> GRPORecipe:
-    """A recipe of a 7 B whose folder has its config alone."""
+    """A recipe of a 7 B model whose folder only has its config."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(CONFIGS["qwen2.5-7b"].read_text())
     base = {"recipe": "grpo_7b_8gpu", "model": {"name": str(folder), "dtype": "bfloat16"}}
@@ -270,10 +270,10 @@ def on_gpus(folder: Path, **sections: Any) -> GRPORecipe:
 
 def test_a_run_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path) -> None:
     refuse_what_does_not_fit(on_gpus(tmp_path / "a"))
-    alone = on_gpus(tmp_path / "a", cluster={"num_workers": 1}, generation={"num_engines": 1})
+    one_gpu = on_gpus(tmp_path / "a", cluster={"num_workers": 1}, generation={"num_engines": 1})
     with pytest.raises(ResourceError, match="does not fit 1 x nvidia-h100") as refused:
-        refuse_what_does_not_fit(alone)
-    assert "training takes 1" in str(refused.value.got)
+        refuse_what_does_not_fit(one_gpu)
+    assert "training needs 1" in str(refused.value.got)
     assert "cluster.num_workers=" in str(refused.value.fix)
 
 
@@ -291,28 +291,30 @@ def test_float8_is_refused_on_gpus_that_lack_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_this_machine")
-def test_preflight_asks_for_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_refuses_a_plan_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from nemo_rl_core.distributed import resources
-    from tasks.platform import preflight as module
+    from tasks.local_run import preflight as module
 
     monkeypatch.setattr(resources, "_count_here", lambda _: 64)  # of GPUs, too
-    monkeypatch.setattr(module, "check_pretrained", lambda _: None)  # there is no tokenizer
-    alone = on_gpus(tmp_path / "a", cluster={"num_workers": 1}, generation={"num_engines": 1})
+    monkeypatch.setattr(module, "check_pretrained", lambda _: None)  # without a tokenizer
+    one_gpu = on_gpus(tmp_path / "a", cluster={"num_workers": 1}, generation={"num_engines": 1})
     with pytest.raises(ResourceError, match="does not fit"):
-        preflight({"config": alone})
+        preflight({"config": one_gpu})
 
 
-def test_what_is_not_certain_is_a_warning(
+def test_uncertain_misfits_are_warnings(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = on_gpus(tmp_path / "a", cluster={"num_workers": 1}, generation={"num_engines": 1})
+    one_gpu = on_gpus(tmp_path / "a", cluster={"num_workers": 1}, generation={"num_engines": 1})
     with caplog.at_level(logging.WARNING):
         (tmp_path / "a" / "config.json").unlink()
         gpu_plan._sizes_of_section.cache_clear()
-        refuse_what_does_not_fit(alone)
+        refuse_what_does_not_fit(one_gpu)
     assert "memory was not planned: the config.json of the model cannot be read" in caplog.text
     monkeypatch.setattr(gpu_plan, "own_accelerator", lambda: None)
-    unknown = alone.replace(cluster={"shape": "one_gpu"})
+    unknown = one_gpu.replace(cluster={"shape": "one_gpu"})
     caplog.clear()
     refuse_what_does_not_fit(unknown)
     assert caplog.text == ""
@@ -330,7 +332,7 @@ def test_the_page_shows_what_the_command_prints() -> None:
     assert "| 70 B on eight machines | CUDA IPC on each GPU | 4.1 s | 10 s | 0.6 s |" in page
 
 
-def test_estimates_and_what_is_not_counted_are_said(tmp_path: Path) -> None:
+def test_estimates_and_uncounted_parts_are_printed(tmp_path: Path) -> None:
     other = {**json.loads(CONFIGS["qwen2.5-1.5b"].read_text()), "model_type": "gemma2"}
     (tmp_path / "config.json").write_text(json.dumps({**other, "head_dim": 128}))
     rewarded = ["environment={kind: reward_model, model: org/rm}"]
@@ -348,11 +350,11 @@ def test_estimates_and_what_is_not_counted_are_said(tmp_path: Path) -> None:
     assert "not counted" not in counted
     lines = {line[:25].strip(): line.split()[-1] for line in counted.splitlines() if line}
     assert lines["scorer"] == f"{0.5 * H100.memory_gib:.1f}"
-    assert "most while scoring" in lines
+    assert "peak while scoring" in lines
     large = named.replace("SHARE", ", gpu_memory_utilization: 0.9")
     refused = invoked("grpo_1.5b_1gpu", large, *others)
     assert refused.exit_code == 1
-    assert "grpo_iteration: scoring takes" in refused.output
+    assert "grpo_iteration: scoring needs" in refused.output
     assert "the smallest change that fits: environment.judge.gpu_memory_u" in refused.output
     of_its_own = named.replace("SHARE", ", placement: {own: 2}")
     larger = ["cluster={shape: cluster}", of_its_own, *others]
@@ -361,11 +363,11 @@ def test_estimates_and_what_is_not_counted_are_said(tmp_path: Path) -> None:
     assert f"{0.9 * H100.memory_gib + 2:.1f}" in next(
         line for line in lines if line.startswith("scorer on its own")
     )
-    assert any("never run so far: models that score on GPUs" in line for line in lines)
+    assert any("never run so far: models that score on dedicated GPUs" in line for line in lines)
     assert lines[-1] == "fits"
     refused = invoked("grpo_1.5b_1gpu", of_its_own)
     assert refused.exit_code == 2
     assert "set cluster.shape to cluster" in refused.output
     megatron = invoked("grpo_1.5b_1gpu", "training={backend: megatron}", *arguments[3:]).output
     assert "for the model type gemma2, the backend megatron" in megatron
-    assert "training.backend: megatron does not know the model type gemma2" in megatron
+    assert "training.backend: megatron does not support the model type gemma2" in megatron

@@ -1,12 +1,14 @@
-"""`nemo-rl reproduce` of what a cluster made: its stages run again from the manifests."""
+"""`nemo-rl reproduce` of an artifact of a cluster: its stages run again from the manifests."""
 
 import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
+from flytekit.core.checkpointer import SyncCheckpoint
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.history.cluster import import_folders
@@ -14,9 +16,9 @@ from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
-from tasks.cli.reproduce import reproduce
-from tasks.platform import attempts
-from tasks.platform.stage import cached_task, make
+from tasks.cli.records.reproduce import reproduce
+from tasks.stage import stage
+from tasks.stage.stage import cached_task, make
 
 
 class Rate(FrozenConfig):
@@ -39,7 +41,7 @@ def tune(
     def work(folder: Path) -> StageResult:
         before = (start.model_folder / "weights.txt").read_text() if start else ""
         (folder / "model").mkdir()
-        noise = os.environ.get("NOISE", "")  # what no key knows
+        noise = os.environ.get("NOISE", "")  # not in any key
         (folder / "model" / "weights.txt").write_text(f"{before}{config.rate} {iteration}{noise}\n")
         return StageResult("checkpoint", "text", "tuned", step=iteration)
 
@@ -50,11 +52,13 @@ def tune(
 
 @pytest.fixture
 def downloaded(own_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The last of three stages of a cluster, alone; no store has the others."""
+    """The last of three stages of a cluster; no store has the others."""
     with monkeypatch.context() as container:
         container.setenv("FLYTE_INTERNAL_EXECUTION_ID", "a1b2")
         container.setenv("FLYTE_INTERNAL_EXECUTION_WORKFLOW", "workflows.tune.tune")
-        container.setattr(attempts, "on_cluster", lambda: False)  # whose saves it would hand over
+        (tmp_path / "saves").mkdir()
+        parameters = SimpleNamespace(checkpoint=SyncCheckpoint(str(tmp_path / "saves")))
+        container.setattr(stage, "current_context", lambda: parameters)
         data = rows.task_function(config=Rate(rate=0.5))
         first = tune.task_function(config=Rate(rate=0.5), train=data, iteration=1)
         last = tune.task_function(config=Rate(rate=0.25), train=data, iteration=2, start=first)
@@ -74,32 +78,30 @@ def stages_in(store: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_downloaded_artifact_is_made_again_from_its_manifests(
+def test_a_downloaded_artifact_is_reproduced_from_its_manifests(
     downloaded: Path, tmp_path: Path
 ) -> None:
-    """Without a store that knows its run."""
+    """The artifact is reproduced without a store that has a record of its run."""
     again = ask(str(downloaded), "--store", str(tmp_path / "new"))
     assert again.exit_code == 0, (again.output, again.exception)
     assert "running rows, tune 1, tune 2 again" in again.output
-    assert f"EQUAL to the bit: {Manifest.read(downloaded).name}" in again.output
+    assert f"bitwise identical: {Manifest.read(downloaded).name}" in again.output
     assert stages_in(tmp_path / "new") == {"rows", "tune 1", "tune 2"}
 
 
 @pytest.mark.slow
-def test_an_ancestor_that_lies_elsewhere_is_compared_by_its_hash(
-    downloaded: Path, tmp_path: Path
-) -> None:
+def test_a_remote_ancestor_is_compared_by_its_hash(downloaded: Path, tmp_path: Path) -> None:
     import_folders(Store.default(), [downloaded])
     (first,) = [p.name for p in Manifest.read(downloaded).parents if p.stage == "tune 1"]
     again = ask(first, "--store", str(tmp_path / "new"))
     assert again.exit_code == 0, (again.output, again.exception)
-    assert f"EQUAL to the bit: {first}" in again.output
+    assert f"bitwise identical: {first}" in again.output
     assert stages_in(tmp_path / "new") == {"rows", "tune 1"}, "it stops after what was asked for"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("noise", "ends"), [("", 0), ("!", 1)])
-def test_other_machines_are_named_whether_or_not_the_bits_are_equal(
+def test_other_machines_are_named_in_any_case(
     downloaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: str, ends: int
 ) -> None:
     manifest = Manifest.read(downloaded)
@@ -108,13 +110,13 @@ def test_other_machines_are_named_whether_or_not_the_bits_are_equal(
     monkeypatch.setenv("NOISE", noise)
     again = ask(str(downloaded), "--store", str(tmp_path / "new"))
     assert again.exit_code == ends, (again.output, again.exception)
-    words = {0: ("EQUAL to the bit", "made by"), 1: ("DIFFERENT", "why:")}[ends]
+    words = {0: ("bitwise identical", "made by"), 1: ("DIFFERENT", "why:")}[ends]
     assert words[0] in again.output
     here = Manifest.read(next((tmp_path / "new" / "artifacts").iterdir())).machine
     assert f"  {words[1]} the processor was another and is {here.cpu_model}" in again.output
 
 
-def test_what_differs_is_said_before_anything_runs(downloaded: Path, tmp_path: Path) -> None:
+def test_differences_are_printed_before_anything_runs(downloaded: Path, tmp_path: Path) -> None:
     manifest = Manifest.read(downloaded)
     machine = manifest.machine.model_copy(
         update={
@@ -132,11 +134,11 @@ def test_what_differs_is_said_before_anything_runs(downloaded: Path, tmp_path: P
     threads = machine.threads
     assert f"libraries took {threads} threads and take {threads - 6}" in refused.stderr
     were = "variables that choose kernels were ATEN_CPU_CAPABILITY=default"
-    assert f"{were} and are OMP_NUM_THREADS=" in refused.stderr  # of the tests' conftest
+    assert f"{were} and are OMP_NUM_THREADS=" in refused.stderr  # set by the tests' conftest
     assert not (tmp_path / "new").exists()
 
 
-def test_without_the_record_of_an_ancestor_nothing_can_be_made_again(downloaded: Path) -> None:
+def test_an_ancestor_without_a_record_cannot_be_reproduced(downloaded: Path) -> None:
     (downloaded / "ancestors.json").unlink()
     refused = ask(str(downloaded))
     assert "cannot be made again from its record" in str(refused.exception)

@@ -1,4 +1,4 @@
-"""`nemo-rl run`: recipes with changes, what they would do, and the run itself."""
+"""`nemo-rl run`: recipes with changes, dry runs, and the run itself."""
 
 import json
 import socket
@@ -14,12 +14,13 @@ from nemo_rl_core.history.database import open_for_writing, transaction
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.produce import NotMade, StageInputs, StageResult, dry_run, produce
 from nemo_rl_core.store.store import Store
-from tasks import cli
-from tasks.cli import flyte_cluster_check
-from tasks.cli.pipelines import PIPELINES
-from tasks.cli.recipe_pipeline import is_shipped, pipeline_of, refuse_of_another_pipeline
-from tasks.cli.run_settings import TRAINING, changes_of
-from tasks.platform import code_secrets, ray_stage
+from tasks.cli.machine import flyte_cluster_check
+from tasks.cli.recipe.recipe_pipeline import is_shipped, pipeline_of, refuse_other_pipeline
+from tasks.cli.recipe.run_settings import TRAINING, changes_of
+from tasks.flyte import code_secrets
+from tasks.ray_cluster import ray_stage
+from workflows import cli
+from workflows.cli import PIPELINES
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -30,38 +31,38 @@ def invoked(*arguments: str) -> Result:
 
 def test_every_pipeline_has_a_name() -> None:
     files = {path.stem for path in (REPOSITORY / "workflows").glob("*.py")}
-    others = {"__init__", "arrivals", "cluster_check", "collect_garbage", "common", "launch_plans"}
+    others = {"__init__", "cli", "cluster_check", "collect_garbage", "common", "launch_plans"}
     assert files - others == set(PIPELINES)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
-        (["seed"], "'seed' is no setting"),
-        (["=3"], "'=3' is no setting"),
-        (["grpo..steps=3"], "'grpo..steps=3' is no setting"),
-        (["name=a: b: c"], "the value of name is no YAML"),
+        (["seed"], "'seed' is not a setting"),
+        (["=3"], "'=3' is not a setting"),
+        (["grpo..steps=3"], "'grpo..steps=3' is not a setting"),
+        (["name=a: b: c"], "the value of name is not YAML"),
         (["seed=1", "seed=2"], "seed is set twice"),
         (["grpo=1", "grpo.num_steps=2"], "grpo.num_steps is set twice"),
         (["grpo.num_steps=2", "grpo=1"], "grpo is set twice"),
     ],
 )
-def test_what_is_no_setting_is_refused(settings: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+def test_an_invalid_setting_is_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         changes_of(settings)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--wait"], "--wait: only for a run on a cluster; add --remote"),
         (["--wait", "--project", "a"], "--wait, --project: only for a run on a cluster"),
     ],
 )
-def test_options_of_a_cluster_are_refused_without_one(options: list[str], said: str) -> None:
+def test_options_of_a_cluster_are_refused_without_one(options: list[str], message: str) -> None:
     result = invoked("sft", *options)
     assert result.exit_code == 2
-    assert said in result.output
+    assert message in result.output
 
 
 def flyte_config(folder: Path, endpoint: str) -> str:
@@ -70,31 +71,32 @@ def flyte_config(folder: Path, endpoint: str) -> str:
     return str(config)
 
 
+@pytest.mark.slow
 def test_a_cluster_that_does_not_answer_is_named_in_four_lines(tmp_path: Path) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{closed.getsockname()[1]}"
-        where = ["--remote", "--config", flyte_config(tmp_path, endpoint)]
-        result = invoked("sft", *where)
+        result = invoked("sft", "--remote", "--config", flyte_config(tmp_path, endpoint))
     assert result.exit_code == 2
-    said = result.output[result.output.index("nemo-rl: ") :].splitlines()
-    assert said[0] == f"nemo-rl: the run cannot be launched, or waited for, on {endpoint}"
-    assert [line.split(":")[0] for line in said[1:]] == ["  expected", "  got", "  fix"]
-    assert "Connection refused" in said[2] or "UNAVAILABLE" in said[2]
+    lines = result.output[result.output.index("nemo-rl: ") :].splitlines()
+    assert lines[0] == f"nemo-rl: the run cannot be launched, or waited for, on {endpoint}"
+    assert [line.split(":")[0] for line in lines[1:]] == ["  expected", "  got", "  fix"]
+    assert "Connection refused" in lines[2] or "UNAVAILABLE" in lines[2]
     assert "Traceback" not in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["run", "sft", "--remote"], ["cluster-check"]])
 def test_images_that_a_cluster_cannot_pull_are_refused(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NEMO_RL_REGISTRY", raising=False)
-    given = [*command, "--config", flyte_config(tmp_path, "flyte.invalid")]
-    result = CliRunner().invoke(cli.group, given)
+    arguments = [*command, "--config", flyte_config(tmp_path, "flyte.invalid")]
+    result = CliRunner().invoke(cli.group, arguments)
     assert result.exit_code == 2
-    assert "NEMO_RL_REGISTRY is not set, so that pods on flyte.invalid cannot" in result.output
+    assert "NEMO_RL_REGISTRY is not set, so pods on flyte.invalid cannot" in result.output
     monkeypatch.setenv("NEMO_RL_REGISTRY", "registry.invalid/team")
-    result = CliRunner().invoke(cli.group, given)
+    result = CliRunner().invoke(cli.group, arguments)
     assert "NEMO_RL_REGISTRY" not in result.output
     assert "on flyte.invalid" in result.output  # nothing answers there
 
@@ -106,8 +108,8 @@ def test_code_with_a_key_is_not_uploaded(
     (tmp_path / "tls.pem").write_text("-----BEGIN PRIVATE" + " KEY-----\n")
     for user in (code_secrets, flyte_cluster_check):
         monkeypatch.setattr(user, "CHECKOUT", tmp_path)
-    given = [*command, "--config", flyte_config(tmp_path, "localhost:1")]
-    result = CliRunner().invoke(cli.group, given)
+    arguments = [*command, "--config", flyte_config(tmp_path, "localhost:1")]
+    result = CliRunner().invoke(cli.group, arguments)
     assert result.exit_code == 2
     assert "files that would be uploaded with the code hold secrets" in result.output
     assert "got: tls.pem (a private key)" in result.output
@@ -124,7 +126,7 @@ def test_values_are_yaml() -> None:
     }
 
 
-def test_the_config_is_that_of_the_recipe_with_the_changes(tmp_path: Path) -> None:
+def test_changes_are_merged_into_the_recipe(tmp_path: Path) -> None:
     result = invoked(
         "grpo", "grpo_guess_number", "seed=3", "grpo.learning_rate=1e-5", "--print-config"
     )
@@ -134,20 +136,20 @@ def test_the_config_is_that_of_the_recipe_with_the_changes(tmp_path: Path) -> No
     assert config["grpo"]["learning_rate"] == 1e-5
     assert config["environment"]["kind"] == "guess_number"  # the recipe's
     assert config["grpo"]["num_iterations"] == 2
-    # Printed and read again it is the same recipe.
+    # The printed config can be read as the same recipe.
     printed = tmp_path / "printed.yaml"
     printed.write_text(result.output)
     assert invoked("grpo", str(printed), "--print-config").output == result.output
 
 
-def test_without_a_recipe_it_is_the_pipeline_s_default() -> None:
+def test_the_default_recipe_is_used_without_a_recipe() -> None:
     config = yaml.safe_load(invoked("sft", "sft.num_steps=7", "--print-config").output)
     assert config["sft"]["num_steps"] == 7
     assert config["data"]["kind"] == "arithmetic"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["gpro"], "did you mean 'grpo'?"),
         (["grpo", "grpo_arithmetik"], "there is no recipe 'grpo_arithmetik'"),
@@ -155,25 +157,25 @@ def test_without_a_recipe_it_is_the_pipeline_s_default() -> None:
         (["grpo", "seed=x", "grpo.num_steps_per_iteration=-1"], "grpo.num_steps_per_iteration"),
     ],
 )
-def test_mistakes_end_with_2_and_a_word(arguments: list[str], said: str) -> None:
+def test_mistakes_exit_with_2_and_a_message(arguments: list[str], message: str) -> None:
     result = invoked(*arguments, "--dry-run")
     assert result.exit_code == 2, result.output
-    assert said in result.output
+    assert message in result.output
     assert "Traceback" not in result.output
 
 
-def test_a_shipped_recipe_of_another_pipeline_is_refused_with_the_command_that_runs_it() -> None:
+def test_a_shipped_recipe_of_another_pipeline_is_refused_with_its_command() -> None:
     for pipeline, recipe in (("sft", "grpo_arithmetic"), ("grpo", "sft_arithmetic")):
-        own = recipe.partition("_")[0]
+        own_pipeline = recipe.partition("_")[0]
         for named in (recipe, str(REPOSITORY / "workflows" / "recipes" / f"{recipe}.yaml")):
             result = invoked(pipeline, named, "--dry-run")
             assert result.exit_code == 2, result.output
-            assert f"this is a recipe for `{own}`" in result.output
-            assert f"fix: nemo-rl run {own} {named}" in " ".join(result.output.split())
+            assert f"this is a recipe for `{own_pipeline}`" in result.output
+            assert f"fix: nemo-rl run {own_pipeline} {named}" in " ".join(result.output.split())
             assert "remove it" not in result.output
 
 
-def test_a_file_that_begins_with_another_pipelines_recipe_is_refused_for_its_keys(
+def test_a_file_based_on_another_pipelines_recipe_is_refused_for_its_keys(
     tmp_path: Path,
 ) -> None:
     mine = tmp_path / "mine.yaml"
@@ -181,7 +183,7 @@ def test_a_file_that_begins_with_another_pipelines_recipe_is_refused_for_its_key
     refused = invoked("sft", str(mine), "--print-config")
     assert refused.exit_code == 2
     assert f"fix: nemo-rl run grpo {mine}" in " ".join(refused.output.split())
-    mine.write_text("recipe: sft_arithmetic\n")  # all keys are shared, so it may be meant
+    mine.write_text("recipe: sft_arithmetic\n")  # all keys are shared, so it may be intended
     assert invoked("grpo", str(mine), "--print-config").exit_code == 0
     mine.write_text("recipe: sft_arithmetic\nsft: {lerning_rate: 1}\n")
     assert "did you mean 'learning_rate'" in invoked("sft", str(mine), "--print-config").output
@@ -190,9 +192,10 @@ def test_a_file_that_begins_with_another_pipelines_recipe_is_refused_for_its_key
 def test_every_shipped_recipe_is_for_one_pipeline() -> None:
     for path in (REPOSITORY / "workflows" / "recipes").glob("*.yaml"):
         assert is_shipped(path.stem)
-        refuse_of_another_pipeline(pipeline_of(path.stem), str(path))
+        refuse_other_pipeline(pipeline_of(path.stem, PIPELINES), str(path), PIPELINES)
 
 
+@pytest.mark.slow
 def test_a_dry_run_prepares_and_stops_before_the_first_training(
     own_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,9 +224,9 @@ def test_a_dry_run_prepares_and_stops_before_the_first_training(
 
 
 def record_run(*stages: tuple[str, float]) -> str:
-    """A successful run of `sft_text` in the store's record, of stages with their seconds.
+    """Records a successful run of `sft_text` with stages of these durations in seconds.
 
-    The last stage has another stage inside, whose time is a part of its own.
+    The last stage has another stage inside, whose time is included in its own.
     """
     store = Store.default()
     writer = HistoryWriter(store, "20260101T000000Z-aaaaaa")
@@ -241,7 +244,8 @@ def record_run(*stages: tuple[str, float]) -> str:
     return "20260101T000000Z-aaaaaa"
 
 
-def test_a_dry_run_estimates_every_stage_that_is_left(own_store: Path) -> None:
+@pytest.mark.slow
+def test_a_dry_run_estimates_every_remaining_stage(own_store: Path) -> None:
     run = record_run(
         ("prepare_model", 5), ("prepare_data", 6),
         ("evaluate", 20), ("train_sft", 100), ("evaluate", 40), ("export", 2),
@@ -256,13 +260,13 @@ def test_a_dry_run_estimates_every_stage_that_is_left(own_store: Path) -> None:
     assert memory.endswith("GiB of weights in float32 in each process that holds the model")
 
 
-def test_stages_that_train_are_known_by_name() -> None:
+def test_training_stages_are_recognized_by_name() -> None:
     stages = {path.stem for path in (REPOSITORY / "tasks").glob("*.py")}
     named = {name for name in stages if name.startswith("train_") or name.endswith("_iteration")}
     assert set(TRAINING) == named | {"sweep_point"}
 
 
-def test_a_dry_run_refuses_what_the_run_would_refuse(own_store: Path, tmp_path: Path) -> None:
+def test_a_dry_run_has_the_refusals_of_a_run(own_store: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n" + json.dumps({"a": 1}))
     settings = ["data.kind=files", f"data.train={rows}", "data.validation=null"]
@@ -297,7 +301,7 @@ def with_rows(folder: Path, rows: list[dict[str, object]], model: str = "from_co
         ("sft", ["promotion=null"], QUESTIONS, ["evaluate"], ""),
     ],
 )
-def test_rows_without_questions_need_no_invented_ones(
+def test_rows_do_not_need_questions(
     own_store: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -316,6 +320,7 @@ def test_rows_without_questions_need_no_invented_ones(
     assert [line in each for each in messages] == ([True] if line else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "settings", "rows", "fault"),
     [
@@ -341,7 +346,7 @@ def test_rows_without_questions_need_no_invented_ones(
         ("reward_model", ["sft=null"], CONVERSATIONS, "conversations (messages), which this"),
         ("evaluate", [], CONVERSATIONS, "the questions of an evaluation are conversations"),
         ("regression", ["baseline=null"], QUESTIONS, "needs a model to compare with"),
-        ("evaluate", ["evaluation=null"], QUESTIONS, "this recipe does nothing but evaluate"),
+        ("evaluate", ["evaluation=null"], QUESTIONS, "this recipe only evaluates"),
         ("sft", ["export.model=promoted"], CONVERSATIONS, "needs the verdict of a promotion"),
         ("sft", ["export.model=promoted", "promotion=null"], QUESTIONS, "needs the verdict"),
         ("grpo", ["evaluation=null", "measure_base=true"], QUESTIONS, "switches evaluation off"),
@@ -361,6 +366,7 @@ def test_a_dry_run_refuses_rows_and_sections_that_a_stage_cannot_use(
     assert fault in " ".join(f"{result.output} {result.exception}".split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "settings", "is_refused"),
     [
@@ -369,13 +375,13 @@ def test_a_dry_run_refuses_rows_and_sections_that_a_stage_cannot_use(
         ("reward_model", ["pairs.kind=data", "sft=null"], True),
     ],
 )
-def test_validation_rows_may_be_questions_where_nothing_else_reads_them(
+def test_validation_rows_may_be_questions_if_nothing_else_reads_them(
     own_store: Path, tmp_path: Path, pipeline: str, settings: list[str], is_refused: bool
 ) -> None:
     arguments = with_rows(tmp_path, PAIRS)
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
-    data = arguments[1].replace("}", f", validation: {asked}}}")
+    questions_file = tmp_path / "asked.jsonl"
+    questions_file.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    data = arguments[1].replace("}", f", validation: {questions_file}}}")
     result = invoked(pipeline, *settings, arguments[0], data, *arguments[2:])
     text = " ".join(f"{result.output} {result.exception}".split())
     fault = "the validation rows are prompts with answers, which this recipe cannot validate on"
@@ -387,23 +393,23 @@ def test_questions_of_an_evaluation_need_no_rows_to_train_on(
     own_store: Path, tmp_path: Path
 ) -> None:
     arguments = with_rows(tmp_path, CONVERSATIONS, "text_from_config")
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
-    data = f"evaluation.data={{kind: file, validation: {asked}, max_prompt_tokens: 64}}"
+    questions_file = tmp_path / "asked.jsonl"
+    questions_file.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    data = f"evaluation.data={{kind: file, validation: {questions_file}, max_prompt_tokens: 64}}"
     result = invoked("sft", data, *arguments)
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.output.splitlines()]
     states = {line[0]: line[1] for line in lines if len(line) > 1}
     assert states["evaluate_questions"] == "prepared"
     assert states["evaluate"] == "runs"
-    asked.unlink()
+    questions_file.unlink()
     missing = invoked("sft", data, *arguments)
     text = f"{missing.output} {missing.exception}"
     assert "evaluation.data.validation: no file" in text
     assert "evaluation.data.train: no file" not in text
 
 
-def test_a_dry_run_says_once_how_rows_are_read(
+def test_a_dry_run_reports_once_how_rows_are_read(
     own_store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = tmp_path / "gsm8k.jsonl"
@@ -446,12 +452,12 @@ def test_a_dry_run_that_fails_leaves_no_record(own_store: Path, tmp_path: Path) 
     settings.append("data.max_prompt_tokens=16")
     result = invoked("grpo", "grpo_ci", *settings, "--dry-run")
     assert result.exit_code == 2, result.output
-    assert "how to go on" not in result.output
+    assert "how to resume" not in result.output
     assert not (own_store / "failures").exists()
 
 
 @pytest.mark.parametrize("place", ["file", "/proc/nope"])
-def test_a_dry_run_on_a_store_that_cannot_be_written_ends_as_a_run_does(
+def test_a_dry_run_fails_like_a_run_on_a_read_only_store(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -464,7 +470,7 @@ def test_a_dry_run_on_a_store_that_cannot_be_written_ends_as_a_run_does(
     assert [line.split(":")[0] for line in rest] == ["  expected", "  got", "  fix"]
 
 
-def test_a_damaged_artifact_is_no_hit_of_a_dry_run(own_store: Path) -> None:
+def test_a_damaged_artifact_is_a_miss_of_a_dry_run(own_store: Path) -> None:
     made = []
 
     def work(folder: Path) -> StageResult:

@@ -1,5 +1,6 @@
 """`nemo-rl try-reward`: rewards before a run."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from tasks import cli
+from workflows import cli
 
 REWARDS = """
 def near(completion, answer):
@@ -37,11 +38,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def tried(folder: Path, environment: dict[str, Any], *options: str) -> Result:
+def tried(folder: Path, environment: dict[str, Any], *options: str, **sections: Any) -> Result:
     recipe = folder / "recipe.yaml"
-    recipe.write_text(
-        yaml.safe_dump({"recipe": "grpo_arithmetic", "seed": 1, "environment": environment})
-    )
+    sections |= {"recipe": "grpo_arithmetic", "seed": 1, "environment": environment}
+    recipe.write_text(yaml.safe_dump(sections))
     return CliRunner().invoke(cli.group, ["try-reward", str(recipe), *options])
 
 
@@ -53,14 +53,14 @@ def lines(result: Result) -> list[list[str]]:
     return [line.split() for line in result.stdout.splitlines() if line[:3].strip().isdigit()]
 
 
-def test_reference_and_wrong_completions_are_scored(folder: Path) -> None:
+def test_right_and_wrong_completions_are_scored(folder: Path) -> None:
     parts = [{"environment": function("digits")}, {"weight": 2, "environment": {"kind": "exact"}}]
     result = tried(folder, {"kind": "weighted_sum", "parts": parts}, "-n", "3")
     assert result.exit_code == 0, result.output
     assert [line[:3] for line in lines(result)] == [
         [row, source, reward]
         for row in "012"
-        for source, reward in (("reference", "3"), ("wrong", "0"))
+        for source, reward in (("reference", "3"), ("wrong", "1"), ("none", "0"))
     ]
     assert "3 = 1 + 1 weighted" in result.stdout
 
@@ -68,19 +68,20 @@ def test_reference_and_wrong_completions_are_scored(folder: Path) -> None:
 def test_an_error_shows_its_line_and_the_exit_code(folder: Path) -> None:
     result = tried(folder, function("near"), "-n", "1")
     assert result.exit_code == 1
-    assert [line[1:3] for line in lines(result)] == [["reference", "1"], ["wrong", "failed"]]
+    assert [line[1] for line in lines(result)] == ["reference", "wrong", "none"]
+    assert [line[2] == "failed" for line in lines(result)] == [False, False, True]
     assert "ValueError: invalid literal for int()" in result.stdout
     assert "(tried_rewards.py:3: return 1.0 / (1 + abs(int(answer) - int(completion))))" in (
         result.stdout
     )
 
 
-def test_a_reward_that_tells_nothing_apart_is_remarked_on(folder: Path) -> None:
+def test_a_constant_reward_is_reported(folder: Path) -> None:
     result = tried(folder, function("blind"))
     assert result.exit_code == 0
-    assert len(lines(result)) == 10
-    assert "The reference answers earn what the wrong completions earn." in result.stdout
-    assert "The reference answers" not in tried(folder, function("digits")).stdout
+    assert len(lines(result)) == 15
+    assert "The reference answers earn the same as the wrong completions." in result.stdout
+    assert "The reference answers" not in tried(folder, {"kind": "exact"}).stdout
 
 
 def test_a_missing_column_is_named(folder: Path) -> None:
@@ -90,23 +91,43 @@ def test_a_missing_column_is_named(folder: Path) -> None:
     assert "prompt, completion, response" in result.output
 
 
-def test_an_environment_of_several_turns_answers(folder: Path) -> None:
+def test_a_multi_turn_environment_replies(folder: Path) -> None:
     result = CliRunner().invoke(cli.group, ["try-reward", "grpo_guess_number", "-n", "1"])
     assert result.exit_code == 0, result.output
-    reference, wrong = lines(result)
+    reference, _, none = lines(result)
     assert reference[2:4] == ["0,", "then"]
-    assert wrong[2:4] == ["-0.2,", "then"]
+    assert none[2:4] == ["-0.2,", "then"]
 
 
 def test_completions_of_a_model_are_scored(folder: Path, tiny_model: Path) -> None:
     options = ("-n", "1", "--model", str(tiny_model), "--max-new-tokens", "4")
     result = tried(folder, function("digits"), *options)
     assert result.exit_code == 0, result.output
-    assert [line[1] for line in lines(result)] == ["reference", "wrong", "model"]
+    assert [line[1] for line in lines(result)] == ["reference", "wrong", "none", "model"]
+
+
+def test_solutions_of_rows_are_scored_and_worthless_ones_named(folder: Path) -> None:
+    rows = [
+        {"prompt": "2+2=", "answer": "4", "completion": "2 and 2 is \\boxed{4}."},
+        {"prompt": "2+3=", "answer": "5", "completion": "2 and 3 is \\boxed{6}."},
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"kind": "file", "train": "rows.jsonl", "validation": "rows.jsonl"}
+    result = tried(folder, {"kind": "math"}, data=data)
+    assert result.exit_code == 0, result.output
+    assert [line[:3] for line in lines(result)] == [
+        [row, source, reward]
+        for row, solution in (("0", "1"), ("1", "0"))
+        for source, reward in zip(
+            ("solution", "reference", "wrong", "none"), (solution, "1", "0", "0"), strict=True
+        )
+    ]
+    assert "Row 1: its solution earns the same as no answer." in result.stdout
+    assert "Row 0" not in result.stdout
 
 
 @pytest.mark.parametrize("name", ["no_such.yaml", "no_such_recipe"])
-def test_a_recipe_that_is_not_there_is_named(folder: Path, name: str) -> None:
+def test_a_missing_recipe_is_named(folder: Path, name: str) -> None:
     result = CliRunner().invoke(cli.group, ["try-reward", name])
     assert result.exit_code == 2
     assert name in result.output

@@ -1,0 +1,1 @@
+"""Reading of transformers folders into models: full, sharded or quantized."""

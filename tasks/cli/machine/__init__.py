@@ -1,0 +1,1 @@
+"""Commands that check this machine or a cluster."""

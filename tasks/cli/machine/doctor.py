@@ -1,0 +1,37 @@
+"""`nemo-rl doctor`: check this machine."""
+
+import json
+from dataclasses import asdict
+
+import click
+
+from nemo_rl_core.maintenance.doctor.diagnose import diagnose
+from nemo_rl_core.store.store import Store
+from tasks.cli.machine.check_table import COLORS, show_check
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="Skip slow checks: imports, the sandbox.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(*, quick: bool, as_json: bool) -> None:
+    """Check this machine, and suggest fixes.
+
+    The exit code is 1 if a check fails, which means that runs cannot work on this machine. A
+    warning means that some recipes cannot run, or that a feature is missing.
+    """
+    answers = []
+    for answer in diagnose(Store.default(), quick=quick):
+        answers.append(answer)
+        if not as_json:
+            show_check(answer.name, answer.result)
+    counts = {state: sum(each.result.state == state for each in answers) for state in COLORS}
+    if as_json:
+        checks = [
+            {"name": each.name, **asdict(each.result), "seconds": round(each.seconds, 3)}
+            for each in answers
+        ]
+        click.echo(json.dumps({"checks": checks, "counts": counts}, indent=1))
+    else:
+        click.echo("\n" + ", ".join(f"{number} {state}" for state, number in counts.items()))
+    if counts["fail"]:
+        raise SystemExit(1)

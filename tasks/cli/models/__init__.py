@@ -1,0 +1,1 @@
+"""Commands that convert, serve, promote, describe and evaluate models."""

@@ -1,0 +1,77 @@
+"""`nemo-rl card`: a checkpoint's model card."""
+
+import json
+from pathlib import Path
+
+import click
+
+from nemo_rl_core.history.card import model_card
+from nemo_rl_core.history.card_evaluations import CardEvaluation, recorded_evaluations
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.records import ArtifactRow
+from nemo_rl_core.store.store import Store
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
+@click.option("--name", default="", help="The title.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Output file; the terminal by default."
+)
+def card(checkpoint: str, store: Path | None, name: str, output: Path | None) -> None:
+    """Writes the card (README.md in the hub's format) of CHECKPOINT.
+
+    CHECKPOINT is given as in `nemo-rl lineage`. Exported models have a card in their folder; this
+    one also includes later evaluations.
+    """
+    with History(Store(store) if store else Store.default()) as history:
+        artifact = history.find_artifact(checkpoint)
+        trained = _trained(history, artifact)
+        evaluations = _evaluations(history, trained, artifact)
+    text = model_card(
+        Path(trained.path),
+        evaluations=evaluations,
+        name=name,
+        reproduce=f"nemo-rl reproduce {artifact.id}",
+        exported=_exported(artifact),
+    )
+    if output is None:
+        click.echo(text)
+    else:
+        output.write_text(text)
+
+
+def _exported(artifact: ArtifactRow) -> str:
+    origin = Path(artifact.path) / "origin.json"
+    if not origin.is_file():
+        return ""
+    export = json.loads(origin.read_text())
+    return f"{export['exported']}; {export['verdict']}" if "exported" in export else ""
+
+
+def _trained(history: History, artifact: ArtifactRow) -> ArtifactRow:
+    """Returns the checkpoint that an exported model was copied from; else the artifact itself."""
+    graph = history.ancestry(artifact.id)
+    weights = artifact.manifest.get("weights_hash")
+    for each in graph.artifacts:
+        row = each.artifact
+        if each.depth == 1 and row and weights and row.manifest.get("weights_hash") == weights:
+            return row
+    return artifact
+
+
+def _evaluations(
+    history: History, trained: ArtifactRow, artifact: ArtifactRow
+) -> list[CardEvaluation]:
+    folders = {Path(artifact.path)}
+    for each in history.descendants(trained.id).artifacts:
+        row = each.artifact
+        if each.depth == 1 and row and row.kind == "evaluation" and each.state == "found":
+            folders.add(Path(row.path))
+    reports = {
+        each.manifest.content_hash: each
+        for folder in sorted(folders)
+        for each in recorded_evaluations(folder)
+    }
+    return sorted(reports.values(), key=lambda each: each.manifest.created_at)

@@ -1,0 +1,1 @@
+"""Commands that run, plan or preview a recipe."""

@@ -1,0 +1,67 @@
+"""The pipeline of a recipe, and the refusal of recipes for other pipelines."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from nemo_rl_core.errors import ConfigError
+from tasks.recipes.recipe_file import RECIPES, read_recipe
+
+
+def pipeline_of(recipe: str, pipelines: Collection[str]) -> str:
+    """Returns the pipeline of a recipe, from its name or that of its base recipe."""
+    named, seen = recipe, set()
+    while named not in seen:
+        seen.add(named)
+        stem = Path(named).stem
+        fitting = [name for name in pipelines if stem == name or stem.startswith(f"{name}_")]
+        if fitting:
+            return max(fitting, key=len)
+        path = Path(named) if named.endswith((".yaml", ".yml")) else RECIPES / f"{named}.yaml"
+        values = read_recipe(path) if path.is_file() else {}
+        named = str(values.get("recipe", named))
+        sections = [name for name in pipelines if name in values]
+        if named in seen and len(sections) == 1:
+            return sections[0]
+    raise ConfigError(
+        f"it is not clear which pipeline the recipe {recipe!r} is for",
+        expected=f"a recipe named after one of {', '.join(pipelines)}",
+        got=recipe,
+        fix=f"name the pipeline: nemo-rl plan {recipe} --pipeline grpo",
+    )
+
+
+def keys_of(recipe: str) -> set[str]:
+    """The top-level keys of a recipe and of its base recipes; empty without a file."""
+    keys: set[str] = set()
+    named, seen = recipe, {""}
+    while named not in seen:
+        seen.add(named)
+        path = Path(named) if named.endswith((".yaml", ".yml")) else RECIPES / f"{named}.yaml"
+        values = read_recipe(path) if path.is_file() else {}
+        keys |= {*values}
+        named = str(values.get("recipe", ""))
+    return keys
+
+
+def is_shipped(recipe: str) -> bool:
+    """Whether a recipe is one of `workflows/recipes`, by its name or its file."""
+    if recipe.endswith((".yaml", ".yml")):
+        return Path(recipe).resolve().parent == RECIPES
+    return (RECIPES / f"{recipe}.yaml").is_file()
+
+
+def refuse_other_pipeline(pipeline: str, recipe: str, pipelines: Collection[str]) -> None:
+    """Refuses a recipe for another pipeline; one that is not clearly for any pipeline passes."""
+    try:
+        fitting = pipeline_of(recipe, pipelines)
+    except ConfigError:
+        return
+    if fitting != pipeline:
+        shipped = sorted(path.stem for path in RECIPES.glob(f"{pipeline}_*.yaml"))
+        example = shipped[0] if shipped else f"{pipeline}.yaml"
+        raise ConfigError(
+            f"this is a recipe for `{fitting}`",
+            expected=f"a recipe for `{pipeline}`, such as {example}",
+            got=recipe,
+            fix=f"nemo-rl run {fitting} {recipe}",
+        )

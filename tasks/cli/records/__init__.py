@@ -1,0 +1,1 @@
+"""Commands that show recorded runs, and repeat them."""

@@ -1,0 +1,1 @@
+"""`nemo-rl schedule`, and the launch plans that it registers."""

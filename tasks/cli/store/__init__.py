@@ -1,0 +1,1 @@
+"""Commands that account for, verify and clean up the store."""

@@ -1,0 +1,1 @@
+"""Extensions of flytekit: local cache, retries, downloads, launch plans and readable errors."""

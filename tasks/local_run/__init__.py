@@ -1,0 +1,1 @@
+"""Runs of workflows on this machine: checks before the start, recording, display and the end."""

@@ -1,0 +1,1 @@
+"""Flyte tasks at the ends of a workflow: one splits the recipe, another records a failure."""

@@ -1,1 +1,0 @@
-"""Caching, recording, display, retries and cluster placement of stages."""

@@ -1,0 +1,1 @@
+"""Ray clusters of stages, each with the size that the recipe asks for."""

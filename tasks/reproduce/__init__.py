@@ -1,0 +1,1 @@
+"""Runs the stages of an earlier artifact again, and compares the results."""

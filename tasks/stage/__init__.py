@@ -1,0 +1,1 @@
+"""Common code of stages: cache key, store folder, attempts, uploads, tracking and notices."""

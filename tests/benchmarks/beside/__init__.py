@@ -1,1 +1,0 @@
-"""How fast the project is beside TRL, plain loops and the limits of the machine; `make bench`."""

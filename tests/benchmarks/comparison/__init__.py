@@ -1,0 +1,1 @@
+"""Compares the project with TRL, plain loops and the limits of the machine; `make bench`."""
