@@ -98,7 +98,8 @@ def test_each_fault_fails_only_its_check(tmp_path: Path) -> None:
             assert line, seen
             seen += line
         check.send_signal(signal.SIGINT)
-        output = seen + check.communicate(timeout=60)[0]
+        output = seen + check.stdout.read()
+        check.wait(timeout=60)
         (execution,) = bed.backend.executions.values()
     assert check.returncode == 1
     results = states(output)

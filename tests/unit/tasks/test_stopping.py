@@ -129,7 +129,8 @@ def test_the_exit_code_of_a_command(number: signal.Signals, code: int, times: in
     assert "stopping gracefully; a second signal stops the run at once" in process.stdout.readline()
     if times == 2:
         process.send_signal(number)
-    rest, _ = process.communicate(timeout=50)
+    rest = process.stdout.read()  # `communicate` would lose what `readline` has read ahead
+    process.wait(timeout=50)
     assert ("ended in order" in rest) == (times == 1)
     assert ("stopped at once" in rest) == (times == 2)
     assert process.returncode == code
