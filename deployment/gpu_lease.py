@@ -1,6 +1,6 @@
 """Training speed of one GPU in minutes, without vLLM, Ray or a network: one JSON line per case.
 
-    python deployment/gpu_lease.py [--tiny] [--seconds 420] [--case-seconds 75] [CASE ...]
+    python deployment/gpu_lease.py [--tiny] [--seconds 420] [--case-seconds 120] [CASE ...]
 
 CASE is the first word of a name in `CASES`; by default all cases run, the most informative first.
 Each runs in its own process with a time limit, so that a failing or hanging case affects no other.
@@ -33,6 +33,16 @@ QWEN_1_5B = {
     "num_attention_heads": 12,
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
+}
+QWEN_7B = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
 }
 LLAMA_8B_4_LAYERS = {
     "model_type": "llama",
@@ -87,14 +97,16 @@ CASES = {
     "a4 1.5B, activations kept, compiled": Case(QWEN_1_5B, recomputes=False, compile=True),
     "b1 1.5B, FSDP2": Case(QWEN_1_5B, fsdp=True),
     "b2 1.5B, FSDP2, compiled": Case(QWEN_1_5B, fsdp=True, compile=True),
-    "b3 one sequence": Case(QWEN_1_5B, "1x8192", fsdp=True, compile=True),
-    "b4 mixed lengths": Case(QWEN_1_5B, "mixed", fsdp=True, compile=True),
+    "b3 b2 with activations kept": Case(QWEN_1_5B, recomputes=False, fsdp=True, compile=True),
     "c1 4 layers of 8B, FSDP2": Case(LLAMA_8B_4_LAYERS, fsdp=True),
     "c2 c1 compiled": Case(LLAMA_8B_4_LAYERS, fsdp=True, compile=True),
+    "d1 7B, FSDP2, compiled, on an H200": Case(QWEN_7B, fsdp=True, compile=True),
     "c3 c2 in float8 rowwise": Case(LLAMA_8B_4_LAYERS, fsdp=True, compile=True, float8="rowwise"),
     "c4 c2 in float8 tensorwise": Case(
         LLAMA_8B_4_LAYERS, fsdp=True, compile=True, float8="tensorwise"
     ),
+    "b4 one sequence": Case(QWEN_1_5B, "1x8192", fsdp=True, compile=True),
+    "b5 mixed lengths": Case(QWEN_1_5B, "mixed", fsdp=True, compile=True),
 }
 
 
@@ -210,7 +222,8 @@ def _flops(model: Any, sizes: dict[str, Any], rows: list[list[int]]) -> float:
 
 def _in_process(name: str, *, tiny: bool, seconds: float) -> dict[str, Any]:
     command = [sys.executable, __file__, "--run", name, *(["--tiny"] if tiny else [])]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    folders = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=seconds, check=False
@@ -230,7 +243,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help="first words of names in CASES; by default all")
     parser.add_argument("--tiny", action="store_true", help="tiny models, as on a CPU")
     parser.add_argument("--seconds", type=float, default=420.0, help="time for all cases")
-    parser.add_argument("--case-seconds", type=float, default=75.0, help="time for each case")
+    parser.add_argument("--case-seconds", type=float, default=120.0, help="time for each case")
     parser.add_argument("--run", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
