@@ -73,19 +73,19 @@ def gpu_node_line(
     large = [node for node in nodes if _gpus_of(node) >= group.num_gpus]
     chosen = [node for node in large if size.labels.items() <= node["metadata"]["labels"].items()]
     roomy = [number for node in chosen if (number := _number_on(node, size))]
-    requests = f"{group.num_gpus} x {GPU}" + f" and {labels}" * bool(labels)
+    requests = f"{group.num_gpus} x {GPU}" + (f" and {labels}" if labels else "")
     result = f"room for {sum(roomy)} pods with {requests}, on {len(roomy)} of {len(nodes)} machines"
     if sum(roomy) >= group.count:
         return CheckLine(name="nodes", state="ok", found=result)
     if large and not chosen:
-        return _of_other_kinds(size, large, result, autoscaled=autoscaled)
+        return _line_on_other_kinds(size, large, result, autoscaled=autoscaled)
     if chosen and not roomy:
         return _too_small(size, chosen, autoscaled=autoscaled)
     result = f"{result}; the shape has {group.count}"
     return CheckLine(name="nodes", state="warn", found=result, fix=_ADD)
 
 
-def _of_other_kinds(
+def _line_on_other_kinds(
     size: PodSize, nodes: Sequence[Node], found: str, *, autoscaled: bool
 ) -> CheckLine:
     """Returns the line on machines with enough GPUs but without the labels that pods select.

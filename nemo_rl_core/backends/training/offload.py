@@ -110,7 +110,7 @@ class OffloadedState:
 def _block_sizes(num_bytes: int) -> list[int]:
     """Returns block sizes for so many bytes, all powers of two: full blocks, and the rest."""
     num_full, rest = divmod(num_bytes, _BLOCK_BYTES)
-    return [_BLOCK_BYTES] * num_full + [1 << (rest - 1).bit_length()] * (rest > 0)
+    return [_BLOCK_BYTES] * num_full + ([1 << (rest - 1).bit_length()] if rest else [])
 
 
 def _matched(
