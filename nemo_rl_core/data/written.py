@@ -82,6 +82,7 @@ def _refuse_lost_reasoning(tokenizer: Any, turns: Sequence[Turn], row: str) -> N
         if turn.get(key) and not _writes(tokenizer, turns, len(turns) - 1, [_without(turn, key)]):
             raise _unwritten(row, turn, key, _reasoning_fix(tokenizer, key))
     *parts, answer = str(turn.get("content")).split(_END_OF_REASONING)
+    # One turn for each text of reasoning, with a probe instead of the text.
     others = [
         {**turn, "content": _END_OF_REASONING.join([*parts[:n], _PROBE, *parts[n + 1 :], answer])}
         for n, part in enumerate(parts)

@@ -409,7 +409,7 @@ def _described(error: Any, *, worker: str) -> NemoRLError:
     if not isinstance(error, RayTaskError):
         if getattr(error, "actor_init_failed", False):  # only its trace is left
             messages = _RAISED.findall(trace)
-            return _of_a_trace(
+            return _error_with_trace(
                 f"{worker} could not start: {messages[-1] if messages else trace}", trace
             )
         return WorkerLostError(
@@ -434,10 +434,10 @@ def _described(error: Any, *, worker: str) -> NemoRLError:
             "generation.gpu_memory_utilization or generation.max_num_seqs; then run the same "
             "command again",
         )
-    return _of_a_trace(f"{worker} raised {_summary(cause)}", trace)
+    return _error_with_trace(f"{worker} raised {_summary(cause)}", trace)
 
 
-def _of_a_trace(problem: str, trace: str) -> WorkerError:
+def _error_with_trace(problem: str, trace: str) -> WorkerError:
     frames = [line.strip() for line in trace.splitlines() if line.lstrip().startswith("File ")]
     return WorkerError(
         problem[:_MOST_CHARACTERS],

@@ -80,12 +80,12 @@ def plan_microbatches(
     if bundles is None:
         waiting, filled = _Waiting(order, lengths), []
         while (first := waiting.take()) is not None:
-            filled.append(_filled(first, waiting, lengths, max_tokens, share_rows))
+            filled.append(_microbatch_of_sequences(first, waiting, lengths, max_tokens, share_rows))
         return filled
     units = bundled(order, bundles)
     microbatches = []
     while units:
-        microbatch, units = _fill(units, lengths, max_tokens, share_rows)
+        microbatch, units = _microbatch_of_bundles(units, lengths, max_tokens, share_rows)
         microbatches.append(microbatch)
     return microbatches
 
@@ -145,7 +145,7 @@ class _Waiting:
         return index
 
 
-def _filled(
+def _microbatch_of_sequences(
     first: int, waiting: _Waiting, lengths: Sequence[int], max_tokens: int, share_rows: bool
 ) -> Microbatch:
     row_length = lengths[first]
@@ -169,7 +169,7 @@ def _filled(
             bisect.insort(free, (room - length, row))
 
 
-def _fill(
+def _microbatch_of_bundles(
     units: list[list[int]], lengths: Sequence[int], max_tokens: int, share_rows: bool
 ) -> tuple[Microbatch, list[list[int]]]:
     first, *others = units
