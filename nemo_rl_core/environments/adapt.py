@@ -159,7 +159,7 @@ class ScorerEnvironment:
     ) -> EnvironmentReturn:
         """Scores the last turn of each of `B` conversations, and ends them."""
         pairs = zip(message_log_batch, metadata, strict=True)
-        outcomes = self._scorer.score([_rollout(log, about) for log, about in pairs])
+        outcomes = self._scorer.score([_rollout(log, row_metadata) for log, row_metadata in pairs])
         return joined_replies(
             [failed(each) if isinstance(each, RewardError) else Reply(each) for each in outcomes]
         )

@@ -23,7 +23,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 _LIBRARY_PATHS = (
     *sys.modules[__name__.partition(".")[0]].__path__,  # this library
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    "<",
+    "<",  # such as <frozen runpy>
 )
 """Path prefixes of files that are not user code."""
 

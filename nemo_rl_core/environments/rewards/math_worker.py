@@ -117,6 +117,7 @@ def main() -> None:
         # So that the forked processes inherit loaded modules and warm caches.
         for answer, completion in _SAMPLES:
             equal(answer, completion)
+        # The first line: this process is ready for requests.
         answers.write("{}\n")
         answers.flush()
         for line in sys.stdin:

@@ -285,7 +285,7 @@ class Running:
         report: dict[str, Any] = {}
         for line in contents[self._report].splitlines():
             report |= json.loads(line)
-        # After the program's start, any failure of the sandbox is caused by the program.
+        # If the launcher dies after the program's start, the program has caused it.
         has_begun = "started" in report or self._is_asked_to_end
         if not has_begun or "failed" in report:
             raise _no_sandbox(report.get("failed") or f"the launcher died: {stderr[-300:]}")
