@@ -43,10 +43,10 @@ def voting(environment: EnvironmentConfig) -> Iterator[GetVotes]:
         case WeightedSum(parts=parts):
             kinds = (MathVerify, MultipleChoice, ReasoningGymScore)
             environments = [part.environment for part in parts]
-            readers: list[SingleEnvironmentConfig] = [
+            extracting: list[SingleEnvironmentConfig] = [
                 each for each in environments if isinstance(each, kinds)
             ]
-            with voting((readers or environments)[0]) as get_votes:
+            with voting((extracting or environments)[0]) as get_votes:
                 yield get_votes
         case ByTask(tasks=tasks):
             with ExitStack() as stack:

@@ -14,7 +14,7 @@ ROUNDING_BYTES = 33
 """Bytes read and written per value that torchao rounds, operator by operator: absolute value,
 maximum, float32, scale, limits and dtype. Counted from its operators."""
 _COMPILED_BYTES = 5
-"""The same with two compiled kernels: 16 bits twice, and the result."""
+"""The same with two compiled kernels: both read 2 bytes, and one writes the result of 1 byte."""
 
 
 def problem_of(load: StageLoad, gpu: Accelerator) -> str | None:

@@ -84,9 +84,9 @@ class CustomEngineAdapter(GenerationInterface):
             "temperature": self._config.temperature,
         }
         if self._config.stop_strings:
-            of_rows = data.get("stop_strings") or [None] * data.size
+            row_stop_strings = data.get("stop_strings") or [None] * data.size
             columns["stop_strings"] = [
-                [*self._config.stop_strings, *(each or ())] for each in of_rows
+                [*self._config.stop_strings, *(each or ())] for each in row_stop_strings
             ]
         source = self._source
         generator = source.policy if isinstance(source, CustomPolicyAdapter) else source

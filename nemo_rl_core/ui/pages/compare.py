@@ -26,7 +26,12 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Compared:
-    """An evaluation that both runs have, with the reason if they cannot be compared."""
+    """An evaluation that both runs have.
+
+    Attributes:
+        compared: The comparison; None if the two cannot be compared.
+        refused: The reason why they cannot be compared; empty if they can.
+    """
 
     name: str
     artifacts: tuple[str, str]
@@ -90,18 +95,18 @@ def compare(request: Request) -> Response:
         return render_message(request, "Compare", text, section="compare", command="make grpo")
     history = history_of(request)
     ids = [one.strip() for one in request.query_params.getlist("run") if one.strip()]
-    text = parameter(request, "metric")
+    metric_filter = parameter(request, "metric")
     context: dict[str, Any] = {
         "section": "compare",
         "ids": [*ids, "", ""][:2],
-        "metric": text,
+        "metric": metric_filter,
         "recent": history.executions(limit=_RECENT).items,
         "refused": "" if len(ids) in (0, 2) else f"Choose two executions; {len(ids)} given.",
     }
     if len(ids) != 2:
         return render(request, "compare.html", runs=(), **context)
     before, after = (history.execution(one) for one in ids)
-    charts, more = _overlaid(history, (before, after), text)
+    charts, more = _overlaid(history, (before, after), metric_filter)
     return render(
         request,
         "compare.html",
@@ -117,11 +122,11 @@ def compare(request: Request) -> Response:
 
 
 def _overlaid(
-    history: History, runs: tuple[Execution, Execution], text: str
+    history: History, runs: tuple[Execution, Execution], metric_filter: str
 ) -> tuple[list[Chart], int]:
     """Returns charts of metrics of both runs by stage, and the number of those left out."""
     stages_of_runs = [
-        {s.task: s for s in curves.stages(history, run.id, text=text)} for run in runs
+        {s.task: s for s in curves.stages(history, run.id, text=metric_filter)} for run in runs
     ]
     charts: list[Chart] = []
     more = 0
