@@ -34,10 +34,10 @@ def planned_schedule(
     )
     _refuse_own_files(chosen.recipe)
     addresses = mail_addresses({"NEMO_RL_NOTIFY": notify})
-    called = name or Path(recipe).stem
-    LaunchPlan.CACHE.pop(called, None)  # flytekit refuses a name twice in a process
+    schedule_name = name or Path(recipe).stem
+    LaunchPlan.CACHE.pop(schedule_name, None)  # flytekit refuses a name twice in a process
     return LaunchPlan.create(
-        called,
+        schedule_name,
         chosen.workflow,
         default_inputs={"config": chosen.recipe},
         **on_schedule(cron, addresses, Phase.SUCCEEDED, *BAD_ENDS),
