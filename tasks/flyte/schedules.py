@@ -122,7 +122,7 @@ def next_times(cron: str, *, count: int = 3, now: datetime | None = None) -> lis
     from croniter import CroniterBadDateError, CroniterError, croniter
 
     fields = ALIASES.get(cron, cron).split()
-    problem = _foreign(fields)
+    problem = _problem_for_flyte(fields)
     if problem is not None:
         raise _no_schedule(cron, problem)
     try:
@@ -134,7 +134,7 @@ def next_times(cron: str, *, count: int = 3, now: datetime | None = None) -> lis
         raise _no_schedule(cron, str(error)) from error
 
 
-def _foreign(fields: list[str]) -> str | None:
+def _problem_for_flyte(fields: list[str]) -> str | None:
     """Returns why Flyte's scheduler would refuse fields that croniter accepts."""
     if len(fields) != 5:
         return f"{len(fields)} fields"

@@ -2,8 +2,8 @@
 
 An output is identified by a mark on flytekit's literal, which is kept through sub-workflows. A
 dynamic receives Python values instead: there an artifact is identified by its folder, and a config
-by its content, among the dynamic's inputs. The same holds for the elements of a mapped task and
-for stages within a stage, which are nodes inside the node of the task that calls them.
+by its content, among the dynamic's inputs. Elements of a mapped task, and stages that a stage
+calls, receive Python values too. Their nodes are inside the node of the task that calls them.
 """
 
 import logging
@@ -166,11 +166,13 @@ class Recorder:
                 position.step, position.num_steps = event.step, event.num_steps
                 position.num_steps_before = step - event.step
                 self._calls[-1].num_tokens += int(metrics.get("num_valid_tokens", 0))
-                spent = {f"timings/{name}": value for name, value in timings.items()}
-                self._writer.log_metrics(self._calls[-1].training or node, step, metrics | spent)
+                timing_metrics = {f"timings/{name}": value for name, value in timings.items()}
+                self._writer.log_metrics(
+                    self._calls[-1].training or node, step, metrics | timing_metrics
+                )
             case MachineSample(second, figures):
-                busy = {f"machine/{name}": value for name, value in figures.items()}
-                self._writer.log_metrics(node, second, busy)
+                machine_metrics = {f"machine/{name}": value for name, value in figures.items()}
+                self._writer.log_metrics(node, second, machine_metrics)
             case StageResumed(step):
                 self._writer.resumed(node, step)
                 self._calls[-1].is_resumed = True

@@ -240,7 +240,7 @@ _ended: list[str] = []
 
 @contextmanager
 def recording_by(recorder: NodeRecorder) -> Iterator[None]:
-    """Makes `recorder` record workflows, which are not separate runs inside the `with` block."""
+    """Makes `recorder` record the workflows that are called in the `with` block."""
     _running.append(recorder)
     try:
         yield

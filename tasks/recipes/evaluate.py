@@ -42,7 +42,7 @@ class EvaluateRecipe(PipelineRecipe):
 
     @field_validator("model", "baseline")
     @classmethod
-    def _of_an_artifact(cls, model: ModelConfig | None) -> ModelConfig | None:
+    def _resolve_artifacts(cls, model: ModelConfig | None) -> ModelConfig | None:
         """Resolves artifacts here, not in a stage: checks before a run read the folder."""
         if isinstance(model, PretrainedModel):
             inner = Path(model.name).expanduser() / "model"
