@@ -159,10 +159,10 @@ class BatchedDataDict(UserDict[str, Any]):
         for key, value in self.data.items():
             if isinstance(value, RemoteRows):
                 columns = value.fetched()
-                named = columns if value.column is None else {key: columns[value.column]}
+                local_columns = columns if value.column is None else {key: columns[value.column]}
                 local |= {
                     name: _as_wide(column, width - (name not in _OF_ALL_TOKENS))
-                    for name, column in named.items()
+                    for name, column in local_columns.items()
                 }
             else:
                 local[key] = value

@@ -149,8 +149,8 @@ def _settings(config: Any) -> str:
 
 
 def _training(manifests: Sequence[Manifest]) -> str:
-    made = _parents_first(manifests)
-    trained = [each for each in made if each.cost.tokens and each.kind == "checkpoint"]
+    in_order = _parents_first(manifests)
+    trained = [each for each in in_order if each.cost.tokens and each.kind == "checkpoint"]
     lines = ["## Training\n"] if trained else []
     for each in trained:
         best = each.choices.get("keep_best", "")

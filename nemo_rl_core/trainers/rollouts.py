@@ -112,12 +112,12 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         return self.settings
 
     def _make_policy(self, spec: RunSpec) -> Policy | CustomPolicyAdapter:
-        made = super()._make_policy(spec)
-        if isinstance(made, CustomPolicyAdapter):
+        policy = super()._make_policy(spec)
+        if isinstance(policy, CustomPolicyAdapter):
             return CustomPolicyAdapter(
-                made.policy, temperature=self.settings.generation.temperature
+                policy.policy, temperature=self.settings.generation.temperature
             )
-        return made
+        return policy
 
     def _custom_generation(self, spec: RunSpec) -> Generation | CustomEngineAdapter | None:
         """Returns a custom engine, or a custom policy that generates; None to start an engine."""
