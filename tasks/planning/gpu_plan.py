@@ -254,8 +254,8 @@ def _problems(stage: StagePlan, gpu: Accelerator) -> list[str]:
 
 def accelerator_of(recipe: PipelineRecipe) -> Accelerator | None:
     """Returns the kind of GPU of a recipe, else that of this machine; None if unknown."""
-    named = recipe.cluster.accelerator
-    return ACCELERATORS[named] if named else own_accelerator()
+    accelerator_name = recipe.cluster.accelerator
+    return ACCELERATORS[accelerator_name] if accelerator_name else own_accelerator()
 
 
 def config_of(model: ModelConfig) -> dict[str, Any]:

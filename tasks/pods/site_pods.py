@@ -94,17 +94,17 @@ def job_settings() -> JobSettings:
 
 def nodes_with(accelerator: str) -> dict[str, str]:
     """Returns the labels of nodes with a kind of GPU; refuses a kind that the file lacks."""
-    named = _patches(FILE).get("gpu_worker", {}).get("accelerators")
-    if not named:
+    accelerator_labels = _patches(FILE).get("gpu_worker", {}).get("accelerators")
+    if not accelerator_labels:
         return {ACCELERATOR_LABEL: accelerator}
-    if accelerator not in named:
+    if accelerator not in accelerator_labels:
         raise _refused(
             f"gpu_worker.accelerators has no {accelerator}, which the recipe asks for",
-            expected=f"one of {', '.join(map(str, named))}",
+            expected=f"one of {', '.join(map(str, accelerator_labels))}",
             got=f"cluster.accelerator: {accelerator}",
             fix="add the labels of nodes with such GPUs to the file, or choose another kind",
         )
-    return _texts(named[accelerator])
+    return _texts(accelerator_labels[accelerator])
 
 
 def requests_of(group: str, requests: Resources) -> Resources:
@@ -154,11 +154,11 @@ def _patched(template: PodTemplate, patch: Mapping[str, Any], group: str) -> Pod
             got=", ".join(unknown),
             fix="correct the spelling, or leave the key out",
         )
-    named = {
+    metadata = {
         part: {**(getattr(template, part) or {}), **_texts(patch.get(part) or {})} or None
         for part in ("labels", "annotations")
     }
-    return replace(template, pod_spec=pod_spec, **named)
+    return replace(template, pod_spec=pod_spec, **metadata)
 
 
 def _texts(found: Mapping[Any, Any]) -> dict[str, str]:

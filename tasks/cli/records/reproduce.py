@@ -275,8 +275,10 @@ def _report(artifact: ArtifactRow, again: Path, result: Equality, maker: str) ->
         click.echo(f"  weights: the same, {result.num_tensors} tensors")
     for tensor in result.tensors[:_MAX_TENSORS]:
         if tensor.what == "differs":
-            far = f"by up to {tensor.largest:.3g} in {100 * tensor.share:.2f} % of its elements"
-            click.echo(f"  {tensor.name} differs {far}")
+            difference = (
+                f"by up to {tensor.largest:.3g} in {100 * tensor.share:.2f} % of its elements"
+            )
+            click.echo(f"  {tensor.name} differs {difference}")
         else:
             click.echo(f"  {tensor.name}: {tensor.what}")
     if len(result.tensors) > _MAX_TENSORS:

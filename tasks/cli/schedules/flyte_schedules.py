@@ -60,9 +60,9 @@ class _SpecWithLimit:
         self._spec, self._max_gpu_hours = spec, max_gpu_hours
 
     def to_flyte_idl(self) -> Any:
-        made = self._spec.to_flyte_idl()
-        made.envs.values.add(key=LIMIT, value=f"{self._max_gpu_hours:g}")
-        return made
+        message = self._spec.to_flyte_idl()
+        message.envs.values.add(key=LIMIT, value=f"{self._max_gpu_hours:g}")
+        return message
 
 
 class Schedules:
