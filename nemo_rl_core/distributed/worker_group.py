@@ -362,8 +362,10 @@ def wait_for_all(
     waiting, follower = list(pending), None
     deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
     while waiting and time.monotonic() < deadline:
-        left = max(0.0, deadline - time.monotonic())
-        ready, waiting = ray.wait(waiting, timeout=None if left == float("inf") else left)
+        seconds_left = max(0.0, deadline - time.monotonic())
+        ready, waiting = ray.wait(
+            waiting, timeout=None if seconds_left == float("inf") else seconds_left
+        )
         if waiting:  # all others that are ready, in one call: there may be thousands
             others, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
             ready += others

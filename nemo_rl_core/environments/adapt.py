@@ -176,6 +176,8 @@ class ScorerEnvironment:
 
 
 def _rollout(log: Sequence[Message], metadata: Mapping[str, Any]) -> Rollout:
-    rest = json.dumps({key: value for key, value in metadata.items() if key not in _ROW_KEYS})
-    prompt = Prompt("", log[0]["content"], (), metadata["answer"], metadata["task"], rest)
+    other_metadata = json.dumps(
+        {key: value for key, value in metadata.items() if key not in _ROW_KEYS}
+    )
+    prompt = Prompt("", log[0]["content"], (), metadata["answer"], metadata["task"], other_metadata)
     return Rollout(prompt, Completion((), (), truncated=False), log[-1]["content"])

@@ -191,11 +191,11 @@ def _evaluation(evaluations: Sequence[CardEvaluation], manifest: Manifest) -> st
         "|---|---|---|",
     ]
     for each in evaluations:
-        which = "**this model**" if _evaluates(each, manifest) else _cell(each.checkpoint.stage)
+        label = "**this model**" if _evaluates(each, manifest) else _cell(each.checkpoint.stage)
         if each.accuracy:
             figure = "{:.3f} [{:.3f}, {:.3f}]".format(*each.accuracy)
-            lines.append(f"| {which} | {figure} | {each.num_rows} |")
-        lines += [f"| {which}, {name} | {figure} | |" for name, figure in each.sampled.items()]
+            lines.append(f"| {label} | {figure} | {each.num_rows} |")
+        lines += [f"| {label}, {name} | {figure} | |" for name, figure in each.sampled.items()]
     return "\n".join([*lines, ""])
 
 

@@ -80,8 +80,8 @@ def remove(
     renamed_artifacts, in_use = _rename_unused(store, chosen, surveyed.artifacts)
     work = frozenset(current.work) & frozenset(plan.work)
     leftovers = [path for path in current.leftovers if path in plan.leftovers]
-    gone = [*renamed, *(store.artifacts / name for name in renamed_artifacts)]
-    freed = snapshot.freed_by([*gone, *(store.work / name for name in work), *leftovers])
+    renamed_paths = [*renamed, *(store.artifacts / name for name in renamed_artifacts)]
+    freed = snapshot.freed_by([*renamed_paths, *(store.work / name for name in work), *leftovers])
     for path in (
         *renamed.values(),
         *renamed_artifacts.values(),

@@ -124,8 +124,8 @@ def _too_small(size: PodSize, nodes: Sequence[Node], *, autoscaled: bool) -> Che
     largest = max((_has(node) for node in nodes), key=_largest_for(size), default={})
     lacks = [name for name, amount in size.requests.items() if largest.get(name, 0) < amount]
     if nodes:
-        has = in_words({name: largest[name] for name in _SIZE if name in largest})
-        result = f"{result}, and the largest has {has}"
+        largest_size = in_words({name: largest[name] for name in _SIZE if name in largest})
+        result = f"{result}, and the largest has {largest_size}"
     more = " and ".join(_NAMES.get(name, name) for name in lacks)
     fix = (
         f"use machines with more {more} than the pod requests, as a pod cannot get all of it, or "

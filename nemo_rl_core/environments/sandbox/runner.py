@@ -258,8 +258,10 @@ class Running:
             for pipe in contents:
                 open_pipes.register(pipe, selectors.EVENT_READ)
             while open_pipes.get_map():
-                left = started + self._limits.wall_seconds + _GRACE_SECONDS - time.monotonic()
-                for key, _ in open_pipes.select(max(left, 0)):
+                seconds_left = (
+                    started + self._limits.wall_seconds + _GRACE_SECONDS - time.monotonic()
+                )
+                for key, _ in open_pipes.select(max(seconds_left, 0)):
                     read = os.read(key.fd, 65536)
                     if not read:
                         open_pipes.unregister(key.fileobj)
@@ -268,7 +270,7 @@ class Running:
                     ):
                         contents[key.fileobj] += read
                 too_long = len(contents.get(self._process.stdout, b"")) > self._limits.output_bytes
-                if left < 0:
+                if seconds_left < 0:
                     self._process.kill()
                 elif too_long and not cut:
                     cut = True

@@ -130,8 +130,8 @@ class CustomEngineAdapter(GenerationInterface):
     def _ends(self, ids: Tensor, starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
         """Returns `[B]` ends of the completions, and `[B]` whether each ends with a stop token."""
         position = torch.arange(ids.shape[1])
-        within = (position >= starts[:, None]) & (position < ends[:, None])
-        stops = torch.isin(ids, self._stops) & within
+        is_in_completion = (position >= starts[:, None]) & (position < ends[:, None])
+        stops = torch.isin(ids, self._stops) & is_in_completion
         ended = stops.any(dim=1)
         return torch.where(ended, stops.int().argmax(dim=1) + 1, ends), ended
 

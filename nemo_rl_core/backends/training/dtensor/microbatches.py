@@ -117,10 +117,10 @@ class Microbatches:
                 fix="cut these rows or leave them out: data.overlong: truncate or drop with "
                 f"data.max_sequence_tokens: {longest}",
             )
-        rest = [row for row, length in enumerate(lengths) if length <= longest]
+        shared_rows = [row for row, length in enumerate(lengths) if length <= longest]
         return [
             part.renumbered(rows)
-            for rows in [*([row] for row in single), rest]
+            for rows in [*([row] for row in single), shared_rows]
             for part in self._plan(batch.select_indices(rows), share_rows, None)
         ]
 

@@ -237,6 +237,6 @@ def _has(module: ModuleType, attributes: Attributes) -> bool:
     first, *rest = attributes
     if hasattr(module, "__path__"):
         with suppress(ImportError):
-            within = import_module(f"{module.__name__}.{first}")
-            return not rest or _has(within, tuple(rest))
+            submodule = import_module(f"{module.__name__}.{first}")
+            return not rest or _has(submodule, tuple(rest))
     return hasattr(module, first)
