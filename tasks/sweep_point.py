@@ -71,7 +71,9 @@ def _train(
     config: PointTaskConfig, start: CheckpointArtifact, train: Dataset, validation: Dataset
 ) -> list[CheckpointArtifact]:
     checkpoints = [start]
-    seen = {"validation": validation} if config.grpo.grpo.validate_every_num_steps else {}
+    validation_argument = (
+        {"validation": validation} if config.grpo.grpo.validate_every_num_steps else {}
+    )
     for iteration in range(1, config.num_iterations + 1):
         checkpoints.append(
             run_inside(
@@ -81,7 +83,7 @@ def _train(
                 reference=start,
                 train=train,
                 iteration=iteration,
-                **seen,
+                **validation_argument,
             )
         )
     return checkpoints[1:]

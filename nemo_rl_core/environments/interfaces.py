@@ -141,12 +141,12 @@ def raise_first(outcomes: Iterable[T | RewardError]) -> list[T]:
     Raises:
         RewardError: The first failure.
     """
-    good = []
+    successes = []
     for outcome in outcomes:
         if isinstance(outcome, RewardError):
             raise outcome
-        good.append(outcome)
-    return good
+        successes.append(outcome)
+    return successes
 
 
 def score_rollouts(scorer: Scorer, rollouts: Sequence[Rollout]) -> list[Rollout]:

@@ -53,8 +53,8 @@ def saved_seconds(
     products = forward_passes + (2 - keeps_one) * is_training
     flops = 2.0 * load.sizes.num_layers * load.sizes.linear_weights * products
     saved = flops / share * (1 / exact - 1 / peak)
-    moved = _rounding_bytes(load, layout, forward_passes, is_training=is_training)
-    return saved - moved / (gpu.memory_gb_per_second * 1e9)
+    moved_bytes = _rounding_bytes(load, layout, forward_passes, is_training=is_training)
+    return saved - moved_bytes / (gpu.memory_gb_per_second * 1e9)
 
 
 def _rounding_bytes(

@@ -303,16 +303,16 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                     continue
                 pending.drawn.append(rollouts)
                 pending.draw = []
-            more = None
+            next_prompts = None
             try:
                 with self._draw_lock:
-                    more = self._on_draw(step, rollouts)
+                    next_prompts = self._on_draw(step, rollouts)
             # Broad on purpose: `take` raises the error for its step.
             except Exception as error:  # noqa: BLE001 (raised by take)
                 pending.failure = error
             with self._lock:
-                if more is not None and step in self._steps:
-                    self._begin_draw(step, more, may_restart=self._deadline is not None)
+                if next_prompts is not None and step in self._steps:
+                    self._begin_draw(step, next_prompts, may_restart=self._deadline is not None)
                 else:
                     pending.is_drawn = True
 

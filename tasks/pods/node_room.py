@@ -72,14 +72,17 @@ def gpu_node_line(
     labels = ", ".join(f"{key}={value}" for key, value in size.labels.items())
     large = [node for node in nodes if _gpus_of(node) >= group.num_gpus]
     chosen = [node for node in large if size.labels.items() <= node["metadata"]["labels"].items()]
-    roomy = [number for node in chosen if (number := _number_on(node, size))]
+    pods_per_machine = [number for node in chosen if (number := _number_on(node, size))]
     requests = f"{group.num_gpus} x {GPU}" + (f" and {labels}" if labels else "")
-    result = f"room for {sum(roomy)} pods with {requests}, on {len(roomy)} of {len(nodes)} machines"
-    if sum(roomy) >= group.count:
+    result = (
+        f"room for {sum(pods_per_machine)} pods with {requests}, "
+        f"on {len(pods_per_machine)} of {len(nodes)} machines"
+    )
+    if sum(pods_per_machine) >= group.count:
         return CheckLine(name="nodes", state="ok", found=result)
     if large and not chosen:
         return _line_on_other_kinds(size, large, result, autoscaled=autoscaled)
-    if chosen and not roomy:
+    if chosen and not pods_per_machine:
         return _too_small(size, chosen, autoscaled=autoscaled)
     result = f"{result}; the shape has {group.count}"
     return CheckLine(name="nodes", state="warn", found=result, fix=_ADD)

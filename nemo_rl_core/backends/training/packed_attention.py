@@ -216,17 +216,17 @@ def block_mask(last: Tensor, window: int | None) -> "BlockMask":
     padded = F.pad(last, (0, -num_tokens % _BLOCK), value=-1).view(-1, _BLOCK)
     furthest = padded.amax(1)
     nearest = padded.where(padded >= 0, num_tokens).amin(1)
-    some = (start <= start[:, None]) & (furthest >= start[:, None])
+    some_pairs = (start <= start[:, None]) & (furthest >= start[:, None])
     all_pairs = (start < start[:, None]) & (nearest >= end[:, None])
     if window is not None:
-        some &= start[:, None] - end < window
+        some_pairs &= start[:, None] - end < window
         all_pairs &= end[:, None] - start < window
 
     def attends(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = (key <= query) & (query <= last[key])
         return allowed if window is None else allowed & (query - key < window)
 
-    partial_blocks = _counts_and_indices(some & ~all_pairs)
+    partial_blocks = _counts_and_indices(some_pairs & ~all_pairs)
     full_blocks = _counts_and_indices(all_pairs)
     return BlockMask.from_kv_blocks(
         *partial_blocks,

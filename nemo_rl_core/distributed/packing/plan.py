@@ -315,5 +315,5 @@ def _owners(shared: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor
     numbers = torch.arange(len(shared), device=shared.device)[:, None]
     is_own = positions >= shared[:, None]
     owner = torch.where(is_own, numbers, 0).cummax(0).values
-    after = torch.where(is_own, numbers, len(shared)).flip(0).cummin(0).values.flip(0)
-    return owner, torch.cat([after[1:], torch.full_like(after[:1], len(shared))])
+    owner_from = torch.where(is_own, numbers, len(shared)).flip(0).cummin(0).values.flip(0)
+    return owner, torch.cat([owner_from[1:], torch.full_like(owner_from[:1], len(shared))])

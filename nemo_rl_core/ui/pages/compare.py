@@ -106,7 +106,7 @@ def compare(request: Request) -> Response:
     if len(ids) != 2:
         return render(request, "compare.html", runs=(), **context)
     before, after = (history.execution(one) for one in ids)
-    charts, more = _overlaid(history, (before, after), metric_filter)
+    charts, num_left_out = _overlaid(history, (before, after), metric_filter)
     return render(
         request,
         "compare.html",
@@ -116,7 +116,7 @@ def compare(request: Request) -> Response:
         packages=differences(before.packages, after.packages),
         evaluations=compared(history, before, after),
         charts=charts,
-        more=more,
+        more=num_left_out,
         **context,
     )
 
@@ -129,13 +129,13 @@ def _overlaid(
         {s.task: s for s in curves.stages(history, run.id, text=metric_filter)} for run in runs
     ]
     charts: list[Chart] = []
-    more = 0
+    num_left_out = 0
     for task in dict.fromkeys(task for stages in stages_of_runs for task in stages):
         names = curves.ordered(
             {n for stages in stages_of_runs if task in stages for n in stages[task].names}
         )
         shown = names[: curves.SHOWN]
-        more += len(names) - len(shown)
+        num_left_out += len(names) - len(shown)
         lines = [
             curves.series(history, stages[task].nodes, shown) if task in stages else {}
             for stages in stages_of_runs
@@ -147,4 +147,4 @@ def _overlaid(
                 for one in line.get(name) or [Series("", ())]
             ]
             charts.append(chart(f"{task.rpartition('.')[2]}: {name}", series))
-    return charts, more
+    return charts, num_left_out

@@ -172,8 +172,8 @@ class Connection:
             standard = getattr(sys.modules.get(module), name, None)
             if isinstance(standard, type) and issubclass(standard, Exception) and _is_public(full):
                 return standard
-            above = [self.exception_class(each) for each in bases]
-            kinds = tuple(each for each in above if issubclass(each, Exception)) or (Exception,)
+            parents = [self.exception_class(each) for each in bases]
+            kinds = tuple(each for each in parents if issubclass(each, Exception)) or (Exception,)
             self._kinds[number] = type(name, kinds, {"__str__": _text, "__getattr__": _attribute})
         return self._kinds[number]
 
