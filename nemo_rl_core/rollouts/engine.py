@@ -149,6 +149,9 @@ class RolloutEngine(ABC):
     A request's seed depends only on the run's seed, the step, the indices of prompt and sample, and
     the turn, so that a rerun, or a resumed run, samples the same tokens. All unfinished episodes
     advance together with one call of the engine; no episode depends on the others.
+
+    Attributes:
+        has_logprobs: Whether the engine has returned logprobs with all completions so far.
     """
 
     def __init__(self, generation: GenerationInterface, tokenizer: Any, *, seed: int) -> None:
@@ -158,6 +161,12 @@ class RolloutEngine(ABC):
         )
         self._tokenizer = tokenizer
         self._seed = seed
+        self.has_logprobs = True
+
+    def _complete(self, requests: Requests, **options: bool) -> RemoteCompletions:
+        completions: RemoteCompletions = self._generation.complete(requests, **options)
+        self.has_logprobs &= completions.has_logprobs
+        return completions
 
     @abstractmethod
     def episode(self, prompt: Prompt, index: RolloutIndex) -> Episode:
@@ -246,7 +255,7 @@ class SingleTurnRollouts(RolloutEngine):
         first_seeds = np.array([request_seed(self._seed, step, group, 0) for group in groups])
         prompt, sample = np.divmod(np.arange(count * size), size)
         ids = [each.token_ids for each in prompts]
-        completions = self._generation.complete(
+        completions = self._complete(
             Requests(ids, prompt, {"seeds": first_seeds[prompt] + sample}),
             greedy=greedy,
             releases_memory=releases_memory,

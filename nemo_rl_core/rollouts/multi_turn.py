@@ -85,7 +85,7 @@ class MultiTurnRollouts(RolloutEngine):
             self._generation.prepare_for_generation()
         while live := [each for each in episodes if not each.is_over]:
             requests = joined_requests([each.request() for each in live])
-            results = results_of(self._generation.complete(requests, greedy=greedy))
+            results = results_of(self._complete(requests, greedy=greedy))
             for episode, result in zip(live, results, strict=True):
                 episode.add_completion(result)
             self._step_environment(live)

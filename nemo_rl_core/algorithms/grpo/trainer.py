@@ -75,7 +75,8 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         update = self._update_once if self._updates_once(data) else self._update_in_parts
         data, consistency, trained = update(data)
         environment = self._record(rollouts, advantages=mean_advantages(data))
-        return {**environment, **consistency, **rollout_metrics(data), **sampling, **trained}
+        metrics = {**environment, **consistency, **rollout_metrics(data), **sampling, **trained}
+        return self._without_comparison(metrics)
 
     def _updates_once(self, batch: BatchedDataDict) -> bool:
         """Whether a single optimizer step computes the old logprobs in its own forward pass."""
