@@ -163,11 +163,6 @@ class RolloutEngine(ABC):
         self._seed = seed
         self.has_logprobs = True
 
-    def _complete(self, requests: Requests, **options: bool) -> RemoteCompletions:
-        completions: RemoteCompletions = self._generation.complete(requests, **options)
-        self.has_logprobs &= completions.has_logprobs
-        return completions
-
     @abstractmethod
     def episode(self, prompt: Prompt, index: RolloutIndex) -> Episode:
         """Creates a rollout that has not begun."""
@@ -255,12 +250,13 @@ class SingleTurnRollouts(RolloutEngine):
         first_seeds = np.array([request_seed(self._seed, step, group, 0) for group in groups])
         prompt, sample = np.divmod(np.arange(count * size), size)
         ids = [each.token_ids for each in prompts]
-        completions = self._complete(
+        completions = self._generation.complete(
             Requests(ids, prompt, {"seeds": first_seeds[prompt] + sample}),
             greedy=greedy,
             releases_memory=releases_memory,
             discards_weights=discards_weights,
         )
+        self.has_logprobs &= completions.has_logprobs
         return RemoteRollouts(
             CompletionSource(completions),
             np.arange(count * size),

@@ -73,7 +73,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     _held_out: Sequence[Prompt]
     _num_restarts: tuple[int, int]
     _num_retries = 0
-    _warns_about_logprobs = True
+    _has_comparison = True  # until an engine returns no logprobs
     _group_size: int
     _environment_metrics: list[tuple[int, dict[str, float]]]
 
@@ -196,8 +196,8 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         )
 
     def _with_policy_logprobs(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        if self._warns_about_logprobs:
-            self._warns_about_logprobs = False
+        if self._has_comparison:
+            self._has_comparison = False
             _LOG.warning(
                 "the engine returns no logprobs, so the policy computes them: the gate has nothing "
                 "to compare, and nothing checks that the engine samples with the policy's weights"
@@ -206,13 +206,6 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             completed = with_logprobs_of(self.policy, rollouts)
         self._release_policy()  # a model may score on the same GPU
         return completed
-
-    def _without_comparison(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Removes metrics that compare engine and policy if the engine returned no logprobs."""
-        if self.sampler is None or self.sampler.engine.has_logprobs:
-            return metrics
-        kept = {name: value for name, value in metrics.items() if name not in _COMPARISONS}
-        return {**kept, "num_compared_sequences": 0.0}
 
     def _batch(self, rollouts: Sequence[Rollout]) -> BatchedDataDict:
         """Returns the scored rollouts as a batch with `group_ids [B]`.
@@ -299,6 +292,12 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         return (
             policy if self.sampler is None else policy + self.sampler.generation.peak_memory_gib()
         )
+
+
+def without_comparison(metrics: dict[str, float]) -> dict[str, float]:
+    """Removes metrics that compare engine and policy, for an engine that returns no logprobs."""
+    kept = {name: value for name, value in metrics.items() if name not in _COMPARISONS}
+    return {**kept, "num_compared_sequences": 0.0}
 
 
 _STEP_METRICS = frozenset({"grad_norm", "learning_rate"})

@@ -32,7 +32,12 @@ from nemo_rl_core.models.validation import agreement, agreement_metrics, check_c
 from nemo_rl_core.rollouts.batch import failure_metrics, mean_advantages, rollout_metrics
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.loop import RunSpec
-from nemo_rl_core.trainers.rollouts import RolloutTrainer, combined, train_in_parts
+from nemo_rl_core.trainers.rollouts import (
+    RolloutTrainer,
+    combined,
+    train_in_parts,
+    without_comparison,
+)
 from nemo_rl_core.types import Prompt
 
 
@@ -98,8 +103,14 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         data = self._with_advantages(data)
         trained = self._train(data)
         environment = self._record(rollouts, advantages=mean_advantages(data))
-        metrics = {**environment, **consistency, **rollout_metrics(data)}
-        return self._without_comparison({**metrics, **failure_metrics(rollouts), **trained})
+        metrics = {
+            **environment,
+            **consistency,
+            **rollout_metrics(data),
+            **failure_metrics(rollouts),
+            **trained,
+        }
+        return metrics if self._has_comparison else without_comparison(metrics)
 
     def _with_logprobs(self, data: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
         """Adds the old logprobs, masks inconsistent sequences, and returns the gate's metrics.

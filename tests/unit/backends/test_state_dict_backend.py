@@ -1,7 +1,7 @@
 """A registered backend with the four methods of document 002, run by its worker."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ STOP = 2
 class Recorder:
     """Returns prepared responses, and records what it is given."""
 
-    responses: Any = []
+    responses: ClassVar[Any] = []
 
     def setup(self, config: dict[str, Any]) -> None:
         self.config, self.calls = config, []  # type: ignore[var-annotated]
