@@ -176,7 +176,8 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             self._update_weights(self.sampler, last_step=self.step - 1)
         with self.timer.phase("rollout"):
             rollouts = self._run(self.sampler, prompts, first_group)
-        if isinstance(self.config, Gated) and not self.sampler.engine.has_logprobs:
+        has_gate = isinstance(self.config, Gated)
+        if has_gate and not self.sampler.engine.has_logprobs:
             rollouts = self._with_policy_logprobs(rollouts)
         with self.timer.phase("reward"):
             scored, metrics = self.sampler.post_process(self.sampler.score(rollouts))

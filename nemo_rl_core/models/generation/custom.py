@@ -43,11 +43,12 @@ class CustomEngineAdapter(GenerationInterface):
         _refuse_unread(source, config)
         self._source, self._config = source, config
         is_policy = isinstance(source, CustomPolicyAdapter)
-        self._generator: Any = source.policy if isinstance(source, CustomPolicyAdapter) else source
+        generator: Any = source.policy if isinstance(source, CustomPolicyAdapter) else source
+        self._generator = generator
         self._name = type(self._generator).__name__
         self._is_updated = is_policy or callable(getattr(source, "update_weights", None))
         self._stops = torch.tensor(stop_token_ids, dtype=torch.long)
-        if is_policy and not overrides(self._generator, "generate"):
+        if is_policy and not overrides(generator, "generate"):
             raise ConfigError(
                 f"nothing completes prompts: {self._name} has no generate",
                 fix="add the method, or name an engine, generation=engine",
@@ -153,7 +154,7 @@ class CustomEngineAdapter(GenerationInterface):
         """Calls the engine's method, if it has one; a policy that generates has its weights."""
         if not self._is_updated or isinstance(self._source, CustomPolicyAdapter):
             return
-        unwrapped = policy.policy if isinstance(policy, CustomPolicyAdapter) else policy
+        unwrapped: Any = policy.policy if isinstance(policy, CustomPolicyAdapter) else policy
         weights = unwrapped.state_dict() if takes_state_dict(self._source) else unwrapped
         self._generator.update_weights(weights)
 
