@@ -176,7 +176,7 @@ def test_registered_backends_train_and_sample(session: ClusterSession, tiny_mode
 @pytest.mark.slow
 @pytest.mark.usefixtures("registered")
 def test_the_documents_backend_samples_with_the_weights_of_each_step(
-    session: ClusterSession, tiny_model: Path
+    session: ClusterSession, tiny_model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def metrics(backend: str) -> list[dict[str, float]]:
         trainer = GRPOTrainer.from_pretrained(
@@ -190,6 +190,9 @@ def test_the_documents_backend_samples_with_the_weights_of_each_step(
     for step in metrics("of_texts"):
         assert step["num_compared_sequences"] == 0
         assert "token_mult_prob_error" not in step
+    logged = capfd.readouterr().err
+    assert logged.count("of_texts returns no logprobs: nothing checks its weights") == 1
+    assert logged.count("the gate has nothing to compare") == 1
 
 
 @pytest.mark.thorough

@@ -378,7 +378,8 @@ class Generation(GenerationInterface):
 
     def _checked(self, output: BatchedDataDict, reference: Policy | Path) -> float:
         if "logprobs" not in output:
-            _LOG.warning("%s returns no logprobs: nothing checks its weights", self._backend)
+            if self._proven is not reference:  # not in every step
+                _LOG.warning("%s returns no logprobs: nothing checks its weights", self._backend)
             return math.nan
         batch = as_training_batch(output)
         if isinstance(reference, Path):
