@@ -301,6 +301,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             row_format=row_format,
             tracking=as_tracking(tracking),
             parts=self._custom.objects,
+            part_sources=self._custom.sources,
             stoppers=[callback for callback in inputs["callbacks"] if callback.stops],
         )
         result = fit(TrainerForFit(self.algorithm, type(self), self.settings, run), request)

@@ -28,7 +28,12 @@ from nemo_rl_core.models.validation import agreement, agreement_metrics, check_c
 from nemo_rl_core.rollouts.batch import mean_advantages, rollout_metrics
 from nemo_rl_core.rollouts.engine import request_seed
 from nemo_rl_core.trainers.loop import RunSpec
-from nemo_rl_core.trainers.rollouts import RolloutTrainer, num_parts, train_in_parts
+from nemo_rl_core.trainers.rollouts import (
+    RolloutTrainer,
+    num_parts,
+    train_in_parts,
+    without_comparison,
+)
 from nemo_rl_core.types import Prompt, Rollout
 
 StepResult = tuple[BatchedDataDict, dict[str, float], dict[str, float]]
@@ -75,7 +80,8 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         update = self._update_once if self._updates_once(data) else self._update_in_parts
         data, consistency, trained = update(data)
         environment = self._record(rollouts, advantages=mean_advantages(data))
-        return {**environment, **consistency, **rollout_metrics(data), **sampling, **trained}
+        metrics = {**environment, **consistency, **rollout_metrics(data), **sampling, **trained}
+        return metrics if self._has_comparison else without_comparison(metrics)
 
     def _updates_once(self, batch: BatchedDataDict) -> bool:
         """Whether a single optimizer step computes the old logprobs in its own forward pass."""
