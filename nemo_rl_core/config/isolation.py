@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 
@@ -22,7 +22,7 @@ class IsolatedPackages(FrozenConfig):
 
     requirements: str | None = None
     folder: str | None = None
-    packages: tuple[str, ...] = ()
+    packages: list[str] = Field(default=[])
 
     @model_validator(mode="after")
     def _names_one_source(self) -> Self:

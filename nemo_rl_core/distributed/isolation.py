@@ -70,7 +70,7 @@ def _filled(section: IsolatedPackages, path: str) -> IsolatedPackages:
         packages = _pinned(Path(section.requirements).expanduser(), path)
     else:
         packages = _packages_in(Path(str(section.folder)).expanduser(), path)
-    if section.packages not in ((), packages):
+    if section.packages not in ([], packages):
         raise ConfigError(
             f"{path}.folder: the packages in {section.folder} have changed since the run began",
             expected=", ".join(sorted({*section.packages} - {*packages})) or "no others",
@@ -80,7 +80,7 @@ def _filled(section: IsolatedPackages, path: str) -> IsolatedPackages:
     return section.replace(packages=packages)
 
 
-def _pinned(file: Path, path: str) -> tuple[str, ...]:
+def _pinned(file: Path, path: str) -> list[str]:
     if not file.is_file():
         raise ConfigError(
             f"{path}.requirements: no file {file.absolute()}", fix=f"correct {path}.requirements"
@@ -88,7 +88,7 @@ def _pinned(file: Path, path: str) -> tuple[str, ...]:
     lines = [_pin(line, file, path) for line in _logical_lines(file.read_text())]
     if not lines:
         raise ConfigError(f"{path}.requirements: {file} names no packages")
-    return tuple(sorted(lines))
+    return sorted(lines)
 
 
 def _logical_lines(text: str) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _refuse_shared(name: str, version: str, source: Path, path: str) -> None:
         )
 
 
-def _packages_in(folder: Path, path: str) -> tuple[str, ...]:
+def _packages_in(folder: Path, path: str) -> list[str]:
     """Returns versions of the packages in a folder, with a digest of the files of each."""
     packages = []
     for found in metadata.distributions(path=[str(_site_of(folder, path))]):
@@ -141,7 +141,7 @@ def _packages_in(folder: Path, path: str) -> tuple[str, ...]:
             expected="a virtual environment, or a folder of `pip install --target`",
             fix=f"correct {path}.folder",
         )
-    return tuple(sorted(packages))
+    return sorted(packages)
 
 
 def _site_of(folder: Path, path: str) -> Path:
@@ -220,8 +220,7 @@ def _unmet(lines: Sequence[str], folder: Path) -> Iterator[str]:
             name = canonicalize_name(needed.name)
             version = installed[name].version if name in installed else _project_version(name)
             if version is None or not needed.specifier.contains(version, prereleases=True):
-                has = f"{needed.name} {version}" if version else f"no {needed.name}"
-                yield f"{pinned.name} needs {needed}, and there is {has}"
+                yield f"{pinned.name} needs {needed} ({version or 'missing'})"
 
 
 def _project_version(name: str) -> str | None:

@@ -17,7 +17,7 @@ from tasks.recipes.grpo import GRPORecipe
 from tests.isolated_packages import write_package, write_wheel
 
 
-def packages(section: dict[str, Any]) -> tuple[str, ...]:
+def packages(section: dict[str, Any]) -> list[str]:
     filled = with_packages(IsolationConfig(generation=IsolatedPackages.model_validate(section)))
     assert filled.generation is not None
     return filled.generation.packages
@@ -50,7 +50,7 @@ def test_a_file_counts_by_its_pinned_lines(tmp_path: Path) -> None:
     file = tmp_path / "requirements.txt"
     hashed = "tabulate==0.8.9 \\\n    --hash=sha256:eb1d  # via us\n"
     file.write_text(f'# ours\n{hashed}six==1.17.0 ; python_version > "3"\n')
-    expected = ('six==1.17.0 ; python_version > "3"', "tabulate==0.8.9 --hash=sha256:eb1d")
+    expected = ['six==1.17.0 ; python_version > "3"', "tabulate==0.8.9 --hash=sha256:eb1d"]
     assert packages({"requirements": str(file)}) == expected
     file.write_text(f'six==1.17.0 ; python_version > "3"\n{hashed}')
     assert packages({"requirements": str(file)}) == expected
@@ -65,7 +65,7 @@ def test_a_folder_counts_by_versions_and_content(tmp_path: Path) -> None:
     assert name == "tabulate==0.8.9"
     assert first != second
     with pytest.raises(ConfigError, match="have changed since the run began"):
-        isolated_path(IsolatedPackages(folder=str(tmp_path), packages=(f"{name} {first}",)))
+        isolated_path(IsolatedPackages(folder=str(tmp_path), packages=[f"{name} {first}"]))
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_packages_are_installed_once_and_without_a_network(
     write_wheel(
         tmp_path / "wheels", "tabulate", "0.1", "a = 1", ["pluggy>=1", "lamp; extra == 'x'"]
     )
-    section = IsolatedPackages(requirements="not read", packages=("tabulate==0.1",))
+    section = IsolatedPackages(requirements="not read", packages=["tabulate==0.1"])
     first, *rest = isolated_path(section)["PYTHONPATH"].split(os.pathsep)
     assert Path(first).is_relative_to(own_store / "cache" / "packages")
     assert (Path(first) / "tabulate" / "__init__.py").read_text() == "a = 1"
@@ -101,7 +101,7 @@ def test_packages_are_installed_once_and_without_a_network(
     monkeypatch.setenv("PIP_FIND_LINKS", "gone")
     assert isolated_path(section)["PYTHONPATH"].split(os.pathsep)[0] == first
     with pytest.raises(ConfigError, match=r"(?s)cannot be installed.*tabulate==0.2.*PIP_FIND"):
-        isolated_path(section.replace(packages=("tabulate==0.2",)))
+        isolated_path(section.replace(packages=["tabulate==0.2"]))
     assert [each.name for each in Path(first).parent.glob("[!.]*") if each.is_dir()] == [
         Path(first).name
     ]
@@ -113,14 +113,13 @@ def test_packages_with_unmet_needs_are_refused(
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     write_wheel(tmp_path, "shade", "1.0", requires=["lamp>=2", "pluggy<1", "bulb; extra == 'x'"])
-    section = IsolatedPackages(requirements="my.txt", packages=("shade[x]==1.0",))
+    section = IsolatedPackages(requirements="my.txt", packages=["shade[x]==1.0"])
     with pytest.raises(ConfigError) as refused:
         isolated_path(section)
     assert refused.value.problem == "my.txt lacks versions that its packages need"
     assert refused.value.got == (
-        "shade needs lamp>=2, and there is no lamp; shade needs pluggy<1, and there is pluggy "
-        f"{metadata.version('pluggy')}; "
-        'shade needs bulb; extra == "x", and there is no bulb'
+        f"shade needs lamp>=2 (missing); shade needs pluggy<1 ({metadata.version('pluggy')}); "
+        'shade needs bulb; extra == "x" (missing)'
     )
 
 
