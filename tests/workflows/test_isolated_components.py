@@ -64,6 +64,8 @@ def test_each_component_has_its_packages_and_only_their_users_run_again(
     assert rewards == {1.0}
     assert isolation["environment"]["packages"] == ["tabulate==0.1"]
     assert isolation["training"]["packages"][0].startswith("tabulate==0.3 ")
+    pins.write_text("# the same\ntabulate==0.1\n")
+    assert run_recipe(small(recipe, **sections), tmp_path / "store").stages("ran") == []
     pins.write_text("tabulate==0.2  # newer\n")
     again = run_recipe(small(recipe, **sections), tmp_path / "store")
     assert made(again)[0]["environment"]["packages"] == ["tabulate==0.2"]
