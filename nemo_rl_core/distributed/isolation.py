@@ -55,7 +55,10 @@ def isolated_path(section: IsolatedPackages | None) -> dict[str, str]:
         folder = _site_of(Path(section.folder).expanduser(), "isolation")
     else:
         folder = _installed(section)
-    return {"PYTHONPATH": os.pathsep.join([str(folder), *search_path()])}
+    return {
+        "PYTHONPATH": os.pathsep.join([str(folder), *search_path()]),
+        "NEMO_RL_ISOLATED_PACKAGES": str(folder),  # read by nemo_rl_core/__init__.py
+    }
 
 
 def search_path() -> list[str]:
@@ -128,13 +131,19 @@ def _refuse_shared(name: str, version: str, source: Path, path: str) -> None:
 def _packages_in(folder: Path, path: str) -> list[str]:
     """Returns versions of the packages in a folder, with a digest of the files of each."""
     packages = []
-    for found in metadata.distributions(path=[str(_site_of(folder, path))]):
-        name, lines = canonicalize_name(found.name), (found.read_text("RECORD") or "").splitlines()
-        _refuse_shared(name, found.version, folder, path)
+    for distribution in metadata.distributions(path=[str(_site_of(folder, path))]):
+        name, version = canonicalize_name(distribution.name), distribution.version
+        _refuse_shared(name, version, folder, path)
+        if '"editable": true' in (distribution.read_text("direct_url.json") or ""):
+            raise ConfigError(
+                f"{path}.folder: {name} is an editable installation in {folder}",
+                fix="install it without --editable",
+            )
+        lines = (distribution.read_text("RECORD") or "").splitlines()
         # Programs, which have the path of the folder in their first line, are outside of it.
         files = sorted(line for line in lines if "sha256=" in line and not line.startswith(".."))
         digest = sha256("\n".join(files).encode()).hexdigest()[:16]
-        packages.append(f"{name}=={found.version} {digest}")
+        packages.append(f"{name}=={version} {digest}")
     if not packages:
         raise ConfigError(
             f"{path}.folder: there are no installed packages in {folder.absolute()}",

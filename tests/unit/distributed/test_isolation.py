@@ -1,6 +1,8 @@
 """Packages of isolated workers: what is refused, what is in the key, what is installed."""
 
 import os
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -72,10 +74,15 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     for name in ("empty", "older/lib/python3.8/site-packages"):
         (tmp_path / name).mkdir(parents=True)
     write_package(tmp_path / "with_ray", "ray", "1.0")
+    write_package(tmp_path / "linked", "shade", "1.0")
+    (tmp_path / "linked" / "shade-1.0.dist-info" / "direct_url.json").write_text(
+        '{"dir_info": {"editable": true}, "url": "file:///shade"}'
+    )
     for name, message in (
         ("none", r"isolation.generation.folder: no folder .*/none\n  fix: correct isolation"),
         ("empty", "there are no installed packages in .*/empty"),
         ("older", r"(?s)another Python.*expected: python3.1.*got: python3.8"),
+        ("linked", "shade is an editable installation"),
         ("with_ray", r"(?s)another version of ray.*got: ray==1.0"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -105,6 +112,19 @@ def test_packages_are_installed_once_and_without_a_network(
     assert [each.name for each in Path(first).parent.glob("[!.]*") if each.is_dir()] == [
         Path(first).name
     ]
+
+
+def test_a_worker_on_a_machine_without_its_packages_does_not_start(tmp_path: Path) -> None:
+    for folder, error in ((tmp_path, ""), (tmp_path / "none", f"expected: the folder {tmp_path}")):
+        done = subprocess.run(
+            [sys.executable, "-c", "import nemo_rl_core"],
+            env={**os.environ, "NEMO_RL_ISOLATED_PACKAGES": str(folder)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode == 0) is (error == "")
+        assert error in done.stderr
 
 
 def test_packages_with_unmet_needs_are_refused(
