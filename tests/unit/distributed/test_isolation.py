@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_core import GRPOTrainer
 from nemo_rl_core.config.isolation import IsolatedPackages, IsolationConfig
+from nemo_rl_core.config.model import ModelFromConfig
 from nemo_rl_core.distributed.isolation import isolated_path, with_packages
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers.fit.custom import CustomParts
@@ -193,3 +195,15 @@ def test_an_object_in_this_process_cannot_be_isolated() -> None:
     with pytest.raises(ConfigError, match=r"isolation.environment has no effect: len runs"):
         CustomParts().refuse_isolated(isolation, len)
     CustomParts().refuse_isolated(isolation, None)
+
+
+def test_a_trainer_from_python_has_the_packages_in_its_settings(tmp_path: Path) -> None:
+    write_package(tmp_path, "tabulate", "0.1")
+    isolation = {"generation": {"folder": str(tmp_path)}}
+    settings = GRPOTrainer.from_pretrained(ModelFromConfig(), isolation=isolation).settings
+    assert settings.isolation.generation is not None
+    assert settings.isolation.generation.packages[0].startswith("tabulate==0.1 ")
+    with pytest.raises(ConfigError, match="no folder"):
+        GRPOTrainer.from_pretrained(
+            ModelFromConfig(), isolation={"training": {"folder": str(tmp_path / "none")}}
+        )
