@@ -129,6 +129,7 @@ def test_a_worker_on_a_machine_without_its_packages_does_not_start(tmp_path: Pat
         assert error in done.stderr
 
 
+@pytest.mark.slow
 def test_packages_with_unmet_needs_are_refused(
     tmp_path: Path, own_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
