@@ -21,6 +21,7 @@ from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 from nemo_rl_core.data.loader import PromptLoader, load_records
+from nemo_rl_core.distributed.isolation import with_packages
 from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError
@@ -154,7 +155,9 @@ class BaseTrainer(ABC, Generic[S, C]):
             settings = self._build_config_from_pretrained(self.model, **overrides)
             settings = with_defaults_of(self.model, settings, type(self))
         refuse_unclaimed(self.settings_class, self.algorithm, dict(settings), overrides)
-        self.settings = cast("S", self._checked(settings))
+        checked = self._checked(settings)
+        packages = with_packages(checked.isolation)
+        self.settings = cast("S", checked.model_copy(update={"isolation": packages}))
         self._custom.refuse_without(self._policy_methods(), algorithm=self.algorithm)
 
     @classmethod
@@ -284,6 +287,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             "callbacks": callbacks,
         }
         inputs = fit_arguments(self._fit_arguments, arguments, row_format)
+        self._custom.refuse_isolated(self.settings.isolation, inputs["reward_fn"])
         RowFormat.of(row_format, other_names=_FIT_OPTIONS)
 
         def run(artifacts: Mapping[str, Path], work: Path, scorer: "Scorer | None") -> RunResult:
@@ -473,6 +477,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             training=self.settings.training,
             dtype=self.settings.dtype,
             seed=self.settings.seed,
+            isolation=self.settings.isolation.training,
             load=load_of_trainer(self.algorithm, self.config, self.settings, spec),
         )
 

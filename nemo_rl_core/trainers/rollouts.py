@@ -154,7 +154,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     def _load(self, spec: RunSpec) -> PromptLoader[Prompt]:
         prompts = load_prompts(spec.train, load_tokenizer(spec.start))
         if spec.replay is None:
-            scored_by = spec.scorer or self.settings.environment
+            scored_by = spec.scorer or self.settings.local_environment
             refuse_incomplete_rows(prompts, scored_by, name="train")
         size = samples_per_step(self.config).num_prompts_per_step
         return PromptLoader(prompts, batch_size=size, seed=self.settings.seed)

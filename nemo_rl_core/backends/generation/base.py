@@ -12,6 +12,7 @@ from nemo_rl_core.config.generation import (
     GenerationConfig,
     RegisteredGeneration,
 )
+from nemo_rl_core.config.isolation import IsolatedPackages
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
@@ -33,6 +34,7 @@ class GenerationSetup:
         dtype: Type of weights and activations.
         seed: Seed of the engine; each request has a separate one.
         pad_token_id: Padding after a completion in the output.
+        isolation: Packages of the workers that are not the project's.
     """
 
     model_folder: Path
@@ -42,6 +44,7 @@ class GenerationSetup:
     dtype: DType = "float32"
     seed: int = 0
     pad_token_id: int = 0
+    isolation: IsolatedPackages | None = None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from nemo_rl_core.config.registered import user_search_path
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.isolation import isolated_path
 from nemo_rl_core.distributed.named_sharding import DATA
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
@@ -130,7 +131,11 @@ class Generation(GenerationInterface):
             name=self._name,
             key=f"{self._backend} {id(backend)} {engine_key(self._setup)}",
             sharding=self._sharding,
-            env_vars={**engine_environment(config), **user_search_path(config)},
+            env_vars={
+                **engine_environment(config),
+                **user_search_path(config),
+                **isolated_path(self._setup.isolation),
+            },
             cluster=self._session.dedicated_cluster(bundles[0]) if bundles else None,
         )
         if is_new:

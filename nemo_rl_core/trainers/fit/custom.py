@@ -7,6 +7,7 @@ from typing import Any
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.generation import GENERATION_SECTIONS
+from nemo_rl_core.config.isolation import IsolationConfig
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import TRAINING_SECTIONS
 from nemo_rl_core.distributed.session import ClusterSession
@@ -104,6 +105,22 @@ class CustomParts:
                     f"{algorithm} does not accept a custom {name}: {reasons[name]}",
                     got=type(part).__name__,
                     fix="name a model, or choose another algorithm, such as grpo, sft or dpo",
+                )
+
+    def refuse_isolated(self, isolation: IsolationConfig, reward_fn: Any) -> None:
+        """Refuses isolated packages of a component that is an object in this process."""
+        objects = {
+            "training": self.policy,
+            "generation": self.engine or self.policy,
+            "environment": reward_fn,
+        }
+        for component, part in objects.items():
+            if part is not None and getattr(isolation, component) is not None:
+                name = getattr(part, "__name__", type(part).__name__)
+                raise ConfigError(
+                    f"isolation.{component} has no effect: {name} runs in this process",
+                    expected=f"a {component} that the settings describe, in separate workers",
+                    fix=f"remove isolation.{component}, or describe it by the settings",
                 )
 
     def refuse_without(self, methods: Mapping[str, str], *, algorithm: str) -> None:

@@ -111,7 +111,7 @@ def scorer_for(algorithm: str, settings: TrainerSettings, request: FitRequest) -
     """Returns the scorer that replaces the settings' environment; None without one."""
     if request.reward_fn is None and request.reward_weights is None:
         if isinstance(settings, RolloutSettings):
-            check_targets(settings.environment)
+            check_targets(settings.local_environment)
             logger.warning(
                 "no reward_fn: the environment %r of the settings scores",
                 settings.environment.kind,
@@ -136,7 +136,7 @@ def _refuse_incomplete_rows(
             Prompt(row["id"], row["prompt"], (), row["answer"], row["task"], row["metadata"])
             for row in rows_of_frame(frame)
         )
-        refuse_incomplete_rows(prompts, scorer or settings.environment, name=name)
+        refuse_incomplete_rows(prompts, scorer or settings.local_environment, name=name)
 
 
 def _model_artifact(stages: UnrecordedStages, model: str | Path | ModelConfig, seed: int) -> Path:
