@@ -428,7 +428,7 @@ class SFTTaskConfig(TrainerSettings):
     @classmethod
     def of(cls, config: PipelineRecipe) -> "SFTTaskConfig":
         """Extracts the config from a recipe."""
-        return cls(sft=config.sft, **trainer_fields(config))
+        return cls(**trainer_fields(config, sft=config.sft))
 
 
 class EvaluationTaskConfig(RolloutSettings):
@@ -470,8 +470,12 @@ class PromotionTaskConfig(FrozenConfig):
         return cls(promotion=config.promotion, confidence=config.evaluation.confidence)
 
 
-def trainer_fields(config: PipelineRecipe) -> dict[str, Any]:
-    """Returns the fields of `TrainerSettings` in a recipe."""
+def trainer_fields(config: PipelineRecipe, **sections: FrozenConfig | None) -> dict[str, Any]:
+    """Returns the fields of `TrainerSettings` in a recipe.
+
+    Args:
+        **sections: Sections of algorithms; the sources of their functions are added.
+    """
     from nemo_rl_core.environments.contents import with_source
 
     return {
@@ -479,15 +483,20 @@ def trainer_fields(config: PipelineRecipe) -> dict[str, Any]:
         "cluster": config.cluster,
         "dtype": config.model.dtype,
         "seed": config.seed,
+        **{name: section and with_source(section) for name, section in sections.items()},
     }
 
 
-def rollout_fields(config: PipelineRecipe) -> dict[str, Any]:
-    """Returns the fields of `RolloutSettings` in a recipe, with the content of its rewards."""
+def rollout_fields(config: PipelineRecipe, **sections: FrozenConfig | None) -> dict[str, Any]:
+    """Returns the fields of `RolloutSettings` in a recipe, with the content of its rewards.
+
+    Args:
+        **sections: Sections of algorithms; see `trainer_fields`.
+    """
     from nemo_rl_core.environments.contents import reward_content, with_source
 
     return {
-        **trainer_fields(config),
+        **trainer_fields(config, **sections),
         "environment": config.environment,
         "environment_workers": config.environment_workers,
         "reward_content": reward_content(config.environment),
