@@ -20,6 +20,7 @@ _PUBLIC = {
     "EarlyStopping": ".trainers.callbacks",
     "TrainResult": ".trainers.fit.fitting",
     "DataModule": ".data.module",
+    "check_loss": ".functional.loss_check",
     "DPOTrainer": ".algorithms.dpo.trainer",
     "DistillationTrainer": ".algorithms.distillation.trainer",
     "AsyncGRPOTrainer": ".algorithms.grpo.asynchronous",

@@ -22,6 +22,7 @@ from nemo_rl_core.config.environment import (
     single_environments,
 )
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
+from nemo_rl_core.config.functions import CustomFunction
 from nemo_rl_core.config.generated_data import ReasoningGymData
 from nemo_rl_core.config.generation import SamplingConfig, refuse_misplaced
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
@@ -33,6 +34,7 @@ from nemo_rl_core.config.single_turn import (
     SingleEnvironmentConfig,
 )
 from nemo_rl_core.config.tracking import BudgetConfig
+from nemo_rl_core.config.trainer import LoopConfig
 from nemo_rl_core.config.training import (
     DTensorTraining,
     MegatronTraining,
@@ -151,11 +153,22 @@ def _check_experiment(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
         _check_sampling(experiment, "data", "generation")
         _check_tasks(experiment.environment, experiment.data)
         _check_rows(experiment, experiment.environment, experiment.data)
+    _check_functions(experiment)
     for reward in experiment.rewards:
         _check_reward(experiment, reward)
     if experiment.evaluation is not None and _asks_questions(experiment):
         _check_evaluation(experiment, experiment.evaluation)
     check_size(experiment)
+
+
+def _check_functions(experiment: PipelineRecipe) -> None:
+    """Imports the losses and advantages that a recipe names, without calling them."""
+    for name, section in experiment:
+        fields = section if isinstance(section, LoopConfig) else ()
+        if any(isinstance(each, CustomFunction) for _, each in fields):
+            from nemo_rl_core.trainers.custom_functions import CustomFunctions  # imports torch
+
+            CustomFunctions.of(name, section)
 
 
 def _refuse_missing(experiment: PipelineRecipe) -> None:

@@ -433,7 +433,7 @@ class SFTTaskConfig(TrainerSettings):
     @classmethod
     def of(cls, config: PipelineRecipe) -> "SFTTaskConfig":
         """Extracts the config from a recipe."""
-        return cls(sft=config.sft, **trainer_fields(config))
+        return cls(**trainer_fields(config, sft=config.sft))
 
 
 class EvaluationTaskConfig(RolloutSettings):
@@ -476,8 +476,12 @@ class PromotionTaskConfig(FrozenConfig):
         return cls(promotion=config.promotion, confidence=config.evaluation.confidence)
 
 
-def trainer_fields(config: PipelineRecipe) -> dict[str, Any]:
-    """Returns the fields of `TrainerSettings` in a recipe."""
+def trainer_fields(config: PipelineRecipe, **sections: FrozenConfig | None) -> dict[str, Any]:
+    """Returns the fields of `TrainerSettings` in a recipe.
+
+    Args:
+        **sections: Sections of algorithms; the sources of their functions are added.
+    """
     from nemo_rl_core.distributed.isolation import with_packages
     from nemo_rl_core.environments.contents import with_source
 
@@ -487,16 +491,21 @@ def trainer_fields(config: PipelineRecipe) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "seed": config.seed,
         "isolation": with_packages(config.isolation.only("training")),
+        **{name: section and with_source(section) for name, section in sections.items()},
     }
 
 
-def rollout_fields(config: PipelineRecipe) -> dict[str, Any]:
-    """Returns the fields of `RolloutSettings` in a recipe, with the content of its rewards."""
+def rollout_fields(config: PipelineRecipe, **sections: FrozenConfig | None) -> dict[str, Any]:
+    """Returns the fields of `RolloutSettings` in a recipe, with the content of its rewards.
+
+    Args:
+        **sections: Sections of algorithms; see `trainer_fields`.
+    """
     from nemo_rl_core.distributed.isolation import with_packages
     from nemo_rl_core.environments.contents import reward_content, with_source
 
     return {
-        **trainer_fields(config),
+        **trainer_fields(config, **sections),
         "environment": config.environment,
         "environment_workers": config.environment_workers,
         "reward_content": reward_content(config.environment),

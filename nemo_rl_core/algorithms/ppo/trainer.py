@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from nemo_rl_core.algorithms.ppo.config import PPOConfig, PPOSettings
+from nemo_rl_core.algorithms.ppo.config import ClippedSurrogate, PPOConfig, PPOSettings
 from nemo_rl_core.algorithms.ppo.data import (
     advantage_moments,
     critic_columns,
@@ -23,6 +23,7 @@ from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.advantages import Moments
+from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.functional.value import explained_variance
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
@@ -82,7 +83,8 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
-        self._policy_loss = PPOLossFn(self.config.loss)
+        builtin = cast("ClippedSurrogate", self.config.loss)
+        self._policy_loss: LossFunction = self.custom_functions.loss or PPOLossFn(builtin)
         self._value_loss = ValueLossFn(self.config.critic.value_clip)
         self.critic = (
             Policy(self.session, self._critic_setup(spec), name=CRITIC)
@@ -135,7 +137,9 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
             computed = self.critic.compute(
                 data,
                 scores={"values": "get_values"},
-                derived=partial(critic_columns, config=self.config),
+                derived=partial(
+                    critic_columns, config=self.config, advantage_fn=self.custom_functions.advantage
+                ),
                 figures={"moments": advantage_moments},
             )
             names = ("old_values", "advantages", "returns")

@@ -26,6 +26,7 @@ from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.store import Store
+from nemo_rl_core.trainers.custom_functions import is_importable
 from nemo_rl_core.trainers.fit.recording import FitCall, UnrecordedStages
 from nemo_rl_core.trainers.fit.request import FitRequest, TrainerForFit, reward_name
 from nemo_rl_core.types import Prompt
@@ -39,6 +40,11 @@ def fit_call(trainer: TrainerForFit, request: FitRequest) -> FitCall:
     unrepeatable = [
         f"the {name} is a custom object, {type(part).__name__}, which is not recorded"
         for name, part in request.parts.items()
+    ]
+    unrepeatable += [
+        f"the {name} is not a function at the top level of an importable module"
+        for name, fn in request.functions.items()
+        if not is_importable(fn)
     ]
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
         unrepeatable.append(

@@ -30,6 +30,7 @@ class FitRequest:
             finished one is returned; without a name, every call trains again. The source of
             `reward_fn` and of other custom objects is one of the inputs (`object_source`).
         parts: Custom objects that train or sample, by the part that they replace.
+        functions: A custom loss and advantage, by their argument.
         part_sources: Digests of `parts` before their first training.
         stoppers: Callbacks that may stop the run.
     """
@@ -44,6 +45,7 @@ class FitRequest:
     row_format: Mapping[str, Any] = field(default_factory=dict)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     parts: Mapping[str, Any] = field(default_factory=dict)
+    functions: Mapping[str, Any] = field(default_factory=dict)
     part_sources: Mapping[str, ObjectSource] = field(default_factory=dict)
     stoppers: Sequence[Any] = ()
 
