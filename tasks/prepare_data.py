@@ -7,6 +7,7 @@ from typing import NamedTuple
 from nemo_rl_core.config.data import source_of
 from nemo_rl_core.environments.contents import refuse_changed
 from nemo_rl_core.produce import StageResult
+from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.telemetry.decks import records
 from nemo_rl_core.types import Row
@@ -28,6 +29,7 @@ class PreparedData(NamedTuple):
 @cached_task(DATA)
 def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
     """Reads or generates the rows, and refuses bad ones by number."""
+    from nemo_rl_core.checkpoints.model_code import allow
     from nemo_rl_core.data.chunks import column_names
     from nemo_rl_core.data.datasets import load_parts
     from nemo_rl_core.data.loader import save_rows
@@ -39,6 +41,7 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
     refuse_changed(config.data, config.content)
     train, validation = parts.train, parts.validation or []
     recorded = config.replace(read_as=parts.read_as)
+    allow(Manifest.read(tokenizer.folder).model_code, called="the model")
     loaded_tokenizer = load_tokenizer(tokenizer.folder)
 
     def is_trained_on(rows: Sequence[Row]) -> bool:
