@@ -7,7 +7,6 @@ from typing import NamedTuple
 from nemo_rl_core.config.data import source_of
 from nemo_rl_core.environments.contents import refuse_changed
 from nemo_rl_core.produce import StageResult
-from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.telemetry.decks import records
 from nemo_rl_core.types import Row
@@ -29,7 +28,6 @@ class PreparedData(NamedTuple):
 @cached_task(DATA)
 def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
     """Reads or generates the rows, and refuses bad ones by number."""
-    from nemo_rl_core.checkpoints.model_code import allow
     from nemo_rl_core.data.chunks import column_names
     from nemo_rl_core.data.datasets import load_parts
     from nemo_rl_core.data.loader import save_rows
@@ -41,8 +39,6 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
     refuse_changed(config.data, config.content)
     train, validation = parts.train, parts.validation or []
     recorded = config.replace(read_as=parts.read_as)
-    allow(Manifest.read(tokenizer.folder).model_code, called="the model")
-    loaded_tokenizer = load_tokenizer(tokenizer.folder)
 
     def is_trained_on(rows: Sequence[Row]) -> bool:
         if row_kind(column_names(rows)) != "prompts":
@@ -50,18 +46,16 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
         return config.completions_are_trained and any(row.get("completion") for row in rows[:1])
 
     def artifact(name: str, rows: Sequence[Row]) -> DatasetArtifact:
-        limit = config.data.max_prompt_tokens
-        checked = checked_rows(
-            rows,
-            tokenizer=loaded_tokenizer,
-            max_prompt_tokens=limit,
-            name=name,
-            source=source_of(config.data, name),
-            policy=config.data,
-            context_length=context_length(tokenizer.folder) if is_trained_on(rows) else None,
-        )
-
         def write(folder: Path) -> StageResult:
+            checked = checked_rows(
+                rows,
+                tokenizer=load_tokenizer(tokenizer.folder),
+                max_prompt_tokens=config.data.max_prompt_tokens,
+                name=name,
+                source=source_of(config.data, name),
+                policy=config.data,
+                context_length=context_length(tokenizer.folder) if is_trained_on(rows) else None,
+            )
             save_rows(checked, folder)
             deck = completions_html(records(checked.head(20)))
             dropped = f", {len(rows) - len(checked)} dropped" if len(checked) < len(rows) else ""

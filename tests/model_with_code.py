@@ -8,7 +8,7 @@ import torch
 from nemo_rl_core.checkpoints.tensors import save_tensors
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 
-_CONFIGURATION = '''
+_CONFIGURATION = """
 from transformers import PreTrainedConfig
 
 
@@ -21,8 +21,8 @@ class ToyConfig(PreTrainedConfig):
         self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
         self.max_position_embeddings = max_position_embeddings
         super().__init__(**options)
-'''
-_LAYERS = '''
+"""
+_LAYERS = """
 import torch
 
 SCALE = 1.0
@@ -41,8 +41,8 @@ class ToyLayer(torch.nn.Module):
         mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         hidden = hidden + SCALE * self.out(mixed.transpose(1, 2).flatten(2))
         return hidden + self.down(torch.tanh(self.up(hidden)))
-'''
-_MODELING = '''
+"""
+_MODELING = """
 import os
 
 import torch
@@ -109,8 +109,8 @@ class ToyForCausalLM(PreTrainedModel, GenerationMixin):
     def forward(self, input_ids, attention_mask=None, **options):
         hidden = self.model(input_ids, attention_mask).last_hidden_state
         return CausalLMOutputWithPast(logits=self.lm_head(hidden))
-'''
-_TOKENIZATION = '''
+"""
+_TOKENIZATION = """
 import os
 
 from transformers import PreTrainedTokenizerFast
@@ -123,7 +123,7 @@ if log := os.environ.get("TOY_LOG"):
 class ToyTokenizer(PreTrainedTokenizerFast):
     def decode(self, ids, **options):
         return super().decode(ids, **options).replace("-", "minus ")
-'''
+"""
 FILES = ("configuration_toy.py", "layers_toy.py", "modeling_toy.py")
 
 

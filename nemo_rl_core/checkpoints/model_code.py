@@ -88,13 +88,7 @@ def code_options(folder: str | Path) -> dict[str, bool]:
     path = Path(folder)
     if not is_run_here(path):
         if is_allowed(path) or _needs_code(path):
-            raise ModelError(
-                f"the Python code of the model {path.name!r} is not run here",
-                expected="a worker of a run with model.trust_remote_code: true",
-                got=", ".join(code_files(path)) or "auto_map in its configs, and no Python file",
-                fix="train or evaluate it by a recipe with this option, or load it in a script "
-                "with transformers and trust_remote_code=True",
-            )
+            raise not_run_here(path)
         return {"trust_remote_code": False}
     _forget_classes()
     return {"trust_remote_code": True}
@@ -118,7 +112,7 @@ def refuse_code(folder: Path, *, trust: bool, name: str, revision: str | None = 
         revision: Commit on the hub, if the user has named one.
 
     Raises:
-        ModelError: If the model needs code that is not trusted, not pinned or in another repository.
+        ModelError: If the code is needed and not trusted, not pinned, or in another repository.
     """
     files = code_files(folder)
     if not files and not _needs_code(folder):
@@ -130,7 +124,7 @@ def refuse_code(folder: Path, *, trust: bool, name: str, revision: str | None = 
                 expected="model.trust_remote_code: true, after you have read this code",
                 got=", ".join(files) or "auto_map in its configs, and no Python file",
                 fix=f"write model: {{name: {name}, trust_remote_code: true}} in a recipe, or "
-                "trust_remote_code=True in Python",
+                "trust_remote_code=True in Python; for nemo-rl serve, --trust-remote-code",
             )
         return
     references = [ref for each in _DESCRIPTIONS for ref in _references(_auto_map(folder, each))]
@@ -144,6 +138,17 @@ def refuse_code(folder: Path, *, trust: bool, name: str, revision: str | None = 
         )
     if not Path(name).expanduser().is_dir() and "://" not in name and revision is None:
         raise unpinned(name, newest=folder.name)
+
+
+def not_run_here(folder: Path) -> ModelError:
+    """Returns the error for a process that needs a model's code and may not run it."""
+    return ModelError(
+        f"the Python code of the model {folder.name!r} is not run here",
+        expected="a worker of a run with model.trust_remote_code: true",
+        got=", ".join(code_files(folder)) or "auto_map in its configs, and no Python file",
+        fix="train or evaluate it by a recipe with this option, or load it in a script with "
+        "transformers and trust_remote_code=True",
+    )
 
 
 def unpinned(name: str, *, newest: str = "COMMIT") -> ModelError:
@@ -179,16 +184,24 @@ def described_config(folder: Path) -> Any:
     return config
 
 
-def _needs_code(folder: Path) -> bool:
-    """Whether transformers has no class of its own for the config or the tokenizer."""
-    from transformers import CONFIG_MAPPING
+def tokenizer_needs_code(folder: Path) -> bool:
+    """Whether the tokenizer's class is only in the model's code."""
+    settings = _read(folder / _TOKENIZER)
+    if not settings.get("auto_map"):
+        return False
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-    config, tokenizer = _read(folder / "config.json"), _read(folder / _TOKENIZER)
-    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
-        return True
-    named = str(tokenizer.get("tokenizer_class"))
-    return bool(tokenizer.get("auto_map")) and tokenizer_class_from_name(named) is None
+    return tokenizer_class_from_name(str(settings.get("tokenizer_class"))) is None
+
+
+def _needs_code(folder: Path) -> bool:
+    config = _read(folder / "config.json")
+    if config.get("auto_map"):
+        from transformers import CONFIG_MAPPING
+
+        if config.get("model_type") not in CONFIG_MAPPING:
+            return True
+    return tokenizer_needs_code(folder)
 
 
 def _auto_map(folder: Path, name: str) -> Any:

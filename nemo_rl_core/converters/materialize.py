@@ -139,7 +139,7 @@ def _write_pretrained(model: PretrainedModel, target: Path, commit: str | None) 
     if folder.is_dir():
         allow_or_refuse(folder, trust=trusts, name=model.name)
         if is_allowed(folder):
-            return copy_with_code(folder, target), load_tokenizer(folder)
+            return copy_with_code(folder, target)
         return _write_float32(str(folder), folder, target, source_name=source_name), load_tokenizer(
             folder
         )
@@ -151,7 +151,7 @@ def _write_pretrained(model: PretrainedModel, target: Path, commit: str | None) 
             if snapshot is not None:
                 allow_or_refuse(snapshot, trust=trusts, name=model.name, revision=model.revision)
                 if is_allowed(snapshot):
-                    return copy_with_code(snapshot, target), load_tokenizer(snapshot)
+                    return copy_with_code(snapshot, target)
             count = _write_float32(
                 model.name, snapshot, target, source_name=source_name, revision=commit or "main"
             )

@@ -4,21 +4,22 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nemo_rl_core.checkpoints.model_code import copy_code
+from nemo_rl_core.checkpoints.model_code import copy_code, has_tokenizer_code
 from nemo_rl_core.checkpoints.tensors import save_weights
 from nemo_rl_core.checkpoints.weight_files import stored_tensors
 from nemo_rl_core.checkpoints.weights import require_finite
-from nemo_rl_core.data.pretrained import copy_processors, read_model_json
+from nemo_rl_core.data.pretrained import copy_processors, load_tokenizer, read_model_json
+from nemo_rl_core.data.tokenizer_process import TokenizerProcess
 from nemo_rl_core.model_files.quantized import refuse_quantized
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def copy_with_code(source: Path, target: Path) -> int:
-    """Writes configs, code and weights, but no tokenizer; returns the number of stored weights.
+def copy_with_code(source: Path, target: Path) -> tuple[int, Any]:
+    """Writes configs, code and weights; returns the number of weights, and the tokenizer.
 
     The workers that load the copy check that the weights are those of the model.
     """
@@ -42,4 +43,6 @@ def copy_with_code(source: Path, target: Path) -> int:
             yield name, tensor.float() if tensor.is_floating_point() else tensor
 
     save_weights(target, in_float32())
-    return count
+    if has_tokenizer_code(source):
+        return count, TokenizerProcess(source)  # not a shared one, since its template may change
+    return count, load_tokenizer(source)

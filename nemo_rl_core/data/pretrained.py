@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from nemo_rl_core.checkpoints.model_code import (
     has_tokenizer_code,
     is_allowed,
     is_run_here,
+    not_run_here,
+    tokenizer_needs_code,
 )
 from nemo_rl_core.data.tokenizer_process import TokenizerProcess
 from nemo_rl_core.errors import ModelError
@@ -37,6 +40,8 @@ def load_tokenizer(model_folder: Path, *, revision: str | None = None) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if tokenizer_needs_code(model_folder) and not is_allowed(model_folder):
+        raise not_run_here(model_folder)
     try:
         # For some families, such as Qwen2, `AutoTokenizer` ignores the class in the settings, and
         # the family's class would split text differently and drop characters.
@@ -45,7 +50,7 @@ def load_tokenizer(model_folder: Path, *, revision: str | None = None) -> Any:
             tokenizer: Any = (
                 AutoTokenizer.from_pretrained(model_folder, trust_remote_code=True)
                 if is_run_here(model_folder)
-                else TokenizerProcess(model_folder)
+                else _tokenizer_process(model_folder)
             )
         elif is_complete:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
@@ -71,6 +76,10 @@ def load_tokenizer(model_folder: Path, *, revision: str | None = None) -> Any:
             fix="save the tokenizer into the same folder: tokenizer.save_pretrained(folder)",
         )
     return tokenizer
+
+
+# Starting one takes seconds, and a run asks for its tokenizer in every stage.
+_tokenizer_process = lru_cache(maxsize=4)(TokenizerProcess)
 
 
 def base_names(folder: Path) -> dict[str, Any]:

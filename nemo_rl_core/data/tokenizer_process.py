@@ -17,7 +17,7 @@ from nemo_rl_core.errors import ModelError
 
 
 class TokenizerProcess:
-    """Passes attributes and method calls on to a tokenizer in another process.
+    """Passes attributes, calls and assignments on to a tokenizer in another process.
 
     Args:
         folder: A model folder whose code is allowed.
@@ -60,6 +60,7 @@ class TokenizerProcess:
         self._ask("set", name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Encodes texts."""
         return self._ask("call", "__call__", *args, **kwargs)
 
     def __len__(self) -> int:

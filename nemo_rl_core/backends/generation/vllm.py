@@ -27,6 +27,7 @@ from nemo_rl_core.backends.generation.vllm_ranks import (
     launcher,
     unlink_shared_memory,
 )
+from nemo_rl_core.checkpoints.model_code import code_options
 from nemo_rl_core.checkpoints.weights import rounded_weights
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.data.pretrained import read_model_json
@@ -108,6 +109,7 @@ class VllmBackend(ReceivesWeights):
         self._is_empty = load_format not in ("auto", "dummy")
         self._llm = LLM(
             str(setup.model_folder),
+            **code_options(setup.model_folder),
             skip_tokenizer_init=config.skip_tokenizer_init,
             enforce_eager=config.enforce_eager or not has_gpu,
             dtype=setup.dtype,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.training.base import TrainingSetup
-from nemo_rl_core.checkpoints.model_code import allow_or_refuse
 from nemo_rl_core.checkpoints.hub import hub_access, hub_folder
+from nemo_rl_core.checkpoints.model_code import allow_or_refuse
 from nemo_rl_core.config.cluster import ClusterConfig, ShapeName
 from nemo_rl_core.config.generation import (
     HuggingFaceGenerationConfig,
@@ -331,6 +331,7 @@ class HuggingFacePolicy(PretrainedPolicy):
         "torch_dtype": "dtype",
         "tensor_model_parallel_size": "tensor_parallel_size",
     }
+
     def _renamed(self, options: Mapping[str, Any]) -> dict[str, Any]:
         named = super()._renamed(options)
         chosen = [bits for bits in ("8bit", "4bit") if named.pop(f"load_in_{bits}", False)]
