@@ -76,8 +76,8 @@ class ToyModel(PreTrainedModel):
         keys = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         length = input_ids.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).tril()
-        own = torch.eye(length, dtype=torch.bool, device=input_ids.device)
-        mask = causal & keys.bool()[:, None, None, :] | own
+        same = torch.eye(length, dtype=torch.bool, device=input_ids.device)
+        mask = causal & keys.bool()[:, None, None, :] | same
         hidden = self.tokens(input_ids) + self.positions((keys.cumsum(-1) - 1).clamp(min=0))
         for layer in self.layers:
             hidden = layer(hidden, mask)

@@ -25,7 +25,7 @@ UNCHECKED: Final = (
     "the architecture, shapes of weights, memory, limits that are not in config.json, and layers "
     "for LoRA and tensor parallelism"
 )
-"""What is not known of a model with code until a worker runs it."""
+"""Properties of a model with code that are unknown until a worker runs it."""
 
 _allowed: set[str] = set()
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ from nemo_rl_core.checkpoints.model_code import (
     described_config,
     has_tokenizer_code,
     is_allowed,
-    is_run_here,
     not_run_here,
     tokenizer_needs_code,
 )
-from nemo_rl_core.data.tokenizer_process import TokenizerProcess
+from nemo_rl_core.data.tokenizer_process import tokenizer_with_code
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.planning.model_parts import independent_length, longest_sequence, rotary_length
 
@@ -47,11 +45,7 @@ def load_tokenizer(model_folder: Path, *, revision: str | None = None) -> Any:
         # the family's class would split text differently and drop characters.
         is_complete = _is_complete_in_file(model_folder)
         if has_tokenizer_code(model_folder) and is_allowed(model_folder):
-            tokenizer: Any = (
-                AutoTokenizer.from_pretrained(model_folder, trust_remote_code=True)
-                if is_run_here(model_folder)
-                else _tokenizer_process(model_folder)
-            )
+            tokenizer = tokenizer_with_code(model_folder)
         elif is_complete:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
         else:
@@ -76,10 +70,6 @@ def load_tokenizer(model_folder: Path, *, revision: str | None = None) -> Any:
             fix="save the tokenizer into the same folder: tokenizer.save_pretrained(folder)",
         )
     return tokenizer
-
-
-# Starting one takes seconds, and a run asks for its tokenizer in every stage.
-_tokenizer_process = lru_cache(maxsize=4)(TokenizerProcess)
 
 
 def base_names(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A tokenizer whose class is in the model's code, in a worker process of its own.
+"""A tokenizer whose class is in the model's code, in a separate worker process.
 
 The controller encodes prompts and decodes completions, but does not run the code of a model.
 """
@@ -8,11 +8,11 @@ import pickle
 import subprocess
 import sys
 import threading
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.checkpoints.model_code import worker_environment
+from nemo_rl_core.checkpoints.model_code import is_run_here, worker_environment
 from nemo_rl_core.errors import ModelError
 
 
@@ -67,15 +67,26 @@ class TokenizerProcess:
         return int(self._ask("call", "__len__"))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        from nemo_rl_core.data.pretrained import load_tokenizer
-
-        return load_tokenizer, (self._folder,)
+        return tokenizer_with_code, (self._folder,)
 
     def __del__(self) -> None:
         if (child := vars(self).get("_child")) is not None:
             child.stdin.close()
             child.stdout.close()
             child.wait()
+
+
+# Starting one takes seconds, and a run asks for its tokenizer in every stage.
+_shared = lru_cache(maxsize=4)(TokenizerProcess)
+
+
+def tokenizer_with_code(folder: Path) -> Any:
+    """Returns the tokenizer in a worker, and elsewhere a process that has it."""
+    if not is_run_here(folder):
+        return _shared(folder)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 
 
 def _answer(tokenizer: Any, kind: str, name: str, args: Any, kwargs: Any) -> Any:
@@ -88,11 +99,9 @@ def _answer(tokenizer: Any, kind: str, name: str, args: Any, kwargs: Any) -> Any
 
 
 def _serve(folder: Path) -> None:
-    from nemo_rl_core.data.pretrained import load_tokenizer
-
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the code prints
-    tokenizer = load_tokenizer(folder)
+    tokenizer = tokenizer_with_code(folder)
     while True:
         try:
             request = pickle.load(sys.stdin.buffer)  # noqa: S301

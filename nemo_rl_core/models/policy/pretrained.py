@@ -311,7 +311,10 @@ class PretrainedPolicy(PolicyInterface):
 class HuggingFacePolicy(PretrainedPolicy):
     """Any transformers model, on the `dtensor` backend, with the options of `PretrainedPolicy`.
 
-    `load_in_8bit` and `load_in_4bit` load frozen quantized weights and train adapters on them.
+    `device_map` ("auto", "cuda", "cpu", None or {"": 0}) says whether workers compute on GPUs.
+    `trust_remote_code` lets them run Python code that comes with the model, of a folder or of a
+    `revision` on the hub. `load_in_8bit` and `load_in_4bit` load frozen quantized weights and train
+    adapters on them.
 
     Example:
         >>> policy = HuggingFacePolicy("org/model", torch_dtype="bfloat16", tensor_parallel_size=2)
@@ -379,7 +382,7 @@ class MegatronPolicy(PretrainedPolicy):
 
 
 def _device_of(device_map: Any) -> Literal["auto", "cuda", "cpu"]:
-    """Returns where the workers compute, for the values of `device_map` that name one place."""
+    """Returns where the workers compute, for values of `device_map` that name one device."""
     match device_map:
         case None | "auto":
             return "auto"
