@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nemo_rl_core import SFTTrainer
+from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
@@ -27,12 +28,14 @@ from nemo_rl_core.checkpoints.weights import load_config
 from nemo_rl_core.config.generation import HuggingFaceGenerationConfig
 from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.converters.export import export_model
 from nemo_rl_core.converters.materialize import check_pretrained, materialize
 from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.pretrained import context_length, load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import collate
+from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.environments.contents import model_content
 from nemo_rl_core.errors import ConfigError, ModelError, ResourceError
 from nemo_rl_core.model_files.loading import load_causal_model
@@ -287,3 +290,36 @@ def test_other_device_maps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_rl_core.models.policy.pretrained.count_gpus", lambda: 0)
     with pytest.raises(ResourceError, match="device_map names a GPU"):
         HuggingFacePolicy("org/model", device_map="cuda").options()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_ranks_and_adapters_train_and_resume(lora: Any, folder: Path, tmp_path: Path) -> None:
+    allow(code_files(folder), called="the model")
+    training = DTensorTraining(lora=lora)
+    one = run_ranks(_steps, folder, tmp_path / "one", training, world_size=1)
+    assert one[0]["losses"][-1] < one[0]["losses"][0]
+    assert torch.equal(one[0]["saved"], one[0]["loaded"])
+    assert code_files(tmp_path / "one" / "model") == code_files(folder)
+    if lora is None:
+        two = run_ranks(_steps, folder, tmp_path / "two", training, world_size=2)
+        assert two[0]["losses"] == pytest.approx(one[0]["losses"], abs=1e-5)
+    else:
+        assert code_files(tmp_path / "one" / "trainer" / "base") == code_files(folder)
+
+
+def _steps(folder: Path, path: Path, training: DTensorTraining) -> dict[str, Any]:
+    setup = TrainingSetup(
+        folder, OptimizerConfig(learning_rate=0.01), training=training, max_tokens_per_microbatch=64
+    )
+    rows = [(1, 5, 15, 6), (1, 7, 8)]
+    batch = collate(rows, [[True] * len(row) for row in rows])
+    backend, resumed = DTensorBackend(), DTensorBackend()
+    backend.setup(setup)
+    losses = [backend.train_step(batch, NLLLoss())["loss"] for _ in range(3)]
+    path.mkdir(exist_ok=True)
+    backend.save_checkpoint(path)
+    resumed.setup(setup)
+    resumed.load_checkpoint(path)
+    saved, loaded = (each.get_logprobs(batch) for each in (backend, resumed))
+    return {"losses": losses, "saved": saved, "loaded": loaded}
