@@ -38,6 +38,7 @@ from nemo_rl_core.distributed.batched_data_dict import collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.environments.contents import model_content
 from nemo_rl_core.errors import ConfigError, ModelError, ResourceError
+from nemo_rl_core.history.card import model_usage
 from nemo_rl_core.model_files.loading import load_causal_model
 from nemo_rl_core.models import HuggingFacePolicy
 from nemo_rl_core.models.generation.layout import engine_key
@@ -225,6 +226,7 @@ def test_sft_and_grpo_train_the_model_in_process(in_worker: Path, tmp_path: Path
 def test_an_export_is_loaded_by_another_process(folder: Path, tmp_path: Path) -> None:
     allow(code_files(folder), called="the model")
     count = export_model(folder, tmp_path / "exported")
+    assert model_usage(folder).count("(folder, trust_remote_code=True)") == 2
     assert count == sum(each.numel() for each in plain_weights(folder))
     assert code_files(tmp_path / "exported") == code_files(folder)
     assert str(os.getpid()) not in (tmp_path / "runs").read_text().split()
