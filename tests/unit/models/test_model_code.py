@@ -13,6 +13,7 @@ import torch
 from nemo_rl_core import SFTTrainer
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.backends.generation.vllm import VllmBackend
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.checkpoints import model_code
@@ -25,7 +26,7 @@ from nemo_rl_core.checkpoints.model_code import (
     worker_environment,
 )
 from nemo_rl_core.checkpoints.weights import load_config
-from nemo_rl_core.config.generation import HuggingFaceGenerationConfig
+from nemo_rl_core.config.generation import HuggingFaceGenerationConfig, VllmGenerationConfig
 from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import DTensorTraining
@@ -325,3 +326,11 @@ def _steps(folder: Path, path: Path, training: DTensorTraining) -> dict[str, Any
     resumed.load_checkpoint(path)
     saved, loaded = (each.get_logprobs(batch) for each in (backend, resumed))
     return {"losses": losses, "saved": saved, "loaded": loaded}
+
+
+def test_vllm_refuses_attention_that_it_cannot_replace(in_worker: Path) -> None:
+    setup = GenerationSetup(in_worker, VllmGenerationConfig(kv_cache_gib=1), 32, (2,))
+    with pytest.raises(ModelError, match="vLLM cannot sample from the model folder") as caught:
+        VllmBackend().setup(setup)
+    assert caught.value.got == "ToyForCausalLM, which computes attention itself"
+    assert caught.value.fix == "set generation.backend: hf"
