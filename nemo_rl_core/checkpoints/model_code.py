@@ -119,16 +119,18 @@ def refuse_code(folder: Path, *, trust: bool, name: str, revision: str | None = 
         return
     if not trust:
         if _needs_code(folder):
+            commit = f"revision: {folder.name}, " if folder.parent.name == "snapshots" else ""
             raise ModelError(
                 f"the model {name!r} needs Python code that comes with it",
                 expected="model.trust_remote_code: true, after you have read this code",
-                got=", ".join(files) or "auto_map in its configs, and no Python file",
-                fix=f"write model: {{name: {name}, trust_remote_code: true}} in a recipe, or "
-                "trust_remote_code=True in Python; for nemo-rl serve, --trust-remote-code",
+                got=", ".join(files or _references_of(folder)),
+                fix=f"write model: {{name: {name}, {commit}trust_remote_code: true}} in a recipe; in "
+                f"Python, train({{'name': {name!r}, 'trust_remote_code': True}}, ...) or "
+                f"HuggingFacePolicy({name!r}, trust_remote_code=True); --trust-remote-code for "
+                "nemo-rl serve",
             )
         return
-    references = [ref for each in _DESCRIPTIONS for ref in _references(_auto_map(folder, each))]
-    if elsewhere := [ref for ref in references if "--" in ref]:
+    if elsewhere := [name for name in _references_of(folder) if "--" in name]:
         raise ModelError(
             f"the model {name!r} names code in another repository",
             expected="Python files in the model's folder",
@@ -145,7 +147,7 @@ def not_run_here(folder: Path) -> ModelError:
     return ModelError(
         f"the Python code of the model {folder.name!r} is not run here",
         expected="a worker of a run with model.trust_remote_code: true",
-        got=", ".join(code_files(folder)) or "auto_map in its configs, and no Python file",
+        got=", ".join(code_files(folder) or _references_of(folder)),
         fix="train or evaluate it by a recipe with this option, or load it in a script with "
         "transformers and trust_remote_code=True",
     )
@@ -214,6 +216,10 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):  # whoever needs the file reports it
         return {}
     return values if isinstance(values, dict) else {}
+
+
+def _references_of(folder: Path) -> list[str]:
+    return [name for each in _DESCRIPTIONS for name in _references(_auto_map(folder, each))]
 
 
 def _references(auto_map: Any) -> list[str]:

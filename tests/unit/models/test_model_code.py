@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from nemo_rl_core import SFTTrainer
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
@@ -112,7 +113,7 @@ def test_without_the_option_the_line_to_write_is_named(folder: Path, tmp_path: P
             call()
         assert caught.value.got == ", ".join(FILES)
         assert line in str(caught.value.fix)
-        assert "trust_remote_code=True in Python" in str(caught.value.fix)
+        assert f"train({{'name': '{folder}', 'trust_remote_code': True}}" in str(caught.value.fix)
     assert not (tmp_path / "runs").exists()
 
 
@@ -124,6 +125,28 @@ def test_the_code_of_a_hub_model_needs_a_commit(folder: Path) -> None:
     allow_or_refuse(snapshot, trust=True, name="org/toy", revision=COMMIT)
     with pytest.raises(ValueError, match="String should match pattern"):
         PretrainedModel(name="org/toy", revision="main", trust_remote_code=True)
+
+
+def test_a_model_of_the_hub_is_prepared_at_its_commit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    snapshot = tmp_path / "hub" / "models--org--toy" / "snapshots" / COMMIT
+    shutil.copytree(folder, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(COMMIT)
+    line = f"model: {{name: org/toy, revision: {COMMIT}, trust_remote_code: true}}"
+    for trusts in (False, True):
+        model = PretrainedModel(name="org/toy", trust_remote_code=trusts)
+        with pytest.raises(ModelError) as caught:
+            materialize(model, tmp_path / "copy", seed=None)
+        assert line in str(caught.value.fix)
+    model = PretrainedModel(name="org/toy", trust_remote_code=True, revision=COMMIT)
+    assert model_content(model) == COMMIT
+    materialize(model, tmp_path / "copy", seed=None, commit=COMMIT)
+    assert code_files(tmp_path / "copy") == code_files(folder)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_code_in_another_repository_is_refused(folder: Path) -> None:
