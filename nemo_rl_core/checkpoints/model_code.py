@@ -124,8 +124,8 @@ def refuse_code(folder: Path, *, trust: bool, name: str, revision: str | None = 
                 f"the model {name!r} needs Python code that comes with it",
                 expected="model.trust_remote_code: true, after you have read this code",
                 got=", ".join(files or _references_of(folder)),
-                fix=f"write model: {{name: {name}, {commit}trust_remote_code: true}} in a recipe; in "
-                f"Python, train({{'name': {name!r}, 'trust_remote_code': True}}, ...) or "
+                fix=f"write model: {{name: {name}, {commit}trust_remote_code: true}} in a recipe; "
+                f"in Python, train({{'name': {name!r}, 'trust_remote_code': True}}, ...) or "
                 f"HuggingFacePolicy({name!r}, trust_remote_code=True); --trust-remote-code for "
                 "nemo-rl serve",
             )
