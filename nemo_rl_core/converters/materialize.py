@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.checkpoints.hub import hub_access, hub_folder
-from nemo_rl_core.checkpoints.model_code import allow_or_refuse, is_allowed
+from nemo_rl_core.checkpoints.model_code import allow_or_refuse, code_files
 from nemo_rl_core.checkpoints.weight_files import WEIGHTS
 from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.config.model import (
@@ -138,7 +138,7 @@ def _write_pretrained(model: PretrainedModel, target: Path, commit: str | None) 
         check_model_folder(folder, trust_remote_code=trusts)
     if folder.is_dir():
         allow_or_refuse(folder, trust=trusts, name=model.name)
-        if is_allowed(folder):
+        if trusts and code_files(folder):
             return copy_with_code(folder, target)
         return _write_float32(str(folder), folder, target, source_name=source_name), load_tokenizer(
             folder
@@ -150,14 +150,14 @@ def _write_pretrained(model: PretrainedModel, target: Path, commit: str | None) 
                 snapshot = _snapshot(model.name, commit, with_code=trusts)
             if snapshot is not None:
                 allow_or_refuse(snapshot, trust=trusts, name=model.name, revision=model.revision)
-                if is_allowed(snapshot):
-                    return copy_with_code(snapshot, target)
+                if trusts and code_files(snapshot):
+                    copied = copy_with_code(snapshot, target)
+                    _write_hub_name(target, model.name, commit)
+                    return copied
             count = _write_float32(
                 model.name, snapshot, target, source_name=source_name, revision=commit or "main"
             )
-            if commit:
-                named = {"base_model_name_or_path": model.name, "revision": commit}
-                (target / HUB_NAME).write_text(json.dumps(named))
+            _write_hub_name(target, model.name, commit)
             return count, load_tokenizer(Path(model.name), revision=commit)
         except ModelError as error:
             if not problem:
@@ -169,6 +169,12 @@ def _write_pretrained(model: PretrainedModel, target: Path, commit: str | None) 
                 fix="check the network, HF_ENDPOINT and the proxy, or name a folder: "
                 "{model: {name: FOLDER}}",
             ) from error
+
+
+def _write_hub_name(target: Path, name: str, commit: str | None) -> None:
+    if commit:
+        named = {"base_model_name_or_path": name, "revision": commit}
+        (target / HUB_NAME).write_text(json.dumps(named))
 
 
 def _write_float32(

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nemo_rl_core.checkpoints.model_code import allow, allow_or_refuse
+from nemo_rl_core.checkpoints.model_code import allow, allow_or_refuse, code_files
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel, as_model
 from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
 from nemo_rl_core.converters.materialize import materialize
@@ -148,9 +148,10 @@ def _model_artifact(stages: UnrecordedStages, model: str | Path | ModelConfig, s
     folder = Path(config.name).expanduser()
     if isinstance(config, PretrainedModel) and folder.is_dir():
         allow_or_refuse(folder, trust=config.trust_remote_code, name=config.name)
-    trained = _checkpoint_in_store(folder) if config.kind == "pretrained" else None
-    if trained is not None:
-        return trained
+        trained = _checkpoint_in_store(folder)
+        # Without the option, a copy without the code is made.
+        if trained is not None and (config.trust_remote_code or not code_files(folder)):
+            return trained
     content = model_content(config)
     if content:
         settings["content"] = content
