@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from nemo_rl_core.checkpoints import model_code
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.environment import EnvironmentConfig, dedicated_bundles_of_scorers
 from nemo_rl_core.config.placement import DedicatedBundles
@@ -161,6 +162,8 @@ def produce(
         if artifact is None or set_aside_damaged(store, artifact):
             raise NotMade(inputs)
         return artifact
+    for parent in inputs.parents.values():
+        model_code.allow(Manifest.read(parent).model_code, called=parent.name)
     with store.work_folder(stage, key) as folder:
         if run is not None:
             # Flyte's catalogue decides what is reused. With --overwrite-cache, an artifact that an
@@ -323,6 +326,7 @@ def _manifest(
     with waiting_for_hashes(f"hashing the result of {inputs.stage}"):
         content_hash = hash_content(folder, hash_of)
         weights_hash = hash_weights(folder, hash_of)
+    model = folder / "model"
     return Manifest(
         kind=made.kind,
         format=made.format,
@@ -342,6 +346,7 @@ def _manifest(
         cost=cost,
         figures=made.figures,
         choices=dict(made.choices),
+        model_code=model_code.code_files(model if model.is_dir() else folder),
         run=run,
     )
 

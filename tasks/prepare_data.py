@@ -39,7 +39,6 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
     refuse_changed(config.data, config.content)
     train, validation = parts.train, parts.validation or []
     recorded = config.replace(read_as=parts.read_as)
-    loaded_tokenizer = load_tokenizer(tokenizer.folder)
 
     def is_trained_on(rows: Sequence[Row]) -> bool:
         if row_kind(column_names(rows)) != "prompts":
@@ -47,18 +46,16 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
         return config.completions_are_trained and any(row.get("completion") for row in rows[:1])
 
     def artifact(name: str, rows: Sequence[Row]) -> DatasetArtifact:
-        limit = config.data.max_prompt_tokens
-        checked = checked_rows(
-            rows,
-            tokenizer=loaded_tokenizer,
-            max_prompt_tokens=limit,
-            name=name,
-            source=source_of(config.data, name),
-            policy=config.data,
-            context_length=context_length(tokenizer.folder) if is_trained_on(rows) else None,
-        )
-
         def write(folder: Path) -> StageResult:
+            checked = checked_rows(
+                rows,
+                tokenizer=load_tokenizer(tokenizer.folder),
+                max_prompt_tokens=config.data.max_prompt_tokens,
+                name=name,
+                source=source_of(config.data, name),
+                policy=config.data,
+                context_length=context_length(tokenizer.folder) if is_trained_on(rows) else None,
+            )
             save_rows(checked, folder)
             deck = completions_html(records(checked.head(20)))
             dropped = f", {len(rows) - len(checked)} dropped" if len(checked) < len(rows) else ""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl_core.checkpoints.model_code import code_options
 from nemo_rl_core.checkpoints.weight_files import (
     INDICES,
     WEIGHTS,
@@ -112,6 +113,8 @@ def load_pretrained(
     try:
         if source is not None and (Path(source) / "config.json").is_file():
             options.setdefault("config", load_config(source))
+        if source is not None:
+            options |= code_options(source)
         model, report = kind.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
@@ -142,7 +145,7 @@ def load_config(folder: str | Path, **changes: Any) -> Any:
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder, **changes)
+    config = AutoConfig.from_pretrained(folder, **code_options(folder), **changes)
     config._attn_implementation = None
     for each in (config, config.get_text_config()):
         each.return_dict, each.is_encoder_decoder = True, False
@@ -167,7 +170,7 @@ def rounded_weights(folder: Path, dtype: "torch.dtype") -> "Iterator[tuple[str, 
         AutoConfig,
     )
 
-    config = type(AutoConfig.from_pretrained(folder))
+    config = type(AutoConfig.from_pretrained(folder, **code_options(folder)))
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(
         config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(config, None)
     )

@@ -55,10 +55,15 @@ class PretrainedModel(ModelSource):
     Attributes:
         name: A name on the Hugging Face hub, a transformers folder, the address of such a folder
             (s3://BUCKET/FOLDER), or alias:NAME of `nemo-rl promote`.
+        revision: Commit of a model on the hub; None is the newest one when the run starts.
+        trust_remote_code: Whether workers may run Python code that comes with the model. The code
+            of a hub model needs a `revision`.
     """
 
     kind: Literal["pretrained"] = "pretrained"
     name: str = Field(min_length=1)
+    revision: str | None = Field(default=None, pattern=r"^[0-9a-f]{40}$")
+    trust_remote_code: bool = False
 
 
 class SmallModel(ModelSource):

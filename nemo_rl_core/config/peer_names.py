@@ -118,6 +118,8 @@ PEER_NAMES: Final[Mapping[str, str]] = {
     "use_wandb": _RECORD,
     "model_name": _MODEL,
     "model_name_or_path": _MODEL,
+    "model_revision": "model.revision, the 40 hex digits of a commit",
+    "trust_remote_code": "model.trust_remote_code, in the same section as model.name",
     "pretrain": _MODEL,
     "policy": "model, training, generation and the algorithm's section",
     "actor_rollout_ref": "model, training, generation and the algorithm's section",

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from nemo_rl_core.checkpoints.dcp_metadata import read_metadata
+from nemo_rl_core.checkpoints.model_code import code_options
 from nemo_rl_core.checkpoints.tensors import DEFAULT_SHARD_BYTES, save_weights
 from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.converters.folders import new_folder, require_folder
@@ -95,8 +96,11 @@ def _read(reader: FileSystemReader, name: str, entry: Any) -> torch.Tensor:
 def _without_weights(folder: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    options = code_options(folder)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder, **options), **options
+        )
 
 
 def _expected(model: Any) -> dict[str, torch.Size]:

@@ -3,8 +3,10 @@
 import shutil
 from pathlib import Path
 
+from nemo_rl_core.checkpoints.model_code import is_allowed
 from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.converters.folders import StoredWeights
+from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.model_files.loading import as_published
 from nemo_rl_core.store.files import hash_file
@@ -12,12 +14,19 @@ from nemo_rl_core.store.files import hash_file
 
 def export_model(source: Path, target: Path) -> int:
     """Copies `model/` of a checkpoint and loads the copy; returns the number of parameters."""
-    from transformers import AutoModelForCausalLM
-
     shutil.copytree(source, target)
     for file in sorted(source.glob("*.safetensors")):
         if hash_file(file) != hash_file(target / file.name):
             raise ModelError(f"the copy of {file.name} differs from its source", fix="try again")
+    if is_allowed(target):  # this process does not run the code of a model
+        count: int = run_ranks(_checked_count, target, world_size=1)[0]
+        return count
+    return _checked_count(target)
+
+
+def _checked_count(target: Path) -> int:
+    from transformers import AutoModelForCausalLM
+
     model, _ = load_pretrained(AutoModelForCausalLM, target, source_name="the exported model")
     stored = StoredWeights(target)
     for name, tensor in as_published(model, model.state_dict().items()):

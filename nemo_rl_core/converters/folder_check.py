@@ -1,19 +1,31 @@
 """Checks a model folder before a run, in seconds, from its JSON files and safetensors headers."""
 
+import logging
 from pathlib import Path
 from typing import Any, Final
 
+from nemo_rl_core.checkpoints.model_code import (
+    UNCHECKED,
+    code_files,
+    described_config,
+    has_tokenizer_code,
+    refuse_code,
+)
 from nemo_rl_core.checkpoints.weight_files import open_weights, weight_files
 from nemo_rl_core.data.pretrained import load_tokenizer, read_model_json, stop_token_ids
 from nemo_rl_core.errors import ModelError
 
+_LOG = logging.getLogger(__name__)
 _NEEDED: Final = ("config.json", "tokenizer_config.json")
 _SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _SAVE_AGAIN: Final = "save model and tokenizer there again with save_pretrained(folder)"
 
 
-def check_model_folder(folder: Path) -> None:
-    """Refuses a folder that cannot be loaded, as far as its descriptions and headers show."""
+def check_model_folder(folder: Path, *, trust_remote_code: bool = False) -> None:
+    """Refuses a folder that cannot be loaded, as far as its descriptions and headers show.
+
+    Python code that comes with the model is not run; what is then unknown is logged.
+    """
     names = sorted(path.name for path in folder.iterdir())
     for name in _NEEDED:
         if not (folder / name).is_file():
@@ -23,17 +35,25 @@ def check_model_folder(folder: Path) -> None:
                 got=f"{folder}: {', '.join(names[:6]) or 'empty'}",
                 fix="save model and tokenizer there with save_pretrained(folder)",
             )
+    refuse_code(folder, trust=trust_remote_code, name=str(folder))
+    has_code = trust_remote_code and bool(code_files(folder))
     _check_config(folder)
     for name in ("tokenizer_config.json", "tokenizer.json", "generation_config.json"):
         if (folder / name).is_file():
             read_model_json(folder, name)
-    _check_tokenizer(folder)
-    _check_weights(folder)
+    if has_code:
+        _LOG.warning(
+            "unknown before the run, since only workers run the code of %s (%s): %s",
+            folder,
+            ", ".join(code_files(folder)),
+            UNCHECKED,
+        )
+    if not (has_code and has_tokenizer_code(folder)):
+        _check_tokenizer(folder)
+    _check_weights(folder, has_code=has_code)
 
 
 def _check_config(folder: Path) -> None:
-    from transformers import AutoConfig
-
     path = folder / "config.json"
     values = read_model_json(folder)
     for name in _SIZES:
@@ -46,7 +66,7 @@ def _check_config(folder: Path) -> None:
                 fix="copy the file from the model's source again",
             )
     try:
-        AutoConfig.from_pretrained(folder)
+        described_config(folder)
     # Broad on purpose: transformers raises KeyError, ValueError, TypeError or its own.
     except Exception as error:
         raise ModelError(
@@ -90,7 +110,7 @@ def _check_tokenizer(folder: Path) -> None:
             ) from error
 
 
-def _check_weights(folder: Path) -> None:
+def _check_weights(folder: Path, *, has_code: bool) -> None:
     from nemo_rl_core.model_files.loading import empty_model
     from nemo_rl_core.model_files.weights import check_folder
 
@@ -102,7 +122,8 @@ def _check_weights(folder: Path) -> None:
             pass
     declared = str((values.get("architectures") or ["..."])[0])
     # Quantized weights are stored in other shapes. Stages check the other kinds of heads.
-    if not declared.endswith("ForCausalLM") or "quantization_config" in values:
+    is_causal = declared.endswith("ForCausalLM")
+    if has_code or not is_causal or "quantization_config" in values:
         return
     try:
         model: Any = empty_model(folder, "lm")

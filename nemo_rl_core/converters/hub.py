@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Final
 
+from nemo_rl_core.checkpoints.model_code import code_files
 from nemo_rl_core.converters.folders import require_folder
 from nemo_rl_core.errors import ModelError
 
@@ -64,8 +65,9 @@ def _push(api: Any, folder: Path, repo: str, *, is_public: bool) -> str:
             got="one that everyone can see",
             fix="pass --public, or name another repository",
         )
-    files = sorted({path for pattern in _FILES for path in folder.glob(pattern)})
-    operations = [CommitOperationAdd(path.name, path) for path in files]
+    files = {path for pattern in _FILES for path in folder.glob(pattern)}
+    names = {path.name for path in files} | code_files(folder).keys()
+    operations = [CommitOperationAdd(name, folder / name) for name in sorted(names)]
     commit = api.create_commit(repo, operations, commit_message=_MESSAGE)
     return str(commit.commit_url)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.checkpoints.hub import hub_access, hub_folder
+from nemo_rl_core.checkpoints.model_code import allow_or_refuse, code_files
 from nemo_rl_core.checkpoints.weight_files import WEIGHTS
 from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.config.model import (
@@ -21,6 +22,7 @@ from nemo_rl_core.config.model import (
 )
 from nemo_rl_core.converters.folder_check import check_model_folder
 from nemo_rl_core.converters.gguf_model import download_gguf, read_gguf
+from nemo_rl_core.converters.with_code import copy_with_code
 from nemo_rl_core.data.pretrained import (
     HUB_NAME,
     PROCESSORS,
@@ -112,7 +114,7 @@ def _from_config(model: SmallModel, tokenizer: Any, seed: int | None) -> Any:
         return Qwen2ForCausalLM(config)
 
 
-def check_pretrained(name: str) -> None:
+def check_pretrained(name: str, *, trust_remote_code: bool = False) -> None:
     """Checks that a local folder has a model that can be loaded; ignores hub names."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -124,16 +126,20 @@ def check_pretrained(name: str) -> None:
                 fix="correct model.name in the recipe",
             )
         return
-    check_model_folder(folder)
+    check_model_folder(folder, trust_remote_code=trust_remote_code)
 
 
 def _write_pretrained(model: PretrainedModel, target: Path, commit: str | None) -> tuple[int, Any]:
-    check_pretrained(model.name)
+    trusts = model.trust_remote_code
+    check_pretrained(model.name, trust_remote_code=trusts)
     folder, source_name = Path(model.name).expanduser(), f"the model {model.name!r}"
     if remote.is_remote(model.name):
         folder = _fetch_remote(model.name)
-        check_model_folder(folder)
+        check_model_folder(folder, trust_remote_code=trusts)
     if folder.is_dir():
+        allow_or_refuse(folder, trust=trusts, name=model.name)
+        if trusts and code_files(folder):
+            return copy_with_code(folder, target)
         return _write_float32(str(folder), folder, target, source_name=source_name), load_tokenizer(
             folder
         )
@@ -141,13 +147,17 @@ def _write_pretrained(model: PretrainedModel, target: Path, commit: str | None) 
     with hub_access(model.name) as problem:
         try:
             with waiting_for_files(f"downloading {model.name}", cached):
-                snapshot = _snapshot(model.name, commit)
+                snapshot = _snapshot(model.name, commit, with_code=trusts)
+            if snapshot is not None:
+                allow_or_refuse(snapshot, trust=trusts, name=model.name, revision=model.revision)
+                if trusts and code_files(snapshot):
+                    copied = copy_with_code(snapshot, target)
+                    _write_hub_name(target, model.name, commit)
+                    return copied
             count = _write_float32(
                 model.name, snapshot, target, source_name=source_name, revision=commit or "main"
             )
-            if commit:
-                named = {"base_model_name_or_path": model.name, "revision": commit}
-                (target / HUB_NAME).write_text(json.dumps(named))
+            _write_hub_name(target, model.name, commit)
             return count, load_tokenizer(Path(model.name), revision=commit)
         except ModelError as error:
             if not problem:
@@ -159,6 +169,12 @@ def _write_pretrained(model: PretrainedModel, target: Path, commit: str | None) 
                 fix="check the network, HF_ENDPOINT and the proxy, or name a folder: "
                 "{model: {name: FOLDER}}",
             ) from error
+
+
+def _write_hub_name(target: Path, name: str, commit: str | None) -> None:
+    if commit:
+        named = {"base_model_name_or_path": name, "revision": commit}
+        (target / HUB_NAME).write_text(json.dumps(named))
 
 
 def _write_float32(
@@ -184,7 +200,7 @@ def _write_float32(
     return _save(loaded, target)
 
 
-def _snapshot(name: str, commit: str | None) -> Path | None:
+def _snapshot(name: str, commit: str | None, *, with_code: bool) -> Path | None:
     """Downloads a model into the hub's cache; returns its folder, or None on a failure.
 
     If the hub is a mirror that cannot list files, downloads only the configs.
@@ -193,6 +209,8 @@ def _snapshot(name: str, commit: str | None) -> Path | None:
 
     configs = ["config.json", "generation_config.json", *PROCESSORS]
     patterns = [*configs, f"{WEIGHTS}*", "model-*-of-*.safetensors"]
+    if with_code:  # whose tokenizer may have files of any name
+        patterns = ["*.py", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", *patterns]
     for fetch in (partial(snapshot_download, allow_patterns=patterns), _fetch_configs):
         try:
             return Path(fetch(name, revision=commit or "main"))

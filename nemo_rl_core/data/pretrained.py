@@ -6,6 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.checkpoints.model_code import (
+    code_options,
+    described_config,
+    has_tokenizer_code,
+    is_allowed,
+    not_run_here,
+    tokenizer_needs_code,
+)
+from nemo_rl_core.data.tokenizer_process import tokenizer_with_code
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.planning.model_parts import independent_length, longest_sequence, rotary_length
 
@@ -29,12 +38,20 @@ def load_tokenizer(model_folder: Path, *, revision: str | None = None) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if tokenizer_needs_code(model_folder) and not is_allowed(model_folder):
+        raise not_run_here(model_folder)
     try:
         # For some families, such as Qwen2, `AutoTokenizer` ignores the class in the settings, and
         # the family's class would split text differently and drop characters.
         is_complete = _is_complete_in_file(model_folder)
-        loader = PreTrainedTokenizerFast if is_complete else AutoTokenizer
-        tokenizer = loader.from_pretrained(model_folder, revision=revision or "main")
+        if has_tokenizer_code(model_folder) and is_allowed(model_folder):
+            tokenizer = tokenizer_with_code(model_folder)
+        elif is_complete:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                model_folder, revision=revision or "main", trust_remote_code=False
+            )
     # Fault boundary: damaged files raise errors of transformers, tokenizers or json.
     except Exception as error:
         raise ModelError(
@@ -96,7 +113,7 @@ def copy_description(source: Path, folder: Path, *, dtype: str | None = None) ->
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, **code_options(source))
     if dtype is not None:
         config.dtype = dtype
     config.save_pretrained(folder)
@@ -162,11 +179,9 @@ def sampling_length(model_folder: Path) -> int | None:
 
 
 def _config(model_folder: Path) -> Any:
-    from transformers import AutoConfig
-
     read_model_json(model_folder)  # its error names the file
     try:
-        return AutoConfig.from_pretrained(model_folder)
+        return described_config(model_folder)
     # Fault boundary: transformers raises KeyError, ValueError, TypeError or its own classes.
     except Exception as error:
         raise ModelError(

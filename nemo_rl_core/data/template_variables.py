@@ -14,7 +14,7 @@ def set_template(tokenizer: Any, model: ModelSource) -> None:
     The variables become defaults in the first lines of the template: a caller that passes none gets
     the recipe's values, and a caller may pass others.
     """
-    tokenizer.init_kwargs["template_date"] = model.template_date
+    tokenizer.init_kwargs = {**tokenizer.init_kwargs, "template_date": model.template_date}
     variables = model.chat_template_kwargs
     if not variables:
         return

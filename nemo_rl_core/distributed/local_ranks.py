@@ -10,6 +10,7 @@ from typing import Any
 
 import cloudpickle
 
+from nemo_rl_core.checkpoints.model_code import worker_environment
 from nemo_rl_core.distributed.ports import LOOPBACK, hold_port
 from nemo_rl_core.distributed.process_group import rank_environment
 from nemo_rl_core.errors import WorkerError
@@ -46,7 +47,7 @@ def run_ranks(
     for rank in range(world_size):
         reader, writer = context.Pipe(duplex=False)
         environment = rank_environment(rank, world_size, address=LOOPBACK, port=port)
-        environment["OMP_NUM_THREADS"] = str(num_threads)
+        environment |= {"OMP_NUM_THREADS": str(num_threads), **worker_environment()}
         process = context.Process(target=_rank, args=(call, environment, num_threads, writer))
         process.start()
         writer.close()

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from nemo_rl_core.checkpoints.model_code import worker_environment
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.placement import DedicatedBundles
 from nemo_rl_core.distributed.allocator import allocator_environment
@@ -157,7 +158,8 @@ class ClusterSession:
         """
         sharding = sharding or NamedSharding([0], ["data_parallel"])
         cluster = cluster or self.cluster
-        key = f"{key} {sharding!r} {id(cluster)}"
+        code = worker_environment()
+        key = f"{key} {sharding!r} {id(cluster)} {code}"
         running = self._groups.get(name)
         if running and running[0] == key and not running[1].is_broken:
             return running[1], False
@@ -174,7 +176,7 @@ class ClusterSession:
                 worker_class,
                 name=name,
                 sharding=sharding,
-                env_vars={**self._threads, **gang, **(env_vars or {})},
+                env_vars={**self._threads, **gang, **code, **(env_vars or {})},
             )
         self._groups[name] = (key, group)
         return group, True

@@ -98,7 +98,7 @@ def model_content(model: ModelConfig) -> str:
         return ""
     if remote.is_remote(model.name):
         return remote.describe_content(remote.tree(model.name))
-    return _named_model(model.name)
+    return _named_model(model.name, model.revision)
 
 
 def commit_in(content: str) -> str | None:
@@ -106,9 +106,9 @@ def commit_in(content: str) -> str | None:
     return content if is_commit(content) else None
 
 
-def _named_model(name: str) -> str:
+def _named_model(name: str, revision: str | None = None) -> str:
     folder = Path(name).expanduser()
-    return _path(folder) if folder.is_dir() else commit_of("model", name) or ""
+    return _path(folder) if folder.is_dir() else commit_of("model", name, revision) or ""
 
 
 def located_model(model: ModelConfig) -> ModelConfig:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from nemo_rl_core.checkpoints.model_code import code_files
 from nemo_rl_core.config.url_secrets import redacted
 from nemo_rl_core.history.card_evaluations import CardEvaluation
 from nemo_rl_core.history.differences import flat
@@ -255,10 +256,17 @@ def model_usage(model_folder: Path) -> str:
     else:
         inputs = 'tokenizer(prompt, return_tensors="pt")'
         call = "llm.generate([prompt], sampling)"
+    in_transformers = _TRANSFORMERS.replace("{inputs}", inputs)
+    if files := code_files(model_folder):
+        return "\n".join([
+            "## Use\n",
+            f"In this folder, with transformers, which runs {', '.join(files)}:\n",
+            in_transformers.replace("(folder)", "(folder, trust_remote_code=True)"),
+        ])  # fmt: skip
     parts = [
         "## Use\n",
         "In this folder, with transformers:\n",
-        _TRANSFORMERS.replace("{inputs}", inputs),
+        in_transformers,
         "With vLLM, which gives the same greedy answer:\n",
         _VLLM.replace("{call}", call),
         "In a chat, with nemo-rl-flow installed:\n",

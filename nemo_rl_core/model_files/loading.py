@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nemo_rl_core.checkpoints.model_code import code_options, copy_code
 from nemo_rl_core.checkpoints.tensors import save_weights
 from nemo_rl_core.checkpoints.weights import (
     choose_attention,
@@ -106,7 +107,7 @@ def empty_model(folder: Path, head: Head) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # describes the folder, but this model is in float32
     with init_empty_weights():
-        model = kind.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32, **code_options(folder))
     model.tie_weights()  # accelerate creates a new parameter at each use
     choose_attention(model)
     if is_scalar:
@@ -197,6 +198,7 @@ def save_model(
             model.generation_config.to_json_file(folder / "generation_config.json")
         tokenizer.save_pretrained(folder)
         copy_processors(source, folder)
+        copy_code(source, folder)
         save_weights(folder, gathered)
 
     write_on_rank_0(named_weights, write)

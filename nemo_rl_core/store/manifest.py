@@ -157,6 +157,7 @@ class Manifest(_Record):
         git_commit: Commit of the code; None outside of a repository, as is `git_dirty`.
         choices: Values chosen for settings that are `auto`, by their paths in a recipe:
             `{"training.attention": "varlen"}`.
+        model_code: Sha256 of each Python file of a model with code that workers may run.
         run: The run on a cluster that made it; None for local runs, which the history records.
         created_at: Creation time in UTC, ISO 8601.
 
@@ -186,6 +187,7 @@ class Manifest(_Record):
     cost: Cost = Cost()
     figures: dict[str, float] = {}
     choices: dict[str, str] = {}
+    model_code: dict[str, str] = {}
     run: StageRun | None = None
     created_at: str = Field(default_factory=_now)
     machine: Machine = Field(default_factory=Machine.current)

@@ -149,7 +149,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             ClusterSession(session) if isinstance(session, RayVirtualCluster) else session
         )
         if isinstance(settings, PretrainedPolicy):
-            self.model = settings.model_name
+            self.model = settings.model
             cluster = self._session.cluster if self._session else None
             samples = "generation" in self.settings_class.model_fields
             overrides = settings.options(cluster, of_generate=samples) | overrides

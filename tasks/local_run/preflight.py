@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.algorithms.declarations import ALGORITHMS
+from nemo_rl_core.checkpoints.model_code import unpinned
 from nemo_rl_core.config.data import (
     DataConfig,
     FileData,
@@ -133,7 +134,7 @@ def _check_experiment(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     experiment.training.data_parallel_size(experiment.cluster.num_workers)
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
-            _check_model(located_model(model).name, experiment.training)
+            _check_model(located_model(model), experiment.training)
     refuse_layers(experiment)
     refuse_heads(experiment)
     if isinstance(experiment.training, DTensorTraining):
@@ -222,10 +223,13 @@ def _missing_rewards(experiment: PipelineRecipe) -> Iterator[str]:
             yield f"{path}: {error.in_one_line}"
 
 
-def _check_model(name: str, training: TrainingConfig) -> None:
-    check_pretrained(name)
-    folder = Path(name).expanduser()
+def _check_model(model: ModelConfig, training: TrainingConfig) -> None:
+    assert isinstance(model, PretrainedModel)
+    name, folder = model.name, Path(model.name).expanduser()
+    check_pretrained(name, trust_remote_code=model.trust_remote_code)
     if not folder.is_dir():
+        if model.trust_remote_code and model.revision is None and not remote.is_remote(name):
+            raise unpinned(name)
         return
     refuse_untrainable(read_model_json(folder), called=f"the model {name!r}")
     if isinstance(training, MegatronTraining):
@@ -233,8 +237,11 @@ def _check_model(name: str, training: TrainingConfig) -> None:
             family_of,
             is_for_bridge,
             refuse_indivisible,
+            refuse_model_code,
         )
 
+        if model.trust_remote_code:
+            refuse_model_code(folder)
         if not is_for_bridge(folder):
             refuse_indivisible(*family_of(folder), training)
 

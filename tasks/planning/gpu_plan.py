@@ -262,7 +262,7 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
     """Returns the config.json of a section `model`: from its folder, the hub, or its settings."""
     match model:
         case PretrainedModel():
-            return _pretrained_config(located(model.name))
+            return _pretrained_config(located(model.name), model.revision)
         case ModelFromWheel():
             raise ModelError(
                 "the config.json of a model from a wheel is not known before it is installed",
@@ -285,12 +285,12 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _pretrained_config(name: str) -> dict[str, Any]:
+def _pretrained_config(name: str, revision: str | None = None) -> dict[str, Any]:
     folder = Path(name).expanduser()
     if remote.is_remote(name):
         address = f"{name.rstrip('/')}/config.json"
         return _parsed(remote.read(address), source=address)
-    path = folder / "config.json" if folder.is_dir() else _hub_config_path(name)
+    path = folder / "config.json" if folder.is_dir() else _hub_config_path(name, revision)
     return read_model_config(path)
 
 
@@ -319,7 +319,7 @@ def _parsed(text: bytes, *, source: str) -> dict[str, Any]:
     return config
 
 
-def _hub_config_path(name: str) -> Path:
+def _hub_config_path(name: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -327,7 +327,7 @@ def _hub_config_path(name: str) -> Path:
 
     with hub_access(name) as problem:
         try:
-            return Path(hf_hub_download(name, "config.json"))
+            return Path(hf_hub_download(name, "config.json", revision=revision))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             raise ModelError(
                 f"the config.json of {name!r} cannot be fetched",

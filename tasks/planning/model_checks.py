@@ -93,6 +93,8 @@ def _check_model(model: ModelConfig, training: DTensorTraining, trained_heads: l
         folder.mkdir()
         try:
             config = config_of(located_model(model))
+            if getattr(model, "trust_remote_code", False) and "auto_map" in config:
+                return  # its layers are not known until a worker runs its code
             (folder / "config.json").write_text(json.dumps(config))
         # Broad on purpose: `prepare_model` reports a model that cannot be fetched.
         except Exception as error:  # noqa: BLE001

@@ -27,6 +27,7 @@ from nemo_rl_core.backends.generation.vllm_ranks import (
     launcher,
     unlink_shared_memory,
 )
+from nemo_rl_core.checkpoints.model_code import code_options, is_run_here
 from nemo_rl_core.checkpoints.weights import rounded_weights
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.data.pretrained import read_model_json
@@ -83,6 +84,8 @@ class VllmBackend(ReceivesWeights):
         # vLLM itself ignores missing parts of fused matrices and surplus weights.
         self._expected = empty_model(setup.model_folder, "lm")
         check_folder(self._expected, setup.model_folder)
+        if is_run_here(setup.model_folder):
+            _refuse_custom_attention(self._expected, setup.model_folder)
         if not has_gpu:
             refuse_heads_on_cpu(
                 read_model_json(setup.model_folder), called=name_in_errors(setup.model_folder)
@@ -109,6 +112,7 @@ class VllmBackend(ReceivesWeights):
         self._is_empty = load_format not in ("auto", "dummy")
         self._llm = LLM(
             str(setup.model_folder),
+            **code_options(setup.model_folder),
             skip_tokenizer_init=config.skip_tokenizer_init,
             enforce_eager=config.enforce_eager or not has_gpu,
             dtype=setup.dtype,
@@ -381,6 +385,18 @@ def _failed(problem: str, setup: GenerationSetup, error: Exception) -> ModelErro
     )
 
 
+def _refuse_custom_attention(model: Any, folder: Path) -> None:
+    """Refuses a model with code whose attention vLLM cannot replace by its kernels."""
+    kind = type(model)
+    if not kind.is_backend_compatible():
+        raise ModelError(
+            f"vLLM cannot sample from {name_in_errors(folder)}",
+            expected="a class with _supports_attention_backend, whose attention vLLM replaces",
+            got=f"{kind.__name__}, which computes attention itself",
+            fix="set generation.backend: hf",
+        )
+
+
 def _has_state(setup: GenerationSetup) -> bool:
     """Whether a model has recurrent state, such as Mamba's, in addition to keys and values.
 
@@ -388,7 +404,12 @@ def _has_state(setup: GenerationSetup) -> bool:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    options = EngineArgs(str(setup.model_folder), dtype=setup.dtype, skip_tokenizer_init=True)
+    options = EngineArgs(
+        str(setup.model_folder),
+        dtype=setup.dtype,
+        skip_tokenizer_init=True,
+        **code_options(setup.model_folder),
+    )
     return bool(options.create_model_config().has_inner_state)
 
 

@@ -164,7 +164,7 @@ def _checked_context_length(name: str) -> float:
 
     try:
         with hub_access(name):
-            config = AutoConfig.from_pretrained(name)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise unreadable(f"the reward model {name!r}", error) from error
     architecture = (config.architectures or ["no architecture"])[0]
@@ -196,7 +196,8 @@ def _vocabulary(name: str) -> dict[str, int]:
 
     try:
         with hub_access(name):
-            vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(name).get_vocab()
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            vocabulary: dict[str, int] = tokenizer.get_vocab()
     except (OSError, ValueError, KeyError) as error:
         raise unreadable(f"the reward model {name!r}", error) from error
     return vocabulary

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.checkpoints.model_code import code_files
 from nemo_rl_core.config.generation import (
     MegatronGenerationConfig,
     SamplingConfig,
@@ -32,8 +33,9 @@ def engine_sharding(config: SamplingConfig) -> NamedSharding:
 
 
 def engine_key(setup: GenerationSetup) -> str:
-    """Hashes architecture, size and sampling of an engine, but not the weights."""
+    """Hashes architecture, code, size and sampling of an engine, but not the weights."""
     architecture: dict[str, Any] = json.loads((setup.model_folder / "config.json").read_text())
+    architecture["code"] = code_files(setup.model_folder)
     described = json.dumps(architecture, sort_keys=True) + repr(
         (
             setup.config,

@@ -65,12 +65,16 @@ class _ModelOptions(FrozenConfig):
     """Options of the model and its tokens; those of sampling are in the engine's config.
 
     Attributes:
+        revision: Commit of a model on the hub; None for the newest.
+        trust_remote_code: Whether workers may run the model's Python code.
         stop_token_ids: Tokens that end a completion, in addition to the model's.
         max_model_len: Maximum number of tokens of a prompt and its completion; by default the
             model's context length.
     """
 
     model_name: str
+    revision: str | None = None
+    trust_remote_code: bool = False
     dtype: DType = "float32"
     seed: NonNegativeInt = 0
     pad_token_id: NonNegativeInt = 0
@@ -114,7 +118,9 @@ def read_setup(options: Mapping[str, Any], config_class: type[EngineConfig]) -> 
         config = config_class.model_validate(named)
     except ValidationError as error:
         raise describe(error, {**named, **model_options}) from error
-    folder = local_folder(model.model_name)
+    folder = local_folder(
+        model.model_name, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
     model_stops = stop_token_ids(folder, load_tokenizer(folder))
     longest = model.max_model_len or sampling_length(folder)
     if longest is None:

@@ -9,7 +9,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import ValidationError
@@ -18,6 +18,7 @@ from torch import Tensor
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.checkpoints.hub import hub_access, hub_folder
+from nemo_rl_core.checkpoints.model_code import allow_or_refuse
 from nemo_rl_core.config.cluster import ClusterConfig, ShapeName
 from nemo_rl_core.config.generation import (
     HuggingFaceGenerationConfig,
@@ -25,6 +26,7 @@ from nemo_rl_core.config.generation import (
     SamplingConfig,
 )
 from nemo_rl_core.config.mistakes import describe
+from nemo_rl_core.config.model import PretrainedModel, as_model
 from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, MegatronTraining
 from nemo_rl_core.data.pretrained import load_tokenizer, sampling_length, stop_token_ids
@@ -32,7 +34,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.resources import count_gpus
 from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.errors import ConfigError, ModelError
+from nemo_rl_core.errors import ConfigError, ModelError, ResourceError
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.models.columns import fill, training_columns
 from nemo_rl_core.models.interfaces import PolicyInterface
@@ -43,6 +45,7 @@ from nemo_rl_core.telemetry.waiting import waiting_for_files
 
 _LOG = logging.getLogger(__name__)
 _numbers = itertools.count(1)
+_OF_SOURCE = ("revision", "trust_remote_code")
 _OF_GENERATE = frozenset(
     {"max_new_tokens", "top_p", "top_k", "repetition_penalty", "do_sample", "eos_token_id"}
     | {"pad_token_id"}
@@ -82,6 +85,10 @@ class PretrainedPolicy(PolicyInterface):
         self.model_name = str(model_name)
         self.cluster = cluster
         renamed = self._renamed(options)
+        self._device = _device_of(renamed.pop("device_map", "auto"))
+        if self._device == "cpu":
+            renamed.setdefault("dtype", "float32")
+        self._source = {key: renamed.pop(key) for key in _OF_SOURCE if key in renamed}
         backend = self.training_class.model_fields
         _refuse_unknown(renamed, {*backend, *PolicyOptions.model_fields} - {"backend"})
         try:
@@ -117,13 +124,46 @@ class PretrainedPolicy(PolicyInterface):
     def policy(self) -> Policy:
         """The running policy; the first access starts or reuses its workers."""
         if self._running is None:
-            cluster = self.cluster or connect(self._one_copy())
+            cluster = self._placed(self.cluster) or connect(self._one_copy())
             self._running = Policy(cluster, self._setup(), name=self._name)
         return self._running
 
+    @property
+    def model(self) -> str | PretrainedModel:
+        """The model, as `fit` of a trainer takes it."""
+        if not any(self._source.values()):
+            return self.model_name
+        return cast("PretrainedModel", as_model({"name": self.model_name, **self._source}))
+
+    def _base_folder(self) -> Path:
+        return local_folder(self.model_name, **self._source)
+
     def _one_copy(self) -> ClusterConfig:
-        shape: ShapeName = "cluster" if count_gpus() else "laptop"
+        has_gpu = self._device != "cpu" and bool(count_gpus())
+        if self._device == "cuda" and not has_gpu:
+            raise ResourceError(
+                "device_map names a GPU",
+                expected="a CUDA device",
+                got="no GPU on this machine",
+                fix="leave device_map out, or pass device_map='cpu'",
+            )
+        shape: ShapeName = "cluster" if has_gpu else "laptop"
         return ClusterConfig(shape=shape, num_workers=self._training.ranks_per_replica)
+
+    def _placed(
+        self, cluster: ClusterSession | RayVirtualCluster | None
+    ) -> ClusterSession | RayVirtualCluster | None:
+        placed = cluster.cluster if isinstance(cluster, ClusterSession) else cluster
+        if placed is not None and self._device == ("cpu" if placed.use_gpus else "cuda"):
+            raise ConfigError(
+                "device_map contradicts the cluster of the policy",
+                expected="device_map='auto', or a cluster of that device",
+                got=f"device_map for {self._device}, and a cluster "
+                f"{'with' if placed.use_gpus else 'without'} GPUs",
+                fix="leave device_map out, or pass RayVirtualCluster(..., "
+                f"use_gpus={not placed.use_gpus})",
+            )
+        return cluster
 
     def options(
         self, cluster: RayVirtualCluster | None = None, *, of_generate: bool = True
@@ -134,8 +174,10 @@ class PretrainedPolicy(PolicyInterface):
             cluster: Cluster of the trainer; None trains one copy of the model on this machine.
             of_generate: Whether to include options of `generate`, for a trainer that samples.
         """
-        config = self._one_copy()
-        if cluster is not None:
+        if self._placed(cluster) is None:
+            config = self._one_copy()
+        else:
+            assert cluster is not None
             shape: ShapeName = "cluster" if cluster.use_gpus else "laptop"
             config = ClusterConfig(shape=shape, num_workers=cluster.world_size)
         options = {
@@ -149,7 +191,7 @@ class PretrainedPolicy(PolicyInterface):
         return {"training": self._training, "cluster": config, **options}
 
     def _setup(self) -> TrainingSetup:
-        base = local_folder(self.model_name)
+        base = self._base_folder()
         options = self._options
         return TrainingSetup(
             model_folder=self._trained_folder or base,
@@ -240,7 +282,7 @@ class PretrainedPolicy(PolicyInterface):
     def _start_engine(self) -> Any:
         from nemo_rl_core.models.generation.engine import Generation  # which imports Policy
 
-        options, base = self._options, local_folder(self.model_name)
+        options, base = self._options, self._base_folder()
         config: Any = self._engine_config(options.sampling)
         model_stops = stop_token_ids(base, load_tokenizer(base))
         setup = GenerationSetup(
@@ -270,7 +312,10 @@ class PretrainedPolicy(PolicyInterface):
 class HuggingFacePolicy(PretrainedPolicy):
     """Any transformers model, on the `dtensor` backend, with the options of `PretrainedPolicy`.
 
-    `load_in_8bit` and `load_in_4bit` load frozen quantized weights and train adapters on them.
+    `device_map` ("auto", "cuda", "cpu", None or {"": 0}) says whether workers compute on GPUs.
+    `trust_remote_code` lets them run Python code that comes with the model, of a folder or of a
+    `revision` on the hub. `load_in_8bit` and `load_in_4bit` load frozen quantized weights and train
+    adapters on them.
 
     Example:
         >>> policy = HuggingFacePolicy("org/model", torch_dtype="bfloat16", tensor_parallel_size=2)
@@ -289,10 +334,6 @@ class HuggingFacePolicy(PretrainedPolicy):
     aliases: ClassVar[Mapping[str, str]] = {
         "torch_dtype": "dtype",
         "tensor_model_parallel_size": "tensor_parallel_size",
-    }
-    without_effect: ClassVar[Mapping[str, str]] = {
-        "device_map": "the cluster says where the ranks run",
-        "trust_remote_code": "code that comes with a model is never run",
     }
 
     def _renamed(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,6 +382,23 @@ class MegatronPolicy(PretrainedPolicy):
     }
 
 
+def _device_of(device_map: Any) -> Literal["auto", "cuda", "cpu"]:
+    """Returns where the workers compute, for values of `device_map` that name one device."""
+    if device_map in (None, "auto"):
+        return "auto"
+    if device_map in ("cpu", {"": "cpu"}):
+        return "cpu"
+    if device_map in ("cuda", {"": "cuda"}, {"": "cuda:0"}, {"": 0}):
+        return "cuda"
+    raise ConfigError(
+        "device_map does not say where the workers compute",
+        expected="'auto', 'cuda', 'cpu', None or {'': 0}, since each rank has one device",
+        got=repr(device_map)[:80],
+        fix="leave device_map out; to divide a model over GPUs, pass tensor_parallel_size, or a "
+        "cluster with several workers",
+    )
+
+
 def _refuse_unknown(options: Mapping[str, Any], choices: set[str]) -> None:
     unknown = [name for name in options if name not in choices]
     if unknown:
@@ -349,21 +407,33 @@ def _refuse_unknown(options: Mapping[str, Any], choices: set[str]) -> None:
         )
 
 
-def local_folder(model_name: str) -> Path:
+def local_folder(
+    model_name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Path:
     """Returns the model's folder, after download if it is on the hub and not in the cache.
 
     The path is absolute, as workers have another working directory.
+
+    Args:
+        revision: Commit of a model on the hub; None for the newest.
+        trust_remote_code: Whether workers may run the model's Python code.
     """
     folder = Path(model_name).expanduser()
-    if folder.is_dir():
-        return folder.absolute()
+    folder = folder.absolute() if folder.is_dir() else _downloaded(model_name, revision)
+    allow_or_refuse(folder, trust=trust_remote_code, name=model_name, revision=revision)
+    return folder
+
+
+def _downloaded(model_name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     with hub_access(model_name) as problem:
         try:
             with waiting_for_files(f"downloading {model_name}", hub_folder("model", model_name)):
-                path = snapshot_download(model_name, ignore_patterns=["*.bin", "*.pth", "*.gguf"])
+                path = snapshot_download(
+                    model_name, revision=revision, ignore_patterns=["*.bin", "*.pth", "*.gguf"]
+                )
             return Path(path)
         except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
             got = problem or str(error).splitlines()[0][:200]

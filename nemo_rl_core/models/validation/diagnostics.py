@@ -12,6 +12,7 @@ import torch
 from pydantic import TypeAdapter
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.checkpoints.model_code import described_config
 from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.data.pretrained import context_length
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -115,9 +116,7 @@ def folder_to_check(model_name: str | Path) -> Path:
 
 def random_prompts(folder: Path, *, lengths: Sequence[int]) -> BatchedDataDict:
     """Draws the same random prompts in each call: `input_ids [B, T]`, `input_lengths`, `seeds`."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder).get_text_config()
+    config = described_config(folder).get_text_config()
     if not getattr(config, "vocab_size", 0):
         raise ModelError(f"{folder}/config.json has no vocab_size")
     generator = torch.Generator().manual_seed(0)

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from nemo_rl_core.checkpoints.model_code import allow, allow_or_refuse, code_files
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel, as_model
 from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
 from nemo_rl_core.converters.materialize import materialize
@@ -151,9 +152,12 @@ def _model_artifact(stages: UnrecordedStages, model: str | Path | ModelConfig, s
     config = located_model(model_config)
     settings: dict[str, Any] = {"model": config.model_dump(mode="json"), "seed": seed}
     folder = Path(config.name).expanduser()
-    trained = _checkpoint_in_store(folder) if config.kind == "pretrained" else None
-    if trained is not None:
-        return trained
+    if isinstance(config, PretrainedModel) and folder.is_dir():
+        allow_or_refuse(folder, trust=config.trust_remote_code, name=config.name)
+        trained = _checkpoint_in_store(folder)
+        # Without the option, a copy without the code is made.
+        if trained is not None and (config.trust_remote_code or not code_files(folder)):
+            return trained
     content = model_content(config)
     if content:
         settings["content"] = content
@@ -163,7 +167,9 @@ def _model_artifact(stages: UnrecordedStages, model: str | Path | ModelConfig, s
         return StageResult("checkpoint", "hf", f"{config.name}, {count / 1e6:.2f} M parameters")
 
     source = source_digest(materialize.__module__)
-    return stages.produce(StageInputs("prepare_model", settings, source=source), work)
+    made = stages.produce(StageInputs("prepare_model", settings, source=source), work)
+    allow(Manifest.read(made).model_code, called=config.name)
+    return made
 
 
 def _checkpoint_in_store(folder: Path) -> Path | None:

@@ -36,7 +36,7 @@ def export_command(
             "nothing to export to", expected="--gguf FILE or --hub OWNER/NAME", got="neither"
         )
     folder = model_folder(model).resolve()
-    check_pretrained(str(folder))
+    check_pretrained(str(folder), trust_remote_code=True)  # its code is copied, and never run
     if gguf_file is not None:
         from nemo_rl_core.converters.gguf_file import described_file, write_gguf
 

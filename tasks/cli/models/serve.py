@@ -34,7 +34,7 @@ def serve(
             got="neither a folder nor an artifact of the store",
             fix="name the folder that the run printed after `model:`",
         )
-    check_pretrained(str(folder))
+    check_pretrained(str(folder), trust_remote_code="--trust-remote-code" in vllm_options)
     _refuse_taken(host, port)
     name = name or (folder.parent.name if folder.name == "model" else folder.name)
     click.echo(f"The model {name!r} at http://{host}:{port}/v1 once it is loaded  (Ctrl-C ends it)")

@@ -160,6 +160,8 @@ def _refuse_unknown_code(
 
 def _code_in(config: Any) -> Iterator[str]:
     if isinstance(config, Mapping):
+        if config.get("trust_remote_code"):
+            yield str(config.get("name"))
         for key, value in config.items():
             if key in ("target", "module") and isinstance(value, str):
                 yield value

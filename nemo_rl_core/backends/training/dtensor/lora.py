@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nemo_rl_core.backends.training.dtensor.parallelize import full_tensor
+from nemo_rl_core.checkpoints.model_code import copy_code
 from nemo_rl_core.checkpoints.tensors import save_tensors
 from nemo_rl_core.config.training import LoRAConfig
 from nemo_rl_core.data.pretrained import HUB_NAME, base_names
@@ -134,6 +135,7 @@ class Adapters:
         patterns = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
         for path in {path for pattern in patterns for path in self._base_folder.glob(pattern)}:
             _link(path, base / path.name)
+        copy_code(self._base_folder, base)
         names = base_names(self._base_folder)
         if names["revision"] and not (base / HUB_NAME).exists():
             (base / HUB_NAME).write_text(json.dumps(names))

@@ -237,7 +237,7 @@ class PackedModel(ABC):
         """
         if self._mesh is not None:
             filler = -sequence.shape[1] % self._mesh.row_multiple
-            pad = self.model.config.get_text_config().pad_token_id or 0
+            pad = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
             sequence = torch.nn.functional.pad(sequence, (0, filler), value=pad)
         outputs: list[Any] = []
         hook = self._decoder.register_forward_hook(lambda _, __, output: outputs.append(output))

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from nemo_rl_core.checkpoints.model_code import described_config
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.model_files.loading import SCALAR_HEAD
@@ -60,8 +61,6 @@ class _ReplicatedWeights(ParallelStyle):
 
 def check_tensor_parallel(folder: Path, training: DTensorTraining) -> None:
     """Raises if the ranks cannot divide the model's heads evenly; reads no weights."""
-    from transformers import AutoConfig
-
     size = training.tensor_parallel_size
     if size == 1:
         return
@@ -72,7 +71,7 @@ def check_tensor_parallel(folder: Path, training: DTensorTraining) -> None:
             got=f"tensor_parallel_size: {size}",
             fix="set tensor_parallel_size to 1; frozen weights are sharded over data ranks as well",
         )
-    config = AutoConfig.from_pretrained(folder).get_text_config()
+    config = described_config(folder).get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         number = getattr(config, name, None) or size
         if isinstance(number, int) and number % size:  # some types have a list, one per layer

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nemo_rl_core.backends.training.megatron.settings import Division, refuse_remainders
+from nemo_rl_core.checkpoints.model_code import code_files, code_options, is_allowed
 from nemo_rl_core.config.megatron_types import (
     BRIDGE,
     BRIDGE_VERSION,
@@ -77,19 +78,34 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
-def is_for_bridge(folder: Path) -> bool:
-    """Returns whether Megatron-Bridge builds a model: if installed, for types not in `FAMILIES`."""
+def refuse_model_code(folder: Path) -> None:
+    """Refuses a model whose Python code would be replaced by Megatron's layers."""
+    if files := code_files(folder):
+        raise ModelError(
+            f"the megatron backend does not run the Python code of {folder.name!r}",
+            expected="the dtensor backend for a model with trust_remote_code",
+            got=", ".join(files),
+            fix="set training.backend to dtensor, or leave trust_remote_code out",
+        )
+
+
+def _hf_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
-    is_built_in = AutoConfig.from_pretrained(folder).model_type in MEGATRON_TYPES
+    if is_allowed(folder):
+        refuse_model_code(folder)
+    return AutoConfig.from_pretrained(folder, **code_options(folder))
+
+
+def is_for_bridge(folder: Path) -> bool:
+    """Returns whether Megatron-Bridge builds a model: if installed, for types not in `FAMILIES`."""
+    is_built_in = _hf_config(folder).model_type in MEGATRON_TYPES
     return not is_built_in and bridge_version() is not None
 
 
 def family_of(folder: Path) -> tuple[Family, Any]:
     """Returns the family of a model folder and its transformers config."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
+    config = _hf_config(folder)
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ModelError(
