@@ -320,10 +320,10 @@ class DTensorTraining(BuiltInTraining):
                 f"weights: {self.weights} are frozen, so nothing would be trained: add a lora "
                 "section, or remove weights"
             )
-        if self.weights != "full" and self.cpu_offload:
+        if self.weights != "full" and (self.cpu_offload or self.compile):
             raise ValueError(
-                f"weights: {self.weights} stay on their device, since FSDP2 does not shard them: "
-                "remove cpu_offload or weights"
+                f"weights: {self.weights} are neither sharded by FSDP2 nor compiled: remove "
+                "cpu_offload and compile, or weights"
             )
         return self
 

@@ -58,7 +58,7 @@ def compute_dequantized(model: Any) -> None:
         if (state := getattr(layer.weight, "quant_state", None)) is not None:
             # One row: bitsandbytes' CPU kernel reads wrong scales if a block of 64 weights
             # continues in the next row.
-            state.shape = torch.Size([state.shape.numel()])
+            state.shape = torch.Size([1, state.shape.numel()])
     if layers and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # saved weights are dequantized
 
@@ -70,10 +70,9 @@ def dequantized_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     dequantized at a time.
     """
     layers = {f"{name}.weight": layer for name, layer in quantized_layers(model).items()}
-    parameters = dict(model.named_parameters())
-    saved = set(model.state_dict())
-    tensors = {**parameters, **{n: b for n, b in model.named_buffers() if n in saved}}
-    for name in [name for name in model.state_dict() if name in tensors]:
+    saved = model.state_dict()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name in [name for name in saved if name in tensors]:
         tensor = tensors[name]
         if name in layers:
             tensor = _dequantized(layers[name])
@@ -95,9 +94,10 @@ def _dequantized(layer: Any) -> torch.Tensor:
 
     weight = layer.weight
     if type(weight).__name__ == "Params4bit":
-        row = functional.dequantize_4bit(weight.data, weight.quant_state)
+        row: torch.Tensor = functional.dequantize_4bit(weight.data, weight.quant_state)
         return row.view(layer.out_features, layer.in_features)
-    return functional.int8_vectorwise_dequant(weight.data, weight.SCB)
+    rows: torch.Tensor = functional.int8_vectorwise_dequant(weight.data, weight.SCB)
+    return rows
 
 
 class _DequantizedLinear(torch.autograd.Function):
@@ -114,7 +114,7 @@ class _DequantizedLinear(torch.autograd.Function):
 
 
 def _linear(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
-    outputs: torch.Tensor = _DequantizedLinear.apply(inputs, layer)
+    outputs: torch.Tensor = _DequantizedLinear.apply(inputs, layer)  # type: ignore[no-untyped-call]
     return outputs
 
 

@@ -186,6 +186,22 @@ def test_memory_is_as_planned(precision: str, tiny_model: Path, tmp_path: Path) 
     assert max(each.numel() for each in others) < 256 * 128  # of the smallest layer, k_proj
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_recomputation_and_offloading_change_no_value(tiny_model: Path, precision: Any) -> None:
+    results = []
+    for options in ({}, {"activation_checkpointing": True}, {"offload_for_generation": "all"}):
+        training = quantized(precision).model_copy(update=options)
+        backend = make_backend(tiny_model, training, seed=3)
+        backend.release_memory()
+        for _ in range(2):
+            backend.train_step(make_batch(), NLLLoss())
+        backend.release_memory()
+        results.append(weights(backend))
+    for result in results[1:]:
+        assert all(torch.equal(result[name], weight) for name, weight in results[0].items())
+
+
 def test_bfloat16_steps_agree_with_those_of_the_dequantized_model(tiny_model: Path) -> None:
     batch = make_batch()
     for precision in PRECISIONS:
@@ -207,8 +223,9 @@ def test_what_cannot_be_quantized_is_refused(
     with pytest.raises(ConfigError, match=r"4bit cannot be sharded(.|\n)*num_workers to 1"):
         quantized("4bit").data_parallel_size(2)
     assert quantized("4bit").data_parallel_size(1) == 1
-    with pytest.raises(ValueError, match="remove cpu_offload or weights"):
-        DTensorTraining(lora=LoRAConfig(), weights="8bit", cpu_offload=True)
+    for option in ("cpu_offload", "compile"):
+        with pytest.raises(ValueError, match="remove cpu_offload and compile, or weights"):
+            DTensorTraining(lora=LoRAConfig(), weights="8bit", **{option: True})
     (tmp_path / "config.json").write_text(
         '{"model_type": "qwen2", "quantization_config": {"quant_method": "fp8"}}'
     )
