@@ -9,6 +9,7 @@ import pytest
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.model import ModelFromConfig
+from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import hash_file
@@ -92,7 +93,7 @@ def test_the_recipe_names_the_exported_weights(
 class QuantizedBase(Seed):
     """Settings of a stage that trained adapters on a base of 4 bits."""
 
-    training: dict[str, str] = {"weights": "4bit"}
+    training: DTensorTraining = DTensorTraining(lora=LoRAConfig(), weights="4bit")
 
 
 def test_an_export_says_that_its_base_was_quantized(own_store: Path) -> None:
