@@ -27,7 +27,6 @@ ROWS = [{"prompt": row["prompt"], "completion": row["answer"]} for row in PROMPT
 def test_engines_compute_with_the_dequantized_weights(
     precision: str, backend: str, session: ClusterSession, tiny_model: Path
 ) -> None:
-    """The second iteration starts from merged weights, and goes on with the base of the first."""
     trainer = GRPOTrainer.from_pretrained(
         tiny_model,
         cluster={"num_threads": 1},
@@ -36,9 +35,8 @@ def test_engines_compute_with_the_dequantized_weights(
         max_prompt_tokens=16,
         num_prompts_per_step=4,
         num_generations_per_prompt=4,
-        num_steps=2,
+        num_steps_per_iteration=2,
         learning_rate=1e-2,
-        reference_kl_coef=0.1,
     )
     result = trainer.fit(PROMPTS, reward_fn=lambda response: float(len(response)))
     reports = MetricsFile(result.folder / "metrics.jsonl").read()
@@ -55,7 +53,7 @@ def test_sft_learns_on_a_base_of_four_bits(session: ClusterSession, tiny_model: 
         cluster={"num_threads": 1},
         training={"lora": {"rank": 8, "alpha": 32.0}, "weights": "4bit"},
         num_steps=30,
-        global_batch_size=16,
+        global_batch_size=15,
         learning_rate=1e-2,
     )
     losses = [step["loss"] for step in trainer.fit(ROWS).metrics]
