@@ -1,6 +1,7 @@
 """Columns of a batch that are derived from others: lengths and masks of trained tokens."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from nemo_rl_core.errors import ConsistencyError, DataError
 
 
 def with_lengths(data: BatchedDataDict) -> BatchedDataDict:
-    """Copies a batch, with `input_lengths [B]` instead of `attention_mask [B, T]`."""
+    """Copies a batch, with `input_lengths [B]` instead of `attention_mask` and `__extra__`."""
     batch = data.copy()
+    batch.pop("__extra__", None)
     if "input_lengths" in batch:
         return batch
     mask = torch.as_tensor(batch["attention_mask"]).bool()
@@ -26,6 +28,14 @@ def with_lengths(data: BatchedDataDict) -> BatchedDataDict:
     return batch
 
 
+def with_documented_columns(batch: BatchedDataDict) -> BatchedDataDict:
+    """Adds the columns of NeMo RL's documents: `attention_mask [B, T]` and an empty `__extra__`."""
+    position = torch.arange(batch["input_ids"].shape[1])
+    mask = (position < batch["input_lengths"][:, None]).long()
+    extra: list[dict[str, Any]] = [{} for _ in range(len(mask))]
+    return BatchedDataDict({**batch, "attention_mask": mask, "__extra__": extra})
+
+
 def training_columns(data: BatchedDataDict) -> BatchedDataDict:
     """Copies a batch, with local values of all columns that every training backend reads.
 
@@ -38,7 +48,7 @@ def training_columns(data: BatchedDataDict) -> BatchedDataDict:
         data: `input_ids [B, T]` with `input_lengths [B]` or `attention_mask [B, T]`, or the output
             of `generate`.
     """
-    batch = _of_generated(data) if "output_ids" in data and "input_ids" not in data else data
+    batch = _from_generated(data) if "output_ids" in data and "input_ids" not in data else data
     batch = with_lengths(batch.fetched())
     ids = batch["input_ids"]
     if "token_mask" not in batch:
@@ -80,9 +90,9 @@ def fill(
             batch[name] = sources[name]()
 
 
-def _of_generated(output: BatchedDataDict) -> BatchedDataDict:
-    of_engine = {"output_ids", "unpadded_sequence_lengths", "generation_lengths", "logprobs"}
-    others = {name: value for name, value in output.items() if name not in of_engine}
+def _from_generated(output: BatchedDataDict) -> BatchedDataDict:
+    engine_columns = {"output_ids", "unpadded_sequence_lengths", "generation_lengths", "logprobs"}
+    others = {name: value for name, value in output.items() if name not in engine_columns}
     batch = {
         **others,
         "input_ids": output["output_ids"],

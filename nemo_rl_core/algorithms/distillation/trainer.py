@@ -11,6 +11,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.policy.custom import overrides
 from nemo_rl_core.rollouts.batch import failure_metrics, rollout_metrics
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.loop import RunSpec
@@ -32,8 +33,10 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
     }
 
     def _policy_methods(self) -> dict[str, str]:
-        teacher = {"get_reference_topk_logprobs": "the likeliest tokens of a teacher"}
-        return {**super()._policy_methods(), **teacher}
+        method = "get_reference_topk_logprobs"
+        if self._custom.policy and overrides(self._custom.policy, "get_reference_logprobs"):
+            method = "get_reference_logprobs"
+        return {**super()._policy_methods(), method: "the likeliest tokens of a teacher"}
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         has_teacher = spec.reference is not None and spec.reference != spec.start
@@ -56,8 +59,8 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
 
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
         super()._update_weights(sampler, last_step=last_step)
-        # The student's logprobs are not computed in a step, so there is no gate. A custom policy
-        # samples itself.
+        # A step does not compute the student's logprobs, so it has no gate. A custom policy has no
+        # engine to check.
         if isinstance(sampler.generation, Generation):
             sampler.generation.prove(cast("Policy", self.policy))
 

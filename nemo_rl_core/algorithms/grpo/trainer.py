@@ -28,7 +28,12 @@ from nemo_rl_core.models.validation import agreement, agreement_metrics, check_c
 from nemo_rl_core.rollouts.batch import mean_advantages, rollout_metrics
 from nemo_rl_core.rollouts.engine import request_seed
 from nemo_rl_core.trainers.loop import RunSpec
-from nemo_rl_core.trainers.rollouts import RolloutTrainer, num_parts, train_in_parts
+from nemo_rl_core.trainers.rollouts import (
+    RolloutTrainer,
+    num_parts,
+    train_in_parts,
+    without_comparison,
+)
 from nemo_rl_core.types import Prompt, Rollout
 
 StepResult = tuple[BatchedDataDict, dict[str, float], dict[str, float]]
@@ -75,7 +80,8 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         update = self._update_once if self._updates_once(data) else self._update_in_parts
         data, consistency, trained = update(data)
         environment = self._record(rollouts, advantages=mean_advantages(data))
-        return {**environment, **consistency, **rollout_metrics(data), **sampling, **trained}
+        metrics = {**environment, **consistency, **rollout_metrics(data), **sampling, **trained}
+        return metrics if self._has_comparison else without_comparison(metrics)
 
     def _updates_once(self, batch: BatchedDataDict) -> bool:
         """Whether a single optimizer step computes the old logprobs in its own forward pass."""
@@ -177,8 +183,8 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         draws = self._new_draws(len(prompts))
         draws.add(self._roll_out(prompts))
         while draws.wants_more:
-            more = self._further_prompts(step=self.step, num_draws=draws.num_draws)
-            draws.add(self._roll_out(more, first_group=draws.num_draws * len(prompts)))
+            further_prompts = self._further_prompts(step=self.step, num_draws=draws.num_draws)
+            draws.add(self._roll_out(further_prompts, first_group=draws.num_draws * len(prompts)))
         return draws.rollouts(), draws.metrics()
 
     def _new_draws(self, num_prompts: int) -> StepDraws:

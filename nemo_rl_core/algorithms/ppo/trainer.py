@@ -19,6 +19,7 @@ from nemo_rl_core.algorithms.ppo.policy_and_critic import (
     PolicyAndCritic,
 )
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.advantages import Moments
@@ -31,7 +32,12 @@ from nemo_rl_core.models.validation import agreement, agreement_metrics, check_c
 from nemo_rl_core.rollouts.batch import failure_metrics, mean_advantages, rollout_metrics
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.loop import RunSpec
-from nemo_rl_core.trainers.rollouts import RolloutTrainer, combined, train_in_parts
+from nemo_rl_core.trainers.rollouts import (
+    RolloutTrainer,
+    combined,
+    train_in_parts,
+    without_comparison,
+)
 from nemo_rl_core.types import Prompt
 
 
@@ -42,8 +48,9 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
     advantages depend on rewards only. Other arguments are those of `BaseTrainer`.
 
     Args:
-        critic: With a custom policy, a `PolicyInterface` with `get_values`, whose `train` calls the
-            loss with values `[B, T]`. Otherwise the section of that name.
+        critic: A custom critic, for a custom policy: a `PolicyInterface` with `get_values`, whose
+            `train` calls the loss with values `[B, T]`. Any other value overrides the section
+            `critic` of the settings, with which a training backend trains the critic.
 
     Attributes:
         critic: The value model in training.
@@ -61,7 +68,8 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         if critic is not None and self._custom_critic is None:
             overrides["critic"] = critic
         super().__init__(settings, session, **overrides)
-        _refuse_half_of_both(self._custom.policy, self._custom_critic)
+        _refuse_unfit_critic(self._custom.policy, self._custom_critic)
+        self._custom.critic = self._custom_critic
 
     def _policy_methods(self) -> dict[str, str]:
         methods = {**super()._policy_methods(), "get_logprobs": "logprobs of completions"}
@@ -95,13 +103,14 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         data = self._with_advantages(data)
         trained = self._train(data)
         environment = self._record(rollouts, advantages=mean_advantages(data))
-        return {
+        metrics = {
             **environment,
             **consistency,
             **rollout_metrics(data),
             **failure_metrics(rollouts),
             **trained,
         }
+        return metrics if self._has_comparison else without_comparison(metrics)
 
     def _with_logprobs(self, data: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
         """Adds the old logprobs, masks inconsistent sequences, and returns the gate's metrics.
@@ -165,30 +174,31 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
 
     def _critic_setup(self, spec: RunSpec) -> TrainingSetup:
         resumed = spec.resume / CRITIC / "model" if spec.resume is not None else None
+        is_custom = self._custom.policy is not None  # `training` names the policy's class
         return replace(
             super()._training_setup(spec),
+            training=DTensorTraining() if is_custom else self.settings.training,
             model_folder=resumed or spec.start,
             optimizer=self.config.critic,
             head="scalar",
         )
 
     def _trained(self) -> "PolicyAndCritic | CustomPolicyAndCritic":
-        if isinstance(self.critic, CustomPolicyAdapter):
-            return CustomPolicyAndCritic(cast("CustomPolicyAdapter", self.policy), self.critic)
-        return PolicyAndCritic(cast("Policy", self.policy), self.critic)
+        if isinstance(self.policy, CustomPolicyAdapter):
+            return CustomPolicyAndCritic(self.policy, self.critic)
+        return PolicyAndCritic(self.policy, cast("Policy", self.critic))
 
     def _peak_memory_gib(self) -> float:
         return super()._peak_memory_gib() + self.critic.peak_memory_gib()
 
 
-def _refuse_half_of_both(policy: PolicyInterface | None, critic: PolicyInterface | None) -> None:
-    if (policy is None) != (critic is None):
+def _refuse_unfit_critic(policy: PolicyInterface | None, critic: PolicyInterface | None) -> None:
+    if policy is None and critic is not None:
         raise ConfigError(
-            "ppo takes a custom policy and a custom critic, or neither: a training backend trains "
-            "both",
+            "ppo takes a custom critic only with a custom policy",
             expected="PPOTrainer(policy, critic=critic)",
-            got=f"critic={type(critic).__name__}" if policy is None else type(policy).__name__,
-            fix="give both, or name a model",
+            got=f"critic={type(critic).__name__}",
+            fix="leave the critic out, or give a policy, too",
         )
     if critic is not None and not overrides(critic, "get_values"):
         raise ConfigError(

@@ -15,6 +15,7 @@ from nemo_rl_core.config.generation import (
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.registry import Registry
 
 B = TypeVar("B", bound=Any)
@@ -60,7 +61,10 @@ class WeightsProof:
 
 
 class GenerationBackend(Protocol):
-    """One rank of an engine; all ranks of an engine are called together with the same rows."""
+    """One rank of an engine; all ranks of an engine are called together with the same rows.
+
+    A registered class may have the four methods of `StateDictWorker` instead.
+    """
 
     def setup(self, setup: GenerationSetup) -> None:
         """Starts the engine; several ranks find each other through environment variables."""
@@ -97,6 +101,16 @@ class GenerationBackend(Protocol):
         """Ends the engine."""
 
 
+def takes_state_dicts(backend: type) -> bool:
+    """Whether a class has `update_weights(state_dict)` instead of `receive_weights`."""
+    return callable(getattr(backend, "update_weights", None)) and not _receives_weights(backend)
+
+
+def _receives_weights(backend: type) -> bool:
+    method = getattr(backend, "receive_weights", None)
+    return method not in (None, GenerationBackend.receive_weights)
+
+
 _GENERATION_BACKENDS: Registry[GenerationBackend] = Registry(
     "generation backend",
     {
@@ -118,10 +132,17 @@ def register_generation_backend(
         config: Class of that section; None for a backend without further settings.
 
     Raises:
-        ConfigError: If `config` does not extend `RegisteredGeneration`.
+        ConfigError: If `config` does not extend `RegisteredGeneration`, or the backend cannot take
+            weights.
     """
 
     def add(cls: type[B]) -> type[B]:
+        if not (takes_state_dicts(cls) or _receives_weights(cls)):
+            raise ConfigError(
+                f"the generation backend {name!r} cannot take the weights of a policy",
+                expected=f"{cls.__name__}.update_weights(state_dict), or the base ReceivesWeights",
+                fix="add the method",
+            )
         GENERATION_SECTIONS.add(name, config, cls.__module__)
         _GENERATION_BACKENDS[name] = cls
         return cls

@@ -1,6 +1,7 @@
 """Generation engines in Ray workers, with the backend of the config."""
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -11,8 +12,13 @@ from typing import Any, TypeVar
 import torch
 
 from nemo_rl_core.backends.decoding.requests import row_seeds
-from nemo_rl_core.backends.generation.base import GenerationSetup, get_generation_backend
+from nemo_rl_core.backends.generation.base import (
+    GenerationSetup,
+    get_generation_backend,
+    takes_state_dicts,
+)
 from nemo_rl_core.backends.generation.gpu_memory import engine_gpu_use
+from nemo_rl_core.backends.generation.state_dict import state_dict_worker
 from nemo_rl_core.backends.transformers_logprobs import transformers_logprobs
 from nemo_rl_core.config.generation import (
     GenerationConfig,
@@ -47,7 +53,7 @@ from nemo_rl_core.telemetry.waiting import waiting
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-_READ = frozenset({*GenerationDatumSpec.__annotations__})
+_READ = frozenset({*GenerationDatumSpec.__annotations__}) - {"__extra__"}
 """The columns that engines read."""
 
 
@@ -117,9 +123,10 @@ class Generation(GenerationInterface):
 
     def _start(self) -> None:
         config, backend = self._setup.config, get_generation_backend(self._backend)
+        worker = state_dict_worker(backend) if takes_state_dicts(backend) else backend
         bundles = [replace(each, name=self._name) for each in config.dedicated_bundles]
         self._workers, is_new = self._session.workers(
-            backend,
+            worker,
             name=self._name,
             key=f"{self._backend} {id(backend)} {engine_key(self._setup)}",
             sharding=self._sharding,
@@ -141,8 +148,9 @@ class Generation(GenerationInterface):
         without seeds. Columns that no engine reads are returned unchanged, and with them
         `completions`, the texts.
         """
-        batch = self._completed_columns(data)
-        others = {name: batch.pop(name) for name in list(batch) if name not in _READ}
+        read = {name: value for name, value in data.items() if name in _READ}
+        others = {name: value for name, value in data.items() if name not in _READ}
+        batch = self._completed_columns(BatchedDataDict(read))
         output = self._with_restart(partial(self._generate, batch, greedy=greedy))
         if others:
             output.update({**others, "completions": self._texts(output)})
@@ -186,10 +194,14 @@ class Generation(GenerationInterface):
             )
             return remote_completions.joined(answers)
 
-        made = self._with_restart(call)
-        shape, num_generated = model_shape(self._setup.model_folder), made.completion_lengths.sum()
-        usage.count("generation", shape, made.input_lengths, num_generated=int(num_generated))
-        return made
+        completions = self._with_restart(call)
+        usage.count(
+            "generation",
+            model_shape(self._setup.model_folder),
+            completions.input_lengths,
+            num_generated=int(completions.completion_lengths.sum()),
+        )
+        return completions
 
     def _texts(self, output: BatchedDataDict) -> list[str]:
         tokenizer = load_tokenizer(self._setup.model_folder)
@@ -342,7 +354,7 @@ class Generation(GenerationInterface):
         """Completes a few fixed prompts, and compares their logprobs with the policy's.
 
         Returns:
-            `token_mult_prob_error`; 1 is perfect agreement.
+            `token_mult_prob_error`; 1 is perfect agreement, NaN without logprobs to compare.
         """
         with waiting("checking the engine against the trainer"):
             output = self._proof_of_each_engine(greedy=False)
@@ -365,6 +377,10 @@ class Generation(GenerationInterface):
         self._proven = self._source
 
     def _checked(self, output: BatchedDataDict, reference: Policy | Path) -> float:
+        if "logprobs" not in output:
+            if self._proven is not reference:  # not in every step
+                _LOG.warning("%s returns no logprobs: nothing checks its weights", self._backend)
+            return math.nan
         batch = as_training_batch(output)
         if isinstance(reference, Path):
             name, logprobs = "transformers", self._by_transformers(reference, batch)
