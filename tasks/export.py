@@ -7,6 +7,7 @@ from pathlib import Path
 from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
+from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import CARD
 from nemo_rl_core.telemetry.waiting import waiting_for_files
 from tasks.artifacts import (
@@ -38,7 +39,7 @@ def export(
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.converters.export import export_model
-        from nemo_rl_core.history.card import model_card
+        from nemo_rl_core.history.card import model_card, quantized_base
         from nemo_rl_core.history.card_evaluations import recorded_evaluations
 
         shutil.rmtree(folder / "model", ignore_errors=True)
@@ -62,7 +63,10 @@ def export(
         step = checkpoint.step
         step_text = f" of step {step}" if step else ""
         summary = f"{exported}: {count / 1e6:.2f} M parameters{step_text}"
-        return StageResult("model", "hf", summary, step=step)
+        bits = quantized_base(Manifest.read(checkpoint.model_folder.parent))
+        choices = {"training.weights": bits} if bits else {}
+        summary += f", merged into a base quantized to {bits}" if bits else ""
+        return StageResult("model", "hf", summary, step=step, choices=choices)
 
     parents: dict[str, Artifact] = {"start": start, "trained": trained}
     parents |= {"decision": decision} if decision else {}

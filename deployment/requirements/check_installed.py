@@ -20,6 +20,7 @@ _LIBRARIES = (
     "flashinfer",
     "megatron.core",
     "megatron.core.models.gpt.gpt_layer_specs",
+    "bitsandbytes",
     "torchao.float8",
     "vllm",
     "vllm.entrypoints.llm",

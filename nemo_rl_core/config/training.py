@@ -35,6 +35,17 @@ def require_torchao(recipe: str) -> None:
         )
 
 
+def require_bitsandbytes(setting: str) -> None:
+    """Checks that bitsandbytes is installed, which computes in 8 and 4 bits on GPUs and CPUs."""
+    if find_spec("bitsandbytes") is None:
+        raise ResourceError(
+            f"{setting} needs the package bitsandbytes",
+            expected="bitsandbytes, which is in the requirements for CPUs and GPUs",
+            got="no such package",
+            fix=f"run make setup, or remove {setting}",
+        )
+
+
 T = TypeVar("T", bound="Parallelism")
 Head = Literal["lm", "scalar"]
 """A model's outputs: logits of tokens, or one value per token (reward models, critics)."""
@@ -188,7 +199,7 @@ class DTensorTraining(BuiltInTraining):
             sequences is added to the algorithm's loss; see `load_balancing_losses`.
         lora: Trains low-rank adapters; None trains all weights.
         weights: `full` trains the loaded weights; `8bit` and `4bit` load frozen quantized weights
-            under LoRA, with bitsandbytes.
+            under LoRA, with bitsandbytes, on one rank.
         float8: Rounds the operands of linear layers to 8-bit floats in all three products of a
             step, with torchao, on GPUs of compute capability 8.9 and later; emulated on CPUs.
             `tensorwise` has one scale per matrix, and FSDP2 gathers weights in 8 bits; `rowwise`
@@ -221,6 +232,17 @@ class DTensorTraining(BuiltInTraining):
     def smallest_world_size(self) -> int:
         """Minimum number of ranks, including every HSDP copy."""
         return super().smallest_world_size * self.num_copies
+
+    def data_parallel_size(self, num_workers: int) -> int:
+        """Returns the number of copies of the model; quantized weights have one."""
+        if self.weights != "full" and num_workers > 1:
+            raise ConfigError(
+                f"training.weights: {self.weights} cannot be sharded over ranks",
+                expected="one rank",
+                got=f"cluster.num_workers: {num_workers}",
+                fix="set cluster.num_workers to 1, or remove training.weights",
+            )
+        return super().data_parallel_size(num_workers)
 
     @property
     def gathers_in_float8(self) -> bool:
@@ -297,6 +319,11 @@ class DTensorTraining(BuiltInTraining):
             raise ValueError(
                 f"weights: {self.weights} are frozen, so nothing would be trained: add a lora "
                 "section, or remove weights"
+            )
+        if self.weights != "full" and (self.cpu_offload or self.compile):
+            raise ValueError(
+                f"weights: {self.weights} are neither sharded by FSDP2 nor compiled: remove "
+                "cpu_offload and compile, or weights"
             )
         return self
 

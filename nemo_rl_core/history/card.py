@@ -86,6 +86,12 @@ def model_card(
     return redacted("\n".join(part for part in parts if part))
 
 
+def quantized_base(manifest: Manifest) -> str:
+    """Returns how the frozen base of a model's adapters was quantized: `8bit`, `4bit` or empty."""
+    weights = (manifest.config.get("training") or {}).get("weights", "full")
+    return "" if weights == "full" else str(weights)
+
+
 def _front_matter(
     manifests: Sequence[Manifest], model_evaluations: Sequence[CardEvaluation], title: str
 ) -> dict[str, Any]:
@@ -159,6 +165,11 @@ def _training(manifests: Sequence[Manifest]) -> str:
             f"**{each.stage}**, seed {each.seed}: {each.cost.tokens:,} tokens"
             f"{f'; the model of {best}' if best else ''}.\n"
         )
+        if bits := quantized_base(each):
+            lines.append(
+                f"Its adapters were trained on a base quantized to {bits}, and are merged into the "
+                "dequantized weights of that base.\n"
+            )
     # Iterations of one stage have the same settings.
     for stage, config in {each.stage.split()[0]: each.config for each in trained}.items():
         settings = list(flat(config).items())

@@ -24,7 +24,7 @@ from nemo_rl_core.data.pretrained import (
 )
 from nemo_rl_core.distributed.gathered_writes import write_on_rank_0
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.model_files.quantized import Precision, loading_options
+from nemo_rl_core.model_files.quantized import Precision, compute_dequantized, loading_options
 
 SCALAR_HEAD = "score"
 """Transformers' name for the head of a sequence classifier."""
@@ -66,7 +66,7 @@ def load_causal_model(
         folder,
         source_name=name_in_errors(folder),
         dtype=dtype,
-        **loading_options(weights),
+        **loading_options(folder, weights),
     )
     return finish_loading(model, missing, folder)
 
@@ -87,7 +87,7 @@ def load_scalar_model(folder: Path, *, weights: Precision = "full") -> Any:
         may_have=partial(is_spare_head, folder),
         config=config,
         dtype=torch.float32,
-        **loading_options(weights),
+        **loading_options(folder, weights),
     )
     return finish_loading(model, missing, folder)
 
@@ -120,12 +120,13 @@ def empty_model(folder: Path, head: Head) -> Any:
 
 
 def finish_loading(model: Any, missing: set[str], folder: Path) -> Any:
-    """Puts a loaded model in evaluation mode and zeroes a new scalar head."""
+    """Puts a loaded model in evaluation mode, zeroes a new scalar head, prepares 4 and 8 bits."""
     refuse_wrong_weights(
         name_in_errors(folder), missing=missing - weights_that_may_be_missing(folder)
     )
     if missing:
         torch.nn.init.zeros_(getattr(model, SCALAR_HEAD).weight)
+    compute_dequantized(model)
     return model.eval()
 
 

@@ -1,22 +1,27 @@
 """Quantized weights: frozen bitsandbytes weights, and dequantization of published FP8 weights."""
 
+import logging
 from collections.abc import Iterator
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from nemo_rl_core.config.training import require_bitsandbytes
 from nemo_rl_core.data.pretrained import read_model_json
-from nemo_rl_core.distributed.process_group import world_size
-from nemo_rl_core.errors import ConfigError, ModelError, ResourceError
+from nemo_rl_core.distributed.process_group import local_device
+from nemo_rl_core.errors import ModelError
 
 Precision = Literal["full", "8bit", "4bit"]
 _SCALES = "_scale_inv"
 """Suffix of the scales of DeepSeek's FP8 weights."""
 
+# It recommends the package kernels, for products that are not used here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
-def loading_options(weights: Precision) -> dict[str, Any]:
+
+def loading_options(folder: Path, weights: Precision) -> dict[str, Any]:
     """Returns the options of `from_pretrained` for quantization; empty for full weights.
 
     Four bits are NormalFloat with the quantization constants quantized as well: Dettmers et al.
@@ -24,58 +29,93 @@ def loading_options(weights: Precision) -> dict[str, Any]:
     """
     if weights == "full":
         return {}
-    if world_size() > 1:
-        raise ConfigError(
-            f"weights: {weights} cannot be sharded over ranks",
-            expected="one rank",
-            got=f"{world_size()} ranks",
-            fix="set cluster.num_workers to 1, or leave training.weights out",
-        )
-    require_bitsandbytes(f"weights: {weights}")
+    require_bitsandbytes(f"training.weights: {weights}")
+    refuse_quantized(folder)
     from transformers import BitsAndBytesConfig
 
     four_bits = {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": torch.bfloat16,
     }
     config = BitsAndBytesConfig(**(four_bits if weights == "4bit" else {"load_in_8bit": True}))
     # Quantized while reading, since such a model cannot be moved afterwards.
-    return {"quantization_config": config, "device_map": {"": torch.cuda.current_device()}}
+    return {"quantization_config": config, "device_map": {"": str(local_device())}}
 
 
-def require_bitsandbytes(setting: str) -> None:
-    """Raises `ResourceError` for a recipe's setting if bitsandbytes or a GPU is missing."""
-    needed = {
-        "package bitsandbytes": find_spec("bitsandbytes") is not None,
-        "CUDA device": torch.cuda.is_available(),
-    }
-    if missing := [name for name, is_present in needed.items() if not is_present]:
-        raise ResourceError(
-            f"the setting {setting!r} cannot be used here",
-            expected="bitsandbytes and a CUDA device",
-            got=" and ".join(f"no {name}" for name in missing),
-            fix="install bitsandbytes on a machine with a GPU, or leave the setting out",
-        )
+def compute_dequantized(model: Any) -> None:
+    """Makes quantized layers multiply by their dequantized weights, the same on GPUs and CPUs.
+
+    The layers of bitsandbytes would also round activations to 8 bits, or convert the weights for
+    some CPUs, so that engines with the dequantized weights would have other logprobs.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    layers = quantized_layers(model)
+    for layer in layers.values():
+        layer.forward = partial(_linear, layer)
+        layer.is_transposed = issubclass(layer.source_cls, Conv1D)  # in the folder
+        if (state := getattr(layer.weight, "quant_state", None)) is not None:
+            # One row: bitsandbytes' CPU kernel reads wrong scales if a block of 64 weights
+            # continues in the next row.
+            state.shape = torch.Size([1, state.shape.numel()])
+    if layers and hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # saved weights are dequantized
 
 
 def dequantized_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields parameters and saved buffers in float32, in the order of the model's `state_dict`.
 
-    Quantization metadata is omitted. Only one weight is dequantized at a time.
+    Quantization metadata is omitted, and tied weights are yielded once. Only one weight is
+    dequantized at a time.
     """
-    from peft.utils.integrations import dequantize_module_weight
-
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    saved = set(model.state_dict())
-    tensors = {**parameters, **{n: b for n, b in model.named_buffers() if n in saved}}
-    for name in [name for name in model.state_dict() if name in tensors]:
-        owner, _, leaf = name.rpartition(".")
+    layers = {f"{name}.weight": layer for name, layer in quantized_layers(model).items()}
+    saved = model.state_dict()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name in [name for name in saved if name in tensors]:
         tensor = tensors[name]
-        if type(tensor).__name__ in {"Params4bit", "Int8Params"} and leaf == "weight":
-            tensor = dequantize_module_weight(model.get_submodule(owner))
+        if name in layers:
+            tensor = _dequantized(layers[name])
+            tensor = tensor.mT if layers[name].is_transposed else tensor
         yield name, tensor.detach().float()
+
+
+def quantized_layers(model: Any) -> dict[str, Any]:
+    """Returns the layers with quantized weights by name, in the order of the model."""
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if type(layer._parameters.get("weight")).__name__ in {"Params4bit", "Int8Params"}
+    }
+
+
+def _dequantized(layer: Any) -> torch.Tensor:
+    from bitsandbytes import functional
+
+    weight = layer.weight
+    if type(weight).__name__ == "Params4bit":
+        row: torch.Tensor = functional.dequantize_4bit(weight.data, weight.quant_state)
+        return row.view(layer.out_features, layer.in_features)
+    rows: torch.Tensor = functional.int8_vectorwise_dequant(weight.data, weight.SCB)
+    return rows
+
+
+class _DequantizedLinear(torch.autograd.Function):
+    """A linear layer whose weight is dequantized in both passes, and not kept in between."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, layer: Any) -> torch.Tensor:
+        ctx.layer = layer
+        return torch.nn.functional.linear(inputs, _dequantized(layer), layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient @ _dequantized(ctx.layer).to(gradient.dtype), None
+
+
+def _linear(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
+    outputs: torch.Tensor = _DequantizedLinear.apply(inputs, layer)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 def dequantized_slices(folder: Path, stored: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,11 @@ from nemo_rl_core.checkpoints.weight_files import open_weights, weight_files
 from nemo_rl_core.checkpoints.weights import Shape, refuse_wrong_weights, require_finite
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.model_files.loading import as_published, is_spare_head, name_in_errors
-from nemo_rl_core.model_files.quantized import dequantized_slices, refuse_quantized
+from nemo_rl_core.model_files.quantized import (
+    dequantized_slices,
+    quantized_layers,
+    refuse_quantized,
+)
 
 _ADAPTER = ".lora_"
 
@@ -214,6 +218,17 @@ def fill_from_folder(model: Any, folder: Path) -> set[str]:
         name_in_errors(folder), ((name, local(weights[name])) for name in filled.values())
     )
     return missing
+
+
+@torch.no_grad()
+def replace_quantized(model: Any, other: Any) -> None:
+    """Replaces the base weights of a quantized model with those of another one of its class."""
+    layers = quantized_layers(model).values(), quantized_layers(other).values()
+    for layer, replacement in zip(*layers, strict=True):
+        layer.weight = replacement.weight
+    theirs = plain_weights(other)
+    for name, weight in plain_weights(model).items():
+        weight.copy_(theirs[name])
 
 
 def fill_parameter(parameter: torch.Tensor, values: Any) -> None:

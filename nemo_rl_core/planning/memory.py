@@ -137,6 +137,10 @@ class _TrainedModel:
         self._on_gpu = not (isinstance(self._config, DTensorTraining) and self._config.cpu_offload)
 
     @property
+    def _is_quantized(self) -> bool:
+        return isinstance(self._config, DTensorTraining) and self._config.weights != "full"
+
+    @property
     def _gib_per_sharded_byte(self) -> float:
         """GiB on the GPU per byte of a sharded tensor; 0 with `cpu_offload`."""
         return 1 / self._layout.shards / GIB * self._on_gpu
@@ -240,9 +244,17 @@ class _TrainedModel:
         return 2 if self._is_half else _FLOAT32
 
     def _gathered(self, num_layers: int, *, outer: bool = True) -> float:
-        """Weights in the dtype of matrix products: gathered by FSDP2, or cast by autocast."""
+        """Weights in the dtype of matrix products: gathered by FSDP2, or cast by autocast.
+
+        Quantized weights are dequantized to float32, cast and freed layer by layer.
+        """
         if isinstance(self._config, MegatronTraining):
             return 0.0
+        if self._is_quantized:
+            sizes, cast = self._sizes, self._width * self._is_half
+            largest = sizes.hidden * max(sizes.mlp_width, sizes.queries)
+            others = num_layers * (self._layer - sizes.linear_weights) + self._outer * outer
+            return (largest * (_FLOAT32 + cast) + others * cast) / GIB
         if not self._layout.is_wrapped and not self._is_half:
             return 0.0
         saved = num_layers * bytes_less(self._load, self._layout, self._width)

@@ -30,6 +30,7 @@ ANCESTORS = "ancestors.json"
 stage has a separate disk, and exported models leave the store."""
 
 _PACKAGES = (
+    "bitsandbytes",
     "datasets",
     "flash-attn-3",
     "flash-attn-4",
@@ -156,7 +157,8 @@ class Manifest(_Record):
         weights_hash: Hash of only the weights; None without weights.
         git_commit: Commit of the code; None outside of a repository, as is `git_dirty`.
         choices: Values chosen for settings that are `auto`, by their paths in a recipe:
-            `{"training.attention": "varlen"}`.
+            `{"training.attention": "varlen"}`. Of an exported model, the quantization of the base
+            of its adapters: `{"training.weights": "4bit"}`.
         model_code: Sha256 of each Python file of a model with code that workers may run.
         run: The run on a cluster that made it; None for local runs, which the history records.
         created_at: Creation time in UTC, ISO 8601.

@@ -40,6 +40,7 @@ from nemo_rl_core.config.training import (
     DTensorTraining,
     MegatronTraining,
     TrainingConfig,
+    require_bitsandbytes,
     require_torchao,
 )
 from nemo_rl_core.config.warm_up import warm_up_warnings
@@ -137,8 +138,7 @@ def _check_experiment(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
             _check_model(located_model(model), experiment.training)
     refuse_layers(experiment)
     refuse_heads(experiment)
-    if isinstance(experiment.training, DTensorTraining):
-        require_torchao(experiment.training.float8)
+    _require_packages(experiment)
     plan = refuse_what_does_not_fit(experiment)
     if plan is not None:
         check_budget(replace(plan, max_gpu_hours=budget.max_gpu_hours))
@@ -285,6 +285,16 @@ def _check_evaluation(experiment: PipelineRecipe, evaluation: EvaluationConfig) 
                 got="no evaluation.environment",
                 fix="set, for example, evaluation: {environment: {kind: exact}}",
             )
+
+
+def _require_packages(experiment: PipelineRecipe) -> None:
+    if isinstance(experiment.training, DTensorTraining):
+        require_torchao(experiment.training.float8)
+        if experiment.training.weights != "full":
+            require_bitsandbytes(f"training.weights: {experiment.training.weights}")
+    for section in ALGORITHMS:
+        if getattr(getattr(experiment, section, None), "moments", "float32") == "8bit":
+            require_bitsandbytes(f"{section}.moments: 8bit")
 
 
 def _warn_of_the_rates(experiment: PipelineRecipe) -> None:

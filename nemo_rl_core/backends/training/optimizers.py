@@ -1,8 +1,7 @@
 """AdamW over named parameters, and its learning-rate schedule."""
 
 import math
-from collections.abc import Callable, Iterable
-from importlib import import_module
+from collections.abc import Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,8 +12,8 @@ from nemo_rl_core.config.optimizer import (
     LinearSchedule,
     OptimizerConfig,
 )
+from nemo_rl_core.config.training import require_bitsandbytes
 from nemo_rl_core.errors import ConfigError, ConsistencyError
-from nemo_rl_core.model_files.quantized import require_bitsandbytes
 
 
 def build_optimizer(
@@ -46,15 +45,16 @@ def build_optimizer(
             fix="set moments: float32; sharding already splits them over the ranks",
         )
     require_bitsandbytes("moments: 8bit")
-    # Imported by name, since it is installed only on machines with a GPU.
-    adamw: Callable[..., torch.optim.Optimizer] = import_module("bitsandbytes.optim").AdamW8bit
-    return adamw(
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(
         trained,
         lr=config.learning_rate,
         betas=betas,
         eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
     )
+    return optimizer
 
 
 def clip_gradients(

@@ -17,7 +17,7 @@ from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
 from nemo_rl_core.data.pretrained import base_names
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
-from nemo_rl_core.errors import ConfigError, ResourceError
+from nemo_rl_core.errors import ConfigError
 
 # See test_dtensor.py.
 EPSILON = 1e-3
@@ -178,16 +178,6 @@ def test_unknown_targets_are_refused(tiny_model: Path) -> None:
     training = DTensorTraining(lora=LoRAConfig(target_modules=["q_project"]))
     with pytest.raises(ConfigError, match="layers that the model does not have"):
         make_backend(tiny_model, training)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("precision", ["8bit", "4bit"])
-def test_quantized_weights_need_bitsandbytes_and_a_gpu(tmp_path: Path, precision: str) -> None:
-    """It is refused before anything is read: the folder has no weights."""
-    (tmp_path / "config.json").write_text("{}")
-    training = DTensorTraining.model_validate({"weights": precision, "lora": {}})
-    with pytest.raises(ResourceError, match=f"weights: {precision}.*cannot be used here"):
-        make_backend(tmp_path, training)
 
 
 def sharded_steps(folder: Path, saved: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

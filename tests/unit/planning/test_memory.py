@@ -261,6 +261,22 @@ def test_adapters_leave_the_base_without_gradients_and_reference() -> None:
     assert "reference" not in planned_parts
 
 
+def test_a_base_of_four_bits_is_dequantized_layer_by_layer() -> None:
+    training = DTensorTraining(
+        lora=LoRAConfig(rank=64), weights="4bit", activation_checkpointing=True
+    )
+    planned_parts = plan_memory(stage("llama-3.1-8b", training=training), H100).parts
+    # As above; the constants of 64 weights take a byte, and embedding and head stay in float32.
+    linear = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    outer = 2 * 128256 * 4096
+    adapters = 32 * 64 * (2 * 8192 + 2 * 5120 + 3 * 18432)
+    expected = (0.52 * linear + 4 * (outer + adapters)) / 2**30
+    assert planned_parts["weights"] == pytest.approx(expected, rel=1e-3)  # norms
+    # The largest layer in float32 and bfloat16, and autocast's copies of embedding and head.
+    expected = (6 * 4096 * 14336 + 2 * outer) / 2**30
+    assert planned_parts["gathered weights"] == pytest.approx(expected, rel=1e-3)
+
+
 def test_logits_are_those_of_the_rows_that_are_computed_at_once() -> None:
     for name, ranks in (("qwen2.5-7b", 1), ("qwen2.5-7b", 4), ("llama-3.1-8b", 1)):
         training = DTensorTraining(tensor_parallel_size=ranks)

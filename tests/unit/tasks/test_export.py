@@ -9,6 +9,7 @@ import pytest
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.export import ExportConfig
 from nemo_rl_core.config.model import ModelFromConfig
+from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import hash_file
@@ -88,6 +89,30 @@ def test_the_recipe_names_the_exported_weights(
         decision.summary if decision else "not compared with the model it started from"
     )
     assert f"Exported: {sentence}; {expected_summary}." in card
+
+
+class QuantizedBase(Seed):
+    """Settings of a stage that trained adapters on a base of 4 bits."""
+
+    training: DTensorTraining = DTensorTraining(lora=LoRAConfig(), weights="4bit")
+
+
+def test_an_export_says_that_its_base_was_quantized(own_store: Path) -> None:
+    def work(folder: Path) -> StageResult:
+        materialize(MODEL, folder / "model", seed=2)
+        return StageResult("checkpoint", "hf", step=4, num_tokens=8)
+
+    fields = make(__name__, "grpo_iteration", config=QuantizedBase(seed=2), parents={}, work=work)
+    exported = export.task_function(
+        config=ExportConfig(),
+        start=checkpoint("prepare_model", 1),
+        trained=CheckpointArtifact(**fields),
+        decision=None,
+    )
+    assert exported.manifest.choices == {"training.weights": "4bit"}
+    assert exported.summary.endswith("merged into a base quantized to 4bit")
+    card = (exported.model_folder / "README.md").read_text()
+    assert "Its adapters were trained on a base quantized to 4bit" in card
 
 
 @pytest.mark.parametrize(("step", "said"), [(0, False), (4, True)])

@@ -47,6 +47,20 @@ def test_float8_without_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         check(training={"float8": "tensorwise"})
 
 
+def test_quantized_weights_and_moments_without_bitsandbytes_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quantized = {"weights": "4bit", "lora": {}}
+    check(training=quantized)
+    with pytest.raises(ConfigError, match=r"cannot be sharded over ranks(.|\n)*num_workers to 1"):
+        check(training=quantized, cluster={"num_workers": 2})
+    monkeypatch.setattr(training_config, "find_spec", lambda _: None)
+    with pytest.raises(ResourceError, match=r"weights: 4bit needs the package bitsandbytes"):
+        check(training=quantized)
+    with pytest.raises(ResourceError, match=r"sft.moments: 8bit needs the package bitsandbytes"):
+        preflight({"config": GRPORecipe.model_validate({"sft": {"moments": "8bit"}})})
+
+
 def test_heads_that_ranks_cannot_divide_are_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="cannot divide num_attention_heads"):
         check(

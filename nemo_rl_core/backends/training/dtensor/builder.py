@@ -47,7 +47,9 @@ class ModelBuilder:
         model = self._load(folder, self._setup.head, weights=training.weights)
         torch.manual_seed(self._setup.seed)  # transformers uses random numbers to load Nemotron-H
         lora = training.lora
-        adapters = Adapters(model, lora, base_folder=folder) if lora else None
+        adapters = (
+            Adapters(model, lora, base_folder=folder, weights=training.weights) if lora else None
+        )
         model = self._shard(model, folder)
         if training.router_aux_loss_coef:
             refuse_router_loss(model, has_adapters=adapters is not None)

@@ -13,12 +13,18 @@ import torch
 from nemo_rl_core.backends.training.dtensor.parallelize import full_tensor
 from nemo_rl_core.checkpoints.model_code import copy_code
 from nemo_rl_core.checkpoints.tensors import save_tensors
-from nemo_rl_core.config.training import LoRAConfig
+from nemo_rl_core.config.training import Head, LoRAConfig
 from nemo_rl_core.data.pretrained import HUB_NAME, base_names
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ConfigError, StoreError
-from nemo_rl_core.model_files.loading import SCALAR_HEAD, finish_loading
-from nemo_rl_core.model_files.weights import fill_from_folder, placeholder_weights, plain_name
+from nemo_rl_core.model_files.loading import SCALAR_HEAD, finish_loading, load_model
+from nemo_rl_core.model_files.quantized import Precision
+from nemo_rl_core.model_files.weights import (
+    fill_from_folder,
+    placeholder_weights,
+    plain_name,
+    replace_quantized,
+)
 from nemo_rl_core.planning.model_parts import adaptable_layers
 from nemo_rl_core.store.files import hash_file
 
@@ -34,19 +40,21 @@ class Adapters:
     frozen except a scalar head, which is usually new and fully trained.
     """
 
-    def __init__(self, model: Any, config: LoRAConfig, *, base_folder: Path) -> None:
+    def __init__(
+        self, model: Any, config: LoRAConfig, *, base_folder: Path, weights: Precision = "full"
+    ) -> None:
         from peft import LoraConfig, TaskType, inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        self._model, self._base_folder = model, base_folder
+        self._model, self._base_folder, self._weights = model, base_folder, weights
         self._scaling = config.alpha / config.rank
         head = getattr(model, SCALAR_HEAD, None)
-        layers, weights = adapter_targets(model, config)
+        layers, parameters = adapter_targets(model, config)
         self._config = LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it; any number is valid
             target_modules=layers,
-            target_parameters=weights or None,
+            target_parameters=parameters or None,
             task_type=TaskType.CAUSAL_LM if head is None else TaskType.SEQ_CLS,
         )
         try:
@@ -163,7 +171,11 @@ class Adapters:
 
     def replace_base(self, folder: Path) -> None:
         """Replaces the frozen base weights with those of a folder."""
-        finish_loading(self._model, fill_from_folder(self._model, folder), folder)
+        if self._weights == "full":
+            finish_loading(self._model, fill_from_folder(self._model, folder), folder)
+        else:
+            head: Head = "scalar" if hasattr(self._model, SCALAR_HEAD) else "lm"
+            replace_quantized(self._model, load_model(folder, head, weights=self._weights))
         self._base_folder = folder
 
 

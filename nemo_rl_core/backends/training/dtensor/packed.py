@@ -121,7 +121,7 @@ class PackedModel(ABC):
         """Decides whether sequences may share rows, by comparison with the model's forward pass.
 
         Outputs are compared in float32, so that rounding hides no difference; with an attention
-        kernel or quantized weights, which may not support float32, in the training dtype.
+        kernel, which may not support float32, in the training dtype.
         """
         if self.independent_length is not None:
             _LOG.warning(
@@ -130,7 +130,7 @@ class PackedModel(ABC):
                 self._name,
                 self.independent_length,
             )
-        if self.attention is not None or getattr(self.model, "is_quantized", False):
+        if self.attention is not None:
             self._compare()
             return
         usual, self._dtype = self._dtype, "float32"
