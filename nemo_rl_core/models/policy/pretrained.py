@@ -121,6 +121,11 @@ class PretrainedPolicy(PolicyInterface):
             self._running = Policy(cluster, self._setup(), name=self._name)
         return self._running
 
+    @property
+    def temperature(self) -> float:
+        """Temperature of the logprobs and of `generate`."""
+        return self._options.temperature
+
     def _one_copy(self) -> ClusterConfig:
         shape: ShapeName = "cluster" if count_gpus() else "laptop"
         return ClusterConfig(shape=shape, num_workers=self._training.ranks_per_replica)
