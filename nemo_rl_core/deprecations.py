@@ -16,24 +16,24 @@ MOVED: Final = {
         "make": "tasks.stage.stage:make",
     },
 }
-"""Former modules that this documentation named, with the new place of each of their names."""
+"""Former modules that this documentation named, with the new module of each of their names."""
 
 _INTERNAL: Final = re.compile(r"(nemo_rl_core|tasks|workflows|pydantic|pydantic_core|importlib)\b")
 _shown: dict[Any, Any] = {}
 
 
-def warn_renamed(old: str, new: str, place: str | None = None) -> None:
-    """Warns once at the place of a recipe's key, or at the caller outside of this project.
+def warn_renamed(old: str, new: str, location: str | None = None) -> None:
+    """Warns once at the location of a recipe's key, or at the caller outside of this project.
 
     Args:
-        place: File and line, or the argument of a command; by default the caller is found.
+        location: File and line, or the argument of a command; by default the caller is found.
     """
-    file, _, line = (place or _caller()).rpartition(":")
+    file, _, line = (location or _caller()).rpartition(":")
     is_line = line.isdecimal()
     text = f"{old!r} is now called {new!r}; use the new name"
     # Python shows a DeprecationWarning only of `__main__`: the user's code or recipe.
     warnings.warn_explicit(
-        text if is_line else f"{place}: {text}",
+        text if is_line else f"{location}: {text}",
         DeprecationWarning,
         filename=file if is_line else "nemo-rl",
         lineno=int(line) if is_line else 1,

@@ -214,16 +214,16 @@ class FrozenConfig(BaseModel):
 
 def _with_new_names(kind: type[FrozenConfig], values: dict[str, Any]) -> dict[str, Any]:
     for old in kind.renamed.keys() & values.keys():
-        new, place = kind.renamed[old], place_of(values, (old,))
+        new, location = kind.renamed[old], place_of(values, (old,))
         if new in values:
             raise ConfigError(
-                f"{place + ': ' if place else ''}{old!r} is the former name of {new!r}",
+                f"{location + ': ' if location else ''}{old!r} is the former name of {new!r}",
                 expected=f"one of the two (a base recipe may have set {new!r})",
                 got=f"{old!r} and {new!r}",
                 fix=f"remove {old!r} and write its value as {new!r}",
             )
-        warn_renamed(old, new, place)
-        renamed = PlacedDict({new: values[old]}, {new: place} if place else {})
+        warn_renamed(old, new, location)
+        renamed = PlacedDict({new: values[old]}, {new: location} if location else {})
         values = overlaid(without_keys(values, {old}), renamed)
     return values
 

@@ -58,9 +58,9 @@ def test_the_names_of_a_drawing_exist(drawing: str) -> None:
     assert len(named) >= 3
     for name in named:
         module, _, attribute = PLACES[name].partition(":")
-        found: Any = importlib.import_module(f"nemo_rl_core.{module}".rstrip("."))
+        value: Any = importlib.import_module(f"nemo_rl_core.{module}".rstrip("."))
         for part in (attribute or name).split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     capitals = set(re.findall(r"\b(?:[A-Z]+[a-z]+[A-Z]\w+|[a-z]+_rl\w*\.train)\b", text))
     # The two backends are in test_documented_names.py.
     assert capitals <= {*PLACES, "DTensor", "HuggingFace"}
