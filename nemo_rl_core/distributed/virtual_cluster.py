@@ -312,7 +312,7 @@ class RayVirtualCluster:
         )
         resources.check(
             request,
-            fix="choose a smaller cluster.shape, such as {shape: laptop}; in Python, fewer bundles, "
+            fix="choose a smaller cluster.shape, such as {shape: laptop}; in Python, fewer bundles "
             "or RayVirtualCluster(..., use_gpus=False)",
         )
         for _ in range(_NUM_ATTEMPTS):
