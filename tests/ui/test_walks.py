@@ -24,6 +24,7 @@ from tests.workflows.test_day_by_day import scheduled_run, stages_run
 pytestmark = pytest.mark.thorough
 
 SMALL: dict[str, Any] = {
+    "recipe": "grpo_arithmetic",
     **RECIPE,
     "grpo": {**RECIPE["grpo"], "num_iterations": 1, "num_steps_per_iteration": 2},
     "generation": {"backend": "hf", "max_new_tokens": 3},
