@@ -31,7 +31,7 @@ _PUBLIC = {
     "RewardModelConfig": ".algorithms.reward_model.config",
     "SFTConfig": ".algorithms.sft.config",
 }
-_PEERS = {
+_TRL_EQUIVALENTS = {
     "RLOOTrainer": 'train(..., algorithm="rloo")',
     "RLOOConfig": "GRPOConfig(preset='rloo')",
     "RewardTrainer": "RewardModelTrainer",
@@ -60,9 +60,9 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return getattr(importlib.import_module(_PUBLIC[name], __name__), name)
-    if name in _PEERS:
+    if name in _TRL_EQUIVALENTS:
         # Not AttributeError, whose text Python drops for `from nemo_rl_core import NAME`.
-        raise ImportError(f"{__name__} has no {name}; here it is {_PEERS[name]}")
+        raise ImportError(f"{__name__} has no {name}; here it is {_TRL_EQUIVALENTS[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

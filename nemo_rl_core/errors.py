@@ -77,7 +77,10 @@ class DamagedRecordError(StoreError):
 
 
 class UnsafePathError(StoreError, ValueError):
-    """An external name points out of its folder; also a `ValueError`, as for damaged files."""
+    """A name in external data leads out of its folder.
+
+    It is also a `ValueError`, which readers of damaged files catch.
+    """
 
 
 class NotRecordedError(StoreError):

@@ -348,5 +348,5 @@ def _manifest(
 
 def _machine(inputs: StageInputs, spent: usage.Spent) -> Machine:
     cluster, numerics = _cluster(inputs), process_numerics()
-    here = Machine.current(cluster.num_threads if cluster else None)
-    return here.with_processes(spent.processes or ({"stage": numerics} if numerics else {}))
+    machine = Machine.current(cluster.num_threads if cluster else None)
+    return machine.with_processes(spent.processes or ({"stage": numerics} if numerics else {}))

@@ -341,8 +341,8 @@ def _gpus(found: Sequence[str], shape: Shape, image: str) -> CheckLine:
     name = f"GPUs: {image.removeprefix('nemo-rl-')}"
     kinds = ", ".join(f"{found.count(kind)} x {kind}" for kind in sorted(set(found))) or "none"
     if len(found) != shape.num_gpus:
-        seen = f"torch sees {kinds}, and the shape has {shape.num_gpus}"
-        return CheckLine(name=name, state="fail", found=seen, fix=_DRIVER)
+        mismatch = f"torch sees {kinds}, and the shape has {shape.num_gpus}"
+        return CheckLine(name=name, state="fail", found=mismatch, fix=_DRIVER)
     return CheckLine(name=name, state="ok", found=f"torch computes on {kinds}")
 
 

@@ -60,8 +60,8 @@ def export(
         write_atomic(folder / "origin.json", json.dumps(origin, indent=1))
         # Steps are counted from the end of the supervised start, so step 0 is not named.
         step = checkpoint.step
-        of_step = f" of step {step}" if step else ""
-        summary = f"{exported}: {count / 1e6:.2f} M parameters{of_step}"
+        step_text = f" of step {step}" if step else ""
+        summary = f"{exported}: {count / 1e6:.2f} M parameters{step_text}"
         return StageResult("model", "hf", summary, step=step)
 
     parents: dict[str, Artifact] = {"start": start, "trained": trained}

@@ -48,16 +48,16 @@ def sweep_point(
         steps, rewards = [step for step, _ in curve], [reward for _, reward in curve]
         result = {"metrics": report.metrics, "steps": steps, "rewards": rewards}
         write_atomic(folder / "point.json", json.dumps(result, indent=1))
-        made = [*checkpoints, report]
+        artifacts = [*checkpoints, report]
         return StageResult(
             "sweep_point",
             "json",
             report.summary,
-            num_tokens=sum(each.manifest.cost.tokens for each in made),
-            peak_memory_gib=max(each.manifest.cost.peak_memory_gib for each in made),
+            num_tokens=sum(each.manifest.cost.tokens for each in artifacts),
+            peak_memory_gib=max(each.manifest.cost.peak_memory_gib for each in artifacts),
             step=checkpoints[-1].step,
             # The cost of this stage does not include stages that it found in the store.
-            figures={"wall_seconds": sum(each.manifest.cost.wall_seconds for each in made)},
+            figures={"wall_seconds": sum(each.manifest.cost.wall_seconds for each in artifacts)},
         )
 
     parents: dict[str, Artifact] = {"start": start, "train": train}
@@ -71,7 +71,9 @@ def _train(
     config: PointTaskConfig, start: CheckpointArtifact, train: Dataset, validation: Dataset
 ) -> list[CheckpointArtifact]:
     checkpoints = [start]
-    seen = {"validation": validation} if config.grpo.grpo.validate_every_num_steps else {}
+    validation_argument = (
+        {"validation": validation} if config.grpo.grpo.validate_every_num_steps else {}
+    )
     for iteration in range(1, config.num_iterations + 1):
         checkpoints.append(
             run_inside(
@@ -81,7 +83,7 @@ def _train(
                 reference=start,
                 train=train,
                 iteration=iteration,
-                **seen,
+                **validation_argument,
             )
         )
     return checkpoints[1:]

@@ -32,9 +32,12 @@ os.environ["XDG_CONFIG_HOME"] = f"{_STORE.name}-config"  # for the key that sign
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts tests that start Ray first: they take longest, and one process runs them all.
 
-    `experimental` tests are also `thorough`, and `thorough` tests are also slow.
+    `experimental` tests are also `thorough`; `thorough` tests and those of `tests/ray/` are also
+    `slow`.
     """
     for item in items:
+        if item.nodeid.startswith("tests/ray/"):
+            item.add_marker("slow")
         if item.get_closest_marker("experimental") is not None:
             item.add_marker("thorough")
         if item.get_closest_marker("thorough") is not None:

@@ -16,7 +16,7 @@ def check_cluster(
 ) -> None:
     """Tests pods, bucket, volume, Ray and notices, all at once.
 
-    The nodes are named after the names in `tasks/cli/machine/cluster_check.py`.
+    The nodes have the names in `NODES` of `tasks/cli/machine/flyte_cluster_check.py`.
 
     Args:
         cluster: Section with the shape of the RayJobs.

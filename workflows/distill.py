@@ -40,9 +40,12 @@ def distill(config: DistillationRecipe = DEFAULT) -> Outcome:
     """prepare → SFT of both → distill → evaluate → promote → export → lineage."""
     stages = plan_distillation(config=config)
     start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)
-    taught = prepare_model(config=stages.teacher)
+    prepared = prepare_model(config=stages.teacher)
     teacher = warm_start(
-        config=stages.teacher_sft, base=taught.base, train=start.train, validation=start.validation
+        config=stages.teacher_sft,
+        base=prepared.base,
+        train=start.train,
+        validation=start.validation,
     )
     before = measure(
         config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions

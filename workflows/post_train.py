@@ -46,7 +46,7 @@ def post_train(config: PostTrainRecipe = DEFAULT) -> PostTrainOutcome:
         rows=start.train,
         iteration=1,
     )
-    unseen = make_pairs(
+    held_out_pairs = make_pairs(
         config=stages.pairs,
         checkpoint=start.checkpoint,
         tokenizer=start.tokenizer,
@@ -54,10 +54,10 @@ def post_train(config: PostTrainRecipe = DEFAULT) -> PostTrainOutcome:
         iteration=1,
     )
     rm_checkpoint = reward_model.learn(
-        config=stages.reward_model, base=start.checkpoint, pairs=pairs, validation=unseen
+        config=stages.reward_model, base=start.checkpoint, pairs=pairs, validation=held_out_pairs
     )
     rm_evaluation = reward_model.measure_reward_model(
-        config=stages.reward_model_evaluation, checkpoint=rm_checkpoint, pairs=unseen
+        config=stages.reward_model_evaluation, checkpoint=rm_checkpoint, pairs=held_out_pairs
     ).report
 
     preferred = dpo.iterate(

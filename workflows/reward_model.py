@@ -66,7 +66,7 @@ def reward_model(config: RewardModelRecipe = DEFAULT) -> RewardModelOutcome:
         rows=start.train,
         iteration=1,
     )
-    unseen = make_pairs(
+    held_out_pairs = make_pairs(
         config=stages.pairs,
         checkpoint=start.checkpoint,
         tokenizer=start.tokenizer,
@@ -74,7 +74,9 @@ def reward_model(config: RewardModelRecipe = DEFAULT) -> RewardModelOutcome:
         iteration=1,
     )
     trained = learn(
-        config=stages.reward_model, base=start.checkpoint, pairs=pairs, validation=unseen
+        config=stages.reward_model, base=start.checkpoint, pairs=pairs, validation=held_out_pairs
     )
-    report = measure_reward_model(config=stages.evaluation, checkpoint=trained, pairs=unseen).report
+    report = measure_reward_model(
+        config=stages.evaluation, checkpoint=trained, pairs=held_out_pairs
+    ).report
     return RewardModelOutcome(trained, report, lineage_report(model=trained))

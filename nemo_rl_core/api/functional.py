@@ -24,7 +24,7 @@ register_algorithm = _ALGORITHM_REGISTRY.register
 get_algorithm = _ALGORITHM_REGISTRY.get
 """Returns the trainer class of a name; raises `ConfigError` with the choices if unknown."""
 
-_LINES = {
+_WRITE_INSTEAD = {
     **{
         name: f'algorithm="dpo", loss={{"kind": "{name}"}}'
         for name in ("ipo", "kto", "orpo", "simpo", "hinge", "robust")
@@ -45,7 +45,7 @@ class NamedAlgorithm(NamedTuple):
 
 
 def algorithm_named(name: str, overrides: Mapping[str, Any]) -> NamedAlgorithm:
-    """Looks up an algorithm or a preset of GRPO by name, in any case.
+    """Looks up an algorithm or a preset of GRPO by name, in lower or upper case.
 
     An error for an unknown name has the line to write if the intent is clear.
     """
@@ -63,7 +63,7 @@ def algorithm_named(name: str, overrides: Mapping[str, Any]) -> NamedAlgorithm:
     try:
         return NamedAlgorithm(get_algorithm(name), dict(overrides))
     except ConfigError as error:
-        line = _LINES.get(name)
+        line = _WRITE_INSTEAD.get(name)
         if line is None:
             raise
         raise ConfigError(

@@ -61,8 +61,8 @@ def train(  # noqa: PLR0913 (all parts of a run)
         ...     reward_fn=lambda prompt, response: float("correct" in response),
         ... )
     """
-    of_fit = RowFormat.accepted_keys() | set(FIT_ARGUMENTS)
-    options = {key: overrides.pop(key) for key in of_fit & overrides.keys()}
+    fit_options = RowFormat.accepted_keys() | set(FIT_ARGUMENTS)
+    options = {key: overrides.pop(key) for key in fit_options & overrides.keys()}
     chosen = algorithm_named(algorithm, overrides)
     trainer = chosen.trainer.from_pretrained(model, **chosen.overrides)
     return trainer.fit(

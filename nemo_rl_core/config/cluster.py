@@ -56,7 +56,7 @@ class ClusterConfig(FrozenConfig):
     num_gpus_per_node: PositiveInt = _GPUS_OF_A_NODE
     accelerator: AcceleratorName | None = None
     collective_timeout_seconds: PositiveFloat = 600.0
-    # Excluded by default, so that inputs of stages do not change.
+    # The default is not dumped, so that cache keys from before the setting stay valid.
     lifetime: Lifetime = Field(default="stage", exclude_if=lambda value: value == "stage")
 
     @property
@@ -70,7 +70,7 @@ class ClusterConfig(FrozenConfig):
         if self.shape == "laptop":
             return [self.num_workers]
         full, rest = divmod(self.num_workers, self.num_gpus_per_node)
-        return [self.num_gpus_per_node] * full + [rest] * bool(rest)
+        return [self.num_gpus_per_node] * full + ([rest] if rest else [])
 
     def num_gpus_with(self, bundles: Sequence[DedicatedBundles]) -> int:
         """Returns the GPUs of the workers plus dedicated ones; 0 for a cluster without GPUs."""

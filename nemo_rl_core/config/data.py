@@ -85,15 +85,15 @@ class MixtureSource(FrozenConfig):
     @model_validator(mode="after")
     def _limits_of_the_mixture(self) -> "MixtureSource":
         limits = {*RowPolicy.model_fields, "max_prompt_tokens"}
-        inside = sorted(
+        set_limits = sorted(
             name
             for name in self.data.model_fields_set & limits
             if getattr(self.data, name) != type(self.data).model_fields[name].default
         )
-        if inside:
+        if set_limits:
             raise ValueError(
-                f"{', '.join(inside)} applies to all rows of a mixture: move it from the source to "
-                "the mixture"
+                f"{', '.join(set_limits)} applies to all rows of a mixture: move it from the "
+                "source to the mixture"
             )
         return self
 

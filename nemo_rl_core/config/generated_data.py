@@ -120,8 +120,10 @@ class GuessNumberData(RowPolicy):
     @model_validator(mode="after")
     def _enough_bounds(self) -> "GuessNumberData":
         # There are n - k + 1 pairs of bounds with k numbers between them among n numbers.
-        widest = self.max_number + 2 - self.min_range
-        available = widest * (widest + 1) // 2 if widest > 0 else 0
+        num_smallest_ranges = self.max_number + 2 - self.min_range
+        available = (
+            num_smallest_ranges * (num_smallest_ranges + 1) // 2 if num_smallest_ranges > 0 else 0
+        )
         if self.num_train + self.num_validation > available:
             raise ValueError(
                 f"num_train + num_validation is {self.num_train + self.num_validation}, but only "

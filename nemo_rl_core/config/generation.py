@@ -164,7 +164,7 @@ class VllmGenerationConfig(SplitEngine):
             model's on a CPU and with `quantization`, and zeros on a GPU, so that weights are read
             once. `dummy` uses random numbers.
         float32_matmul_precision: Precision of matrix products if `dtype` is `float32`; `high` is
-            TF32 on GPUs. By default a recipe has the same as the trainer.
+            TF32 on GPUs. A recipe that omits it gets the same as the trainer.
         quantization: Rounds weights and activations of projections to FP8 while loading, on GPUs
             with FP8 support (Ada, Hopper and later), with one scale per matrix, per output channel,
             or per block of 128. Embedding, head and norms stay in 16 bits. The trainer computes in

@@ -56,9 +56,9 @@ class JudgeModel(FrozenConfig):
         max_model_len: Maximum length of question and reply in tokens.
         kv_cache_gib: Size of its KV cache on a CPU, in addition to that of the policy's engine.
         gpu_memory_utilization: Fraction of the GPU's memory for weights and KV cache while it is
-            awake. By default a recipe has 0.9 for a judge on dedicated GPUs.
-        dtype: Dtype of weights and activations. By default a recipe has bfloat16 if its cluster has
-            GPUs.
+            awake. A recipe that omits it gets 0.9 for a judge on dedicated GPUs.
+        dtype: Dtype of weights and activations. A recipe that omits it gets bfloat16 if its cluster
+            has GPUs.
         placement: Location of the judge. `colocated`: on the trainer's first GPU, taking turns with
             everything else there. `{own: 2}`: two copies on two dedicated GPUs in addition to those
             of `cluster.num_workers`; without GPUs, in separate processes.
@@ -69,7 +69,7 @@ class JudgeModel(FrozenConfig):
     model: str = Field(min_length=1)
     max_model_len: PositiveInt = 4096
     kv_cache_gib: PositiveInt = 1
-    # Excluded by default, so that keys of stages do not change.
+    # The default is not dumped, so that cache keys from before the setting stay valid.
     gpu_memory_utilization: float = Field(
         default=_SHARE, gt=0, lt=1, exclude_if=lambda value: value == _SHARE
     )

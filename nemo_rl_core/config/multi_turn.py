@@ -124,10 +124,10 @@ class PythonEnvironment(FrozenConfig):
     def _arguments_can_be_recorded(self) -> "PythonEnvironment":
         for name, value in self.arguments.items():
             try:
-                same = json.loads(json.dumps(value, allow_nan=False)) == value
+                is_json = json.loads(json.dumps(value, allow_nan=False)) == value
             except (TypeError, ValueError):
-                same = False
-            if not same:
+                is_json = False
+            if not is_json:
                 raise ValueError(
                     f"the argument {name!r} is {value!r:.60}, which JSON cannot record: pass "
                     "numbers, text, true or false, lists and maps, and build other objects from "

@@ -90,11 +90,15 @@ def dedicated_bundles_per_node(
     if num_gpus_per_node is None:
         return [bundles.number]
     ranks = bundles.ranks_per_engine
-    together = ranks if ranks <= num_gpus_per_node else 1
-    rooms = chain((max(num_gpus_per_node - each, 0) for each in taken), repeat(num_gpus_per_node))
+    ranks_together = ranks if ranks <= num_gpus_per_node else 1
+    free_gpus = chain(
+        (max(num_gpus_per_node - each, 0) for each in taken), repeat(num_gpus_per_node)
+    )
     counts: list[int] = []
     while sum(counts) < bundles.number or len(counts) < len(taken):
-        counts.append(min(bundles.number - sum(counts), next(rooms) // together * together))
+        counts.append(
+            min(bundles.number - sum(counts), next(free_gpus) // ranks_together * ranks_together)
+        )
     return counts
 
 

@@ -1,4 +1,4 @@
-"""Sections of registered backends, below the backends, which reading a config does not import."""
+"""Config sections of registered backends; reading a config does not import the backends."""
 
 import importlib
 import os
@@ -41,7 +41,7 @@ class RegisteredBackend(FrozenConfig):
     @classmethod
     def class_for(cls, values: Mapping[str, Any]) -> type[FrozenConfig] | None:
         """Returns the class that reads a section; None if its backend is unknown."""
-        if not cls._is_open():
+        if not cls._is_generic():
             return cls
         try:
             return cls.sections().find(str(values.get("backend")), values.get("module"))
@@ -51,7 +51,7 @@ class RegisteredBackend(FrozenConfig):
     @classmethod
     def unknown_key_hint(cls) -> str | None:
         """Returns the fix for a key that this class does not have."""
-        if not cls._is_open():
+        if not cls._is_generic():
             return None
         return (
             "a backend that is registered without a config has no custom settings: pass a subclass "
@@ -59,14 +59,14 @@ class RegisteredBackend(FrozenConfig):
         )
 
     @classmethod
-    def _is_open(cls) -> bool:
-        """Whether the class represents all registered backends."""
+    def _is_generic(cls) -> bool:
+        """Whether this is the base class, which represents any registered backend."""
         return cls is cls.sections().base
 
     @model_validator(mode="wrap")
     @classmethod
     def _read_by_its_own_class(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Self:
-        if not (isinstance(value, dict) and cls._is_open()):
+        if not (isinstance(value, dict) and cls._is_generic()):
             validated: Self = handler(value)
             return validated
         name, table = str(value.get("backend")), cls.sections()

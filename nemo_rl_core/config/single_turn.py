@@ -113,7 +113,7 @@ class RewardModelScore(FrozenConfig):
     kind: Literal["reward_model"] = "reward_model"
     model: str | None = Field(default=None, min_length=1)
     max_tokens_per_batch: PositiveInt = 8192
-    # Excluded by default, so that keys of stages do not change.
+    # The default is not dumped, so that cache keys from before the setting stay valid.
     placement: Placement = Field(default="colocated", exclude_if=lambda value: value == "colocated")
 
     def dedicated_bundles(self, name: str, path: str) -> tuple[DedicatedBundles, ...]:

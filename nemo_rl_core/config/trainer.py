@@ -84,9 +84,9 @@ class LoopConfig(OptimizerConfig):
 
     @model_validator(mode="after")
     def _the_best_are_known_when_saved(self) -> "LoopConfig":
-        every = self.validate_every_num_steps
+        interval = self.validate_every_num_steps
         validated = self.keep_best is not None and self.keep_best.metric.startswith("validation_")
-        if validated and (every is None or self.save_every_num_steps % every):
+        if validated and (interval is None or self.save_every_num_steps % interval):
             raise ValueError(
                 f"keep_best compares {self.keep_best.metric!r}, which checkpoints are saved with "  # type: ignore[union-attr]
                 "only if they are validated: set validate_every_num_steps, and "

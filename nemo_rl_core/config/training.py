@@ -133,7 +133,7 @@ class BuiltInTraining(Parallelism):
     """
 
     activation_checkpointing: bool | Literal["auto"] = "auto"
-    # Excluded by default, so that inputs of stages do not change.
+    # The default is not dumped, so that cache keys from before the setting stay valid.
     flash_attention: FlashAttention = Field(
         default="auto", exclude_if=lambda value: value == "auto"
     )
@@ -205,11 +205,11 @@ class DTensorTraining(BuiltInTraining):
     compile: bool = False
     attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
     tensor_parallel_plan: dict[str, Literal["colwise", "rowwise"]] | None = None
-    # Excluded by default, so that inputs of stages do not change.
+    # The default is not dumped, so that cache keys from before the setting stay valid.
     router_aux_loss_coef: NonNegativeFloat = Field(default=0.0, exclude_if=lambda value: value == 0)
     lora: LoRAConfig | None = None
     weights: Literal["full", "8bit", "4bit"] = "full"
-    # Excluded by default, so that inputs of stages do not change.
+    # The default is not dumped, so that cache keys from before the setting stay valid.
     float8: Float8Recipe = Field(default="none", exclude_if=lambda value: value == "none")
 
     @property
@@ -359,7 +359,7 @@ class RegisteredTraining(RegisteredBackend, Parallelism):
 
     @model_validator(mode="after")
     def _nothing_is_split_unread(self) -> "RegisteredTraining":
-        if self._is_open() and (self.ranks_per_replica > 1 or self.sequence_parallel):
+        if self._is_generic() and (self.ranks_per_replica > 1 or self.sequence_parallel):
             raise ValueError(
                 f"the training backend {self.backend!r} is registered without a config, so it "
                 "does not split the model: remove the parallel sizes, or pass a subclass of "

@@ -31,8 +31,8 @@ def is_valid(table: "pa.Table", kind: RowKind) -> bool:
     prompts = table.column("text" if kind == "text" else "prompt")
     if not _has_texts(prompts) or (kind == "prompts" and may_hold_turns(prompts)):
         return False
-    rest = [table.column(name) for name in needed - {"text", "prompt"}]
-    if not all(_is_empty(column) or _has_texts(column) for column in rest):
+    other_columns = [table.column(name) for name in needed - {"text", "prompt"}]
+    if not all(_is_empty(column) or _has_texts(column) for column in other_columns):
         return False
     # Most rows have the same, empty metadata.
     distinct = table.column("metadata").unique().to_pylist()

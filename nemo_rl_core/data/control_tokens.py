@@ -215,8 +215,12 @@ def reader_of(tokenizer: Any, template: str | None) -> _Reader:
     }
     for text, token in control.texts.items():
         original = tokenizer.added_tokens_decoder[token]
-        same = {name: getattr(original, name) for name in ("single_word", "lstrip", "rstrip")}
-        backend.add_tokens([AddedToken(aliases[text], normalized=False, special=False, **same)])
+        original_options = {
+            name: getattr(original, name) for name in ("single_word", "lstrip", "rstrip")
+        }
+        backend.add_tokens(
+            [AddedToken(aliases[text], normalized=False, special=False, **original_options)]
+        )
     vocabulary = backend.get_vocab(with_added_tokens=True)
     ids = {vocabulary[aliases[text]]: token for text, token in control.texts.items()}
     return _Reader(backend, aliases, ids, control.pattern)

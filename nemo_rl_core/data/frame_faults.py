@@ -114,9 +114,9 @@ def describe_faults(
 
 def numbers(rows: Sequence[int]) -> str:
     """Formats row numbers: the first ones, and the number of others."""
-    named = ", ".join(str(row) for row in rows[:_NUM_NAMED_ROWS])
+    listed = ", ".join(str(row) for row in rows[:_NUM_NAMED_ROWS])
     hidden = len(rows) - _NUM_NAMED_ROWS
-    return f"{named} and {hidden} more" if hidden > 0 else named
+    return f"{listed} and {hidden} more" if hidden > 0 else listed
 
 
 def summarize_faults(faults: Mapping[str, Sequence[int]]) -> str:

@@ -105,9 +105,9 @@ def _longest_token(tokenizer: Any) -> int | None:
     # Prompts with the unknown token are refused, unless another special token has the same id.
     has_unknown = unknown_token_id(tokenizer) is not None
     is_refused = has_unknown and (model.get("unk_token") or model.get("unk_id")) is not None
-    splits = json.dumps([described["pre_tokenizer"], described["normalizer"]])
-    covers_bytes = '"ByteLevel"' in splits or bool(model.get("byte_fallback"))
-    drops = '"Removed"' in splits or '"CharDelimiterSplit"' in splits
+    text_processing = json.dumps([described["pre_tokenizer"], described["normalizer"]])
+    covers_bytes = '"ByteLevel"' in text_processing or bool(model.get("byte_fallback"))
+    drops = '"Removed"' in text_processing or '"CharDelimiterSplit"' in text_processing
     if drops or not (is_refused or covers_bytes):
         return None
     return max(map(len, tokenizer.get_vocab()))

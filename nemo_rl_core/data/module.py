@@ -118,13 +118,13 @@ class DataModule:
             mask = held_out_mask(
                 rows, fraction=validation_fraction, seed=seed, where="the data set"
             )
-            both = (rows.select(~mask), rows.select(mask))
+            checked_parts = (rows.select(~mask), rows.select(mask))
         else:
-            both = (checked(parts.train, "train"), checked(other, "validation"))
-            _refuse_mixed_kinds(*both)
+            checked_parts = (checked(parts.train, "train"), checked(other, "validation"))
+            _refuse_mixed_kinds(*checked_parts)
             check_disjoint(parts.train, other)
-        train, validation = (part.frame() for part in both)
-        return cls(row_kind(both[0].columns), train, validation, parts.read_as, policy)
+        train, validation = (part.frame() for part in checked_parts)
+        return cls(row_kind(checked_parts[0].columns), train, validation, parts.read_as, policy)
 
 
 def _parts(source: Any, seed: int, form: RowFormat | None, drops_invalid: bool) -> Parts:

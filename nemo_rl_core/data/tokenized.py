@@ -71,7 +71,10 @@ def is_storable(tokenizer: Any, num_rows: int) -> bool:
 
 
 def examples_of(row: Row) -> dict[str, SupervisedExample]:
-    """Converts a stored row to the result of `tokenize_row`."""
+    """Converts a stored row to the result of `tokenize_row`: an example by side.
+
+    A preference pair has the sides `chosen` and `rejected`, any other row has one.
+    """
     sides = [name.removesuffix("_token_ids") for name in row if name.endswith("_token_ids")]
     return {
         side: SupervisedExample(tuple(row[f"{side}_token_ids"]), tuple(row[f"{side}_loss_mask"]))

@@ -220,8 +220,8 @@ def _flag_fault(turn: Turn) -> str | None:
         return f"has a turn with mask {value}, which is ambiguous between trainers: write {FLAG}"
     flags = {name: turn[name] for name in FLAGS if name in turn}
     if [*flags] not in ([], [FLAG]) or not isinstance(turn.get(FLAG, True), bool):
-        named = ", ".join(f"{name} {value!r:.20}" for name, value in flags.items())
-        return f"has a turn with {named}: flags must be 0, 1, false or true, and agree"
+        flag_texts = ", ".join(f"{name} {value!r:.20}" for name, value in flags.items())
+        return f"has a turn with {flag_texts}: flags must be 0, 1, false or true, and agree"
     if turn.get(FLAG) and turn["role"] != "assistant":
         return f"marks a {turn['role']} turn for training, but only assistant turns are trained on"
     return None

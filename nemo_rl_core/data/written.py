@@ -82,6 +82,7 @@ def _refuse_lost_reasoning(tokenizer: Any, turns: Sequence[Turn], row: str) -> N
         if turn.get(key) and not _writes(tokenizer, turns, len(turns) - 1, [_without(turn, key)]):
             raise _unwritten(row, turn, key, _reasoning_fix(tokenizer, key))
     *parts, answer = str(turn.get("content")).split(_END_OF_REASONING)
+    # One turn for each text of reasoning, with a probe instead of the text.
     others = [
         {**turn, "content": _END_OF_REASONING.join([*parts[:n], _PROBE, *parts[n + 1 :], answer])}
         for n, part in enumerate(parts)
@@ -100,8 +101,8 @@ def unwritten_keys(tokenizer: Any, turns: Sequence[Turn]) -> list[str]:
     unwritten: dict[str, None] = {}
     for index, turn in enumerate(turns):
         for key in turn.keys() - _CHECKED:
-            less = [_without(turn, key)]
-            if not tokenizer.chat_template or not _writes(tokenizer, turns, index, less):
+            shortened = [_without(turn, key)]
+            if not tokenizer.chat_template or not _writes(tokenizer, turns, index, shortened):
                 unwritten[f"{key} of {turn['role']} turns"] = None
     return sorted(unwritten)
 
@@ -138,8 +139,8 @@ def _fewer_calls(turn: Turn) -> Iterator[Turn]:
             yield {**turn, "tool_calls": [*calls[:number], *calls[number + 1 :]]}
         function = call["function"] if isinstance(call, dict) and "function" in call else {}
         for key in [key for key, value in function.items() if value and key != "name"]:
-            less = {**call, "function": {**function, key: {}}}
-            yield {**turn, "tool_calls": [*calls[:number], less, *calls[number + 1 :]]}
+            shortened = {**call, "function": {**function, key: {}}}
+            yield {**turn, "tool_calls": [*calls[:number], shortened, *calls[number + 1 :]]}
 
 
 def _writes(tokenizer: Any, turns: Sequence[Turn], index: int, others: Iterable[Turn]) -> bool:

@@ -159,10 +159,10 @@ class BatchedDataDict(UserDict[str, Any]):
         for key, value in self.data.items():
             if isinstance(value, RemoteRows):
                 columns = value.fetched()
-                named = columns if value.column is None else {key: columns[value.column]}
+                local_columns = columns if value.column is None else {key: columns[value.column]}
                 local |= {
                     name: _as_wide(column, width - (name not in _OF_ALL_TOKENS))
-                    for name, column in named.items()
+                    for name, column in local_columns.items()
                 }
             else:
                 local[key] = value
@@ -195,8 +195,8 @@ class BatchedDataDict(UserDict[str, Any]):
         """Moves the batch and other tensors to a device; to a GPU in one copy (`move_together`)."""
         columns = [tensor for value in self.data.values() for tensor in _tensors(value)]
         tensors = move_together([*others, *columns], device)
-        of_columns, moved = iter(tensors[len(others) :]), self.copy()
-        moved.update({key: _replaced(value, of_columns) for key, value in self.data.items()})
+        moved_columns, moved = iter(tensors[len(others) :]), self.copy()
+        moved.update({key: _replaced(value, moved_columns) for key, value in self.data.items()})
         return moved, tensors[: len(others)]
 
 

@@ -57,9 +57,11 @@ def _shard_by_machine(
     transfers: Sequence[Transfer], machines: Sequence[str]
 ) -> dict[str, list[Transfer]]:
     """Assigns the transfers to machines; an empty name is this process."""
-    gone = sorted({each.file.machine for each in transfers} - {"", *machines})
+    lost_machines = sorted({each.file.machine for each in transfers} - {"", *machines})
     successor = {
-        name: machines[index % len(machines)] for index, name in enumerate(gone) if machines
+        name: machines[index % len(machines)]
+        for index, name in enumerate(lost_machines)
+        if machines
     }
     shards: dict[str, list[Transfer]] = {}
     unassigned: list[Transfer] = []

@@ -63,8 +63,12 @@ def visible_gpus() -> list[str]:
     """Returns the names of this process's GPUs in `CUDA_VISIBLE_DEVICES`, in CUDA's order."""
     import torch  # in the functions, so that the code that starts workers need not wait for it
 
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (
+        visible_devices.split(",")
+        if visible_devices
+        else [str(index) for index in range(torch.cuda.device_count())]
+    )
 
 
 def own_gpu() -> str:

@@ -198,7 +198,7 @@ def _joined(values: Sequence[Any], rows: RemoteRows) -> Any:
     sizes = [max(size) for size in zip(*(each.shape[1:] for each in values), strict=True)]
     gathered = np.zeros((len(rows), *sizes), values[0].dtype)
     for number, value in enumerate(values):
-        of_block = np.flatnonzero(rows.block == number)
+        rows_of_block = np.flatnonzero(rows.block == number)
         inner: tuple[Any, ...] = tuple(slice(size) for size in value.shape[1:])
-        gathered[(of_block, *inner)] = value[rows.row[of_block]]
+        gathered[(rows_of_block, *inner)] = value[rows.row[rows_of_block]]
     return torch.from_numpy(gathered)

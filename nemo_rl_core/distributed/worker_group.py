@@ -362,8 +362,10 @@ def wait_for_all(
     waiting, follower = list(pending), None
     deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
     while waiting and time.monotonic() < deadline:
-        left = max(0.0, deadline - time.monotonic())
-        ready, waiting = ray.wait(waiting, timeout=None if left == float("inf") else left)
+        seconds_left = max(0.0, deadline - time.monotonic())
+        ready, waiting = ray.wait(
+            waiting, timeout=None if seconds_left == float("inf") else seconds_left
+        )
         if waiting:  # all others that are ready, in one call: there may be thousands
             others, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
             ready += others
@@ -409,7 +411,7 @@ def _described(error: Any, *, worker: str) -> NemoRLError:
     if not isinstance(error, RayTaskError):
         if getattr(error, "actor_init_failed", False):  # only its trace is left
             messages = _RAISED.findall(trace)
-            return _of_a_trace(
+            return _error_with_trace(
                 f"{worker} could not start: {messages[-1] if messages else trace}", trace
             )
         return WorkerLostError(
@@ -434,10 +436,10 @@ def _described(error: Any, *, worker: str) -> NemoRLError:
             "generation.gpu_memory_utilization or generation.max_num_seqs; then run the same "
             "command again",
         )
-    return _of_a_trace(f"{worker} raised {_summary(cause)}", trace)
+    return _error_with_trace(f"{worker} raised {_summary(cause)}", trace)
 
 
-def _of_a_trace(problem: str, trace: str) -> WorkerError:
+def _error_with_trace(problem: str, trace: str) -> WorkerError:
     frames = [line.strip() for line in trace.splitlines() if line.lstrip().startswith("File ")]
     return WorkerError(
         problem[:_MOST_CHARACTERS],

@@ -56,8 +56,8 @@ class _Shares:
         self._num_gpus = int(cluster.admit(_TENANT).get("GPU", 0.0) / most * 1e4) / 1e4
 
     def start(self, remote: Any, *args: Any) -> Any:
-        taken = list(self._actors.values())
-        index = min(range(len(self._bundles)), key=taken.count)
+        bundles_in_use = list(self._actors.values())
+        index = min(range(len(self._bundles)), key=bundles_in_use.count)
         strategy = self._bundles[index].strategy()
         options = {"num_gpus": self._num_gpus, "scheduling_strategy": strategy}
         actor = remote.options(**options).remote(*args)

@@ -159,7 +159,7 @@ class ScorerEnvironment:
     ) -> EnvironmentReturn:
         """Scores the last turn of each of `B` conversations, and ends them."""
         pairs = zip(message_log_batch, metadata, strict=True)
-        outcomes = self._scorer.score([_rollout(log, about) for log, about in pairs])
+        outcomes = self._scorer.score([_rollout(log, row_metadata) for log, row_metadata in pairs])
         return joined_replies(
             [failed(each) if isinstance(each, RewardError) else Reply(each) for each in outcomes]
         )
@@ -176,6 +176,8 @@ class ScorerEnvironment:
 
 
 def _rollout(log: Sequence[Message], metadata: Mapping[str, Any]) -> Rollout:
-    rest = json.dumps({key: value for key, value in metadata.items() if key not in _ROW_KEYS})
-    prompt = Prompt("", log[0]["content"], (), metadata["answer"], metadata["task"], rest)
+    other_metadata = json.dumps(
+        {key: value for key, value in metadata.items() if key not in _ROW_KEYS}
+    )
+    prompt = Prompt("", log[0]["content"], (), metadata["answer"], metadata["task"], other_metadata)
     return Rollout(prompt, Completion((), (), truncated=False), log[-1]["content"])

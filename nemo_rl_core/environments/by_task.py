@@ -74,12 +74,14 @@ class ByTaskEnvironment:
             environment = self._environments.get(task)
             if environment is None:
                 return [failed(_unknown(task, self._environments))] * len(rows)
-            logs, metadata = [log for log, _ in rows], [about for _, about in rows]
+            logs, metadata = [log for log, _ in rows], [row_metadata for _, row_metadata in rows]
             replies = ask(environment, logs, metadata)
             return [_with_task(task, reply) for reply in replies]
 
         rows = list(zip(message_log_batch, metadata, strict=True))
-        return joined_replies(_routed(rows, [about["task"] for about in metadata], answer))
+        return joined_replies(
+            _routed(rows, [row_metadata["task"] for row_metadata in metadata], answer)
+        )
 
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]

@@ -93,7 +93,7 @@ def make_scorer(
         case SlidingPuzzleGame() | GuessNumberGame() | ToolUse() | PythonEnvironment():
             from nemo_rl_core.environments.adapt import as_scorer
 
-            return as_scorer(_conversation(config))
+            return as_scorer(_multi_turn_environment(config))
         case LLMJudge():
             return _judge(config, start_judge)
         case RewardModelScore():
@@ -180,7 +180,7 @@ def _text_scorer(config: ExactMatch | RegexMatch | JsonSchemaMatch | MultipleCho
             return MultipleChoiceScorer(num_choices=config.num_choices)
 
 
-def _conversation(config: MultiTurnConfig) -> EnvironmentInterface | Scorer:
+def _multi_turn_environment(config: MultiTurnConfig) -> EnvironmentInterface | Scorer:
     if isinstance(config, PythonEnvironment):
         from nemo_rl_core.environments.targets import make_environment
 

@@ -23,7 +23,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 _LIBRARY_PATHS = (
     *sys.modules[__name__.partition(".")[0]].__path__,  # this library
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    "<",
+    "<",  # such as <frozen runpy>
 )
 """Path prefixes of files that are not user code."""
 
@@ -141,12 +141,12 @@ def raise_first(outcomes: Iterable[T | RewardError]) -> list[T]:
     Raises:
         RewardError: The first failure.
     """
-    good = []
+    successes = []
     for outcome in outcomes:
         if isinstance(outcome, RewardError):
             raise outcome
-        good.append(outcome)
-    return good
+        successes.append(outcome)
+    return successes
 
 
 def score_rollouts(scorer: Scorer, rollouts: Sequence[Rollout]) -> list[Rollout]:

@@ -66,9 +66,9 @@ def check_targets(config: EnvironmentConfig) -> None:
     for single in single_environments(config):
         if isinstance(single, RewardFunction):
             load_function(single.target)
-    for answers in multi_turn_environments(config):
-        if isinstance(answers, PythonEnvironment):
-            find_environment(answers)
+    for environment in multi_turn_environments(config):
+        if isinstance(environment, PythonEnvironment):
+            find_environment(environment)
 
 
 def refuse_incomplete_rows(
@@ -98,7 +98,7 @@ def refuse_incomplete_rows(
         for column in columns:
             first = first or prompt
             lacking.setdefault(column, []).append(index)
-        if prompt.answer and _math(scored_by, prompt.task):
+        if prompt.answer and _is_compared_as_math(scored_by, prompt.task):
             golds.setdefault(prompt.answer, []).append(index)
     wrong |= _incomparable(golds)
     if wrong:
@@ -118,7 +118,7 @@ def refuse_incomplete_rows(
     )
 
 
-def _math(scored_by: Scorer | EnvironmentConfig, task: str) -> bool:
+def _is_compared_as_math(scored_by: Scorer | EnvironmentConfig, task: str) -> bool:
     if isinstance(scored_by, Scorer):  # its own `missing_columns` checks them
         return False
     return any(isinstance(each, MathVerify) for each in environments_of_task(scored_by, task))

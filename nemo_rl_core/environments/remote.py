@@ -183,7 +183,9 @@ class _EnvironmentActor(_CountsRetries):
         return self._replies(rows)
 
     def _replies(self, rows: list[tuple[Sequence[Message], Any]]) -> list[Reply]:
-        replies = ask(self._environment, [log for log, _ in rows], [about for _, about in rows])
+        replies = ask(
+            self._environment, [log for log, _ in rows], [row_metadata for _, row_metadata in rows]
+        )
         return [failed(each) if isinstance(each, RewardError) else each for each in replies]
 
     def _post_process(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, float]] | RewardError:

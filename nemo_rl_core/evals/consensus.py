@@ -43,10 +43,10 @@ def voting(environment: EnvironmentConfig) -> Iterator[GetVotes]:
         case WeightedSum(parts=parts):
             kinds = (MathVerify, MultipleChoice, ReasoningGymScore)
             environments = [part.environment for part in parts]
-            readers: list[SingleEnvironmentConfig] = [
+            extracting: list[SingleEnvironmentConfig] = [
                 each for each in environments if isinstance(each, kinds)
             ]
-            with voting((readers or environments)[0]) as get_votes:
+            with voting((extracting or environments)[0]) as get_votes:
                 yield get_votes
         case ByTask(tasks=tasks):
             with ExitStack() as stack:
@@ -65,11 +65,11 @@ def _texts(rollouts: Sequence[Rollout]) -> list[str]:
 def math_votes(scorer: MathScorer, completions: Sequence[str]) -> list[str]:
     r"""Returns the final answer of each completion; equal ones are written like the first."""
     answers = [final_answer(answering_text(each)) for each in completions]
-    first: dict[str, str] = {}
+    first_equal: dict[str, str] = {}
     for answer in dict.fromkeys(answers):
-        same = (each for each in first.values() if scorer.are_equal(each, answer))
-        first[answer] = next(same, answer)
-    return [first[answer] for answer in answers]
+        equal_answers = (each for each in first_equal.values() if scorer.are_equal(each, answer))
+        first_equal[answer] = next(equal_answers, answer)
+    return [first_equal[answer] for answer in answers]
 
 
 def majority(answers: Sequence[str]) -> int:

@@ -301,6 +301,6 @@ class _Loglikelihoods:
 
     def _is_greedy(self, batch: BatchedDataDict) -> list[bool]:
         likeliest = self._policy.get_reference_topk_logprobs(batch, k=1)["topk_ids"][..., 0]
-        same = (likeliest == batch["input_ids"][:, 1:]) | ~batch["token_mask"]
-        greedy: list[bool] = same.all(dim=1).tolist()
+        is_likeliest = (likeliest == batch["input_ids"][:, 1:]) | ~batch["token_mask"]
+        greedy: list[bool] = is_likeliest.all(dim=1).tolist()
         return greedy

@@ -37,8 +37,8 @@ def completion_lines(
         chosen = [row for row in chosen if row["correct"] is _VERDICTS[only]]
     for row in chosen[:number]:
         yield from (f"prompt {_escaped(row['prompt_id'])}", *_body(row), "")
-    what = f" that are {only}" if only else ""
-    yield f"{min(number, len(chosen))} of {len(chosen)} {mode} completions{what}"
+    condition = f" that are {only}" if only else ""
+    yield f"{min(number, len(chosen))} of {len(chosen)} {mode} completions{condition}"
 
 
 def change_lines(before: Sequence[Row], after: Sequence[Row], number: int) -> Iterator[str]:

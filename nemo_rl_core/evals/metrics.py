@@ -110,8 +110,8 @@ def _sampled_metrics(
         if k > 1:
             agreed = [consensus_at_k(answers[index], outcomes[index], k) for index in enough]
             # One right or wrong majority per prompt: a proportion, like greedy accuracy.
-            of_prompts = wilson_interval(sum(agreed), len(agreed), config.confidence)
-            metrics |= _with_interval(f"cons_at_{k}", sum(agreed) / len(agreed), of_prompts)
+            agreement_interval = wilson_interval(sum(agreed), len(agreed), config.confidence)
+            metrics |= _with_interval(f"cons_at_{k}", sum(agreed) / len(agreed), agreement_interval)
     return metrics
 
 

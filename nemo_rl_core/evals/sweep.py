@@ -146,10 +146,11 @@ def _verdict(
         )
     least = math.ceil(math.log2(2 / (1 - confidence)) - 1e-9)
     seeds = f"{worst.num_seeds} shared {apart}{'s' if worst.num_seeds != 1 else ''}"
-    few = f"; {sure} needs at least {least}" if worst.num_seeds < least else ""
+    too_few_seeds = f"; {sure} needs at least {least}" if worst.num_seeds < least else ""
     return (
         f"no best setting at {sure}: {leader.label} (mean {leader.mean:.3f}) is not shown to be "
-        f"better than {other.label} (mean {other.mean:.3f}), p {worst.p_value:.2g} on {seeds}{few}"
+        f"better than {other.label} (mean {other.mean:.3f}), p {worst.p_value:.2g} on "
+        f"{seeds}{too_few_seeds}"
     )
 
 

@@ -21,11 +21,11 @@ def kl_divergence(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
     """
     log_ratio = q_logprobs - p_logprobs
     p = p_logprobs.exp()
-    near = log_ratio.clamp(-_SERIES_BOUND, _SERIES_BOUND)
+    clamped_ratio = log_ratio.clamp(-_SERIES_BOUND, _SERIES_BOUND)
     # For large d nothing cancels, and p e^d is computed as q, since e^d could overflow.
     terms = torch.where(
         log_ratio.abs() <= _SERIES_BOUND,
-        p * (torch.expm1(near) - near),
+        p * (torch.expm1(clamped_ratio) - clamped_ratio),
         q_logprobs.exp() - p - p * log_ratio,
     )
     return terms.sum(dim=-1)

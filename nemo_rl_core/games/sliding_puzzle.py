@@ -55,8 +55,8 @@ class SlidingPuzzle:
         row, column = divmod(self.tiles.index(0), self.num_columns)
         neighbors = [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]
         num_rows = len(self.tiles) // self.num_columns
-        inside = [(r, c) for r, c in neighbors if 0 <= r < num_rows and 0 <= c < self.num_columns]
-        return tuple(sorted(self.tiles[r * self.num_columns + c] for r, c in inside))
+        on_board = [(r, c) for r, c in neighbors if 0 <= r < num_rows and 0 <= c < self.num_columns]
+        return tuple(sorted(self.tiles[r * self.num_columns + c] for r, c in on_board))
 
     def after(self, move: int) -> Self | None:
         """The position after sliding the tile `move`, or None if it is not next to the gap."""
@@ -91,9 +91,9 @@ def distances(num_rows: int, num_columns: int, *, max_moves: int) -> dict[Slidin
 
 def best_move(position: SlidingPuzzle, num_moves: dict[SlidingPuzzle, int]) -> int:
     """Returns the lowest tile that brings an unsolved position closer, by its `distances`."""
-    nearer = num_moves[position] - 1
+    next_distance = num_moves[position] - 1
     return next(
         move
         for move in position.moves()
-        if (reached := position.after(move)) is not None and num_moves.get(reached) == nearer
+        if (reached := position.after(move)) is not None and num_moves.get(reached) == next_distance
     )

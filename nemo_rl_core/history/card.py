@@ -149,8 +149,8 @@ def _settings(config: Any) -> str:
 
 
 def _training(manifests: Sequence[Manifest]) -> str:
-    made = _parents_first(manifests)
-    trained = [each for each in made if each.cost.tokens and each.kind == "checkpoint"]
+    in_order = _parents_first(manifests)
+    trained = [each for each in in_order if each.cost.tokens and each.kind == "checkpoint"]
     lines = ["## Training\n"] if trained else []
     for each in trained:
         best = each.choices.get("keep_best", "")
@@ -191,11 +191,11 @@ def _evaluation(evaluations: Sequence[CardEvaluation], manifest: Manifest) -> st
         "|---|---|---|",
     ]
     for each in evaluations:
-        which = "**this model**" if _evaluates(each, manifest) else _cell(each.checkpoint.stage)
+        label = "**this model**" if _evaluates(each, manifest) else _cell(each.checkpoint.stage)
         if each.accuracy:
             figure = "{:.3f} [{:.3f}, {:.3f}]".format(*each.accuracy)
-            lines.append(f"| {which} | {figure} | {each.num_rows} |")
-        lines += [f"| {which}, {name} | {figure} | |" for name, figure in each.sampled.items()]
+            lines.append(f"| {label} | {figure} | {each.num_rows} |")
+        lines += [f"| {label}, {name} | {figure} | |" for name, figure in each.sampled.items()]
     return "\n".join([*lines, ""])
 
 

@@ -94,12 +94,12 @@ def end_execution(
     database: sqlite3.Connection, execution: str, *, state: str, ended_at: float, error: str = ""
 ) -> None:
     """Ends a running execution; its running nodes and attempts end as stopped or aborted."""
-    inner = "stopped" if state == "stopped" else "aborted"
+    node_state = "stopped" if state == "stopped" else "aborted"
     for table, node in (("attempts", "node"), ("nodes", "id")):
         database.execute(
             f"UPDATE {table} SET state = ?, ended_at = ? WHERE state = 'running' "
             f"AND {node} IN (SELECT id FROM nodes WHERE execution = ?)",
-            (inner, ended_at, execution),
+            (node_state, ended_at, execution),
         )
     database.execute(
         "UPDATE executions SET state = ?, ended_at = ?, error = ? "

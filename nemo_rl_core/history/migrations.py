@@ -85,11 +85,11 @@ _OWN_LOG = "'/runs/' || id || '/run.log'"
 
 
 def _from_store(table: str, column: str) -> str:
-    inside = f"substr({column}, 1, length(root)) = root"
-    root = f"(SELECT max(length(root)) FROM roots WHERE {inside})"
+    is_in_store = f"substr({column}, 1, length(root)) = root"
+    root = f"(SELECT max(length(root)) FROM roots WHERE {is_in_store})"
     return (
         f"UPDATE {table} SET {column} = substr({column}, 1 + {root}) "
-        f"WHERE EXISTS (SELECT 1 FROM roots WHERE {inside})"
+        f"WHERE EXISTS (SELECT 1 FROM roots WHERE {is_in_store})"
     )
 
 

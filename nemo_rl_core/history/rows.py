@@ -79,8 +79,10 @@ def _parsed(column: str, text: Any) -> Any:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels < 0 or any(_is_deeper(each, levels - 1) for each in below)
+    children = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    )
+    return levels < 0 or any(_is_deeper(each, levels - 1) for each in children)
 
 
 def _refuse_other_folder(store: Store, artifact: ArtifactRow) -> None:

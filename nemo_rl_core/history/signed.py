@@ -68,11 +68,11 @@ def _key() -> bytes:
     path = key_file()
     if not path.is_file():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        made = path.with_name(f"key-{os.getpid()}-{secrets.token_hex(4)}")
-        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        new_path = path.with_name(f"key-{os.getpid()}-{secrets.token_hex(4)}")
+        descriptor = os.open(new_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(secrets.token_bytes(_KEY_BYTES))
         with suppress(FileExistsError):  # created by another process
-            os.link(made, path)
-        made.unlink()
+            os.link(new_path, path)
+        new_path.unlink()
     return path.read_bytes()

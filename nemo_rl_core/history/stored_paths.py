@@ -14,8 +14,8 @@ def to_stored(store: Store, path: Path | str) -> str:
         >>> to_stored(Store(Path("/store")), "/store/runs/one/run.log")
         'runs/one/run.log'
     """
-    inside = path != "" and Path(path).is_relative_to(store.root)
-    return str(Path(path).relative_to(store.root)) if inside else str(path)
+    is_in_store = path != "" and Path(path).is_relative_to(store.root)
+    return str(Path(path).relative_to(store.root)) if is_in_store else str(path)
 
 
 def from_stored(store: Store, stored: str, *, may_be_outside: bool = False) -> str:

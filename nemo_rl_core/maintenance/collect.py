@@ -80,8 +80,8 @@ def remove(
     renamed_artifacts, in_use = _rename_unused(store, chosen, surveyed.artifacts)
     work = frozenset(current.work) & frozenset(plan.work)
     leftovers = [path for path in current.leftovers if path in plan.leftovers]
-    gone = [*renamed, *(store.artifacts / name for name in renamed_artifacts)]
-    freed = snapshot.freed_by([*gone, *(store.work / name for name in work), *leftovers])
+    renamed_paths = [*renamed, *(store.artifacts / name for name in renamed_artifacts)]
+    freed = snapshot.freed_by([*renamed_paths, *(store.work / name for name in work), *leftovers])
     for path in (
         *renamed.values(),
         *renamed_artifacts.values(),
@@ -185,8 +185,10 @@ def _find_work(store: Store, *, older_than_seconds: float, now: float) -> Iterat
         if not folder.is_dir() or folder.name[0] == "." or _is_locked(folder):
             continue
         # A duplicate of a published artifact is useless at any age.
-        made = _artifact_of(store, folder)
-        is_duplicate = made is not None and store.is_current(store.artifacts / made)
+        artifact_name = _artifact_of(store, folder)
+        is_duplicate = artifact_name is not None and store.is_current(
+            store.artifacts / artifact_name
+        )
         if is_duplicate or now - newest_change(folder) > older_than_seconds:
             yield folder.name
 

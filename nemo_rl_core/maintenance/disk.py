@@ -71,8 +71,8 @@ def walk(path: Path) -> Iterator[os.stat_result]:
     try:
         info = path.lstat()
         yield info
-        below = sorted(path.iterdir()) if stat.S_ISDIR(info.st_mode) else []
+        children = sorted(path.iterdir()) if stat.S_ISDIR(info.st_mode) else []
     except FileNotFoundError:
         return
-    for each in below:
+    for each in children:
         yield from walk(each)

@@ -90,8 +90,8 @@ def _shares(store: Store, labels: Mapping[str, str]) -> tuple[Share, ...]:
         counts[label] = counts.get(label, 0) + 1
         sizes[label] = sizes.get(label, 0) + use.add(store.artifacts / name)
     shares = [Share(label, counts[label], sizes[label]) for label in sizes]
-    rest = Share(".", 1, use.add(store.artifacts))
-    return (*sorted(shares, key=lambda share: -share.num_bytes), rest)
+    remainder = Share(".", 1, use.add(store.artifacts))
+    return (*sorted(shares, key=lambda share: -share.num_bytes), remainder)
 
 
 def _runs(store: Store, surveyed: Survey) -> tuple[RunShare, ...]:

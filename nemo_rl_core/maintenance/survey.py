@@ -74,11 +74,11 @@ def survey(store: Store) -> Survey:
     names = _folders(store.runs)
     # Shared aliases refer to artifacts by addresses or folders, not by names in this store.
     aliases = Aliases(store, str(store.root / "aliases"))
-    named = frozenset(Path(each).name for each in aliases.artifacts())
+    aliased = frozenset(Path(each).name for each in aliases.artifacts())
     runs = [_run(store, name, recorded) for name in names]
     return Survey(
         runs=tuple(sorted(runs, key=lambda run: (run.started_at, run.name))),
-        artifacts={name: _artifact(store, name, named) for name in _folders(store.artifacts)},
+        artifacts={name: _artifact(store, name, aliased) for name in _folders(store.artifacts)},
         claimed=frozenset().union(*recorded.uses.values()),
         problem=recorded.problem,
     )
@@ -100,7 +100,7 @@ def find_run(store: Store, name: str) -> Path:
 
 
 def parent_names(store: Store, manifest: Manifest) -> frozenset[str]:
-    """Returns the artifacts that one depends on: parents and folders in its config."""
+    """Returns the artifacts that an artifact depends on: its parents, and folders in its config."""
     parents = {parent.name or Path(parent.path).name for parent in manifest.parents}
     return frozenset(parents.union(named_artifacts(store, manifest.config)))
 
@@ -128,9 +128,9 @@ def _folders(parent: Path) -> list[str]:
     return sorted(path.name for path in parent.iterdir() if path.is_dir() and path.name[0] != ".")
 
 
-def _artifact(store: Store, name: str, named: frozenset[str]) -> ArtifactRecord:
+def _artifact(store: Store, name: str, aliased: frozenset[str]) -> ArtifactRecord:
     folder = store.artifacts / name
-    in_use = name in named or locks.is_shared(store.marks, f"artifacts/{name}")
+    in_use = name in aliased or locks.is_shared(store.marks, f"artifacts/{name}")
     try:
         manifest = Manifest.read(folder)
         created = datetime.fromisoformat(manifest.created_at).timestamp()
@@ -143,11 +143,11 @@ def _run(store: Store, name: str, recorded: _Recorded) -> RunRecord:
     folder = store.runs / name
     execution = recorded.executions.get(name)
     started_at = execution.started_at if execution else _started(folder)
-    named = named_artifacts(store, execution.inputs) if execution else ()
+    input_names = named_artifacts(store, execution.inputs) if execution else ()
     return RunRecord(
         name,
         started_at=started_at,
-        artifacts=recorded.uses.get(name, frozenset()).union(named),
+        artifacts=recorded.uses.get(name, frozenset()).union(input_names),
         pinned=(folder / PINNED).exists(),
         running=is_alive(store, name) or time.time() - started_at < _START_SECONDS,
     )

@@ -185,6 +185,7 @@ def _check_records(store: Store) -> Iterator[Finding]:
             problem = f"a damaged record: {error!r}"
             yield Finding(location, "fail", problem, _REPAIR)
             continue
+        # An artifact's name is its stage, a hyphen and 16 digits of the hash.
         if not name.endswith(f"-{digest[:16]}") or not path.name.startswith(name[:-17] + "-"):
             problem = f"it names {name}, which contradicts its own hash or stage"
             yield Finding(location, "fail", problem, _REPAIR)

@@ -226,9 +226,9 @@ def scoring_pad_token_id(folder: Path) -> int:
     """
     tokenizer = load_tokenizer(folder)
     declared = read_model_json(folder).get("pad_token_id")
-    names = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
+    token_ids = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
     stops = stop_token_ids(folder, tokenizer)
-    for candidate in (declared, *names, *tokenizer.all_special_ids):
+    for candidate in (declared, *token_ids, *tokenizer.all_special_ids):
         if candidate is not None and candidate not in stops:
             return int(candidate)
     raise ModelError(

@@ -38,7 +38,7 @@ def training_columns(data: BatchedDataDict) -> BatchedDataDict:
         data: `input_ids [B, T]` with `input_lengths [B]` or `attention_mask [B, T]`, or the output
             of `generate`.
     """
-    batch = _of_generated(data) if "output_ids" in data and "input_ids" not in data else data
+    batch = _from_generated(data) if "output_ids" in data and "input_ids" not in data else data
     batch = with_lengths(batch.fetched())
     ids = batch["input_ids"]
     if "token_mask" not in batch:
@@ -80,9 +80,9 @@ def fill(
             batch[name] = sources[name]()
 
 
-def _of_generated(output: BatchedDataDict) -> BatchedDataDict:
-    of_engine = {"output_ids", "unpadded_sequence_lengths", "generation_lengths", "logprobs"}
-    others = {name: value for name, value in output.items() if name not in of_engine}
+def _from_generated(output: BatchedDataDict) -> BatchedDataDict:
+    engine_columns = {"output_ids", "unpadded_sequence_lengths", "generation_lengths", "logprobs"}
+    others = {name: value for name, value in output.items() if name not in engine_columns}
     batch = {
         **others,
         "input_ids": output["output_ids"],

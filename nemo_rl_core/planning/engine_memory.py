@@ -23,14 +23,14 @@ def parts_of_engine(load: StageLoad, memory_gib: float) -> tuple[dict[str, float
     if getattr(config, "quantization", "none") != "none":  # a weight of a layer takes one byte
         weights -= (sizes.num_parameters - sizes.outer_weights) * (width - 1) / ranks / GIB
     workspace = _GRAPHS_GIB + activations_gib(sizes, width, _BATCHED_TOKENS, ranks=ranks)
-    token = kv_bytes_of_rank(load)
+    token_bytes = kv_bytes_of_rank(load)
     share = share_of_engine(config)
     if share is None:
-        cache = load.longest * load.sampling.num_sequences * token / GIB
+        cache = load.longest * load.sampling.num_sequences * token_bytes / GIB
         return {"engine weights": weights, "KV cache": cache}, load.longest
     cache = share * memory_gib - weights - workspace
     parts = {"engine weights": weights, "engine workspace": workspace, "KV cache": max(cache, 0.0)}
-    return parts, cache * GIB / token
+    return parts, cache * GIB / token_bytes
 
 
 def bytes_of(dtype: DType) -> int:
@@ -51,8 +51,8 @@ def kv_tokens_of_judge(
     workspace = _GRAPHS_GIB + activations_gib(sizes, width, _BATCHED_TOKENS, ranks=ranks)
     cache = share * memory_gib - sizes.num_parameters * width / ranks / GIB - workspace
     heads = -(-sizes.num_kv_heads // ranks)  # ranks beyond the number of heads have copies
-    token = 2.0 * sizes.num_layers * heads * sizes.head_size * width
-    return cache * GIB / token
+    token_bytes = 2.0 * sizes.num_layers * heads * sizes.head_size * width
+    return cache * GIB / token_bytes
 
 
 def kv_bytes_of_rank(load: StageLoad) -> float:

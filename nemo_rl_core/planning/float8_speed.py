@@ -14,7 +14,7 @@ ROUNDING_BYTES = 33
 """Bytes read and written per value that torchao rounds, operator by operator: absolute value,
 maximum, float32, scale, limits and dtype. Counted from its operators."""
 _COMPILED_BYTES = 5
-"""The same with two compiled kernels: 16 bits twice, and the result."""
+"""The same with two compiled kernels: both read 2 bytes, and one writes the result of 1 byte."""
 
 
 def problem_of(load: StageLoad, gpu: Accelerator) -> str | None:
@@ -53,8 +53,8 @@ def saved_seconds(
     products = forward_passes + (2 - keeps_one) * is_training
     flops = 2.0 * load.sizes.num_layers * load.sizes.linear_weights * products
     saved = flops / share * (1 / exact - 1 / peak)
-    moved = _rounding_bytes(load, layout, forward_passes, is_training=is_training)
-    return saved - moved / (gpu.memory_gb_per_second * 1e9)
+    moved_bytes = _rounding_bytes(load, layout, forward_passes, is_training=is_training)
+    return saved - moved_bytes / (gpu.memory_gb_per_second * 1e9)
 
 
 def _rounding_bytes(

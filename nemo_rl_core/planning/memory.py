@@ -137,25 +137,29 @@ class _TrainedModel:
         self._on_gpu = not (isinstance(self._config, DTensorTraining) and self._config.cpu_offload)
 
     @property
-    def _shard(self) -> float:
+    def _gib_per_sharded_byte(self) -> float:
+        """GiB on the GPU per byte of a sharded tensor; 0 with `cpu_offload`."""
         return 1 / self._layout.shards / GIB * self._on_gpu
 
     @property
     def _gradients(self) -> float:
         if isinstance(self._config, MegatronTraining):  # unsharded, in a float32 buffer
             return self._num_weights * _FLOAT32 / GIB
-        return self._trained * _FLOAT32 * self._shard
+        return self._trained * _FLOAT32 * self._gib_per_sharded_byte
 
     @property
     def resident(self) -> dict[str, float]:
         """Memory that stays allocated between steps, by part."""
         moments = 2 if self._training.moments == "8bit" else _MOMENTS
-        parts = {"weights": self._weights(), "moments": moments * self._trained * self._shard}
+        parts = {
+            "weights": self._weights(),
+            "moments": moments * self._trained * self._gib_per_sharded_byte,
+        }
         if isinstance(self._config, MegatronTraining):
             parts["gradients"] = self._gradients
         parts["reference"] = self._reference
         if self._training.has_critic:
-            parts["critic"] = self._weights() + moments * self._trained * self._shard
+            parts["critic"] = self._weights() + moments * self._trained * self._gib_per_sharded_byte
         return {name: size for name, size in parts.items() if size}
 
     @property
@@ -165,7 +169,7 @@ class _TrainedModel:
         # Megatron's backend keeps it on the host.
         if reference is None or is_base or isinstance(self._config, MegatronTraining):
             return 0.0
-        return _FLOAT32 * weights_of_rank(reference, self._layout) * self._shard
+        return _FLOAT32 * weights_of_rank(reference, self._layout) * self._gib_per_sharded_byte
 
     @property
     def host(self) -> float:
@@ -196,7 +200,7 @@ class _TrainedModel:
 
     @property
     def reference_on_host(self) -> float:
-        """Memory of a reference that stays on the host during training too."""
+        """The reference's part of `resident`, if it stays on the host during training."""
         is_away = getattr(self._config, "offload_for_generation", "none") == "all"
         return self._reference * is_away
 
@@ -217,7 +221,7 @@ class _TrainedModel:
                 packed + (self._num_weights - layers) * _FLOAT32 + self._trained * _FLOAT32
             ) / GIB
         adapters = self._trained if self._has_lora else 0
-        return (self._num_weights + adapters) * _FLOAT32 * self._shard
+        return (self._num_weights + adapters) * _FLOAT32 * self._gib_per_sharded_byte
 
     @property
     def _layer(self) -> float:
@@ -390,8 +394,8 @@ class _TrainedModel:
         # FSDP2 reduces embedding and head at the very end, in float32.
         end = self._gathered(0) + self._gathered_gradients
         # Gradients of embedding and head, which the root module owns, come after the layers'.
-        outer = self._outer / self._num_weights * bool(self._gathered_gradients)
-        layer_gradients = gradients * (1 - outer)
+        outer_share = self._outer / self._num_weights * bool(self._gathered_gradients)
+        layer_gradients = gradients * (1 - outer_share)
         return max(previous + forward, previous + head, layer_gradients + last, gradients + end)
 
 

@@ -74,8 +74,8 @@ def decoder_of(model: Any) -> Any:
     """
     children = [each for each in model.children() if hasattr(each, "config")]
     candidates = (model.get_decoder(), model.base_model, *children)
-    named = (each for each in candidates if each is not model and takes(each, "input_ids"))
-    return next(named, model.get_decoder())
+    decoders = (each for each in candidates if each is not model and takes(each, "input_ids"))
+    return next(decoders, model.get_decoder())
 
 
 def layers_of(model: Any) -> "list[torch.nn.Module]":

@@ -35,8 +35,8 @@ def rollout_seconds(
     engine = _Engine(load, gpu, peak_flops)
     config = load.sampling.config
     requests = -(-load.sampling.num_sequences // config.num_engines)
-    room = max(int(memory.kv_tokens // load.mean_length), 1)
-    at_once = min(requests, getattr(config, "max_num_seqs", requests), room)
+    max_in_cache = max(int(memory.kv_tokens // load.mean_length), 1)
+    at_once = min(requests, getattr(config, "max_num_seqs", requests), max_in_cache)
     mean = load.mean_completion
     mean_context = load.prompt_tokens + mean / 2
     total = (requests - at_once) * mean / at_once * engine.token_seconds(at_once, mean_context)

@@ -179,13 +179,13 @@ def _by_meta_device(config: Mapping[str, Any]) -> ModelSizes:
     text |= {alias: text[name] for alias, name in described.attribute_map.items() if name in text}
     hidden, heads = _number(text, "hidden_size"), int(text.get("num_attention_heads") or 1)
     layers = layers_of(model)
-    inner = [(name, p) for layer in layers for name, p in layer.named_parameters()]
+    layer_parameters = [(name, p) for layer in layers for name, p in layer.named_parameters()]
     total = sum(p.numel() for p in model.parameters())
-    inside = sum(p.numel() for _, p in inner)
+    num_in_layers = sum(p.numel() for _, p in layer_parameters)
     experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
     per_token = int(text.get("num_experts_per_tok") or 0)
-    in_experts = sum(p.numel() for name, p in inner if ".experts." in name)
-    vectors = sum(p.numel() for _, p in inner if p.dim() == 1)
+    num_in_experts = sum(p.numel() for name, p in layer_parameters if ".experts." in name)
+    num_in_vectors = sum(p.numel() for _, p in layer_parameters if p.dim() == 1)
     head, count = model.get_output_embeddings(), len(layers)
     width = int(text.get("moe_intermediate_size") or 0) * per_token
     return ModelSizes(
@@ -197,14 +197,14 @@ def _by_meta_device(config: Mapping[str, Any]) -> ModelSizes:
         num_kv_heads=int(text.get("num_key_value_heads") or heads),
         head_size=_head_size(text, hidden, heads),
         mlp_width=width or _mlp_width(text, hidden),
-        layer_weights=inside / count,
-        expert_weights=in_experts / count,
-        linear_weights=(inside - in_experts - vectors) / count,
-        replicated_weights=vectors / count,
-        outer_weights=total - inside,
+        layer_weights=num_in_layers / count,
+        expert_weights=num_in_experts / count,
+        linear_weights=(num_in_layers - num_in_experts - num_in_vectors) / count,
+        replicated_weights=num_in_vectors / count,
+        outer_weights=total - num_in_layers,
         largest_weight=max(p.numel() for p in model.parameters()),
         is_tied=head is not None and head.weight is model.get_input_embeddings().weight,
-        has_head_norms=any("q_norm" in name for name, _ in inner),
+        has_head_norms=any("q_norm" in name for name, _ in layer_parameters),
         num_experts=experts,
         experts_per_token=per_token,
         is_exact=False,

@@ -181,8 +181,10 @@ def _tokens_per_second(
         is_training=is_training,
     )
     kept = sizes.num_layers * layer_bytes(load, layout) * layout.tensor
-    moved = _LAYER_PASSES * kept * layer_passes + _LOGIT_PASSES * 4 * sizes.vocabulary * head_passes
-    seconds = tokens / ranks * (products + moved / (gpu.memory_gb_per_second * 1e9))
+    moved_bytes = (
+        _LAYER_PASSES * kept * layer_passes + _LOGIT_PASSES * 4 * sizes.vocabulary * head_passes
+    )
+    seconds = tokens / ranks * (products + moved_bytes / (gpu.memory_gb_per_second * 1e9))
     if isinstance(config, MegatronTraining):
         seconds /= _MEGATRON_SHARE
     seconds += _tensor_seconds(load, layout, gpu) * layer_passes

@@ -110,12 +110,12 @@ class MultiTurnEpisode:
     def request(self) -> CompletionRequest:
         """Returns the next request to the engine."""
         index = self._index
-        left = self._bounds.max_tokens - self._num_tokens
+        num_left = self._bounds.max_tokens - self._num_tokens
         return CompletionRequest(
             self._prompt.token_ids if self._sequence is None else self._reply,
             request_seed(index.seed, index.step, index.group, index.sample, len(self._texts)),
             self._stop_strings,
-            min(left, self._bounds.max_new_tokens),
+            min(num_left, self._bounds.max_new_tokens),
             self._sequence,
         )
 

@@ -53,6 +53,8 @@ class PendingStep:
 
     Attributes:
         draw: Rollouts of the draw under way; empty once `on_draw` has them.
+        drawn: Rollouts of the draws that have ended, one item per draw.
+        is_drawn: Whether the step needs no further draw.
     """
 
     num_generations_per_prompt: int

@@ -32,8 +32,8 @@ def in_a_task(function: Callable[[], None]) -> Callable[[], object]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    task = ray.remote(num_cpus=0, scheduling_strategy=here)(_call).remote(function)
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    task = ray.remote(num_cpus=0, scheduling_strategy=this_node)(_call).remote(function)
     return partial(ray.get, task)
 
 

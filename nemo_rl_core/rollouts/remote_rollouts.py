@@ -223,11 +223,11 @@ class RemoteRollouts(Sequence[Rollout]):
     def __reduce__(self) -> Any:
         completion = np.full(len(self.prompts), -1)
         completion[self.prompt[::-1]] = self.completion[::-1]  # each prompt's first rollout wins
-        used = np.flatnonzero(completion >= 0).tolist()
-        prompts = [self.prompts[number] for number in used]
+        used_prompts = np.flatnonzero(completion >= 0).tolist()
+        prompts = [self.prompts[number] for number in used_prompts]
         texts = {name: list(map(attrgetter(name), prompts)) for name in _TEXTS_OF_PROMPTS}
         columns = {each.name: getattr(self, each.name) for each in fields(self)} | {
-            "prompts": SentPrompts(self.source, completion[used], texts),
+            "prompts": SentPrompts(self.source, completion[used_prompts], texts),
             "prompt": (np.cumsum(completion >= 0) - 1)[self.prompt],
         }
         return RemoteRollouts, tuple(columns.values())

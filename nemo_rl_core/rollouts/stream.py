@@ -200,11 +200,11 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             while not pending.is_drawn:
                 if self._failure is not None:
                     raise self._failure
-                left = self._deadline - time.monotonic()
-                if left > 0 and pending.draw is draw:
-                    self._lock.wait(min(left, _MAX_WAIT_SECONDS))
+                seconds_left = self._deadline - time.monotonic()
+                if seconds_left > 0 and pending.draw is draw:
+                    self._lock.wait(min(seconds_left, _MAX_WAIT_SECONDS))
                     continue
-                if left <= 0 and pending.missing:
+                if seconds_left <= 0 and pending.missing:
                     if self._environment is None:
                         self._poll()  # the thread does not while it scores another step's draw
                     self._retry(pending.missing)
@@ -303,16 +303,16 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                     continue
                 pending.drawn.append(rollouts)
                 pending.draw = []
-            more = None
+            next_prompts = None
             try:
                 with self._draw_lock:
-                    more = self._on_draw(step, rollouts)
+                    next_prompts = self._on_draw(step, rollouts)
             # Broad on purpose: `take` raises the error for its step.
             except Exception as error:  # noqa: BLE001 (raised by take)
                 pending.failure = error
             with self._lock:
-                if more is not None and step in self._steps:
-                    self._begin_draw(step, more, may_restart=self._deadline is not None)
+                if next_prompts is not None and step in self._steps:
+                    self._begin_draw(step, next_prompts, may_restart=self._deadline is not None)
                 else:
                     pending.is_drawn = True
 
@@ -448,8 +448,8 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             else:
                 each.num_attempts += 1
                 each.episode = self._new_episode(each.prompt, each.index)
-        again = [each for each in missing if each.failure is None]
-        self._submit(again, may_restart=True)
+        retried = [each for each in missing if each.failure is None]
+        self._submit(retried, may_restart=True)
 
     def _new_deadline(self) -> float:
         return time.monotonic() + (self._timeout_seconds or _FOREVER)

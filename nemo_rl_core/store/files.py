@@ -166,25 +166,25 @@ def digest_of(digests: Mapping[str, str]) -> str:
 
 def discard(path: Path) -> None:
     """Deletes a folder atomically: it is renamed first. Does nothing if it is missing."""
-    doomed = mark_discarded(path)
-    if doomed is not None:
-        shutil.rmtree(doomed, ignore_errors=True)
+    discarded = mark_discarded(path)
+    if discarded is not None:
+        shutil.rmtree(discarded, ignore_errors=True)
 
 
 def mark_discarded(path: Path) -> Path | None:
     """Renames an existing folder so that it counts as deleted; `sweep_discarded` removes it."""
-    doomed = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{DISCARDED}")
+    discarded = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{DISCARDED}")
     try:
-        return path.rename(doomed)
+        return path.rename(discarded)
     except FileNotFoundError:
         return None
 
 
 def sweep_discarded(parent: Path) -> None:
     """Finishes deletions in `parent` that killed processes began."""
-    for doomed in parent.glob(f".*{DISCARDED}"):
+    for discarded in parent.glob(f".*{DISCARDED}"):
         # The process that discarded it may still be deleting it.
-        shutil.rmtree(doomed, ignore_errors=True)
+        shutil.rmtree(discarded, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path) -> None:

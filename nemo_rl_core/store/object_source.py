@@ -196,13 +196,14 @@ class _Walk:
             self._add_tensor(value)
             return
         try:
-            made = copyreg.dispatch_table.get(cls, operator.methodcaller("__reduce_ex__", 4))(value)
+            reduce = copyreg.dispatch_table.get(cls, operator.methodcaller("__reduce_ex__", 4))
+            reduced = reduce(value)
         # Broad on purpose: any object may refuse to be pickled, with any error.
         except Exception:  # noqa: BLE001
             self.unknown.append(f"{cls.__module__}.{cls.__qualname__}")
             self.parts.append(uuid4().hex)
             return
-        parts = [made] if isinstance(made, str) else made
+        parts = [reduced] if isinstance(reduced, str) else reduced
         self.add_all("made by", map(_comparable, parts))
 
     def _add_tensor(self, tensor: Any) -> None:

@@ -38,12 +38,12 @@ def write_left_out(folder: Path, digests: Mapping[str, str]) -> None:
 def left_out(folder: Path) -> dict[str, str]:
     """Returns the sha256 of the files that were not downloaded, by relative path."""
     try:
-        named = _read(folder / LEFT_OUT)
+        listed = _read(folder / LEFT_OUT)
     except (OSError, ValueError):
         return {}
     return {
         name: digest
-        for name, digest in named.items()
+        for name, digest in listed.items()
         if not resolve_below(folder, name, source=LEFT_OUT, may_link=True).exists()
     }
 

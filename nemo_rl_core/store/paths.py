@@ -31,10 +31,10 @@ def resolve_below(root: Path, name: str, *, source: str, may_link: bool = False)
     """
     path = root / checked_name(name, source=source)
     try:
-        inside = (path.parent if may_link else path).resolve().is_relative_to(root.resolve())
+        is_inside = (path.parent if may_link else path).resolve().is_relative_to(root.resolve())
     except (OSError, RuntimeError):  # a loop of links
-        inside = False
-    if not inside:
+        is_inside = False
+    if not is_inside:
         raise UnsafePathError(
             f"{source} names a file outside of its folder",
             expected=f"a path below {root}",

@@ -127,8 +127,8 @@ def _imported(node: ast.AST, module: str) -> Iterator[str]:
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         # The last part of `module`, or `.__init__` of a package, counts as one level.
-        above = module.split(".")[: -node.level] if node.level else []
-        base = ".".join([*above, *([node.module] if node.module else [])])
+        parent_packages = module.split(".")[: -node.level] if node.level else []
+        base = ".".join([*parent_packages, *([node.module] if node.module else [])])
         # An imported name may be a module, or refer to one.
         yield from (f"{base}.{alias.name}" for alias in node.names)
     elif isinstance(node, ast.Call):
@@ -141,8 +141,8 @@ def _imported_by_call(node: ast.Call, module: str) -> Iterator[str]:
     match node.args:
         case [ast.Constant(str(name)), *_] if function in _IMPORTING:
             level = len(name) - len(name.lstrip("."))
-            above = module.split(".")[:-level] if level else []
-            yield ".".join([*above, name[level:]])
+            parent_packages = module.split(".")[:-level] if level else []
+            yield ".".join([*parent_packages, name[level:]])
 
 
 def _is_name(text: str) -> bool:

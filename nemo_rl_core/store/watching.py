@@ -159,8 +159,8 @@ def _absolute(path: Any) -> str:
 def _relative(name: str) -> str:
     """Returns the name of an input, with a relative path if below the current directory."""
     kind, _, path = name.partition(" ")
-    below = path.removeprefix(f"{Path.cwd()}/")
-    return name if below == path else f"{kind} ./{below}"
+    relative_path = path.removeprefix(f"{Path.cwd()}/")
+    return name if relative_path == path else f"{kind} ./{relative_path}"
 
 
 def _settled(name: str) -> str:

@@ -208,9 +208,9 @@ def limit_from(text: str | None) -> float | None:
 
 
 def _ancestor_seconds(parents: Iterable[Path], execution: str) -> dict[StageRun, float]:
-    made: dict[StageRun, float] = {}
+    gpu_seconds: dict[StageRun, float] = {}
     for folder in parents:
         for manifest in (Manifest.read(folder), *(each.manifest for each in ancestry_of(folder))):
             if manifest is not None and manifest.run and manifest.run.execution == execution:
-                made[manifest.run] = manifest.cost.gpu_seconds
-    return made
+                gpu_seconds[manifest.run] = manifest.cost.gpu_seconds
+    return gpu_seconds

@@ -41,8 +41,8 @@ def curves(folder: Path, names: Sequence[str]) -> tuple[str, str]:
         for name in names
         if any(name in line.metrics for line in lines)
     )
-    course = [line.metrics[names[0]] for line in lines if names[0] in line.metrics]
-    summary = [f"{names[0]} {course[0]:.3f} → {course[-1]:.3f}"] if course else []
+    first_metric = [line.metrics[names[0]] for line in lines if names[0] in line.metrics]
+    summary = [f"{names[0]} {first_metric[0]:.3f} → {first_metric[-1]:.3f}"] if first_metric else []
     for name, words in _FAILURES.items():
         total = sum(line.metrics.get(name, 0.0) for line in lines)
         summary += [f"{words} {total:.0f}"] if total else []

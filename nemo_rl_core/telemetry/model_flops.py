@@ -55,10 +55,11 @@ class ModelFlops:
         """Returns the FLOPs of complete causal sequences of these lengths, including prompts."""
         import numpy as np
 
-        each = np.asarray(lengths, np.int64)
+        num_tokens = np.asarray(lengths, np.int64)
         # 4 · width · context per token and layer, contexts 1 to length
-        pairs = 2.0 * self.num_layers * self.attention_width * int((each * (each + 1)).sum())
-        return _PASSES[phase] * (2.0 * self.num_multiplied * int(each.sum()) + pairs)
+        num_contexts = int((num_tokens * (num_tokens + 1)).sum())
+        pairs = 2.0 * self.num_layers * self.attention_width * num_contexts
+        return _PASSES[phase] * (2.0 * self.num_multiplied * int(num_tokens.sum()) + pairs)
 
 
 @cache

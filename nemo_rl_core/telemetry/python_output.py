@@ -88,17 +88,17 @@ def _is_on(stream: Any, descriptor: int) -> bool:
 @contextmanager
 def _root_handlers_on(original: tuple[Any, Any], stream: "_Printed") -> Iterator[None]:
     """Redirects handlers of the program's own logging, so that it appears, too."""
-    moved = [
+    redirected = [
         (each, each.stream)
         for each in logging.getLogger().handlers
         if isinstance(each, logging.StreamHandler) and each.stream in original
     ]
-    for handler, _ in moved:
+    for handler, _ in redirected:
         handler.setStream(stream)
     try:
         yield
     finally:
-        for handler, before in moved:
+        for handler, before in redirected:
             handler.setStream(before)
 
 

@@ -360,8 +360,8 @@ class BaseTrainer(ABC, Generic[S, C]):
         self._loop, self._may_stop, self.step = loop, hooks.may_stop, 0
         with ExitStack() as resources:
             self._set_up(spec, resources)
-            every = self.config.validate_every_num_steps
-            validation = ValidationRunner(self._validate, every_num_steps=every, last=steps.last)
+            interval = self.config.validate_every_num_steps
+            validation = ValidationRunner(self._validate, every_num_steps=interval, last=steps.last)
             hooks.call("on_fit_begin")
             # Saves that only this loop reads have no full model.
             on_save = partial(hooks.call, "on_save") if hooks.handles("on_save") else None

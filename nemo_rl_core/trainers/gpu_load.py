@@ -94,10 +94,10 @@ def _with_scorers(load: StageLoad, settings: TrainerSettings, spec: RunSpec) -> 
     """Adds the scoring models; memory of models that are not in a folder is left out."""
     if not isinstance(settings, RolloutSettings) or spec.scorer is not None:
         return load
-    of_run = _sizes(spec.reward_model) if spec.reward_model else None
+    reward_model_sizes = _sizes(spec.reward_model) if spec.reward_model else None
     scorers: tuple[ScorerLoad, ...] = ()
     try:
-        scorers = tuple(scorers_of(settings.environment, _config_in, run_sizes=of_run))
+        scorers = tuple(scorers_of(settings.environment, _config_in, run_sizes=reward_model_sizes))
     except OSError as error:
         _LOG.warning("memory of the scorers was not planned: %s", error)
     dedicated = dedicated_bundles_of_scorers(settings.environment)

@@ -112,12 +112,12 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         return self.settings
 
     def _make_policy(self, spec: RunSpec) -> Policy | CustomPolicyAdapter:
-        made = super()._make_policy(spec)
-        if isinstance(made, CustomPolicyAdapter):
+        policy = super()._make_policy(spec)
+        if isinstance(policy, CustomPolicyAdapter):
             return CustomPolicyAdapter(
-                made.policy, temperature=self.settings.generation.temperature
+                policy.policy, temperature=self.settings.generation.temperature
             )
-        return made
+        return policy
 
     def _custom_generation(self, spec: RunSpec) -> Generation | CustomEngineAdapter | None:
         """Returns a custom engine, or a custom policy that generates; None to start an engine."""
@@ -230,7 +230,10 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
 
     @property
     def _discards_weights(self) -> bool:
-        """Whether every use of the engine begins with new weights; a custom one has other uses."""
+        """Whether an engine may drop its weights after a use, since the next one brings new ones.
+
+        A custom engine may not: its owner may use it outside of the trainer.
+        """
         return self._custom.engine is None
 
     def _recorded(self) -> Sequence[Rollout]:
@@ -322,8 +325,8 @@ def num_parts(num_rows: int, size: int | None) -> int:
 
 def _part_sizes(num_rows: int, size: int | None) -> list[int]:
     count = num_parts(num_rows, size)
-    least, longer = divmod(num_rows, count)
-    return [least + 1] * longer + [least] * (count - longer)
+    smaller, num_larger = divmod(num_rows, count)
+    return [smaller + 1] * num_larger + [smaller] * (count - num_larger)
 
 
 def _means(parts: Sequence[dict[str, float]], weights: Sequence[float]) -> dict[str, float]:

@@ -79,7 +79,7 @@ def series(
     """Returns the lines of each metric, one line per training loop.
 
     Iterations of a stage are joined to one line, by the step of the full run if it is known. Two
-    training loops of one run, such as points of a sweep or two supervised starts, are two lines.
+    training loops of one run, such as points of a sweep or two calls of `train_sft`, are two lines.
     """
     trainings: list[_Training] = []
     for node in nodes:
@@ -92,13 +92,13 @@ def series(
         label = point_label(node.point)
         key = (node.parent, label)
         first = min(points[0][0] for points in measured.values())
-        same = [each for each in trainings if each.key == key]
-        if not same or first <= same[-1].last:
-            same = [_Training(key, label)]
-            trainings += same
-        same[-1].last = max(points[-1][0] for points in measured.values())
+        matching = [each for each in trainings if each.key == key]
+        if not matching or first <= matching[-1].last:
+            matching = [_Training(key, label)]
+            trainings += matching
+        matching[-1].last = max(points[-1][0] for points in measured.values())
         for name, points in measured.items():
-            same[-1].points.setdefault(name, []).extend(points)
+            matching[-1].points.setdefault(name, []).extend(points)
     labels = _unique_labels([each.label for each in trainings])
     return {
         name: [

@@ -35,7 +35,7 @@ def create_server(app: Starlette) -> uvicorn.Server:
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that is closed if its client is slow; its error responses have the headers."""
+    """A connection that is closed if its client is slow; its error responses have `HEADERS`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -53,7 +53,7 @@ COMMANDS = {
         "Score a few rows with the environment of a recipe.",
     ),
     "ui": ("tasks.cli.records.ui:ui", "Serve the page of the runs on this machine."),
-    "usage": ("tasks.cli.store.usage:usage", "Account for the store's disk, to the block."),
+    "usage": ("tasks.cli.store.usage:usage", "Show what takes the store's disk space."),
     "verify": ("tasks.cli.store.verify:verify", "Hash artifacts again, and find damaged ones."),
 }
 """Name to `module:attribute` and the line that `--help` shows."""

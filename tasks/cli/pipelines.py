@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Pipelines(Mapping[str, str]):
-    """Names of workflows by pipeline, whose name is that of its module.
+    """The name of the workflow in each pipeline's module, by the name of the module.
 
     Args:
         others: The pipelines that are not named after an algorithm.
@@ -27,8 +27,8 @@ class Pipelines(Mapping[str, str]):
         # Imports pydantic, which `nemo-rl --help` does not need.
         from nemo_rl_core.algorithms.declarations import ALGORITHMS
 
-        trained = {each.pipeline: each.pipeline for each in ALGORITHMS.values()}
-        return dict(sorted({**self._others, **trained}.items()))
+        algorithm_pipelines = {each.pipeline: each.pipeline for each in ALGORITHMS.values()}
+        return dict(sorted({**self._others, **algorithm_pipelines}.items()))
 
     def __getitem__(self, name: str) -> str:
         return self._workflows[name]

@@ -41,13 +41,13 @@ def fetch(directory: FlyteDirectory, *parts: str) -> Path:
         if not _fetch_top(directory, folder):
             _fetch_without_digests(directory, folder)
             return folder
-        _fetched(directory, folder, [n for n in _digests(directory, folder) if "/" not in n])
+        _check_fetched(directory, folder, [n for n in _digests(directory, folder) if "/" not in n])
     digests = _digests(directory, folder)
     for part in parts:
         names = [name for name in digests if name == part or name.startswith(f"{part}/")]
         if not all(_path(folder, name).exists() for name in names):
             _get_part(directory, folder, part, {name: digests[name] for name in names})
-            _fetched(directory, folder, names)
+            _check_fetched(directory, folder, names)
     return folder
 
 
@@ -189,7 +189,7 @@ def _digests(directory: FlyteDirectory, folder: Path) -> dict[str, str]:
     return digests
 
 
-def _fetched(directory: FlyteDirectory, folder: Path, names: Iterable[str]) -> None:
+def _check_fetched(directory: FlyteDirectory, folder: Path, names: Iterable[str]) -> None:
     digests = _digests(directory, folder)
     problems = list(_differences(folder, {name: digests[name] for name in names}))
     present = set(list_files(folder))

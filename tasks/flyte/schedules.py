@@ -122,7 +122,7 @@ def next_times(cron: str, *, count: int = 3, now: datetime | None = None) -> lis
     from croniter import CroniterBadDateError, CroniterError, croniter
 
     fields = ALIASES.get(cron, cron).split()
-    problem = _foreign(fields)
+    problem = _problem_for_flyte(fields)
     if problem is not None:
         raise _no_schedule(cron, problem)
     try:
@@ -134,13 +134,13 @@ def next_times(cron: str, *, count: int = 3, now: datetime | None = None) -> lis
         raise _no_schedule(cron, str(error)) from error
 
 
-def _foreign(fields: list[str]) -> str | None:
+def _problem_for_flyte(fields: list[str]) -> str | None:
     """Returns why Flyte's scheduler would refuse fields that croniter accepts."""
     if len(fields) != 5:
         return f"{len(fields)} fields"
-    strange = [field for field in fields if not _FIELD.fullmatch(field)]
-    if strange:
-        return f"the field {strange[0]!r}"
+    unreadable = [field for field in fields if not _FIELD.fullmatch(field)]
+    if unreadable:
+        return f"the field {unreadable[0]!r}"
     days = fields[4].partition("/")[0]
     if "7" in re.split(r"[,-]", days):
         return "7 as a day of the week, where Sunday is 0"

@@ -21,7 +21,7 @@ from tasks.artifacts import (
 
 
 def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
-    """Lines for the terminal."""
+    """Returns the closing lines of a run that made or found these artifacts, in their order."""
     lines: list[str] = []
     trained = None
     is_evaluated = any(isinstance(each, EvalReport) for each in artifacts)

@@ -34,13 +34,13 @@ def patch_recipe_options() -> None:
     """
     run: Any = sys.modules.get(_RUN)
     if run is not None and not hasattr(run.to_click_option, "__wrapped__"):
-        run.to_click_option = _naming(run.to_click_option)
+        run.to_click_option = _with_default_name(run.to_click_option)
         types: Any = sys.modules[_TYPES]
-        types.JsonParamType._parse = _explaining(types.JsonParamType._parse)
-        types.JsonParamType.convert = _keeping_places(types.JsonParamType.convert)
+        types.JsonParamType._parse = _with_short_errors(types.JsonParamType._parse)
+        types.JsonParamType.convert = _with_line_numbers(types.JsonParamType.convert)
 
 
-def _explaining(original: Any) -> Any:
+def _with_short_errors(original: Any) -> Any:
     @functools.wraps(original)
     def parse(self: Any, value: Any, param: Any) -> Any:
         if not isinstance(value, str):
@@ -68,7 +68,7 @@ def _inline(parse: Callable[[], Any]) -> Any:
         raise RecipeError("the JSON of --config is nested too deeply\n  fix: correct it") from error
 
 
-def _keeping_places(original: Any) -> Any:
+def _with_line_numbers(original: Any) -> Any:
     """Validates a recipe as it was read, since JSON has neither line numbers nor infinity."""
 
     @functools.wraps(original)
@@ -84,7 +84,7 @@ def _keeping_places(original: Any) -> Any:
     return convert
 
 
-def _naming(original: Any) -> Any:
+def _with_default_name(original: Any) -> Any:
     @functools.wraps(original)
     def to_click_option(*args: Any) -> click.Option:
         option: click.Option = original(*args)
@@ -103,12 +103,12 @@ def _naming(original: Any) -> Any:
 def widen_error_boxes() -> None:
     """Wraps the part of rich-click that writes errors; no-op if repeated."""
     if not hasattr(RichHelpFormatter.write_error, "__wrapped__"):
-        RichHelpFormatter.write_error = _widening(  # type: ignore[method-assign]
+        RichHelpFormatter.write_error = _with_wide_box(  # type: ignore[method-assign]
             RichHelpFormatter.write_error
         )
 
 
-def _widening(original: Any) -> Any:
+def _with_wide_box(original: Any) -> Any:
     @functools.wraps(original)
     def write_error(self: RichHelpFormatter, e: click.ClickException) -> None:
         if not sys.stderr.isatty():

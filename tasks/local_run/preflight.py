@@ -86,7 +86,7 @@ def preflight(inputs: Mapping[str, Any]) -> None:
             for warning in check_trackers(value.tracking):
                 _LOG.warning("%s", warning)
             for experiment in value.experiments:
-                _check(experiment, value.budget)
+                _check_experiment(experiment, value.budget)
 
 
 def _check_machine(experiment: PipelineRecipe) -> None:
@@ -120,7 +120,7 @@ def _fewer_gpus(experiment: PipelineRecipe, short: int) -> str | None:
     return None
 
 
-def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
+def _check_experiment(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     model = located_model(experiment.model)
     if model != experiment.model:
         experiment = experiment.replace(model=model)
@@ -159,7 +159,7 @@ def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
 
 
 def _refuse_missing(experiment: PipelineRecipe) -> None:
-    """Refuses a recipe whose data files, or model folder as well, are missing."""
+    """Refuses missing data files; the error also names a missing model folder or reward."""
     files = list(dict.fromkeys(_missing_files(experiment.data, "data")))
     if experiment.evaluation_data is not None:
         files += _missing_files(experiment.evaluation_data, "evaluation.data")

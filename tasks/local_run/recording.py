@@ -2,8 +2,8 @@
 
 An output is identified by a mark on flytekit's literal, which is kept through sub-workflows. A
 dynamic receives Python values instead: there an artifact is identified by its folder, and a config
-by its content, among the dynamic's inputs. The same holds for the elements of a mapped task and
-for stages within a stage, which are nodes inside the node of the task that calls them.
+by its content, among the dynamic's inputs. Elements of a mapped task, and stages that a stage
+calls, receive Python values too. Their nodes are inside the node of the task that calls them.
 """
 
 import logging
@@ -166,11 +166,13 @@ class Recorder:
                 position.step, position.num_steps = event.step, event.num_steps
                 position.num_steps_before = step - event.step
                 self._calls[-1].num_tokens += int(metrics.get("num_valid_tokens", 0))
-                spent = {f"timings/{name}": value for name, value in timings.items()}
-                self._writer.log_metrics(self._calls[-1].training or node, step, metrics | spent)
+                timing_metrics = {f"timings/{name}": value for name, value in timings.items()}
+                self._writer.log_metrics(
+                    self._calls[-1].training or node, step, metrics | timing_metrics
+                )
             case MachineSample(second, figures):
-                busy = {f"machine/{name}": value for name, value in figures.items()}
-                self._writer.log_metrics(node, second, busy)
+                machine_metrics = {f"machine/{name}": value for name, value in figures.items()}
+                self._writer.log_metrics(node, second, machine_metrics)
             case StageResumed(step):
                 self._writer.resumed(node, step)
                 self._calls[-1].is_resumed = True
@@ -245,14 +247,14 @@ class Recorder:
             for name, given in caller.given.items():
                 if given == shown and caller.sources[name]:
                     return caller.sources[name]
-        made = self._makers.get(artifact_id(shown) or "", [])
-        return made[-1:]
+        makers = self._makers.get(artifact_id(shown) or "", [])
+        return makers[-1:]
 
     def _end(self, call: NodeCall, outputs: dict[str, Any], values: list[Any]) -> None:
         artifacts = [each for each in values if isinstance(each, Artifact)] if call.is_stage else []
         # A stage may return an input, as `promote` does, which is not its own output.
         task_name = own_name(call.entity)
-        made = [each for each in artifacts if each.stage.split()[0] == task_name]
+        own_artifacts = [each for each in artifacts if each.stage.split()[0] == task_name]
         manifests = [(each.folder, each.manifest) for each in artifacts]
         # Artifacts of earlier runs have no cost in this run, such as points of a sweep.
         costs = [
@@ -263,10 +265,10 @@ class Recorder:
         cost = costs[0] if len(costs) == 1 else reduce(Cost.plus, costs, Cost())
         if call.is_resumed:  # the other costs already cover only this attempt
             cost = cost.model_copy(update={"tokens": call.num_tokens})
-        state = call.state_with(made)
-        summary = ", ".join(each.summary for each in made if each.summary)
+        state = call.state_with(own_artifacts)
+        summary = ", ".join(each.summary for each in own_artifacts if each.summary)
         if call.is_mapped:
-            summary = f"{len(made)} of {len(values)} points succeeded"
+            summary = f"{len(own_artifacts)} of {len(values)} points succeeded"
         self._end_training(call, state)
         self._writer.end_node(
             call.node,
@@ -274,14 +276,14 @@ class Recorder:
                 state,
                 outputs=described_values(outputs, call.entity.python_interface.outputs),
                 made=manifests,
-                deck_path=_deck(made),
+                deck_path=_deck(own_artifacts),
                 cost={} if call.num_inside else cost.model_dump(),
                 summary=summary,
                 log_to=self._log_bytes(),
             ),
         )
         if not call.is_element and not call.is_inside:
-            self.artifacts += made
+            self.artifacts += own_artifacts
         if call.is_stage:
             self._publish(call, "cached" if state == "cached" else "ran", cost, summary)
 
@@ -344,9 +346,9 @@ class Recorder:
         source = NodeOutput(call.node, name)
         artifact = artifact_id(plain(promise))
         makers = self._makers.setdefault(artifact, []) if artifact else []
-        inside = makers[-1] if makers and call.kind == "dynamic" else None
-        if inside and (inside.node or 0) > (call.node or 0):
-            source = inside
+        inner_output = makers[-1] if makers and call.kind == "dynamic" else None
+        if inner_output and (inner_output.node or 0) > (call.node or 0):
+            source = inner_output
         else:
             makers.append(source)
         setattr(promise.val, _MARK, source)

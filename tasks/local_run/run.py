@@ -133,9 +133,11 @@ def run(workflow: WorkflowBase, inputs: dict[str, Any]) -> Iterator[Recorder]:
             display.close()
             # A custom workflow may have none of the stages whose results are shown.
             last = [f"{each.stage}: {each.folder}" for each in recorder.artifacts[-1:]]
-            how, lines = successful_end(recorder.records, closing_lines(recorder.artifacts) or last)
+            outcome, lines = successful_end(
+                recorder.records, closing_lines(recorder.artifacts) or last
+            )
             _close(recorder, log, terminal, lines)
-            _notify(terminal, name, how, lines)
+            _notify(terminal, name, outcome, lines)
             _ended.append(log.folder.name)
 
 
@@ -213,8 +215,8 @@ def _close(recorder: Recorder, log: RunLog, terminal: TextIO, lines: Sequence[st
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _notify(terminal: TextIO, run: str, how: str, lines: Sequence[str]) -> None:
-    for problem in notify(run, how, lines):
+def _notify(terminal: TextIO, run: str, outcome: str, lines: Sequence[str]) -> None:
+    for problem in notify(run, outcome, lines):
         text = f"the notice of the run's end was not sent: {problem}"
         console_on(terminal).print(text, markup=False, soft_wrap=True)
 
@@ -240,7 +242,7 @@ _ended: list[str] = []
 
 @contextmanager
 def recording_by(recorder: NodeRecorder) -> Iterator[None]:
-    """Makes `recorder` record workflows, which are not separate runs inside the `with` block."""
+    """Makes `recorder` record the workflows that are called in the `with` block."""
     _running.append(recorder)
     try:
         yield

@@ -25,7 +25,7 @@ def plain(value: Any) -> Any:
         case Promise():
             return reduce(getitem, value.attr_path, plain(value.val))
         case Literal():
-            return _of_literal(value)
+            return _plain_literal(value)
         case BaseModel():
             return value.model_dump(mode="json")
         case list() | tuple():
@@ -35,19 +35,19 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _of_literal(literal: Literal) -> Any:
+def _plain_literal(literal: Literal) -> Any:
     if literal.collection is not None:
-        return [_of_literal(each) for each in literal.collection.literals]
+        return [_plain_literal(each) for each in literal.collection.literals]
     if literal.map is not None:
-        return {key: _of_literal(each) for key, each in literal.map.literals.items()}
-    return _of_scalar(literal.scalar) if literal.scalar is not None else None
+        return {key: _plain_literal(each) for key, each in literal.map.literals.items()}
+    return _plain_scalar(literal.scalar) if literal.scalar is not None else None
 
 
-def _of_scalar(scalar: Scalar) -> Any:
+def _plain_scalar(scalar: Scalar) -> Any:
     if scalar.none_type is not None:
         return None
     if scalar.union is not None:
-        return _of_literal(scalar.union.value)
+        return _plain_literal(scalar.union.value)
     if scalar.primitive is not None:
         return scalar.primitive.value
     if scalar.binary is not None:

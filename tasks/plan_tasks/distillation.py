@@ -37,10 +37,10 @@ class DistillationPlan(NamedTuple):
 def plan_distillation(config: DistillationRecipe) -> DistillationPlan:
     """Splits the recipe into the configs of its stages."""
     fields: dict[str, Any] = rollout_fields(config)
-    of_teacher = config.replace(model=config.teacher.model, sft=config.teacher.sft)
+    teacher_recipe = config.replace(model=config.teacher.model, sft=config.teacher.sft)
     return DistillationPlan(
-        teacher=ModelTaskConfig.of(of_teacher),
-        teacher_sft=SFTTaskConfig.of(of_teacher),
+        teacher=ModelTaskConfig.of(teacher_recipe),
+        teacher_sft=SFTTaskConfig.of(teacher_recipe),
         model=ModelTaskConfig.of(config),
         data=DataTaskConfig.of(config),
         questions=ChooseQuestionsTaskConfig.of(config),

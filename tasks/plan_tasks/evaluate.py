@@ -58,5 +58,5 @@ def record_failure(config: EvaluateRecipe, err: FlyteError | None = None) -> Non
 
 @failure_handler
 def record_refusal(config: RegressionRecipe, err: FlyteError | None = None) -> None:
-    """Records a failure of `workflows/regression.py`; also if it worked and refused the model."""
+    """Records a failure of `workflows/regression.py`, or its refusal of the model."""
     leave_record("regression", "check_regression", config, err)

@@ -143,7 +143,7 @@ def plan_recipe(
     """
     mean = mean_completion_tokens or recipe.budget.mean_completion_tokens
     read, unread = _reader(recipe.model, model_config), dict[str, None]()
-    scorers = partial(_scorers, of_run=recipe.model, read=read, unread=unread)
+    scorers = partial(_scorers, recipe_model=recipe.model, read=read, unread=unread)
     loads = [_with_mean(load, mean) for load in loads_of(recipe, read, scorers)]
     steps = steps_of(recipe)
     stages = tuple(_planned(load, gpu, steps.get(load.name)) for load in loads)
@@ -151,8 +151,11 @@ def plan_recipe(
     change = smallest_change(loads, gpu.memory_gib) if problems else None
     refused = tuple(dict.fromkeys(text for load in loads if (text := problem_of(load, gpu))))
     if refused:
-        without = (Setting("training.float8", "none"),)
-        change = without if not problems else change and (*without, *change)
+        float8_off = (Setting("training.float8", "none"),)
+        if not problems:
+            change = float8_off
+        elif change:
+            change = (*float8_off, *change)
     return RecipePlan(
         gpu,
         stages,
@@ -174,7 +177,7 @@ def _scorers(
     environment: EnvironmentConfig,
     path: str,
     *,
-    of_run: ModelConfig,
+    recipe_model: ModelConfig,
     read: Callable[[ModelConfig], ModelSizes],
     unread: dict[str, None],
 ) -> tuple[ScorerLoad, ...]:
@@ -186,7 +189,7 @@ def _scorers(
             scorers_of(
                 environment,
                 lambda name: _pretrained_config(located(name)),
-                run_sizes=read(of_run),
+                run_sizes=read(recipe_model),
                 path=path,
             )
         )
@@ -197,10 +200,10 @@ def _scorers(
 
 
 def _reader(
-    own: ModelConfig, model_config: Mapping[str, Any] | None
+    recipe_model: ModelConfig, model_config: Mapping[str, Any] | None
 ) -> Callable[[ModelConfig], ModelSizes]:
     def read(model: ModelConfig) -> ModelSizes:
-        if model == own and model_config is not None:
+        if model == recipe_model and model_config is not None:
             return sizes_of(model_config)
         return _sizes_of_section(type(model), model.model_dump_json())
 
@@ -251,8 +254,8 @@ def _problems(stage: StagePlan, gpu: Accelerator) -> list[str]:
 
 def accelerator_of(recipe: PipelineRecipe) -> Accelerator | None:
     """Returns the kind of GPU of a recipe, else that of this machine; None if unknown."""
-    named = recipe.cluster.accelerator
-    return ACCELERATORS[named] if named else own_accelerator()
+    accelerator_name = recipe.cluster.accelerator
+    return ACCELERATORS[accelerator_name] if accelerator_name else own_accelerator()
 
 
 def config_of(model: ModelConfig) -> dict[str, Any]:
@@ -287,7 +290,7 @@ def _pretrained_config(name: str) -> dict[str, Any]:
     if remote.is_remote(name):
         address = f"{name.rstrip('/')}/config.json"
         return _parsed(remote.read(address), source=address)
-    path = folder / "config.json" if folder.is_dir() else _of_hub(name)
+    path = folder / "config.json" if folder.is_dir() else _hub_config_path(name)
     return read_model_config(path)
 
 
@@ -316,7 +319,7 @@ def _parsed(text: bytes, *, source: str) -> dict[str, Any]:
     return config
 
 
-def _of_hub(name: str) -> Path:
+def _hub_config_path(name: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -30,10 +30,10 @@ def refuse_heads(experiment: PipelineRecipe) -> None:
     Models whose config.json is not available yet are checked when their engine starts.
     """
     has_gpu = bool(experiment.cluster.num_gpus)
-    evaluating = experiment.evaluation and experiment.evaluation.generation
+    evaluation_sampling = experiment.evaluation and experiment.evaluation.generation
     # With both, training samples with `generation` and evaluation with `evaluation.generation`.
     paths = {"generation": experiment.generation} | (
-        {"evaluation.generation": evaluating} if evaluating else {}
+        {"evaluation.generation": evaluation_sampling} if evaluation_sampling else {}
     )
     engines = [path for path, each in paths.items() if isinstance(each, VllmGenerationConfig)]
     if engines:

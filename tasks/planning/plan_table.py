@@ -124,7 +124,8 @@ def _rows(plan: RecipePlan) -> Iterator[str]:
     yield from _row(plan, "scored tokens/s", _speed("scored"))
     yield from _row(plan, "sampled tokens/s", _speed("sampled"))
     is_mean = any(stage.load.mean_length < stage.load.longest for stage in plan.stages)
-    yield from _row(plan, "seconds/step" + ", at most" * (not is_mean), _step, ".0f")
+    heading = "seconds/step" if is_mean else "seconds/step, at most"
+    yield from _row(plan, heading, _step, ".0f")
     yield from _row(plan, "of them rollouts", _rollouts, ".0f")
     for stage in plan.stages:
         if stage.speed and (transfer := stage.speed.transfer):

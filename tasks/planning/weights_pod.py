@@ -29,12 +29,12 @@ def pod_problems(plan: RecipePlan) -> list[str]:
         ("prepare_model", "disk", "ephemeral-storage", disk),
         ("export", "memory", "memory", memory),
     ):
-        has = _requested_gib(key)
-        if needed > _USABLE_SHARE * has:
+        requested = _requested_gib(key)
+        if needed > _USABLE_SHARE * requested:
             enough = -(-needed / _USABLE_SHARE // 10) * 10
             problems.append(
-                f"on Flyte: {stage} takes {needed:,.0f} GiB of {name}, its pod has {has:,.0f}; "
-                f"set weights: {{{key}: {enough:.0f}Gi}} in {_POD_SETTINGS}"
+                f"on Flyte: {stage} takes {needed:,.0f} GiB of {name}, its pod has "
+                f"{requested:,.0f}; set weights: {{{key}: {enough:.0f}Gi}} in {_POD_SETTINGS}"
             )
     return problems
 

@@ -72,20 +72,23 @@ def gpu_node_line(
     labels = ", ".join(f"{key}={value}" for key, value in size.labels.items())
     large = [node for node in nodes if _gpus_of(node) >= group.num_gpus]
     chosen = [node for node in large if size.labels.items() <= node["metadata"]["labels"].items()]
-    roomy = [number for node in chosen if (number := _number_on(node, size))]
-    requests = f"{group.num_gpus} x {GPU}" + f" and {labels}" * bool(labels)
-    result = f"room for {sum(roomy)} pods with {requests}, on {len(roomy)} of {len(nodes)} machines"
-    if sum(roomy) >= group.count:
+    pods_per_machine = [number for node in chosen if (number := _number_on(node, size))]
+    requests = f"{group.num_gpus} x {GPU}" + (f" and {labels}" if labels else "")
+    result = (
+        f"room for {sum(pods_per_machine)} pods with {requests}, "
+        f"on {len(pods_per_machine)} of {len(nodes)} machines"
+    )
+    if sum(pods_per_machine) >= group.count:
         return CheckLine(name="nodes", state="ok", found=result)
     if large and not chosen:
-        return _of_other_kinds(size, large, result, autoscaled=autoscaled)
-    if chosen and not roomy:
+        return _line_on_other_kinds(size, large, result, autoscaled=autoscaled)
+    if chosen and not pods_per_machine:
         return _too_small(size, chosen, autoscaled=autoscaled)
     result = f"{result}; the shape has {group.count}"
     return CheckLine(name="nodes", state="warn", found=result, fix=_ADD)
 
 
-def _of_other_kinds(
+def _line_on_other_kinds(
     size: PodSize, nodes: Sequence[Node], found: str, *, autoscaled: bool
 ) -> CheckLine:
     """Returns the line on machines with enough GPUs but without the labels that pods select.
@@ -124,8 +127,8 @@ def _too_small(size: PodSize, nodes: Sequence[Node], *, autoscaled: bool) -> Che
     largest = max((_has(node) for node in nodes), key=_largest_for(size), default={})
     lacks = [name for name, amount in size.requests.items() if largest.get(name, 0) < amount]
     if nodes:
-        has = in_words({name: largest[name] for name in _SIZE if name in largest})
-        result = f"{result}, and the largest has {has}"
+        largest_size = in_words({name: largest[name] for name in _SIZE if name in largest})
+        result = f"{result}, and the largest has {largest_size}"
     more = " and ".join(_NAMES.get(name, name) for name in lacks)
     fix = (
         f"use machines with more {more} than the pod requests, as a pod cannot get all of it, or "

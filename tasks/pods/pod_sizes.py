@@ -15,7 +15,8 @@ CPU, MEMORY, DISK = "cpu", "memory", "ephemeral-storage"
 """Kubernetes' names of resources that every machine has."""
 
 _GIB = Decimal(2**30)
-_OF_RESOURCES = {CPU: "cpu", MEMORY: "mem", DISK: "ephemeral_storage"}
+_RESOURCE_FIELDS = {CPU: "cpu", MEMORY: "mem", DISK: "ephemeral_storage"}
+"""Fields of `flytekit.Resources` by Kubernetes' names."""
 _SITE = "{}.container.resources in deployment/pods.yaml"
 _KIND = "{} in tasks/pods/resources.py"
 
@@ -73,19 +74,19 @@ def in_words(found: Mapping[str, Decimal]) -> str:
 
 def workers(shape: Shape, group: Nodes) -> PodSize:
     """Returns the size of the pods of one group of workers."""
-    gpus = f"{group.num_gpus} GPU" + "s" * (group.num_gpus > 1) if group.num_gpus else "no GPU"
+    gpus = {0: "no GPU", 1: "1 GPU"}.get(group.num_gpus, f"{group.num_gpus} GPUs")
     group_name = "gpu_worker" if group.num_gpus else "worker"
     template = pods.worker_pod(shape, group)
-    return _of_template(f"worker with {gpus}", template, _SITE.format(group_name))
+    return _size_of_template(f"worker with {gpus}", template, _SITE.format(group_name))
 
 
 def ray_pods(cluster: ClusterConfig) -> list[tuple[PodSize, int]]:
     """Returns the pods of a stage with Ray, which run all at once, and the number of each."""
     shape = shape_of(cluster)
-    head = _of_template("head of a Ray cluster", pods.head_pod(), _SITE.format("head"))
-    driver = _of_resources("submitter of a RayJob", GENERATE.requests, _KIND.format("_DRIVER"))
+    head = _size_of_template("head of a Ray cluster", pods.head_pod(), _SITE.format("head"))
+    driver = _size_of_resources("submitter of a RayJob", GENERATE.requests, _KIND.format("_DRIVER"))
     if cluster.lifetime == "run":
-        driver = _of_resources(
+        driver = _size_of_resources(
             "stage on a run's Ray cluster",
             pods.DRIVER_RESOURCES["requests"],
             "_HEAD in tasks/pods/pods.py",
@@ -100,16 +101,18 @@ def other_pods() -> list[PodSize]:
         "stage that reads and checks data": (DATA, "data in deployment/pods.yaml"),
         "stage that compares, decides, reports": (PLAIN, _KIND.format("LIGHT")),
     }
-    return [_of_resources(name, kind.requests, setting) for name, (kind, setting) in kinds.items()]
+    return [
+        _size_of_resources(name, kind.requests, setting) for name, (kind, setting) in kinds.items()
+    ]
 
 
-def _of_template(name: str, template: PodTemplate, setting: str) -> PodSize:
+def _size_of_template(name: str, template: PodTemplate, setting: str) -> PodSize:
     spec = template.pod_spec
     (main,) = [each for each in spec.containers if each.name == template.primary_container_name]
     return PodSize(name, amounts(main.resources.requests), setting, spec.node_selector or {})
 
 
-def _of_resources(name: str, resources: Resources, setting: str) -> PodSize:
-    quantities = {key: getattr(resources, attribute) for key, attribute in _OF_RESOURCES.items()}
+def _size_of_resources(name: str, resources: Resources, setting: str) -> PodSize:
+    quantities = {key: getattr(resources, attribute) for key, attribute in _RESOURCE_FIELDS.items()}
     requests = amounts({key: str(each) for key, each in quantities.items() if each})
     return PodSize(name, requests, setting, {})

@@ -23,7 +23,7 @@ LIGHT = Resources(cpu="1", mem="2Gi")
 
 
 @cache
-def _commit() -> dict[str, str]:
+def _commit_variables() -> dict[str, str]:
     return git_state(Path(__file__).parent).as_environment
 
 
@@ -65,7 +65,7 @@ class Kind:
             "retries": self.retries,
             "timeout": self.timeout,
             "interruptible": self.interruptible,
-            "environment": _commit(),
+            "environment": _commit_variables(),
         }
 
     def on(self, shape: Shape) -> "Kind":

@@ -108,7 +108,7 @@ def shape_of(config: ClusterConfig, dedicated: Sequence[DedicatedBundles] = ()) 
         config.refuse_unplaced(dedicated)
         machines = config.bundles_with(dedicated)
         name += ":" + "-".join(f"{gpus}x{count}" for gpus, count in Counter(machines).items())
-    return _of_machines(name, Counter(machines), config.accelerator)
+    return _shape_of_machines(name, Counter(machines), config.accelerator)
 
 
 def shape_named(name: str) -> Shape:
@@ -118,10 +118,10 @@ def shape_named(name: str) -> Shape:
     if not machines:
         return shape_of(config)
     counts = [each.split("x") for each in machines[0].split("-")]
-    return _of_machines(name, {int(g): int(n) for g, n in counts}, config.accelerator)
+    return _shape_of_machines(name, {int(g): int(n) for g, n in counts}, config.accelerator)
 
 
-def _of_machines(
+def _shape_of_machines(
     name: str, machines: Mapping[int, int], accelerator: AcceleratorName | None
 ) -> Shape:
     nodes = tuple(_gpu_nodes(count, num_gpus) for num_gpus, count in machines.items())

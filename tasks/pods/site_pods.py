@@ -20,18 +20,18 @@ from nemo_rl_core.errors import ConfigError
 FILE = Path(__file__).resolve().parents[2] / "deployment/pods.yaml"
 """A laptop's installation without the project's folder has no such file, and needs none."""
 
-_OF_PODS = ("labels", "annotations", "spec", "container")
-_OF_JOBS = ("labels", "annotations", "spot_training")
-_OF_STAGES = {"cpu": "cpu", "memory": "mem", "ephemeral-storage": "ephemeral_storage"}
+_POD_KEYS = ("labels", "annotations", "spec", "container")
+_JOB_KEYS = ("labels", "annotations", "spot_training")
+_STAGE_RESOURCES = {"cpu": "cpu", "memory": "mem", "ephemeral-storage": "ephemeral_storage"}
 """Resource names of Kubernetes, and those of `flytekit.Resources`."""
 GROUPS = {
-    "all": _OF_PODS,
-    "head": _OF_PODS,
-    "worker": _OF_PODS,
-    "gpu_worker": (*_OF_PODS, "accelerators"),
-    "job": _OF_JOBS,
-    "weights": tuple(_OF_STAGES),
-    "data": tuple(_OF_STAGES),
+    "all": _POD_KEYS,
+    "head": _POD_KEYS,
+    "worker": _POD_KEYS,
+    "gpu_worker": (*_POD_KEYS, "accelerators"),
+    "job": _JOB_KEYS,
+    "weights": tuple(_STAGE_RESOURCES),
+    "data": tuple(_STAGE_RESOURCES),
     "node_cache": ("folder", "gib"),
 }
 """The groups of the file, and the allowed keys of each."""
@@ -94,23 +94,23 @@ def job_settings() -> JobSettings:
 
 def nodes_with(accelerator: str) -> dict[str, str]:
     """Returns the labels of nodes with a kind of GPU; refuses a kind that the file lacks."""
-    named = _patches(FILE).get("gpu_worker", {}).get("accelerators")
-    if not named:
+    accelerator_labels = _patches(FILE).get("gpu_worker", {}).get("accelerators")
+    if not accelerator_labels:
         return {ACCELERATOR_LABEL: accelerator}
-    if accelerator not in named:
+    if accelerator not in accelerator_labels:
         raise _refused(
             f"gpu_worker.accelerators has no {accelerator}, which the recipe asks for",
-            expected=f"one of {', '.join(map(str, named))}",
+            expected=f"one of {', '.join(map(str, accelerator_labels))}",
             got=f"cluster.accelerator: {accelerator}",
             fix="add the labels of nodes with such GPUs to the file, or choose another kind",
         )
-    return _texts(named[accelerator])
+    return _texts(accelerator_labels[accelerator])
 
 
 def requests_of(group: str, requests: Resources) -> Resources:
     """Returns the requests of pods of the group `weights` or `data`, with the file's changes."""
     patch = _patches(FILE).get(group, {})
-    return replace(requests, **{_OF_STAGES[key]: str(value) for key, value in patch.items()})
+    return replace(requests, **{_STAGE_RESOURCES[key]: str(value) for key, value in patch.items()})
 
 
 def with_site_settings(template: PodTemplate, *groups: str) -> PodTemplate:
@@ -154,11 +154,11 @@ def _patched(template: PodTemplate, patch: Mapping[str, Any], group: str) -> Pod
             got=", ".join(unknown),
             fix="correct the spelling, or leave the key out",
         )
-    named = {
+    metadata = {
         part: {**(getattr(template, part) or {}), **_texts(patch.get(part) or {})} or None
         for part in ("labels", "annotations")
     }
-    return replace(template, pod_spec=pod_spec, **named)
+    return replace(template, pod_spec=pod_spec, **metadata)
 
 
 def _texts(found: Mapping[Any, Any]) -> dict[str, str]:
@@ -182,7 +182,7 @@ def _patches(file: Path) -> Mapping[str, Mapping[str, Any]]:
     for group, patch in groups.items():
         _check_keys(patch, GROUPS[group], f"{group}.")
         for part in patch or {}:
-            if part in _OF_STAGES:
+            if part in _STAGE_RESOURCES:
                 _check_quantity(patch[part], f"{group}.{part}")
             elif part == "spot_training":
                 _check_flag(patch[part], f"{group}.{part}")
@@ -203,7 +203,7 @@ def _check_keys(found: Any, known: tuple[str, ...] | None, path: str) -> None:
     unknown = [str(key) for key in found if known and key not in known] if is_map else []
     if unknown or not is_map:
         raise _refused(
-            f"{path}{unknown[0] if unknown else ''}".rstrip(".") + " is not known" * bool(unknown),
+            f"{path}{unknown[0]} is not known" if unknown else path.rstrip("."),
             expected=f"a map of {', '.join(known)}" if known else "a map",
             got=", ".join(unknown) if unknown else repr(found),
         )

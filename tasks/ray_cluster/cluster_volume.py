@@ -72,10 +72,10 @@ def _artifacts(outputs: Any) -> Iterator[Artifact]:
 
 
 def _remove_abandoned(inputs: Path) -> None:
-    oldest = time.time() - _ABANDONED_AFTER_SECONDS
+    cutoff = time.time() - _ABANDONED_AFTER_SECONDS
     for lock in inputs.glob("*.lock"):
         with locks.locked_if_free(lock) as is_free:
-            if is_free and lock.stat().st_mtime < oldest:
+            if is_free and lock.stat().st_mtime < cutoff:
                 files.discard(lock.with_suffix(""))
                 lock.unlink()
     files.sweep_discarded(inputs)

@@ -81,5 +81,5 @@ class Request:
             expected=f"the role {self._role} of deployment/production/cluster.yaml",
             got=got,
             fix="apply that file to the namespace again"
-            + ", or remove cluster.lifetime" * (self._role == "nemo-rl-run-clusters"),
+            + (", or remove cluster.lifetime" if self._role == "nemo-rl-run-clusters" else ""),
         ) from error

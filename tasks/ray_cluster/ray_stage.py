@@ -176,8 +176,8 @@ class RayStageTask(RayFunctionTask):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the stage, with inputs that do not contain the lifetime of its cluster."""
-        named = {name: _without_lifetime(value) for name, value in kwargs.items()}
-        return super().__call__(*args, **named)
+        inputs = {name: _without_lifetime(value) for name, value in kwargs.items()}
+        return super().__call__(*args, **inputs)
 
     def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
         """Runs the stage; on a cluster, on inputs that the workers' pods can read."""

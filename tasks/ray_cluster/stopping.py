@@ -20,7 +20,8 @@ import click
 
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 _SHELLS_OFFSET = 128  # what a shell adds to the number of the signal that ended a command
-_SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
+_CLEAR_LINE = b"\r\x1b[K"
+_CLEAR_LINE_AND_SHOW_CURSOR = _CLEAR_LINE + b"\x1b[?25h"
 _PROGRAMS = ("pyflyte", "nemo-rl")
 
 
@@ -64,7 +65,7 @@ class StopSignals:
             for number in _SIGNALS:
                 # A shell makes a command in the background ignore Ctrl-C, and so does nohup.
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._take)
+                    self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
@@ -81,7 +82,7 @@ class StopSignals:
         if stopped is signal.SIGTERM or click.get_current_context(silent=True) is not None:
             raise SystemExit(_SHELLS_OFFSET + stopped) from error
 
-    def _take(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.received is not None:
             self._say("stopped at once; the same command resumes from the last save", cursor=True)
             os._exit(_SHELLS_OFFSET + number)
@@ -99,7 +100,7 @@ class StopSignals:
             return
         with suppress(OSError):
             if os.isatty(self._terminal):
-                os.write(self._terminal, _SHOW_CURSOR if cursor else _SHOW_CURSOR[:4])
+                os.write(self._terminal, _CLEAR_LINE_AND_SHOW_CURSOR if cursor else _CLEAR_LINE)
             os.write(self._terminal, f"{text}\n".encode())
 
 

@@ -169,7 +169,7 @@ class PipelineRecipe(Recipe):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _follow_the_model(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Self:
+    def _fill_in_defaults(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Self:
         if not isinstance(value, dict):
             unchanged: Self = handler(value)
             return unchanged
@@ -348,7 +348,8 @@ def _algorithm_settings(kind: type[PipelineRecipe], values: Mapping[str, Any]) -
             field.default is not None and section not in values
         )
         algorithm = algorithm_of(kind, section)
-        algorithms += [algorithm] * (algorithm is not None and is_run)
+        if algorithm is not None and is_run:
+            algorithms.append(algorithm)
     chosen: dict[str, Any] = {}
     for algorithm in algorithms:
         chosen |= defaults_of_pretrained(
@@ -409,8 +410,8 @@ class DataTaskConfig(FrozenConfig):
         """Extracts the config from a recipe."""
         from nemo_rl_core.environments.contents import data_content, pinned
 
-        read_whole = isinstance(config.data, FileData) and config.data.validation is not None
-        seed = None if read_whole else config.seed
+        has_both_parts = isinstance(config.data, FileData) and config.data.validation is not None
+        seed = None if has_both_parts else config.seed
         return cls(
             data=pinned(config.data),
             content=data_content(config.data),

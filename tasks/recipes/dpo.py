@@ -32,8 +32,8 @@ class DPORecipe(PairRecipe):
     @property
     def samplings(self) -> list[tuple[SamplingConfig, EnvironmentConfig, str]]:
         """Empty if all rows are pairs; a separate validation set may hold questions."""
-        named = getattr(self.data, "validation", None)
-        return [] if self.compares_pairs and named is None else super().samplings
+        validation = getattr(self.data, "validation", None)
+        return [] if self.compares_pairs and validation is None else super().samplings
 
 
 class DPOTaskConfig(DPOSettings):

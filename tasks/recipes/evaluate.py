@@ -42,12 +42,12 @@ class EvaluateRecipe(PipelineRecipe):
 
     @field_validator("model", "baseline")
     @classmethod
-    def _of_an_artifact(cls, model: ModelConfig | None) -> ModelConfig | None:
+    def _resolve_artifacts(cls, model: ModelConfig | None) -> ModelConfig | None:
         """Resolves artifacts here, not in a stage: checks before a run read the folder."""
         if isinstance(model, PretrainedModel):
-            inner = Path(model.name).expanduser() / "model"
-            if (inner / "config.json").is_file():
-                return model.replace(name=str(inner))
+            model_folder = Path(model.name).expanduser() / "model"
+            if (model_folder / "config.json").is_file():
+                return model.replace(name=str(model_folder))
         return model
 
     @field_validator("data", mode="before")
@@ -55,8 +55,10 @@ class EvaluateRecipe(PipelineRecipe):
     def _train_rows_by_default(cls, data: Any) -> Any:
         """Evaluates the validation rows, or the rows of `train` if no others are named."""
         if isinstance(data, dict) and data.get("kind") in ("file", "hub"):
-            named = data.get("validation") or data.get("train")
-            return {**data, "train": named, "validation": named} if named else data
+            source_name = data.get("validation") or data.get("train")
+            return (
+                {**data, "train": source_name, "validation": source_name} if source_name else data
+            )
         return with_rows_to_train_on(data)
 
     @model_validator(mode="after")

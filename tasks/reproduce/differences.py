@@ -35,14 +35,14 @@ def differences_from(execution: Execution, *, checked_out: bool = False) -> Diff
         execution: The run to repeat.
         checked_out: Whether it will run in a checkout of its commit; ignores the current source.
     """
-    serious = list(_of_packages(execution.packages))
+    serious = list(_package_differences(execution.packages))
     if checked_out:
         if execution.git_dirty:
             serious.append("the run's source had uncommitted changes")
     elif source_digest(execution.workflow.rpartition(".")[0]) != execution.source_digest:
         serious.append("the source of the workflow differs")
-    warnings = [] if checked_out else _of_commits([execution.git_commit])
-    bits = tuple(_of_machine(execution.machine, Machine.current()))
+    warnings = [] if checked_out else _commit_differences([execution.git_commit])
+    bits = tuple(_machine_differences(execution.machine, Machine.current()))
     return Differences(tuple(serious), tuple(warnings), bits)
 
 
@@ -54,15 +54,15 @@ def differences_from_stages(
     bits: list[str] = []
     for call in calls:
         manifest = manifests[call.name]
-        serious += _of_packages(manifest.packages)
+        serious += _package_differences(manifest.packages)
         if checked_out and manifest.git_dirty:
             serious.append(f"the source of {call.stage} had uncommitted changes")
         if not checked_out and _digest(call.module) != manifest.source_digest:
             serious.append(f"the source of {call.stage} differs")
         threads = (call.config.get("cluster") or {}).get("num_threads")
-        bits += _of_machine(manifest.machine.model_dump(), Machine.current(threads))
+        bits += _machine_differences(manifest.machine.model_dump(), Machine.current(threads))
     commits = [each.git_commit for each in manifests.values()]
-    warnings = [] if checked_out else _of_commits(commits)
+    warnings = [] if checked_out else _commit_differences(commits)
     return Differences(_once(serious), tuple(warnings), _once(bits))
 
 
@@ -77,7 +77,7 @@ def _digest(module: str) -> str:
         return "not here"
 
 
-def _of_packages(then: Mapping[str, str]) -> Iterator[str]:
+def _package_differences(then: Mapping[str, str]) -> Iterator[str]:
     current = package_versions()
     for name in sorted({*current, *then}):
         before, now = then.get(name, "none"), current.get(name, "none")
@@ -85,7 +85,7 @@ def _of_packages(then: Mapping[str, str]) -> Iterator[str]:
             yield f"{name} was {before} and is {now}"
 
 
-def _of_commits(then: Iterable[str | None]) -> list[str]:
+def _commit_differences(then: Iterable[str | None]) -> list[str]:
     commit, dirty = git_state(ROOT)
     changes = [
         f"the commit was {each} and is {commit}" for each in dict.fromkeys(then) if each != commit
@@ -95,10 +95,13 @@ def _of_commits(then: Iterable[str | None]) -> list[str]:
 
 def differences_of_making(one: Machine, other: Machine) -> tuple[str, ...]:
     """Compares how two artifacts were made: machines, and the processes that computed."""
-    return (*_of_machine(one.model_dump(), other), *_of_process_variables(one, other))
+    return (
+        *_machine_differences(one.model_dump(), other),
+        *_process_variable_differences(one, other),
+    )
 
 
-def _of_machine(then: dict[str, Any], current: Machine) -> Iterator[str]:
+def _machine_differences(then: dict[str, Any], current: Machine) -> Iterator[str]:
     """Yields differences of the machine that affect the order of floating-point sums."""
     now = current.model_dump()
     texts = {
@@ -115,30 +118,30 @@ def _of_machine(then: dict[str, Any], current: Machine) -> Iterator[str]:
             continue
         shown = _SHOWN.get(name, _as_it_is)(before, after)
         yield text.format(*(each or "none" for each in shown))
-    yield from _of_processes(then.get("processes", {}), current.processes)
+    yield from _process_differences(then.get("processes", {}), current.processes)
 
 
-def _of_processes(
+def _process_differences(
     then: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
 ) -> Iterator[str]:
-    """Yields differences of processes of both; a machine without computations has no processes."""
-    for does in sorted({*then} & {*now}):
-        for name in sorted({*then[does], *now[does]}):
-            before, after = (each[does].get(name, "none") for each in (then, now))
+    """Yields differences between the processes of each role, such as training, that both have."""
+    for role in sorted({*then} & {*now}):
+        for name in sorted({*then[role], *now[role]}):
+            before, after = (each[role].get(name, "none") for each in (then, now))
             if before != after:
-                yield f"{name} in {does} was {before} and is {after}"
+                yield f"{name} in {role} was {before} and is {after}"
 
 
-def _of_process_variables(one: Machine, other: Machine) -> Iterator[str]:
+def _process_variable_differences(one: Machine, other: Machine) -> Iterator[str]:
     """Yields variables of processes that differ from their machine's variables in both."""
     then, now = one.process_variables, other.process_variables
     if then is None or now is None:  # a record of an earlier version
         return
-    for does in sorted({*then} & {*now}):
-        for name in sorted({*then[does], *now[does]}):
-            before, after = (each.variable_in(does, name) for each in (one, other))
+    for role in sorted({*then} & {*now}):
+        for name in sorted({*then[role], *now[role]}):
+            before, after = (each.variable_in(role, name) for each in (one, other))
             if before != after:
-                yield f"{name} in {does} was {before or 'none'} and is {after or 'none'}"
+                yield f"{name} in {role} was {before or 'none'} and is {after or 'none'}"
 
 
 def _as_it_is(before: Any, after: Any) -> tuple[str, str]:

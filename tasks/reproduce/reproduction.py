@@ -26,17 +26,17 @@ def checkout(commit: str | None, folder: Path) -> Iterator[Path]:
     """Makes a git worktree of this repository at a commit, removed at the end."""
     target = folder / "source"
     git = ["git", "-C", str(ROOT)]
-    made = subprocess.run(
+    completed = subprocess.run(
         [*git, "worktree", "add", "--detach", str(target), commit or ""],
         capture_output=True,
         text=True,
         check=False,
     )
-    if made.returncode:
+    if completed.returncode:
         raise StoreError(
             "the run's source cannot be checked out",
             expected=f"a repository at {ROOT} that holds the commit {commit}",
-            got=made.stderr.strip().splitlines()[-1] if made.stderr else "",
+            got=completed.stderr.strip().splitlines()[-1] if completed.stderr else "",
             fix="fetch the commit, or run the current source with --anyway",
         )
     try:

@@ -28,7 +28,7 @@ class StageAttempt:
         access = FlyteContextManager.current_context().file_access
         system: Any = access.get_filesystem_for_path(prefix)
         self.saves = ObjectSaves(system, prefix, move=on_machines)
-        self._was_given: bool | None = None
+        self._has_previous_save: bool | None = None
 
     def begin(self) -> bool:
         """Fetches the last save of the previous attempt, once; returns whether there was one.
@@ -37,10 +37,10 @@ class StageAttempt:
         first save must not lose that save. Call this under the lock of the stage's work: the
         previous attempt may still be running, and remove saves that it no longer needs.
         """
-        if self._was_given is None:
+        if self._has_previous_save is None:
             previous = self._checkpoint._checkpoint_src
-            self._was_given = bool(previous) and self.saves.take_over(str(previous))
-        return self._was_given
+            self._has_previous_save = bool(previous) and self.saves.take_over(str(previous))
+        return self._has_previous_save
 
     def run(self, folder: Path, work: Callable[[Path], StageResult]) -> StageResult:
         """Runs the work in the folder; complete saves are sent to the attempt's location.

@@ -141,7 +141,7 @@ def make(
         parents={role: parent.records for role, parent in parents.items()},
         source=source_digest(module),
         part=part,
-        # The digest covers it with the rest of the module.
+        # For the manifest; the digest of the source covers the number already.
         numerics_version=getattr(sys.modules[module], "NUMERICS_VERSION", 1),
     )
     if local.on_cluster():

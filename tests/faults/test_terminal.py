@@ -25,6 +25,7 @@ def run(recipe: dict[str, Any], store: Path) -> "subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_a_misspelt_key(tmp_path: Path) -> None:
     finished = run({"grpo": {"learning_rat": 0.1}}, tmp_path / "store")
     assert finished.returncode == 2

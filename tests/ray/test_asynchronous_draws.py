@@ -25,7 +25,7 @@ from nemo_rl_core.types import Prompt, Rollout
 from tests.ray.ahead import COMMON, NUM_STEPS, ROWS, worker_pid
 from tests.training import Watch, assert_equal_weights, replay
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 SETTINGS: dict[str, Any] = {
     **COMMON,
@@ -137,7 +137,6 @@ class Hopeless:
         return float(len(response) + response.count("7"))
 
 
-@pytest.mark.thorough
 def test_a_step_with_a_failed_draw_stops_the_run_when_it_is_reached(
     session: ClusterSession, tiny_model: Path
 ) -> None:
@@ -222,7 +221,6 @@ class Digits:
         return batch, {"rows": float(len(batch["rewards"]))}
 
 
-@pytest.mark.thorough
 def test_dynamic_sampling_of_games_samples_ahead(session: ClusterSession, tiny_model: Path) -> None:
     games = {"rollouts": {"max_turns": 4, "max_rollout_tokens": 24}}
     results = [

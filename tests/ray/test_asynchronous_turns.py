@@ -28,7 +28,7 @@ from tests.ray.ahead import COMMON, LONG, NUM_STEPS, ROWS, worker_pid
 from tests.training import assert_equal_weights, replay
 from tests.unit.algorithms.grpo.test_remote_training import read_locally
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 G = 2
 SETTINGS: dict[str, Any] = {**COMMON, "rollouts": ROOM}
@@ -96,7 +96,6 @@ def test_conversations_of_a_stream_equal_those_of_one_call_per_turn(
     assert without_logprobs(later) != without_logprobs(remote)
 
 
-@pytest.mark.thorough
 def test_a_killed_engine_resumes_from_the_last_finished_turn(
     streaming_engine: StreamingGeneration,
     conversations: MultiTurnRollouts,
@@ -132,7 +131,6 @@ def assert_same_records(ours: TrainResult, theirs: TrainResult) -> None:
         assert one == other
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("further", [{}, {"dynamic_sampling": {"max_draws": 2}}])
 def test_without_staleness_the_weights_equal_those_of_synchronous_training(
     session: ClusterSession, tiny_model: Path, further: Any, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.types import Prompt
 from tests.ray.ahead import LONG, batch_of, worker_pid
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 
 @pytest.fixture
@@ -118,7 +118,6 @@ def test_requests_for_weights_that_never_come_can_be_cancelled(
     assert awaiting(engine) == 0
 
 
-@pytest.mark.thorough
 def test_requests_for_the_next_weights_survive_their_engine(
     engine: StreamingGeneration, stream: RolloutStream, prompts: list[Prompt], make_policy: Callable
 ) -> None:

@@ -184,7 +184,7 @@ def test_the_batches_of_the_documents_go_through_a_policys_methods(
     policy.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_pipeline_is_composed_of_its_parts(
     session: ClusterSession, tiny_model: Path, engine: VllmGeneration
 ) -> None:

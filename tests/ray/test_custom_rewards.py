@@ -19,7 +19,7 @@ SETTINGS = {
     "num_generations_per_prompt": 2,
     "num_steps_per_iteration": 1,
 }
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 
 async def length(completion: str) -> float:

@@ -23,7 +23,7 @@ from nemo_rl_core.trainers.fit.fitting import TrainResult
 from nemo_rl_core.types import Completion, Prompt
 from tests.training import assert_equal_weights
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 LONG = 100
 
@@ -107,7 +107,6 @@ def test_two_engines_give_the_tokens_of_one(
     assert [each.token_ids for each in completed(engine, prompts)]
 
 
-@pytest.mark.thorough
 def test_the_ranks_of_an_engine_take_requests_and_weights_between_the_same_steps(
     session: ClusterSession,
     generation_setup: GenerationSetup,
@@ -153,7 +152,6 @@ def fitted(kind: type[GRPOTrainer], model: Path, own: int, **settings: Any) -> T
     return trainer.fit(ROWS, reward_fn=lambda prompt, response: float(response.count("7")))
 
 
-@pytest.mark.thorough
 def test_dedicated_engines_train_bitwise_identically(
     session: ClusterSession, tiny_model: Path
 ) -> None:
@@ -161,7 +159,6 @@ def test_dedicated_engines_train_bitwise_identically(
     assert_equal_weights(dedicated.folder, fitted(GRPOTrainer, tiny_model, own=0).folder)
 
 
-@pytest.mark.thorough
 def test_two_dedicated_engines_run_asynchronously(
     session: ClusterSession, tiny_model: Path
 ) -> None:

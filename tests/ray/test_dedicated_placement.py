@@ -174,6 +174,7 @@ def test_engines_get_gpus_that_the_trainer_does_not_use(
     assert of_trainer != of_engine
 
 
+@pytest.mark.thorough
 def test_running_engines_are_reused_or_replaced(
     results: dict[str, list[list[str]]],
 ) -> None:

@@ -424,7 +424,7 @@ def test_rewards_equal_hand_computed_ones(played: Played, folder: Path) -> None:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_rollouts_without_a_score_are_counted_and_dropped(played: Played) -> None:
     (boom,) = [said for said, worth in ROWS["function"][0].worth.items() if worth is None]
     failed = [each for each in played.rollouts if each.error is not None]

@@ -68,7 +68,7 @@ def locations(moves: Sequence[Transfer]) -> list[list[str]]:
     return [Path(f"{each.path}.location").read_text().split() for each in moves]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_each_machine_moves_its_own_files(tmp_path: Path, nodes: list[str]) -> None:
     one, two = nodes
     moves = transfers(tmp_path, [one, two, "", two])
@@ -92,7 +92,7 @@ def test_each_machine_moves_its_own_files(tmp_path: Path, nodes: list[str]) -> N
         on_machines(receive, system, back)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_machines_deliver_an_artifact(tmp_path: Path, nodes: list[str]) -> None:
     one, two = nodes
     system = fsspec.filesystem("file", auto_mkdir=True)

@@ -232,7 +232,7 @@ def myalgo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del algorithms.myalgo
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_an_algorithm_is_added(
     session: ClusterSession, tiny_model: Path, myalgo: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +249,7 @@ def test_an_algorithm_is_added(
     run("002_L488", names)["TestMyAlgoTrainer"]().test_train_step_returns_loss()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("base", ["(TrainingBackend)", ""])
 def test_a_custom_training_backend_is_driven(
     session: ClusterSession, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, base: str

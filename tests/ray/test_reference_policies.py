@@ -27,7 +27,7 @@ class OwnPolicy:
         return batch.size
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_same_code_at_any_scale(session: ClusterSession) -> None:
     assert RayVirtualCluster([8, 8]).world_size == 16
     with RayVirtualCluster([1], use_gpus=False, num_cpus_per_bundle=0.01) as cluster:

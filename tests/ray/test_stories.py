@@ -59,7 +59,7 @@ def test_gsm8k_with_a_reward_that_needs_the_answer(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_dpo_from_rows_of_ultrafeedback(
     session: ClusterSession, tiny_model: Path, tmp_path: Path
 ) -> None:

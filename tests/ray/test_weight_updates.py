@@ -260,7 +260,7 @@ def engine(session: ClusterSession, generation_setup: GenerationSetup) -> Iterat
     engine.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "fault",
     [
@@ -332,7 +332,7 @@ def be_here(_: Any) -> None:
     link.current_location = current_location
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_an_engine_on_another_machine_is_reached_over_the_network(
     engine: Generation, make_policy: Callable[..., Policy]
 ) -> None:

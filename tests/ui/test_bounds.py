@@ -71,6 +71,7 @@ def test_invalid_http_is_refused_with_the_headers(port: int, request_bytes: byte
     assert has_headers(answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "beginning",
     [b"", b"GET / HTTP/1.1\r\nHost: local", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HT"],
@@ -106,6 +107,7 @@ def test_connections_above_the_limit_are_refused_and_earlier_ones_are_served(por
         assert re.match(rb"HTTP/1.1 200 ", received(client))
 
 
+@pytest.mark.slow
 def test_an_unread_response_is_aborted(port: int, made) -> None:
     """Its file and memory are released."""
     artifact = made.artifacts["train_sft"]

@@ -188,6 +188,7 @@ def problems_of(
     return problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column_of", FIRST, ids=map(".".join, FIRST))
 def test_a_damaged_row_is_named_and_no_other_file_is_read(
     intact: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column_of: tuple[str, str]

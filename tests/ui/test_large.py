@@ -10,7 +10,6 @@ from nemo_rl_core.store.store import Store
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_every_page_of_a_large_store_is_quick(tmp_path: Path) -> None:
     path = Path(__file__).parents[1] / "benchmarks" / "large_pages.py"
     spec = importlib.util.spec_from_file_location("large_pages", path)

@@ -77,6 +77,7 @@ def test_sides_take_turns_and_are_stopped_between_them(tmp_path: Path) -> None:
     assert all(turn.figures["between"] < 0.4 for turn in turns["busy"])
 
 
+@pytest.mark.slow
 def test_sides_at_once_overlap_and_come_after_the_others(tmp_path: Path) -> None:
     sides = {
         "one": Side(runs_by_the_clock, {"seconds": 0.6}),
@@ -96,6 +97,7 @@ def test_a_side_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
         take_turns({"broken": Side(fails)}, num_turns=1, logs=tmp_path)
 
 
+@pytest.mark.slow
 def test_the_time_of_a_command_includes_its_children(tmp_path: Path) -> None:
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     spent = spent_by(["/bin/sh", "-c", f'{sys.executable} -c "{burn}" & wait'], {}, tmp_path)
@@ -104,6 +106,7 @@ def test_the_time_of_a_command_includes_its_children(tmp_path: Path) -> None:
         spent_by(["/bin/sh", "-c", "exit 3"], {}, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_time_of_a_command_includes_unreaped_processes(tmp_path: Path) -> None:
     burn = "import time\nwhile time.process_time() < 1.5: pass"
     parent = (

@@ -24,6 +24,7 @@ print(json.dumps({name: file for name, file in loaded.items() if file}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "test",
     [

@@ -35,6 +35,7 @@ def test_every_recipe_and_section_has_its_place(reference: Reference) -> None:
             assert not key.variants or key.path == "base" or reference.page_of(key)
 
 
+@pytest.mark.slow
 def test_a_page_shows_each_variant_and_each_key_once(reference: Reference) -> None:
     page = recipes.pages()["reference/recipes/grpo.md"]
     assert "### `kind: clipped` { #grpo.loss-clipped }" in page
@@ -46,12 +47,14 @@ def test_a_page_shows_each_variant_and_each_key_once(reference: Reference) -> No
     assert "| `8`; of a pretrained model `512` | " in engines
 
 
+@pytest.mark.slow
 def test_pipelines_have_the_names_that_commands_take(reference: Reference) -> None:
     assert {each.name for each in reference.pipelines} == PIPELINES.keys()
     index = recipes.pages()["reference/recipes/index.md"]
     assert all(f"| `{name}` | " in index for name in PIPELINES)
 
 
+@pytest.mark.slow
 def test_anchors_of_a_page_differ_and_its_links_to_them_lead_somewhere() -> None:
     for path, page in recipes.pages().items():
         ids = re.findall(r"<span id='([^']*)'>|\{ #(\S+) \}", page)

@@ -117,6 +117,7 @@ def test_pods_share_only_the_volume(tmp_path: Path) -> None:
     assert "Connection refused" in seen.partition("reached\n")[2]
 
 
+@pytest.mark.thorough
 def test_a_stage_on_two_nodes_equals_a_local_one(
     bed: ClusterBed, own_store: Path, tmp_path: Path
 ) -> None:

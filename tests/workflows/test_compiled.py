@@ -79,6 +79,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Package]:
         yield serialized(tmp_path_factory.mktemp("package"), os.environ)
 
 
+@pytest.mark.slow
 def test_every_workflow_and_launch_plan_is_packaged(package: Package) -> None:
     assert set(package.workflows) == WORKFLOWS
     # In addition to the named plans, flytekit makes one for every workflow.

@@ -69,6 +69,7 @@ def user(tmp_path: Path) -> User:
     return User(tmp_path)
 
 
+@pytest.mark.thorough
 def test_the_example_runs_as_the_page_shows_and_is_cached(user: User) -> None:
     first = user.pyflyte("mine.py", "mine")
     printed = {masked(line) for line in first.splitlines()}

@@ -12,7 +12,7 @@ from nemo_rl_core.maintenance.verify import verify
 from nemo_rl_core.store.store import Store
 from tests.commands import Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 
 
 def flip_a_bit(path: Path) -> None:
@@ -30,7 +30,6 @@ def damaged(run: Run) -> list[str]:
     return [line.partition(" ")[0] for line in run.lines if " is damaged and is made again" in line]
 
 
-@pytest.mark.thorough
 def test_damaged_artifacts_are_reported_and_made_again(
     first_run: Run, recipe: dict[str, Any], run_recipe: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -121,6 +121,7 @@ def test_another_learning_rate_keeps_earlier_stages(
         shutil.rmtree(left)
 
 
+@pytest.mark.thorough
 def test_two_runs_from_empty_stores_are_bitwise_identical(first_run: Run, resumed_run: Run) -> None:
     for stage in ("train_sft", "grpo_iteration 1", "grpo_iteration 2"):
         one, other = (each.artifact(stage) for each in (first_run, resumed_run))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 Run = Any
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 PARALLEL = {
     "training": {"backend": "megatron", "tensor_parallel_size": 2},
@@ -74,7 +74,6 @@ def test_the_same_command_again_runs_nothing(
     assert "convert" in again.stages("CACHED")
 
 
-@pytest.mark.thorough
 def test_the_conversion_workflow_preserves_all_weights(
     run_recipe: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ def from_rows(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     return chain
 
 
+@pytest.mark.thorough
 def test_plain_stages_open_only_files_in_their_keys(from_rows: Chain) -> None:
     assert_covered(from_rows)
     assert module_opened(from_rows, "tokenize_pairs", "nemo_rl_core.data.pairs")

@@ -12,7 +12,7 @@ import pytest
 
 Run = Any
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 POST_TRAIN = ("post_train", "post_train")
 STAGES = [
@@ -96,7 +96,6 @@ def test_the_lineage_has_all_ancestors_of_the_model(first_run: Run) -> None:
     assert expected <= stages
 
 
-@pytest.mark.thorough
 def test_other_settings_of_dpo_find_pairs_and_logprobs_in_the_cache(
     first_run: Run, short: dict[str, Any], run_recipe: Callable[..., Run]
 ) -> None:

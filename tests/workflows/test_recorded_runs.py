@@ -14,7 +14,7 @@ import pytest
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.store.store import Store
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 STAGES = {
     "prepare_model",
@@ -93,7 +93,6 @@ def test_a_run_and_its_cached_rerun(
     assert "train_sft" in shown.stdout and "prepare_data train" in shown.stdout
 
 
-@pytest.mark.thorough
 def test_a_killed_run_is_aborted_and_the_next_one_resumed(
     killed_run: Path, resumed_run: Any
 ) -> None:
@@ -112,7 +111,6 @@ def test_a_killed_run_is_aborted_and_the_next_one_resumed(
         assert again == list(range(21, 25))
 
 
-@pytest.mark.thorough
 def test_a_reproduced_checkpoint_is_bitwise_identical(
     recipe: dict[str, Any], run_recipe: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -135,7 +133,6 @@ def test_a_reproduced_checkpoint_is_bitwise_identical(
     assert not any(stage.startswith(("evaluate", "export", "promote")) for stage in made_again)
 
 
-@pytest.mark.thorough
 def test_two_concurrent_runs_are_both_complete(
     recipe: dict[str, Any], run_recipe: Callable[..., Any], tmp_path: Path
 ) -> None:

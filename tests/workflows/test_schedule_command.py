@@ -178,6 +178,7 @@ def test_workflows_registered_without_a_registry_are_not_scheduled_on_a_cluster(
     assert invoked(backend, *NIGHTLY).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_launch_plan_is_activated_like_by_register_sh(backend: Backend) -> None:
     # Imported here, since launch plans read their addresses at import.
     from workflows.launch_plans import nightly_collection

@@ -45,7 +45,6 @@ def _trainings(store: Store) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_the_same_recipe_twice_does_the_work_once(
     tmp_path: Path, run_recipe: Callable[..., Run], sft_recipe: dict[str, Any]
 ) -> None:
@@ -66,7 +65,6 @@ def test_the_same_recipe_twice_does_the_work_once(
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_different_recipes_with_concurrent_garbage_collection(
     tmp_path: Path, run_recipe: Callable[..., Run], sft_recipe: dict[str, Any]
 ) -> None:

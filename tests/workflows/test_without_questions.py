@@ -11,7 +11,7 @@ from nemo_rl_core.store.files import hash_file
 
 Run = Any
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -28,7 +28,6 @@ def exports(run: Run, stage: str) -> None:
     assert run.value("exported:") == f"the trained model ({stage})"
 
 
-@pytest.mark.thorough
 def test_sft_on_conversations_ends_with_the_held_out_loss(
     recipe: dict[str, Any], run_recipe: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -57,7 +56,6 @@ def test_sft_on_conversations_ends_with_the_held_out_loss(
     exports(run, "train_sft")
 
 
-@pytest.mark.thorough
 def test_dpo_on_pairs_is_judged_by_held_out_pairs(
     recipe: dict[str, Any], run_recipe: Callable[..., Run], tmp_path: Path
 ) -> None:

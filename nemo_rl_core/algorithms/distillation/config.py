@@ -81,7 +81,7 @@ class DistillationConfig(LoopConfig):
 
     @property
     def num_scorings(self) -> int:
-        """The teacher's forward pass."""
+        """Forward passes per step in addition to those of the update: only the teacher's."""
         return 1
 
 
@@ -91,6 +91,6 @@ class DistillationSettings(RolloutSettings):
     distillation: DistillationConfig = DistillationConfig()
 
     @model_validator(mode="after")
-    def _samples(self) -> Self:
+    def _draws_from_the_full_distribution(self) -> Self:
         refuse_for_training(self.generation)
         return self

@@ -56,8 +56,8 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
 
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
         super()._update_weights(sampler, last_step=last_step)
-        # The student's logprobs are not computed in a step, so there is no gate. A custom policy
-        # samples itself.
+        # A step does not compute the student's logprobs, so it has no gate. A custom policy has no
+        # engine to check.
         if isinstance(sampler.generation, Generation):
             sampler.generation.prove(cast("Policy", self.policy))
 

@@ -1,4 +1,9 @@
-"""Settings of direct preference optimization."""
+"""Settings of direct preference optimization.
+
+In the formulas, `c` is the chosen and `r` the rejected sequence, `rho` the log-ratio of policy to
+reference, summed over a sequence's tokens, `logp` the sum of the policy's logprobs, and `|c|` the
+number of tokens.
+"""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -219,7 +224,9 @@ class DPOConfig(LoopConfig):
 
 
 class DPOSchedule(DPOConfig):
-    """The number of iterations; each is a cached stage, independent of the number that follow.
+    """The settings of one iteration, and the number of iterations.
+
+    Each iteration is a cached stage, which a higher number of iterations does not change.
 
     Attributes:
         num_iterations: Iterations, one after the other, each a cached stage.

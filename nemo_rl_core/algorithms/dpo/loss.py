@@ -39,7 +39,12 @@ from nemo_rl_core.functional.preference import (
 
 @dataclass(frozen=True)
 class _Sequences:
-    """Statistics of sequences, `[B]` each; logprobs in nats and in nats per token (0 if none)."""
+    """Statistics of sequences, `[B]` each.
+
+    Attributes:
+        logprobs: Sum over the tokens, in nats.
+        mean_logprobs: Mean over the tokens, in nats; 0 for an empty sequence.
+    """
 
     is_chosen: Tensor
     logprobs: Tensor
@@ -173,8 +178,8 @@ def _paired_loss(
     }
     sft = SFTTerm() if isinstance(config, ORPOLoss) else config.sft
     if sft is not None:
-        by_length = sequences.mean_logprobs if sft.per == "token" else sequences.logprobs
-        per_pair["sft_loss"] = -by_length[chosen]
+        sequence_logprobs = sequences.mean_logprobs if sft.per == "token" else sequences.logprobs
+        per_pair["sft_loss"] = -sequence_logprobs[chosen]
         values = values + sft.weight * per_pair["sft_loss"]
     return _reduce(values, per_pair, is_valid, num_pairs)
 

@@ -153,8 +153,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
         """
         sampled, sampler = self._sampled[step], self.sampler
         assert sampler is not None
-        # Turns were scored when they ended. Their failures are counted even while the environment
-        # is busy.
+        # Turns were scored when they ended. What is left is to count their failures, which does not
+        # call the environment.
         has_turns = sampler.environment is not None
         turn = self._gpu_turn if sampler.scores_on_a_gpu and not has_turns else nullcontext()
         with turn, nullcontext() if has_turns else self._stream.environment_alone():
@@ -198,7 +198,10 @@ class AsyncGRPOTrainer(GRPOTrainer):
     def _checked_by_gate(
         self, data: BatchedDataDict, computed: Computed
     ) -> tuple[BatchedDataDict, dict[str, float]]:
-        """Adds the proof of the engine's last weights; drops the error if it is of no tokens."""
+        """Adds the error of the proof of the engine's last weights.
+
+        Without tokens of the current weights there is no `token_mult_prob_error`.
+        """
         data, metrics = super()._checked_by_gate(data, computed)
         if not metrics["token_mult_prob_error"]:
             del metrics["token_mult_prob_error"]

@@ -267,8 +267,9 @@ class GRPOConfig(LoopConfig):
 
 
 class GRPOSchedule(GRPOConfig):
-    """The number of iterations; each is a cached stage, independent of the number that follow.
+    """The settings of one iteration, and the number of iterations.
 
+    Each iteration is a cached stage, which a higher number of iterations does not change.
     Recipes have it as their section `grpo`, and `plan_grpo` reads it.
 
     Attributes:

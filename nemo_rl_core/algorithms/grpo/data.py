@@ -59,7 +59,7 @@ def scores_of_step(config: GRPOConfig, *, is_current: bool) -> dict[str, str]:
 
 
 def figures_of_step(config: GRPOConfig) -> dict[str, Callable[[BatchedDataDict], Any]]:
-    """Returns the functions of a rank's rows that advantages need besides rewards, by name."""
+    """Returns the functions, by name, that each rank applies to its rows to compute advantages."""
     if differs_by_token(config):
         return {"moments": partial(returns_moments, config=config)}
     return {"kl_penalties": partial(kl_penalties, config=config)} if config.has_kl_in_reward else {}
@@ -97,13 +97,15 @@ def add_advantages(
             token_advantages(with_advantages, config, returns_moments(with_advantages, config))
         )
     elif batch.is_remote:
-        with_advantages["advantages"] = _of_sequences(with_advantages, config)
+        with_advantages["advantages"] = _sequence_advantages(with_advantages, config)
     else:
         if config.has_kl_in_reward:
             with_advantages["kl_penalties"] = kl_penalties(with_advantages, config)
         mask = valid_token_mask(with_advantages["token_mask"], with_advantages["sample_mask"])
-        of_sequences = _of_sequences(with_advantages, config)
-        with_advantages["advantages"] = zero_masked(of_sequences[:, None].expand(mask.shape), mask)
+        sequence_advantages = _sequence_advantages(with_advantages, config)
+        with_advantages["advantages"] = zero_masked(
+            sequence_advantages[:, None].expand(mask.shape), mask
+        )
     return with_advantages
 
 
@@ -157,7 +159,7 @@ def kl_penalties(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
     return _kl_in_reward(batch, config).sum(dim=-1)
 
 
-def _of_sequences(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
+def _sequence_advantages(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
     """Returns `[B]` advantages that all tokens of a sequence share."""
     group_ids, outcomes = batch["group_ids"], batch["outcomes"]
     rewards = outcomes - batch["kl_penalties"] if config.has_kl_in_reward else outcomes
@@ -169,7 +171,7 @@ def _of_sequences(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
         case LeaveOneOut():
             return leave_one_out(rewards, group_ids)
         case GDPO() as advantage:
-            return _of_components(batch, advantage, batch["sample_mask"].bool())
+            return _gdpo_advantages(batch, advantage, batch["sample_mask"].bool())
         case ReinforcePlusPlus() | ReinforcePlusPlusBaseline():
             raise AssertionError("these advantages differ by token")
 
@@ -187,7 +189,7 @@ def _kl_in_reward(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
     return kl.beta * zero_masked(estimate, token_mask)
 
 
-def _of_components(batch: BatchedDataDict, advantage: GDPO, sample_mask: Tensor) -> Tensor:
+def _gdpo_advantages(batch: BatchedDataDict, advantage: GDPO, sample_mask: Tensor) -> Tensor:
     components = batch.get("reward_components")
     num_components = 0 if components is None else components.shape[1]
     if components is None or num_components != len(advantage.weights):

@@ -1,6 +1,6 @@
 """The policy losses, and their parts: reduction, KL penalty, importance correction.
 
-A part that is left out is None and has no kind `off`, which is false in YAML.
+An optional part is None if it is left out. A kind `off` would be read as false by YAML.
 """
 
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ class KLInLoss(FrozenConfig):
     20) has `1 - e^d` instead.
 
     Attributes:
-        place: The loss, to which the penalty is added.
+        place: Where the penalty is applied: it is added to the loss.
         kind: The estimator of the reported value.
         beta: The weight of the penalty.
     """

@@ -177,8 +177,8 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         draws = self._new_draws(len(prompts))
         draws.add(self._roll_out(prompts))
         while draws.wants_more:
-            more = self._further_prompts(step=self.step, num_draws=draws.num_draws)
-            draws.add(self._roll_out(more, first_group=draws.num_draws * len(prompts)))
+            further_prompts = self._further_prompts(step=self.step, num_draws=draws.num_draws)
+            draws.add(self._roll_out(further_prompts, first_group=draws.num_draws * len(prompts)))
         return draws.rollouts(), draws.metrics()
 
     def _new_draws(self, num_prompts: int) -> StepDraws:

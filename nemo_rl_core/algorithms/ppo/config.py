@@ -128,7 +128,9 @@ class PPOConfig(LoopConfig):
 
 
 class PPOSchedule(PPOConfig):
-    """The number of iterations; each is a cached stage, independent of the number that follow.
+    """The settings of one iteration, and the number of iterations.
+
+    Each iteration is a cached stage, which a higher number of iterations does not change.
 
     Attributes:
         num_iterations: Iterations, one after the other, each a cached stage.

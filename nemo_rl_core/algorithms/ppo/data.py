@@ -12,7 +12,11 @@ from nemo_rl_core.functional.value import gae
 
 
 def value_columns(values: Tensor, batch: BatchedDataDict) -> dict[str, Tensor]:
-    """Converts the critic's values `[B, T]` of the prefix up to each token to columns of a batch.
+    """Converts the critic's values to columns of a batch.
+
+    Args:
+        values: `[B, T]`, the value of the prefix that ends with each token.
+        batch: `input_lengths [B]`.
 
     Returns:
         `old_values [B, T-1]`, at index t of the state in which token t+1 is chosen, and

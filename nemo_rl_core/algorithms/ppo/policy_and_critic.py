@@ -24,7 +24,7 @@ class PolicyAndCritic:
         self.finish_checkpoint()
 
     def start_checkpoint(self, path: Path) -> None:
-        """Copies both states and starts `save_checkpoint`, which may end after this call."""
+        """Copies both states and starts to write them; the writing may continue after this call."""
         self.policy.start_checkpoint(path)
         (path / CRITIC).mkdir()
         self.critic.start_checkpoint(path / CRITIC)
@@ -44,8 +44,8 @@ class PolicyAndCritic:
         try:
             written = self.policy.finish_checkpoint()
         finally:
-            of_critic = self.critic.finish_checkpoint()
-        return written | {f"{CRITIC}/{name}": file for name, file in of_critic.items()}
+            critic_files = self.critic.finish_checkpoint()
+        return written | {f"{CRITIC}/{name}": file for name, file in critic_files.items()}
 
     def load_checkpoint(self, path: Path) -> None:
         """Restores both models."""

@@ -42,8 +42,9 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
     advantages depend on rewards only. Other arguments are those of `BaseTrainer`.
 
     Args:
-        critic: With a custom policy, a `PolicyInterface` with `get_values`, whose `train` calls the
-            loss with values `[B, T]`. Otherwise the section of that name.
+        critic: A custom critic, for a custom policy: a `PolicyInterface` with `get_values`, whose
+            `train` calls the loss with values `[B, T]`. Any other value overrides the section
+            `critic` of the settings.
 
     Attributes:
         critic: The value model in training.
@@ -61,7 +62,7 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         if critic is not None and self._custom_critic is None:
             overrides["critic"] = critic
         super().__init__(settings, session, **overrides)
-        _refuse_half_of_both(self._custom.policy, self._custom_critic)
+        _require_both_or_neither(self._custom.policy, self._custom_critic)
 
     def _policy_methods(self) -> dict[str, str]:
         methods = {**super()._policy_methods(), "get_logprobs": "logprobs of completions"}
@@ -181,7 +182,9 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         return super()._peak_memory_gib() + self.critic.peak_memory_gib()
 
 
-def _refuse_half_of_both(policy: PolicyInterface | None, critic: PolicyInterface | None) -> None:
+def _require_both_or_neither(
+    policy: PolicyInterface | None, critic: PolicyInterface | None
+) -> None:
     if (policy is None) != (critic is None):
         raise ConfigError(
             "ppo takes a custom policy and a custom critic, or neither: a training backend trains "

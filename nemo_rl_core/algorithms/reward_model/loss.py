@@ -61,8 +61,8 @@ class PreferenceLossFn:
         differences = scores[chosen] - scores[rejected]
         targets = batch["margins"][chosen] if "margins" in batch else torch.zeros_like(differences)
         values = sigmoid_loss(differences - zero_masked(targets, is_valid))
-        level = (scores[chosen] + scores[rejected]).square()
-        values = values + self.config.centering_coefficient * level
+        squared_sums = (scores[chosen] + scores[rejected]).square()
+        values = values + self.config.centering_coefficient * squared_sums
         # Comparing sequences of different pairs would silently train on noise.
         values = torch.where(is_pair, values, torch.nan)
         loss = masked_sum(values, is_valid, denominator=num_pairs)

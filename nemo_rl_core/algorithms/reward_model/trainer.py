@@ -45,10 +45,10 @@ class RewardModelTrainer(BaseTrainer[RewardModelSettings, RewardModelConfig]):
         return PromptLoader(pairs, batch_size=size, seed=seed)
 
     def _make_policy(self, spec: RunSpec) -> Policy | CustomPolicyAdapter:
-        made = super()._make_policy(spec)
-        if isinstance(made, CustomPolicyAdapter):
-            return CustomPolicyAdapter(made.policy, reads_values=True)
-        return made
+        policy = super()._make_policy(spec)
+        if isinstance(policy, CustomPolicyAdapter):
+            return CustomPolicyAdapter(policy.policy, reads_values=True)
+        return policy
 
     def _training_setup(self, spec: RunSpec) -> TrainingSetup:
         return replace(super()._training_setup(spec), head="scalar")

@@ -25,7 +25,8 @@ def load_examples(folder: Path, tokenizer: Any) -> Sequence[SupervisedExample]:
             got=f"the columns {', '.join(rows[0])}",
             fix="train on it with dpo or as a reward model, or rename chosen to completion",
         )
-    if rows and not rows[0].get("completion", "any"):
+    # Conversations and texts do not have the column.
+    if rows and "completion" in rows[0] and not rows[0]["completion"]:
         raise DataError(
             "the data set has only prompts, which supervised training cannot use",
             expected="the column completion or answer in addition to prompt",

@@ -42,10 +42,13 @@ def complete(
     tokenizer: Any,
     pads: bool,
 ) -> BatchedDataDict:
-    """Completes prompts with the model's KV cache; `pads` is the result of `check_padding`.
+    """Completes prompts with the model's KV cache.
 
     If the batch may grow beyond `independent_length`, each row is completed separately, so that its
     tokens do not depend on other rows.
+
+    Args:
+        pads: Whether prompts may be padded to one batch, from `check_padding`.
     """
     if not requests:
         return as_batch([], [])

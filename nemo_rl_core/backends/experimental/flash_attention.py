@@ -47,6 +47,7 @@ class Heads:
     """The attention heads of a model.
 
     Attributes:
+        repeats: Number of query heads per key head.
         windows: Window sizes of the layers; None means full attention.
     """
 
@@ -154,16 +155,17 @@ def _restore() -> None:
 def _prove(heads: Heads) -> None:
     """Raises unless `varlen_attn` and its gradients match the reference up to rounding."""
     for window in sorted(heads.windows, key=str):
-        binding = window and min(window, _BINDING_WINDOW)
-        actual = _computed(varlen_attention, heads, binding)
+        tested_window = window and min(window, _BINDING_WINDOW)
+        actual = _computed(varlen_attention, heads, tested_window)
         exact = replace(heads, dtype=torch.float32)
-        expected = _computed(reference_attention, exact, binding)
+        expected = _computed(reference_attention, exact, tested_window)
         for name, ours, theirs in zip(_COMPARED, actual, expected, strict=True):
             distance = float((ours.float() - theirs).norm() / theirs.norm())
             if not distance < _TOLERANCE:
                 raise ArithmeticError(
                     f"{name} differ from the reference by {distance:.2g} of their norm (head size "
-                    f"{heads.size}, {heads.repeats} query heads per key head, window {binding})"
+                    f"{heads.size}, {heads.repeats} query heads per key head, window "
+                    f"{tested_window})"
                 )
 
 

@@ -270,7 +270,7 @@ def _refuse_unknown_parts(chunk: Any, folder: Path) -> None:
 
 
 def _drop_marks(chunk: Any) -> None:
-    """Removes the bridge's marks of replicated parameters, which split ones have as well.
+    """Removes the marks with which the bridge calls all parameters replicated, even split ones.
 
     `optimizer.wrap` then marks split parameters for the gradient norm.
     """

@@ -64,7 +64,7 @@ class HuggingFaceBackend(ReceivesWeights):
         if current and not kept and {each.data_ptr() for each in current.values()} <= addresses:
             return
         # The model is loaded again, since transformers maps published names only on loading.
-        self._take(
+        self._load(
             type(self._model),
             None,
             source_name=_SOURCE,
@@ -76,13 +76,13 @@ class HuggingFaceBackend(ReceivesWeights):
         """Replaces all weights with those of the safetensors files in `model_folder`."""
         from transformers import AutoModelForCausalLM
 
-        self._take(
+        self._load(
             AutoModelForCausalLM,
             model_folder,
             source_name=f"the model folder {model_folder.name!r}",
         )
 
-    def _take(self, kind: Any, source: Path | None, **options: Any) -> None:
+    def _load(self, kind: Any, source: Path | None, **options: Any) -> None:
         dtype = getattr(torch, self._setup.dtype)
         model, _ = load_pretrained(kind, source, dtype=dtype, **options)
         self._model = model.eval().to(local_device())

@@ -97,10 +97,12 @@ class IncomingWeights:
             # A different last component means different values: `A` of Mamba 2 is `-exp(A_log)`.
             is_same = renamed.rpartition(".")[2] == name.rpartition(".")[2]
             return renamed if is_same and self._engine_shapes.get(renamed) == shape else None
-        loaded = self._engine_shapes[name]
-        if not loaded or loaded[1:] != shape[1:] or not sent.numel():
+        engine_shape = self._engine_shapes[name]
+        if not engine_shape or engine_shape[1:] != shape[1:] or not sent.numel():
             return None
-        fits = loaded == shape or (not self._is_tensor_parallel and loaded[0] >= shape[0])
+        fits = engine_shape == shape or (
+            not self._is_tensor_parallel and engine_shape[0] >= shape[0]
+        )
         return name if fits else None
 
 

@@ -43,6 +43,7 @@ _MAX_BATCHED_TOKENS = 8192
 _CPU_BLOCK = 32
 _FP8_CAPABILITY = (8, 9)
 SENT = "the trainer's weight transfer"
+"""Source of weights that a trainer has sent, for errors."""
 Tag = Literal["weights", "kv_cache"]
 _ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 """Parts that vLLM can wake separately; everything else wakes with the first of them."""
@@ -335,10 +336,11 @@ def _drop_expert_kernels(model: torch.nn.Module) -> None:
 
 
 def _finish_on_cpu(model: torch.nn.Module, source_name: str) -> None:
-    """Repacks heads that are tied to the embedding.
+    """Repacks heads that are tied to the embedding; refuses experts that kept their old weights.
 
     On a CPU, vLLM computes with a packed copy. A reload refreshes it only if the head's name is
-    sent, but a tied weight is sent under the embedding's name only.
+    sent, but a tied weight is sent under the embedding's name only. Experts without a kernel were
+    not reloaded, see `_drop_expert_kernels`.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

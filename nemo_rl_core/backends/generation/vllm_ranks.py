@@ -103,9 +103,9 @@ def join_engine(num_ranks: int) -> list[str] | None:
     store = meeting_store(_START_TIMEOUT)
     if rank_in_engine == 0:
         is_local = os.environ["MASTER_ADDR"] == LOOPBACK
-        here = LOOPBACK if is_local else ray.util.get_node_ip_address()
-        _hosted.append(host_store(here, 0, wait_for_workers=False))
-        store.set(f"engine {engine}", json.dumps([here, _hosted[-1].port]))
+        own_address = LOOPBACK if is_local else ray.util.get_node_ip_address()
+        _hosted.append(host_store(own_address, 0, wait_for_workers=False))
+        store.set(f"engine {engine}", json.dumps([own_address, _hosted[-1].port]))
     store.set(f"rank {global_rank}", json.dumps(asdict(EngineRank.of_this_process())))
     address, port = json.loads(store.get(f"engine {engine}"))
     first = engine * num_ranks
@@ -144,6 +144,6 @@ def local_ranks(ranks: Sequence[EngineRank], rank: int) -> tuple[int, list[str] 
         (1, ['1', '0'])
     """
     machine = ranks[rank].machine
-    here = [index for index, each in enumerate(ranks) if each.machine == machine]
-    gpus = [gpu for index in here if (gpu := ranks[index].gpu) is not None]
-    return here.index(rank), gpus or None
+    ranks_on_machine = [index for index, each in enumerate(ranks) if each.machine == machine]
+    gpus = [gpu for index in ranks_on_machine if (gpu := ranks[index].gpu) is not None]
+    return ranks_on_machine.index(rank), gpus or None

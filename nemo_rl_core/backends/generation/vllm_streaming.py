@@ -335,13 +335,13 @@ class StreamingVllmBackend(VllmBackend):
         from vllm.sampling_params import RequestOutputKind
 
         for request in pending:
-            left = request.remaining_request()
+            remaining = request.remaining_request()
             is_greedy = self._config.temperature == 0
-            sampling = self._sampling(left, n=1, is_greedy=is_greedy)
+            sampling = self._sampling(remaining, n=1, is_greedy=is_greedy)
             # One output per token would cost a tenth of the engine's time. `_take_unfinished` reads
             # the tokens of interrupted requests.
             sampling.output_kind = RequestOutputKind.FINAL_ONLY
-            prompt: Any = {"prompt_token_ids": left.prompt}
+            prompt: Any = {"prompt_token_ids": remaining.prompt}
             # Requests of one priority are ordered by a count that is equal on all ranks; vLLM would
             # use each rank's clock.
             arrival = float(next(self._arrivals))
@@ -371,13 +371,13 @@ class StreamingVllmBackend(VllmBackend):
             self._step()
 
     def _interruption_is_cheaper(self, requests: list[_PendingRequest]) -> bool:
-        left = again = 0
+        num_remaining = num_repeated = 0
         for pending in requests:
             drawn = len(self._state(pending).detokenizer.output_token_ids)
             length = len(pending.token_ids) + drawn
-            left += pending.request.max_new_tokens - length
-            again += len(pending.request.prompt) + length if drawn else 0
-        return left > again
+            num_remaining += pending.request.max_new_tokens - length
+            num_repeated += len(pending.request.prompt) + length if drawn else 0
+        return num_remaining > num_repeated
 
     def _state(self, pending: _PendingRequest) -> Any:
         outputs = self._llm.llm_engine.output_processor

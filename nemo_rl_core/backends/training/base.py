@@ -98,7 +98,7 @@ def allowed_sharing(model_folder: Path) -> PrefixSharing | None:
     kinds = set(text.get("layer_types") or ())
     if (
         not shares_rows(config)
-        or not shape.attention_width * shape.num_layers
+        or not (shape.attention_width and shape.num_layers)
         or kinds - _LAYERS_WITH_ATTENTION
         or not text.get("is_causal", True)
     ):

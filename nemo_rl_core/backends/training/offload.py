@@ -35,15 +35,15 @@ class _Away(NamedTuple):
     @property
     def pieces(self) -> Iterator[list[torch.Tensor]]:
         blocks = iter(self.blocks)
-        rest = next(blocks, None)
+        block = next(blocks, None)
         for size in self.sizes:
             slices, missing = [], size
             while missing:
-                assert rest is not None
-                if not len(rest):
-                    rest = next(blocks)
-                slices.append(rest[:missing])
-                rest, missing = rest[missing:], missing - len(slices[-1])
+                assert block is not None
+                if not len(block):
+                    block = next(blocks)
+                slices.append(block[:missing])
+                block, missing = block[missing:], missing - len(slices[-1])
             yield slices
 
 
@@ -110,7 +110,7 @@ class OffloadedState:
 def _block_sizes(num_bytes: int) -> list[int]:
     """Returns block sizes for so many bytes, all powers of two: full blocks, and the rest."""
     num_full, rest = divmod(num_bytes, _BLOCK_BYTES)
-    return [_BLOCK_BYTES] * num_full + [1 << (rest - 1).bit_length()] * (rest > 0)
+    return [_BLOCK_BYTES] * num_full + ([1 << (rest - 1).bit_length()] if rest else [])
 
 
 def _matched(

@@ -103,8 +103,8 @@ def learning_rate_at(update: int, config: OptimizerConfig) -> float:
     done = min(max(update - config.num_warmup_steps, 0) / schedule.num_decay_steps, 1.0)
     match schedule:
         case LinearSchedule():
-            left = 1.0 - done
+            decay_left = 1.0 - done
         case CosineSchedule():
-            left = (1.0 + math.cos(math.pi * done)) / 2.0
+            decay_left = (1.0 + math.cos(math.pi * done)) / 2.0
     floor = schedule.final_fraction
-    return config.learning_rate * warmup * (floor + (1.0 - floor) * left)
+    return config.learning_rate * warmup * (floor + (1.0 - floor) * decay_left)

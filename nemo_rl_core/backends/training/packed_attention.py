@@ -193,7 +193,8 @@ def _flex(compiled: bool) -> Callable[..., Tensor]:
     if not compiled:
         return plain
     # Uncompiled FlexAttention materializes the scores of all pairs. Without `fullgraph`, torch
-    # would silently use it beyond the limit, which a few models with and without gradients reach.
+    # would silently fall back to it at the limit of recompilations, which a process with a few
+    # models reaches.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(plain, fullgraph=True)
 
@@ -215,17 +216,18 @@ def block_mask(last: Tensor, window: int | None) -> "BlockMask":
     padded = F.pad(last, (0, -num_tokens % _BLOCK), value=-1).view(-1, _BLOCK)
     furthest = padded.amax(1)
     nearest = padded.where(padded >= 0, num_tokens).amin(1)
-    some = (start <= start[:, None]) & (furthest >= start[:, None])
+    some_pairs = (start <= start[:, None]) & (furthest >= start[:, None])
     all_pairs = (start < start[:, None]) & (nearest >= end[:, None])
     if window is not None:
-        some &= start[:, None] - end < window
+        some_pairs &= start[:, None] - end < window
         all_pairs &= end[:, None] - start < window
 
     def attends(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = (key <= query) & (query <= last[key])
         return allowed if window is None else allowed & (query - key < window)
 
-    partial_blocks, full_blocks = _listed(some & ~all_pairs), _listed(all_pairs)
+    partial_blocks = _counts_and_indices(some_pairs & ~all_pairs)
+    full_blocks = _counts_and_indices(all_pairs)
     return BlockMask.from_kv_blocks(
         *partial_blocks,
         *full_blocks,
@@ -235,7 +237,7 @@ def block_mask(last: Tensor, window: int | None) -> "BlockMask":
     )
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _counts_and_indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the number of set blocks per row `[1, 1, B]` and their indices `[1, 1, B, B]`."""
     order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]

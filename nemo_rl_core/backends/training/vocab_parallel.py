@@ -28,8 +28,9 @@ def vocab_parallel_logprobs_from_hidden(
 ) -> Tensor:
     """Returns `[N, K]` logprobs of tokens, as `token_logprobs_from_hidden` with the full head.
 
-    A collective of the group, forward and backward. All ranks pass the same rows and ids and use
-    the result equally; each gets the full gradient of `hidden`, and the gradient of its shard.
+    A collective of the group, forward and backward. All ranks pass the same rows and ids, and the
+    gradient of the result must be the same on all of them. Each gets the full gradient of `hidden`,
+    and the gradient of its shard.
 
     Args:
         hidden: `[N, D]` final hidden states, the same on every rank.

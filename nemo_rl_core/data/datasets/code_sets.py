@@ -87,8 +87,10 @@ def kod_code(record: Record) -> dict[str, Any]:
         raise ValueError("has a test without a line `from solution import ...`")
     functions = [info for info in _sequence(record.get("test_info")) if isinstance(info, Mapping)]
     parameters = {info.get("function_name"): info.get("parameter_list") or "" for info in functions}
-    called = ", ".join(f"`{name}{parameters.get(name, '')}`" for name in dict.fromkeys(names))
-    signatures = f"The program defines {called}."
+    function_texts = ", ".join(
+        f"`{name}{parameters.get(name, '')}`" for name in dict.fromkeys(names)
+    )
+    signatures = f"The program defines {function_texts}."
     setup, pieces = _split(test, names)
     metadata = {"tests": pieces, "entry_point": list(dict.fromkeys(names)), "setup": setup}
     return _row(f"{_text(record, 'question')}\n\n{signatures} {_ASK}", metadata, solution)

@@ -55,7 +55,7 @@ def _row(start: NumberGuess, opening: list[tuple[int, NumberGuess]], spare_turns
     low, high = position.low, position.high
     guess = str(best_guess(low, high))
     return {
-        "id": start.text[:-1],
+        "id": start.text.removesuffix("="),
         "prompt": _prompt(start, opening),
         "answer": guess,
         "completion": guess,

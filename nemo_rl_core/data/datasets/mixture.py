@@ -35,8 +35,8 @@ def load(config: MixtureData, load_source: Callable[..., Parts], *, seed: int) -
                 fix="lower num_train or the source's weight, or set duplicates: keep to repeat "
                 "its rows",
             )
-        draw = random.Random(f"{seed}/mixture/{number}")
-        for rows, suffix in _drawn(part.train, count, draw):
+        generator = random.Random(f"{seed}/mixture/{number}")
+        for rows, suffix in _drawn(part.train, count, generator):
             _add(train, rows, number, suffix)
         _add(validation, part.validation or [], number, "")
     read_as = "; ".join(f"{n}: {p.read_as}" for n, p in enumerate(parts) if p.read_as)
@@ -62,13 +62,13 @@ def _counts(config: MixtureData, sizes: Sequence[int]) -> list[int]:
 
 
 def _drawn(
-    rows: Sequence[Row], count: int, draw: random.Random
+    rows: Sequence[Row], count: int, generator: random.Random
 ) -> Iterator[tuple[Sequence[Row], str]]:
     """Yields full passes over the rows and a sample for the remainder, in the source's order."""
     for repeat in range(-(-count // len(rows)) if len(rows) else 0):
         num_drawn = min(count - repeat * len(rows), len(rows))
         is_drawn = np.zeros(len(rows), dtype=bool)
-        is_drawn[np.array(draw.sample(range(len(rows)), num_drawn), dtype=np.int64)] = True
+        is_drawn[np.array(generator.sample(range(len(rows)), num_drawn), dtype=np.int64)] = True
         yield select_rows(rows, is_drawn), f"#{repeat + 1}" if repeat else ""
 
 

@@ -40,7 +40,7 @@ class Parts:
 
 
 def without_validation(rows: Recognized, *, fraction: float, seed: int, where: str) -> Parts:
-    """Holds out a seeded share of the rows for validation."""
+    """Splits a source without validation rows: a seeded share is held out for validation."""
     mask = held_out_mask(rows.rows, fraction=fraction, seed=seed, where=where)
     return Parts(select_rows(rows.rows, ~mask), select_rows(rows.rows, mask), rows.read_as)
 

@@ -34,7 +34,7 @@ def load(config: SlidingPuzzleData, *, seed: int) -> tuple[list[Row], list[Row]]
 def _row(position: SlidingPuzzle, num_moves: dict[SlidingPuzzle, int], spare_turns: int) -> Row:
     move = str(best_move(position, num_moves))
     return {
-        "id": position.text[:-1],
+        "id": position.text.removesuffix("="),
         "prompt": position.text,
         "answer": move,
         "completion": move,

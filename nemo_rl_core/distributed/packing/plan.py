@@ -80,12 +80,12 @@ def plan_microbatches(
     if bundles is None:
         waiting, filled = _Waiting(order, lengths), []
         while (first := waiting.take()) is not None:
-            filled.append(_filled(first, waiting, lengths, max_tokens, share_rows))
+            filled.append(_microbatch_of_sequences(first, waiting, lengths, max_tokens, share_rows))
         return filled
     units = bundled(order, bundles)
     microbatches = []
     while units:
-        microbatch, units = _fill(units, lengths, max_tokens, share_rows)
+        microbatch, units = _microbatch_of_bundles(units, lengths, max_tokens, share_rows)
         microbatches.append(microbatch)
     return microbatches
 
@@ -145,7 +145,7 @@ class _Waiting:
         return index
 
 
-def _filled(
+def _microbatch_of_sequences(
     first: int, waiting: _Waiting, lengths: Sequence[int], max_tokens: int, share_rows: bool
 ) -> Microbatch:
     row_length = lengths[first]
@@ -169,7 +169,7 @@ def _filled(
             bisect.insort(free, (room - length, row))
 
 
-def _fill(
+def _microbatch_of_bundles(
     units: list[list[int]], lengths: Sequence[int], max_tokens: int, share_rows: bool
 ) -> tuple[Microbatch, list[list[int]]]:
     first, *others = units
@@ -315,5 +315,5 @@ def _owners(shared: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor
     numbers = torch.arange(len(shared), device=shared.device)[:, None]
     is_own = positions >= shared[:, None]
     owner = torch.where(is_own, numbers, 0).cummax(0).values
-    after = torch.where(is_own, numbers, len(shared)).flip(0).cummin(0).values.flip(0)
-    return owner, torch.cat([after[1:], torch.full_like(after[:1], len(shared))])
+    owner_from = torch.where(is_own, numbers, len(shared)).flip(0).cummin(0).values.flip(0)
+    return owner, torch.cat([owner_from[1:], torch.full_like(owner_from[:1], len(shared))])

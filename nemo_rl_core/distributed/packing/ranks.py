@@ -115,11 +115,11 @@ def plan_for_ranks(
         >>> [[part.rows for part in plan] for plan in plans]
         [[((0,), (1, 3))], [((2,),)]]
     """
-    work = _Work(lengths, max_tokens, bundles, share_rows, cost)
+    planner = _Planner(lengths, max_tokens, bundles, share_rows, cost)
     if num_ranks == 1:
-        return [work.plan(range(len(lengths)))]
-    options = (work.packed_then_shared(num_ranks), work.shared_then_packed(num_ranks))
-    return min(options, key=work.step_cost)
+        return [planner.plan(range(len(lengths)))]
+    options = (planner.packed_then_shared(num_ranks), planner.shared_then_packed(num_ranks))
+    return min(options, key=planner.step_cost)
 
 
 def share_out(
@@ -146,7 +146,7 @@ def share_out(
     return shares
 
 
-class _Work:
+class _Planner:
     """Sequences, and the operations of planning on them."""
 
     def __init__(
@@ -227,11 +227,11 @@ class _Work:
 class _Splittable:
     """Micro-batches whose number can be increased by splitting the most expensive ones."""
 
-    def __init__(self, work: _Work, parts: Sequence[Microbatch]) -> None:
-        self._work = work
+    def __init__(self, planner: _Planner, parts: Sequence[Microbatch]) -> None:
+        self._planner = planner
         self._parts = dict(enumerate(parts))  # by number, in order of creation
         self._num_made = len(parts)
-        self._costliest = [(-work.cost(part), number) for number, part in self._parts.items()]
+        self._costliest = [(-planner.cost(part), number) for number, part in self._parts.items()]
         heapq.heapify(self._costliest)
 
     def __len__(self) -> int:
@@ -245,10 +245,10 @@ class _Splittable:
         """Splits the most expensive micro-batch that can be split, or adds an empty one."""
         while self._costliest:
             _, number = heapq.heappop(self._costliest)
-            if halves := self._work.halves(self._parts[number]):
+            if halves := self._planner.halves(self._parts[number]):
                 del self._parts[number]
                 for half in halves:
-                    heapq.heappush(self._costliest, (-self._work.cost(half), self._num_made))
+                    heapq.heappush(self._costliest, (-self._planner.cost(half), self._num_made))
                     self._add(half)
                 return
         self._add(NO_SEQUENCES)

@@ -12,7 +12,10 @@ from nemo_rl_core.distributed.packing.ranks import sequence_flops
 from nemo_rl_core.distributed.remote_columns import Block, BlockParts, as_block
 
 _NUM_BALANCED = 8
-"""Items per share that `assign` gives to the cheapest share; the costlier ones go in turns."""
+"""Number of items per share, the cheapest, that `assign` gives to the cheapest share one by one.
+
+The more expensive items before them go to the shares in turns.
+"""
 
 
 def assign(costs: "np.ndarray[Any, Any]", num_shares: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
@@ -104,8 +107,8 @@ def shard_rows(batch: BatchedDataDict, *, num_ranks: int, keep_groups: bool = Fa
     ordered = BatchedDataDict(as_block(batch.select_indices(order).data))
     parts = []
     for first in range(0, num_ranks, _NEARBY_RANKS):
-        start, inner = int(ends[first] - sizes[first]), ends[first : first + _NEARBY_RANKS]
-        parts.append(BlockParts(ordered.slice(start, int(inner[-1])).data, inner - start))
+        start, rank_ends = int(ends[first] - sizes[first]), ends[first : first + _NEARBY_RANKS]
+        parts.append(BlockParts(ordered.slice(start, int(rank_ends[-1])).data, rank_ends - start))
     return ShardedRows(parts, order, sizes)
 
 

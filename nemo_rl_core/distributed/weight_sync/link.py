@@ -258,9 +258,9 @@ class WeightLink:
         self._timeout_seconds = timeout_seconds
         senders: list[Location] = _locations(trainer)
         receivers = _locations(engine)
-        here = current_machine()
-        all_here = all(each.machine == here for each in (*senders, *receivers))
-        host = LOOPBACK if all_here else _own_address()
+        own_machine = current_machine()
+        is_one_machine = all(each.machine == own_machine for each in (*senders, *receivers))
+        host = LOOPBACK if is_one_machine else _own_address()
         self._store: TCPStore | None = host_store(host, 0, wait_for_workers=False)
         token = secrets.token_hex(32)
         self.specs: dict[int, LinkSpec] = {}

@@ -51,8 +51,8 @@ def current_location() -> Location:
 def current_machine() -> str:
     """Returns the hostname plus the PID namespace, because containers may share a hostname."""
     namespace = Path("/proc/self/ns/pid")
-    shared = namespace.readlink() if namespace.exists() else "none"
-    return f"{socket.gethostname()} {shared}"
+    namespace_id = namespace.readlink() if namespace.exists() else "none"
+    return f"{socket.gethostname()} {namespace_id}"
 
 
 @dataclass(frozen=True)

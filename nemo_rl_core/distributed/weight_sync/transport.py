@@ -189,10 +189,10 @@ class CudaIpcTransport(BufferedTransport):
 
         torch.cuda.current_stream(self._device).synchronize()  # finish packing first
         rebuild, arguments = reduce_tensor(payload)  # type: ignore[no-untyped-call]
-        named = zip(inspect.signature(rebuild).parameters, arguments, strict=True)
+        named_arguments = zip(inspect.signature(rebuild).parameters, arguments, strict=True)
         return {
             name: value.hex() if isinstance(value, bytes) else value
-            for name, value in named
+            for name, value in named_arguments
             if name not in (*_CONSTANT, "storage_device")
         }
 

@@ -73,7 +73,9 @@ def ask(
     if len(message_log_batch) == 1:
         return [problem]
     pairs = zip(message_log_batch, metadata, strict=True)
-    return [reply for log, about in pairs for reply in ask(environment, [log], [about])]
+    return [
+        reply for log, row_metadata in pairs for reply in ask(environment, [log], [row_metadata])
+    ]
 
 
 def checked_replies(
@@ -92,13 +94,13 @@ def checked_replies(
 
 
 def _valid(reply: Reply, log: Sequence[Message], source: str) -> Reply | RewardError:
-    about = {"prompt": log[0]["content"], "completion": log[-1]["content"], "source": source}
+    context = {"prompt": log[0]["content"], "completion": log[-1]["content"], "source": source}
     if reply.error is not None:
-        return failure("could not score", reply.error, **about)
-    reward = checked(reply.reward, **about)
+        return failure("could not score", reply.error, **context)
+    reward = checked(reply.reward, **context)
     if isinstance(reward, RewardError):
         return reward
-    truncation_reward = checked(reply.truncation_reward, **about)
+    truncation_reward = checked(reply.truncation_reward, **context)
     if isinstance(truncation_reward, RewardError):
         return truncation_reward
     return replace(reply, reward=reward, truncation_reward=truncation_reward)

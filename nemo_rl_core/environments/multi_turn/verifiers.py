@@ -87,8 +87,8 @@ class VerifiersEnvironment:
         The environment decides when an episode ends; its rubric then computes the reward.
         """
         turns = [
-            partial(self._turn, log, about)
-            for log, about in zip(message_log_batch, metadata, strict=True)
+            partial(self._turn, log, row_metadata)
+            for log, row_metadata in zip(message_log_batch, metadata, strict=True)
         ]
         return joined_replies([self._reply(call) for call in self._calls.results(turns)])
 
@@ -102,19 +102,21 @@ class VerifiersEnvironment:
             return failed(RewardError("the verifiers environment failed", got=got[:300]))
         return reply
 
-    async def _turn(self, log: Sequence[Message], about: Mapping[str, Any]) -> Reply:
-        episode = about.get(_EPISODE)
+    async def _turn(self, log: Sequence[Message], row_metadata: Mapping[str, Any]) -> Reply:
+        episode = row_metadata.get(_EPISODE)
         if episode is None:
-            episode = _Episode(self._verifiers, self._environment, _row(log, about))
+            episode = _Episode(self._verifiers, self._environment, _row(log, row_metadata))
         if await episode.answer(log[-1]["content"]):
             state = await episode.task
             if state.get("error") is not None:
                 raise RewardError(f"the episode failed: {state['error']!r}"[:300])
-            return Reply(reward=float(state["reward"] or 0.0), terminated=True, metadata=about)
+            return Reply(
+                reward=float(state["reward"] or 0.0), terminated=True, metadata=row_metadata
+            )
         return Reply(
             terminated=False,
             observation=episode.observation(),
-            metadata={**about, _EPISODE: episode},
+            metadata={**row_metadata, _EPISODE: episode},
         )
 
     def shutdown(self) -> None:
@@ -122,13 +124,13 @@ class VerifiersEnvironment:
         self._calls.close()
 
 
-def _row(log: Sequence[Message], about: Mapping[str, Any]) -> dict[str, Any]:
+def _row(log: Sequence[Message], row_metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a `RolloutInput`, whose prompt is the messages before the policy's first turn."""
     first = next(index for index, each in enumerate(log) if each["role"] == "assistant")
     return {
         "prompt": [dict(message) for message in log[:first]],
-        "answer": about.get("answer", ""),
-        "info": dict(about.get("info") or {}),
+        "answer": row_metadata.get("answer", ""),
+        "info": dict(row_metadata.get("info") or {}),
         "example_id": 0,
     }
 

@@ -14,8 +14,8 @@ Call = Callable[[], Any]
 
 def is_async(fn: Callable[..., Any]) -> bool:
     """Whether calling it returns a coroutine."""
-    called = getattr(fn, "__call__", None)  # noqa: B004 (the method of a callable object)
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(called)
+    call_method = getattr(fn, "__call__", None)  # noqa: B004 (the method of a callable object)
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(call_method)
 
 
 class AsyncCalls:

@@ -82,12 +82,12 @@ class CodeScorer(Scorer):
         if not program.strip():
             return False
         # Twice the expected output, so that an output that is too long is compared, not truncated.
-        room = max(2**16, 2 * len(exchange.stdout.encode()))
-        most = self._output_kib * 2**10 if self._output_kib else room
+        default_bytes = max(2**16, 2 * len(exchange.stdout.encode()))
+        max_bytes = self._output_kib * 2**10 if self._output_kib else default_bytes
         ended = self._sandbox.run(
             _script(program),
             stdin=exchange.stdin,
-            limits=replace(self._limits, output_bytes=most),
+            limits=replace(self._limits, output_bytes=max_bytes),
         )
         return ended.succeeded and is_output(ended.stdout, exchange.stdout)
 
@@ -101,7 +101,7 @@ class CodeScorer(Scorer):
     def _checked(self, program: str, tests: UnitTests) -> dict[Any, Any]:
         """Runs the tests in one sandbox and the program in another; returns the report."""
         # The program's deadline comes first: then the tests notice that it is gone, and continue.
-        patient = replace(self._test_limits, wall_seconds=self._limits.wall_seconds + 5)
+        longer_limits = replace(self._test_limits, wall_seconds=self._limits.wall_seconds + 5)
         with ExitStack() as running:
             slot = running.enter_context(self._sandbox.slots.taken())
             with ExitStack() as pipes:
@@ -122,7 +122,7 @@ class CodeScorer(Scorer):
                         {**_harness("checker"), "tests.json": stored_tests(tests)},
                         stdin=replies[0],
                         stdout=requests[1],
-                        limits=_room_for_report(patient, tests),
+                        limits=_room_for_report(longer_limits, tests),
                         readable=package_folders(),
                     )
                 )

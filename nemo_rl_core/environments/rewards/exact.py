@@ -19,7 +19,7 @@ class ExactScorer(Scorer):
 
     def __init__(self, config: ExactMatch | None = None) -> None:
         config = config or ExactMatch()
-        self._trimmed = _WHITE_SPACE[config.white_space]
+        self._trim = _WHITE_SPACE[config.white_space]
         self._ignore_case = config.ignore_case
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
@@ -36,5 +36,5 @@ class ExactScorer(Scorer):
         return () if prompt.answer else ("answer",)
 
     def _normal(self, text: str) -> str:
-        text = self._trimmed(text)
+        text = self._trim(text)
         return text.casefold() if self._ignore_case else text

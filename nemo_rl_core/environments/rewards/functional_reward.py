@@ -103,15 +103,15 @@ class FunctionalRewardWrapper(Scorer):
         """
         import torch
 
-        about = list(metadata) if metadata else [None] * len(message_log_batch)
+        metadata_of_rows = list(metadata) if metadata else [None] * len(message_log_batch)
         rows = [
             given_fields(*_last_exchange(log), each if isinstance(each, Mapping) else {})
-            for log, each in zip(message_log_batch, about, strict=True)
+            for log, each in zip(message_log_batch, metadata_of_rows, strict=True)
         ]
         rewards = raise_first(self._outcomes(rows))
         return EnvironmentReturn(
             observations=[],
-            metadata=about,
+            metadata=metadata_of_rows,
             next_stop_strings=[None] * len(rows),
             rewards=torch.tensor(rewards, dtype=torch.float32),
             terminateds=torch.ones(len(rows), dtype=torch.bool),

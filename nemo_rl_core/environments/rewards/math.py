@@ -177,8 +177,8 @@ class _Worker:
         poll.register(descriptor, select.POLLIN)
         line, deadline = b"", time.monotonic() + seconds
         while not line.endswith(b"\n"):
-            left = max(deadline - time.monotonic(), 0)
-            if not poll.poll(1000 * left):
+            seconds_left = max(deadline - time.monotonic(), 0)
+            if not poll.poll(1000 * seconds_left):
                 raise TimeoutError(f"the checking process gave no reply within {seconds:g} s")
             read = os.read(descriptor, 65536)
             if not read:

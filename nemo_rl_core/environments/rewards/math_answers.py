@@ -234,8 +234,8 @@ def _measure(unit: str) -> str:
 
 
 def _is_prose(plain: str) -> bool:
-    outside = _FORMULA.sub(" ", plain) if "$" in plain else ""
-    return bool(_PROSE.search(_TEXT_COMMAND.sub("", plain)) or _WORD.search(outside))
+    outside_formulas = _FORMULA.sub(" ", plain) if "$" in plain else ""
+    return bool(_PROSE.search(_TEXT_COMMAND.sub("", plain)) or _WORD.search(outside_formulas))
 
 
 def _plain(answer: str) -> str:

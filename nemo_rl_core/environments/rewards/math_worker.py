@@ -117,6 +117,7 @@ def main() -> None:
         # So that the forked processes inherit loaded modules and warm caches.
         for answer, completion in _SAMPLES:
             equal(answer, completion)
+        # The first line: this process is ready for requests.
         answers.write("{}\n")
         answers.flush()
         for line in sys.stdin:
@@ -136,13 +137,13 @@ def _refuse_large_numbers() -> None:
         setattr(parser, name, _bounded_nesting(getattr(parser, name)))
 
 
-def _count_calls(most: int, stop: Callable[[], None]) -> None:
-    left = most
+def _count_calls(max_calls: int, stop: Callable[[], None]) -> None:
+    num_calls_left = max_calls
 
     def traced(_frame: FrameType, _event: str, _argument: object) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
+        nonlocal num_calls_left
+        num_calls_left -= 1
+        if num_calls_left < 0:
             stop()
 
     sys.settrace(traced)

@@ -239,15 +239,15 @@ def _statements(text: str, patterns: Sequence[re.Pattern[str]]) -> Iterator[tupl
     """Yields the position of each statement's first letter, and all its letters."""
     for match in _matches(text, patterns):
         before = text[max(0, match.start() - 100) : match.start()]
-        within = text[match.start() : match.start("first")].rstrip(" :=([{\"'")
-        clause = _CLAUSE.split(within)[-1]
-        if not _CLAUSE.match(within):
+        matched = text[match.start() : match.start("first")].rstrip(" :=([{\"'")
+        clause = _CLAUSE.split(matched)[-1]
+        if not _CLAUSE.match(matched):
             clause = _CLAUSE.split(before)[-1] + clause
         letters = _letters(match)
         if _NEGATED.search(clause):
             continue
         if patterns not in (_MARKS, _LINES):
-            supposed = _SENTENCE.split(before)[-1] + within
+            supposed = _SENTENCE.split(before)[-1] + matched
             rest = text[match.end() : match.end() + 100]
             if _NOT_MINE.search(clause) or _SUPPOSED.search(supposed) or _DOUBTED.match(rest):
                 continue

@@ -142,14 +142,14 @@ def _last_scores(model: Any, sequences: Sequence[Sequence[int]]) -> "torch.Tenso
 def _load_reward_model(name: str) -> Any:
     from transformers import AutoModelForSequenceClassification
 
-    called = f"the reward model {name!r}"
+    source_name = f"the reward model {name!r}"
     with hub_access(name):
         model, _ = load_pretrained(
-            AutoModelForSequenceClassification, name, source_name=called, dtype="auto"
+            AutoModelForSequenceClassification, name, source_name=source_name, dtype="auto"
         )
     if not hasattr(model, _SCALAR_HEAD):
         raise ModelError(
-            f"{called} cannot score sequences",
+            f"{source_name} cannot score sequences",
             expected=f"a decoder with a head called {_SCALAR_HEAD!r}",
             got=type(model).__name__,
             fix="use a checkpoint that RewardModelTrainer has saved",

@@ -86,6 +86,7 @@ def _identity(privileged: bool) -> int:
     """Returns a user id that nothing else uses, so that process limits apply to each program."""
     if not privileged:
         return _NOBODY
+    # One of the highest ids that exist here; concurrent launchers have different process ids.
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     return max(int(first) + int(count) for first, _, count in ranges) - 2 - os.getpid() % 16384
 

@@ -258,8 +258,10 @@ class Running:
             for pipe in contents:
                 open_pipes.register(pipe, selectors.EVENT_READ)
             while open_pipes.get_map():
-                left = started + self._limits.wall_seconds + _GRACE_SECONDS - time.monotonic()
-                for key, _ in open_pipes.select(max(left, 0)):
+                seconds_left = (
+                    started + self._limits.wall_seconds + _GRACE_SECONDS - time.monotonic()
+                )
+                for key, _ in open_pipes.select(max(seconds_left, 0)):
                     read = os.read(key.fd, 65536)
                     if not read:
                         open_pipes.unregister(key.fileobj)
@@ -268,7 +270,7 @@ class Running:
                     ):
                         contents[key.fileobj] += read
                 too_long = len(contents.get(self._process.stdout, b"")) > self._limits.output_bytes
-                if left < 0:
+                if seconds_left < 0:
                     self._process.kill()
                 elif too_long and not cut:
                     cut = True
@@ -285,7 +287,7 @@ class Running:
         report: dict[str, Any] = {}
         for line in contents[self._report].splitlines():
             report |= json.loads(line)
-        # After the program's start, any failure of the sandbox is caused by the program.
+        # If the launcher dies after the program's start, the program has caused it.
         has_begun = "started" in report or self._is_asked_to_end
         if not has_begun or "failed" in report:
             raise _no_sandbox(report.get("failed") or f"the launcher died: {stderr[-300:]}")

@@ -114,4 +114,5 @@ def filter_program(machine: str) -> bytes:
 
 
 def _instruction(code: int, value: int, *, then: int = 0, otherwise: int = 0) -> bytes:
+    """Encodes an instruction; a jump skips `then` instructions if it applies, or `otherwise`."""
     return struct.pack("HBBI", code, then, otherwise, value)

@@ -14,7 +14,8 @@ _LOOK_SECONDS = 0.2
 """Interval over which the CPU time of a program is measured."""
 _BUSY_SHARE = 0.1
 """Share of a core above which a program counts as computing."""
-_MOST = 256
+_MAX_PROGRAMS = 256
+"""Maximum number of programs that run at once, computing or waiting."""
 
 
 class Slot:
@@ -56,7 +57,7 @@ class Slots:
 
     def __init__(self, num_parallel: int, memory_mib: int) -> None:
         free = min(psutil.virtual_memory().available / 2**20, total_memory_gib() * 2**10)
-        self.most = max(num_parallel, min(_MOST, int(free / 2 / memory_mib)))
+        self.most = max(num_parallel, min(_MAX_PROGRAMS, int(free / 2 / memory_mib)))
         self._num_parallel = num_parallel
         self._slots: list[Slot] = []
         self._changed = Condition()

@@ -54,12 +54,12 @@ def check_ray_sessions(_: Store, *, max_old_bytes: int = _MAX_OLD_BYTES) -> Resu
     """Checks for files of earlier Ray runtimes."""
     folder = ray_folder()
     in_use = " ".join(" ".join(_command(process)) for process in _ray_processes())
-    left = [path for path in folder.glob("session_2*") if path.name not in in_use]
-    size = sum(map(allocated, left))
-    status = f"{len(left)} old sessions, {size / 2**20:.0f} MiB, in {folder}"
+    old_sessions = [path for path in folder.glob("session_2*") if path.name not in in_use]
+    size = sum(map(allocated, old_sessions))
+    status = f"{len(old_sessions)} old sessions, {size / 2**20:.0f} MiB, in {folder}"
     if size > max_old_bytes:
         return Result("warn", status, f"remove them while no Ray runs: rm -r {folder}/session_2*")
-    return Result("ok", status if left else "nothing")
+    return Result("ok", status if old_sessions else "nothing")
 
 
 def check_hub(_: Store) -> Result:

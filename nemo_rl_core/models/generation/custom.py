@@ -84,9 +84,9 @@ class CustomEngineAdapter(GenerationInterface):
             "temperature": self._config.temperature,
         }
         if self._config.stop_strings:
-            of_rows = data.get("stop_strings") or [None] * data.size
+            row_stop_strings = data.get("stop_strings") or [None] * data.size
             columns["stop_strings"] = [
-                [*self._config.stop_strings, *(each or ())] for each in of_rows
+                [*self._config.stop_strings, *(each or ())] for each in row_stop_strings
             ]
         source = self._source
         generator = source.policy if isinstance(source, CustomPolicyAdapter) else source
@@ -130,8 +130,8 @@ class CustomEngineAdapter(GenerationInterface):
     def _ends(self, ids: Tensor, starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
         """Returns `[B]` ends of the completions, and `[B]` whether each ends with a stop token."""
         position = torch.arange(ids.shape[1])
-        within = (position >= starts[:, None]) & (position < ends[:, None])
-        stops = torch.isin(ids, self._stops) & within
+        is_in_completion = (position >= starts[:, None]) & (position < ends[:, None])
+        stops = torch.isin(ids, self._stops) & is_in_completion
         ended = stops.any(dim=1)
         return torch.where(ended, stops.int().argmax(dim=1) + 1, ends), ended
 

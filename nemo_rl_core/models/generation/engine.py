@@ -186,10 +186,14 @@ class Generation(GenerationInterface):
             )
             return remote_completions.joined(answers)
 
-        made = self._with_restart(call)
-        shape, num_generated = model_shape(self._setup.model_folder), made.completion_lengths.sum()
-        usage.count("generation", shape, made.input_lengths, num_generated=int(num_generated))
-        return made
+        completions = self._with_restart(call)
+        usage.count(
+            "generation",
+            model_shape(self._setup.model_folder),
+            completions.input_lengths,
+            num_generated=int(completions.completion_lengths.sum()),
+        )
+        return completions
 
     def _texts(self, output: BatchedDataDict) -> list[str]:
         tokenizer = load_tokenizer(self._setup.model_folder)

@@ -106,12 +106,14 @@ def read_setup(options: Mapping[str, Any], config_class: type[EngineConfig]) -> 
         named["stop_token_ids"] = [*ends, *(named.get("stop_token_ids") or ())]
     if "dtype" in named:  # a name, or the type itself
         named["dtype"] = str(named["dtype"]).removeprefix("torch.")
-    of_model = {key: named.pop(key) for key in list(named) if key in _ModelOptions.model_fields}
+    model_options = {
+        key: named.pop(key) for key in list(named) if key in _ModelOptions.model_fields
+    }
     try:
-        model = _ModelOptions.model_validate(of_model)
+        model = _ModelOptions.model_validate(model_options)
         config = config_class.model_validate(named)
     except ValidationError as error:
-        raise describe(error, {**named, **of_model}) from error
+        raise describe(error, {**named, **model_options}) from error
     folder = local_folder(model.model_name)
     model_stops = stop_token_ids(folder, load_tokenizer(folder))
     longest = model.max_model_len or sampling_length(folder)

@@ -185,10 +185,10 @@ def parts_of_engines(requests: Requests, num_engines: int) -> list[RequestParts]
     ends = [(engine + 1) * rows + min(engine + 1, left_over) for engine in range(num_engines)]
     parts, start = [], 0
     for first in range(0, num_engines, _NEARBY_ENGINES):
-        inner = ends[first : first + _NEARBY_ENGINES]
-        part = requests.slice(start, inner[-1])
-        parts.append(RequestParts(part, [end - start for end in inner]))
-        start = inner[-1]
+        engine_ends = ends[first : first + _NEARBY_ENGINES]
+        part = requests.slice(start, engine_ends[-1])
+        parts.append(RequestParts(part, [end - start for end in engine_ends]))
+        start = engine_ends[-1]
     return parts
 
 

@@ -251,10 +251,11 @@ class StreamingGeneration(Generation):
         used, block = np.unique(engine, return_inverse=True)
         row = np.zeros(len(request_ids), np.int64)
         for number, each in enumerate(used.tolist()):
-            of_engine = np.flatnonzero(block == number)
-            row[of_engine] = np.arange(len(of_engine))
+            rows_of_engine = np.flatnonzero(block == number)
+            row[rows_of_engine] = np.arange(len(rows_of_engine))
             earlier = [
-                (before or {}).get(request_id) for request_id in request_ids[of_engine].tolist()
+                (before or {}).get(request_id)
+                for request_id in request_ids[rows_of_engine].tolist()
             ]
             continued = [index for index, each in enumerate(earlier) if each is not None]
             rows = [each for each in earlier if each is not None]
@@ -264,7 +265,7 @@ class StreamingGeneration(Generation):
                     remote_completions.take_remotely,
                     rank=each * self._ranks,
                     num_remote=2,
-                    request_ids=request_ids[of_engine].tolist(),
+                    request_ids=request_ids[rows_of_engine].tolist(),
                     model_folder=self._setup.model_folder,
                     continued=continued,
                     before=RemoteRows.of_each(rows) if rows else None,

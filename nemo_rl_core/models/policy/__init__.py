@@ -1,4 +1,4 @@
-"""The controller's side of a model in training, and policies that are named by their model."""
+"""The controller's side of a model in training, and policies made from the name of a model."""
 
 from typing import Any
 

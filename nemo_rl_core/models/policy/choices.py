@@ -16,6 +16,7 @@ from nemo_rl_core.planning.sizes import ModelSizes, sizes_of
 
 _LOG = logging.getLogger(__name__)
 _MANY = 2**31
+"""Sequences per step if their number is unknown: more than fit a micro-batch."""
 
 
 def with_choices(

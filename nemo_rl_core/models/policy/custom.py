@@ -201,14 +201,14 @@ class _CallableLoss:
         if "topk_ids" in batch:
             student = logprobs[:, :-1].gather(-1, batch["topk_ids"])
             batch = BatchedDataDict({**batch, "current_topk_logprobs": student})
-        return _picked(logprobs, batch["input_ids"]), batch
+        return _logprobs_of_ids(logprobs, batch["input_ids"]), batch
 
 
 def _of_next_tokens(logprobs: Tensor, input_ids: Tensor, temperature: float) -> Tensor:
     scaled = torch.log_softmax(logprobs / temperature, dim=-1) if temperature != 1 else logprobs
-    return _picked(scaled, input_ids)
+    return _logprobs_of_ids(scaled, input_ids)
 
 
-def _picked(logprobs: Tensor, input_ids: Tensor) -> Tensor:
+def _logprobs_of_ids(logprobs: Tensor, input_ids: Tensor) -> Tensor:
     ids = input_ids[:, 1:, None].to(logprobs.device)
     return logprobs[:, :-1].gather(-1, ids)[..., 0]

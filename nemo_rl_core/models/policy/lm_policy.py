@@ -296,7 +296,7 @@ class Policy(PolicyInterface):
         self.workers.run_all_workers_single_data("save_checkpoint", path)
 
     def start_checkpoint(self, path: Path) -> None:
-        """Copies the state and starts `save_checkpoint`, which may end after this call."""
+        """Copies the state and starts to write it; the writing may continue after this call."""
         self.workers.run_all_workers_single_data("start_checkpoint", path)
 
     def start_sharded_checkpoint(self, path: Path) -> None:
@@ -361,8 +361,8 @@ def saves_shards(backend: type) -> bool:
 
     It does not if a class overrides only methods of full checkpoints.
     """
-    of_full = ["save_checkpoint", "start_checkpoint", "load_checkpoint"]
-    return _is_defined_after(backend, "start_sharded_checkpoint", others=of_full)
+    full_methods = ["save_checkpoint", "start_checkpoint", "load_checkpoint"]
+    return _is_defined_after(backend, "start_sharded_checkpoint", others=full_methods)
 
 
 def _is_defined_after(backend: type, method: str, *, others: Sequence[str]) -> bool:

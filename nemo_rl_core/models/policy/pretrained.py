@@ -81,37 +81,37 @@ class PretrainedPolicy(PolicyInterface):
     ) -> None:
         self.model_name = str(model_name)
         self.cluster = cluster
-        named = self._renamed(options)
+        renamed = self._renamed(options)
         backend = self.training_class.model_fields
-        _refuse_unknown(named, {*backend, *PolicyOptions.model_fields} - {"backend"})
+        _refuse_unknown(renamed, {*backend, *PolicyOptions.model_fields} - {"backend"})
         try:
             self._training = self.training_class.model_validate(
-                {key: value for key, value in named.items() if key in backend}
+                {key: value for key, value in renamed.items() if key in backend}
             )
             self._options = PolicyOptions.model_validate(
-                {key: value for key, value in named.items() if key not in backend}
+                {key: value for key, value in renamed.items() if key not in backend}
             )
         except ValidationError as error:
-            raise describe(error, named) from error
+            raise describe(error, renamed) from error
         self._options_given = {
-            key: getattr(self._options, key) for key in named if key not in backend
+            key: getattr(self._options, key) for key in renamed if key not in backend
         }
         self._name = f"{type(self).__name__} {next(_numbers)}"
-        self._trained: Path | None = None
+        self._trained_folder: Path | None = None
         self._running: Policy | None = None
         self._engine: Any = None
         self._num_updates, self._num_updates_of_engine = 0, -1
 
     def _renamed(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        named = {}
+        renamed = {}
         for name, value in options.items():
             if name in self.without_effect:
                 _LOG.warning("%s has no effect: %s", name, self.without_effect[name])
             else:
-                named[self.aliases.get(name, name)] = value
-        if "dtype" in named:  # a name, or the type itself
-            named["dtype"] = str(named["dtype"]).removeprefix("torch.")
-        return named
+                renamed[self.aliases.get(name, name)] = value
+        if "dtype" in renamed:  # a name, or the type itself
+            renamed["dtype"] = str(renamed["dtype"]).removeprefix("torch.")
+        return renamed
 
     @property
     def policy(self) -> Policy:
@@ -157,7 +157,7 @@ class PretrainedPolicy(PolicyInterface):
         base = local_folder(self.model_name)
         options = self._options
         return TrainingSetup(
-            model_folder=self._trained or base,
+            model_folder=self._trained_folder or base,
             reference_folder=base,
             optimizer=options,
             training=self._training,
@@ -170,7 +170,7 @@ class PretrainedPolicy(PolicyInterface):
     def resume_from(self, model_folder: Path) -> None:
         """Continues with trained weights and a new optimizer from the next call on."""
         self.shutdown()
-        self._trained = model_folder
+        self._trained_folder = model_folder
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         """Returns `logprobs [B, T-1]` under the weights being trained."""
@@ -300,8 +300,8 @@ class HuggingFacePolicy(PretrainedPolicy):
     }
 
     def _renamed(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        named = super()._renamed(options)
-        chosen = [bits for bits in ("8bit", "4bit") if named.pop(f"load_in_{bits}", False)]
+        renamed = super()._renamed(options)
+        chosen = [bits for bits in ("8bit", "4bit") if renamed.pop(f"load_in_{bits}", False)]
         if len(chosen) > 1:
             raise ConfigError(
                 "weights are loaded in one type",
@@ -310,8 +310,8 @@ class HuggingFacePolicy(PretrainedPolicy):
                 fix="leave one of them out",
             )
         if chosen:
-            named = {"lora": LoRAConfig(), **named, "weights": chosen[0]}
-        return named
+            renamed = {"lora": LoRAConfig(), **renamed, "weights": chosen[0]}
+        return renamed
 
 
 class MegatronPolicy(PretrainedPolicy):
@@ -345,8 +345,8 @@ class MegatronPolicy(PretrainedPolicy):
     }
 
 
-def _refuse_unknown(named: Mapping[str, Any], choices: set[str]) -> None:
-    unknown = [name for name in named if name not in choices]
+def _refuse_unknown(options: Mapping[str, Any], choices: set[str]) -> None:
+    unknown = [name for name in options if name not in choices]
     if unknown:
         raise unknown_names(
             "a policy has no option", unknown, sorted(choices), otherwise="leave it out"

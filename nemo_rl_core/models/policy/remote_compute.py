@@ -111,9 +111,9 @@ def compute_together(
         computed[name] = columns[name] = getattr(backend, method)(batch=columns)
     seconds, metrics = time.perf_counter() - started, None
     if derived is not None:
-        further = derived(columns)
-        computed.update(further)
-        columns.update(further)
+        derived_columns = derived(columns)
+        computed.update(derived_columns)
+        columns.update(derived_columns)
     if loss_fn is not None:
         metrics, logprobs = backend.forward_backward(batch=columns, loss_fn=loss_fn)
         computed["prev_logprobs"] = columns["prev_logprobs"] = logprobs

@@ -125,7 +125,7 @@ def agreement(
     """
     generated, trained = batch["generation_logprobs"], batch["prev_logprobs"]
     mask = valid_token_mask(batch["token_mask"], batch["compared_mask"])
-    left = valid_token_mask(batch["token_mask"], batch["sample_mask"])
+    trained_mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
     ages: dict[str, Tensor] = {}
     if version is not None and "weight_versions" in batch:
         written, age = batch["token_mask"].bool(), version - batch["weight_versions"]
@@ -139,11 +139,11 @@ def agreement(
     one = torch.ones(())
     values = {
         "error": (torch.exp((generated - trained).abs()), mask),
-        "kl": (kl_estimate(generated, trained, kind="k3"), left),
-        "ratio": (torch.exp(trained - generated), left),
+        "kl": (kl_estimate(generated, trained, kind="k3"), trained_mask),
+        "ratio": (torch.exp(trained - generated), trained_mask),
     }
     sums = {name: masked_sum(*each, denominator=one) for name, each in values.items()}
-    counts = {"num_off": is_off.sum(), "num_tokens": mask.sum(), "num_trained": left.sum()}
+    counts = {"num_off": is_off.sum(), "num_tokens": mask.sum(), "num_trained": trained_mask.sum()}
     return {name: value.item() for name, value in (counts | sums | ages).items()}
 
 
@@ -159,7 +159,7 @@ def agreement_metrics(
     error = float(total["error"] / total["num_tokens"].clamp(min=1))
     if total["num_off"] or not error <= gate.max_token_mult_prob_error:
         return None
-    left = total["num_trained"].clamp(min=1)
+    num_trained = total["num_trained"].clamp(min=1)
     ages = {}
     if "age" in total:
         ages = {
@@ -170,8 +170,8 @@ def agreement_metrics(
         **ages,
         "token_mult_prob_error": error,
         "num_inconsistent_sequences": 0.0,
-        "kl_generation_trainer": float(total["kl"] / left),
-        "sampling_importance_ratio": float(total["ratio"] / left),
+        "kl_generation_trainer": float(total["kl"] / num_trained),
+        "sampling_importance_ratio": float(total["ratio"] / num_trained),
     }
 
 

@@ -31,9 +31,9 @@ def proof_bounds(
 ) -> GateConfig:
     """Returns the bounds of proofs: those of the gate of a step, or wider ones for rounding.
 
-    The prompts are random tokens, after which a model gives large logits to uncertain tokens. In
-    bfloat16 logits of 16 to 32 are multiples of 0.125: two correct engines of SmolLM2-135M differ
-    by 1.06 to 1.09 (six draws), and one in which a single layer of 30 is wrong by 1.55 to 481. The
+    The prompts are random tokens, after which logits are large, but no token is likely. In bfloat16
+    logits of 16 to 32 are multiples of 0.125: two correct engines of SmolLM2-135M differ by 1.06 to
+    1.09 (six draws), and one in which a single layer of 30 is wrong by 1.55 to 481. The
     bound of FP8 is chosen, not measured. In float32 on a CPU, which has no TF32, correct engines
     differ from the trainer by less than 1e-4, and wrong ones by 0.01 and more (tiny models of all
     types), which the gate of a step would accept.

@@ -102,8 +102,8 @@ def parents_of(
     _refuse_incomplete_rows(data, settings, scorer)
     for part, frame in (("train", data.train), ("validation", data.validation)):
         rows = request.dataset if part == "train" else request.validation
-        about = {"read_as": data.read_as, "data": {"rows": _described(rows)}}
-        parents[part] = _data_artifact(stages, part, frame, parents["base"], about)
+        recorded_config = {"read_as": data.read_as, "data": {"rows": _described(rows)}}
+        parents[part] = _data_artifact(stages, part, frame, parents["base"], recorded_config)
     return parents
 
 
@@ -173,7 +173,7 @@ def _checkpoint_in_store(folder: Path) -> Path | None:
 
 
 def _data_artifact(
-    stages: UnrecordedStages, name: str, frame: Any, base: Path, about: Mapping[str, Any]
+    stages: UnrecordedStages, name: str, frame: Any, base: Path, recorded_config: Mapping[str, Any]
 ) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         written = save_frame(frame, Path(scratch))
@@ -182,7 +182,7 @@ def _data_artifact(
             shutil.copyfile(written, folder / written.name)
             return StageResult("dataset", "parquet", f"{name} {len(frame)} rows")
 
-        config = {"content": hash_file(written), **about}
+        config = {"content": hash_file(written), **recorded_config}
         source = source_digest(DataModule.__module__)
         inputs = StageInputs("prepare_data", config, {"tokenizer": base}, source, part=name)
         return stages.produce(inputs, work)

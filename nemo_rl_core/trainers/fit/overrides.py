@@ -95,14 +95,14 @@ def _as_mapping(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _owner(name: str, sections: Mapping[str, type[FrozenConfig]], first: str) -> str | None:
+def _owner(name: str, sections: Mapping[str, type[FrozenConfig]], preferred: str) -> str | None:
     owners = [
         key
         for key, kind in sections.items()
         if name in kind.accepted_keys() or name in kind.renamed
     ]
-    if first in owners:
-        return first
+    if preferred in owners:
+        return preferred
     if len(owners) > 1:
         raise ConfigError(
             f"the setting {name!r} is in several sections",

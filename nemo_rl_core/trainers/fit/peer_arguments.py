@@ -52,16 +52,16 @@ def python_hint(
         name = closest_name(name, names_of_peers) or name
     if name in _SPECIAL_HINTS:
         return _SPECIAL_HINTS[name](value, section, names)
-    here = PEER_NAMES.get(name)
-    if here is None:
+    equivalent = PEER_NAMES.get(name)
+    if equivalent is None:
         return peer_hint(name)
-    in_section = _IN_SECTION.match(here)
-    text = f"{section}.{in_section[1]}" if in_section else here
+    in_section = _IN_SECTION.match(equivalent)
+    text = f"{section}.{in_section[1]}" if in_section else equivalent
     match = _PATH.match(text)
     path = _argument(match[0], section, names, sections) if match else None
     if path is None:
         return peer_hint(name)
-    is_only_path = here == (in_section or match)[0]  # type: ignore[index]
+    is_only_path = equivalent == (in_section or match)[0]  # type: ignore[index]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_only_path and is_number and name not in _OTHER_VALUES:
         return f"write {_as_code(path, repr(value))}"
@@ -107,13 +107,13 @@ def _peft(value: Any, section: str, names: Collection[str]) -> str:
     lora: dict[str, Any] = {"rank": rank or default[0], "alpha": float(alpha or default[1])}
     if modules is not None and not isinstance(modules, str):
         lora["target_modules"] = sorted([*modules, *(field("target_parameters") or ())])
-    without = [name for name in _NOT_IN_LORA if field(name)]
+    unsupported = [name for name in _NOT_IN_LORA if field(name)]
     if isinstance(modules, str) and modules != "all-linear":
-        without.append("a pattern as target_modules")
+        unsupported.append("a pattern as target_modules")
     if field("target_parameters") and "target_modules" not in lora:
-        without.append("target_parameters with target_modules: all-linear")
+        unsupported.append("target_parameters with target_modules: all-linear")
     line = f"write training={{'lora': {_shown(lora)}}}"
-    return f"{line}; there is no {' or '.join(without)}" if without else line
+    return f"{line}; there is no {' or '.join(unsupported)}" if unsupported else line
 
 
 def _field(value: Any, name: str) -> Any:

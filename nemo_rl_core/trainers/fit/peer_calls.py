@@ -86,16 +86,16 @@ def pop_trl_names(
     Refuses an argument that `named_here` has under the name of this project.
     """
     removed: dict[str, Any] = {}
-    for word, here in FIT_ARGUMENTS.items():
-        if word not in arguments:
+    for trl_name, fit_name in FIT_ARGUMENTS.items():
+        if trl_name not in arguments:
             continue
-        if named_here is not None and named_here.get(here) is not None:
+        if named_here is not None and named_here.get(fit_name) is not None:
             raise ConfigError(
-                f"{word} means {here}, which is also given",
-                got=f"{word} and {here}",
-                fix=f"leave {word} out",
+                f"{trl_name} means {fit_name}, which is also given",
+                got=f"{trl_name} and {fit_name}",
+                fix=f"leave {trl_name} out",
             )
-        removed[here] = arguments.pop(word)
+        removed[fit_name] = arguments.pop(trl_name)
     return removed
 
 

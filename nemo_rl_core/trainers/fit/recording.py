@@ -141,11 +141,11 @@ class RecordedStages(UnrecordedStages):
                 step = int(metrics.get("global_step", event.step))
                 self._step = f"step {event.step} of {event.num_steps}"
                 self._num_tokens += int(metrics.get("num_valid_tokens", 0))
-                spent = {f"timings/{name}": value for name, value in timings.items()}
-                self._writer.log_metrics(self._node, step, metrics | spent)
+                timing_metrics = {f"timings/{name}": value for name, value in timings.items()}
+                self._writer.log_metrics(self._node, step, metrics | timing_metrics)
             case MachineSample(second, figures):
-                load = {f"machine/{name}": value for name, value in figures.items()}
-                self._writer.log_metrics(self._node, second, load)
+                machine_metrics = {f"machine/{name}": value for name, value in figures.items()}
+                self._writer.log_metrics(self._node, second, machine_metrics)
             case StageResumed(step):
                 self._writer.resumed(self._node, step)
                 self._is_resumed = True

@@ -60,11 +60,13 @@ def repeat(recorded: Repetition) -> Path:
         result: RunResult = trainer.run(trainer.run_spec(artifacts, work, scorer=scorer))
         return result
 
-    fitted = TrainerForFit(cls.algorithm, cls, trainer.settings, run)
-    call = FitCall(recorded.trainer, {"repeats": Path(recorded.run).name}, source=fitted.source)
+    trainer_for_fit = TrainerForFit(cls.algorithm, cls, trainer.settings, run)
+    call = FitCall(
+        recorded.trainer, {"repeats": Path(recorded.run).name}, source=trainer_for_fit.source
+    )
     parents = {role: Path(folder) for role, folder in recorded.parents.items()}
     with recorded_fit(call) as stages:
-        return train_on(fitted, recorded.config, parents, _scorer(recorded), stages).folder
+        return train_on(trainer_for_fit, recorded.config, parents, _scorer(recorded), stages).folder
 
 
 def _scorer(recorded: Repetition) -> Scorer | None:

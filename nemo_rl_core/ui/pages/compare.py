@@ -26,7 +26,12 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Compared:
-    """An evaluation that both runs have, with the reason if they cannot be compared."""
+    """An evaluation that both runs have.
+
+    Attributes:
+        compared: The comparison; None if the two cannot be compared.
+        refused: The reason why they cannot be compared; empty if they can.
+    """
 
     name: str
     artifacts: tuple[str, str]
@@ -90,18 +95,18 @@ def compare(request: Request) -> Response:
         return render_message(request, "Compare", text, section="compare", command="make grpo")
     history = history_of(request)
     ids = [one.strip() for one in request.query_params.getlist("run") if one.strip()]
-    text = parameter(request, "metric")
+    metric_filter = parameter(request, "metric")
     context: dict[str, Any] = {
         "section": "compare",
         "ids": [*ids, "", ""][:2],
-        "metric": text,
+        "metric": metric_filter,
         "recent": history.executions(limit=_RECENT).items,
         "refused": "" if len(ids) in (0, 2) else f"Choose two executions; {len(ids)} given.",
     }
     if len(ids) != 2:
         return render(request, "compare.html", runs=(), **context)
     before, after = (history.execution(one) for one in ids)
-    charts, more = _overlaid(history, (before, after), text)
+    charts, num_left_out = _overlaid(history, (before, after), metric_filter)
     return render(
         request,
         "compare.html",
@@ -111,26 +116,26 @@ def compare(request: Request) -> Response:
         packages=differences(before.packages, after.packages),
         evaluations=compared(history, before, after),
         charts=charts,
-        more=more,
+        more=num_left_out,
         **context,
     )
 
 
 def _overlaid(
-    history: History, runs: tuple[Execution, Execution], text: str
+    history: History, runs: tuple[Execution, Execution], metric_filter: str
 ) -> tuple[list[Chart], int]:
     """Returns charts of metrics of both runs by stage, and the number of those left out."""
     stages_of_runs = [
-        {s.task: s for s in curves.stages(history, run.id, text=text)} for run in runs
+        {s.task: s for s in curves.stages(history, run.id, text=metric_filter)} for run in runs
     ]
     charts: list[Chart] = []
-    more = 0
+    num_left_out = 0
     for task in dict.fromkeys(task for stages in stages_of_runs for task in stages):
         names = curves.ordered(
             {n for stages in stages_of_runs if task in stages for n in stages[task].names}
         )
         shown = names[: curves.SHOWN]
-        more += len(names) - len(shown)
+        num_left_out += len(names) - len(shown)
         lines = [
             curves.series(history, stages[task].nodes, shown) if task in stages else {}
             for stages in stages_of_runs
@@ -142,4 +147,4 @@ def _overlaid(
                 for one in line.get(name) or [Series("", ())]
             ]
             charts.append(chart(f"{task.rpartition('.')[2]}: {name}", series))
-    return charts, more
+    return charts, num_left_out

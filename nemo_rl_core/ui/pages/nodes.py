@@ -73,8 +73,10 @@ def _deck_of(history: History, request: Request, one: Node) -> Path | None:
     maker = one if one.deck_path or one.cached_from is None else history.node(one.cached_from).node
     if not maker.deck_path:
         return None
-    made = [value.artifact for value in history.node(maker.id).outputs if value.artifact]
-    folders = [Path(history.artifact(each).path) for each in made if history.has_artifact(each)]
+    artifacts = [value.artifact for value in history.node(maker.id).outputs if value.artifact]
+    folders = [
+        Path(history.artifact(each).path) for each in artifacts if history.has_artifact(each)
+    ]
     path = Path(maker.deck_path).resolve()
     roots = (request.app.state.source.store.root, *folders)
     is_allowed = any(path.is_relative_to(folder) for folder in roots)

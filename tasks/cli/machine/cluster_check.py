@@ -107,9 +107,9 @@ def cluster_check(
 
 @contextmanager
 def _noted_interrupt() -> Iterator[Event]:
-    noted = Event()
-    before = signal.signal(signal.SIGINT, lambda *_: noted.set())
+    interrupted = Event()
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     try:
-        yield noted
+        yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)

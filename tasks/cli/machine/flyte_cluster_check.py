@@ -46,11 +46,11 @@ class _Node:
 
     Attributes:
         name: Name of the line if the node returns none.
-        waits: Advice while the node has not ended.
+        advice: How to find out why the node has not ended.
     """
 
     name: str
-    waits: str
+    advice: str
 
 
 _PENDING = "kubectl describe its pod: no room, no image, or a volume that cannot be mounted"
@@ -168,7 +168,7 @@ class CheckRun:
             for node in nodes:
                 states[node.id.node_id] = Phase.enum_to_string(node.closure.phase)
                 if node.id.node_id in open_nodes and node.closure.phase in _ENDED:
-                    yield from self._of_ended(node, open_nodes.pop(node.id.node_id))
+                    yield from self._lines_of_ended(node, open_nodes.pop(node.id.node_id))
             if "bucket-written" not in open_nodes and states["bucket-written"] != "SUCCEEDED":
                 open_nodes.pop("bucket", None)  # nothing to read
             if open_nodes and not ended:
@@ -192,7 +192,7 @@ class CheckRun:
         phase = str(WorkflowPhase.enum_to_string(closure.phase))
         return f"{phase}, {closure.error.message[:300]}" if closure.error else phase
 
-    def _of_ended(self, execution: Any, node: _Node) -> Iterator[CheckLine]:
+    def _lines_of_ended(self, execution: Any, node: _Node) -> Iterator[CheckLine]:
         if execution.closure.phase != Phase.SUCCEEDED:
             error = execution.closure.error
             message = error.message if error else Phase.enum_to_string(execution.closure.phase)
@@ -207,8 +207,8 @@ class CheckRun:
 
 def _advice(node: _Node) -> str:
     """Returns the advice for a waiting node; with Kueue, a RayJob waits for its queue first."""
-    is_queued = node.waits == _JOB and QUEUE_LABEL in job_settings().labels
-    return _ADMITTED * is_queued + node.waits
+    is_queued = node.advice == _JOB and QUEUE_LABEL in job_settings().labels
+    return _ADMITTED + node.advice if is_queued else node.advice
 
 
 def line_of_error(name: str, message: str) -> CheckLine:

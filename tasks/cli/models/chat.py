@@ -49,15 +49,15 @@ def _converse(conversation: "Conversation", *, separate: bool) -> None:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         _write(f"{_HELP}. {_NO_HISTORY_NOTE if separate else ''}".rstrip() + "\n")
-    asks = "> " if is_terminal else ""
-    _write(asks)
+    input_prompt = "> " if is_terminal else ""
+    _write(input_prompt)
     for line in sys.stdin:
         text = line.strip()
         if text == "/quit":
             return
         if text:
             _write(_reply(conversation, text))
-        _write(asks)
+        _write(input_prompt)
     if is_terminal:
         _write("\n")
 

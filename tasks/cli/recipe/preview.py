@@ -63,9 +63,9 @@ def preview(
     from nemo_rl_core.data.preview import LEGEND, read_row
     from nemo_rl_core.data.preview import preview as as_text
 
-    form = RowFormat.of({"columns": _by_name(columns)}) if columns else None
+    row_format = RowFormat.of({"columns": _by_name(columns)}) if columns else None
     try:
-        chosen = read_row(data, row, RowPolicy(mask=mask), form)
+        chosen = read_row(data, row, RowPolicy(mask=mask), row_format)
     except DataError as error:
         if "data.columns" not in (error.fix or ""):
             raise
@@ -77,8 +77,10 @@ def preview(
 
 def _refuse_options_of_data() -> None:
     context = click.get_current_context()
-    typed = click.core.ParameterSource.COMMANDLINE
-    names = [name for name in ("mask", "columns") if context.get_parameter_source(name) is typed]
+    command_line = click.core.ParameterSource.COMMANDLINE
+    names = [
+        name for name in ("mask", "columns") if context.get_parameter_source(name) is command_line
+    ]
     if names:
         raise click.UsageError(
             f"--{names[0]}: a recipe has it in its section data: data.{names[0]}"

@@ -39,7 +39,7 @@ def preview_recipe(
     chosen = chosen_pipeline(name, [recipe, *settings], pipelines=pipelines)
     experiment = chosen.recipe.experiments[0]
     data = experiment.data
-    row = read_row(data, number, data, seed=experiment.seed, name=_called(data))
+    row = read_row(data, number, data, seed=experiment.seed, name=_name_of_data(data))
     tokenizer = load_tokenizer(model) if model else _tokenizer_of(experiment.model)
     is_prompt = row_kind(row) == "prompts"
     blocks = []
@@ -52,7 +52,7 @@ def preview_recipe(
     return "\n\n".join(blocks)
 
 
-def _called(data: DataConfig) -> str:
+def _name_of_data(data: DataConfig) -> str:
     if isinstance(data, FileData):
         return data.train
     return data.name if isinstance(data, HubData) else f"the data of kind {data.kind}"

@@ -139,7 +139,7 @@ def _as_pyflyte(
     client: Sequence[str] = (),
     flags: Sequence[str] = (),
 ) -> None:
-    """Continues as `pyflyte run`, the command in the run's record."""
+    """Calls `pyflyte run`, and sets `sys.argv`, which the record of the run contains, to that."""
     import sys
 
     from tasks.local_run.command_help import patch_recipe_options

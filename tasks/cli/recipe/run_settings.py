@@ -185,14 +185,14 @@ def _last_durations(chosen: ChosenPipeline) -> tuple[list[_Lasted], str]:
         runs = history.executions(workflow=chosen.workflow.name, state="succeeded").items
         run = next((run for run in runs if (run.recipe or chosen.default) == recipe), None)
         nodes = history.nodes(run.id) if run else []
-        made = [
+        makers = [
             history.node(node.cached_from).node if node.cached_from is not None else node
             for node in nodes
         ]
     tasks = {node.id for node in nodes if node.kind == "task"}
     took = [
         (node.name, maker.ended_at - maker.started_at)
-        for node, maker in zip(nodes, made, strict=True)
+        for node, maker in zip(nodes, makers, strict=True)
         # Nodes inside a task, such as the points of a sweep, are part of its time.
         if node.id in tasks and node.parent not in tasks
         if "plan_" not in node.name and maker.ended_at is not None

@@ -150,12 +150,14 @@ def _changes(
     if (parent.artifact.kind, child.artifact.kind) != ("checkpoint", "checkpoint"):
         return []
     changes = differences(parent.artifact.manifest["config"], child.artifact.manifest["config"])
-    both = [each for each in changes if MISSING not in (each.before, each.after)]
-    unshared = len(changes) - len(both)
-    against = f"config against {parent.artifact.stage}"
-    lines = [f"{against}: {one.field}: {one.before} → {one.after}" for one in both[:limit]]
-    if limit is not None and len(both) > limit:
-        lines.append(f"{against}: {len(both) - limit} more (--configs)")
+    shared_changes = [each for each in changes if MISSING not in (each.before, each.after)]
+    unshared = len(changes) - len(shared_changes)
+    line_start = f"config against {parent.artifact.stage}"
+    lines = [
+        f"{line_start}: {one.field}: {one.before} → {one.after}" for one in shared_changes[:limit]
+    ]
+    if limit is not None and len(shared_changes) > limit:
+        lines.append(f"{line_start}: {len(shared_changes) - limit} more (--configs)")
     if unshared:
-        lines.append(f"{against}: {unshared} settings that only one of the two stages has")
-    return [Text(line, style="yellow") for line in lines or [f"{against}: the same"]]
+        lines.append(f"{line_start}: {unshared} settings that only one of the two stages has")
+    return [Text(line, style="yellow") for line in lines or [f"{line_start}: the same"]]

@@ -81,11 +81,13 @@ def reproduce(
         again = repetition.run(target, source, anyway)
     result = _compared(artifact, again)
     _report(artifact, again, result, repetition.maker)
-    made = _of_making(artifact, again, differences)
+    machine_changes = _machine_changes(artifact, again, differences)
     if result.is_bitwise_identical:
-        click.echo(f"  made by {'; '.join(made) or 'equal processors, threads and kernels'}")
+        click.echo(
+            f"  made by {'; '.join(machine_changes) or 'equal processors, threads and kernels'}"
+        )
     else:
-        click.echo(f"  why: {_why(differences, made)}")
+        click.echo(f"  why: {_why(differences, machine_changes)}")
     if result.is_bitwise_identical and store is None and not keep:
         shutil.rmtree(folder)
     sys.exit(0 if result.is_bitwise_identical else 1)
@@ -234,16 +236,18 @@ def _refuse_or_warn(differences: Differences, *, anyway: bool) -> None:
         )
 
 
-def _of_making(artifact: ArtifactRow, again: Path, differences: Differences) -> tuple[str, ...]:
+def _machine_changes(
+    artifact: ArtifactRow, again: Path, differences: Differences
+) -> tuple[str, ...]:
     then = artifact.manifest.get("machine")  # manifests of earlier versions have none
     now = Manifest.read(again).machine
     changes = differences_of_making(Machine.model_validate(then), now) if then else ()
     return tuple(dict.fromkeys([*differences.bits, *changes]))
 
 
-def _why(differences: Differences, made: Sequence[str]) -> str:
-    reasons = [*differences.serious, *made]
-    if made:
+def _why(differences: Differences, machine_changes: Sequence[str]) -> str:
+    reasons = [*differences.serious, *machine_changes]
+    if machine_changes:
         reasons.append(BITS_FOLLOW_THE_MACHINE)
     return "; ".join(reasons) or "unknown: source, packages and machine are equal to the run's"
 
@@ -271,8 +275,10 @@ def _report(artifact: ArtifactRow, again: Path, result: Equality, maker: str) ->
         click.echo(f"  weights: the same, {result.num_tensors} tensors")
     for tensor in result.tensors[:_MAX_TENSORS]:
         if tensor.what == "differs":
-            far = f"by up to {tensor.largest:.3g} in {100 * tensor.share:.2f} % of its elements"
-            click.echo(f"  {tensor.name} differs {far}")
+            difference = (
+                f"by up to {tensor.largest:.3g} in {100 * tensor.share:.2f} % of its elements"
+            )
+            click.echo(f"  {tensor.name} differs {difference}")
         else:
             click.echo(f"  {tensor.name}: {tensor.what}")
     if len(result.tensors) > _MAX_TENSORS:

@@ -60,9 +60,9 @@ class _SpecWithLimit:
         self._spec, self._max_gpu_hours = spec, max_gpu_hours
 
     def to_flyte_idl(self) -> Any:
-        made = self._spec.to_flyte_idl()
-        made.envs.values.add(key=LIMIT, value=f"{self._max_gpu_hours:g}")
-        return made
+        message = self._spec.to_flyte_idl()
+        message.envs.values.add(key=LIMIT, value=f"{self._max_gpu_hours:g}")
+        return message
 
 
 class Schedules:
@@ -99,17 +99,18 @@ class Schedules:
         """
         with self._explained():
             workflow = plan.workflow.name
-            code = version or self._latest_workflow(workflow)
-            self._refuse_lost_images(workflow, code)
-            spec = self._spec(plan, code)
+            workflow_version = version or self._latest_workflow(workflow)
+            self._refuse_lost_images(workflow, workflow_version)
+            spec = self._spec(plan, workflow_version)
             serialized = spec.to_flyte_idl().SerializeToString(deterministic=True)
             digest = sha256(serialized).hexdigest()[:12]
             try:
-                identifier = self._created(plan.name, f"{code}-{digest}", spec)
+                identifier = self._created(plan.name, f"{workflow_version}-{digest}", spec)
             except (FlyteInvalidInputException, FlyteEntityNotExistException) as error:
                 raise ResourceError(
                     f"the cluster does not accept the schedule {plan.name}",
-                    expected=f"{workflow} of version {code} in {self.where}, as in this checkout",
+                    expected=f"{workflow} of version {workflow_version} in {self.where}, as in "
+                    "this checkout",
                     got=" ".join(str(error).split())[:300],
                     fix="register this checkout first (make register CONFIG=flyte.yaml), or name "
                     "another --version",
@@ -163,8 +164,8 @@ class Schedules:
             # Every workflow has a launch plan with its own name, without a schedule.
             schedule_names = {each.name for each in names if not each.name.startswith("workflows.")}
             candidates = sorted(schedule_names - active.keys())
-            paused = {name: schedules for name in candidates if (schedules := self._latest(name))}
-            return [schedules for _, schedules in sorted({**active, **paused}.items())]
+            paused = {name: latest for name in candidates if (latest := self._latest(name))}
+            return [schedule for _, schedule in sorted({**active, **paused}.items())]
 
     def _explained(self) -> AbstractContextManager[None]:
         return explained_answers(

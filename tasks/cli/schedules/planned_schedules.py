@@ -34,10 +34,10 @@ def planned_schedule(
     )
     _refuse_own_files(chosen.recipe)
     addresses = mail_addresses({"NEMO_RL_NOTIFY": notify})
-    called = name or Path(recipe).stem
-    LaunchPlan.CACHE.pop(called, None)  # flytekit refuses a name twice in a process
+    schedule_name = name or Path(recipe).stem
+    LaunchPlan.CACHE.pop(schedule_name, None)  # flytekit refuses a name twice in a process
     return LaunchPlan.create(
-        called,
+        schedule_name,
         chosen.workflow,
         default_inputs={"config": chosen.recipe},
         **on_schedule(cron, addresses, Phase.SUCCEEDED, *BAD_ENDS),
@@ -48,13 +48,13 @@ def planned_schedule(
 def _refuse_own_files(recipe: Recipe) -> None:
     """Refuses files and folders of this machine that are not uploaded with the code."""
     for experiment in recipe.experiments:
-        named = list(_files(experiment.data, "data"))
+        named_files = list(_files(experiment.data, "data"))
         if experiment.evaluation_data is not None:
-            named += _files(experiment.evaluation_data, "evaluation.data")
+            named_files += _files(experiment.evaluation_data, "evaluation.data")
         for model in experiment.models:
             if isinstance(model, PretrainedModel) and Path(model.name).expanduser().is_dir():
-                named.append(("model.name", model.name))
-        for path, name in named:
+                named_files.append(("model.name", model.name))
+        for path, name in named_files:
             if _stays_here(name):
                 raise ConfigError(
                     f"{path}: the cluster cannot read {name}",

@@ -16,7 +16,7 @@ _MAX_RUNS_SHOWN = 20
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with bytes and every run.")
 def usage(*, as_json: bool) -> None:
-    """Account for the store's disk, to the block.
+    """Show what takes the store's disk space.
 
     Counts allocated blocks as `du` does, not file lengths; a file with several names counts once.
     The parts sum to the total.

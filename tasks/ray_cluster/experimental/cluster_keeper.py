@@ -15,10 +15,10 @@ from ray.util import list_named_actors
 
 def keep(namespace: str, name: str, idle_seconds: float) -> None:
     """Returns when no actor has had that name for that long: a stage has one while it runs."""
-    used = {"namespace": namespace, "name": name}
+    actor = {"namespace": namespace, "name": name}
     idle_since = time.monotonic()
     while time.monotonic() - idle_since < idle_seconds:
-        if used in list_named_actors(all_namespaces=True):
+        if actor in list_named_actors(all_namespaces=True):
             idle_since = time.monotonic()
         time.sleep(min(idle_seconds / 10, 5.0))
 

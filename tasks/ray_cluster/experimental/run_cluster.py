@@ -70,25 +70,25 @@ class RunCluster:
             while True:
                 job = api.ray_job(self.name)
                 status = (job or {}).get("status") or {}
-                how = status.get("jobDeploymentStatus", "")
+                job_status = status.get("jobDeploymentStatus", "")
                 if job is None:
                     _LOG.info("the run's Ray cluster was created: RayJob %s", self.name)
                     api.create_ray_job(self.manifest(api.own_pod()))
                 elif job["metadata"].get("deletionTimestamp"):
-                    how = "Deleting"  # the name is free when the pods are gone
-                elif how in ("Complete", "Failed"):  # released, or never started
+                    job_status = "Deleting"  # the name is free when the pods are gone
+                elif job_status in ("Complete", "Failed"):  # released, or never started
                     api.delete_ray_job(self.name, uid=job["metadata"].get("uid"))
-                elif how == "Running" and _has_lost_its_head(api, status):
+                elif job_status == "Running" and _has_lost_its_head(api, status):
                     _LOG.warning("the head of the run's Ray cluster is gone: it is created again")
                     api.delete_ray_job(self.name, uid=job["metadata"].get("uid"))
-                    how = "Deleting"
-                elif how == "Running":
+                    job_status = "Deleting"
+                elif job_status == "Running":
                     return f"{status['dashboardURL'].rpartition(':')[0]}:{_PORT}"
                 if time.monotonic() >= deadline:
                     raise ResourceError(
                         f"the Ray cluster of the run, RayJob {self.name}, does not run",
                         expected=f"all of its pods within {wait_seconds:.0f} s",
-                        got=f"{how or 'no'} status {status.get('message', '')}".strip(),
+                        got=f"{job_status or 'no'} status {status.get('message', '')}".strip(),
                         fix="look at its pods (kubectl describe pod): no machine of that kind "
                         "is free, or the image cannot be pulled",
                     )

@@ -159,6 +159,7 @@ def test_dpo(
     )
 
 
+@pytest.mark.slow
 def test_sft_on_the_assistants_turn(
     tiny_model: Path, ours: Callable[..., Run], theirs: Callable[..., Run]
 ) -> None:
@@ -172,6 +173,7 @@ def test_sft_on_the_assistants_turn(
     )
 
 
+@pytest.mark.slow
 def test_reward_model(
     tiny_model: Path, tmp_path: Path, ours: Callable[..., Run], theirs: Callable[..., Run]
 ) -> None:

@@ -135,6 +135,7 @@ def test_single_process_resumes_bitwise_identically(tmp_path: Path, num_before: 
     assert written[0] == written[1]
 
 
+@pytest.mark.slow
 def test_save_of_one_process_resumes_on_two_ranks(tmp_path: Path) -> None:
     model = make_model()
     optimizer = adamw(model)

@@ -67,6 +67,7 @@ def plain_step(model: torch.nn.Module, batch: BatchedDataDict, optimizer: torch.
     return loss.item(), norm.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [11, 24, 1000])
 def test_packed_logprobs_equal_those_of_separate_sequences(
     tiny_model: Path, max_tokens: int
@@ -100,6 +101,7 @@ def test_changed_sequence_does_not_change_its_neighbors(tiny_model: Path) -> Non
     assert not torch.equal(before[1], after[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [11, 1000])
 def test_five_steps_follow_the_plain_loop(tiny_model: Path, max_tokens: int) -> None:
     batch = make_batch()

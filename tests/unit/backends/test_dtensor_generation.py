@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -83,6 +84,7 @@ def test_sampling_options_and_additional_stop_tokens(tiny_model: Path) -> None:
     assert not stopped["truncated"][0]
 
 
+@pytest.mark.slow
 def test_stop_strings_are_matched_with_the_models_tokenizer(tiny_model: Path) -> None:
     backend, tokenizer = make_backend(tiny_model), load_tokenizer(tiny_model)
     plain = backend.generate(make_prompts(), greedy=False, max_new_tokens=4, seed=3)

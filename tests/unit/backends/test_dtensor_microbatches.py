@@ -37,6 +37,7 @@ def on_rank() -> tuple[list[tuple[int, bool]], Any, dict[str, float], str]:
     return actual, None, metrics, ""
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_counts_sums_and_errors() -> None:
     first, second, third = run_ranks(on_rank, world_size=3)
     assert first[0] == [(4, False)] * 3

@@ -88,6 +88,7 @@ def plain_logprobs(model: Any, output: BatchedDataDict, row: int, scale: float) 
     return logprobs.gather(1, ids[start:, None])[:, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
     ("words", "greedy", "scale"),

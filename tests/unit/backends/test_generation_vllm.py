@@ -20,6 +20,7 @@ from nemo_rl_core.distributed.session import gang_environment
 from nemo_rl_core.errors import ConfigError
 
 
+@pytest.mark.slow
 def test_ranks_of_an_engine_have_a_separate_rendezvous() -> None:
     def on_rank() -> dict[str, str]:
         join_engine(2)
@@ -33,6 +34,7 @@ def test_ranks_of_an_engine_have_a_separate_rendezvous() -> None:
     assert first["port"] == second["port"] != third["port"] == fourth["port"]
 
 
+@pytest.mark.slow
 def test_ranks_of_engines_record_their_collectives_in_separate_files(tmp_path: Path) -> None:
     def on_rank() -> tuple[str, str]:
         environment = gang_environment(name="grpo engine", use_gpus=True, folder=tmp_path)

@@ -117,6 +117,7 @@ def plain_logprobs(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tens
     return result * batch["token_mask"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [11, 24, 1000])
 def test_logprobs_equal_those_of_separate_images_and_texts(
     vision_model: Path, max_tokens: int
@@ -136,6 +137,7 @@ def test_image_only_changes_its_row(vision_model: Path) -> None:
     assert (before[1] - after[1]).abs().max() > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [11, 1000])
 def test_steps_train_the_vision_encoder_like_the_plain_loop(
     vision_model: Path, max_tokens: int

@@ -68,6 +68,7 @@ def test_new_adapters_leave_logprobs_bitwise_identical(tiny_model: Path) -> None
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_steps_and_merging_match_peft(tiny_model: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -122,6 +123,7 @@ def test_reference_is_the_base_model(tiny_model: Path) -> None:
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_saving", ["start_checkpoint", "start_sharded_checkpoint"])
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 def test_resumed_training_is_bitwise_identical(

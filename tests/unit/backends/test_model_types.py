@@ -76,6 +76,7 @@ def _chosen(folder: Path) -> tuple[bool, dict[str, torch.dtype]]:
     return backend._policy.shares_rows, dtypes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shares_rows"), _IN_BFLOAT16.items())
 def test_bfloat16_does_not_hide_sequences_that_affect_each_other(
     kind: str, shares_rows: bool, tmp_path: Path
@@ -126,6 +127,7 @@ def test_fast_kernel_is_only_chosen_for_supported_models(
     assert (packed and packed.kernel) == kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
@@ -196,6 +198,7 @@ def _step(
     return backend.get_logprobs(batch), metrics["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "dots1", "ernie4_5_moe"])
 @pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, alpha=4, target_modules=["o_proj"])])
 def test_weights_that_transformers_keeps_in_float32_are_sent_in_float32(

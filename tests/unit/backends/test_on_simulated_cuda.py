@@ -166,6 +166,7 @@ def gradients(loss: Any) -> Callable[[DTensorBackend, BatchedDataDict], Any]:
     return lambda backend, batch: backend.forward_backward(batch, loss, returns_outputs=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "share_prefixes"), SYNCS_A_MICROBATCH)
 def test_syncs_and_copies_of_a_microbatch_are_bounded(
     attention: str, share_prefixes: bool, attend: Callable[[str], None], tiny_model: Path
@@ -218,6 +219,7 @@ def test_every_loss_and_score_waits_at_most_once(
     assert count(actual, "upload") == 0, summary(actual)
 
 
+@pytest.mark.slow
 def test_step_waits_for_metrics_and_for_the_norm(
     attend: Callable[[str], None], tiny_model: Path
 ) -> None:

@@ -44,6 +44,7 @@ def test_load_balancing_loss_by_hand() -> None:
     assert losses.tolist() == pytest.approx(by_hand, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks", [True, False])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "jetmoe"])
 def test_untrained_balancing_loss_is_logged(
@@ -66,6 +67,7 @@ def start_with_experts(kind: str, tmp_path: Path) -> Path:
     return tmp_path / "start"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "recomputes"),
     [("mixtral", False), ("mixtral", True), ("gpt_oss", True), ("jetmoe", False)],

@@ -166,6 +166,7 @@ def test_first_loss_of_a_new_head_is_ln_2(tiny_model: Path) -> None:
     assert metrics["grad_norm"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [22, 30, 1000])
 def test_four_steps_follow_the_plain_loop(tiny_model: Path, max_tokens: int) -> None:
     batch = make_batch()

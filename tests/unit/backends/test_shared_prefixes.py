@@ -141,6 +141,7 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_loss_values_and_gradients_match_separate_sequences(
     case: str, folder: Path, request: pytest.FixtureRequest
@@ -189,6 +190,7 @@ def test_rerun_is_bitwise_identical(folder: Path) -> None:
     assert all(torch.equal(each, weights[1][name]) for name, each in weights[0].items())
 
 
+@pytest.mark.slow
 def test_windows_limit_sharing(tiny_model: Path, tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(**SIZES, sliding_window=12, layer_types=kinds)
@@ -255,6 +257,7 @@ def test_trees_with_boundaries_match_a_dense_mask(folder: Path, float64: None) -
     torch.testing.assert_close(moved, as_much, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled there, by tests/gpu")
 def test_flex_computes_trees(folder: Path) -> None:
     with torch.no_grad():

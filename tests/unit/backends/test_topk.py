@@ -77,6 +77,7 @@ def distribution(model, batch, temperature=1.0):
     return torch.where(mask[..., None], torch.stack(rows), torch.zeros(()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("max_tokens", "temperature"), [(11, 1.0), (1000, 0.5)])
 def test_teachers_likeliest_tokens(
     tiny_model: Path, teacher: Path, max_tokens: int, temperature: float
@@ -111,6 +112,7 @@ def test_different_vocabulary_is_refused(tiny_model: Path, teacher: Path, tmp_pa
     assert "20 tokens; 1 differ, such as ['<tool>']" in str(caught.value.got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, NUM_TOKENS + 1])
 def test_k_is_limited_by_the_vocabulary(tiny_model: Path, teacher: Path, k: int) -> None:
     backend = make_backend(tiny_model, teacher)
@@ -128,6 +130,7 @@ def forward_kl(logprobs, batch, *, global_valid_seqs, global_valid_tokens):
     return loss, {"loss": loss.detach()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [11, 24, 1000])
 def test_three_steps_of_distillation_match_the_plain_loop(
     tiny_model: Path, teacher: Path, max_tokens: int

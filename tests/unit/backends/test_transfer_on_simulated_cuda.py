@@ -62,6 +62,7 @@ def thawed() -> Iterator[None]:
     freeze_libraries.cache_clear()
 
 
+@pytest.mark.slow
 def test_trainer_collects_garbage_among_few_objects_including_its_models(
     tiny_model: Path, thawed: None
 ) -> None:

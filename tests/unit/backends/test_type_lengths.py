@@ -111,6 +111,7 @@ def _engine(folder: Path) -> HuggingFaceBackend:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "bart", "recurrent_gemma", "falcon_h1"])
 def test_engine_completes_rows_independently_of_neighbors(kind: str, tmp_path: Path) -> None:
     """Cases: frequencies by length, positions that count padding, state that padding changes."""

@@ -127,6 +127,7 @@ def test_trainer_and_engine_take_turns_on_the_gpu(backend: VllmBackend, tiny_mod
         assert torch.equal(weight, sent)
 
 
+@pytest.mark.slow
 def test_memory_is_read_before_sleep(backend: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     llm: Any = backend._llm
     used = iter([41.0, 44.0, 43.0])

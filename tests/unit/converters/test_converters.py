@@ -219,12 +219,14 @@ def test_a_model_that_could_never_stop_is_refused(tmp_path: Path) -> None:
         materialize(PretrainedModel(name=str(tmp_path / "m")), tmp_path / "copy", seed=None)
 
 
+@pytest.mark.slow
 def test_a_package_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     model = ModelFromWheel(name="x", package=str(tmp_path / "absent-1.0-py3-none-any.whl"))
     with pytest.raises(ModelError, match="cannot be downloaded"):
         materialize(model, tmp_path / "m", seed=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("names", "got"), [([], "none"), (["a.gguf", "b.gguf"], "a.gguf, b.gguf")])
 def test_a_package_without_one_single_model_is_refused(
     tmp_path: Path, names: list[str], got: str

@@ -150,6 +150,7 @@ def has_template(folder: Path) -> bool:
     return AutoTokenizer.from_pretrained(folder).chat_template is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_chat_and_transformers_give_the_same_answers(kind: str, tmp_path: Path) -> None:
     folder = KINDS[kind](tmp_path)
@@ -172,6 +173,7 @@ def by_the_card(folder: Path, library: str) -> str:
     return printed.getvalue().removesuffix("\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["from_config", "pretrained, no template"])
 def test_card_has_a_working_transformers_example(kind: str, tmp_path: Path) -> None:
     folder = KINDS[kind](tmp_path)

@@ -322,6 +322,7 @@ print((time.process_time() - started) / seconds, after - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "rows.parquet")]
     printed = subprocess.run(command, capture_output=True, check=True, text=True).stdout

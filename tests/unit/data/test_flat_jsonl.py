@@ -63,6 +63,7 @@ def test_all_else_is_left_to_python(tmp_path: Path, lines: list[str]) -> None:
     assert read_flat_jsonl(written(tmp_path / "rows.jsonl", lines)) is None
 
 
+@pytest.mark.slow
 def test_a_late_line_of_another_kind_leaves_the_file_to_python(tmp_path: Path) -> None:
     lines = [json.dumps({"prompt": f"{n} and more of it", "answer": "1"}) for n in range(200_000)]
     path = written(tmp_path / "rows.jsonl", [*lines, '{"prompt": "x", "answer": 1}'])

@@ -13,7 +13,6 @@ from nemo_rl_core.data.module import DataModule
 _SIZES = {"school": 500_000, "competition": 400_000, "web": 100_000}
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_mixture_of_a_million_rows(tmp_path: Path) -> None:
     names = {"school": ("question", "answer"), "competition": ("problem", "expected_answer")}

@@ -215,6 +215,7 @@ def test_columns_are_renamed_and_folders_read_by_a_recipe(tmp_path: Path) -> Non
     assert prompts(data.train) == [row["prompt"] for row in TRAIN]
 
 
+@pytest.mark.slow
 def test_a_hub_name_without_a_network_is_a_data_error(tmp_path: Path) -> None:
     program = (
         "from nemo_rl_core.data.module import DataModule\n"

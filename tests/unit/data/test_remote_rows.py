@@ -70,6 +70,7 @@ def test_objects_are_read_in_the_order_of_their_names(bucket: S3Bucket) -> None:
     assert [row["answer"] for row in parts.train] == ["2", "3", "4"]
 
 
+@pytest.mark.slow
 def test_the_key_follows_the_listing(bucket: S3Bucket) -> None:
     """A new, a changed and a removed object change the key; the same listing does not."""
     config = FileData(train=f"{BUCKET}/rows/*.jsonl")
@@ -91,6 +92,7 @@ def test_the_key_follows_the_listing(bucket: S3Bucket) -> None:
     assert data_content(mixed) == seen[-1]
 
 
+@pytest.mark.slow
 def test_an_object_is_fetched_once_a_version(bucket: S3Bucket) -> None:
     config = FileData(train=f"{BUCKET}/rows/a.jsonl", validation=f"{BUCKET}/rows/a.jsonl")
     bucket.write("rows/a.jsonl", jsonl(1))
@@ -128,6 +130,7 @@ def test_flytes_names_of_a_store_are_enough(
     assert len(remote.listing(f"{BUCKET}/rows")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("address", "problem", "fix"),
     [

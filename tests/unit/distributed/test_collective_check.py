@@ -150,6 +150,7 @@ def timeout_of_the_group(environment: dict[str, str]) -> timedelta:
     return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_timeout_comes_from_the_environment() -> None:
     assert run_ranks(timeout_of_the_group, {}, world_size=2) == [timedelta(seconds=600)] * 2
     error = {TIMEOUT: "37"}
@@ -169,5 +170,6 @@ def groups_of_a_mesh() -> list[str]:
     return sorted(name for _, name, ranks in collective_check._checked if len(ranks) > 1)
 
 
+@pytest.mark.slow
 def test_all_groups_of_a_mesh_are_checked() -> None:
     assert run_ranks(groups_of_a_mesh, world_size=4)[0] == ["data", "shard", "tensor", "world"]

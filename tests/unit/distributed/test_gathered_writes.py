@@ -41,6 +41,7 @@ class Enqueued:
             yield name, value
 
 
+@pytest.mark.slow
 def test_no_gather_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def on_rank() -> tuple[int, list[int], int]:
         join_process_group(timeout_seconds=60.0)

@@ -62,6 +62,7 @@ def of_meshes() -> tuple[dict[str, timedelta], list[dict[str, list[int]]]]:
     return timeouts_of_all_groups(), axes
 
 
+@pytest.mark.slow
 def test_every_axis_of_a_mesh_has_the_timeout() -> None:
     timeouts, axes = run_ranks(of_meshes, world_size=4)[3]
     assert set(timeouts.values()) == {ASKED}, timeouts

@@ -13,6 +13,7 @@ from nemo_rl_core.distributed.process_group import join_process_group, rank, wor
 from nemo_rl_core.errors import WorkerError
 
 
+@pytest.mark.slow
 def test_ranks_find_one_another_and_answer_in_order():
     def add_up(base: float) -> tuple[int, float]:
         join_process_group()

@@ -73,6 +73,7 @@ def attended(batch: BatchedDataDict, part: Microbatch, index: int) -> list[list[
     return [rows.input_ids[row][mask[row, column]].tolist() for column in columns]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(SEQUENCES, st.sampled_from([0.0, 5.0, 50.0, 1e9]), st.integers(7, 60), st.booleans())
 def test_every_token_attends_only_to_its_sequence(

@@ -183,6 +183,7 @@ def test_every_rank_gathers_to_the_end_though_the_engine_has_failed(
     assert results == [["TransferError", 4, [("first", 2.0), ("second", 2.0)]], ["", ""]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group_rank", [SENDER, SENDER + 1])
 def test_an_endpoint_that_waits_fails_when_the_controller_closes_the_link(
     group_rank: int, new_link: Callable[[], LinkSpec]

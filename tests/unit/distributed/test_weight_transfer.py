@@ -155,6 +155,7 @@ def test_all_kinds_of_tensors_arrive_at_two_receivers(
         assert digests_and_weights == [*sent, bits(make_weights(0)), bits(make_weights(1))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_empty_tensors_arrive_too(
     transport: TransportName, new_link: Callable[..., LinkSpec]
@@ -174,6 +175,7 @@ def test_empty_tensors_arrive_too(
     assert run_ranks(end, link, world_size=2)[1] == [bits(weights) for weights in nothing]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_tensors_stay_valid_until_all_are_loaded(
     transport: TransportName, new_link: Callable[..., LinkSpec]
@@ -247,6 +249,7 @@ class _AllocatorSettings(TorchDispatchMode):
         return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("growing", [True, False])
 def test_cuda_ipc_buffers_are_in_shareable_memory(growing: bool) -> None:
     settings = f"max_split_size_mb:64,expandable_segments:{growing}"
@@ -294,6 +297,7 @@ class _Damaging:
         return self._transport.reference(payload)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_one_changed_bit_is_refused_at_both_ends(
     transport: TransportName, new_link: Callable[..., LinkSpec]
@@ -314,6 +318,7 @@ def test_one_changed_bit_is_refused_at_both_ends(
     assert sent.startswith("TransferError: a weight transfer was interrupted")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_a_receiver_that_dies_is_an_error(
     transport: TransportName, new_link: Callable[..., LinkSpec]

@@ -271,6 +271,7 @@ def test_single_files_and_their_total_are_limited(run: Run) -> None:
     assert "No space left" in together.stderr
 
 
+@pytest.mark.slow
 def test_endless_output_is_truncated(run: Run) -> None:
     ended = run("while True: print('y' * 1000)", limits=Limits(output_bytes=5000))
     assert len(ended.stdout) == 5000
@@ -330,6 +331,7 @@ def test_a_closed_output_does_not_end_the_program(run: Run) -> None:
     assert ended.exit_code == 7
 
 
+@pytest.mark.slow
 def test_deep_recursion_ends_in_the_program(run: Run) -> None:
     program = "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()"
     ended = run(program, limits=Limits(cpu_seconds=1, wall_seconds=120, memory_mib=128))

@@ -156,6 +156,7 @@ def _wheel(folder: Path, number: int, version: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_flash_attention_packages_with_and_without_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_nothing_is_refused_without_vllms_list(
         listed_head_sizes.cache_clear()
 
 
+@pytest.mark.slow
 def test_an_engine_on_a_cpu_refuses_before_it_imports_vllm(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_an_engine_on_a_cpu_refuses_before_it_imports_vllm(
         VllmBackend().setup(setup)
 
 
+@pytest.mark.slow
 def test_kernels_accept_listed_head_sizes_and_others_are_tried() -> None:
     taken = head_sizes_of_kernels(16)
     assert set(listed_head_sizes()) < set(taken)

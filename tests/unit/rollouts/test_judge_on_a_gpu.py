@@ -87,6 +87,7 @@ def without_proofs(events: list[str]) -> list[str]:
     return [each for each, before in zip(events, ["", *events], strict=False) if each != before]
 
 
+@pytest.mark.slow
 def test_a_judge_sleeps_when_the_engine_starts(session: Any, judge: Path, tiny_model: Path) -> None:
     with Sampler(session, settings_of(judge), tiny_model):
         assert LLMOnGpu.gpu.events == START
@@ -107,6 +108,7 @@ def test_the_recipe_sets_its_share_of_the_gpu(session: Any, judge: Path, tiny_mo
     )
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_turns_with_its_judge(
     session: Any, judge: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -134,6 +136,7 @@ def test_an_evaluation_takes_turns_with_its_judge(
     assert {row["reward"] for row in evaluation.rows} == {0.5}
 
 
+@pytest.mark.slow
 def test_pairs_are_scored_while_the_engine_sleeps(
     session: Any, judge: Path, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ def overlaps(rewards: Times, steps: Times) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_a_gpu", [False, True], ids=["anywhere", "on the trainer's GPU"])
 def test_rewards_on_the_trainers_gpu_wait_for_the_trainer(
     on_a_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -78,6 +79,7 @@ def test_rewards_on_the_trainers_gpu_wait_for_the_trainer(
         assert overlaps(rewards, steps) >= NUM_STEPS // 2
 
 
+@pytest.mark.slow
 def test_the_next_steps_completions_are_polled_before_the_engine_gets_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

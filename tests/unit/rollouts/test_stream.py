@@ -439,6 +439,7 @@ def test_a_stream_closed_during_a_slow_reward_sends_no_more_requests(
     assert len(engine.priorities) == num_requests
 
 
+@pytest.mark.slow
 def test_completions_that_arrive_during_scoring_do_not_time_out(engine: Engine, ask: Any) -> None:
     """Step 1 is complete while step 2 is scored, which takes longer than both deadlines."""
     scores, errors = threading.Event(), dict[int, list[str | None]]()

@@ -192,6 +192,7 @@ def test_aliases_are_shared_through_an_object_store(
         Aliases(Store.default()).move("staging", bucket.url("made/none"))
 
 
+@pytest.mark.slow
 def test_a_model_of_an_object_store_is_the_same_model(
     store: Store, bucket: S3Bucket, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def outcomes(
     return counts
 
 
+@pytest.mark.slow
 def test_names_below_a_folder(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()

@@ -77,6 +77,7 @@ def test_variables_of_workers_are_recorded_if_they_differ(
     assert recorded.variable_in("training", "NCCL_ALGO") == ""
 
 
+@pytest.mark.slow
 def test_the_capability_is_torchs_and_not_the_processors() -> None:
     program = (
         "import torch; from nemo_rl_core.store.machine import process_numerics; "

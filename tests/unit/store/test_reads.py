@@ -289,6 +289,7 @@ def test_results_of_both_contents_are_kept(user: User, monkeypatch: pytest.Monke
     assert user.run() == [first[0], "hit", first[2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user", ["recipe"], indirect=True)
 def test_a_killed_stage_resumes_unless_its_inputs_have_changed(user: User) -> None:
     user.run("--killed", code=9)

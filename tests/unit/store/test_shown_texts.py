@@ -200,6 +200,7 @@ def test_names_of_loggers_are_only_loggers() -> None:
     assert isinstance(logging.getLogger("any"), logging.Logger)
 
 
+@pytest.mark.slow
 def test_functions_that_show_texts_are_only_in_telemetry() -> None:
     """A function of the same name elsewhere could compute with its text."""
     for package in (nemo_rl_core, tasks):

@@ -286,6 +286,7 @@ def test_a_kill_at_any_moment_of_publishing_loses_nothing(
     assert moment > 8
 
 
+@pytest.mark.slow
 def test_killed_at_random_times_while_others_compete(store: Store, spawn: Spawn) -> None:
     """Three processes publish keys while one of them is repeatedly killed and replaced."""
     script = """
@@ -349,6 +350,7 @@ def first_import(store: Store) -> None:
 FIRST = [Store.check_writable, first_lock, first_log, first_import, open_for_writing]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", FIRST)
 def test_a_new_store_is_open_to_its_user_only(tmp_path: Path, first: Callable[..., Any]) -> None:
     store = Store(tmp_path / "parent" / "store")

@@ -45,6 +45,7 @@ def test_every_image_that_may_be_registered_is_built_first() -> None:
     assert "NEMO_RL_REGISTRY" in WORKFLOW["env"], "pushed to, and registered with, one address"
 
 
+@pytest.mark.slow
 def test_existing_images_are_not_built(tmp_path: Path) -> None:
     """A builder that has the first image logs its further requests."""
     builder, notes = tmp_path / "builder", tmp_path / "notes"

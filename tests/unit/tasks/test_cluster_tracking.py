@@ -85,6 +85,7 @@ def test_a_successful_run_is_reported_by_its_last_task(receiver: OtlpReceiver) -
     assert ends(receiver)[RUN]["outcome"] == "succeeded"
 
 
+@pytest.mark.slow
 def test_an_unreachable_receiver_does_not_end_a_run(receiver: OtlpReceiver) -> None:
     receiver.close()
     track_end("succeeded")

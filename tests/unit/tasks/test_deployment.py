@@ -230,6 +230,7 @@ g==7
         pins(lock + "h==8\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "builder", "says"),
     [

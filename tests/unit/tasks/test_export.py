@@ -44,6 +44,7 @@ def verdict(*, promoted: bool) -> PromotionDecision:
     return PromotionDecision(**fields, promoted=promoted, difference=0, low=0, high=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "promoted", "exports_trained"),
     [

@@ -129,6 +129,7 @@ def noted(checkout: Path) -> list[str]:
     return notes.read_text().splitlines() if notes.exists() else []
 
 
+@pytest.mark.slow
 def test_images_are_built_with_their_arguments_the_smallest_first(checkout: Path) -> None:
     write_arguments(checkout, OTHER, "TRANSFORMER_ENGINE=no")
     assert build(checkout, "--", "--network", "host").returncode == 0
@@ -145,6 +146,7 @@ def test_images_are_built_with_their_arguments_the_smallest_first(checkout: Path
     ]
 
 
+@pytest.mark.slow
 def test_podman_does_not_use_its_cache(checkout: Path) -> None:
     """Its steps identify the files that they read only by their command."""
     assert build(checkout, "light", BUILDER_VERSION="podman version 4.3.1").returncode == 0

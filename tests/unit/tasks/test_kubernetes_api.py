@@ -98,6 +98,7 @@ def test_a_missing_right_is_explained(server: KubernetesServer) -> None:
     assert server.refused == ["create rayjobs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "message"),
     [
@@ -150,6 +151,7 @@ def test_the_role_allows_all_requests(place: str) -> None:
     assert allowed == RUN_CLUSTER_RIGHTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("without", "lifetime", "state", "says"),
     [

@@ -98,12 +98,14 @@ def test_a_second_run_takes_all_from_the_cache(run_both: Callable[..., Outcome])
     assert "second  CACHED  copied" in again.output
 
 
+@pytest.mark.slow
 def test_only_what_changed_runs(run_both: Callable[..., Outcome]) -> None:
     run_both("a", "b")
     assert run_both("a", "c").worked == ["second"]
     assert run_both("d", "c").worked == ["first", "second"]
 
 
+@pytest.mark.slow
 def test_equal_content_of_other_origin_is_a_hit(run_both: Callable[..., Outcome]) -> None:
     run_both("a", "b")
     # "A" is written as "A", too: the second stage cannot see the difference.
@@ -170,6 +172,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "harm",
     [
@@ -193,6 +196,7 @@ def test_a_damaged_hit_is_made_again_and_reported(
     assert run_both("a", "b").worked == []
 
 
+@pytest.mark.slow
 def test_damage_does_not_reach_later_stages(
     run_both: Callable[..., Outcome], own_store: Path
 ) -> None:
@@ -207,6 +211,7 @@ def test_damage_does_not_reach_later_stages(
     assert again.artifact.content_hash == intact.artifact.content_hash
 
 
+@pytest.mark.slow
 def test_a_copied_store_uses_its_own_artifacts(
     run_both: Callable[..., Outcome],
     own_store: Path,
@@ -233,6 +238,7 @@ def test_a_copied_store_uses_its_own_artifacts(
         }
 
 
+@pytest.mark.slow
 def test_a_stage_that_finds_its_artifact_in_the_store_is_cached(
     run_both: Callable[..., Outcome], own_store: Path
 ) -> None:
@@ -250,6 +256,7 @@ def test_a_stage_that_finds_its_artifact_in_the_store_is_cached(
         assert maker is not None and maker.execution == made.id
 
 
+@pytest.mark.slow
 def test_a_damaged_stage_cache_is_named(run_both: Callable[..., Outcome], own_store: Path) -> None:
     run_both("a", "b")
     use_store()  # as a new process would open it
@@ -276,6 +283,7 @@ class RunsCode:
         return Path.touch, (self._marker,)
 
 
+@pytest.mark.slow
 def test_the_cache_of_a_store_is_not_unpickled(
     run_both: Callable[..., Outcome], own_store: Path, tmp_path: Path
 ) -> None:
@@ -295,6 +303,7 @@ def test_the_cache_of_a_store_is_not_unpickled(
     assert run_both("a", "b").worked == []
 
 
+@pytest.mark.slow
 def test_a_failed_stage_is_named_and_not_cached(
     run_both: Callable[..., Outcome], own_store: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -389,6 +389,7 @@ def test_heads_that_vllm_does_not_compute_are_refused_before_training(
     check(model=NARROW, generation=HF)
 
 
+@pytest.mark.slow
 def test_heads_of_a_folder_and_of_a_judge_are_checked(tiny_model: Path) -> None:
     section = {"kind": "pretrained", "name": str(tiny_model)}  # two heads share a width of 32
     with pytest.raises(ModelError, match="cannot sample from the model '/"):

@@ -275,6 +275,7 @@ def test_an_attempt_after_a_kill_in_the_middle_copies_again(
     assert num_sent(bucket, prefix) < 100_000
 
 
+@pytest.mark.slow
 def test_where_the_store_cannot_copy_files_are_sent(
     bucket: S3Bucket, prefix: str, volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

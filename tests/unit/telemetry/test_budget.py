@@ -59,6 +59,7 @@ def test_the_stage_that_reaches_the_limit_saves(
     assert (policy.value, seen) == (10, [3, 4, 5, 6, 7, 8, 9, 10])
 
 
+@pytest.mark.slow
 def test_the_limit_of_the_recipe_applies_unless_the_variable_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +99,7 @@ def made(name: str, *, parents: dict[str, Path], run: StageRun | None = None) ->
     return produce(StageInputs(name, settings, parents), work, run=run)
 
 
+@pytest.mark.slow
 def test_stages_of_a_run_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
     monkeypatch.setenv(LIMIT, str(8 * 0.6 * GPU_SECOND))
@@ -115,6 +117,7 @@ def test_stages_of_a_run_count_together(tmp_path: Path, monkeypatch: pytest.Monk
         made("third", parents={"start": second})
 
 
+@pytest.mark.slow
 def test_an_execution_counts_ancestors_that_it_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_full_disk_keeps_the_earlier_lines(small_disk: Path) -> None:
     assert _steps(metrics) == [1, 2]
 
 
+@pytest.mark.slow
 def test_kills_at_random_times_lose_or_repeat_no_step(
     tmp_path: Path, spawn: Callable[..., "subprocess.Popen[str]"]
 ) -> None:

@@ -278,6 +278,7 @@ def test_a_pipe_gets_plain_lines_and_no_noise(tmp_path: Path) -> None:
     assert all(noise in log for noise in NOISE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [100, 44])
 def test_a_terminal_gets_one_live_line(tmp_path: Path, columns: int) -> None:
     shown = _run_in_terminal(_command(tmp_path), columns)

@@ -70,6 +70,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.25)]
 
 
+@pytest.mark.slow
 def test_points_of_a_sweep_have_names_that_mlflow_accepts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +216,7 @@ def test_the_outcome_of_a_run_is_pushed(
     assert ended == [frozenset({("run", "run-1"), ("recipe", "mine"), ("outcome", outcome)})]
 
 
+@pytest.mark.slow
 def test_otlp_without_a_receiver_ends_within_the_timeout(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -62,6 +62,7 @@ def test_the_key_of_a_named_run_depends_on_stopping_callbacks(tiny_model: Path) 
     assert fit(tiny_model, Callback(), name="one").folder == complete.folder
 
 
+@pytest.mark.slow
 def test_a_callback_without_stops_cannot_stop_a_run(tiny_model: Path) -> None:
     class Silent(StopAt):
         stops = False
@@ -70,6 +71,7 @@ def test_a_callback_without_stops_cannot_stop_a_run(tiny_model: Path) -> None:
         fit(tiny_model, Silent(2))
 
 
+@pytest.mark.slow
 def test_early_stopping_ends_a_run_that_does_not_improve(tiny_model: Path) -> None:
     result = fit(tiny_model, EarlyStopping("reward", patience=2))
     assert result.step == 3

@@ -102,6 +102,7 @@ def _tables_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(table, "_classes", dict(table._classes))
 
 
+@pytest.mark.slow
 def test_sft_trains_a_custom_policy(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     policy = CustomPolicy(str(tiny_model))
     result = SFTTrainer(policy, num_steps=6, global_batch_size=8).fit(ROWS)
@@ -111,6 +112,7 @@ def test_sft_trains_a_custom_policy(tiny_model: Path, capfd: pytest.CaptureFixtu
     assert result.manifest.config["training"]["backend"] == f"{__name__}.CustomPolicy"
 
 
+@pytest.mark.slow
 def test_dpo_uses_the_custom_reference_and_keeps_the_weights(tiny_model: Path) -> None:
     policy = PolicyWithReference(str(tiny_model))
     trainer = DPOTrainer(policy, num_steps_per_iteration=2, num_pairs_per_step=4)
@@ -120,6 +122,7 @@ def test_dpo_uses_the_custom_reference_and_keeps_the_weights(tiny_model: Path) -
     assert (result.checkpoint / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_grpo_samples_from_the_policy_itself(tiny_model: Path) -> None:
     result = train(
         CustomPolicy(str(tiny_model)),
@@ -167,6 +170,7 @@ class Student(CustomPolicy):
         return BatchedDataDict({"topk_ids": ids, "topk_logprobs": logprobs})
 
 
+@pytest.mark.slow
 def test_a_custom_reward_model_is_trained(tiny_model: Path) -> None:
     trainer = RewardModelTrainer(Critic(str(tiny_model)), num_steps=6, num_pairs_per_step=8)
     losses = [step["loss"] for step in trainer.fit(PAIRS).metrics]
@@ -176,6 +180,7 @@ def test_a_custom_reward_model_is_trained(tiny_model: Path) -> None:
         RewardModelTrainer(by_model, num_steps=1, num_pairs_per_step=8).fit(PAIRS)
 
 
+@pytest.mark.slow
 def test_a_custom_student_is_distilled_from_its_teacher(tiny_model: Path) -> None:
     student = Student(str(tiny_model))
     few = {name: value for name, value in ROLLOUTS.items() if name != "num_steps_per_iteration"}

@@ -113,6 +113,7 @@ def test_a_finished_run_of_the_same_name_is_returned(tiny_model: Path, store: St
         assert history.maker(history.artifact(first.lineage_id)) == maker
 
 
+@pytest.mark.slow
 def test_training_a_model_of_the_store_keeps_its_lineage(tiny_model: Path, store: Store) -> None:
     (base,) = (p for p in fit(tiny_model).manifest.parents if p.role == "base")
     second = fit(Path(base.path) / "model")
@@ -122,6 +123,7 @@ def test_training_a_model_of_the_store_keeps_its_lineage(tiny_model: Path, store
     assert len(list(store.artifacts.glob("prepare_model-*"))) == 1
 
 
+@pytest.mark.slow
 def test_another_reward_is_another_run_despite_the_name(tiny_model: Path) -> None:
     def scaled(factor: float) -> Any:
         return lambda prompt, completion: factor * float(completion)
@@ -134,6 +136,7 @@ def test_another_reward_is_another_run_despite_the_name(tiny_model: Path) -> Non
     assert fit(tiny_model, reward_fn=digits, name="mine").folder not in (first.folder, other.folder)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_and_the_record_has_the_step(
     tiny_model: Path, store: Store
 ) -> None:
@@ -173,6 +176,7 @@ class Noisy(Callback):
         ray.join()
 
 
+@pytest.mark.slow
 def test_output_of_the_program_appears_and_noise_goes_to_the_log(
     tiny_model: Path, store: Store, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +231,7 @@ def test_the_table_of_stages_is_as_wide_as_its_content_in_a_pipe() -> None:
     assert "peak GiB" in stream.getvalue()
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_recorded_and_names_its_log(tiny_model: Path, store: Store) -> None:
     class Broken(Callback):
         def on_step_begin(self, trainer: Any, step: int) -> None:
@@ -242,6 +247,7 @@ def test_a_failed_run_is_recorded_and_names_its_log(tiny_model: Path, store: Sto
     assert "raise ValueError" in Path(run.log_path).read_text()
 
 
+@pytest.mark.slow
 def test_trackers_get_every_step(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     fit(tiny_model, tracking={"trackers": [{"kind": "jsonl", "path": str(file)}]})
@@ -263,6 +269,7 @@ def test_fit_within_a_run_records_no_other_run(tiny_model: Path, store: Store) -
         History(store)
 
 
+@pytest.mark.slow
 def test_an_unrepeatable_run_names_the_reason(tiny_model: Path) -> None:
     lock = threading.Lock()
 
@@ -302,6 +309,7 @@ def test_values_are_signed_in_their_stored_form(store: Store, value: str) -> Non
     assert is_signed(store, run)
 
 
+@pytest.mark.slow
 def test_only_records_of_this_user_run_code(
     tiny_model: Path, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

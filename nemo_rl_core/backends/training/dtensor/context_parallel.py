@@ -44,8 +44,8 @@ def apply_context_parallel(model: Any, group: dist.ProcessGroup) -> None:
         raise _cannot_split(model, expected, "rope_type dynamic or longrope")
     # Without `layer_types`, as in Mistral's config, a window applies to all layers.
     window = getattr(decoder.config, "sliding_window", None)
-    every = "full_attention" if window is None else "sliding_attention"
-    kinds = set(getattr(decoder.config, "layer_types", None) or [every])
+    default_type = "full_attention" if window is None else "sliding_attention"
+    kinds = set(getattr(decoder.config, "layer_types", None) or [default_type])
     if kinds != {"full_attention"}:
         raise _cannot_split(
             model, "full attention in every layer", f"layers of {', '.join(sorted(kinds))}"

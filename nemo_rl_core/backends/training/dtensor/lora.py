@@ -60,15 +60,17 @@ class Adapters:
             ) from error
         if head is not None:
             head.requires_grad_(True)
-        named = {n: part for n, part in model.named_modules() if isinstance(part, BaseTunerLayer)}
-        self._layers = list(named.values())
+        tuner_layers = {
+            n: part for n, part in model.named_modules() if isinstance(part, BaseTunerLayer)
+        }
+        self._layers = list(tuner_layers.values())
         self._adapted = {
             name: plain_name(f"{name}.base_layer.{getattr(part, 'parameter_name', 'weight')}")
-            for name, part in named.items()
+            for name, part in tuner_layers.items()
         }
         self._transposed = {
             self._adapted[name]
-            for name, part in named.items()
+            for name, part in tuner_layers.items()
             if getattr(part, "fan_in_fan_out", False)
             or getattr(part.get_base_layer(), "is_transposed", False)
         }

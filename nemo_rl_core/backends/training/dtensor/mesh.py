@@ -27,6 +27,7 @@ class RankMesh:
         parameters: Mesh that shards the weights, with axes `replica`, `shard` and `tensor`. Context
             ranks have shards like data ranks, so `shard` includes both.
         tokens: Mesh that distributes rows and tokens, with axes `data`, `context` and `tensor`.
+        row_multiple: Divisor of the length of packed rows, so that ranks get parts of equal length.
     """
 
     parameters: DeviceMesh

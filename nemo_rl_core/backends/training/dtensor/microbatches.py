@@ -68,7 +68,7 @@ class Microbatches:
 
         def rank_plan() -> list[Microbatch]:
             if independent_length is None:
-                return self._of_rank(batch, share_rows, sharing)
+                return self._plan_of_rank(batch, share_rows, sharing)
             return self._with_single(batch, share_rows, independent_length)
 
         plan, most = agreed_plan(rank_plan, self._largest)
@@ -87,7 +87,7 @@ class Microbatches:
             is_last = index == most - 1
             yield MicrobatchPart(part, microbatch, tokens, is_filler=is_filler, is_last=is_last)
 
-    def _of_rank(
+    def _plan_of_rank(
         self, batch: BatchedDataDict, share_rows: bool, sharing: PrefixSharing | None
     ) -> list[Microbatch]:
         plan = batch.microbatches
@@ -108,7 +108,7 @@ class Microbatches:
         lengths = batch["input_lengths"].tolist()
         single = [row for row, length in enumerate(lengths) if length > longest]
         if not single:
-            return self._of_rank(batch, share_rows, None)
+            return self._plan_of_rank(batch, share_rows, None)
         if "pair_ids" in batch:
             raise DataError(
                 "a pair has a sequence that needs a separate micro-batch with this model",
@@ -117,10 +117,10 @@ class Microbatches:
                 fix="cut these rows or leave them out: data.overlong: truncate or drop with "
                 f"data.max_sequence_tokens: {longest}",
             )
-        rest = [row for row, length in enumerate(lengths) if length <= longest]
+        shared_rows = [row for row, length in enumerate(lengths) if length <= longest]
         return [
             part.renumbered(rows)
-            for rows in [*([row] for row in single), rest]
+            for rows in [*([row] for row in single), shared_rows]
             for part in self._plan(batch.select_indices(rows), share_rows, None)
         ]
 

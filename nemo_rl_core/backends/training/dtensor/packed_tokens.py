@@ -30,6 +30,7 @@ class PackedTokens(TensorFields):
         local: `[n]` indices of these tokens among the N; None if this rank has all of them.
         boundaries: `[S + 1]` int32 sequence boundaries, for kernels that need them; else None.
         longest: Tokens of the longest sequence; 0 without boundaries.
+        is_tree: Whether sequences share prefixes.
         sequence_ids: `[R, L]` sequence of each token, B for filler; None if nothing reads it.
     """
 

@@ -100,7 +100,10 @@ def takes_boundaries(
 ) -> bool:
     """Returns whether the model's attention gets boundaries of packed rows instead of a mask.
 
-    `auto` chooses `varlen` on GPUs if it supports the model; `fused` layers have their own kernels.
+    `auto` chooses `varlen` on GPUs if it supports the model.
+
+    Args:
+        fused: Whether the layers are Transformer Engine's, which have their own kernels.
     """
     requested = kernel_wanted(training)
     if requested == "sdpa" or (requested == "auto" and (fused or device.type != "cuda")):

@@ -32,7 +32,7 @@ def wrap(models: list[Any]) -> list[DistributedDataParallel]:
     config.finalize_model_grads_func = sum_gradients
     if config.virtual_pipeline_model_parallel_size:
         # With two stages, a batch of messages would contain two in each direction between the same
-        # ranks, which confuse activations and gradients. With overlap, messages are separate.
+        # ranks, and activations could be taken for gradients. With overlap, messages are separate.
         config.overlap_p2p_comm, config.batch_p2p_comm = True, False
     for model in models:
         _mark_split_parameters(model)

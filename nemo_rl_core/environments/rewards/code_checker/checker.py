@@ -92,18 +92,18 @@ def run_test(source: str, setup: str, declared: tuple[str, ...], connection: Con
         raise BrokenTestError(f"{type(error).__name__}: {error}") from error
     connection.begin()
     connection.uses_objects = uses_objects(source)
-    why = "it passes"
+    outcome = "it passes"
     try:
         exec(code, names)
         run_defined(source, names)
     except BrokenTestError:
         raise
     except BaseException as error:  # noqa: BLE001 (see above)
-        why = f"{type(error).__name__}: {error}"
+        outcome = f"{type(error).__name__}: {error}"
     if not connection.has_asked:
-        raise BrokenTestError(f"{why}, before its first request to the program")
+        raise BrokenTestError(f"{outcome}, before its first request to the program")
     forged = connection.is_gone or connection.has_failed or connection.uncaught
-    return why == "it passes" and not forged
+    return outcome == "it passes" and not forged
 
 
 def import_packages() -> None:

@@ -122,12 +122,12 @@ class Connection:
         The result is cached until the next call, unless `is_kept` is false.
         """
         module, _, member = name.rpartition(".")
-        of = ["imported", [module, member]] if module else ["helper", name]
+        target = ["imported", [module, member]] if module else ["helper", name]
         if not is_kept:
-            return self.call(of, (), arguments)
+            return self.call(target, (), arguments)
         key = json.dumps([name, encode(arguments, self.sent)])
         if key not in self._values:
-            self._values[key] = self._ask_call(of, (), arguments, {}, False)
+            self._values[key] = self._ask_call(target, (), arguments, {}, False)
         return self._value_of(key)
 
     def value(self, of: Encoded, attributes: Attributes) -> Any:
@@ -172,8 +172,8 @@ class Connection:
             standard = getattr(sys.modules.get(module), name, None)
             if isinstance(standard, type) and issubclass(standard, Exception) and _is_public(full):
                 return standard
-            above = [self.exception_class(each) for each in bases]
-            kinds = tuple(each for each in above if issubclass(each, Exception)) or (Exception,)
+            parents = [self.exception_class(each) for each in bases]
+            kinds = tuple(each for each in parents if issubclass(each, Exception)) or (Exception,)
             self._kinds[number] = type(name, kinds, {"__str__": _text, "__getattr__": _attribute})
         return self._kinds[number]
 
@@ -307,8 +307,8 @@ class Connection:
 
     def _called_back(self, number: Any, values: list[Any], keywords: Any) -> Encoded:
         try:
-            called = input if number == "input" else self._callbacks[number]
-            result, raised = called(*values, **keywords), False
+            function = input if number == "input" else self._callbacks[number]
+            result, raised = function(*values, **keywords), False
         except Exception as error:  # noqa: BLE001 (sent to the program)
             result, raised = error, True
             self.has_failed |= isinstance(error, AssertionError)

@@ -36,20 +36,23 @@ class Handle:
 def instrumented(source: str, name: str) -> Any:
     """Instruments and compiles the source of a test.
 
-    The compiled code calls `__caught__()` in each of its handlers, enters `__watched__(manager)`
-    for each of its context managers, catches `__kinds__(error)` instead of each class of
-    exceptions, uses `__kind__(x)` for `type(x)` and `x.__class__`, uses `__subclass__` for
-    `issubclass`, and calls `__unused__(f)` if it ignores the result of `f`.
+    The compiled code calls `__caught__()` in each of its handlers and enters `__watched__(manager)`
+    for each of its context managers. It catches `__kinds__(error)`, which is the local class for an
+    exception class of the program. `__kind__(x)` replaces `type(x)` and `x.__class__`,
+    `__subclass__` replaces `issubclass`, and `__unused__(f)` replaces `f` if the result of the call
+    is ignored.
     """
-    return compile(ast.fix_missing_locations(_Notes().visit(ast.parse(source))), name, "exec")
+    return compile(
+        ast.fix_missing_locations(_Instrumenter().visit(ast.parse(source))), name, "exec"
+    )
 
 
 class Watched:
     """A context manager that reports the exceptions that it suppresses.
 
-    A context manager of the program may suppress an exception that the test raises by `raise`, or
-    in a line without names. If it suppressed others, such as a failed assertion, it would influence
-    the verdict, so the test fails.
+    A context manager of the program may suppress an exception that the test raises in a `raise`
+    statement, or in one that names only builtins, such as `1 / 0`. If it suppressed others, such as
+    a failed assertion, it would influence the verdict, so the test fails.
     """
 
     def __init__(
@@ -80,11 +83,13 @@ class Watched:
         while trace.tb_next:
             trace = trace.tb_next
         lines = (node for node in ast.walk(ast.parse(self._source)) if isinstance(node, ast.stmt))
-        at = next((node for node in lines if node.lineno == trace.tb_lineno), None)
+        statement = next((node for node in lines if node.lineno == trace.tb_lineno), None)
         if trace.tb_frame.f_code.co_filename != TEST or isinstance(error, AssertionError):
             return False
-        names = {each.id for each in ast.walk(at or ast.Pass()) if isinstance(each, ast.Name)}
-        return isinstance(at, ast.Raise) or all(hasattr(builtins, name) for name in names)
+        names = {
+            each.id for each in ast.walk(statement or ast.Pass()) if isinstance(each, ast.Name)
+        }
+        return isinstance(statement, ast.Raise) or all(hasattr(builtins, name) for name in names)
 
 
 def is_caught_by_library() -> bool:
@@ -100,7 +105,7 @@ def is_caught_by_library() -> bool:
 _RAISES = {"raises", "assertRaises", "assertRaisesRegex", "suppress"}
 
 
-class _Notes(ast.NodeTransformer):
+class _Instrumenter(ast.NodeTransformer):
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
         self.generic_visit(node)
         node.body.insert(0, ast.copy_location(ast.Expr(_call(CAUGHT)), node.body[0]))

@@ -85,10 +85,12 @@ def names_read(*sources: str) -> dict[str, set[Attributes]]:
     """
     tables = [symtable.symtable(source, "", "exec") for source in sources]
     symbols = [(scope, symbol) for table in tables for scope, symbol in _symbols(table)]
-    of_module = [each for scope, each in symbols if scope in tables or each.is_global()]
-    defined = {each.get_name() for each in of_module if each.is_assigned() or each.is_imported()}
+    module_symbols = [each for scope, each in symbols if scope in tables or each.is_global()]
+    defined = {
+        each.get_name() for each in module_symbols if each.is_assigned() or each.is_imported()
+    }
     taken = _attributes(*map(ast.parse, sources))
-    names = dict.fromkeys(each.get_name() for each in of_module if each.is_referenced())
+    names = dict.fromkeys(each.get_name() for each in module_symbols if each.is_referenced())
     return {
         name: taken.get(name, set())
         for name in names
@@ -235,6 +237,6 @@ def _has(module: ModuleType, attributes: Attributes) -> bool:
     first, *rest = attributes
     if hasattr(module, "__path__"):
         with suppress(ImportError):
-            within = import_module(f"{module.__name__}.{first}")
-            return not rest or _has(within, tuple(rest))
+            submodule = import_module(f"{module.__name__}.{first}")
+            return not rest or _has(submodule, tuple(rest))
     return hasattr(module, first)

@@ -76,7 +76,7 @@ def _computed(name: str, *, is_reflected: bool = False) -> Callable[[Remote, Any
     return compute
 
 
-def _of_one(path: str) -> Callable[..., Any]:
+def _unary(path: str) -> Callable[..., Any]:
     function = _UNARY[path]
 
     def compute(one: Remote, *others: Any) -> Any:
@@ -194,7 +194,7 @@ def install() -> None:
         setattr(Remote, f"__{name}__", _computed(name))
         setattr(Remote, f"__r{name}__", _computed(name, is_reflected=True))
     for path in _UNARY:
-        setattr(Remote, f"__{path.partition('.')[2]}__", _of_one(path))
+        setattr(Remote, f"__{path.partition('.')[2]}__", _unary(path))
     others = {"bool": _truth, "len": _length, "iter": _iterated, "reversed": _reversed}
     for name, function in {**others, "contains": _contains, "getitem": _item}.items():
         setattr(Remote, f"__{name}__", function)

@@ -96,12 +96,12 @@ def encode(  # noqa: C901, PLR0911 (a table)
         pairs = value.mapping.items()
         return [kind.__name__, [[encode(k, other), encode(v, other)] for k, v in pairs]]
     full = f"{kind.__module__}.{kind.__qualname__}"
-    if full in _VALUES and _is_of(kind) and getattr(value, "tzinfo", None) is None:
+    if full in _VALUES and _is_genuine(kind) and getattr(value, "tzinfo", None) is None:
         return ["value", [full, [encode(each, other) for each in _VALUES[full](value)]]]
     return other(value)
 
 
-def _is_of(kind: type[Any]) -> bool:
+def _is_genuine(kind: type[Any]) -> bool:
     """Whether a class is really the standard library class of its name."""
     return getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
 

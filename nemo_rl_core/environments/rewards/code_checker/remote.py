@@ -67,9 +67,13 @@ def make_remote(connection: Connection, kind: str, content: Any) -> Any:
     connection.constructed.discard(content)
     if content not in connection.kept:
         connection.newest = content
-        of = Reference(connection, ["kept", content], kind="generator" if is_generator else kind)
+        remote_reference = Reference(
+            connection, ["kept", content], kind="generator" if is_generator else kind
+        )
         chosen = CallableRemote if kind == "callable" else Remote
-        connection.kept[content] = _awaited(Remote(of)) if kind == "coroutine" else chosen(of)
+        connection.kept[content] = (
+            _awaited(Remote(remote_reference)) if kind == "coroutine" else chosen(remote_reference)
+        )
     return connection.kept[content]
 
 

@@ -37,8 +37,8 @@ def unsupported(source: str, declared: Sequence[str]) -> str | None:
         if isinstance(node, ast.FunctionDef) and any(_is_fixture(d) for d in node.decorator_list):
             return f"{node.name} is a fixture of pytest"
     for name in defined_tests(source):
-        for marks, node in _functions(tree, name):
-            if missing := [each for each in _required(node) if each not in marks]:
+        for decorators, node in _functions(tree, name):
+            if missing := [each for each in _required(node) if each not in decorators]:
                 return f"{node.name} takes {missing[0]}, a fixture of pytest"
     return None
 
@@ -58,9 +58,9 @@ def _functions(
 ) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for node in _outside(tree):
         if isinstance(node, ast.ClassDef) and node.name == name:
-            marks = " ".join(map(ast.unparse, node.decorator_list))
+            decorators = " ".join(map(ast.unparse, node.decorator_list))
             tests = [each for each in node.body if isinstance(each, _FUNCTIONS)]
-            yield from ((marks, each) for each in tests if each.name.startswith("test"))
+            yield from ((decorators, each) for each in tests if each.name.startswith("test"))
         elif isinstance(node, _FUNCTIONS) and node.name == name:
             yield "", node
 
@@ -212,13 +212,13 @@ def _parameters(marks: list[Any]) -> Iterator[dict[str, Any]]:
         return
     mark = dict(zip(("argnames", "argvalues"), marks[first].args, strict=False))
     names, values = ({**mark, **marks[first].kwargs}[key] for key in ("argnames", "argvalues"))
-    is_one = isinstance(names, str) and "," not in names
+    has_one_name = isinstance(names, str) and "," not in names
     names = [each.strip() for each in names.split(",")] if isinstance(names, str) else list(names)
     names = [each for each in names if each]
     for each in values:
         # `pytest.param` has several values, also for one name.
-        is_set = type(each).__name__ == "ParameterSet"
-        values_of_one = each.values if is_set else (each,) if is_one else each
-        chosen = dict(zip(names, values_of_one, strict=True))
+        is_parameter_set = type(each).__name__ == "ParameterSet"
+        row = each.values if is_parameter_set else (each,) if has_one_name else each
+        chosen = dict(zip(names, row, strict=True))
         for others in _parameters(marks[first + 1 :]):
             yield {**others, **chosen}

@@ -141,6 +141,7 @@ def test_gradients(config):
     check_gradient(partial(run, config), *random_step(3, 3, 4, seed=2), leaf=STUDENT)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(KINDS), steps, st.data())
 def test_microbatches_sum_to_the_step_in_loss_metrics_and_gradient(config, step, data):

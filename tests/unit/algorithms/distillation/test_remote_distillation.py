@@ -83,6 +83,7 @@ def trained(model: Path, teacher: Path, folder: Path, *, talks: bool) -> Path:
     return work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("talks", [False, True], ids=["single turns", "conversations"])
 def test_remote_rollouts_train_bitwise_identically(
     tiny_model: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, talks: bool

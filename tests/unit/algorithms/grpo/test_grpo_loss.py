@@ -318,6 +318,7 @@ def test_value_and_gradient_equal_the_plain_definition(case):
             assert logprobs.grad[i, t].item() == pytest.approx(slope, abs=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(cases(), st.data())
 def test_microbatches_sum_to_the_step_in_loss_metrics_and_gradient(case, data):

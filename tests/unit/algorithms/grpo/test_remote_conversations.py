@@ -58,6 +58,7 @@ def test_remote_conversations_train_bitwise_identically(
     assert len(turns) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", OF_PPO)
 def test_remote_conversations_train_a_critic_bitwise_identically(
     variant: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +74,7 @@ def test_remote_conversations_train_a_critic_bitwise_identically(
     assert all(torch.equal(critics[0][name], each) for name, each in critics[1].items())
 
 
+@pytest.mark.slow
 def test_only_records_fetch_tokens_of_a_step(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

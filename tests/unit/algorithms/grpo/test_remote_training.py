@@ -187,6 +187,7 @@ def test_remote_rollouts_train_bitwise_identically(
     assert any(inconsistent) == ("gate" in VARIANTS[variant])
 
 
+@pytest.mark.slow
 def test_inconsistent_sequences_are_not_trained_on(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +215,7 @@ def noted_readers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return readers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant", ["one optimizer step", "returns of tokens", "returns of tokens less the KL"]
 )
@@ -227,6 +229,7 @@ def test_only_texts_and_records_of_a_step_are_fetched(
     assert readers.count("CompletionSource.tokens") == NUM_STEPS
 
 
+@pytest.mark.slow
 def test_a_gate_that_stops_the_run_names_the_sequences(tiny_model: Path, tmp_path: Path) -> None:
     bounds = {"max_token_mult_prob_error": 1.0 + 1e-9, "max_sequence_mult_prob_error": 1e9}
     with pytest.raises(ConsistencyError, match=r"sequence \d+ \(.*\) at position \d+"):

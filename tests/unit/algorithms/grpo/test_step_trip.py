@@ -58,6 +58,7 @@ class Trip:
         return {file for file, _ in self.functions}
 
 
+@pytest.mark.slow
 def test_a_step_enters_few_files_and_functions(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_step_enters_few_files_and_functions(
     assert len(trip.functions) <= MAX_FUNCTIONS, sorted(trip.functions)
 
 
+@pytest.mark.slow
 def test_a_weight_transfer_enters_few_files_and_functions(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ def test_remote_rollouts_train_bitwise_identically(
         assert not all(torch.equal(before[name], after[name]) for name in before.keys() & after)
 
 
+@pytest.mark.slow
 def test_only_texts_and_records_of_a_step_are_fetched(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ def test_a_completion_that_is_slow_to_compare_is_wrong(
     assert scorer.score([rollout(SLOW[name])]) == [0.0]
 
 
+@pytest.mark.slow
 def test_slow_comparisons_are_stopped_by_work_limits_and_not_by_time(worker: _Worker) -> None:
     # None of them reaches the limit on CPU time, which depends on the machine.
     for completion in SLOW.values():
@@ -190,6 +191,7 @@ def test_a_reference_without_mathematics_or_with_a_sentence_is_an_error(
     assert "no mathematics, or a sentence" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_dead_child_is_replaced(rollout: Make) -> None:
     scorer = MathScorer()
     try:
@@ -211,6 +213,7 @@ def test_scoring_works_in_a_thread(scorer: MathScorer, rollout: Make) -> None:
     assert scores == [1.0]
 
 
+@pytest.mark.slow
 def test_close_ends_every_child_and_may_be_called_twice(rollout: Make) -> None:
     scorer = MathScorer(MathVerify(max_calls=500_000))
     # Two comparisons at once need two children.

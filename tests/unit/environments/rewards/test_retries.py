@@ -226,6 +226,7 @@ def test_no_server_is_an_error(server: Server, rollout: Callable[..., Rollout]) 
         assert "after 5 attempts" in str(outcome.got)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down_is_given_up_early(
     server: Server, rollout: Callable[..., Rollout]
 ) -> None:

@@ -37,6 +37,7 @@ def test_a_model_folder_is_found_by_its_path_or_its_artifacts(own_store: Path) -
     assert model_folder("nowhere") == Path("nowhere")
 
 
+@pytest.mark.slow
 def test_an_artifact_is_found_by_its_id_or_a_prefix_of_id_or_hash(own_store: Path) -> None:
     (folder, manifest), other = made("ab"), made("cd")
     assert model_folder(folder.name) == folder / "model"  # also without a record of runs

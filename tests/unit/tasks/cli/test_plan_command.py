@@ -332,6 +332,7 @@ def test_the_page_shows_what_the_command_prints() -> None:
     assert "| 70 B on eight machines | CUDA IPC on each GPU | 4.1 s | 10 s | 0.6 s |" in page
 
 
+@pytest.mark.slow
 def test_estimates_and_uncounted_parts_are_printed(tmp_path: Path) -> None:
     other = {**json.loads(CONFIGS["qwen2.5-1.5b"].read_text()), "model_type": "gemma2"}
     (tmp_path / "config.json").write_text(json.dumps({**other, "head_dim": 128}))

@@ -291,6 +291,7 @@ def with_rows(folder: Path, rows: list[dict[str, object]], model: str = "from_co
     return [f"model.kind={model}", data, "generation.max_new_tokens=8", "--dry-run"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "settings", "rows", "stages", "line"),
     [

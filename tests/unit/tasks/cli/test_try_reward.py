@@ -106,6 +106,7 @@ def test_completions_of_a_model_are_scored(folder: Path, tiny_model: Path) -> No
     assert [line[1] for line in lines(result)] == ["reference", "wrong", "none", "model"]
 
 
+@pytest.mark.slow
 def test_solutions_of_rows_are_scored_and_worthless_ones_named(folder: Path) -> None:
     rows = [
         {"prompt": "2+2=", "answer": "4", "completion": "2 and 2 is \\boxed{4}."},
