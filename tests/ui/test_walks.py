@@ -151,6 +151,6 @@ def test_the_page_leads_from_the_run_to_the_rows_of_its_model(
     page.get_by_role("link", name="Ancestry").click()
     page.wait_for_selector("[data-drawn]")
     for stage in ("prepare_data", "prepare_model", "train_sft", "grpo_iteration"):
-        expect(page.locator("tr", has_text=stage).first).to_be_visible()
-    page.locator("tr", has_text="prepare_data").get_by_role("link").first.click()
+        expect(page.locator(f'tr[id^="{stage}-"]').first).to_be_visible()
+    page.locator('tr[id^="prepare_data-"]').first.get_by_role("link").first.click()
     expect(page.locator("body")).to_contain_text("rows.parquet")
