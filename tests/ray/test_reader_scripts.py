@@ -63,7 +63,7 @@ from nemo_rl_core.models import HuggingFacePolicy
 from nemo_rl_core.models.generation import VllmGeneration
 
 cluster = RayVirtualCluster([1], use_gpus=False)
-policy = HuggingFacePolicy("model")
+policy = HuggingFacePolicy("model", learning_rate=3e-3)
 generator = VllmGeneration(cluster, {**vllm_config, "model_name": "model", "max_model_len": 64})
 validation_batch = BatchedDataDict({"input_ids": torch.tensor([[1, 5, 6, 7], [1, 8, 9, 5]])})
 validation_batch["attention_mask"] = torch.ones(2, 4, dtype=torch.long)

@@ -113,7 +113,9 @@ def test_a_scheduled_launch_plan_runs_and_finds_nothing_new(
         model = msgpack.loads(output)["directory"]["path"]
         tree = walked(clone, environment, ".venv/bin/nemo-rl", "lineage", model)
         assert "grpo_iteration" in tree and "first" in tree
-        assert stages_run(scheduled_run(backend, "second")) == {"plan_grpo", "announce"}
+        second = stages_run(scheduled_run(backend, "second"))
+        assert "announce" in second
+        assert not {"prepare_data", "train_sft", "grpo_iteration", "export"} & second
 
 
 @pytest.fixture
