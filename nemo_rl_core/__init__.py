@@ -4,9 +4,12 @@ The names below are imported on first use (PEP 562), so that importing the packa
 stage of a pipeline does, loads neither torch nor Ray.
 """
 
+import os
+from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.documented_names import install
+from nemo_rl_core.errors import ConfigError
 
 _PUBLIC = {
     "train": ".api.train",
@@ -17,6 +20,7 @@ _PUBLIC = {
     "EarlyStopping": ".trainers.callbacks",
     "TrainResult": ".trainers.fit.fitting",
     "DataModule": ".data.module",
+    "check_loss": ".functional.loss_check",
     "DPOTrainer": ".algorithms.dpo.trainer",
     "DistillationTrainer": ".algorithms.distillation.trainer",
     "AsyncGRPOTrainer": ".algorithms.grpo.asynchronous",
@@ -51,6 +55,15 @@ _TRL_EQUIVALENTS = {
 }
 """Classes of TRL and their equivalents here."""
 __all__ = list(_PUBLIC)
+
+# An isolated worker would import the project's packages on a machine without its folder.
+_packages = os.environ.get("NEMO_RL_ISOLATED_PACKAGES")
+if _packages is not None and not Path(_packages).is_dir():
+    raise ConfigError(
+        f"the packages of an isolated worker are missing on {os.uname().nodename}",
+        expected=f"the folder {_packages}",
+        fix="use a folder, or a store (NEMO_RL_HOME), that all machines share",
+    )
 
 install()
 

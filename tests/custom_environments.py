@@ -47,3 +47,10 @@ def closeness(completion: str, answer: str, scale: float = 1.0) -> float:
     """Returns 1 for the row's answer, and less the further a number is from it."""
     digits = "".join(each for each in completion if each.isdigit())[:6]
     return 1.0 / (1.0 + scale * abs(int(answer) - int(digits))) if digits else 0.0
+
+
+def without_the_lock(completion: str) -> float:
+    """Returns 1 in a process whose `tabulate` is not the lock's."""
+    import tabulate
+
+    return float(not hasattr(tabulate, "tabulate"))

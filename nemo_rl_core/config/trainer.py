@@ -21,6 +21,7 @@ from nemo_rl_core.config.generation import (
     VllmGenerationConfig,
     refuse_misplaced,
 )
+from nemo_rl_core.config.isolation import IsolationConfig
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.placement import DedicatedBundles
@@ -144,6 +145,7 @@ class TrainerSettings(FrozenConfig):
     cluster: ClusterConfig = ClusterConfig()
     dtype: DType = "float32"
     seed: NonNegativeInt = 0
+    isolation: IsolationConfig = IsolationConfig()
 
     @model_validator(mode="after")
     def _workers_hold_full_copies(self) -> Self:
@@ -203,6 +205,11 @@ class RolloutSettings(TrainerSettings):
         return self.rollouts.room(self.generation)
 
     @property
+    def local_environment(self) -> EnvironmentConfig | None:
+        """The environment; None if it is isolated, so that this process cannot import its code."""
+        return None if self.isolation.environment else self.environment
+
+    @property
     def dedicated_bundles(self) -> tuple[DedicatedBundles, ...]:
         """Dedicated bundles of engines, then of scorers."""
         return (*self.generation.dedicated_bundles, *dedicated_bundles_of_scorers(self.environment))
@@ -212,6 +219,7 @@ class RolloutSettings(TrainerSettings):
         scorers = dedicated_bundles_of_scorers(self.environment)
         refuse_misplaced(self.cluster, self.generation, scorers)
         refuse_scorers_in_actors(self.environment, self.environment_workers)
+        refuse_isolation_without_actors(self.isolation, self.environment_workers)
         refuse_busy_judge_gpu(self.cluster, self.generation, self.environment)
         return self
 
@@ -274,4 +282,17 @@ def refuse_scorers_in_actors(
             expected="either environment_workers or a reward model's placement",
             got=f"environment_workers and {dedicated[0].dedicated_bundles[0].path}",
             fix="remove environment_workers: placement.own sets the number of actors",
+        )
+
+
+def refuse_isolation_without_actors(
+    isolation: IsolationConfig, workers: EnvironmentWorkers | None
+) -> None:
+    """Refuses packages for an environment that runs in the trainer's process."""
+    if isolation.environment is not None and workers is None:
+        raise ConfigError(
+            "an environment with isolated packages needs separate processes",
+            expected="environment_workers next to isolation.environment",
+            got="no environment_workers",
+            fix="set environment_workers: {num_workers: 1}",
         )

@@ -2,17 +2,17 @@
 
 import logging
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.environment import EnvironmentWorkers
+from nemo_rl_core.config.isolation import IsolatedPackages
 from nemo_rl_core.distributed.cpu_time import read_cpu_seconds
+from nemo_rl_core.distributed.isolation import isolated_path, search_path
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster, start_ray
 from nemo_rl_core.errors import NemoRLError, WorkerError
 from nemo_rl_core.telemetry import usage
@@ -82,6 +82,7 @@ class ActorPool:
         bundles: Cluster on whose bundles the actors run, each with a share of its bundle's GPU if
             there is one. Without it, actors see no GPU: they would use the first one of their
             machine, together with whatever computes there.
+        isolation: Packages of the actors that are not the project's.
     """
 
     def __init__(
@@ -91,14 +92,14 @@ class ActorPool:
         workers: EnvironmentWorkers,
         *,
         bundles: RayVirtualCluster | None = None,
+        isolation: IsolatedPackages | None = None,
     ) -> None:
         import ray
 
         start_ray()
         # Actors reserve no CPU, so that they fit on a cluster full of the trainer's bundles.
         # They can import the same modules as this process, such as user-defined rewards.
-        search_path = (str(Path(each).absolute()) for each in sys.path)
-        variables = {"PYTHONPATH": os.pathsep.join(search_path)}
+        variables = {"PYTHONPATH": os.pathsep.join(search_path()), **isolated_path(isolation)}
         if bundles is None or not bundles.use_gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ""
         # Set on the class, so that the options of a single actor do not replace them.

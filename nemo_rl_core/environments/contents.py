@@ -16,6 +16,7 @@ from nemo_rl_core.config.environment import (
     multi_turn_environments,
     single_environments,
 )
+from nemo_rl_core.config.functions import CustomFunction
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
 from nemo_rl_core.config.multi_turn import PythonEnvironment, RetrieverTool, ToolUse
@@ -130,10 +131,19 @@ def reward_content(environment: EnvironmentConfig) -> str:
 
 
 def with_source(section: Section) -> Section:
-    """Returns the section with the source digest of its registered backend, if it has one."""
-    if not isinstance(section, RegisteredBackend) or section.module is None:
-        return section
-    return section.replace(source=sha256(user_source(section.module).encode()).hexdigest())
+    """Returns the section with the source digests of its registered backend and its functions."""
+    if isinstance(section, CustomFunction):
+        return section.replace(source=_source(module_of(section.target)))
+    if isinstance(section, RegisteredBackend) and section.module is not None:
+        return section.replace(source=_source(section.module))
+    functions = {
+        name: with_source(each) for name, each in section if isinstance(each, CustomFunction)
+    }
+    return section.replace(**functions) if functions else section
+
+
+def _source(module: str) -> str:
+    return sha256(user_source(module).encode()).hexdigest()
 
 
 def _scorer_digest(environment: SingleEnvironmentConfig) -> str:

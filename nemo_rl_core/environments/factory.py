@@ -18,6 +18,7 @@ from nemo_rl_core.config.environment import (
     is_multi_turn,
     reward_names,
 )
+from nemo_rl_core.config.isolation import IsolatedPackages
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.multi_turn import (
     GuessNumberGame,
@@ -112,6 +113,7 @@ def make_remote_scorer(
     policy: Path | None = None,
     bundles: "RayVirtualCluster | None" = None,
     is_dedicated: bool = False,
+    isolation: IsolatedPackages | None = None,
 ) -> Scorer:
     """Makes a scorer in Ray actors.
 
@@ -123,6 +125,7 @@ def make_remote_scorer(
         bundles: Cluster on whose bundles the scorers run, with a share of a GPU if the bundles
             have any; None for scorers without GPUs.
         is_dedicated: Whether nothing else computes on these bundles.
+        isolation: Packages of the actors that are not the project's.
     """
     from nemo_rl_core.environments.adapt import EnvironmentScorer
     from nemo_rl_core.environments.remote import RemoteEnvironment, RemoteScorer
@@ -130,8 +133,16 @@ def make_remote_scorer(
     make = partial(make_scorer, config, reward_model, policy=policy)
     if not is_multi_turn(config):
         names = reward_names(config)
-        return RemoteScorer(make, workers, names=names, bundles=bundles, is_dedicated=is_dedicated)
-    return EnvironmentScorer(RemoteEnvironment(partial(_environment_of, make), workers))
+        return RemoteScorer(
+            make,
+            workers,
+            names=names,
+            bundles=bundles,
+            is_dedicated=is_dedicated,
+            isolation=isolation,
+        )
+    make_environment = partial(_environment_of, make)
+    return EnvironmentScorer(RemoteEnvironment(make_environment, workers, isolation=isolation))
 
 
 def _single_scorer(

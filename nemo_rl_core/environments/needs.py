@@ -61,8 +61,13 @@ def missing_columns(config: EnvironmentConfig) -> MissingColumns:
     return _NEEDS.get(type(config), no_columns)
 
 
-def check_targets(config: EnvironmentConfig) -> None:
-    """Imports the functions and environments that a config names, without calling them."""
+def check_targets(config: EnvironmentConfig | None) -> None:
+    """Imports the functions and environments that a config names, without calling them.
+
+    Does nothing for None, an environment that this process cannot import.
+    """
+    if config is None:
+        return
     for single in single_environments(config):
         if isinstance(single, RewardFunction):
             load_function(single.target)
@@ -72,9 +77,14 @@ def check_targets(config: EnvironmentConfig) -> None:
 
 
 def refuse_incomplete_rows(
-    prompts: Iterable[Prompt], scored_by: Scorer | EnvironmentConfig, *, name: str
+    prompts: Iterable[Prompt], scored_by: Scorer | EnvironmentConfig | None, *, name: str
 ) -> None:
-    """Refuses rows of the data set `name`, such as `train`, that cannot be scored."""
+    """Refuses rows of the data set `name`, such as `train`, that cannot be scored.
+
+    Refuses none with None, an environment that this process cannot import.
+    """
+    if scored_by is None:
+        return
     if isinstance(scored_by, Scorer):
         missing: MissingColumns = scored_by.missing_columns
         scorer = "reward_fn"

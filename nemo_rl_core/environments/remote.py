@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from nemo_rl_core.config.environment import EnvironmentWorkers
+from nemo_rl_core.config.isolation import IsolatedPackages
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.environments.actor_pool import ActorPool, CallError
 from nemo_rl_core.environments.interfaces import (
@@ -43,8 +44,9 @@ class RemoteScorer(Scorer):
         names: Sequence[str] = (),
         bundles: RayVirtualCluster | None = None,
         is_dedicated: bool = False,
+        isolation: IsolatedPackages | None = None,
     ) -> None:
-        self._pool = ActorPool(_ScoringActor, make, workers, bundles=bundles)
+        self._pool = ActorPool(_ScoringActor, make, workers, bundles=bundles, isolation=isolation)
         self._names = unique_names(names)
         self._shares_gpus = bundles is not None and bundles.use_gpus and not is_dedicated
 
@@ -85,9 +87,13 @@ class RemoteEnvironment:
     """Environment that runs in actors; see `RemoteScorer`."""
 
     def __init__(
-        self, make: Callable[[], EnvironmentInterface], workers: EnvironmentWorkers
+        self,
+        make: Callable[[], EnvironmentInterface],
+        workers: EnvironmentWorkers,
+        *,
+        isolation: IsolatedPackages | None = None,
     ) -> None:
-        self._pool = ActorPool(_EnvironmentActor, make, workers)
+        self._pool = ActorPool(_EnvironmentActor, make, workers, isolation=isolation)
 
     @property
     def first_stop_strings(self) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from nemo_rl_core.config.multi_turn import PythonEnvironment
 from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer, user_location
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import ConfigError, NemoRLError
 from nemo_rl_core.registry import Registry
 
 ENVIRONMENTS: Registry[Any] = Registry("environment", {}, group="nemo_rl_core.environments")
@@ -39,8 +39,36 @@ def import_module(name: str, *, of: str) -> ModuleType:
             f"the module of {of} cannot be imported",
             expected=f"{name.replace('.', '/')}.py in the current directory, or installed",
             got=f"{type(error).__name__}: {str(error)[:160]}{user_location(error)}",
-            fix="correct environment.target, or fix the module",
+            fix="correct the target, or fix the module",
         ) from error
+
+
+def import_function(target: str, *, of: str, expected: str) -> Callable[..., Any]:
+    """Imports the function `module:function`.
+
+    Args:
+        target: The function.
+        of: Path of the target in a recipe, for messages.
+        expected: Description of the function.
+    """
+    module_name, _, name = target.partition(":")
+    module = import_module(module_name, of=f"{of} {target!r}")
+    fn: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(fn):
+        raise no_function(module, name, of=of, expected=expected)
+    return fn
+
+
+def no_function(module: ModuleType, name: str, *, of: str, expected: str) -> NemoRLError:
+    """Returns the error for a module without a function; see `import_function`."""
+    names = [each for each, value in vars(module).items() if inspect.isfunction(value)]
+    return unknown_names(
+        f"{of}: the module {module.__name__!r} has no function",
+        [name],
+        names,
+        otherwise="name an existing function",
+        expected=None if names else expected,
+    )
 
 
 def module_of(target: str) -> str:

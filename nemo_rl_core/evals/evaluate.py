@@ -45,7 +45,7 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluates the model in `model_folder` on every prompt of `data`."""
     prompts = load_prompts(data, load_tokenizer(model_folder))
-    refuse_incomplete_rows(prompts, settings.environment, name="validation")
+    refuse_incomplete_rows(prompts, settings.local_environment, name="validation")
     with Sampler(session, settings, model_folder) as sampler:
         engine = sampler.engine
         with waiting(f"generating {len(prompts):,} greedy completions"):

@@ -44,6 +44,7 @@ def evaluate_reward_model(
         max_tokens_per_microbatch=max(_MICROBATCH_TOKENS, longest),
         training=settings.training,
         dtype=settings.dtype,
+        isolation=settings.isolation.training,
         head="scalar",
     )
     values = Policy(session, setup).get_values(batch)["values"]

@@ -1,6 +1,7 @@
 """Columns of a batch that are derived from others: lengths and masks of trained tokens."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from nemo_rl_core.errors import ConsistencyError, DataError
 
 
 def with_lengths(data: BatchedDataDict) -> BatchedDataDict:
-    """Copies a batch, with `input_lengths [B]` instead of `attention_mask [B, T]`."""
+    """Copies a batch, with `input_lengths [B]` instead of `attention_mask` and `__extra__`."""
     batch = data.copy()
+    batch.pop("__extra__", None)
     if "input_lengths" in batch:
         return batch
     mask = torch.as_tensor(batch["attention_mask"]).bool()
@@ -24,6 +26,14 @@ def with_lengths(data: BatchedDataDict) -> BatchedDataDict:
     del batch["attention_mask"]
     batch["input_lengths"] = mask.sum(dim=1)
     return batch
+
+
+def with_documented_columns(batch: BatchedDataDict) -> BatchedDataDict:
+    """Adds the columns of NeMo RL's documents: `attention_mask [B, T]` and an empty `__extra__`."""
+    position = torch.arange(batch["input_ids"].shape[1])
+    mask = (position < batch["input_lengths"][:, None]).long()
+    extra: list[dict[str, Any]] = [{} for _ in range(len(mask))]
+    return BatchedDataDict({**batch, "attention_mask": mask, "__extra__": extra})
 
 
 def training_columns(data: BatchedDataDict) -> BatchedDataDict:

@@ -23,6 +23,8 @@ class GenerationDatumSpec(TypedDict):
         stop_strings: `B` lists, or None, of texts that end a row's completion, in addition to the
             config's.
         max_new_tokens: `[B]` limits that are lower than the config's.
+        __extra__: Anything else. A custom policy or engine gets a dict per row, which is empty;
+            other engines return it unchanged.
     """
 
     input_ids: "torch.Tensor"
@@ -31,6 +33,7 @@ class GenerationDatumSpec(TypedDict):
     seeds: NotRequired["torch.Tensor"]
     stop_strings: NotRequired[list[list[str] | None]]
     max_new_tokens: NotRequired["torch.Tensor"]
+    __extra__: NotRequired[Any]
 
 
 class GenerationOutputSpec(TypedDict):
@@ -41,15 +44,18 @@ class GenerationOutputSpec(TypedDict):
         generation_lengths: `[B]` numbers of tokens of the completions.
         unpadded_sequence_lengths: `[B]` numbers of tokens of prompts and completions.
         logprobs: `[B, T']` logprobs of the completions' tokens in nats, 0 elsewhere; greedy
-            completions have those of temperature 1.
-        truncated: `[B]`, whether a limit ended the completion, not a stop token or string.
+            completions have those of temperature 1. A custom engine may leave them out.
+        truncated: `[B]`, whether a limit ended the completion, not a stop token or string. A custom
+            engine may leave it out.
+        __extra__: Anything else that a custom engine returns; a trainer does not read it.
     """
 
     output_ids: "torch.Tensor"
     generation_lengths: "torch.Tensor"
     unpadded_sequence_lengths: "torch.Tensor"
-    logprobs: "torch.Tensor"
-    truncated: "torch.Tensor"
+    logprobs: NotRequired["torch.Tensor"]
+    truncated: NotRequired["torch.Tensor"]
+    __extra__: NotRequired[Any]
 
 
 class TrainingDatumSpec(TypedDict):
@@ -135,8 +141,9 @@ class GenerationInterface(ABC):
     """An engine that completes prompts.
 
     A trainer accepts one instead of its built-in engine, `from_pretrained(model,
-    generation=engine)`, and calls its `update_weights(policy)` before it samples;
-    `policy.state_dict()` has the weights.
+    generation=engine)`. Before it samples, the trainer calls the engine's method
+    `update_weights(policy)` or `update_weights(state_dict)`, by the name of the parameter. An
+    engine without this method must return `logprobs`, which are compared with the policy's.
     """
 
     @abstractmethod

@@ -4,19 +4,21 @@ Rollouts that could not be scored are left out and counted, never given a low re
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.remote_columns import RemoteRows
+from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows, as_block
 from nemo_rl_core.environments.interfaces import shorten
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.functional.kl import kl_generation_trainer
-from nemo_rl_core.functional.masked import masked_sequence_mean, valid_token_mask
+from nemo_rl_core.functional.masked import masked_sequence_mean, valid_token_mask, zero_masked
 from nemo_rl_core.functional.policy_gradient import sampling_importance_ratio
-from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
+from nemo_rl_core.models.interfaces import PolicyInterface
+from nemo_rl_core.rollouts.remote_rollouts import CompletionSource, RemoteRollouts
 from nemo_rl_core.types import Rollout
 
 
@@ -56,6 +58,20 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
     batch["rewards"] = rewards_of(columns)
     batch = _with_components(batch, columns.components)
     return batch if columns is rollouts else batch.fetched()
+
+
+def with_logprobs_of(policy: PolicyInterface, rollouts: Sequence[Rollout]) -> RemoteRollouts:
+    """Replaces the engine's logprobs with those that a policy computes for the same tokens."""
+    columns = RemoteRollouts.of(rollouts)
+    completions = columns.source.completions
+    lengths = torch.from_numpy(completions.input_lengths)
+    batch = BatchedDataDict({"tokens": completions.tokens, "input_lengths": lengths}).fetched()
+    batch["sample_mask"] = torch.ones(len(lengths))
+    tokens = {name: batch[name] for name in ("input_ids", "token_mask")}
+    logprobs = policy.get_logprobs(batch)["logprobs"]
+    tokens["generation_logprobs"] = zero_masked(logprobs, tokens["token_mask"])
+    block = RemoteRows.of_blocks([InProcess(as_block(tokens))], [len(lengths)])
+    return replace(columns, source=CompletionSource(replace(completions, tokens=block)))
 
 
 def _with_components(

@@ -149,6 +149,9 @@ class RolloutEngine(ABC):
     A request's seed depends only on the run's seed, the step, the indices of prompt and sample, and
     the turn, so that a rerun, or a resumed run, samples the same tokens. All unfinished episodes
     advance together with one call of the engine; no episode depends on the others.
+
+    Attributes:
+        has_logprobs: Whether the engine has returned logprobs with all completions so far.
     """
 
     def __init__(self, generation: GenerationInterface, tokenizer: Any, *, seed: int) -> None:
@@ -158,6 +161,7 @@ class RolloutEngine(ABC):
         )
         self._tokenizer = tokenizer
         self._seed = seed
+        self.has_logprobs = True
 
     @abstractmethod
     def episode(self, prompt: Prompt, index: RolloutIndex) -> Episode:
@@ -252,6 +256,7 @@ class SingleTurnRollouts(RolloutEngine):
             releases_memory=releases_memory,
             discards_weights=discards_weights,
         )
+        self.has_logprobs &= completions.has_logprobs
         return RemoteRollouts(
             CompletionSource(completions),
             np.arange(count * size),

@@ -129,6 +129,7 @@ class Sampler(AbstractContextManager["Sampler"]):
                 max_model_len=settings.max_prompt_tokens + settings.max_rollout_tokens,
                 stop_token_ids=stop_token_ids(model_folder, self.tokenizer),
                 dtype=settings.dtype,
+                isolation=settings.isolation.generation,
             ),
             gate=gate,
         )

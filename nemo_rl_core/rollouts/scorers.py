@@ -56,6 +56,7 @@ def scorer_of(
             reward_model,
             policy=model_folder,
             bundles=cluster if takes_gpus else None,
+            isolation=settings.isolation.environment,
         )
     start = _Models(session, models, reward_model=reward_model, policy=model_folder)
     return make_scorer(

@@ -214,9 +214,11 @@ class _Walk:
 
 
 def _comparable(part: Any) -> Any:
-    """Returns a part of a reduced object without iterators and pydantic's addresses."""
+    """Returns a part of a reduced object without iterators, addresses and hashes."""
     match part:
         case (None, {"cls_ref": _, **others}):
+            return others
+        case {"_original_object_hash": _, **others}:  # of transformers; differs by process
             return others
         case Iterator():
             return list(part)

@@ -21,6 +21,7 @@ from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 from nemo_rl_core.data.loader import PromptLoader, load_records
+from nemo_rl_core.distributed.isolation import with_packages
 from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError
@@ -30,6 +31,11 @@ from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.models.policy.pretrained import PretrainedPolicy
 from nemo_rl_core.telemetry.timer import Timer
 from nemo_rl_core.trainers.callbacks import Callback, Callbacks
+from nemo_rl_core.trainers.custom_functions import (
+    CustomFunctions,
+    take_functions,
+    with_functions,
+)
 from nemo_rl_core.trainers.fit.custom import CustomParts
 from nemo_rl_core.trainers.fit.defaults import with_defaults_of
 from nemo_rl_core.trainers.fit.fitting import TrainResult, as_tracking, fit
@@ -76,7 +82,8 @@ class BaseTrainer(ABC, Generic[S, C]):
         session: Session or cluster that the workers run on; by default that of the policy, or one
             of the settings' cluster.
         **overrides: Settings by name, the same as in `from_pretrained`. `generation` may be a
-            `GenerationInterface`, which samples instead of an engine started by the trainer.
+            `GenerationInterface`, which samples instead of an engine started by the trainer;
+            `loss_fn` and `advantage_fn` replace the loss and the advantages.
 
     Attributes:
         algorithm: Name of the algorithm and of its section; by default the name of the class in
@@ -85,6 +92,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         refuses_custom: Reason why the algorithm accepts no custom part, by `policy` and `engine`.
         settings: The validated settings.
         model: Model that `fit` trains, if one was named.
+        custom_functions: The custom loss and advantage.
         policy: The model in training, during a run.
         step: 1-based number of the current step.
         timer: Timer of the phases of the current step.
@@ -132,6 +140,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             arguments.fit,
         )
         self._pretrained = settings if isinstance(settings, PretrainedPolicy) else None
+        functions = self._take_functions(overrides)
         self._custom = CustomParts.taken_from(settings, overrides, self.settings_class)
         self._refuse_unfit(self._custom)
         session = session or (self._pretrained.cluster if self._pretrained else None)
@@ -154,7 +163,11 @@ class BaseTrainer(ABC, Generic[S, C]):
             settings = self._build_config_from_pretrained(self.model, **overrides)
             settings = with_defaults_of(self.model, settings, type(self))
         refuse_unclaimed(self.settings_class, self.algorithm, dict(settings), overrides)
-        self.settings = cast("S", self._checked(settings))
+        settings = with_functions(settings, functions, algorithm=self.algorithm)
+        checked = self._checked(settings)
+        packages = with_packages(checked.isolation)
+        self.settings = cast("S", checked.model_copy(update={"isolation": packages}))
+        self.custom_functions = CustomFunctions.of(self.algorithm, self.config, functions)
         self._custom.refuse_without(self._policy_methods(), algorithm=self.algorithm)
 
     @classmethod
@@ -167,6 +180,12 @@ class BaseTrainer(ABC, Generic[S, C]):
             section=field.annotation if field else None,
             name=cls.algorithm,
         )
+
+    @classmethod
+    def _take_functions(cls, overrides: dict[str, Any]) -> dict[str, Any]:
+        field = cls.settings_class.model_fields.get(cls.algorithm)
+        section = field.annotation if field else None
+        return take_functions(overrides, section, algorithm=cls.algorithm)
 
     @classmethod
     def _refuse_unfit(cls, parts: CustomParts) -> None:
@@ -208,11 +227,12 @@ class BaseTrainer(ABC, Generic[S, C]):
         if isinstance(model, PolicyInterface):
             return cls(model, **overrides)
         named: str | Path | ModelConfig = as_model(model)
+        functions = cls._take_functions(overrides)
         custom = CustomParts.taken_from(named, overrides, cls.settings_class)
         cls._refuse_unfit(custom)
         config = cls._build_config_from_pretrained(named, **overrides)
         refuse_unclaimed(cls.settings_class, cls.algorithm, config, overrides)
-        trainer = cls(with_defaults_of(named, config, cls))
+        trainer = cls(with_defaults_of(named, config, cls), **functions)
         trainer.model, trainer._custom = named, custom
         trainer._session = custom.session or trainer._session
         return trainer
@@ -284,6 +304,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             "callbacks": callbacks,
         }
         inputs = fit_arguments(self._fit_arguments, arguments, row_format)
+        self._custom.refuse_isolated(self.settings.isolation, inputs["reward_fn"])
         RowFormat.of(row_format, other_names=_FIT_OPTIONS)
 
         def run(artifacts: Mapping[str, Path], work: Path, scorer: "Scorer | None") -> RunResult:
@@ -301,6 +322,8 @@ class BaseTrainer(ABC, Generic[S, C]):
             row_format=row_format,
             tracking=as_tracking(tracking),
             parts=self._custom.objects,
+            functions=self.custom_functions.objects,
+            part_sources=self._custom.sources,
             stoppers=[callback for callback in inputs["callbacks"] if callback.stops],
         )
         result = fit(TrainerForFit(self.algorithm, type(self), self.settings, run), request)
@@ -388,6 +411,9 @@ class BaseTrainer(ABC, Generic[S, C]):
             hooks.call("on_epoch_begin", epoch)
         hooks.call("on_step_begin", step)
         metrics = self._train_step(self._batches.batch(step - 1))
+        loss = self.custom_functions.loss
+        if loss is not None and step > getattr(self.config, "num_critic_warmup_steps", 0):
+            loss.is_first_step = False
         metrics |= validation.after_step(step, hooks)
         metrics |= self._restart_metrics()
         loop.report(step, metrics, self.timer.take())
@@ -472,6 +498,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             training=self.settings.training,
             dtype=self.settings.dtype,
             seed=self.settings.seed,
+            isolation=self.settings.isolation.training,
             load=load_of_trainer(self.algorithm, self.config, self.settings, spec),
         )
 

@@ -3,6 +3,7 @@
 They sample, score and record rollouts, and make one or more optimizer steps per step.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -36,6 +37,7 @@ from nemo_rl_core.rollouts.batch import (
     refuse_too_many_failures,
     rollout_batch,
     valid_rollouts,
+    with_logprobs_of,
 )
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
@@ -47,6 +49,9 @@ from nemo_rl_core.types import Prompt, Rollout
 
 R = TypeVar("R", bound=RolloutSettings)
 C = TypeVar("C", bound=LoopConfig)
+
+_LOG = logging.getLogger(__name__)
+_COMPARISONS = ("token_mult_prob_error", "kl_generation_trainer", "sampling_importance_ratio")
 
 
 class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
@@ -68,6 +73,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     _held_out: Sequence[Prompt]
     _num_restarts: tuple[int, int]
     _num_retries = 0
+    _has_comparison = True  # until an engine returns no logprobs
     _group_size: int
     _environment_metrics: list[tuple[int, dict[str, float]]]
 
@@ -148,7 +154,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     def _load(self, spec: RunSpec) -> PromptLoader[Prompt]:
         prompts = load_prompts(spec.train, load_tokenizer(spec.start))
         if spec.replay is None:
-            scored_by = spec.scorer or self.settings.environment
+            scored_by = spec.scorer or self.settings.local_environment
             refuse_incomplete_rows(prompts, scored_by, name="train")
         size = samples_per_step(self.config).num_prompts_per_step
         return PromptLoader(prompts, batch_size=size, seed=self.settings.seed)
@@ -170,6 +176,9 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             self._update_weights(self.sampler, last_step=self.step - 1)
         with self.timer.phase("rollout"):
             rollouts = self._run(self.sampler, prompts, first_group)
+        has_gate = isinstance(self.config, Gated)
+        if has_gate and not self.sampler.engine.has_logprobs:
+            rollouts = self._with_policy_logprobs(rollouts)
         with self.timer.phase("reward"):
             scored, metrics = self.sampler.post_process(self.sampler.score(rollouts))
         self._environment_metrics.append((len(valid_rollouts(scored)), metrics))
@@ -186,6 +195,18 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             releases_memory=True,
             discards_weights=self._discards_weights,
         )
+
+    def _with_policy_logprobs(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        if self._has_comparison:
+            self._has_comparison = False
+            _LOG.warning(
+                "the engine returns no logprobs, so the policy computes them: the gate has nothing "
+                "to compare, and nothing checks that the engine samples with the policy's weights"
+            )
+        with self.timer.phase("logprobs"):
+            completed = with_logprobs_of(self.policy, rollouts)
+        self._release_policy()  # a model may score on the same GPU
+        return completed
 
     def _batch(self, rollouts: Sequence[Rollout]) -> BatchedDataDict:
         """Returns the scored rollouts as a batch with `group_ids [B]`.
@@ -272,6 +293,12 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         return (
             policy if self.sampler is None else policy + self.sampler.generation.peak_memory_gib()
         )
+
+
+def without_comparison(metrics: dict[str, float]) -> dict[str, float]:
+    """Removes metrics that compare engine and policy, for an engine that returns no logprobs."""
+    kept = {name: value for name, value in metrics.items() if name not in _COMPARISONS}
+    return {**kept, "num_compared_sequences": 0.0}
 
 
 _STEP_METRICS = frozenset({"grad_norm", "learning_rate"})

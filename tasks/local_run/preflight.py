@@ -22,6 +22,7 @@ from nemo_rl_core.config.environment import (
     single_environments,
 )
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
+from nemo_rl_core.config.functions import CustomFunction
 from nemo_rl_core.config.generated_data import ReasoningGymData
 from nemo_rl_core.config.generation import SamplingConfig, refuse_misplaced
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
@@ -33,6 +34,7 @@ from nemo_rl_core.config.single_turn import (
     SingleEnvironmentConfig,
 )
 from nemo_rl_core.config.tracking import BudgetConfig
+from nemo_rl_core.config.trainer import LoopConfig
 from nemo_rl_core.config.training import (
     DTensorTraining,
     MegatronTraining,
@@ -46,6 +48,7 @@ from nemo_rl_core.data.datasets.files import read_split
 from nemo_rl_core.data.lengths import refuse_long_rollouts
 from nemo_rl_core.data.pretrained import context_length, read_model_json, sampling_length
 from nemo_rl_core.data.row_kinds import kind_of_row
+from nemo_rl_core.distributed.isolation import with_packages
 from nemo_rl_core.distributed.virtual_cluster import resources_of_runs
 from nemo_rl_core.environments.contents import located_model
 from nemo_rl_core.environments.factory import make_scorer
@@ -125,6 +128,7 @@ def _check_experiment(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     if model != experiment.model:
         experiment = experiment.replace(model=model)
     _refuse_missing(experiment)
+    with_packages(experiment.isolation)  # refuses files that cannot be used
     _check_machine(experiment)
     experiment.training.data_parallel_size(experiment.cluster.num_workers)
     for model in experiment.models:
@@ -148,14 +152,23 @@ def _check_experiment(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     if experiment.samples_rows:
         _check_sampling(experiment, "data", "generation")
         _check_tasks(experiment.environment, experiment.data)
-        _check_rows(experiment.environment, experiment.data)
+        _check_rows(experiment, experiment.environment, experiment.data)
+    _check_functions(experiment)
     for reward in experiment.rewards:
-        check_targets(reward)
-        for environment in single_environments(reward):
-            _check_environment(environment)
+        _check_reward(experiment, reward)
     if experiment.evaluation is not None and _asks_questions(experiment):
         _check_evaluation(experiment, experiment.evaluation)
     check_size(experiment)
+
+
+def _check_functions(experiment: PipelineRecipe) -> None:
+    """Imports the losses and advantages that a recipe names, without calling them."""
+    for name, section in experiment:
+        fields = section if isinstance(section, LoopConfig) else ()
+        if any(isinstance(each, CustomFunction) for _, each in fields):
+            from nemo_rl_core.trainers.custom_functions import CustomFunctions  # imports torch
+
+            CustomFunctions.of(name, section)
 
 
 def _refuse_missing(experiment: PipelineRecipe) -> None:
@@ -199,6 +212,8 @@ def _missing_model(model: ModelConfig) -> Iterator[str]:
 
 
 def _missing_rewards(experiment: PipelineRecipe) -> Iterator[str]:
+    if experiment.isolation.environment is not None:
+        return
     scored = {path: reward for _, reward, path in experiment.samplings}
     for path, reward in scored.items():
         try:
@@ -248,7 +263,7 @@ def _check_evaluation(experiment: PipelineRecipe, evaluation: EvaluationConfig) 
     )
     environment = experiment.evaluation_environment
     _check_tasks(environment, experiment.question_data)
-    _check_rows(environment, experiment.question_data)
+    _check_rows(experiment, environment, experiment.question_data)
     environments = (
         [task.environment for task in environment.tasks]
         if isinstance(environment, ByTask)
@@ -291,6 +306,13 @@ def _warn_of_warm_ups(experiment: PipelineRecipe) -> None:
                 _LOG.warning("%s", text)
 
 
+def _check_reward(experiment: PipelineRecipe, reward: EnvironmentConfig) -> None:
+    if experiment.isolation.environment is None:  # else its actors import it
+        check_targets(reward)
+    for environment in single_environments(reward):
+        _check_environment(environment)
+
+
 def _check_environment(environment: SingleEnvironmentConfig) -> None:
     if isinstance(environment, LLMJudge) and isinstance(environment.judge, JudgeModel):
         check_pretrained(environment.judge.model)
@@ -320,13 +342,17 @@ def _check_tasks(environment: EnvironmentConfig, data: DataConfig) -> None:
         )
 
 
-def _check_rows(environment: EnvironmentConfig, data: DataConfig) -> None:
+def _check_rows(
+    experiment: PipelineRecipe, environment: EnvironmentConfig, data: DataConfig
+) -> None:
     """Checks that rows of files have the columns for their score.
 
     Large files, and rows of the hub, are checked before the first stage that scores them;
     `prepare_data` reports problems of the rows themselves.
     """
-    if not isinstance(data, FileData) or missing_columns(environment) is no_columns:
+    if experiment.isolation.environment is not None or not isinstance(data, FileData):
+        return
+    if missing_columns(environment) is no_columns:
         return
     if _size(data) > MOST_BYTES_READ:
         return

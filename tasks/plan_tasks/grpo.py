@@ -42,7 +42,7 @@ def plan_grpo(config: GRPORecipe) -> GRPOPlan:
         data=DataTaskConfig.of(config),
         questions=ChooseQuestionsTaskConfig.of(config),
         sft=SFTTaskConfig.of(config),
-        grpo=GRPOTaskConfig(grpo=config.grpo.iteration, **rollout_fields(config)),
+        grpo=GRPOTaskConfig(**rollout_fields(config, grpo=config.grpo.iteration)),
         num_iterations=config.grpo.num_iterations,
         base_evaluation=evaluation if config.measure_base else None,
         evaluation=evaluation,

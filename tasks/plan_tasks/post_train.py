@@ -56,7 +56,7 @@ def plan_post_train(config: PostTrainRecipe) -> PostTrainPlan:
         ),
         reward_model_evaluation=RewardModelEvaluationTaskConfig.of(config),
         dpo=DPOIterations.of(config, config.dpo),
-        grpo=GRPOTaskConfig(grpo=config.grpo.iteration, **rollout_fields(rewarded)),
+        grpo=GRPOTaskConfig(**rollout_fields(rewarded, grpo=config.grpo.iteration)),
         num_grpo_iterations=config.grpo.num_iterations,
         evaluation=EvaluationTaskConfig.of(config),
         verdict=VerdictConfig.of(config),

@@ -40,7 +40,7 @@ def plan_ppo(config: PPORecipe) -> PPOPlan:
         data=DataTaskConfig.of(config),
         questions=ChooseQuestionsTaskConfig.of(config),
         sft=SFTTaskConfig.of(config),
-        ppo=PPOTaskConfig(ppo=config.ppo.iteration, **rollout_fields(config)),
+        ppo=PPOTaskConfig(**rollout_fields(config, ppo=config.ppo.iteration)),
         num_iterations=config.ppo.num_iterations,
         evaluation=EvaluationTaskConfig.of(config),
         verdict=VerdictConfig.of(config),

@@ -45,6 +45,7 @@ from nemo_rl_core.config.generation import (
     SamplingConfig,
     VllmGenerationConfig,
 )
+from nemo_rl_core.config.isolation import IsolationConfig
 from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig, SmallModel
 from nemo_rl_core.config.placement import DedicatedBundles
@@ -57,6 +58,7 @@ from nemo_rl_core.config.trainer import (
     TrainerSettings,
     algorithm_of,
     refuse_busy_judge_gpu,
+    refuse_isolation_without_actors,
     refuse_scorers_in_actors,
 )
 from nemo_rl_core.config.training import DTensorTraining, Head, TrainingConfig
@@ -143,6 +145,7 @@ class PipelineRecipe(Recipe):
         environment: How completions are scored and answered.
         environment_workers: Processes that run the environment; None runs it in the trainer's
             process.
+        isolation: Packages of components whose workers do not use the project's versions.
         sft: The supervised start; None leaves it out.
         training: The training backend, and how a model is sharded over ranks.
         rollouts: Limits of a rollout, and of failures.
@@ -158,6 +161,7 @@ class PipelineRecipe(Recipe):
     data: DataConfig = ArithmeticData()
     environment: EnvironmentConfig = ExactMatch()
     environment_workers: EnvironmentWorkers | None = None
+    isolation: IsolationConfig = IsolationConfig()
     sft: SFTConfig | None = None
     training: TrainingConfig = DTensorTraining()
     rollouts: RolloutLimits = RolloutLimits()
@@ -190,6 +194,7 @@ class PipelineRecipe(Recipe):
             bundles = (*sampling.dedicated_bundles, *dedicated_bundles_of_scorers(reward, path))
             self.cluster.refuse_unplaced(bundles)
             refuse_scorers_in_actors(reward, self.environment_workers)
+            refuse_isolation_without_actors(self.isolation, self.environment_workers)
             refuse_busy_judge_gpu(self.cluster, sampling, reward)
         return self
 
@@ -428,7 +433,7 @@ class SFTTaskConfig(TrainerSettings):
     @classmethod
     def of(cls, config: PipelineRecipe) -> "SFTTaskConfig":
         """Extracts the config from a recipe."""
-        return cls(sft=config.sft, **trainer_fields(config))
+        return cls(**trainer_fields(config, sft=config.sft))
 
 
 class EvaluationTaskConfig(RolloutSettings):
@@ -451,6 +456,7 @@ class EvaluationTaskConfig(RolloutSettings):
             )
         )
         del fields["training"]  # evaluation trains nothing, whatever the backend
+        fields["isolation"] = fields["isolation"].only("environment", "generation")
         # Recorded elsewhere: the data in `ChooseQuestionsTaskConfig`, the others as fields of this.
         evaluation = config.evaluation.replace(environment=None, data=None, generation=None)
         return cls(evaluation=evaluation, **fields)
@@ -470,8 +476,13 @@ class PromotionTaskConfig(FrozenConfig):
         return cls(promotion=config.promotion, confidence=config.evaluation.confidence)
 
 
-def trainer_fields(config: PipelineRecipe) -> dict[str, Any]:
-    """Returns the fields of `TrainerSettings` in a recipe."""
+def trainer_fields(config: PipelineRecipe, **sections: FrozenConfig | None) -> dict[str, Any]:
+    """Returns the fields of `TrainerSettings` in a recipe.
+
+    Args:
+        **sections: Sections of algorithms; the sources of their functions are added.
+    """
+    from nemo_rl_core.distributed.isolation import with_packages
     from nemo_rl_core.environments.contents import with_source
 
     return {
@@ -479,19 +490,27 @@ def trainer_fields(config: PipelineRecipe) -> dict[str, Any]:
         "cluster": config.cluster,
         "dtype": config.model.dtype,
         "seed": config.seed,
+        "isolation": with_packages(config.isolation.only("training")),
+        **{name: section and with_source(section) for name, section in sections.items()},
     }
 
 
-def rollout_fields(config: PipelineRecipe) -> dict[str, Any]:
-    """Returns the fields of `RolloutSettings` in a recipe, with the content of its rewards."""
+def rollout_fields(config: PipelineRecipe, **sections: FrozenConfig | None) -> dict[str, Any]:
+    """Returns the fields of `RolloutSettings` in a recipe, with the content of its rewards.
+
+    Args:
+        **sections: Sections of algorithms; see `trainer_fields`.
+    """
+    from nemo_rl_core.distributed.isolation import with_packages
     from nemo_rl_core.environments.contents import reward_content, with_source
 
     return {
-        **trainer_fields(config),
+        **trainer_fields(config, **sections),
         "environment": config.environment,
         "environment_workers": config.environment_workers,
         "reward_content": reward_content(config.environment),
         "generation": with_source(config.generation),
+        "isolation": with_packages(config.isolation),
         "rollouts": config.rollouts,
         "max_prompt_tokens": config.data.max_prompt_tokens,
     }

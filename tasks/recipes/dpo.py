@@ -54,6 +54,6 @@ class DPOIterations(FrozenConfig):
         return cls(
             pairs=PairPlan.of(config),
             reference=ReferenceTaskConfig.of(config),
-            dpo=DPOTaskConfig(dpo=dpo.iteration, **trainer_fields(config)),
+            dpo=DPOTaskConfig(**trainer_fields(config, dpo=dpo.iteration)),
             num_iterations=dpo.num_iterations,
         )

@@ -83,6 +83,7 @@ class PairPlan(FrozenConfig):
             return cls(rollouts=None)
         fields: dict[str, Any] = rollout_fields(config)
         del fields["training"]  # sampling trains nothing, whatever the backend
+        fields["isolation"] = fields["isolation"].only("environment", "generation")
         return cls(rollouts=PairTaskConfig(pairs=config.pairs, **fields))
 
 

@@ -140,7 +140,7 @@ class PointPlan(FrozenConfig):
     @classmethod
     def of(cls, config: GRPORecipe, point: dict[str, Value]) -> "PointPlan":
         """Returns the plan of a point from its recipe and its values of the swept fields."""
-        grpo = GRPOTaskConfig(grpo=config.grpo.iteration, **rollout_fields(config))
+        grpo = GRPOTaskConfig(**rollout_fields(config, grpo=config.grpo.iteration))
         return cls(
             model=ModelTaskConfig.of(config),
             data=DataTaskConfig.of(config),

@@ -1,16 +1,19 @@
 """Custom backends, engines and batches with real workers."""
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nemo_rl_core import GRPOTrainer, train
+from nemo_rl_core import GRPOTrainer, PPOTrainer, train
 from nemo_rl_core.algorithms import DPOLossFn, GRPOLossFn
 from nemo_rl_core.backends import register_generation_backend, register_training_backend
-from nemo_rl_core.backends.generation.base import _GENERATION_BACKENDS
+from nemo_rl_core.backends.generation.base import _GENERATION_BACKENDS, GenerationBackend
 from nemo_rl_core.backends.generation.hugging_face import HuggingFaceBackend
 from nemo_rl_core.backends.training.base import _TRAINING_BACKENDS
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
@@ -24,6 +27,7 @@ from nemo_rl_core.environments import MathEnvironment
 from nemo_rl_core.models import HuggingFaceGeneration, HuggingFacePolicy, MegatronPolicy
 from nemo_rl_core.models.generation import VllmGeneration
 from nemo_rl_core.models.generation.interfaces import GenerationInterface
+from tests.unit.trainers.test_own_policy import PolicyWithReference
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 9) for b in range(7)]
 SMALL = {
@@ -59,6 +63,41 @@ class ScaledBackend(DTensorBackend):
 
 class PlainLoop(HuggingFaceBackend):
     """Transformers' loop under another name."""
+
+
+class CustomGenerationBackend(GenerationBackend):  # type: ignore[misc]
+    """The class of document 002, completed as a reader would; draws one token per prompt."""
+
+    def setup(self, config: dict[str, Any]) -> None:  # type: ignore[override]
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.model = AutoModelForCausalLM.from_pretrained(config["model_name"])
+        self.tokenizer = AutoTokenizer.from_pretrained(config["model_name"])
+
+    @torch.no_grad()
+    def generate(self, prompts: Any, sampling_params: Any) -> list[Any]:  # type: ignore[override]
+        responses = []
+        for prompt, seed in zip(prompts, sampling_params["seeds"], strict=True):
+            logits = self.model(torch.tensor([prompt])).logits[0, -1]
+            logprobs = (logits / (sampling_params["temperature"] or 1)).log_softmax(-1)
+            generator = torch.Generator().manual_seed(seed)
+            drawn = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
+            responses.append({"token_ids": [drawn], "logprobs": [logprobs[drawn]]})
+        return responses
+
+    def update_weights(self, state_dict: dict[str, torch.Tensor]) -> None:
+        self.model.load_state_dict(state_dict, strict=False)
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+
+class OfTexts(CustomGenerationBackend):
+    """Returns texts instead of tokens and logprobs."""
+
+    def generate(self, prompts: Any, sampling_params: Any) -> list[Any]:  # type: ignore[override]
+        made = super().generate(prompts, sampling_params)
+        return [self.tokenizer.decode(each["token_ids"]) for each in made]
 
 
 class OwnEngine(GenerationInterface):
@@ -113,6 +152,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(table, "_classes", dict(table._classes))
     register_training_backend("scaled", config=ScaledTraining)(ScaledBackend)
     register_generation_backend("plain_loop")(PlainLoop)
+    register_generation_backend("custom")(CustomGenerationBackend)
+    register_generation_backend("of_texts")(OfTexts)
 
 
 @pytest.mark.slow
@@ -130,6 +171,99 @@ def test_registered_backends_train_and_sample(session: ClusterSession, tiny_mode
     assert all(step["token_mult_prob_error"] < 1.001 for step in result.metrics)
     assert result.manifest.config["training"]["factor"] == 0.5
     assert result.manifest.config["generation"]["backend"] == "plain_loop"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("registered")
+def test_the_documents_backend_samples_with_the_weights_of_each_step(
+    session: ClusterSession, tiny_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def metrics(backend: str) -> list[dict[str, float]]:
+        trainer = GRPOTrainer.from_pretrained(
+            tiny_model, generation={"backend": backend}, learning_rate=0.01, **SMALL
+        )
+        return trainer.fit(ROWS, reward_fn=lambda prompt, response: float(len(response))).metrics
+
+    for step in metrics("custom"):
+        assert step["token_mult_prob_error"] < 1.001
+        assert "num_compared_sequences" not in step
+    for step in metrics("of_texts"):
+        assert step["num_compared_sequences"] == 0
+        assert "token_mult_prob_error" not in step
+    logged = capfd.readouterr().err
+    assert logged.count("of_texts returns no logprobs: nothing checks its weights") == 1
+    assert logged.count("the gate has nothing to compare") == 1
+
+
+@pytest.mark.thorough
+def test_ppo_trains_a_custom_policy_with_a_critic_in_workers(
+    session: ClusterSession, tiny_model: Path
+) -> None:
+    policy = PolicyWithReference(str(tiny_model))
+    trainer = PPOTrainer(policy, max_new_tokens=4, critic={"learning_rate": 0.01}, **SMALL)
+    result = trainer.fit(ROWS, reward_fn=lambda prompt, response: float(len(response)))
+    assert result.metrics[1]["value_loss"] > 0
+    assert result.metrics[1]["critic_grad_norm"] > 0
+    assert (result.folder / "model" / "model.safetensors").is_file()
+
+
+SCRIPT = """
+import sys
+from nemo_rl_core import Callback, SFTTrainer
+from tests.unit.trainers.test_own_policy import ROWS, CustomPolicy as Documented
+
+
+class CustomPolicy(Documented):
+    def save_checkpoint(self, path):
+        self.model.save_pretrained(path / "model")
+
+    def load_checkpoint(self, path):
+        self.__init__(str(path / "model"))
+
+
+class Interrupts(Callback):
+    def on_step_end(self, trainer, step, metrics):
+        if step == 2 and "interrupt" in sys.argv:
+            raise SystemExit("interrupted")
+
+
+if __name__ == "__main__":
+    policy = CustomPolicy(sys.argv[1])
+    trainer = SFTTrainer(policy, num_steps=3, global_batch_size=4, save_every_num_steps=1)
+    result = trainer.fit(ROWS, name="mine", callbacks=[Interrupts()])
+    print(result.lineage_id, result.manifest.config["training"]["backend"])
+"""
+
+
+@pytest.mark.slow
+def test_a_policy_of_a_script_resumes_and_is_cached_by_name(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, str(script), str(tiny_model), *arguments],
+            env={
+                **os.environ,
+                "NEMO_RL_HOME": str(tmp_path / "store"),
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    interrupted, resumed, cached = run("interrupt"), run(), run()
+    steps = [
+        [step for step in (1, 2, 3) if f"sft {step}/3" in each.stdout + each.stderr]
+        for each in (interrupted, resumed, cached)
+    ]
+    assert steps == [[1, 2], [2, 3], []], resumed.stderr[-2000:]
+    last = resumed.stdout.splitlines()[-1]
+    assert last.endswith(" __main__.CustomPolicy")
+    assert cached.stdout.splitlines()[-1] == last
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from nemo_rl_core.config.training import TRAINING_SECTIONS
 from nemo_rl_core.distributed import BatchedDataDict, RayVirtualCluster
 from nemo_rl_core.environments import FunctionalRewardWrapper
 from nemo_rl_core.environments.adapt import as_scorer
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import DataError
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.models.generation.custom import CustomEngineAdapter
 from nemo_rl_core.models.generation.interfaces import GenerationInterface
@@ -55,8 +55,6 @@ DECLARED = {
 """Blocks that declare an interface of the project, and the module that contains it."""
 
 NOT_NAMED = {
-    ("GenerationDatumSpec", "__extra__"): "represents further columns of a batch",
-    ("GenerationOutputSpec", "__extra__"): "represents further columns of a batch",
     ("TrainingBackend.setup", "config"): "`setup`, a TrainingSetup; it is given by position",
 }
 """Declared names that the project lacks, and why."""
@@ -299,12 +297,15 @@ def test_a_custom_policy_is_trained_and_asked(model_folder: Path) -> None:
     assert first == pytest.approx(second)
 
 
-def test_a_custom_engine_without_weights_is_refused_by_name(model_folder: Path) -> None:
+def test_a_custom_engine_is_asked_for_completions(model_folder: Path) -> None:
     names = {**COMMON, "load_custom_model": str}
     engine = run("004_L451", names)["CustomGeneration"]("llama2-7b", top_k=3)
     assert isinstance(engine, GenerationInterface)
-    with pytest.raises(ConfigError, match="CustomGeneration would sample from the weights that"):
-        CustomEngineAdapter(engine, VllmGenerationConfig(), stop_token_ids=(2,))
+    adapter = CustomEngineAdapter(engine, VllmGenerationConfig(), stop_token_ids=(2,))
+    adapter.prepare_for_generation()
+    prompts = {"input_ids": torch.tensor([[1, 5]]), "input_lengths": torch.tensor([2])}
+    with pytest.raises(DataError, match=r"CustomGeneration\.generate returned no batch"):
+        adapter.generate(BatchedDataDict({**prompts, "seeds": torch.tensor([0])}))
 
 
 def test_the_configurations_are_read(model_folder: Path) -> None:

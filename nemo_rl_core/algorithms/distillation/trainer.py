@@ -11,6 +11,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.policy.custom import overrides
 from nemo_rl_core.rollouts.batch import failure_metrics, rollout_metrics
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.loop import RunSpec
@@ -32,8 +33,10 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
     }
 
     def _policy_methods(self) -> dict[str, str]:
-        teacher = {"get_reference_topk_logprobs": "the likeliest tokens of a teacher"}
-        return {**super()._policy_methods(), **teacher}
+        method = "get_reference_topk_logprobs"
+        if self._custom.policy and overrides(self._custom.policy, "get_reference_logprobs"):
+            method = "get_reference_logprobs"
+        return {**super()._policy_methods(), method: "the likeliest tokens of a teacher"}
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         has_teacher = spec.reference is not None and spec.reference != spec.start

@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from nemo_rl_core.config.algorithm import Algorithm
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.functions import CustomLoss
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
@@ -167,7 +168,19 @@ class ORPOLoss(_Kind):
     odds_weight: PositiveFloat = 0.1
 
 
-PreferenceLoss = Annotated[
+class CustomPreferenceLoss(CustomLoss):
+    """A custom loss; both rows of a pair, with equal `pair_ids`, are in one micro-batch.
+
+    Attributes:
+        needs_reference: Whether the loss reads `reference_logprobs`.
+    """
+
+    needs_pairs: ClassVar[bool] = True
+
+    needs_reference: bool = True
+
+
+BuiltinPreferenceLoss = (
     SigmoidLoss
     | HingeLoss
     | IPOLoss
@@ -175,8 +188,10 @@ PreferenceLoss = Annotated[
     | SimPOLoss
     | LengthNormalizedLoss
     | KTOLoss
-    | ORPOLoss,
-    Field(discriminator="kind"),
+    | ORPOLoss
+)
+PreferenceLoss = Annotated[
+    BuiltinPreferenceLoss | CustomPreferenceLoss, Field(discriminator="kind")
 ]
 
 

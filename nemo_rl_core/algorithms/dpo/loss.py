@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from nemo_rl_core.algorithms.dpo.config import (
+    BuiltinPreferenceLoss,
     HingeLoss,
     IPOLoss,
     KTOLoss,
     LengthNormalizedLoss,
     ORPOLoss,
-    PreferenceLoss,
     RobustLoss,
     SFTTerm,
     SigmoidLoss,
@@ -75,7 +75,7 @@ class DPOLossFn:
         tensor(0.6931)
     """
 
-    config: PreferenceLoss = field(default_factory=SigmoidLoss)
+    config: BuiltinPreferenceLoss = field(default_factory=SigmoidLoss)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ class DPOLossFn:
         return _paired_loss(self.config, sequences, batch, global_valid_seqs / 2)
 
 
-def _implicit_rewards(config: PreferenceLoss, log_ratios: Tensor, mask: Tensor) -> Tensor:
+def _implicit_rewards(config: BuiltinPreferenceLoss, log_ratios: Tensor, mask: Tensor) -> Tensor:
     """Returns `[B]` rewards from `[B, T-1]` log-ratios, or logprobs without a reference."""
     match config:
         case LengthNormalizedLoss() | SimPOLoss() | IPOLoss(per="token"):

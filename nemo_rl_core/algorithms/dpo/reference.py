@@ -31,6 +31,7 @@ def reference_logprobs(
             max_tokens_per_microbatch=max(_MICROBATCH_TOKENS, 2 * longest),
             training=settings.training,
             dtype=settings.dtype,
+            isolation=settings.isolation.training,
         ),
     )
     scored = []

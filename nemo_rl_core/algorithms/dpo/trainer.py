@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import cast
 
 from torch import Tensor
 
-from nemo_rl_core.algorithms.dpo.config import DPOConfig, DPOSettings
+from nemo_rl_core.algorithms.dpo.config import BuiltinPreferenceLoss, DPOConfig, DPOSettings
 from nemo_rl_core.algorithms.dpo.data import mismatched
 from nemo_rl_core.algorithms.dpo.loss import DPOLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
@@ -15,6 +16,7 @@ from nemo_rl_core.data.pair_files import load_pairs_for
 from nemo_rl_core.data.pairs import PreferencePair, pair_batch, refuse_beyond_budget
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.preference import kto_baseline
+from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.trainers.base import BaseTrainer
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.validation import loss_metrics
@@ -42,7 +44,8 @@ class DPOTrainer(BaseTrainer[DPOSettings, DPOConfig]):
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
-        self._loss = DPOLossFn(self.config.loss)
+        builtin = cast("BuiltinPreferenceLoss", self.config.loss)
+        self._loss: LossFunction = self.custom_functions.loss or DPOLossFn(builtin)
         self._held_out = (
             load_pairs_for(spec.start, spec.validation, name="validation")
             if spec.validation

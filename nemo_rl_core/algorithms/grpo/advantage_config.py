@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, FiniteFloat
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.functions import CustomAdvantage
 
 
 class GroupNormalized(FrozenConfig):
@@ -59,6 +60,7 @@ AdvantageConfig = Annotated[
     | LeaveOneOut
     | ReinforcePlusPlus
     | ReinforcePlusPlusBaseline
-    | GDPO,
+    | GDPO
+    | CustomAdvantage,
     Field(discriminator="kind"),
 ]

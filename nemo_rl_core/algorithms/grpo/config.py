@@ -18,6 +18,7 @@ from nemo_rl_core.algorithms.grpo.advantage_config import (
 )
 from nemo_rl_core.algorithms.grpo.loss_config import (
     ClippedLoss,
+    CustomPolicyLoss,
     GSPOLoss,
     LossConfig,
     OnPolicyLoss,
@@ -26,6 +27,7 @@ from nemo_rl_core.algorithms.grpo.loss_config import (
 from nemo_rl_core.algorithms.grpo.presets import with_preset
 from nemo_rl_core.config.algorithm import Algorithm
 from nemo_rl_core.config.base import FrozenConfig, kind_or
+from nemo_rl_core.config.functions import CustomAdvantage
 from nemo_rl_core.config.generation import (
     SamplingConfig,
     VllmGenerationConfig,
@@ -170,7 +172,7 @@ class GRPOConfig(LoopConfig):
         if not isinstance(values, dict) or values.get("asynchronous") is None:
             return values
         loss = values.get("loss", {})
-        if not isinstance(loss, dict):
+        if not isinstance(loss, dict) or loss.get("kind") == "function":
             return values
         return {**values, "loss": {"importance": TruncatedImportance().model_dump(), **loss}}
 
@@ -182,7 +184,8 @@ class GRPOConfig(LoopConfig):
     @property
     def reads_reference(self) -> bool:
         """Whether a step computes logprobs of the reference policy."""
-        return self.loss.kl is not None
+        reads_column = isinstance(self.loss, CustomPolicyLoss) and self.loss.needs_reference
+        return self.loss.kl is not None or reads_column
 
     @property
     def num_scorings(self) -> int:
@@ -203,7 +206,7 @@ class GRPOConfig(LoopConfig):
     def _groups_have_members(self) -> "GRPOConfig":
         if self.num_generations_per_prompt > 1:
             return self
-        if not isinstance(self.advantage, ReinforcePlusPlus):
+        if not isinstance(self.advantage, ReinforcePlusPlus | CustomAdvantage):
             raise ValueError(
                 f"num_generations_per_prompt is 1, but advantage {self.advantage.kind!r} compares "
                 "the completions of one prompt with each other, so every advantage would be 0; "

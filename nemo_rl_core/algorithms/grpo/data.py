@@ -16,6 +16,7 @@ from nemo_rl_core.algorithms.grpo.advantage_config import (
     ReinforcePlusPlusBaseline,
 )
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig, OverlongFilter, OverlongPenalty
+from nemo_rl_core.config.functions import CustomAdvantage
 from nemo_rl_core.config.kl import KLInReward
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, RewardError
@@ -27,6 +28,7 @@ from nemo_rl_core.functional.advantages import (
     leave_one_out,
     reinforce_plus_plus,
 )
+from nemo_rl_core.functional.custom_advantage import OF_TOKENS, AdvantageFunction
 from nemo_rl_core.functional.kl import kl_estimate
 from nemo_rl_core.functional.masked import valid_token_mask, zero_masked
 from nemo_rl_core.functional.rewards import outcome_rewards, overlong_penalty, returns_to_go
@@ -53,7 +55,7 @@ def scores_of_step(config: GRPOConfig, *, is_current: bool) -> dict[str, str]:
     If `is_current`, `prev_logprobs` come from the training step's own forward pass.
     """
     scores = {} if is_current else {"prev_logprobs": "get_logprobs"}
-    if config.loss.kl:
+    if config.loss.kl or getattr(config.loss, "needs_reference", False):
         scores["reference_logprobs"] = "get_reference_logprobs"
     return scores
 
@@ -73,7 +75,11 @@ def whitening(
 
 
 def add_advantages(
-    batch: BatchedDataDict, config: GRPOConfig, *, max_new_tokens: int
+    batch: BatchedDataDict,
+    config: GRPOConfig,
+    *,
+    max_new_tokens: int,
+    advantage_fn: AdvantageFunction | None = None,
 ) -> BatchedDataDict:
     """Adds advantages to a copy of the batch of a full step.
 
@@ -86,6 +92,7 @@ def add_advantages(
             `reference_logprobs`, `[B, T-1]` each, or `kl_penalties [B]` instead.
         config: Advantage, KL penalty, and handling of overlong completions.
         max_new_tokens: Maximum length of a rollout after its prompt, all turns included.
+        advantage_fn: The custom advantage that the config names, if any.
 
     Returns:
         The columns of `with_outcomes` and `advantages [B, T-1]`, 0 at masked tokens, or `[B]` if
@@ -96,16 +103,22 @@ def add_advantages(
         with_advantages.update(
             token_advantages(with_advantages, config, returns_moments(with_advantages, config))
         )
-    elif batch.is_remote:
-        with_advantages["advantages"] = _sequence_advantages(with_advantages, config)
-    else:
+        return with_advantages
+    mask, rewards = None, with_advantages["outcomes"]
+    if not batch.is_remote:
         if config.has_kl_in_reward:
             with_advantages["kl_penalties"] = kl_penalties(with_advantages, config)
         mask = valid_token_mask(with_advantages["token_mask"], with_advantages["sample_mask"])
-        sequence_advantages = _sequence_advantages(with_advantages, config)
-        with_advantages["advantages"] = zero_masked(
-            sequence_advantages[:, None].expand(mask.shape), mask
-        )
+    if config.has_kl_in_reward:
+        rewards = rewards - with_advantages["kl_penalties"]
+    if advantage_fn is not None:
+        columns = _columns(with_advantages, rewards)
+        with_advantages["advantages"] = advantage_fn.of_group(columns, mask=mask)
+        return with_advantages
+    advantages = _sequence_advantages(with_advantages, config, rewards)
+    if mask is not None:
+        advantages = zero_masked(advantages[:, None].expand(mask.shape), mask)
+    with_advantages["advantages"] = advantages
     return with_advantages
 
 
@@ -159,10 +172,16 @@ def kl_penalties(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
     return _kl_in_reward(batch, config).sum(dim=-1)
 
 
-def _sequence_advantages(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
-    """Returns `[B]` advantages that all tokens of a sequence share."""
+def _columns(batch: BatchedDataDict, rewards: Tensor) -> dict[str, Any]:
+    """Returns the columns that a custom advantage may read."""
+    local = {"truncated", "rollout_lengths", "reward_components", "num_turns", *OF_TOKENS}
+    columns = {name: batch[name] for name in local & batch.keys()}
+    return {"rewards": rewards, "groups": batch["group_ids"], **columns}
+
+
+def _sequence_advantages(batch: BatchedDataDict, config: GRPOConfig, rewards: Tensor) -> Tensor:
+    """Returns `[B]` advantages of rewards, less a KL penalty, that all tokens share."""
     group_ids, outcomes = batch["group_ids"], batch["outcomes"]
-    rewards = outcomes - batch["kl_penalties"] if config.has_kl_in_reward else outcomes
     match config.advantage:
         case GroupNormalized():
             return group_normalized(rewards, group_ids, outcomes=outcomes)
@@ -172,8 +191,8 @@ def _sequence_advantages(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
             return leave_one_out(rewards, group_ids)
         case GDPO() as advantage:
             return _gdpo_advantages(batch, advantage, batch["sample_mask"].bool())
-        case ReinforcePlusPlus() | ReinforcePlusPlusBaseline():
-            raise AssertionError("these advantages differ by token")
+        case ReinforcePlusPlus() | ReinforcePlusPlusBaseline() | CustomAdvantage():
+            raise AssertionError("these advantages differ by token, or are a function")
 
 
 def _kl_in_reward(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:

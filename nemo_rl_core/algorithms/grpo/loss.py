@@ -9,13 +9,13 @@ from torch import Tensor
 
 from nemo_rl_core.algorithms.grpo.loss_config import (
     BandImportance,
+    BuiltinLoss,
     CISPOLoss,
     ClippedLoss,
     ConstantDenominator,
     GSPOLoss,
     ImportanceConfig,
     KLInLoss,
-    LossConfig,
     OnPolicyLoss,
     ReinforceLoss,
     SAPOLoss,
@@ -74,7 +74,7 @@ class GRPOLossFn:
         tensor(-2.2000)
     """
 
-    config: LossConfig = field(default_factory=ClippedLoss)
+    config: BuiltinLoss = field(default_factory=ClippedLoss)
     prev_is_current: bool = False
 
     @property
@@ -160,7 +160,7 @@ class GRPOLossFn:
         return loss, {"loss": loss.detach(), **metrics}
 
 
-def _policy_loss(config: LossConfig, current: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
+def _policy_loss(config: BuiltinLoss, current: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
     """Returns the loss of each token, `[B, T-1]`, before corrections and means."""
     match config:
         case ClippedLoss(clip_low=low, clip_high=high, dual_clip=dual):
@@ -198,7 +198,7 @@ def _reduced(
             return masked_sum(values, mask, denominator=num_sequences * max_tokens)
 
 
-def _clip_fractions(config: LossConfig, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
+def _clip_fractions(config: BuiltinLoss, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
     """Returns `[B, T-1]` of 0 and 1, 1 where a clip is active; empty without a clip."""
     if not isinstance(config, ClippedLoss | GSPOLoss | CISPOLoss):
         return {}
@@ -218,7 +218,7 @@ def _clip_fractions(config: LossConfig, ratio: Tensor, advantages: Tensor) -> di
 
 
 def _importance(
-    config: LossConfig, batch: Mapping[str, Tensor], previous: Tensor, mask: Tensor
+    config: BuiltinLoss, batch: Mapping[str, Tensor], previous: Tensor, mask: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns weights `[B, T-1]` that correct for the engine's logprobs, and their metrics.
 

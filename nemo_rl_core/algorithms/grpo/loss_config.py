@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Tag, model_validator
 
 from nemo_rl_core.config.base import Bound, FrozenConfig, kind_or
+from nemo_rl_core.config.functions import CustomLoss
 from nemo_rl_core.config.kl import KLInReward
 
 
@@ -195,12 +196,26 @@ class SAPOLoss(_PolicyLoss):
     tau_negative: PositiveFloat = 1.05
 
 
+class CustomPolicyLoss(CustomLoss):
+    """A custom loss of advantages and old logprobs.
+
+    Attributes:
+        needs_reference: Whether the loss reads `reference_logprobs`.
+        kl: A penalty that is subtracted from the reward; None subtracts none.
+    """
+
+    needs_reference: bool = False
+    kl: KLInReward | None = None
+
+
+BuiltinLoss = ClippedLoss | CISPOLoss | ReinforceLoss | OnPolicyLoss | GSPOLoss | SAPOLoss
 LossConfig = Annotated[
     Annotated[ClippedLoss, Tag("clipped")]
     | Annotated[CISPOLoss, Tag("cispo")]
     | Annotated[ReinforceLoss, Tag("reinforce")]
     | Annotated[OnPolicyLoss, Tag("on_policy")]
     | Annotated[GSPOLoss, Tag("gspo")]
-    | Annotated[SAPOLoss, Tag("sapo")],
+    | Annotated[SAPOLoss, Tag("sapo")]
+    | Annotated[CustomPolicyLoss, Tag("function")],
     kind_or("clipped"),
 ]

@@ -17,6 +17,7 @@ from nemo_rl_core.algorithms.grpo.data import (
 )
 from nemo_rl_core.algorithms.grpo.dynamic_sampling import StepDraws
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
+from nemo_rl_core.algorithms.grpo.loss_config import BuiltinLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
 from nemo_rl_core.data.pretrained import load_tokenizer
@@ -28,7 +29,12 @@ from nemo_rl_core.models.validation import agreement, agreement_metrics, check_c
 from nemo_rl_core.rollouts.batch import mean_advantages, rollout_metrics
 from nemo_rl_core.rollouts.engine import request_seed
 from nemo_rl_core.trainers.loop import RunSpec
-from nemo_rl_core.trainers.rollouts import RolloutTrainer, num_parts, train_in_parts
+from nemo_rl_core.trainers.rollouts import (
+    RolloutTrainer,
+    num_parts,
+    train_in_parts,
+    without_comparison,
+)
 from nemo_rl_core.types import Prompt, Rollout
 
 StepResult = tuple[BatchedDataDict, dict[str, float], dict[str, float]]
@@ -44,7 +50,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
 
     def _policy_methods(self) -> dict[str, str]:
         methods = {**super()._policy_methods(), "get_logprobs": "logprobs of completions"}
-        if self.config.loss.kl is not None:
+        if self.config.reads_reference:
             methods["get_reference_logprobs"] = "logprobs of the reference, for loss.kl"
         return methods
 
@@ -60,7 +66,8 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
                 fix="use the other trainer (named grpo or async_grpo), or change asynchronous",
             )
         super()._set_up(spec, resources)
-        self._loss = GRPOLossFn(self.config.loss)
+        builtin = cast("BuiltinLoss", self.config.loss)
+        self._loss = self.custom_functions.loss or GRPOLossFn(builtin)
         if self.config.dynamic_sampling is not None:
             # A separate order of prompts: extra samples must not shift those of later steps.
             self._more_prompts = PromptLoader(
@@ -75,7 +82,8 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         update = self._update_once if self._updates_once(data) else self._update_in_parts
         data, consistency, trained = update(data)
         environment = self._record(rollouts, advantages=mean_advantages(data))
-        return {**environment, **consistency, **rollout_metrics(data), **sampling, **trained}
+        metrics = {**environment, **consistency, **rollout_metrics(data), **sampling, **trained}
+        return metrics if self._has_comparison else without_comparison(metrics)
 
     def _updates_once(self, batch: BatchedDataDict) -> bool:
         """Whether a single optimizer step computes the old logprobs in its own forward pass."""
@@ -162,12 +170,16 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
 
     def _batch(self, rollouts: Sequence[Rollout]) -> BatchedDataDict:
         batch, limit = super()._batch(rollouts), self.settings.max_rollout_tokens
+        advantage_fn = self.custom_functions.advantage
+        if advantage_fn is not None and advantage_fn.reads_tokens:
+            batch = batch.fetched()
         outcomes = with_outcomes(batch, self.config, max_new_tokens=limit)
         return BatchedDataDict({**outcomes, "compared_mask": batch["sample_mask"]})
 
     def _with_advantages(self, batch: BatchedDataDict) -> BatchedDataDict:
         limit = self.settings.max_rollout_tokens
-        return add_advantages(batch, self.config, max_new_tokens=limit)
+        advantage_fn = self.custom_functions.advantage
+        return add_advantages(batch, self.config, max_new_tokens=limit, advantage_fn=advantage_fn)
 
     def _sample_rollouts(self, prompts: list[Prompt]) -> tuple[Sequence[Rollout], dict[str, float]]:
         """Samples the rollouts of the step, as recorded in a replay, and the metrics of all draws.
@@ -195,5 +207,5 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
             super()._training_setup(spec),
             # The policy is the sampling distribution, at its temperature.
             temperature=self.settings.generation.temperature,
-            reference_folder=spec.reference if self.config.loss.kl else None,
+            reference_folder=spec.reference if self.config.reads_reference else None,
         )

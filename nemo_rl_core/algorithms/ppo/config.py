@@ -1,17 +1,19 @@
 """Settings of proximal policy optimization with a critic."""
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Tag,
     model_validator,
 )
 
 from nemo_rl_core.config.algorithm import Algorithm
-from nemo_rl_core.config.base import Bound, FrozenConfig
+from nemo_rl_core.config.base import Bound, FrozenConfig, kind_or
+from nemo_rl_core.config.functions import CustomAdvantage, CustomLoss
 from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.kl import KLInReward
 from nemo_rl_core.config.optimizer import OptimizerConfig
@@ -34,6 +36,12 @@ class ClippedSurrogate(FrozenConfig):
     kind: Literal["clipped"] = "clipped"
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: Bound = 0.2
+
+
+PPOLoss = Annotated[
+    Annotated[ClippedSurrogate, Tag("clipped")] | Annotated[CustomLoss, Tag("function")],
+    kind_or("clipped"),
+]
 
 
 class CriticConfig(OptimizerConfig):
@@ -72,6 +80,8 @@ class PPOConfig(LoopConfig):
         lam: The lambda of generalized advantage estimation.
         bootstrap_truncated: Whether a truncated completion ends with the critic's value instead of
             0.
+        advantage: A custom function of token rewards and values; None takes generalized advantage
+            estimation.
         loss: The policy loss.
         kl: The penalty on the divergence from the reference policy; None uses no reference policy.
         critic: The value model's optimizer.
@@ -99,7 +109,9 @@ class PPOConfig(LoopConfig):
     gamma: float = Field(default=1.0, gt=0, le=1)
     lam: float = Field(default=0.95, ge=0, le=1)
     bootstrap_truncated: bool = False
-    loss: ClippedSurrogate = ClippedSurrogate()
+    # Excluded by default, so that keys of stages do not change.
+    advantage: CustomAdvantage | None = Field(default=None, exclude_if=lambda value: value is None)
+    loss: PPOLoss = ClippedSurrogate()
     kl: KLInReward | None = KLInReward()
     critic: CriticConfig = CriticConfig()
     num_critic_warmup_steps: NonNegativeInt = 0

@@ -5,6 +5,7 @@ from torch import Tensor
 from nemo_rl_core.algorithms.ppo.config import PPOConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.advantages import Moments, whitened
+from nemo_rl_core.functional.custom_advantage import AdvantageFunction
 from nemo_rl_core.functional.kl import kl_estimate
 from nemo_rl_core.functional.masked import valid_token_mask, zero_masked
 from nemo_rl_core.functional.rewards import outcome_rewards
@@ -36,7 +37,9 @@ def add_advantages(batch: BatchedDataDict, config: PPOConfig) -> BatchedDataDict
     return BatchedDataDict({**data, **whitened_advantages(data, advantage_moments(data))})
 
 
-def unwhitened_advantages(batch: BatchedDataDict, config: PPOConfig) -> dict[str, Tensor]:
+def unwhitened_advantages(
+    batch: BatchedDataDict, config: PPOConfig, advantage_fn: AdvantageFunction | None = None
+) -> dict[str, Tensor]:
     """Computes `advantages` before whitening, and `returns`, of any rows of a step.
 
     The outcome's reward is assigned to the last token of the completion, and the KL penalty to
@@ -47,6 +50,7 @@ def unwhitened_advantages(batch: BatchedDataDict, config: PPOConfig) -> dict[str
         batch: From `rollout_batch` and `value_columns` and, with a KL penalty, `prev_logprobs` and
             `reference_logprobs`, `[B, T-1]` each.
         config: `gamma`, `lam`, the penalty, and whether truncated completions are bootstrapped.
+        advantage_fn: A custom function of rewards and values; None takes `gae`.
     """
     mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
     rewards = outcome_rewards(batch["rewards"], mask)
@@ -54,6 +58,12 @@ def unwhitened_advantages(batch: BatchedDataDict, config: PPOConfig) -> dict[str
         previous, reference = batch["prev_logprobs"], batch["reference_logprobs"]
         estimate = kl_estimate(previous, reference, kind=config.kl.kind)
         rewards = rewards - config.kl.beta * zero_masked(estimate, mask)
+    if advantage_fn is not None:
+        names = ("last_values", "truncated")
+        columns = {"rewards": rewards, "values": zero_masked(batch["old_values"], mask)}
+        columns |= {"mask": mask} | {name: batch[name] for name in names}
+        advantages, returns = advantage_fn.of_critic(columns)
+        return {"advantages": advantages, "returns": returns}
     last_values = zero_masked(batch["last_values"], batch["truncated"])  # 0 for finished ones
     advantages, returns = gae(
         rewards,
@@ -66,10 +76,13 @@ def unwhitened_advantages(batch: BatchedDataDict, config: PPOConfig) -> dict[str
     return {"advantages": advantages, "returns": returns}
 
 
-def critic_columns(batch: BatchedDataDict, config: PPOConfig) -> dict[str, Tensor]:
+def critic_columns(
+    batch: BatchedDataDict, config: PPOConfig, advantage_fn: AdvantageFunction | None = None
+) -> dict[str, Tensor]:
     """Returns `value_columns` of the column `values [B, T]`, and the `unwhitened_advantages`."""
     columns = value_columns(batch["values"], batch)
-    return {**columns, **unwhitened_advantages(BatchedDataDict({**batch, **columns}), config)}
+    data = BatchedDataDict({**batch, **columns})
+    return {**columns, **unwhitened_advantages(data, config, advantage_fn)}
 
 
 def advantage_moments(batch: BatchedDataDict) -> Moments:

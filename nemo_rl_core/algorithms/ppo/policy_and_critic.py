@@ -55,10 +55,10 @@ class PolicyAndCritic:
 
 @dataclass(frozen=True)
 class CustomPolicyAndCritic:
-    """A custom policy and critic, which write their checkpoints themselves."""
+    """A custom policy and its critic, saved while nothing else runs."""
 
     policy: CustomPolicyAdapter
-    critic: CustomPolicyAdapter
+    critic: Policy | CustomPolicyAdapter
 
     def save_checkpoint(self, path: Path) -> None:
         """Lets the policy write into `path`, and the critic into `path/critic`."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from nemo_rl_core.algorithms.ppo.config import PPOConfig, PPOSettings
+from nemo_rl_core.algorithms.ppo.config import ClippedSurrogate, PPOConfig, PPOSettings
 from nemo_rl_core.algorithms.ppo.data import (
     advantage_moments,
     critic_columns,
@@ -19,9 +19,11 @@ from nemo_rl_core.algorithms.ppo.policy_and_critic import (
     PolicyAndCritic,
 )
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.advantages import Moments
+from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.functional.value import explained_variance
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
@@ -31,7 +33,12 @@ from nemo_rl_core.models.validation import agreement, agreement_metrics, check_c
 from nemo_rl_core.rollouts.batch import failure_metrics, mean_advantages, rollout_metrics
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.loop import RunSpec
-from nemo_rl_core.trainers.rollouts import RolloutTrainer, combined, train_in_parts
+from nemo_rl_core.trainers.rollouts import (
+    RolloutTrainer,
+    combined,
+    train_in_parts,
+    without_comparison,
+)
 from nemo_rl_core.types import Prompt
 
 
@@ -44,7 +51,7 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
     Args:
         critic: A custom critic, for a custom policy: a `PolicyInterface` with `get_values`, whose
             `train` calls the loss with values `[B, T]`. Any other value overrides the section
-            `critic` of the settings.
+            `critic` of the settings, with which a training backend trains the critic.
 
     Attributes:
         critic: The value model in training.
@@ -62,7 +69,8 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         if critic is not None and self._custom_critic is None:
             overrides["critic"] = critic
         super().__init__(settings, session, **overrides)
-        _require_both_or_neither(self._custom.policy, self._custom_critic)
+        _refuse_unfit_critic(self._custom.policy, self._custom_critic)
+        self._custom.critic = self._custom_critic
 
     def _policy_methods(self) -> dict[str, str]:
         methods = {**super()._policy_methods(), "get_logprobs": "logprobs of completions"}
@@ -75,7 +83,8 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
-        self._policy_loss = PPOLossFn(self.config.loss)
+        builtin = cast("ClippedSurrogate", self.config.loss)
+        self._policy_loss: LossFunction = self.custom_functions.loss or PPOLossFn(builtin)
         self._value_loss = ValueLossFn(self.config.critic.value_clip)
         self.critic = (
             Policy(self.session, self._critic_setup(spec), name=CRITIC)
@@ -96,13 +105,14 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         data = self._with_advantages(data)
         trained = self._train(data)
         environment = self._record(rollouts, advantages=mean_advantages(data))
-        return {
+        metrics = {
             **environment,
             **consistency,
             **rollout_metrics(data),
             **failure_metrics(rollouts),
             **trained,
         }
+        return metrics if self._has_comparison else without_comparison(metrics)
 
     def _with_logprobs(self, data: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
         """Adds the old logprobs, masks inconsistent sequences, and returns the gate's metrics.
@@ -127,7 +137,9 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
             computed = self.critic.compute(
                 data,
                 scores={"values": "get_values"},
-                derived=partial(critic_columns, config=self.config),
+                derived=partial(
+                    critic_columns, config=self.config, advantage_fn=self.custom_functions.advantage
+                ),
                 figures={"moments": advantage_moments},
             )
             names = ("old_values", "advantages", "returns")
@@ -166,32 +178,31 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
 
     def _critic_setup(self, spec: RunSpec) -> TrainingSetup:
         resumed = spec.resume / CRITIC / "model" if spec.resume is not None else None
+        is_custom = self._custom.policy is not None  # `training` names the policy's class
         return replace(
             super()._training_setup(spec),
+            training=DTensorTraining() if is_custom else self.settings.training,
             model_folder=resumed or spec.start,
             optimizer=self.config.critic,
             head="scalar",
         )
 
     def _trained(self) -> "PolicyAndCritic | CustomPolicyAndCritic":
-        if isinstance(self.critic, CustomPolicyAdapter):
-            return CustomPolicyAndCritic(cast("CustomPolicyAdapter", self.policy), self.critic)
-        return PolicyAndCritic(cast("Policy", self.policy), self.critic)
+        if isinstance(self.policy, CustomPolicyAdapter):
+            return CustomPolicyAndCritic(self.policy, self.critic)
+        return PolicyAndCritic(self.policy, cast("Policy", self.critic))
 
     def _peak_memory_gib(self) -> float:
         return super()._peak_memory_gib() + self.critic.peak_memory_gib()
 
 
-def _require_both_or_neither(
-    policy: PolicyInterface | None, critic: PolicyInterface | None
-) -> None:
-    if (policy is None) != (critic is None):
+def _refuse_unfit_critic(policy: PolicyInterface | None, critic: PolicyInterface | None) -> None:
+    if policy is None and critic is not None:
         raise ConfigError(
-            "ppo takes a custom policy and a custom critic, or neither: a training backend trains "
-            "both",
+            "ppo takes a custom critic only with a custom policy",
             expected="PPOTrainer(policy, critic=critic)",
-            got=f"critic={type(critic).__name__}" if policy is None else type(policy).__name__,
-            fix="give both, or name a model",
+            got=f"critic={type(critic).__name__}",
+            fix="leave the critic out, or give a policy, too",
         )
     if critic is not None and not overrides(critic, "get_values"):
         raise ConfigError(

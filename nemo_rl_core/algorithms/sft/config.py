@@ -2,9 +2,10 @@
 
 from typing import ClassVar
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from nemo_rl_core.config.algorithm import Algorithm
+from nemo_rl_core.config.functions import CustomLoss
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 
 
@@ -14,6 +15,7 @@ class SFTConfig(LoopConfig):
     Attributes:
         num_steps: Optimizer steps.
         global_batch_size: Sequences of one optimizer step, over all ranks.
+        loss: A custom loss; None takes the negative log-likelihood per token.
     """
 
     algorithm: ClassVar[Algorithm] = Algorithm(
@@ -27,6 +29,8 @@ class SFTConfig(LoopConfig):
 
     num_steps: PositiveInt = 250
     global_batch_size: PositiveInt = 128
+    # Excluded by default, so that keys of stages do not change.
+    loss: CustomLoss | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class SFTSettings(TrainerSettings):

@@ -11,6 +11,7 @@ from nemo_rl_core.data.loader import PromptLoader
 from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.pretrained import context_length, load_tokenizer
 from nemo_rl_core.distributed.packing.plan import plan_microbatches
+from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.trainers.base import BaseTrainer
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.validation import loss_metrics
@@ -28,7 +29,7 @@ class SFTTrainer(BaseTrainer[SFTSettings, SFTConfig]):
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
-        self._loss = NLLLoss()
+        self._loss: LossFunction = self.custom_functions.loss or NLLLoss()
         self._held_out: Sequence[SupervisedExample] = []
         if spec.validation is not None:
             self._held_out = load_examples(spec.validation, load_tokenizer(spec.start))

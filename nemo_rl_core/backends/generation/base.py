@@ -12,9 +12,11 @@ from nemo_rl_core.config.generation import (
     GenerationConfig,
     RegisteredGeneration,
 )
+from nemo_rl_core.config.isolation import IsolatedPackages
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.registry import Registry
 
 B = TypeVar("B", bound=Any)
@@ -32,6 +34,7 @@ class GenerationSetup:
         dtype: Type of weights and activations.
         seed: Seed of the engine; each request has a separate one.
         pad_token_id: Padding after a completion in the output.
+        isolation: Packages of the workers that are not the project's.
     """
 
     model_folder: Path
@@ -41,6 +44,7 @@ class GenerationSetup:
     dtype: DType = "float32"
     seed: int = 0
     pad_token_id: int = 0
+    isolation: IsolatedPackages | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,10 @@ class WeightsProof:
 
 
 class GenerationBackend(Protocol):
-    """One rank of an engine; all ranks of an engine are called together with the same rows."""
+    """One rank of an engine; all ranks of an engine are called together with the same rows.
+
+    A registered class may have the four methods of `StateDictWorker` instead.
+    """
 
     def setup(self, setup: GenerationSetup) -> None:
         """Starts the engine; several ranks find each other through environment variables."""
@@ -97,6 +104,16 @@ class GenerationBackend(Protocol):
         """Ends the engine."""
 
 
+def takes_state_dicts(backend: type) -> bool:
+    """Whether a class has `update_weights(state_dict)` instead of `receive_weights`."""
+    return callable(getattr(backend, "update_weights", None)) and not _receives_weights(backend)
+
+
+def _receives_weights(backend: type) -> bool:
+    method = getattr(backend, "receive_weights", None)
+    return method not in (None, GenerationBackend.receive_weights)
+
+
 _GENERATION_BACKENDS: Registry[GenerationBackend] = Registry(
     "generation backend",
     {
@@ -118,10 +135,17 @@ def register_generation_backend(
         config: Class of that section; None for a backend without further settings.
 
     Raises:
-        ConfigError: If `config` does not extend `RegisteredGeneration`.
+        ConfigError: If `config` does not extend `RegisteredGeneration`, or the backend cannot take
+            weights.
     """
 
     def add(cls: type[B]) -> type[B]:
+        if not (takes_state_dicts(cls) or _receives_weights(cls)):
+            raise ConfigError(
+                f"the generation backend {name!r} cannot take the weights of a policy",
+                expected=f"{cls.__name__}.update_weights(state_dict), or the base ReceivesWeights",
+                fix="add the method",
+            )
         GENERATION_SECTIONS.add(name, config, cls.__module__)
         _GENERATION_BACKENDS[name] = cls
         return cls

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from nemo_rl_core.checkpoints.written_files import WrittenFile
+from nemo_rl_core.config.isolation import IsolatedPackages
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import (
@@ -59,6 +60,7 @@ class TrainingSetup:
         seed: Seed of the backend's random numbers.
         head: `lm` for a policy, whose losses read logprobs; `scalar` for a reward model or critic,
             whose losses read values.
+        isolation: Packages of the workers that are not the project's.
         load: Memory and compute that the stage needs, used to resolve `auto` settings of
             `training`. Only the policy reads it, not the workers.
     """
@@ -72,6 +74,7 @@ class TrainingSetup:
     reference_folder: Path | None = None
     seed: int = 0
     head: Literal["lm", "scalar"] = "lm"
+    isolation: IsolatedPackages | None = None
     load: StageLoad | None = None
 
 

@@ -7,6 +7,7 @@ brings the turn: the environment's original loop runs, on exactly the sampled to
 import asyncio
 import importlib
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,13 +18,15 @@ from nemo_rl_core.environments.rewards.awaiting import AsyncCalls
 from nemo_rl_core.errors import ConfigError, RewardError
 
 _EPISODE = "verifiers_episode"
+_MAX_EPISODES = 10_000
+"""Bounds the memory of episodes that the policy's limits ended before the environment did."""
 
 
 class VerifiersEnvironment:
     """Runs an environment of `verifiers` with the policy of a trainer.
 
-    Episodes live in this process, so `environment_workers` cannot share them. Environments whose
-    turns call tools through the chat template are refused: completions are text here.
+    Episodes live in this process, so `environment_workers` may have only one actor. Environments
+    whose turns call tools through the chat template are refused: completions are text here.
 
     Args:
         environment: Id for `verifiers.load_environment`, or the environment itself.
@@ -55,6 +58,7 @@ class VerifiersEnvironment:
                 fix="use {kind: tools}, or a custom environment",
             )
         self._calls = AsyncCalls()
+        self._episodes: dict[str, _Episode] = {}
 
     def _loaded(self, name: str, arguments: Mapping[str, Any]) -> Any:
         try:
@@ -103,10 +107,15 @@ class VerifiersEnvironment:
         return reply
 
     async def _turn(self, log: Sequence[Message], row_metadata: Mapping[str, Any]) -> Reply:
-        episode = row_metadata.get(_EPISODE)
-        if episode is None:
-            episode = _Episode(self._verifiers, self._environment, _row(log, row_metadata))
+        name = row_metadata.get(_EPISODE) or self._begin(_row(log, row_metadata))
+        if name not in self._episodes:
+            raise RewardError(
+                "the episode is in another process",
+                fix="set environment_workers: {num_workers: 1}",
+            )
+        episode = self._episodes[name]
         if await episode.answer(log[-1]["content"]):
+            del self._episodes[name]
             state = await episode.task
             if state.get("error") is not None:
                 raise RewardError(f"the episode failed: {state['error']!r}"[:300])
@@ -116,8 +125,15 @@ class VerifiersEnvironment:
         return Reply(
             terminated=False,
             observation=episode.observation(),
-            metadata={**row_metadata, _EPISODE: episode},
+            metadata={**row_metadata, _EPISODE: name},
         )
+
+    def _begin(self, row: Mapping[str, Any]) -> str:
+        if len(self._episodes) == _MAX_EPISODES:
+            del self._episodes[next(iter(self._episodes))]
+        name = uuid.uuid4().hex
+        self._episodes[name] = _Episode(self._verifiers, self._environment, row)
+        return name
 
     def shutdown(self) -> None:
         """Ends the event loop of the episodes."""

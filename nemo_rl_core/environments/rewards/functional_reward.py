@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.environments.interfaces import (
     EnvironmentReturn,
     Message,
@@ -20,7 +19,7 @@ from nemo_rl_core.environments.rewards.awaiting import AsyncCalls, Call, is_asyn
 from nemo_rl_core.environments.rewards.retries import Retries
 from nemo_rl_core.environments.rewards.row_fields import Fields, fields_of, given_fields
 from nemo_rl_core.environments.rewards.signatures import RewardSignature, Style
-from nemo_rl_core.environments.targets import import_module
+from nemo_rl_core.environments.targets import import_module, no_function
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.types import Prompt, Rollout, unscored
 
@@ -231,14 +230,8 @@ def load_function(target: str) -> Callable[..., Any]:
             fix=f'name it as {{kind: python, target: "{target}"}}',
         )
     if not callable(fn):
-        names = [each for each, value in vars(module).items() if inspect.isfunction(value)]
-        raise unknown_names(
-            f"environment.target: the module {module_name!r} has no function",
-            [name],
-            names,
-            otherwise="name an existing function",
-            expected=None if names else "a function with a parameter completion",
-        )
+        expected = "a function with a parameter completion"
+        raise no_function(module, name, of="environment.target", expected=expected)
     RewardSignature.of(fn, target)
     checked_fn: Callable[..., Any] = fn
     return checked_fn

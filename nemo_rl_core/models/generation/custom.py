@@ -1,6 +1,7 @@
 """Adapter of a custom engine or policy to the engine of a trainer."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -9,30 +10,25 @@ from torch import Tensor
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, DataError
-from nemo_rl_core.models.columns import as_training_batch
+from nemo_rl_core.models.columns import with_documented_columns
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter, overrides
 
 _COLUMNS = ("output_ids", "generation_lengths", "unpadded_sequence_lengths")
 
 
-def refuse_stale_engine(engine: GenerationInterface) -> None:
-    """Refuses an engine whose weights cannot be updated."""
-    if not callable(getattr(engine, "update_weights", None)):
-        name = type(engine).__name__
-        raise ConfigError(
-            f"the engine {name} would sample from the weights that training began with",
-            expected=f"{name}.update_weights(policy), which takes policy.state_dict()",
-            fix="add the method; it is called before every step's rollouts",
-        )
+def takes_state_dict(engine: GenerationInterface) -> bool:
+    """Whether an engine has `update_weights(state_dict)`, by the name of the parameter."""
+    update = getattr(engine, "update_weights", None)
+    return callable(update) and next(iter(signature(update).parameters), "") == "state_dict"
 
 
 class CustomEngineAdapter(GenerationInterface):
     """A custom `GenerationInterface` in a trainer, or a custom policy that generates.
 
-    The engine gets the columns of `GenerationDatumSpec`, and `max_new_tokens` and `temperature` as
-    numbers. A completion ends with its first stop token, or at the limit of its row. A policy gets
-    prompts of equal length in each call, so that none is padded, and computes missing `logprobs`.
+    It gets the columns of `GenerationDatumSpec`, and `max_new_tokens` and `temperature` as numbers.
+    The prompts of each call have equal lengths, so that none is padded. A completion ends with its
+    first stop token, or at the limit of its row.
     """
 
     num_restarts = 0
@@ -46,30 +42,27 @@ class CustomEngineAdapter(GenerationInterface):
     ) -> None:
         _refuse_unread(source, config)
         self._source, self._config = source, config
+        is_policy = isinstance(source, CustomPolicyAdapter)
+        generator: Any = source.policy if isinstance(source, CustomPolicyAdapter) else source
+        self._generator = generator
+        self._name = type(self._generator).__name__
+        self._is_updated = is_policy or callable(getattr(source, "update_weights", None))
         self._stops = torch.tensor(stop_token_ids, dtype=torch.long)
-        if isinstance(source, CustomPolicyAdapter):
-            if not overrides(source.policy, "generate"):
-                raise ConfigError(
-                    f"nothing completes prompts: {source.name} has no generate",
-                    fix="add the method, or name an engine, generation=engine",
-                )
-        else:
-            refuse_stale_engine(source)
+        if is_policy and not overrides(generator, "generate"):
+            raise ConfigError(
+                f"nothing completes prompts: {self._name} has no generate",
+                fix="add the method, or name an engine, generation=engine",
+            )
 
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
         """Completes a `GenerationDatumSpec` batch; returns a `GenerationOutputSpec`, in order."""
         parts, order = [], []
-        for rows in self._batches(data["input_lengths"]):
+        lengths = data["input_lengths"]
+        for length in sorted(set(lengths.tolist())):
+            rows = (lengths == length).nonzero()[:, 0].tolist()
             parts.append(self._completed(data.select_indices(rows), greedy=greedy))
             order += rows
         return BatchedDataDict.from_batches(parts).reorder_data(order)
-
-    def _batches(self, lengths: Tensor) -> Iterator[list[int]]:
-        if not isinstance(self._source, CustomPolicyAdapter):
-            yield list(range(len(lengths)))
-            return
-        for length in sorted(set(lengths.tolist())):
-            yield (lengths == length).nonzero()[:, 0].tolist()
 
     def _completed(self, data: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         limits = data.get("max_new_tokens", torch.full((data.size,), self._config.max_new_tokens))
@@ -77,9 +70,7 @@ class CustomEngineAdapter(GenerationInterface):
         lengths = data["input_lengths"]
         ids = data["input_ids"][:, : int(lengths.max())]
         columns = {
-            **data,
-            "input_ids": ids,
-            "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long(),
+            **with_documented_columns(BatchedDataDict({**data, "input_ids": ids})),
             "max_new_tokens": int(limits.max()),
             "temperature": self._config.temperature,
         }
@@ -88,19 +79,32 @@ class CustomEngineAdapter(GenerationInterface):
             columns["stop_strings"] = [
                 [*self._config.stop_strings, *(each or ())] for each in row_stop_strings
             ]
-        source = self._source
-        generator = source.policy if isinstance(source, CustomPolicyAdapter) else source
         # A sampler that draws from torch's generator gives the same tokens in a rerun.
         with torch.random.fork_rng():
             torch.manual_seed(int(data["seeds"].sum()))
-            output = generator.generate(BatchedDataDict(columns), greedy)
+            output = self._generator.generate(BatchedDataDict(columns), greedy)
         return self._checked(output, ids, lengths, limits)
 
     def _checked(
         self, output: BatchedDataDict, prompts: Tensor, lengths: Tensor, limits: Tensor
     ) -> BatchedDataDict:
+        if not isinstance(output, Mapping):
+            raise DataError(
+                f"{self._name}.generate returned no batch of completions",
+                expected=f"a BatchedDataDict with {', '.join(_COLUMNS)}",
+                got=type(output).__name__,
+                fix="return the columns of GenerationOutputSpec",
+            )
         output = BatchedDataDict(output)
         output.require(_COLUMNS)
+        if not self._is_updated and "logprobs" not in output:
+            raise ConfigError(
+                f"the engine {self._name} takes no weights and returns no logprobs, so nothing "
+                "shows whether it samples with the policy's weights",
+                expected=f"{self._name}.update_weights(state_dict) or update_weights(policy), or "
+                "the column logprobs, which is compared with the policy's in every step",
+                fix="add the method; it is called before every step's rollouts",
+            )
         ids, ends = output["output_ids"].cpu(), output["unpadded_sequence_lengths"].cpu()
         starts = ends - output["generation_lengths"].cpu()
         width = prompts.shape[1]
@@ -124,7 +128,8 @@ class CustomEngineAdapter(GenerationInterface):
                 "truncated": truncated & ~ended,
             }
         )
-        checked["logprobs"] = self._logprobs(output, checked)
+        if "logprobs" in output:
+            checked["logprobs"] = output["logprobs"].cpu()
         return checked
 
     def _ends(self, ids: Tensor, starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,16 +139,6 @@ class CustomEngineAdapter(GenerationInterface):
         stops = torch.isin(ids, self._stops) & is_in_completion
         ended = stops.any(dim=1)
         return torch.where(ended, stops.int().argmax(dim=1) + 1, ends), ended
-
-    def _logprobs(self, output: BatchedDataDict, checked: BatchedDataDict) -> Tensor:
-        if "logprobs" in output:
-            logprobs: Tensor = output["logprobs"].cpu()
-            return logprobs
-        if not isinstance(self._source, CustomPolicyAdapter):
-            output.require(["logprobs"])
-        assert isinstance(self._source, CustomPolicyAdapter)
-        logprobs = self._source.get_logprobs(as_training_batch(checked))["logprobs"]
-        return torch.nn.functional.pad(logprobs, (1, 0))
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """Calls the same method of a custom engine."""
@@ -156,10 +151,12 @@ class CustomEngineAdapter(GenerationInterface):
             self._source.finish_generation()
 
     def update_weights(self, policy: Any) -> None:
-        """Updates the weights of the engine; a policy that generates has them already."""
-        if not isinstance(self._source, CustomPolicyAdapter):
-            unwrapped = policy.policy if isinstance(policy, CustomPolicyAdapter) else policy
-            self._source.update_weights(unwrapped)  # type: ignore[attr-defined]
+        """Calls the engine's method, if it has one; a policy that generates has its weights."""
+        if not self._is_updated or isinstance(self._source, CustomPolicyAdapter):
+            return
+        unwrapped: Any = policy.policy if isinstance(policy, CustomPolicyAdapter) else policy
+        weights = unwrapped.state_dict() if takes_state_dict(self._source) else unwrapped
+        self._generator.update_weights(weights)
 
     def peak_memory_gib(self) -> float:
         """Returns 0, as a custom engine is not measured."""

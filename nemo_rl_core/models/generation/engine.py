@@ -1,6 +1,7 @@
 """Generation engines in Ray workers, with the backend of the config."""
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -11,8 +12,13 @@ from typing import Any, TypeVar
 import torch
 
 from nemo_rl_core.backends.decoding.requests import row_seeds
-from nemo_rl_core.backends.generation.base import GenerationSetup, get_generation_backend
+from nemo_rl_core.backends.generation.base import (
+    GenerationSetup,
+    get_generation_backend,
+    takes_state_dicts,
+)
 from nemo_rl_core.backends.generation.gpu_memory import engine_gpu_use
+from nemo_rl_core.backends.generation.state_dict import state_dict_worker
 from nemo_rl_core.backends.transformers_logprobs import transformers_logprobs
 from nemo_rl_core.config.generation import (
     GenerationConfig,
@@ -23,6 +29,7 @@ from nemo_rl_core.config.registered import user_search_path
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.isolation import isolated_path
 from nemo_rl_core.distributed.named_sharding import DATA
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
@@ -47,7 +54,7 @@ from nemo_rl_core.telemetry.waiting import waiting
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-_READ = frozenset({*GenerationDatumSpec.__annotations__})
+_READ = frozenset({*GenerationDatumSpec.__annotations__}) - {"__extra__"}
 """The columns that engines read."""
 
 
@@ -117,13 +124,18 @@ class Generation(GenerationInterface):
 
     def _start(self) -> None:
         config, backend = self._setup.config, get_generation_backend(self._backend)
+        worker = state_dict_worker(backend) if takes_state_dicts(backend) else backend
         bundles = [replace(each, name=self._name) for each in config.dedicated_bundles]
         self._workers, is_new = self._session.workers(
-            backend,
+            worker,
             name=self._name,
             key=f"{self._backend} {id(backend)} {engine_key(self._setup)}",
             sharding=self._sharding,
-            env_vars={**engine_environment(config), **user_search_path(config)},
+            env_vars={
+                **engine_environment(config),
+                **user_search_path(config),
+                **isolated_path(self._setup.isolation),
+            },
             cluster=self._session.dedicated_cluster(bundles[0]) if bundles else None,
         )
         if is_new:
@@ -141,8 +153,9 @@ class Generation(GenerationInterface):
         without seeds. Columns that no engine reads are returned unchanged, and with them
         `completions`, the texts.
         """
-        batch = self._completed_columns(data)
-        others = {name: batch.pop(name) for name in list(batch) if name not in _READ}
+        read = {name: value for name, value in data.items() if name in _READ}
+        others = {name: value for name, value in data.items() if name not in _READ}
+        batch = self._completed_columns(BatchedDataDict(read))
         output = self._with_restart(partial(self._generate, batch, greedy=greedy))
         if others:
             output.update({**others, "completions": self._texts(output)})
@@ -346,7 +359,7 @@ class Generation(GenerationInterface):
         """Completes a few fixed prompts, and compares their logprobs with the policy's.
 
         Returns:
-            `token_mult_prob_error`; 1 is perfect agreement.
+            `token_mult_prob_error`; 1 is perfect agreement, NaN without logprobs to compare.
         """
         with waiting("checking the engine against the trainer"):
             output = self._proof_of_each_engine(greedy=False)
@@ -369,6 +382,10 @@ class Generation(GenerationInterface):
         self._proven = self._source
 
     def _checked(self, output: BatchedDataDict, reference: Policy | Path) -> float:
+        if "logprobs" not in output:
+            if self._proven is not reference:  # not in every step
+                _LOG.warning("%s returns no logprobs: nothing checks its weights", self._backend)
+            return math.nan
         batch = as_training_batch(output)
         if isinstance(reference, Path):
             name, logprobs = "transformers", self._by_transformers(reference, batch)

@@ -35,6 +35,13 @@ def engine_key(setup: GenerationSetup) -> str:
     """Hashes architecture, size and sampling of an engine, but not the weights."""
     architecture: dict[str, Any] = json.loads((setup.model_folder / "config.json").read_text())
     described = json.dumps(architecture, sort_keys=True) + repr(
-        (setup.config, setup.max_model_len, setup.stop_token_ids, setup.dtype, setup.seed)
+        (
+            setup.config,
+            setup.max_model_len,
+            setup.stop_token_ids,
+            setup.dtype,
+            setup.seed,
+            setup.isolation,
+        )
     )
     return hashlib.sha256(described.encode()).hexdigest()

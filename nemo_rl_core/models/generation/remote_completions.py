@@ -45,6 +45,8 @@ class RemoteCompletions:
             `weight_versions`.
         texts: `[B]` rows with the columns `texts`, the decoded completions, and `last_token_ids`,
             None if a completion is empty.
+        has_logprobs: Whether the engine returned logprobs; without, `generation_logprobs` are NaN
+            at the tokens of the policy.
     """
 
     input_lengths: "np.ndarray[Any, np.dtype[np.int64]]"
@@ -52,6 +54,7 @@ class RemoteCompletions:
     truncated: "np.ndarray[Any, np.dtype[np.bool_]]"
     tokens: RemoteRows
     texts: RemoteRows
+    has_logprobs: bool = True
 
     @classmethod
     def of(
@@ -261,16 +264,20 @@ def _completed(
     is_token = position < ends[:, None]
     ids = torch.where(is_token, output["output_ids"], 0).long()
     is_new = (is_token & (position >= starts[:, None]))[:, 1:]
+    logprobs = (
+        output["logprobs"][:, 1:].float() if "logprobs" in output else torch.tensor(torch.nan)
+    )
     tokens = {
         "input_ids": ids,
         "token_mask": is_new,
-        "generation_logprobs": torch.where(is_new, output["logprobs"][:, 1:].float(), 0.0),
+        "generation_logprobs": torch.where(is_new, logprobs, 0.0),
     }
     rows = zip(ids.numpy(), starts.tolist(), ends.tolist(), strict=True)
     columns = {
         "input_lengths": ends.numpy(),
         "completion_lengths": lengths.numpy(),
         "truncated": output["truncated"].numpy(),
+        "has_logprobs": np.full(len(ids), "logprobs" in output),
     }
     texts = _texts((row[start:end] for row, start, end in rows), tokenizer)
     return columns, as_block(_with_earlier(earlier, range(len(ids)), tokens)), texts
@@ -368,9 +375,11 @@ def joined(answers: "list[tuple[dict[str, Any], Any, Any]]") -> RemoteCompletion
     columns = {
         name: np.concatenate([lengths[name] for lengths, _, _ in answers]) for name in answers[0][0]
     }
+    has_logprobs = bool(columns.pop("has_logprobs").all())
     tokens, texts = ([answer[index] for answer in answers] for index in (1, 2))
     return RemoteCompletions(
         **columns,
         tokens=RemoteRows.of_blocks(tokens, sizes),
         texts=RemoteRows.of_blocks(texts, sizes),
+        has_logprobs=has_logprobs,
     )

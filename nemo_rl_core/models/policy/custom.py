@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_rl_core.backends.training.base import refuse_k
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.masked import valid_token_mask
 from nemo_rl_core.functional.protocols import LossFunction
-from nemo_rl_core.models.columns import training_columns
+from nemo_rl_core.models.columns import training_columns, with_documented_columns
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy.remote_compute import Columns, Computed, Figures
 
@@ -53,7 +54,7 @@ class CustomPolicyAdapter(PolicyInterface):
 
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
         """Makes one step of the custom policy; adds the loss's metrics to those that it returns."""
-        batch = training_columns(data)
+        batch = _as_read(data)
         loss = _CallableLoss(
             loss_fn,
             batch,
@@ -84,12 +85,30 @@ class CustomPolicyAdapter(PolicyInterface):
         return self._next_token(self.policy.get_reference_logprobs, data)
 
     def get_reference_topk_logprobs(self, data: BatchedDataDict, k: int) -> BatchedDataDict:
-        """Returns `topk_ids` and `topk_logprobs [B, T-1, k]` under the policy's reference."""
-        return self.policy.get_reference_topk_logprobs(training_columns(data), k)
+        """Returns `topk_ids` and `topk_logprobs [B, T-1, k]` under the policy's reference.
+
+        A policy without this method may return `[B, T, V]` logprobs of its reference instead.
+        """
+        batch = _as_read(data)
+        if overrides(self.policy, "get_reference_topk_logprobs"):
+            return self.policy.get_reference_topk_logprobs(batch, k)
+        logprobs = self.policy.get_reference_logprobs(batch)["logprobs"].detach().cpu()
+        if logprobs.dim() != 3:
+            raise ConfigError(
+                f"{self.name}.get_reference_logprobs does not show the teacher's likeliest tokens",
+                expected="logprobs [B, T, V] of all tokens",
+                got=str(list(logprobs.shape)),
+                fix="return all logprobs, or add get_reference_topk_logprobs(batch, k)",
+            )
+        refuse_k(k, logprobs.shape[-1])
+        values, ids = torch.log_softmax(logprobs[:, :-1] / self._temperature, dim=-1).topk(k)
+        mask = batch["token_mask"].bool()[..., None]
+        columns = {"topk_ids": ids.where(mask, 0), "topk_logprobs": values.where(mask, 0.0)}
+        return BatchedDataDict(columns)
 
     def get_values(self, data: BatchedDataDict) -> BatchedDataDict:
         """Returns `values [B, T]`."""
-        return self.policy.get_values(training_columns(data))
+        return self.policy.get_values(_as_read(data))
 
     def compute(
         self,
@@ -135,7 +154,7 @@ class CustomPolicyAdapter(PolicyInterface):
         return 0.0
 
     def _next_token(self, compute: Any, data: BatchedDataDict) -> BatchedDataDict:
-        batch = training_columns(data)
+        batch = _as_read(data)
         logprobs = compute(batch)["logprobs"]
         if logprobs.dim() == 3:
             logprobs = _of_next_tokens(logprobs, batch["input_ids"], self._temperature)
@@ -149,6 +168,10 @@ class CustomPolicyAdapter(PolicyInterface):
             )
         mask = batch["token_mask"].bool()
         return BatchedDataDict({"logprobs": torch.where(mask, logprobs.detach().cpu(), 0.0)})
+
+
+def _as_read(data: BatchedDataDict) -> BatchedDataDict:
+    return with_documented_columns(training_columns(data))
 
 
 class _CallableLoss:
@@ -194,8 +217,7 @@ class _CallableLoss:
                 got=f"loss_fn({type(model).__name__}, batch)",
                 fix=f"compute the values in {self._policy_name}.train",
             )
-        position = torch.arange(batch["input_ids"].shape[1])
-        mask = (position < batch["input_lengths"][:, None]).long()
+        mask = batch["attention_mask"]
         logits = model(input_ids=batch["input_ids"], attention_mask=mask).logits
         logprobs = torch.log_softmax(logits.float() / self._temperature, dim=-1)
         if "topk_ids" in batch:

@@ -14,6 +14,7 @@ from nemo_rl_core.checkpoints.written_files import WrittenFile
 from nemo_rl_core.config.registered import user_search_path
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.isolation import isolated_path
 from nemo_rl_core.distributed.named_sharding import DATA, training_sharding
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.packing.ranks import shard_for_training
@@ -73,9 +74,14 @@ class Policy(PolicyInterface):
         self.workers, _ = session.workers(
             backend,
             name=name,
-            key=f"{training.backend} {id(backend)}",  # a name may be registered again
+            # A name may be registered again.
+            key=f"{training.backend} {id(backend)} {setup.isolation}",
             sharding=sharding,
-            env_vars={**memory_environment(session.cluster), **user_search_path(training)},
+            env_vars={
+                **memory_environment(session.cluster),
+                **user_search_path(training),
+                **isolated_path(setup.isolation),
+            },
         )
         self.session, self._name = session, name
         self._generates = hasattr(backend, "generate")

@@ -196,11 +196,12 @@ class PretrainedPolicy(PolicyInterface):
         Raises:
             MissingColumnError: If a column is missing that cannot be computed.
         """
-        rewards = as_rewards(loss_fn, num_rows=data.size)
-        if rewards is not None:
-            data = BatchedDataDict({**data, "advantages": rewards - rewards.mean()})
-            loss_fn = RewardLossFn()
         batch = training_columns(data)
+        rewards = as_rewards(loss_fn, num_rows=batch.size)
+        if rewards is not None:
+            advantages = rewards - rewards.mean()
+            batch = training_columns(BatchedDataDict({**batch, "advantages": advantages}))
+            loss_fn = RewardLossFn()
         sources: dict[str, Callable[[], Tensor]] = {
             "prev_logprobs": lambda: self.policy.get_logprobs(batch)["logprobs"],
             "reference_logprobs": lambda: self.policy.get_reference_logprobs(batch)["logprobs"],

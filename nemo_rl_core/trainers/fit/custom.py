@@ -2,17 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.generation import GENERATION_SECTIONS
+from nemo_rl_core.config.isolation import IsolationConfig
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import TRAINING_SECTIONS
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.models.generation.custom import takes_state_dict
 from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
 from nemo_rl_core.models.policy.custom import overrides
 from nemo_rl_core.models.policy.pretrained import PretrainedPolicy
+from nemo_rl_core.store.object_source import ObjectSource, object_source
 
 
 @dataclass
@@ -22,10 +26,12 @@ class CustomParts:
     Attributes:
         policy: Policy that replaces the training backend.
         engine: Engine that replaces the generation backend.
+        critic: Critic of a custom policy.
     """
 
     policy: PolicyInterface | None = None
     engine: GenerationInterface | None = None
+    critic: PolicyInterface | None = None
 
     @property
     def session(self) -> ClusterSession | None:
@@ -38,8 +44,13 @@ class CustomParts:
     def objects(self) -> dict[str, Any]:
         """The custom parts by name, without an engine of this project, which has settings."""
         engine = None if self.session is not None else self.engine
-        parts = {"policy": self.policy, "engine": engine}
+        parts = {"policy": self.policy, "engine": engine, "critic": self.critic}
         return {name: part for name, part in parts.items() if part is not None}
+
+    @cached_property
+    def sources(self) -> dict[str, ObjectSource]:
+        """Digests of the classes and attributes of `objects`, before their first training."""
+        return {name: object_source(part) for name, part in self.objects.items()}
 
     @classmethod
     def taken_from(
@@ -60,6 +71,7 @@ class CustomParts:
         engine, samples = overrides.get("generation"), "generation" in settings_class.model_fields
         if not isinstance(engine, GenerationInterface):
             if parts.policy is not None and samples:
+                _refuse_backend(parts.policy, engine)
                 name = _registered(GENERATION_SECTIONS, parts.policy)
                 overrides["generation"] = {**(engine or {}), "backend": name}
             return parts
@@ -70,6 +82,8 @@ class CustomParts:
                 fix="leave generation out",
             )
         parts.engine = engine
+        if parts.policy is not None and takes_state_dict(engine):
+            _refuse_without_state_dict(parts.policy, engine)
         if parts.session is None:
             overrides["generation"] = {"backend": _registered(GENERATION_SECTIONS, engine)}
             return parts
@@ -93,6 +107,22 @@ class CustomParts:
                     fix="name a model, or choose another algorithm, such as grpo, sft or dpo",
                 )
 
+    def refuse_isolated(self, isolation: IsolationConfig, reward_fn: Any) -> None:
+        """Refuses isolated packages of a component that is an object in this process."""
+        objects = {
+            "training": self.policy,
+            "generation": self.engine or self.policy,
+            "environment": reward_fn,
+        }
+        for component, part in objects.items():
+            if part is not None and getattr(isolation, component) is not None:
+                name = getattr(part, "__name__", type(part).__name__)
+                raise ConfigError(
+                    f"isolation.{component} has no effect: {name} runs in this process",
+                    expected=f"a {component} that the settings describe, in separate workers",
+                    fix=f"remove isolation.{component}, or describe it by the settings",
+                )
+
     def refuse_without(self, methods: Mapping[str, str], *, algorithm: str) -> None:
         """Refuses a custom policy without a method that the run will call.
 
@@ -114,6 +144,28 @@ class CustomParts:
             )
 
 
+def _refuse_without_state_dict(policy: PolicyInterface, engine: GenerationInterface) -> None:
+    if not callable(getattr(policy, "state_dict", None)):
+        name = type(engine).__name__
+        raise ConfigError(
+            f"{type(policy).__name__} has no state_dict(), which {name}.update_weights takes",
+            expected=f"{type(policy).__name__}.state_dict(), or {name}.update_weights(policy)",
+            fix="add one of the two",
+        )
+
+
+def _refuse_backend(policy: PolicyInterface, section: Any) -> None:
+    backend = section.get("backend") if isinstance(section, Mapping) else None
+    if backend is not None:
+        raise ConfigError(
+            f"the generation backend {backend!r} takes weights from a training backend's workers, "
+            f"which {type(policy).__name__} does not have",
+            expected="a policy with generate, or a custom engine: generation=engine",
+            got=f"generation.backend: {backend}",
+            fix="leave the backend out",
+        )
+
+
 def _registered(table: Any, part: Any) -> str:
     """Returns the name of a part in the settings, and so in the record of the run."""
     kind = type(part)
@@ -124,7 +176,12 @@ def _registered(table: Any, part: Any) -> str:
 
 def _refuse_unread(policy: PolicyInterface, overrides: Mapping[str, Any]) -> None:
     trained = {*OptimizerConfig.model_fields, "training", "dtype", "max_tokens_per_microbatch"}
-    sections = [value for value in overrides.values() if isinstance(value, Mapping)]
+    # A training backend trains the critic.
+    sections = [
+        value
+        for name, value in overrides.items()
+        if isinstance(value, Mapping) and name != "critic"
+    ]
     names = {*overrides, *(name for section in sections for name in section)}
     unread = sorted(trained & names)
     if unread:

@@ -126,24 +126,25 @@ def train_on(
 
 def code_of(request: FitRequest) -> frozenset[str]:
     """Returns the modules and files of the reward and of other user code."""
-    parts = [request.reward_fn, *map(type, request.parts.values())]
-    return frozenset().union(*(object_source(each).code for each in parts))
+    fns = [request.reward_fn, *request.functions.values()]
+    sources = [*map(object_source, fns), *request.part_sources.values()]
+    return frozenset().union(*(each.code for each in sources))
 
 
 def training_config(settings: TrainerSettings, request: FitRequest) -> dict[str, Any]:
     """Returns the inputs of training besides its artifacts: settings, run name, user code."""
     config = settings.model_dump(mode="json") | {"run": request.name or uuid.uuid4().hex}
-    sources: dict[str, Any] = {name: type(part) for name, part in request.parts.items()}
+    sources = dict(request.part_sources)
+    sources |= {name: object_source(fn) for name, fn in request.functions.items()}
     if request.reward is not None:
         config["reward_weights"] = request.reward_weights and [*request.reward_weights]
         config["reward_fn"] = reward_name(request.reward_fn)
-        sources["reward_fn"] = request.reward_fn
+        sources["reward_fn"] = object_source(request.reward_fn)
     if isinstance(settings, RolloutSettings):
         config["reward_content"] = reward_content(settings.environment)
     if request.stoppers:
-        sources["callbacks"] = list(request.stoppers)
-    for name, value in sources.items():
-        source = object_source(value)
+        sources["callbacks"] = object_source(list(request.stoppers))
+    for name, source in sources.items():
         config[f"{name}_source"] = source.digest
         if source.unknown and request.name:
             logger.warning(

@@ -26,6 +26,7 @@ from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.store import Store
+from nemo_rl_core.trainers.custom_functions import is_importable
 from nemo_rl_core.trainers.fit.recording import FitCall, UnrecordedStages
 from nemo_rl_core.trainers.fit.request import FitRequest, TrainerForFit, reward_name
 from nemo_rl_core.types import Prompt
@@ -39,6 +40,11 @@ def fit_call(trainer: TrainerForFit, request: FitRequest) -> FitCall:
     unrepeatable = [
         f"the {name} is a custom object, {type(part).__name__}, which is not recorded"
         for name, part in request.parts.items()
+    ]
+    unrepeatable += [
+        f"the {name} is not a function at the top level of an importable module"
+        for name, fn in request.functions.items()
+        if not is_importable(fn)
     ]
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
         unrepeatable.append(
@@ -111,7 +117,7 @@ def scorer_for(algorithm: str, settings: TrainerSettings, request: FitRequest) -
     """Returns the scorer that replaces the settings' environment; None without one."""
     if request.reward_fn is None and request.reward_weights is None:
         if isinstance(settings, RolloutSettings):
-            check_targets(settings.environment)
+            check_targets(settings.local_environment)
             logger.warning(
                 "no reward_fn: the environment %r of the settings scores",
                 settings.environment.kind,
@@ -136,7 +142,7 @@ def _refuse_incomplete_rows(
             Prompt(row["id"], row["prompt"], (), row["answer"], row["task"], row["metadata"])
             for row in rows_of_frame(frame)
         )
-        refuse_incomplete_rows(prompts, scorer or settings.environment, name=name)
+        refuse_incomplete_rows(prompts, scorer or settings.local_environment, name=name)
 
 
 def _model_artifact(stages: UnrecordedStages, model: str | Path | ModelConfig, seed: int) -> Path:

@@ -55,6 +55,8 @@ def repeat(recorded: Repetition) -> Path:
     module, _, name = recorded.trainer.partition(":")
     cls = getattr(importlib.import_module(module), name)
     trainer = cls(recorded.settings)
+    for argument, fn in trainer.custom_functions.objects.items():
+        _refuse_changed(fn, argument, recorded)
 
     def run(artifacts: Mapping[str, Path], work: Path, scorer: Scorer | None) -> RunResult:
         result: RunResult = trainer.run(trainer.run_spec(artifacts, work, scorer=scorer))
@@ -73,15 +75,20 @@ def _scorer(recorded: Repetition) -> Scorer | None:
     reward = read_reward(Path(recorded.run))
     if reward is None:
         return None
-    source = object_source(reward[0])
-    if source.digest != recorded.config.get("reward_fn_source") and not recorded.anyway:
+    _refuse_changed(reward[0], "reward_fn", recorded)
+    return as_scorer(*reward)
+
+
+def _refuse_changed(fn: Any, argument: str, recorded: Repetition) -> None:
+    source, expected = object_source(fn), recorded.config.get(f"{argument}_source")
+    if source.digest != expected and not recorded.anyway:
+        what = "reward" if argument == "reward_fn" else argument
         raise StoreError(
-            f"the reward {recorded.config.get('reward_fn')!r} is not the recorded one",
-            expected=f"source {recorded.config.get('reward_fn_source')}",
+            f"the {what} {recorded.config.get(argument, '')!r} is not the recorded one",
+            expected=f"source {expected}",
             got=", ".join(source.unknown) or f"source {source.digest}",
             fix="restore its module, or pass --anyway",
         )
-    return as_scorer(*reward)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.config.trainer import TrainerSettings
 from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.store.object_source import ObjectSource
 from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.trainers.loop import RunResult
 
@@ -29,6 +30,8 @@ class FitRequest:
             finished one is returned; without a name, every call trains again. The source of
             `reward_fn` and of other custom objects is one of the inputs (`object_source`).
         parts: Custom objects that train or sample, by the part that they replace.
+        functions: A custom loss and advantage, by their argument.
+        part_sources: Digests of `parts` before their first training.
         stoppers: Callbacks that may stop the run.
     """
 
@@ -42,6 +45,8 @@ class FitRequest:
     row_format: Mapping[str, Any] = field(default_factory=dict)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     parts: Mapping[str, Any] = field(default_factory=dict)
+    functions: Mapping[str, Any] = field(default_factory=dict)
+    part_sources: Mapping[str, ObjectSource] = field(default_factory=dict)
     stoppers: Sequence[Any] = ()
 
     @property

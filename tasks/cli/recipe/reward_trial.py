@@ -8,8 +8,9 @@ from typing import Any
 from nemo_rl_core.config.environment import EnvironmentConfig, single_environments
 from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.data.datasets import load_rows
+from nemo_rl_core.distributed.isolation import with_packages
 from nemo_rl_core.environments.adapt import EnvironmentScorer
-from nemo_rl_core.environments.factory import make_scorer
+from nemo_rl_core.environments.factory import make_remote_scorer, make_scorer
 from nemo_rl_core.environments.interfaces import Scorer, score_rollouts, shorten
 from nemo_rl_core.environments.multi_turn.replies import Reply, checked_replies
 from nemo_rl_core.environments.needs import check_targets, refuse_incomplete_rows
@@ -22,7 +23,7 @@ NO_ANSWER = "I do not know."
 _NUM_OTHER_ROWS = 100
 """Number of rows to search for a wrong completion."""
 
-_NEEDED = ("seed", "data", "environment", "environment_workers")
+_NEEDED = ("seed", "data", "environment", "environment_workers", "isolation")
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,19 @@ def run_trial(
 ) -> RewardTrial:
     """Scores the first training rows of a recipe."""
     config = _config(recipe)
-    check_targets(config.environment)
+    isolated = with_packages(config.isolation).environment
+    local_environment = None if isolated else config.environment
+    check_targets(local_environment)
     _refuse_token_ids(config.environment)
     rows = _rows(config)
     prompts = [_prompt(row) for row in rows[:num_rows]]
-    refuse_incomplete_rows(prompts, config.environment, name="train")
-    scorer = make_scorer(config.environment)
+    refuse_incomplete_rows(prompts, local_environment, name="train")
+    workers = config.environment_workers
+    scorer = (
+        make_remote_scorer(config.environment, workers, isolation=isolated)
+        if isolated and workers
+        else make_scorer(config.environment)
+    )
     try:
         completions = _completions(rows, num_rows, model, max_new_tokens)
         rollouts = [unscored(prompts[row], text) for row, _, text in completions]

@@ -44,6 +44,9 @@ class Backend:
 @register_generation_backend("{name}")
 class Engine:
     """Completes."""
+
+    def update_weights(self, state_dict):
+        """Takes weights."""
 '''
 _numbers = iter(range(1000))
 

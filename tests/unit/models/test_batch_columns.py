@@ -44,6 +44,13 @@ def test_only_completions_of_generated_sequences_are_trained_on() -> None:
     assert batch["truncated"].tolist() == [True, False]
 
 
+@pytest.mark.parametrize("columns", [DATUM, GENERATED])
+def test_extra_data_of_any_form_is_left_out(columns: dict[str, Any]) -> None:
+    batch = training_columns(BatchedDataDict({**columns, "__extra__": {"any": 1}}))
+    assert "__extra__" not in batch
+    assert batch.size == 2
+
+
 def test_existing_columns_are_kept() -> None:
     mask = torch.zeros(2, 3, dtype=torch.bool)
     batch = training_columns(BatchedDataDict({**DATUM, "token_mask": mask}))

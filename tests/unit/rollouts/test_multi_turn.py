@@ -1,13 +1,18 @@
 """Hand-computed conversations: their tokens, the writer of each token, and their ends."""
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_core.config.multi_turn import GuessNumberGame
 from nemo_rl_core.environments.factory import make_scorer
+from nemo_rl_core.rollouts.batch import with_logprobs_of
 from nemo_rl_core.rollouts.engine import request_seed
 from nemo_rl_core.rollouts.episode import Bounds
+from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
+from tests.unit.rollouts.conftest import Countdown, Scripted
 
 WIDE = Bounds(max_turns=9, max_tokens=40, max_new_tokens=6)
 BOS, EOS = 1, 2
@@ -51,6 +56,31 @@ def test_a_conversation_by_hand(play, ask, tokenizer):
     ]
     assert game.seen[0][1] == {"level": 4, "answer": "8", "task": "countdown"}
     assert game.seen[1][1] == {"answer": "3"}
+
+
+def test_a_policy_fills_in_the_logprobs_of_all_turns(ask, tokenizer):
+    class Silent(Scripted):
+        def generate(self, data, greedy):
+            output = super().generate(data, greedy)
+            del output["logprobs"]
+            return output
+
+    class Policy:
+        def get_logprobs(self, batch):
+            position = torch.arange(1, batch["input_ids"].shape[1])
+            return {"logprobs": -position.expand(batch["token_mask"].shape).float()}
+
+    engine = MultiTurnRollouts(
+        Silent(tokenizer, digits), tokenizer, Countdown(), seed=3, bounds=WIDE
+    )
+    rollouts = engine.run([ask("8=", "8")], num_generations_per_prompt=1, step=5)
+    assert not engine.has_logprobs
+    assert np.isnan(rollouts[0].completion.logprobs).tolist() == [
+        *(True, True, False, False, True, True, False, False, True, True)
+    ]
+    (rollout,) = with_logprobs_of(Policy(), rollouts)
+    assert rollout.completion.logprobs == (-3, -4, 0, 0, -7, -8, 0, 0, -11, -12)
+    assert (rollout.reward, rollout.text) == (1.5, "5\n2\n1")
 
 
 def test_a_single_turn_is_an_ordinary_completion(play, ask):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nemo_rl_core.config.environment import EnvironmentWorkers, WeightedSum, judges_of_the_run
+from nemo_rl_core.config.isolation import IsolationConfig
 from nemo_rl_core.config.judge import JudgeEndpoint, JudgeModel, LLMJudge
 from nemo_rl_core.config.placement import DedicatedBundles
 from nemo_rl_core.config.single_turn import ExactMatch, RewardModelScore
@@ -45,7 +46,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, Any]]:
 
 def make(environment: Any, workers: EnvironmentWorkers | None, *, use_gpus: bool) -> Any:
     session: Any = SimpleNamespace(cluster=SimpleNamespace(use_gpus=use_gpus))
-    settings: Any = SimpleNamespace(environment=environment, environment_workers=workers)
+    settings: Any = SimpleNamespace(
+        environment=environment, environment_workers=workers, isolation=IsolationConfig()
+    )
     scorer_of(session, settings, Path("policy"))
     return session.cluster
 

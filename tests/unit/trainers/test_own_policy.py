@@ -1,5 +1,6 @@
 """A custom policy in a trainer: the document's class, which trains its weights itself."""
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,16 @@ from nemo_rl_core import (
 )
 from nemo_rl_core.config.generation import GENERATION_SECTIONS
 from nemo_rl_core.config.training import TRAINING_SECTIONS
+from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed import BatchedDataDict
-from nemo_rl_core.errors import ConfigError, DataError, MissingColumnError
+from nemo_rl_core.errors import ConfigError, ConsistencyError, DataError, MissingColumnError
 from nemo_rl_core.models.generation.custom import CustomEngineAdapter
 from nemo_rl_core.models.generation.interfaces import GenerationInterface
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
+from nemo_rl_core.rollouts.batch import with_logprobs_of
+from nemo_rl_core.rollouts.engine import SingleTurnRollouts
+from nemo_rl_core.types import Prompt
 
 ROWS = [
     {"prompt": f"{a}+{b}=", "answer": str(a + b), "completion": str(a + b)}
@@ -123,7 +128,9 @@ def test_dpo_uses_the_custom_reference_and_keeps_the_weights(tiny_model: Path) -
 
 
 @pytest.mark.slow
-def test_grpo_samples_from_the_policy_itself(tiny_model: Path) -> None:
+def test_grpo_samples_from_the_policy_itself(
+    tiny_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     result = train(
         CustomPolicy(str(tiny_model)),
         ROWS,
@@ -131,9 +138,41 @@ def test_grpo_samples_from_the_policy_itself(tiny_model: Path) -> None:
         loss={"kl": None},
         **ROLLOUTS,
     )
-    assert [step["token_mult_prob_error"] for step in result.metrics] == [1.0, 1.0]
+    # It returns no logprobs, so there is nothing to compare.
+    assert [step["num_compared_sequences"] for step in result.metrics] == [0, 0]
+    assert not result.metrics[0].keys() & {"token_mult_prob_error", "kl_generation_trainer"}
+    assert capfd.readouterr().err.count("the gate has nothing to compare") == 1
     assert result.metrics[0]["completion_length_max"] <= 4
     assert result.metrics[0]["reward"] > 0
+
+
+def test_batches_have_the_columns_of_the_document_next_to_ours(tiny_model: Path) -> None:
+    class Recorder(CustomPolicy):
+        def train(self, data: Any, loss_fn: Any) -> dict[str, Any]:
+            batches.append(data)
+            part = data.slice(0, 2)  # also in parts of a step
+            return super().train(part, loss_fn)
+
+    batches: list[BatchedDataDict] = []
+    trainer = SFTTrainer(Recorder(str(tiny_model)), num_steps=1, global_batch_size=4)
+    trainer.fit(ROWS)
+    (batch,) = batches
+    assert batch["attention_mask"].sum(dim=1).tolist() == batch["input_lengths"].tolist()
+    assert batch["__extra__"] == [{}] * batch.size
+
+
+def test_a_run_is_known_by_the_state_of_its_policy(tiny_model: Path) -> None:
+    slow, again = CustomPolicy(str(tiny_model)), CustomPolicy(str(tiny_model))
+    fast = CustomPolicy(str(tiny_model))
+    fast._optimizer.param_groups[0]["lr"] = 1e-2
+
+    def trained(policy: CustomPolicy) -> Path:
+        trainer = SFTTrainer(policy, num_steps=1, global_batch_size=4)
+        first = trainer.fit(ROWS, name="mine")
+        assert trainer.fit(ROWS, name="mine").folder == first.folder  # although it has changed
+        return first.folder
+
+    assert trained(slow) == trained(again) != trained(fast)
 
 
 class Critic(CustomPolicy):
@@ -191,13 +230,30 @@ def test_a_custom_student_is_distilled_from_its_teacher(tiny_model: Path) -> Non
         DistillationTrainer(student, **few).fit(ROWS, reference=tiny_model)
 
 
+def test_all_logprobs_of_a_reference_are_a_teacher(tiny_model: Path) -> None:
+    policy = PolicyWithReference(str(tiny_model))
+    few = {name: value for name, value in ROLLOUTS.items() if name != "num_steps_per_iteration"}
+    DistillationTrainer(policy, **few, num_steps=1, distillation={"top_k": 3}).fit(ROWS)
+    adapter = CustomPolicyAdapter(policy, temperature=0.5)
+    best = adapter.get_reference_topk_logprobs(BatchedDataDict(PROMPTS), 2)
+    logits = policy._reference.model(PROMPTS["input_ids"]).logits[1, 0]
+    values, ids = (logits / 0.5).log_softmax(-1).topk(2)
+    assert best["topk_ids"][1, 0].tolist() == ids.tolist()
+    assert best["topk_logprobs"][1, 0] == pytest.approx(values.detach(), abs=1e-5)
+    assert (best["topk_logprobs"][0, 2] == 0).all()  # padding
+    policy.get_reference_logprobs = lambda data: {"logprobs": torch.zeros(2, 3)}  # type: ignore[method-assign,assignment]
+    with pytest.raises(ConfigError, match="does not show the teacher's likeliest tokens"):
+        adapter.get_reference_topk_logprobs(BatchedDataDict(PROMPTS), 2)
+
+
 def test_ppo_with_a_custom_policy_and_critic(tiny_model: Path) -> None:
     policy, critic = CustomPolicy(str(tiny_model)), Critic(str(tiny_model))
     before = critic._head.weight.clone()
     result = PPOTrainer(policy, critic=critic, kl=None, **ROLLOUTS).fit(
         ROWS, reward_fn=lambda prompt, completion: float(len(completion))
     )
-    assert [step["token_mult_prob_error"] for step in result.metrics] == [1.0, 1.0]
+    assert [step["num_compared_sequences"] for step in result.metrics] == [0, 0]
+    assert {"policy_source", "critic_source"} <= result.manifest.config.keys()
     assert result.metrics[0]["value_loss"] > 0
     assert not torch.equal(critic._head.weight, before)
 
@@ -262,9 +318,15 @@ def test_a_policy_gets_no_padding_and_reruns_draw_the_same(tiny_model: Path) -> 
     first, again = (engine.generate(BatchedDataDict(PROMPTS)) for _ in range(2))
     assert torch.equal(first["output_ids"], again["output_ids"])
     unpadded = policy.get_logprobs({"input_ids": first["output_ids"][:1, :4]})["logprobs"]
-    expected = unpadded[0, 2, first["output_ids"][0, 3]]
-    assert first["logprobs"][0, 3].item() == pytest.approx(expected.item(), abs=1e-5)
-    assert (first["logprobs"][:, :3] == 0).all()
+    assert "logprobs" not in first
+    prompt = Prompt("p", "", (1, 5, 6), "", "")
+    rollouts = SingleTurnRollouts(engine, load_tokenizer(tiny_model), seed=0)
+    drawn = rollouts.run([prompt], num_generations_per_prompt=2, step=1)
+    assert not rollouts.has_logprobs
+    assert math.isnan(drawn[0].completion.logprobs[0])
+    completion = with_logprobs_of(CustomPolicyAdapter(policy), drawn)[0].completion
+    expected = unpadded[0, 2, completion.token_ids[0]]
+    assert completion.logprobs[0] == pytest.approx(expected.item(), abs=1e-5)
 
 
 def test_an_output_without_its_columns_is_refused() -> None:
@@ -300,16 +362,94 @@ class Samples(OnlyTrains):
 
 
 class Frozen(Recited):
-    """An engine that accepts no weights."""
+    """An engine that accepts no weights, and returns no logprobs."""
 
     update_weights = None  # type: ignore[assignment]
+
+    def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
+        output = super().generate(data)
+        del output["logprobs"]
+        return output
+
+
+class ByStateDict(Recited):
+    """Takes the weights as a state dict."""
+
+    def update_weights(self, state_dict: Any) -> None:
+        self.given.append(state_dict)
+
+
+class CustomGeneration(GenerationInterface):
+    """The class of document 004, with its three methods, completed as a reader would."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @torch.no_grad()
+    def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
+        ids, rows = data["input_ids"], torch.arange(len(data["input_ids"]))
+        logits = self.model(ids, attention_mask=data["attention_mask"]).logits[:, -1]
+        all_logprobs = (logits / data["temperature"]).log_softmax(-1)
+        drawn = torch.multinomial(all_logprobs.exp(), 1)[:, 0]
+        lengths = torch.full((len(ids),), ids.shape[1])
+        logprobs = torch.nn.functional.pad(all_logprobs[rows, drawn][:, None], (ids.shape[1], 0))
+        return BatchedDataDict(
+            {
+                "output_ids": torch.cat([ids, drawn[:, None]], dim=1),
+                "generation_lengths": torch.ones_like(lengths),
+                "unpadded_sequence_lengths": lengths + 1,
+                "logprobs": logprobs,
+                "__extra__": {"temperature": data["temperature"], "rows": data["__extra__"]},
+            }
+        )
+
+    def prepare_for_generation(self) -> None:
+        """Nothing to prepare."""
+
+    def finish_generation(self) -> None:
+        """Nothing to release."""
+
+
+def test_an_engine_with_three_methods_trains_as_long_as_it_agrees(tiny_model: Path) -> None:
+    def trained(policy: CustomPolicy, model: Any) -> list[float]:
+        engine = CustomGeneration(model)
+        settings = {**ROLLOUTS, "num_steps_per_iteration": 3, "max_new_tokens": 1}
+        trainer = GRPOTrainer(policy, generation=engine, loss={"kl": None}, **settings)
+        result = trainer.fit(
+            ROWS, reward_fn=lambda prompt, completion: float(sum(map(ord, completion)))
+        )
+        return [step["token_mult_prob_error"] for step in result.metrics]
+
+    policy = CustomPolicy(str(tiny_model))
+    policy._optimizer.param_groups[0]["lr"] = 0.03
+    initial = copy.deepcopy(policy.model)
+    assert trained(policy, policy.model) == pytest.approx([1.0] * 3, abs=1e-4)
+    policy.model.load_state_dict(initial.state_dict())
+    with pytest.raises(ConsistencyError, match="the rollout engine and the trainer disagree"):
+        trained(policy, initial)
+
+
+def test_an_engine_gets_a_policy_or_its_weights_by_the_name_of_its_parameter(
+    tiny_model: Path,
+) -> None:
+    policy = CustomPolicy(str(tiny_model))
+    policy.state_dict = policy.model.state_dict  # type: ignore[attr-defined]
+    by_policy, by_weights = Recited(), ByStateDict()
+    for engine in (by_policy, by_weights):
+        engine_of(engine).update_weights(CustomPolicyAdapter(policy))
+    assert by_policy.given == [policy]
+    assert by_weights.given[0].keys() == policy.model.state_dict().keys()
 
 
 def test_settings_that_a_custom_policy_does_not_read_are_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="nothing reads dtype, learning_rate"):
         SFTTrainer(OnlyTrains(), dtype="bfloat16", sft={"learning_rate": 1e-5})
-    with pytest.raises(ConfigError, match="ppo takes a custom policy and a custom critic"):
-        PPOTrainer(Samples(), kl=None)
+    with pytest.raises(ConfigError, match="ppo takes a custom critic only with a custom policy"):
+        PPOTrainer("m", critic=Critic.__new__(Critic))
+    with pytest.raises(ConfigError, match="'vllm' takes weights from a training backend's workers"):
+        GRPOTrainer(Samples(), loss={"kl": None}, generation={"backend": "vllm"})
+    with pytest.raises(ConfigError, match=r"Samples has no state_dict\(\), which ByStateDict"):
+        GRPOTrainer(Samples(), loss={"kl": None}, generation=ByStateDict())
     with pytest.raises(ConfigError, match="the critic OnlyTrains has no get_values"):
         PPOTrainer(Samples(), critic=OnlyTrains(), kl=None)
     with pytest.raises(ConfigError, match=r"OnlyTrains.get_values\(batch\): values of sequences"):
@@ -322,8 +462,8 @@ def test_settings_that_a_custom_policy_does_not_read_are_refused(tiny_model: Pat
         SFTTrainer.from_pretrained("m", generation=Recited())
     with pytest.raises(ConfigError, match="nothing reads top_k"):
         engine_of(Recited(), top_k=3)
-    with pytest.raises(ConfigError, match="would sample from the weights that training began"):
-        engine_of(Frozen())
+    with pytest.raises(ConfigError, match="Frozen takes no weights and returns no logprobs"):
+        engine_of(Frozen()).generate(BatchedDataDict(PROMPTS))
     with pytest.raises(ConfigError, match="OnlyTrains has no generate"):
         engine_of(CustomPolicyAdapter(OnlyTrains()))
     nameless = type("Nameless", (Samples,), {"model_name": None})

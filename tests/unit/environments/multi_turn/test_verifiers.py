@@ -6,6 +6,7 @@ are skipped.
 """
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -90,8 +91,12 @@ def test_several_turns_are_answered_and_an_error_affects_only_its_row() -> None:
     assert first.errors is not None
     assert "no such turn" in str(first.errors[1])
     log = [*logs[0], first.observations[0], {"role": "assistant", "content": "1"}]
-    last = environment.step([log], first.metadata[:1])
+    # An actor gets a copy of its metadata back.
+    (about,) = json.loads(json.dumps(first.metadata[:1]))
+    last = environment.step([log], [about])
     assert (last.rewards.tolist(), last.terminateds.tolist()) == ([1.0], [True])
+    elsewhere = environment.step([log], [about])
+    assert "the episode is in another process" in str(elsewhere.errors)
     environment.shutdown()
 
 

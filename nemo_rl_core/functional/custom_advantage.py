@@ -1,0 +1,165 @@
+"""Custom advantages: functions that name the columns that they read as their parameters."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.functional.custom_loss import SearchPath, kind_of
+from nemo_rl_core.functional.masked import zero_masked
+
+OF_SEQUENCES: Final[Mapping[str, str]] = {
+    "rewards": "[B], less a penalty on length and the KL penalty in the reward",
+    "groups": "[B], equal for the completions of one prompt",
+    "truncated": "[B], whether a limit ended the completion",
+    "rollout_lengths": "[B], tokens after the prompt",
+    "reward_components": "[B, R], if the environment returns R rewards",
+    "num_turns": "[B], if the environment has several turns",
+}
+"""Parameters of an advantage of GRPO, for each sequence."""
+OF_TOKENS: Final[Mapping[str, str]] = {
+    "token_mask": "[B, T-1], 1 where the policy wrote the next token",
+    "input_ids": "[B, T]",
+    "generation_logprobs": "[B, T-1] of the engine",
+}
+"""Parameters of an advantage of GRPO, for each token."""
+OF_CRITIC: Final[Mapping[str, str]] = {
+    "rewards": "[B, T-1]: the reward at the last token, less the KL penalty of each token",
+    "values": "[B, T-1] of the critic, at index t before token t+1",
+    "mask": "[B, T-1] bool, tokens that are trained on",
+    "last_values": "[B] of the full sequence",
+    "truncated": "[B], whether a limit ended the completion",
+}
+"""Parameters of an advantage of PPO."""
+_TOLERANCE: Final = 1e-4
+
+
+@dataclass(frozen=True)
+class AdvantageFunction:
+    """A custom advantage, whose results are checked.
+
+    Attributes:
+        search_path: Directories of the function's module, which are pickled before it.
+        fn: The custom function.
+        name: Name of the function in messages.
+    """
+
+    search_path: SearchPath = field(default_factory=SearchPath, repr=False)
+    fn: Callable[..., Any] = field(kw_only=True)
+    name: str = field(kw_only=True)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a parameter is a column with one value per token."""
+        return bool(OF_TOKENS.keys() & inspect.signature(self.fn).parameters.keys())
+
+    def refuse_parameters(self, known: Collection[str]) -> None:
+        """Refuses a required parameter that is not a column."""
+        unknown = [name for name in self._required() if name not in known]
+        if unknown or "rewards" not in inspect.signature(self.fn).parameters:
+            raise ConfigError(
+                f"the advantage {self.name} has parameters that are not columns",
+                expected=f"rewards, and any of {', '.join(each for each in known)}",
+                got=f"({', '.join(inspect.signature(self.fn).parameters)})",
+                fix="name each parameter after the column that it reads, or give it a default",
+            )
+
+    def of_group(self, columns: Mapping[str, Any], *, mask: Tensor | None) -> Tensor:
+        """Returns the advantages of a full step of GRPO.
+
+        Args:
+            columns: The columns of `OF_SEQUENCES` and, with a mask, of `OF_TOKENS`.
+            mask: `[B, T-1]` bool, valid tokens; None if the tokens are remote.
+
+        Returns:
+            `[B]`, or with a mask `[B, T-1]`, 0 at masked tokens.
+        """
+        advantages: Tensor = self._called(columns)
+        num_rows = len(columns["rewards"])
+        shapes = {"[B]": (num_rows,)} | ({} if mask is None else {"[B, T-1]": tuple(mask.shape)})
+        self._refuse_unfit(advantages, shapes, mask)
+        if mask is None:
+            return advantages.float()
+        by_token = advantages[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages
+        return zero_masked(by_token.float(), mask)
+
+    def of_critic(self, columns: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Returns advantages and returns of a rank's rows of PPO, `[B, T-1]`, 0 if masked."""
+        mask = columns["mask"]
+        if not len(mask):
+            return columns["values"].clone(), columns["values"].clone()
+        full = self._of_critic(columns)
+        for rows in torch.arange(len(mask)).tensor_split(2):
+            part = self._of_critic({name: value[rows] for name, value in columns.items()})
+            pairs = zip(full, part, strict=True)
+            if not all(
+                torch.allclose(a[rows], b, rtol=_TOLERANCE, atol=_TOLERANCE) for a, b in pairs
+            ):
+                raise ConfigError(
+                    f"the advantage {self.name} depends on the other rows of the batch",
+                    expected="advantages and returns of each row from this row only, since each "
+                    "rank calls the function with its rows",
+                    got="other values for a part of the rows",
+                    fix="leave out means over rows: advantages are whitened over the step "
+                    "afterwards",
+                )
+        return full
+
+    def _of_critic(self, columns: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        returned, mask = self._called(columns), columns["mask"]
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise ConfigError(
+                f"the advantage {self.name} returned a wrong type",
+                expected="(advantages, returns), [B, T-1] each",
+                got=kind_of(returned),
+                fix="return advantages, advantages + values",
+            )
+        for each in returned:
+            self._refuse_unfit(each, {"[B, T-1]": tuple(mask.shape)}, mask)
+        return zero_masked(returned[0].float(), mask), zero_masked(returned[1].float(), mask)
+
+    def _called(self, columns: Mapping[str, Any]) -> Any:
+        parameters = inspect.signature(self.fn).parameters
+        missing = [name for name in self._required() if name not in columns]
+        if missing:
+            raise ConfigError(
+                f"the advantage {self.name} reads a column that this run does not have",
+                expected=f"any of {', '.join(columns)}",
+                got=", ".join(missing),
+                fix="remove the parameter, or give it a default",
+            )
+        return self.fn(**{name: columns[name] for name in parameters if name in columns})
+
+    def _required(self) -> list[str]:
+        parameters = inspect.signature(self.fn).parameters.values()
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return [
+            each.name
+            for each in parameters
+            if each.default is each.empty and each.kind not in variadic
+        ]
+
+    def _refuse_unfit(
+        self, values: Any, shapes: Mapping[str, tuple[int, ...]], mask: Tensor | None
+    ) -> None:
+        if not isinstance(values, Tensor) or tuple(values.shape) not in shapes.values():
+            raise ConfigError(
+                f"the advantage {self.name} returned a wrong type or shape",
+                expected=" or ".join(f"{name} = {list(shape)}" for name, shape in shapes.items()),
+                got=kind_of(values),
+                fix="return a tensor with one value for each sequence or token; for tokens read "
+                "the parameter token_mask",
+            )
+        valid = values[mask] if mask is not None and values.shape == mask.shape else values
+        if not values.is_floating_point() or not valid.isfinite().all():
+            raise ConfigError(
+                f"the advantage {self.name} returned values that are not finite numbers",
+                expected="finite floating-point numbers",
+                got=str(values.dtype) if not values.is_floating_point() else "NaN or infinity",
+                fix="add a small number to a divisor that may be 0, as in (std + 1e-6); the std "
+                "of one value is NaN",
+            )

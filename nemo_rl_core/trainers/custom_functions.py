@@ -1,0 +1,146 @@
+"""Custom losses and advantages: arguments of a trainer, or functions that its section names."""
+
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from nemo_rl_core.config.annotations import annotated, classes_of
+from nemo_rl_core.config.functions import CustomFunction
+from nemo_rl_core.config.trainer import TrainerSettings
+from nemo_rl_core.environments.targets import import_function
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.functional.custom_advantage import (
+    OF_CRITIC,
+    OF_SEQUENCES,
+    OF_TOKENS,
+    AdvantageFunction,
+)
+from nemo_rl_core.functional.custom_loss import CheckedLoss
+
+FIELDS: Final = {"loss_fn": "loss", "advantage_fn": "advantage"}
+"""Fields of an algorithm's section, by the argument in Python."""
+_LOSS: Final = "(next_token_logprobs, batch, *, global_valid_seqs, global_valid_tokens)"
+
+
+@dataclass(frozen=True)
+class CustomFunctions:
+    """The custom functions of a trainer; None for those that the algorithm defines itself."""
+
+    loss: CheckedLoss | None = None
+    advantage: AdvantageFunction | None = None
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The functions by the argument in Python."""
+        functions = {"loss_fn": self.loss, "advantage_fn": self.advantage}
+        return {name: each.fn for name, each in functions.items() if each is not None}
+
+    @classmethod
+    def of(
+        cls, algorithm: str, section: Any, arguments: Mapping[str, Any] | None = None
+    ) -> "CustomFunctions":
+        """Returns the functions of a section, imported unless they are among the arguments.
+
+        Raises:
+            ConfigError: If a function cannot be imported, or has other parameters.
+        """
+        named: dict[str, dict[str, Any]] = {}
+        for argument, field in FIELDS.items():
+            config = getattr(section, field, None)
+            if isinstance(config, CustomFunction):
+                path = f"{algorithm}.{field}.target"
+                fn = (arguments or {}).get(argument) or import_function(
+                    config.target, of=path, expected=f"a function with the signature of {argument}"
+                )
+                named[field] = {"fn": fn, "name": config.target}
+        loss = CheckedLoss(**named["loss"]) if "loss" in named else None
+        advantage = AdvantageFunction(**named["advantage"]) if "advantage" in named else None
+        if loss is not None:
+            _refuse_signature(loss)
+        if advantage is not None:
+            of_groups = {**OF_SEQUENCES, **OF_TOKENS}
+            advantage.refuse_parameters(OF_CRITIC if algorithm == "ppo" else of_groups)
+        return cls(loss, advantage)
+
+
+def take_functions(overrides: dict[str, Any], section: Any, *, algorithm: str) -> dict[str, Any]:
+    """Removes the functions from a trainer's arguments and returns them.
+
+    Args:
+        overrides: The arguments.
+        section: Class of the algorithm's section.
+        algorithm: Name of the algorithm.
+
+    Raises:
+        ConfigError: If the algorithm has no such function.
+    """
+    taken = {name: overrides.pop(name) for name in FIELDS if name in overrides}
+    for name, fn in taken.items():
+        fields: Mapping[str, Any] = getattr(section, "model_fields", {})
+        field = fields.get(FIELDS[name])
+        kinds = classes_of(annotated(field)) if field is not None else []
+        if not any(issubclass(kind, CustomFunction) for kind in kinds):
+            raise ConfigError(
+                f"the algorithm {algorithm!r} takes no {name}",
+                expected="loss_fn with grpo, dpo, sft or ppo; advantage_fn with grpo or ppo",
+                got=_name_of(fn),
+                fix="leave it out, or write a trainer: docs/extending.md, An algorithm",
+            )
+    return taken
+
+
+def with_functions(
+    settings: Any, functions: Mapping[str, Any], *, algorithm: str
+) -> TrainerSettings | Mapping[str, Any]:
+    """Returns settings whose section names the functions, so that they are in the run's record."""
+    if not functions:
+        return settings  # type: ignore[no-any-return]
+    values = _as_mapping(settings)
+    section = _as_mapping(values.get(algorithm) or {})
+    for argument, fn in functions.items():
+        field = FIELDS[argument]
+        options = _as_mapping(section.get(field) or {})
+        if options.get("kind", "function") != "function":
+            raise ConfigError(
+                f"{argument} replaces {algorithm}.{field}, which is also given",
+                got=f"{argument}={_name_of(fn)} and {field}={options}",
+                fix="leave one of them out",
+            )
+        section[field] = {**options, "kind": "function", "target": _name_of(fn)}
+    return {**values, algorithm: section}
+
+
+def is_importable(fn: Any) -> bool:
+    """Whether the section's `module:function` names the function itself, for other processes."""
+    module, _, name = _name_of(fn).partition(":")
+    return module != "__main__" and getattr(sys.modules.get(module), name, None) is fn
+
+
+def _as_mapping(values: Any) -> dict[str, Any]:
+    return values.model_dump(exclude_unset=True) if isinstance(values, BaseModel) else dict(values)
+
+
+def _name_of(fn: Any) -> str:
+    """Returns `module:name` of any function or object, with `_` for characters like `<`."""
+    kind = fn if hasattr(fn, "__qualname__") else type(fn)
+    name = re.sub(r"\W+", "_", kind.__qualname__).strip("_")
+    return f"{kind.__module__}:{name}"
+
+
+def _refuse_signature(loss: CheckedLoss) -> None:
+    try:
+        signature = inspect.signature(loss.fn)
+        signature.bind(0, {}, global_valid_seqs=0, global_valid_tokens=0)
+    except (TypeError, ValueError) as error:
+        is_class = inspect.isclass(loss.fn)
+        raise ConfigError(
+            f"the loss {loss.name} has other parameters than a loss",
+            expected=_LOSS,
+            got=f"a class: {error}" if is_class else f"{inspect.signature(loss.fn)}: {error}",
+            fix="name an object of the class" if is_class else f"define it with {_LOSS}",
+        ) from error
