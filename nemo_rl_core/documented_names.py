@@ -3,10 +3,13 @@
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
+
+from nemo_rl_core.deprecations import MOVED, moved
 
 _PREFIX: Final = "nemo_rl_core."
 
@@ -115,27 +118,30 @@ def documented(module: str, name: str) -> Any:
 
 
 class _Importer(MetaPathFinder, Loader):
-    """Creates the aliased modules."""
+    """Creates the aliased modules, and those whose names have moved."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        key = fullname.removeprefix(_PREFIX)
-        if not fullname.startswith(_PREFIX) or key not in MODULES:
+        names = {_PREFIX + key for key in MODULES} | MOVED.keys()
+        if fullname not in names:
             return None
-        has_children = any(name.startswith(f"{key}.") for name in MODULES)
+        has_children = any(name.startswith(f"{fullname}.") for name in names)
         return ModuleSpec(fullname, self, is_package=has_children)
 
     def exec_module(self, module: ModuleType) -> None:
-        def get(name: str) -> Any:
-            return documented(module.__name__, name)
-
-        module.__doc__ = f"Alias for NeMo RL's documents: see {__name__}."
-        module.__getattr__ = get  # type: ignore[method-assign]
-        vars(module)["__all__"] = list(MODULES[module.__name__.removeprefix(_PREFIX)])
+        name = module.__name__
+        resolve, names = (
+            (moved, MOVED[name])
+            if name in MOVED
+            else (documented, MODULES[name.removeprefix(_PREFIX)])
+        )
+        module.__doc__ = f"Alias: see {__name__}."
+        module.__getattr__ = partial(resolve, name)  # type: ignore[method-assign]
+        vars(module)["__all__"] = list(names)
 
 
 def install() -> None:
-    """Makes the aliased modules importable; a second call does nothing."""
+    """Makes aliased and moved modules importable; a second call does nothing."""
     if not any(isinstance(finder, _Importer) for finder in sys.meta_path):
         sys.meta_path.append(_Importer())

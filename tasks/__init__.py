@@ -13,3 +13,5 @@ The modules here are the stages, and `artifacts`, which they exchange. Packages,
 Importing this package costs nothing, so that `nemo-rl` starts quickly. `tasks.stage.stage`, which
 every task needs, moves flytekit's files into the store.
 """
+
+import nemo_rl_core  # noqa: F401  (makes the former modules of this package importable)

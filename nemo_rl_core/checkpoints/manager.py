@@ -225,10 +225,12 @@ class CheckpointManager:
         (10, PosixPath('.../checkpoints/step-00000010'))
     """
 
-    def __init__(self, root: Path, keep_latest: int = 1, keep_best: KeepBest | None = None) -> None:
+    def __init__(
+        self, root: str | Path, keep_latest: int = 1, keep_best: KeepBest | None = None
+    ) -> None:
         if keep_latest < 1:
             raise ValueError(f"keep_latest must be 1 or more, not {keep_latest}")
-        self.root, self.keep_latest, self.keep_best = root, keep_latest, keep_best
+        self.root, self.keep_latest, self.keep_best = Path(root), keep_latest, keep_best
         self._pending: PendingSave | None = None
 
     def save(

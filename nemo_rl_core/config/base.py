@@ -28,6 +28,7 @@ from nemo_rl_core.config.mistakes import (
     mistakes_of,
     placed,
 )
+from nemo_rl_core.config.places import PlacedDict, overlaid, place_of, without_keys
 from nemo_rl_core.config.sections import (
     UnknownKey,
     accepted_keys,
@@ -35,6 +36,7 @@ from nemo_rl_core.config.sections import (
     without,
 )
 from nemo_rl_core.config.url_secrets import secret_fields
+from nemo_rl_core.deprecations import warn_renamed
 from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError
 
@@ -131,7 +133,7 @@ class FrozenConfig(BaseModel):
     shorthands: ClassVar[frozenset[str]] = frozenset()
     """Accepted keys that are not fields; a validator turns them into fields."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """New names of fields by their old names, for the error of an old name."""
+    """New names of fields by their old names, which are read with a warning."""
     secrets_from: ClassVar[str] = (
         "set it in the environment: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for an object "
         "store, or a variable that your code reads"
@@ -155,6 +157,8 @@ class FrozenConfig(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _refuse_unknown_keys(cls, values: Any, handler: ValidatorFunctionWrapHandler) -> Self:
+        if isinstance(values, dict):
+            values = _with_new_names(cls, values)
         # The class that finds an unknown key raises; each outer class then checks all of its
         # input, so that the outermost class reports every mistake with its full path.
         try:
@@ -206,6 +210,22 @@ class FrozenConfig(BaseModel):
     def replace(self, **changes: Any) -> Self:
         """Returns a validated copy with some fields changed."""
         return type(self).model_validate({**self.model_dump(), **changes})
+
+
+def _with_new_names(kind: type[FrozenConfig], values: dict[str, Any]) -> dict[str, Any]:
+    for old in kind.renamed.keys() & values.keys():
+        new, location = kind.renamed[old], place_of(values, (old,))
+        if new in values:
+            raise ConfigError(
+                f"{location + ': ' if location else ''}{old!r} is the former name of {new!r}",
+                expected=f"one of the two (a base recipe may have set {new!r})",
+                got=f"{old!r} and {new!r}",
+                fix=f"remove {old!r} and write its value as {new!r}",
+            )
+        warn_renamed(old, new, location)
+        renamed = PlacedDict({new: values[old]}, {new: location} if location else {})
+        values = overlaid(without_keys(values, {old}), renamed)
+    return values
 
 
 def kind_or(

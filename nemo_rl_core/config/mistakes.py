@@ -140,5 +140,5 @@ def _text(problem: Mapping[str, Any]) -> str:
 def _unknown_tag(discriminator: str, tag: str, expected_tags: str) -> str:
     choices = [each.strip().strip("'") for each in expected_tags.split(",")]
     name = discriminator.strip("'").removesuffix("()").removesuffix("_of")
-    hint = name_hint(tag, choices, {}) or f"it is one of {', '.join(choices)}"
+    hint = name_hint(tag, choices) or f"it is one of {', '.join(choices)}"
     return f"there is no {name} {tag!r}; {hint}"

@@ -5,7 +5,7 @@ word by word: `lerning_rate`, but neither `min_tokens` for `max_tokens` nor `top
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from nemo_rl_core.errors import ConfigError, NemoRLError
@@ -37,7 +37,6 @@ def unknown_names(
     choices: Collection[str],
     *,
     otherwise: str,
-    renamed: Mapping[str, str] | None = None,
     elsewhere: Callable[[str], str | None] | None = None,
     expected: str | None = None,
     error: type[NemoRLError] = ConfigError,
@@ -49,7 +48,6 @@ def unknown_names(
         names: The unknown names.
         choices: The names that exist.
         otherwise: The fix if no choice is clearly meant.
-        renamed: New names by old ones.
         elsewhere: Returns a sentence on a name of another framework; used before a suggestion.
         expected: Text instead of the list of choices, if that is too long.
         error: The class of the error.
@@ -62,10 +60,7 @@ def unknown_names(
           fix: did you mean 'dapo'?
     """
     peer_hint = elsewhere or (lambda _: None)
-    hints = {
-        name: peer_hint(name) or name_hint(name, choices, renamed or {}) or otherwise
-        for name in names
-    }
+    hints = {name: peer_hint(name) or name_hint(name, choices) or otherwise for name in names}
     # Dozens of choices would hide the hints.
     listed = len(choices) <= _MAX_LISTED_WITH_HINTS or otherwise in hints.values()
     choices_text = f"one of {', '.join(choices)}" if listed else None
@@ -78,10 +73,8 @@ def unknown_names(
     )
 
 
-def name_hint(name: str, choices: Iterable[str], renamed: Mapping[str, str]) -> str | None:
+def name_hint(name: str, choices: Iterable[str]) -> str | None:
     """Returns a sentence with the name that is clearly meant, or None."""
-    if name in renamed:
-        return f"it is now called {renamed[name]!r}"
     meant = closest_name(name, choices)
     return f"did you mean {meant!r}?" if meant else None
 

@@ -1,6 +1,6 @@
 """Finds the class that reads each section of a config's input, and keys that no class reads."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -72,8 +72,12 @@ def unknown_keys(kind: type[BaseModel], values: Mapping[str, Any]) -> list[Unkno
         _explain(key, section, kind, values)
         for section in _sections(kind, values)
         for key in section.keys
-        if key not in accepted_keys(section.kind)
+        if key not in accepted_keys(section.kind) and key not in _old_names(section.kind)
     ]
+
+
+def _old_names(kind: type[BaseModel]) -> Collection[str]:
+    return getattr(kind, "renamed", {}).keys()
 
 
 def without(values: Mapping[str, Any], unknown: list[UnknownKey]) -> dict[str, Any]:
@@ -97,16 +101,15 @@ def _explain(
 ) -> UnknownKey:
     choices = tuple(sorted(accepted_keys(section.kind)))
     path, key = (*section.path, unknown), str(unknown)
-    renamed: Mapping[str, str] = getattr(section.kind, "renamed", {})
-    meant = renamed.get(key) or closest_name(key, choices)
+    meant = closest_name(key, choices)
     class_hint = getattr(section.kind, "unknown_key_hint", lambda: None)()
     hints = [_variant_hint(key, section), _section_hint(key, top, values), class_hint]
     facts = [hint for hint in hints if hint]
     # A name of another framework is not a misspelling.
-    if not facts and key not in renamed and (hint := peer_hint(key)):
+    if not facts and (hint := peer_hint(key)):
         return UnknownKey(path, choices, hint, None)
-    if not facts or key in renamed:
-        return UnknownKey(path, choices, name_hint(key, choices, renamed), meant)
+    if not facts:
+        return UnknownKey(path, choices, name_hint(key, choices), meant)
     # A key of another section is not a misspelling; a suggestion here could be wrong.
     facts += [f"here there is {meant!r}"] if meant else []
     return UnknownKey(path, choices, "; ".join(facts), meant)

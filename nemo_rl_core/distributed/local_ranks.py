@@ -2,10 +2,13 @@
 
 import multiprocessing
 import os
+import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -49,7 +52,8 @@ def run_ranks(
         environment = rank_environment(rank, world_size, address=LOOPBACK, port=port)
         environment |= {"OMP_NUM_THREADS": str(num_threads), **worker_environment()}
         process = context.Process(target=_rank, args=(call, environment, num_threads, writer))
-        process.start()
+        with _without_main_module():
+            process.start()
         writer.close()
         readers.append(reader)
         processes.append(process)
@@ -61,6 +65,17 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Keeps a rank from running the user's script again; what it needs of it is in the call."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _rank(call: bytes, environment: dict[str, str], num_threads: int, writer: Connection) -> None:

@@ -310,7 +310,11 @@ class RayVirtualCluster:
         resources = ResourceManager.of_ray(
             ray.cluster_resources(), name="the cluster", is_this_machine=not _ray_address()
         )
-        resources.check(request, fix="choose a smaller cluster.shape, such as {shape: laptop}")
+        resources.check(
+            request,
+            fix="choose a smaller cluster.shape, such as {shape: laptop}; in Python, fewer bundles "
+            "or RayVirtualCluster(..., use_gpus=False)",
+        )
         for _ in range(_NUM_ATTEMPTS):
             groups = [
                 placement_group([dict(self._resources)] * count, self._strategy, name=self._label())

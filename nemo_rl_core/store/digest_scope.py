@@ -8,7 +8,8 @@ REPORTING = frozenset(
     [
         *("nemo_rl_core.checkpoints.stop_request", "nemo_rl_core.config.tracking"),
         *("nemo_rl_core.config.mistakes", "nemo_rl_core.config.names"),
-        *("nemo_rl_core.config.peer_names", "nemo_rl_core.documented_names"),
+        *("nemo_rl_core.config.peer_names", "nemo_rl_core.deprecations"),
+        "nemo_rl_core.documented_names",
         *("nemo_rl_core.distributed.collective_check", "nemo_rl_core.distributed.cpu_time"),
         *("nemo_rl_core.distributed.step_times", "nemo_rl_core.models.policy.rank_times"),
         "nemo_rl_core.history",

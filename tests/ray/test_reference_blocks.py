@@ -250,12 +250,14 @@ def test_an_algorithm_is_added(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("base", ["(TrainingBackend)", ""])
 def test_a_custom_training_backend_is_driven(
-    session: ClusterSession, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    session: ClusterSession, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, base: str
 ) -> None:
     monkeypatch.setattr(_TRAINING_BACKENDS, "_registered", {})
     monkeypatch.setattr(TRAINING_SECTIONS, "_classes", {})
-    run("002_L256", {"loss_value": 0.5, "logprobs": torch.zeros(1, 2)})
+    text = source("002_L256").replace("(TrainingBackend)", base)
+    exec(text, {"__name__": "custom", "loss_value": 0.5, "logprobs": torch.zeros(1, 2)})
     result = SFTTrainer.from_pretrained(
         tiny_model,
         training={"backend": "custom"},

@@ -22,13 +22,13 @@ import pandas as pd
 
 BLOCKS = Path(__file__).parent / "blocks"
 
-NO_CODE = {
+DRAWINGS = {
     "002_L020": "the layers, drawn with box characters",
     "002_L128": "the flow of data, drawn with box characters",
     "002_L162": "marked as Python, but a call followed by a drawn tree of what it calls",
-    "003_L001": "a Mermaid diagram; its modules are in tests/unit/test_documented_names.py",
+    "003_L001": "a Mermaid diagram of the components",
 }
-"""Blocks that cannot be run, with the reason."""
+"""Blocks that are no code; `tests/unit/test_reference_drawings.py` checks what they show."""
 
 MODELS = (
     "Qwen/Qwen2.5-1.5B",

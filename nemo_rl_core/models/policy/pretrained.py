@@ -129,6 +129,11 @@ class PretrainedPolicy(PolicyInterface):
         return self._running
 
     @property
+    def temperature(self) -> float:
+        """Temperature of the logprobs and of `generate`."""
+        return self._options.temperature
+
+    @property
     def model(self) -> str | PretrainedModel:
         """The model, as `fit` of a trainer takes it."""
         if not any(self._source.values()):

@@ -3,8 +3,10 @@
 import torch
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.columns import as_training_batch, with_lengths
 from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
+from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.models.validation.gate import token_mult_prob_error
 
 
@@ -17,7 +19,7 @@ def validate_log_probability_consistency(
     """Returns whether trainer and engine agree on the logprobs of the engine's samples.
 
     Args:
-        training_backend: Trainer with the engine's weights and temperature.
+        training_backend: Trainer with the engine's weights.
         inference_backend: Engine that completes the prompts of `test_data`.
         test_data: Same as in `log_probability_error`.
         threshold: Largest `token_mult_prob_error` that counts as agreement; at least 1.
@@ -38,8 +40,11 @@ def log_probability_error(
 ) -> float:
     """Computes `token_mult_prob_error = mean exp|gen - prev|` of tokens that the engine draws.
 
+    If the temperature of the trainer is 1 and that of the engine is not, completions are greedy,
+    for which engines report logprobs of temperature 1.
+
     Args:
-        training_backend: The trainer.
+        training_backend: The trainer. A custom one may return `[B, T, V]` logprobs.
         inference_backend: The engine.
         test_data: Prompts `input_ids [B, T]`, padded on the right, with `input_lengths [B]` or
             `attention_mask [B, T]`; `seeds [B]` are the row numbers by default.
@@ -49,12 +54,24 @@ def log_probability_error(
 
     Raises:
         ConsistencyError: If the engine generated nothing to compare.
+        ConfigError: If the temperatures cannot be compared.
     """
+    drawn_at = getattr(getattr(inference_backend, "config", None), "temperature", 1.0)
+    scored_at = getattr(training_backend, "temperature", drawn_at)
+    is_greedy = scored_at != drawn_at
+    if is_greedy and scored_at != 1:
+        raise ConfigError(
+            "trainer and engine have different temperatures",
+            expected=f"a trainer of temperature {drawn_at:g} or 1",
+            got=f"{scored_at:g}",
+            fix=f"HuggingFacePolicy(..., temperature={drawn_at or 1:g})",
+        )
     inference_backend.prepare_for_generation()
-    output = inference_backend.generate(as_requests(test_data), greedy=False)
+    output = inference_backend.generate(as_requests(test_data), greedy=is_greedy)
     inference_backend.finish_generation()
     batch = as_training_batch(output)
-    trained = training_backend.get_logprobs(batch)["logprobs"]
+    policy = CustomPolicyAdapter(training_backend, temperature=1.0 if is_greedy else drawn_at)
+    trained = policy.get_logprobs(batch)["logprobs"]
     return float(token_mult_prob_error(output["logprobs"][:, 1:], trained, batch["token_mask"]))
 
 

@@ -59,7 +59,6 @@ def refuse_unclaimed(
             unknown,
             sorted(choices),
             otherwise="leave it out",
-            renamed={old: new for kind in sections for old, new in kind.renamed.items()},
             elsewhere=lambda name: hint_of(settings_class, section)(name, overrides[name]),
         )
 
@@ -97,7 +96,11 @@ def _as_mapping(value: Any) -> Any:
 
 
 def _owner(name: str, sections: Mapping[str, type[FrozenConfig]], preferred: str) -> str | None:
-    owners = [key for key, kind in sections.items() if name in kind.accepted_keys()]
+    owners = [
+        key
+        for key, kind in sections.items()
+        if name in kind.accepted_keys() or name in kind.renamed
+    ]
     if preferred in owners:
         return preferred
     if len(owners) > 1:

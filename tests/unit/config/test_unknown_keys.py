@@ -166,45 +166,6 @@ def test_consequences_of_an_unknown_key_are_not_reported() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "path", "new"),
-    [
-        ({"generation": {}}, "generation", "generate_timeout_seconds"),
-        ({"generation": {"backend": "hf"}}, "generation", "generate_timeout_seconds"),
-        ({"grpo": {"asynchronous": {}}}, "grpo.asynchronous", "step_timeout_seconds"),
-        (
-            {"environment": {"kind": "regex", "pattern": "x"}},
-            "environment",
-            "match_timeout_seconds",
-        ),
-        (
-            {
-                "environment": {
-                    "kind": "llm_judge",
-                    "judge": {"kind": "endpoint", "url": "http://a", "model": "b"},
-                }
-            },
-            "environment.judge",
-            "reply_timeout_seconds",
-        ),
-        ({"environment_workers": {}}, "environment_workers", "call_timeout_seconds"),
-    ],
-)
-def test_an_old_name_is_refused_with_the_new_one(
-    recipe: dict[str, Any], path: str, new: str
-) -> None:
-    section = recipe
-    for name in path.split("."):
-        section = section[name]
-    GRPORecipe.model_validate(recipe)
-    section["timeout_seconds"] = 3
-    lines = refused(recipe)
-    assert lines[0] == f"unknown key '{path}.timeout_seconds'"
-    assert lines[-1] == f"  fix: it is now called '{new}'"
-    section[new] = section.pop("timeout_seconds")
-    GRPORecipe.model_validate(recipe)
-
-
 def test_a_recipe_within_a_recipe_has_paths_from_the_top(tmp_path: Path) -> None:
     base = tmp_path / "base.yaml"
     base.write_text("{seed: 3}")

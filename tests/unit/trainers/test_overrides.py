@@ -113,13 +113,6 @@ def test_all_unknown_names_are_refused_at_once() -> None:
     assert caught.value.fix == "'temprature': did you mean 'temperature'?; 'zzzz': leave it out"
 
 
-def test_an_old_name_is_refused_with_the_new_one() -> None:
-    with pytest.raises(ConfigError, match="no setting 'timeout_seconds'") as caught:
-        grpo(timeout_seconds=3)
-    assert caught.value.fix == "it is now called 'generate_timeout_seconds'"
-    assert grpo(generate_timeout_seconds=3).generation.generate_timeout_seconds == 3
-
-
 def test_an_algorithm_refuses_settings_of_another() -> None:
     assert PPOTrainer.from_pretrained("a/model", gamma=0.9).config.gamma == 0.9
     with pytest.raises(ConfigError, match="no setting 'gamma'"):
