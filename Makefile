@@ -54,8 +54,8 @@ test: setup ## Run the fast tests, and bound their CPU time
 	$(bin)/python tests/benchmarks/machine.py 2000 \
 	  $(bin)/pytest -n 2 --no-loadscope-reorder -m 'not slow and not gpu'
 
-coverage: setup ## Run the fast tests under coverage, of which there must be 85 %
-	$(bin)/pytest -n 2 --no-loadscope-reorder -m 'not slow and not gpu' \
+coverage: setup ## Run the tests of CI under coverage, of which there must be 85 %
+	$(bin)/pytest -n 2 --no-loadscope-reorder -m 'not thorough and not gpu' \
 	  --cov --cov-report=term:skip-covered --cov-fail-under=85
 
 test-changed: setup ## Run the fast tests that a change can reach (BASE=commit to compare with, HEAD; SLOW=1: slow ones too)
