@@ -162,8 +162,6 @@ def produce(
         if artifact is None or set_aside_damaged(store, artifact):
             raise NotMade(inputs)
         return artifact
-    for parent in inputs.parents.values():
-        model_code.allow(Manifest.read(parent).model_code, called=parent.name)
     with store.work_folder(stage, key) as folder:
         if run is not None:
             # Flyte's catalogue decides what is reused. With --overwrite-cache, an artifact that an
@@ -176,6 +174,8 @@ def produce(
             return artifact
         if changed := store.changed_inputs(stage, key):
             logger.warning("%s runs again: %s has changed", stage, ", ".join(changed))
+        for parent in inputs.parents.values():
+            model_code.allow(Manifest.read(parent).model_code, called=parent.name)
         start = time.monotonic()
         limited = stage_budget(_num_gpus(inputs), inputs.parents.values(), run)
         with _recorded_reads(store, folder, inputs) as reads, limited, usage.measured() as spent:

@@ -72,9 +72,9 @@ def test_two_keys_of_one_section() -> None:
     assert refused({"sft": {"num_step": 3, "batch": 4}})[1:-1] == [
         "  sft.num_step: unknown key; did you mean 'num_steps'?",
         "  sft.batch: unknown key; one of adam_beta1, adam_beta2, adam_epsilon, global_batch_size, "
-        "keep_best, keep_latest, learning_rate, max_grad_norm, max_tokens_per_microbatch, moments, "
-        "num_steps, num_warmup_steps, save_every_num_steps, schedule, validate_every_num_steps, "
-        "weight_decay",
+        "keep_best, keep_latest, learning_rate, loss, max_grad_norm, max_tokens_per_microbatch, "
+        "moments, num_steps, num_warmup_steps, save_every_num_steps, schedule, "
+        "validate_every_num_steps, weight_decay",
     ]
 
 

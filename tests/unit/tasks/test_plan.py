@@ -78,7 +78,7 @@ def test_every_field_of_a_recipe_is_read_by_some_stage() -> None:
     # `training` has only one backend so far, so it cannot be changed.
     tried = {"seed", "model", "data", "environment", "sft", "grpo", "generation"}
     tried |= {"rollouts", "environment_workers", "cluster", "evaluation", "promotion", "training"}
-    tried |= {"measure_base", "export"}
+    tried |= {"measure_base", "export", "isolation"}
     # Notices and the budget change no result: no stage reads them.
     assert set(GRPORecipe.model_fields) == tried | {"tracking", "budget"}
     stages = plan_grpo(config=GRPORecipe())

@@ -252,7 +252,9 @@ def test_a_hub_name_is_read_from_the_hubs_cache(
 
     monkeypatch.setattr(
         "huggingface_hub.hf_hub_download",
-        lambda name, file: hf_hub_download(name, file, cache_dir=tmp_path),
+        lambda name, file, revision: hf_hub_download(
+            name, file, revision=revision, cache_dir=tmp_path
+        ),
     )
     assert config_of(recipe(GRPORecipe).model)["hidden_size"] == 3584
     with pytest.raises(ModelError, match="'org/other' cannot be fetched") as refused:
@@ -298,7 +300,9 @@ def test_preflight_refuses_a_plan_that_does_not_fit(
     from tasks.local_run import preflight as module
 
     monkeypatch.setattr(resources, "_count_here", lambda _: 64)  # of GPUs, too
-    monkeypatch.setattr(module, "check_pretrained", lambda _: None)  # without a tokenizer
+    monkeypatch.setattr(
+        module, "check_pretrained", lambda _, **_options: None
+    )  # without a tokenizer
     one_gpu = on_gpus(tmp_path / "a", cluster={"num_workers": 1}, generation={"num_engines": 1})
     with pytest.raises(ResourceError, match="does not fit"):
         preflight({"config": one_gpu})
