@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 PROGRAM = """
 import json
@@ -162,7 +162,6 @@ def results() -> dict[str, list[list[str]]]:
     return loaded
 
 
-@pytest.mark.thorough
 def test_engines_get_gpus_that_the_trainer_does_not_use(
     results: dict[str, list[list[str]]],
 ) -> None:
@@ -174,7 +173,6 @@ def test_engines_get_gpus_that_the_trainer_does_not_use(
     assert of_trainer != of_engine
 
 
-@pytest.mark.thorough
 def test_running_engines_are_reused_or_replaced(
     results: dict[str, list[list[str]]],
 ) -> None:

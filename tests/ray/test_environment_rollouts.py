@@ -121,6 +121,8 @@ GYM = Row(
     answer="3",
     metadata={"task": "chain_sum", "options": {}, "entry": {"answer": "3", "metadata": {}}},
 )
+
+pytestmark = pytest.mark.thorough
 ADD = ["assert add(2, 2) == 4", "assert add(1, 2) == 3"]
 ROWS: dict[str, list[Row]] = {
     "exact": [SUM],
@@ -395,7 +397,6 @@ def scores_of_the_reward_model(folder: Path, rollouts: list[Rollout]) -> list[fl
         return [float(model.score(each.last_hidden_state[0, -1])) for each in hidden]
 
 
-@pytest.mark.thorough
 def test_rewards_equal_hand_computed_ones(played: Played, folder: Path) -> None:
     rows = {row.prompt: row for row in ROWS[played.kind]}
     assert len(played.rollouts) == GROUP * len(rows)
@@ -424,7 +425,6 @@ def test_rewards_equal_hand_computed_ones(played: Played, folder: Path) -> None:
         )
 
 
-@pytest.mark.thorough
 def test_rollouts_without_a_score_are_counted_and_dropped(played: Played) -> None:
     (boom,) = [said for said, worth in ROWS["function"][0].worth.items() if worth is None]
     failed = [each for each in played.rollouts if each.error is not None]
@@ -436,7 +436,6 @@ def test_rollouts_without_a_score_are_counted_and_dropped(played: Played) -> Non
     ]
 
 
-@pytest.mark.slow
 def test_tokens_are_those_that_the_engine_sent(played: Played) -> None:
     num_taken = 0
     for rollout in played.rollouts:
@@ -461,7 +460,6 @@ def test_tokens_are_those_that_the_engine_sent(played: Played) -> None:
     assert num_taken == sum(len(policy_turns(each)) for each in played.rollouts)
 
 
-@pytest.mark.slow
 def test_only_the_policys_tokens_are_trained_on(played: Played) -> None:
     rollouts = valid_rollouts(played.rollouts)
     batch = rollout_batch(rollouts).fetched()
@@ -486,7 +484,6 @@ def test_only_the_policys_tokens_are_trained_on(played: Played) -> None:
         assert all(False in each.completion.token_mask for each in several)
 
 
-@pytest.mark.slow
 def test_a_game_continues_after_a_truncated_turn(session: ClusterSession, folder: Path) -> None:
     bounds = Bounds(max_turns=3, max_tokens=160, max_new_tokens=1)
     with sampling("guess_number", session, folder) as sampler:

@@ -27,7 +27,7 @@ from nemo_rl_core.store.store import Store
 from tests.commands import RECIPE
 from tests.workflows.flyte_backend import Attempt, Backend, ExecutionRecord
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYFLYTE = Path(sys.executable).with_name("pyflyte")
@@ -162,7 +162,6 @@ def test_nemo_rl_run_sends_all_code_and_the_recipe(backend: Backend, tmp_path: P
     assert {"deployment/pods.yaml", "nemo_rl_core/algorithms/sft/trainer.py"} <= sent
 
 
-@pytest.mark.thorough
 def test_a_killed_container_resumes_from_its_checkpoint(
     backend: Backend, tmp_path: Path, run_recipe: Callable[..., Any]
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.commands import REPOSITORY
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(3600)]
 
 PACKAGES = ("nemo_rl_core", "tasks", "workflows")
 INSTALL = """
