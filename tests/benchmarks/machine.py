@@ -2,7 +2,7 @@
 
 `python tests/benchmarks/machine.py` prints its cores and the CPU-seconds of ten million additions
 in a plain loop: 0.5 to 0.8 on a quick core, 3 on a slow or shared one. `python
-tests/benchmarks/machine.py 2000 COMMAND` runs a command and fails if it takes more CPU time, with
+tests/benchmarks/machine.py 1100 COMMAND` runs a command and fails if it takes more CPU time, with
 its child processes, than 2,000 such loops.
 """
 
