@@ -17,7 +17,7 @@ class IsolatedPackages(FrozenConfig):
             installed once into the store, without others that they depend on.
         folder: Prepared folder: a virtual environment, or a folder of `pip install --target`.
         packages: Pinned packages of the file, or packages in the folder, which are part of the
-            cache key. A run fills them in.
+            cache key. A run fills them in, and leaves the path of the file out.
     """
 
     requirements: str | None = None
@@ -26,7 +26,8 @@ class IsolatedPackages(FrozenConfig):
 
     @model_validator(mode="after")
     def _names_one_source(self) -> Self:
-        if (self.requirements is None) == (self.folder is None):
+        sources = [each for each in (self.requirements, self.folder) if each is not None]
+        if len(sources) > 1 or not (sources or self.packages):
             raise ValueError("name either a requirements file or a prepared folder")
         return self
 

@@ -1,4 +1,5 @@
-"""Packages of workers that the project's versions conflict with, in a folder of their search path.
+"""Installs packages that conflict with the project's into a folder that comes first in PYTHONPATH
+of some workers.
 
 Ray starts separate processes for workers with another environment. Those of an isolated component
 have the folder first in `PYTHONPATH`: its packages replace the project's, which provide all others,
@@ -6,9 +7,12 @@ among them Ray and this library. Ray's `pip` and `uv` would copy the full virtua
 project on every machine, and need an index of packages there.
 """
 
+import json
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 import uuid
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
@@ -21,13 +25,17 @@ from packaging.utils import canonicalize_name
 from nemo_rl_core.config.isolation import IsolatedPackages, IsolationConfig
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.store import locks
-from nemo_rl_core.store.files import ASIDE, discard
+from nemo_rl_core.store.files import ASIDE, digest_of, discard, hash_files
+from nemo_rl_core.store.hash_cache import HashCache
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.waiting import waiting
 
 _SHARED = ("ray", "nemo-rl-flow")
-"""Distributions of which every process has the project's version."""
+"""Distributions whose version must equal the project's."""
 _PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
+_HASHES = re.compile("( --hash=sha256:[0-9a-f]{64})*")
+_NOT_HASHED = ("__pycache__/*", "*/__pycache__/*", "*.dist-info/RECORD")
+"""Compiled code, and lists with hashes of programs, which have the path of the folder in them."""
 
 
 def with_packages(config: IsolationConfig) -> IsolationConfig:
@@ -67,20 +75,23 @@ def search_path() -> list[str]:
 
 
 def _filled(section: IsolatedPackages, path: str) -> IsolatedPackages:
-    if section.requirements is not None:
-        if section.packages:  # a stage on a cluster may not have the file
-            return section
-        packages = _pinned(Path(section.requirements).expanduser(), path)
-    else:
-        packages = _packages_in(Path(str(section.folder)).expanduser(), path)
-    if section.packages not in ([], packages):
+    file = Path(section.requirements or "").expanduser()
+    if section.folder is not None:
+        packages = _packages_in(Path(section.folder).expanduser(), path)
+    elif file.is_file() or not section.packages:
+        packages = _pinned(file, path)
+    else:  # a machine of a cluster may not have the file
+        packages = sorted(_pin(line, f"{path}.packages") for line in section.packages)
+    if section.packages and sorted(section.packages) != packages:
+        source = f"folder: {section.folder}" if section.folder else f"requirements: {file}"
         raise ConfigError(
-            f"{path}.folder: the packages in {section.folder} have changed since the run began",
+            f"{path}.{source} has changed since `packages` were filled in",
             expected=", ".join(sorted({*section.packages} - {*packages})) or "no others",
             got=", ".join(sorted({*packages} - {*section.packages})) or "some are missing",
-            fix="wait until nothing installs into it, and run again",
+            fix="wait until nothing changes it, and run again; leave `packages` out of a recipe",
         )
-    return section.replace(packages=packages)
+    # Equal pins in another file are the same packages, so its path is not part of the key.
+    return section.replace(packages=packages, requirements=None)
 
 
 def _pinned(file: Path, path: str) -> list[str]:
@@ -88,7 +99,8 @@ def _pinned(file: Path, path: str) -> list[str]:
         raise ConfigError(
             f"{path}.requirements: no file {file.absolute()}", fix=f"correct {path}.requirements"
         )
-    lines = [_pin(line, file, path) for line in _logical_lines(file.read_text())]
+    source = f"{path}.requirements: {file}"
+    lines = [_pin(line, source) for line in _logical_lines(file.read_text())]
     if not lines:
         raise ConfigError(f"{path}.requirements: {file} names no packages")
     return sorted(lines)
@@ -100,28 +112,30 @@ def _logical_lines(text: str) -> Iterator[str]:
             yield " ".join(words)
 
 
-def _pin(line: str, file: Path, path: str) -> str:
+def _pin(line: str, source: str) -> str:
+    text, mark, hashes = line.partition(" --hash=")
     try:
-        requirement = Requirement(line.partition(" --hash=")[0])
+        requirement = Requirement(text)
     except InvalidRequirement:
         requirement = None
     specifiers = list(requirement.specifier) if requirement is not None else []
     is_exact = len(specifiers) == 1 and specifiers[0].operator in ("==", "===")
-    if requirement is None or not is_exact or specifiers[0].version.endswith("*"):
+    has_options = _HASHES.fullmatch(mark + hashes) is None
+    if not requirement or not is_exact or specifiers[0].version.endswith("*") or has_options:
         raise ConfigError(
-            f"{path}.requirements: {file} does not pin every package",
-            expected="lines such as verifiers==0.4.0, without options except --hash",
+            f"{source} does not pin every package",
+            expected="lines such as verifiers==0.4.0, without options except --hash=sha256:...",
             got=line,
-            fix=f"write them by `uv pip compile FILE.in --output-file {file}`",
+            fix="write them by `uv pip compile FILE.in --output-file FILE.txt`",
         )
-    _refuse_shared(requirement.name, specifiers[0].version, file, path)
+    _refuse_shared(requirement.name, specifiers[0].version, source)
     return line
 
 
-def _refuse_shared(name: str, version: str, source: Path, path: str) -> None:
+def _refuse_shared(name: str, version: str, source: str) -> None:
     if canonicalize_name(name) in _SHARED and version != metadata.version(name):
         raise ConfigError(
-            f"{path}: {source} has another version of {name} than the other processes",
+            f"{source} has another version of {name} than the other processes",
             expected=f"{name}=={metadata.version(name)}",
             got=f"{name}=={version}",
             fix=f"remove {name} from it: the workers have the project's",
@@ -130,27 +144,34 @@ def _refuse_shared(name: str, version: str, source: Path, path: str) -> None:
 
 def _packages_in(folder: Path, path: str) -> list[str]:
     """Returns versions of the packages in a folder, with a digest of the files of each."""
-    packages = []
-    for distribution in metadata.distributions(path=[str(_site_of(folder, path))]):
+    site = _site_of(folder, path)
+    digests: dict[str, dict[str, str]] = {}
+    owners = {}
+    for distribution in metadata.distributions(path=[str(site)]):
         name, version = canonicalize_name(distribution.name), distribution.version
-        _refuse_shared(name, version, folder, path)
-        if '"editable": true' in (distribution.read_text("direct_url.json") or ""):
+        _refuse_shared(name, version, f"{path}.folder: {folder}")
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+        if origin.get("dir_info", {}).get("editable"):
             raise ConfigError(
                 f"{path}.folder: {name} is an editable installation in {folder}",
                 fix="install it without --editable",
             )
-        lines = (distribution.read_text("RECORD") or "").splitlines()
-        # Programs, which have the path of the folder in their first line, are outside of it.
-        files = sorted(line for line in lines if "sha256=" in line and not line.startswith(".."))
-        digest = sha256("\n".join(files).encode()).hexdigest()[:16]
-        packages.append(f"{name}=={version} {digest}")
-    if not packages:
+        digests[f"{name}=={version}"] = {}
+        owners.update({str(file): f"{name}=={version}" for file in distribution.files or ()})
+    if not digests:
         raise ConfigError(
             f"{path}.folder: there are no installed packages in {folder.absolute()}",
             expected="a virtual environment, or a folder of `pip install --target`",
             fix=f"correct {path}.folder",
         )
-    return sorted(packages)
+    file_name = f"{sha256(os.fsencode(site)).hexdigest()[:32]}.json"
+    hashes = HashCache(site, Store.default().cache / "packages" / file_name)
+    with waiting(f"hashing {site}"):
+        files = hash_files(site, exclude=_NOT_HASHED, hash_of=hashes)
+    hashes.save()
+    for file, digest in files.items():
+        digests.setdefault(owners.get(file, "other files"), {})[file] = digest
+    return sorted(f"{name} {digest_of(each)[:16]}" for name, each in digests.items())
 
 
 def _site_of(folder: Path, path: str) -> Path:
@@ -173,7 +194,8 @@ def _site_of(folder: Path, path: str) -> Path:
 
 
 def _installed(section: IsolatedPackages) -> Path:
-    digest = sha256("\n".join([_PYTHON, *section.packages]).encode()).hexdigest()[:32]
+    parts = [_PYTHON, sysconfig.get_platform(), *section.packages]
+    digest = sha256("\n".join(parts).encode()).hexdigest()[:32]
     folder = Store.default().cache / "packages" / digest
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locks.locked(folder.with_suffix(".lock"), "packages"):
@@ -181,35 +203,34 @@ def _installed(section: IsolatedPackages) -> Path:
             aside = folder.with_name(f".{digest}.{uuid.uuid4().hex[:8]}{ASIDE}")
             try:
                 with waiting(f"installing {len(section.packages)} packages"):
-                    _install(section, aside)
+                    _install(section.packages, aside)
                 aside.rename(folder)
             finally:
                 discard(aside)
     return folder
 
 
-def _install(section: IsolatedPackages, target: Path) -> None:
-    lines = target.with_suffix(".txt")
-    lines.write_text("\n".join(section.packages))
+def _install(packages: Sequence[str], target: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-deps", "--target", str(target), "--requirement", str(lines)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    finally:
-        lines.unlink()
+    # A source distribution would run its build, with requirements that are not pinned.
+    command += ["--no-deps", "--only-binary=:all:", "--target", str(target)]
+    command += ["--requirement", "/dev/stdin"]
+    lines = "\n".join(packages)
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(
-            f"the packages of {section.requirements} cannot be installed",
+            "the pinned packages of isolation cannot be installed",
+            expected="a wheel of each version for this Python and platform",
             got=(done.stderr.strip() or "no message of pip").splitlines()[-1],
-            fix="correct the file; without an index of packages set PIP_FIND_LINKS to a folder of "
-            "wheels, and PIP_NO_INDEX=1",
+            fix="correct the pins; if there is only source, build a wheel, set PIP_FIND_LINKS to "
+            "its folder; without an index of packages set PIP_NO_INDEX=1, too",
         )
-    problems = list(_unmet(section.packages, target))
+    problems = list(_unmet(packages, target))
     if problems:
         raise ConfigError(
-            f"{section.requirements} lacks versions that its packages need",
+            "the pinned packages of isolation need versions that are not there",
             got="; ".join(problems),
-            fix="add these versions to the file; `uv pip compile` finds them",
+            fix="add these versions to the pins; `uv pip compile` finds them",
         )
 
 

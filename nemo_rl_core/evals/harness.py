@@ -259,7 +259,6 @@ class _Loglikelihoods:
                 max_tokens_per_microbatch=max(_MICROBATCH_TOKENS, self.max_tokens),
                 training=settings.training,
                 dtype=settings.dtype,
-                isolation=settings.isolation.training,
                 reference_folder=model_folder,
             ),
         )

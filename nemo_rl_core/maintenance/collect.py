@@ -196,7 +196,7 @@ def _find_work(store: Store, *, older_than_seconds: float, now: float) -> Iterat
 def find_leftovers(store: Store, *, older_than_seconds: float, now: float) -> Iterator[Path]:
     """Yields interrupted writes, old damaged artifacts, downloads and records of GPU-hours."""
     folders = (store.root, store.artifacts, store.runs, store.work, store.models, store.cache)
-    for parent in (*folders, store.verified):
+    for parent in (*folders, store.verified, store.cache / "packages"):
         yield from sorted(parent.glob(f".*{DISCARDED}"))
         for path in sorted(parent.glob(f".*{ASIDE}")):
             if now - newest_change(path) > _MAX_WRITE_SECONDS:

@@ -24,6 +24,7 @@ from flytekit.core.python_function_task import PythonFunctionTask
 from flytekit.core.workflow import WorkflowBase
 
 from nemo_rl_core.distributed import session
+from nemo_rl_core.distributed.isolation import with_packages
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution
 from nemo_rl_core.store.git import git_state
@@ -46,7 +47,8 @@ from tasks.local_run.preflight import preflight
 from tasks.local_run.recording import Recorder, error_text
 from tasks.local_run.values import plain
 from tasks.ray_cluster.stopping import StopSignals, stopped_lines
-from tasks.recipes.common import Recipe, default_name
+from tasks.recipes.common import PipelineRecipe, Recipe, default_name
+from tasks.recipes.sweep import SweepRecipe
 from tasks.stage.notifying import notify, successful_end
 
 
@@ -162,6 +164,15 @@ def _max_gpu_hours(inputs: dict[str, Any]) -> float | None:
     return min(limits, default=None)
 
 
+def _with_packages(value: Any) -> Any:
+    """Returns a recipe with the packages of `isolation`, whose file may change after the run."""
+    if isinstance(value, SweepRecipe):
+        return value.model_copy(update={"base": _with_packages(value.base)})
+    if isinstance(value, PipelineRecipe):
+        return value.model_copy(update={"isolation": with_packages(value.isolation)})
+    return value
+
+
 def _execution(workflow: WorkflowBase, inputs: dict[str, Any], log_path: Path) -> NewExecution:
     commit, dirty = git_state(Path(__file__).parent)
     module = workflow.name.rpartition(".")[0]
@@ -169,7 +180,7 @@ def _execution(workflow: WorkflowBase, inputs: dict[str, Any], log_path: Path) -
         workflow=workflow.name,
         recipe=recipe_name(sys.argv) or _default_recipe(workflow, inputs),
         command=sys.argv,
-        inputs=plain(inputs),
+        inputs=plain({name: _with_packages(value) for name, value in inputs.items()}),
         log_path=log_path,
         git_commit=commit,
         git_dirty=dirty,

@@ -147,8 +147,8 @@ def _refuse_unknown_code(
     store: Store, maker: Execution | None, manifests: Mapping[str, Manifest]
 ) -> None:
     is_known = maker is not None and is_signed(store, maker)
-    signed_texts = set(_texts(maker.inputs)) if maker is not None and is_known else set()
-    names = {name for each in manifests.values() for name in _code_in(each.config)} - signed_texts
+    signed = set(_code_in(maker.inputs)) if maker is not None and is_known else set()
+    names = {name for each in manifests.values() for name in _code_in(each.config)} - signed
     if names:
         raise StoreError(
             "the manifests name code that no record of this user's runs names",
@@ -163,8 +163,11 @@ def _code_in(config: Any) -> Iterator[str]:
         if config.get("trust_remote_code"):
             yield str(config.get("name"))
         for key, value in config.items():
-            if key in ("target", "module") and isinstance(value, str):
-                yield value
+            # A sweep has values of a field by its path, such as `environment.target`.
+            if key.rpartition(".")[2] in ("target", "module"):
+                yield from _texts(value)
+            if key == "isolation":
+                yield from _texts(value)
             yield from _code_in(value)
     elif isinstance(config, list):
         for each in config:

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import sysconfig
+import tarfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ def packages(section: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "got"),
     [
+        (f"x==1 --hash=sha256:{'a' * 64} --config-settings=x=y\n", "got: x==1 --hash"),
+        ("x==1 --hash=sha256:aa --extra-index-url http://e\n", "got: x==1 --hash"),
         ("tabulate\n", "got: tabulate"),
         ("tabulate>=0.8\n", "got: tabulate>=0.8"),
         ("tabulate==0.8.*\n", r"got: tabulate==0.8.\*"),
@@ -52,12 +56,37 @@ def test_a_file_that_does_not_pin_its_packages_is_refused(
 
 def test_a_file_counts_by_its_pinned_lines(tmp_path: Path) -> None:
     file = tmp_path / "requirements.txt"
-    hashed = "tabulate==0.8.9 \\\n    --hash=sha256:eb1d  # via us\n"
+    digest = "eb1d" * 16
+    hashed = f"tabulate==0.8.9 \\\n    --hash=sha256:{digest}  # via us\n"
     file.write_text(f'# ours\n{hashed}six==1.17.0 ; python_version > "3"\n')
-    expected = ['six==1.17.0 ; python_version > "3"', "tabulate==0.8.9 --hash=sha256:eb1d"]
+    expected = ['six==1.17.0 ; python_version > "3"', f"tabulate==0.8.9 --hash=sha256:{digest}"]
     assert packages({"requirements": str(file)}) == expected
     file.write_text(f'six==1.17.0 ; python_version > "3"\n{hashed}')
     assert packages({"requirements": str(file)}) == expected
+
+
+def test_packages_in_a_recipe_are_checked_as_those_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "requirements.txt"
+    for line in ("evil @ https://x/e.whl", "evil==1 --extra-index-url http://e", "a==1\nevil"):
+        for source in ({}, {"requirements": str(file)}):
+            with pytest.raises(ConfigError, match=r"isolation.generation.packages does not pin"):
+                packages({**source, "packages": ["six==1.17.0", line]})
+    pins = ["six==1.17.0", "tabulate==0.8.9"]
+    assert packages({"requirements": str(file), "packages": pins}) == pins
+    file.write_text("tabulate==0.8.9\nsix==1.17.0\n")
+    assert packages({"requirements": str(file), "packages": pins[::-1]}) == pins
+    file.write_text("tabulate==0.9\nsix==1.17.0\n")
+    with pytest.raises(ConfigError, match=r"(?s)requirements: .* has changed.*got: tabulate==0.9"):
+        packages({"requirements": str(file), "packages": pins})
+
+
+def test_equal_pins_in_another_file_are_the_same_config(tmp_path: Path) -> None:
+    sections = []
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("six==1.17.0\n")
+        sections.append(IsolatedPackages(requirements=str(tmp_path / name)))
+    first, second = (with_packages(IsolationConfig(training=each)) for each in sections)
+    assert first == second == with_packages(first)
 
 
 def test_a_folder_counts_by_versions_and_content(tmp_path: Path) -> None:
@@ -68,8 +97,19 @@ def test_a_folder_counts_by_versions_and_content(tmp_path: Path) -> None:
     ((_, second),) = [each.split() for each in packages(section)]
     assert name == "tabulate==0.8.9"
     assert first != second
-    with pytest.raises(ConfigError, match="have changed since the run began"):
+    with pytest.raises(ConfigError, match=r"folder: .* has changed since"):
         isolated_path(IsolatedPackages(folder=str(tmp_path), packages=[f"{name} {first}"]))
+    cached = tmp_path / "tabulate" / "__pycache__" / "x.pyc"
+    cached.parent.mkdir()
+    cached.write_text("x")
+    assert packages(section) == [f"{name} {second}"]
+    # Edited after the installation, which leaves RECORD as it was; a module of no package.
+    (tmp_path / "tabulate" / "__init__.py").write_text("a = 3")
+    edited = packages(section)
+    assert edited != [f"{name} {second}"]
+    (tmp_path / "numpy.py").write_text("")
+    others, *rest = packages(section)
+    assert (others[:12], rest) == ("other files ", edited)
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
@@ -78,7 +118,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     write_package(tmp_path / "with_ray", "ray", "1.0")
     write_package(tmp_path / "linked", "shade", "1.0")
     (tmp_path / "linked" / "shade-1.0.dist-info" / "direct_url.json").write_text(
-        '{"dir_info": {"editable": true}, "url": "file:///shade"}'
+        '{"url":"file:///shade","dir_info":{"editable":true}}'
     )
     for name, message in (
         ("none", r"isolation.generation.folder: no folder .*/none\n  fix: correct isolation"),
@@ -102,7 +142,7 @@ def test_packages_are_installed_once_and_without_a_network(
     write_wheel(
         tmp_path / "wheels", "tabulate", "0.1", "a = 1", ["pluggy>=1", "lamp; extra == 'x'"]
     )
-    section = IsolatedPackages(requirements="not read", packages=["tabulate==0.1"])
+    section = IsolatedPackages(packages=["tabulate==0.1"])
     first, *rest = isolated_path(section)["PYTHONPATH"].split(os.pathsep)
     assert Path(first).is_relative_to(own_store / "cache" / "packages")
     assert (Path(first) / "tabulate" / "__init__.py").read_text() == "a = 1"
@@ -111,9 +151,20 @@ def test_packages_are_installed_once_and_without_a_network(
     assert isolated_path(section)["PYTHONPATH"].split(os.pathsep)[0] == first
     with pytest.raises(ConfigError, match=r"(?s)cannot be installed.*tabulate==0.2.*PIP_FIND"):
         isolated_path(section.replace(packages=["tabulate==0.2"]))
-    assert [each.name for each in Path(first).parent.glob("[!.]*") if each.is_dir()] == [
-        Path(first).name
-    ]
+    # A source distribution would run its setup.py in this process.
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "setup.py").write_text("raise SystemExit('it ran')")
+    with tarfile.open(tmp_path / "wheels" / "lamp-1.0.tar.gz", "w:gz") as source:
+        source.add(tmp_path / "source", "lamp-1.0")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    with pytest.raises(ConfigError, match=r"(?s)lamp==1.0.*build a wheel, set PIP_FIND_LINKS"):
+        isolated_path(section.replace(packages=["lamp==1.0"]))
+    names = {each.name for each in Path(first).parent.iterdir() if each.suffix != ".lock"}
+    assert names == {Path(first).name}
+    monkeypatch.setattr(sysconfig, "get_platform", lambda: "linux-riscv64")
+    monkeypatch.setenv("PIP_FIND_LINKS", "gone")
+    with pytest.raises(ConfigError, match="cannot be installed"):
+        isolated_path(section)
 
 
 def test_a_worker_on_a_machine_without_its_packages_does_not_start(tmp_path: Path) -> None:
@@ -136,10 +187,12 @@ def test_packages_with_unmet_needs_are_refused(
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     write_wheel(tmp_path, "shade", "1.0", requires=["lamp>=2", "pluggy<1", "bulb; extra == 'x'"])
-    section = IsolatedPackages(requirements="my.txt", packages=["shade[x]==1.0"])
+    section = IsolatedPackages(packages=["shade[x]==1.0"])
     with pytest.raises(ConfigError) as refused:
         isolated_path(section)
-    assert refused.value.problem == "my.txt lacks versions that its packages need"
+    assert refused.value.problem == (
+        "the pinned packages of isolation need versions that are not there"
+    )
     assert refused.value.got == (
         f"shade needs lamp>=2 (missing); shade needs pluggy<1 ({metadata.version('pluggy')}); "
         'shade needs bulb; extra == "x" (missing)'

@@ -224,6 +224,9 @@ def test_leftovers_are_removed_but_not_files_being_written(small: Small) -> None
     scratch = small.store.cache / "sandbox" / "local_flytekit" / "abc"
     scratch.mkdir(parents=True)
     os.utime(scratch, (time.time() - 15 * DAY,) * 2)
+    install = small.store.cache / "packages" / ".0c.1d.aside~"
+    install.mkdir(parents=True)
+    os.utime(install, (time.time() - 7200,) * 2)
     small.store.verified.mkdir()
     made = small.artifact("train_sft")
     kept, stale = (small.store.verified / f"{name}.json" for name in (made, "train_sft-gone"))
@@ -231,8 +234,8 @@ def test_leftovers_are_removed_but_not_files_being_written(small: Small) -> None
         memory.write_text("{}")
     small.store.hold(small.store.artifacts / made)
     done = _collect(small.store, RetentionPolicy())
-    assert set(done.plan.leftovers) == {half, torn, scratch, stale}
-    assert not any(path.exists() for path in (half, torn, scratch, stale))
+    assert set(done.plan.leftovers) == {half, torn, scratch, install, stale}
+    assert not any(path.exists() for path in (half, torn, scratch, install, stale))
     assert written.exists() and kept.exists()
 
 

@@ -25,6 +25,8 @@ from nemo_rl_core.telemetry.events import StageResumed, StageSaved, publish, rep
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
 from tasks.local_run.run import RunFailed, _execution, install_recording, recipe_name
+from tasks.recipes.grpo import GRPORecipe
+from tasks.recipes.sweep import SweepRecipe
 from tasks.stage.stage import cached_task, make
 
 assert workflows  # wraps flytekit's local execution when it is imported
@@ -335,3 +337,15 @@ def test_a_run_without_a_recipe_has_the_name_of_the_default_one(
 
     assert named(DEFAULT) == named(DEFAULT.model_copy()) == "grpo_arithmetic"
     assert named(DEFAULT.replace(seed=7)) == ""
+
+
+def test_the_record_of_a_recipe_has_its_isolated_packages(tmp_path: Path) -> None:
+    (tmp_path / "pins.txt").write_text("six==1.17.0\n")
+    recipe = GRPORecipe.model_validate(
+        {"isolation": {"training": {"requirements": str(tmp_path / "pins.txt")}}}
+    )
+    sweep = SweepRecipe(base=recipe, over={"seed": [1, 2]})
+    inputs = _execution(pipeline, {"a": recipe, "b": sweep}, tmp_path).inputs
+    expected = {"requirements": None, "folder": None, "packages": ["six==1.17.0"]}
+    for recorded in (inputs["a"], inputs["b"]["base"]):
+        assert recorded["isolation"]["training"] == expected

@@ -5,18 +5,22 @@ import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from flytekit.core.checkpointer import SyncCheckpoint
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.cluster import import_folders
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
-from tasks.cli.records.reproduce import reproduce
+from tasks.cli.records.reproduce import _refuse_unknown_code, reproduce
 from tasks.stage import stage
 from tasks.stage.stage import cached_task, make
 
@@ -144,11 +148,24 @@ def test_an_ancestor_without_a_record_cannot_be_reproduced(downloaded: Path) -> 
     assert "cannot be made again from its record" in str(refused.exception)
 
 
+@pytest.mark.parametrize(
+    ("section", "code"),
+    [
+        ({"reward": {"kind": "function", "target": "evil:reward"}}, "evil:reward"),
+        ({"isolation": {"generation": {"packages": ["evil==1"]}, "training": None}}, "evil==1"),
+        ({"isolation": {"training": {"folder": "/tmp/x", "packages": []}}}, "/tmp/x"),
+        ({"isolation": {"training": {"requirements": "/tmp/x.txt"}}}, "/tmp/x.txt"),
+    ],
+)
 def test_code_that_only_a_manifest_names_is_not_run(
-    downloaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    section: dict[str, Any],
+    code: str,
+    downloaded: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     manifest = Manifest.read(downloaded)
-    config = {**manifest.config, "reward": {"kind": "function", "target": "evil:reward"}}
+    config = {**manifest.config, **section}
     manifest.model_copy(update={"config": config}).write(downloaded)
     (tmp_path / "evil.py").write_text("from pathlib import Path\nPath('marker').touch()\n")
     monkeypatch.chdir(tmp_path)
@@ -156,7 +173,35 @@ def test_code_that_only_a_manifest_names_is_not_run(
     for name in (str(downloaded), manifest.name):
         error = ask(str(name), "--store", str(tmp_path / "new")).exception
         assert "the manifests name code that no record of this user's runs names" in str(error)
-        assert "evil:reward" in str(error)
+        assert code in str(error)
         assert "pass --trust" in str(error)
     assert not (tmp_path / "marker").exists()
     assert not (tmp_path / "new").exists()
+
+
+def test_a_signed_run_excuses_only_the_code_that_it_names(downloaded: Path) -> None:
+    store, manifest = Store.default(), Manifest.read(downloaded)
+    inputs = {
+        "model": {"name": "org/plain", "trust_remote_code": False},
+        "reference": {"name": "org/code", "trust_remote_code": True},
+        "over": {"environment.target": ["mine:first", "mine:second"]},
+        "isolation": {"training": {"packages": ["six==1.17.0"]}},
+    }
+    writer = HistoryWriter(store, "2026-01-01")
+    writer.begin(NewExecution("workflows.sft.sft", "", (), inputs, store.runs / "log"))
+    writer.end("succeeded")
+    with History(store) as history:
+        run = history.execution("2026-01-01")
+
+    def refuse(config: dict[str, Any]) -> None:
+        _refuse_unknown_code(store, run, {"": manifest.model_copy(update={"config": config})})
+
+    refuse({"model": inputs["reference"], "environment": {"target": "mine:second"}})
+    refuse({"model": inputs["model"], "isolation": inputs["isolation"]})
+    for config in (
+        {"model": {"name": "org/plain", "trust_remote_code": True}},
+        {"environment": {"target": "org/plain"}},
+        {"isolation": {"training": {"packages": ["six==1.16.0"]}}},
+    ):
+        with pytest.raises(StoreError, match="no record of this user's runs names"):
+            refuse(config)
