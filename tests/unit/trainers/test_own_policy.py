@@ -161,6 +161,21 @@ def test_batches_have_the_columns_of_the_document_next_to_ours(tiny_model: Path)
     assert batch["__extra__"] == [{}] * batch.size
 
 
+def test_the_loss_of_a_model_derives_its_attention_mask(tiny_model: Path) -> None:
+    losses: list[float] = []
+
+    class Trimmed(CustomPolicy):
+        def train(self, data: Any, loss_fn: Any) -> dict[str, Any]:
+            wide = dict(data, input_ids=torch.nn.functional.pad(data["input_ids"], (0, 2)))
+            wide["token_mask"] = torch.nn.functional.pad(data["token_mask"], (0, 2))
+            masked = {name: each for name, each in data.items() if name != "attention_mask"}
+            losses.extend(loss_fn(self.model, each).item() for each in (data, masked, wide))
+            return {}
+
+    SFTTrainer(Trimmed(str(tiny_model)), num_steps=1, global_batch_size=4).fit(ROWS)
+    assert losses == pytest.approx([losses[0]] * 3, abs=1e-5)
+
+
 def test_a_run_is_known_by_the_state_of_its_policy(tiny_model: Path) -> None:
     slow, again = CustomPolicy(str(tiny_model)), CustomPolicy(str(tiny_model))
     fast = CustomPolicy(str(tiny_model))
