@@ -10,7 +10,7 @@ from torch import Tensor
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, DataError
-from nemo_rl_core.models.columns import with_documented_columns
+from nemo_rl_core.models.columns import joined_outputs, with_documented_columns
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter, overrides
 
@@ -62,7 +62,7 @@ class CustomEngineAdapter(GenerationInterface):
             rows = (lengths == length).nonzero()[:, 0].tolist()
             parts.append(self._completed(data.select_indices(rows), greedy=greedy))
             order += rows
-        return BatchedDataDict.from_batches(parts).reorder_data(order)
+        return joined_outputs(parts).reorder_data(order)
 
     def _completed(self, data: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         limits = data.get("max_new_tokens", torch.full((data.size,), self._config.max_new_tokens))

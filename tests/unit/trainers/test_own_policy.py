@@ -23,6 +23,7 @@ from nemo_rl_core.config.training import TRAINING_SECTIONS
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, ConsistencyError, DataError, MissingColumnError
+from nemo_rl_core.models.columns import joined_outputs
 from nemo_rl_core.models.generation.custom import CustomEngineAdapter
 from nemo_rl_core.models.generation.interfaces import GenerationInterface
 from nemo_rl_core.models.interfaces import PolicyInterface
@@ -342,6 +343,23 @@ def test_a_policy_gets_no_padding_and_reruns_draw_the_same(tiny_model: Path) -> 
     completion = with_logprobs_of(CustomPolicyAdapter(policy), drawn)[0].completion
     expected = unpadded[0, 2, completion.token_ids[0]]
     assert completion.logprobs[0] == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_logprobs_of_some_calls_only_are_dropped() -> None:
+    class Sometimes(OnlyTrains):
+        def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
+            output = Recited().generate(data)
+            if data["input_lengths"][0] == 3:
+                del output["logprobs"]
+            return output
+
+    output = engine_of(CustomPolicyAdapter(Sometimes())).generate(BatchedDataDict(PROMPTS))
+    assert "logprobs" not in output
+    assert output["unpadded_sequence_lengths"].tolist() == [5, 6]
+    # A restarted engine with no rows does not know yet that there are no logprobs.
+    empty = Recited().generate(BatchedDataDict(PROMPTS)).slice(0, 0)
+    del output["truncated"]
+    assert joined_outputs([output, empty])["output_ids"].tolist() == output["output_ids"].tolist()
 
 
 def test_an_output_without_its_columns_is_refused() -> None:
