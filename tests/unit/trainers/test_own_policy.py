@@ -345,6 +345,36 @@ def test_a_policy_gets_no_padding_and_reruns_draw_the_same(tiny_model: Path) -> 
     assert completion.logprobs[0] == pytest.approx(expected.item(), abs=1e-5)
 
 
+def test_an_engine_gets_all_prompts_in_one_call_and_a_policy_those_of_one_length() -> None:
+    calls: list[list[list[int]]] = []
+
+    class Recorded(Recited):
+        def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
+            calls.append(data["attention_mask"].tolist())
+            return super().generate(data)
+
+    class RecordedPolicy(OnlyTrains):
+        def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
+            return Recorded().generate(data)
+
+    class Unaware(Recited):
+        def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
+            ids = data["input_ids"]
+            padded = BatchedDataDict(
+                {"input_ids": ids, "input_lengths": torch.full((len(ids),), ids.shape[1])}
+            )
+            return super().generate(padded)
+
+    output = engine_of(Recorded()).generate(BatchedDataDict(PROMPTS))
+    assert calls == [[[1, 1, 1, 0], [1, 1, 1, 1]]]
+    engine_of(CustomPolicyAdapter(RecordedPolicy())).generate(BatchedDataDict(PROMPTS))
+    assert calls[1:] == [[[1, 1, 1]], [[1, 1, 1, 1]]]
+    assert output["output_ids"][0, :5].tolist() == [1, 5, 6, 5, 2]
+    with pytest.raises(DataError, match="does not begin with the prompts") as refused:
+        engine_of(Unaware()).generate(BatchedDataDict(PROMPTS))
+    assert "padding is on the right" in str(refused.value)
+
+
 def test_logprobs_of_some_calls_only_are_dropped() -> None:
     class Sometimes(OnlyTrains):
         def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
