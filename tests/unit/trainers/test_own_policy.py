@@ -3,6 +3,7 @@
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from nemo_rl_core.distributed import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, ConsistencyError, DataError, MissingColumnError
 from nemo_rl_core.models.columns import joined_outputs
 from nemo_rl_core.models.generation.custom import CustomEngineAdapter
+from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.interfaces import GenerationInterface
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
@@ -260,6 +262,26 @@ def test_all_logprobs_of_a_reference_are_a_teacher(tiny_model: Path) -> None:
     policy.get_reference_logprobs = lambda data: {"logprobs": torch.zeros(2, 3)}  # type: ignore[method-assign,assignment]
     with pytest.raises(ConfigError, match="does not show the teacher's likeliest tokens"):
         adapter.get_reference_topk_logprobs(BatchedDataDict(PROMPTS), 2)
+
+
+def test_distillation_refuses_a_backend_without_logprobs() -> None:
+    class OfTexts(Generation):
+        config: Any = SimpleNamespace(backend="of_texts")
+
+        def __init__(self) -> None: ...
+        def update_weights(self, policy: Any) -> None: ...
+
+        def prove(self, policy: Any) -> float:
+            return agreement
+
+    sampler: Any = SimpleNamespace(generation=OfTexts())
+    trainer = DistillationTrainer("m")
+    trainer.policy = Student.__new__(Student)
+    agreement = 1.0
+    trainer._update_weights(sampler, last_step=0)
+    agreement = math.nan
+    with pytest.raises(ConfigError, match="the engine of_texts returns no logprobs"):
+        trainer._update_weights(sampler, last_step=0)
 
 
 def test_ppo_with_a_custom_policy_and_critic(tiny_model: Path) -> None:
@@ -561,6 +583,20 @@ def test_all_missing_methods_of_a_policy_are_named_by_the_constructor(
         trainer(OnlyTrains(), **settings)
     expected = str(caught.value.expected).split("; ")
     assert [each.partition("(")[0] for each in expected] == [f"OnlyTrains.{m}" for m in methods]
+
+
+def test_the_setting_that_needs_a_reference_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "def loss(logprobs, batch, *, global_valid_seqs, global_valid_tokens): ..."
+    (tmp_path / "loss_with_reference.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    target = "loss_with_reference:loss"
+    custom = {"kind": "function", "target": target, "needs_reference": True}
+    for loss, setting in ((custom, "loss.needs_reference"), ({}, "loss.kl")):
+        with pytest.raises(ConfigError) as refused:
+            GRPOTrainer(Samples(), loss=loss)
+        assert str(refused.value.expected).endswith(f"logprobs of the reference, for {setting}")
 
 
 def test_a_loss_with_a_reference_requires_one(tiny_model: Path) -> None:
