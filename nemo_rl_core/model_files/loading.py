@@ -225,7 +225,7 @@ def with_tied_weights(
     weights: Mapping[str, torch.Tensor], folder: Path, head: Head = "lm"
 ) -> dict[str, torch.Tensor]:
     """Adds the other names of weights that are stored once, so that a strict load succeeds."""
-    added = {}
+    added: dict[str, torch.Tensor] = {}
     for names in _tied_names(folder, head):
         present = next((name for name in names if name in weights), None)
         if present is not None:

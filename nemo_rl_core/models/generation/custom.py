@@ -122,7 +122,7 @@ class CustomEngineAdapter(GenerationInterface):
                 "unpadded_sequence_lengths - generation_lengths = input_lengths",
                 got=f"prompts of {starts.tolist()[:4]} tokens for {lengths.tolist()[:4]}",
                 fix="read each prompt up to input_lengths (padding is on the right), and write its "
-                "completion right behind it",
+                "completion right after it",
             )
         cut = ends > starts + limits
         ends, ended = self._ends(ids, starts, torch.minimum(ends, starts + limits))
