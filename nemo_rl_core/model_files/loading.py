@@ -1,7 +1,7 @@
 """Loading and saving of transformers folders with a language-model or scalar head."""
 
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +219,32 @@ def as_published(
     for name, tensor in named_weights:
         if name not in ignored:
             yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
+def with_tied_weights(
+    weights: Mapping[str, torch.Tensor], folder: Path, head: Head = "lm"
+) -> dict[str, torch.Tensor]:
+    """Adds the other names of weights that are stored once, so that a strict load succeeds."""
+    added: dict[str, torch.Tensor] = {}
+    for names in _tied_names(folder, head):
+        present = next((name for name in names if name in weights), None)
+        if present is not None:
+            added |= dict.fromkeys(names, weights[present])
+    return {**added, **weights}
+
+
+@cache
+def _tied_names(folder: Path, head: Head) -> list[list[str]]:
+    model = empty_model(folder, head)
+    names_by_id: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names_by_id.setdefault(id(tensor), []).append(name)
+    empty = torch.empty(0, device="meta")
+    return [
+        [name for name, _ in as_published(model, dict.fromkeys(names, empty).items())]
+        for names in names_by_id.values()
+        if len(names) > 1
+    ]
 
 
 def scoring_pad_token_id(folder: Path) -> int:

@@ -1,6 +1,6 @@
 """Columns of a batch that are derived from others: lengths and masks of trained tokens."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,16 @@ def training_columns(data: BatchedDataDict) -> BatchedDataDict:
     if isinstance(advantages, Tensor) and advantages.dim() == 1:
         batch["advantages"] = advantages[:, None].expand(batch["token_mask"].shape).contiguous()
     return batch
+
+
+def joined_outputs(outputs: Sequence[BatchedDataDict]) -> BatchedDataDict:
+    """Joins outputs of engines, without `logprobs` if any of them lacks the column."""
+    if not all("logprobs" in output for output in outputs):
+        outputs = [
+            BatchedDataDict({name: each for name, each in output.items() if name != "logprobs"})
+            for output in outputs
+        ]
+    return BatchedDataDict.from_batches(outputs)
 
 
 def as_training_batch(output: BatchedDataDict) -> BatchedDataDict:

@@ -73,7 +73,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     _held_out: Sequence[Prompt]
     _num_restarts: tuple[int, int]
     _num_retries = 0
-    _has_comparison = True  # until an engine returns no logprobs
+    _engine_returns_logprobs = True  # until it returns none
     _group_size: int
     _environment_metrics: list[tuple[int, dict[str, float]]]
 
@@ -197,8 +197,8 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         )
 
     def _with_policy_logprobs(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        if self._has_comparison:
-            self._has_comparison = False
+        if self._engine_returns_logprobs:
+            self._engine_returns_logprobs = False
             _LOG.warning(
                 "the engine returns no logprobs, so the policy computes them: the gate has nothing "
                 "to compare, and nothing checks that the engine samples with the policy's weights"

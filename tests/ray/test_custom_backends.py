@@ -86,7 +86,7 @@ class CustomGenerationBackend(GenerationBackend):  # type: ignore[misc]
         return responses
 
     def update_weights(self, state_dict: dict[str, torch.Tensor]) -> None:
-        self.model.load_state_dict(state_dict, strict=False)
+        self.model.load_state_dict(state_dict)
 
     def shutdown(self) -> None:
         """Nothing to release."""
@@ -117,7 +117,7 @@ class OwnEngine(GenerationInterface):
         """Does nothing."""
 
     def update_weights(self, policy: Any) -> None:
-        self.model.load_state_dict(policy.state_dict(), strict=False)
+        self.model.load_state_dict(policy.state_dict())
         self.num_updates += 1
 
     @torch.no_grad()

@@ -1,5 +1,6 @@
 """On-policy distillation (GKD, arXiv:2306.13649): the student samples, the teacher scores."""
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -61,8 +62,14 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
         super()._update_weights(sampler, last_step=last_step)
         # A step does not compute the student's logprobs, so it has no gate. A custom policy has no
         # engine to check.
-        if isinstance(sampler.generation, Generation):
-            sampler.generation.prove(cast("Policy", self.policy))
+        engine = sampler.generation
+        if isinstance(engine, Generation) and math.isnan(engine.prove(cast("Policy", self.policy))):
+            raise ConfigError(
+                f"the engine {engine.config.backend} returns no logprobs, and no step computes the "
+                "student's, so nothing would check the engine",
+                expected="a generation backend whose responses have logprobs",
+                fix="return dicts with token_ids and logprobs, or choose another backend",
+            )
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts = self._roll_out(batch)

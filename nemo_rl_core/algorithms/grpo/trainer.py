@@ -51,7 +51,8 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
     def _policy_methods(self) -> dict[str, str]:
         methods = {**super()._policy_methods(), "get_logprobs": "logprobs of completions"}
         if self.config.reads_reference:
-            methods["get_reference_logprobs"] = "logprobs of the reference, for loss.kl"
+            setting = "loss.needs_reference" if self.config.loss.kl is None else "loss.kl"
+            methods["get_reference_logprobs"] = f"logprobs of the reference, for {setting}"
         return methods
 
     def _stage(self, spec: RunSpec) -> str:
@@ -83,7 +84,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         data, consistency, trained = update(data)
         environment = self._record(rollouts, advantages=mean_advantages(data))
         metrics = {**environment, **consistency, **rollout_metrics(data), **sampling, **trained}
-        return metrics if self._has_comparison else without_comparison(metrics)
+        return metrics if self._engine_returns_logprobs else without_comparison(metrics)
 
     def _updates_once(self, batch: BatchedDataDict) -> bool:
         """Whether a single optimizer step computes the old logprobs in its own forward pass."""

@@ -112,7 +112,7 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
             **failure_metrics(rollouts),
             **trained,
         }
-        return metrics if self._has_comparison else without_comparison(metrics)
+        return metrics if self._engine_returns_logprobs else without_comparison(metrics)
 
     def _with_logprobs(self, data: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
         """Adds the old logprobs, masks inconsistent sequences, and returns the gate's metrics.

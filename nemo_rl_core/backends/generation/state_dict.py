@@ -19,6 +19,7 @@ from nemo_rl_core.data.pretrained import decoded, load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync.link import ReceivesWeights
 from nemo_rl_core.errors import DataError
+from nemo_rl_core.model_files.loading import with_tied_weights
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 
@@ -37,7 +38,7 @@ class StateDictWorker(ReceivesWeights):
       `stop_token_ids`, and `seeds`, one per prompt. It returns one response per prompt: token ids,
       a text, or a dict with `token_ids` and `logprobs`. A text is encoded again, and followed by a
       stop token if it has no stop string and fewer tokens than the limit.
-    - `update_weights(state_dict)` gets all weights under the names of the checkpoint.
+    - `update_weights(state_dict)` gets all weights under transformers' names, tied ones under each.
     - `shutdown()` ends it.
     """
 
@@ -132,12 +133,15 @@ class StateDictWorker(ReceivesWeights):
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Passes a copy of all weights to the backend, since received tensors are temporary."""
-        self._backend.update_weights({name: tensor.clone() for name, tensor in named_tensors})
+        self._update({name: tensor.clone() for name, tensor in named_tensors})
 
     def load_weights(self, model_folder: Path) -> None:
         """Passes the weights of a transformers folder to the backend."""
         dtype = getattr(torch, self._setup.dtype)
-        self._backend.update_weights(dict(rounded_weights(model_folder, dtype)))
+        self._update(dict(rounded_weights(model_folder, dtype)))
+
+    def _update(self, weights: dict[str, torch.Tensor]) -> None:
+        self._backend.update_weights(with_tied_weights(weights, self._setup.model_folder))
 
     def wake(self) -> None:
         """Does nothing: the backend always keeps its memory."""

@@ -1,6 +1,6 @@
 """Adapter of a custom engine or policy to the engine of a trainer."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from inspect import signature
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, DataError
-from nemo_rl_core.models.columns import with_documented_columns
+from nemo_rl_core.models.columns import joined_outputs, with_documented_columns
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter, overrides
 
@@ -27,8 +27,9 @@ class CustomEngineAdapter(GenerationInterface):
     """A custom `GenerationInterface` in a trainer, or a custom policy that generates.
 
     It gets the columns of `GenerationDatumSpec`, and `max_new_tokens` and `temperature` as numbers.
-    The prompts of each call have equal lengths, so that none is padded. A completion ends with its
-    first stop token, or at the limit of its row.
+    An engine gets all rows in one call, with prompts padded on the right. A policy gets prompts of
+    equal length in each call, so that none is padded. A completion ends with its first stop token,
+    or at the limit of its row.
     """
 
     num_restarts = 0
@@ -57,12 +58,17 @@ class CustomEngineAdapter(GenerationInterface):
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
         """Completes a `GenerationDatumSpec` batch; returns a `GenerationOutputSpec`, in order."""
         parts, order = [], []
-        lengths = data["input_lengths"]
-        for length in sorted(set(lengths.tolist())):
-            rows = (lengths == length).nonzero()[:, 0].tolist()
+        for rows in self._rows_of_calls(data["input_lengths"]):
             parts.append(self._completed(data.select_indices(rows), greedy=greedy))
             order += rows
-        return BatchedDataDict.from_batches(parts).reorder_data(order)
+        return joined_outputs(parts).reorder_data(order)
+
+    def _rows_of_calls(self, lengths: Tensor) -> Iterator[list[int]]:
+        if not isinstance(self._source, CustomPolicyAdapter):
+            yield list(range(len(lengths)))
+            return
+        for length in sorted(set(lengths.tolist())):
+            yield (lengths == length).nonzero()[:, 0].tolist()
 
     def _completed(self, data: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         limits = data.get("max_new_tokens", torch.full((data.size,), self._config.max_new_tokens))
@@ -115,7 +121,8 @@ class CustomEngineAdapter(GenerationInterface):
                 expected="output_ids [B, T'] prompt and completion, with "
                 "unpadded_sequence_lengths - generation_lengths = input_lengths",
                 got=f"prompts of {starts.tolist()[:4]} tokens for {lengths.tolist()[:4]}",
-                fix="fix the engine's generate",
+                fix="read each prompt up to input_lengths (padding is on the right), and write its "
+                "completion right after it",
             )
         cut = ends > starts + limits
         ends, ended = self._ends(ids, starts, torch.minimum(ends, starts + limits))

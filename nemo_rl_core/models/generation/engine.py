@@ -39,7 +39,7 @@ from nemo_rl_core.errors import (
     TransferError,
     WorkerLostError,
 )
-from nemo_rl_core.models.columns import as_training_batch, with_lengths
+from nemo_rl_core.models.columns import as_training_batch, joined_outputs, with_lengths
 from nemo_rl_core.models.generation import remote_completions
 from nemo_rl_core.models.generation.engine_environment import engine_environment
 from nemo_rl_core.models.generation.layout import WITHIN_AN_ENGINE, engine_key, engine_sharding
@@ -239,7 +239,7 @@ class Generation(GenerationInterface):
             timeout_seconds=self._setup.config.generate_timeout_seconds,
             batch=[batch.chunk(engine, num_engines) for engine in range(num_engines)],
         )
-        output = BatchedDataDict.from_batches(answers)
+        output = joined_outputs(answers)
         width = torch.arange(output["output_ids"].shape[1])
         is_padding = width >= output["unpadded_sequence_lengths"][:, None]
         output["output_ids"][is_padding] = self._setup.pad_token_id

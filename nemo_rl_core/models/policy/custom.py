@@ -217,13 +217,16 @@ class _CallableLoss:
                 got=f"loss_fn({type(model).__name__}, batch)",
                 fix=f"compute the values in {self._policy_name}.train",
             )
-        mask = batch["attention_mask"]
-        logits = model(input_ids=batch["input_ids"], attention_mask=mask).logits
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        if mask is None or mask.shape != ids.shape:
+            lengths = BatchedDataDict(batch)["input_lengths"].to(ids.device)
+            mask = (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
+        logits = model(input_ids=ids, attention_mask=mask).logits
         logprobs = torch.log_softmax(logits.float() / self._temperature, dim=-1)
         if "topk_ids" in batch:
             student = logprobs[:, :-1].gather(-1, batch["topk_ids"])
             batch = BatchedDataDict({**batch, "current_topk_logprobs": student})
-        return _logprobs_of_ids(logprobs, batch["input_ids"]), batch
+        return _logprobs_of_ids(logprobs, ids), batch
 
 
 def _of_next_tokens(logprobs: Tensor, input_ids: Tensor, temperature: float) -> Tensor:

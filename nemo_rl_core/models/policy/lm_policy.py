@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from nemo_rl_core.backends.training.base import TrainingSetup, get_training_backend
 from nemo_rl_core.checkpoints.written_files import WrittenFile
 from nemo_rl_core.config.registered import user_search_path
+from nemo_rl_core.config.training import Head
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.isolation import isolated_path
@@ -23,6 +25,7 @@ from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.distributed.session import ClusterSession, memory_environment
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.functional.protocols import LossFunction
+from nemo_rl_core.model_files.loading import with_tied_weights
 from nemo_rl_core.models.columns import training_columns, with_lengths
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import remote_compute
@@ -95,6 +98,7 @@ class Policy(PolicyInterface):
             json.loads((setup.model_folder / "config.json").read_text())
         )
         self._shape = model_shape(setup.model_folder)
+        self._full_weights = partial(_full_weights, folder=setup.model_folder, head=setup.head)
         gpus = self._gpus(reset_peak=True)
         memory_gib = min((gpu.memory_gib for gpu in gpus), default=None)
         setup, self.choices = with_choices(setup, session.cluster, memory_gib=memory_gib)
@@ -273,11 +277,11 @@ class Policy(PolicyInterface):
         return output
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns all weights, unsharded on the CPU, with the names of the transformers checkpoint.
+        """Returns all weights, unsharded on the CPU, as a strict `load_state_dict` needs them.
 
         It is for custom engines; built-in engines receive weights directly from the workers.
         """
-        answers = self.workers.run_all_workers_single_data("__ray_call__", _full_weights)
+        answers = self.workers.run_all_workers_single_data("__ray_call__", self._full_weights)
         weights: dict[str, torch.Tensor] = answers[0]
         return weights
 
@@ -383,10 +387,10 @@ def _definer(backend: type, method: str) -> type:
     return next((each for each in backend.__mro__ if method in vars(each)), object)
 
 
-def _full_weights(backend: Any) -> dict[str, torch.Tensor]:
+def _full_weights(backend: Any, folder: Path, head: Head) -> dict[str, torch.Tensor]:
     is_first = rank() == 0
     weights = {}
     for name, tensor in backend.named_weights():
         if is_first:
             weights[name] = tensor.detach().to("cpu", copy=True)
-    return weights
+    return with_tied_weights(weights, folder, head) if is_first else weights

@@ -1,6 +1,7 @@
 """A registered backend with the four methods of document 002, run by its worker."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,10 +15,12 @@ from nemo_rl_core.backends.generation.base import (
 )
 from nemo_rl_core.backends.generation.hugging_face import HuggingFaceBackend
 from nemo_rl_core.backends.generation.state_dict import state_dict_worker
+from nemo_rl_core.checkpoints.weight_files import stored_tensors
 from nemo_rl_core.config.generation import GENERATION_SECTIONS, RegisteredGeneration
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, DataError
+from nemo_rl_core.models.policy.lm_policy import _full_weights
 from tests.reference.code_blocks import run
 
 STOP = 2
@@ -115,6 +118,22 @@ def test_weights_are_a_state_dict(tiny_model: Path) -> None:
     assert worker._backend.weights["a"].tolist() == [1, 1]
     worker.shutdown()
     assert worker._backend.weights == {}
+
+
+def test_tied_weights_have_all_their_names(tiny_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    stored = dict(stored_tensors(tiny_model))
+    assert "lm_head.weight" not in stored
+    model, worker = AutoModelForCausalLM.from_pretrained(tiny_model), started(tiny_model, [])
+    worker.load_weights(tiny_model)
+    model.load_state_dict(worker._backend.weights)
+    worker.take_weights((name, each + 1) for name, each in stored.items())
+    model.load_state_dict(worker._backend.weights)
+    assert torch.equal(model.lm_head.weight, stored["model.embed_tokens.weight"] + 1)
+    sender = SimpleNamespace(named_weights=stored.items)
+    model.load_state_dict(_full_weights(sender, tiny_model, "lm"))
+    assert "lm_head.weight" not in _full_weights(sender, tiny_model, "scalar")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ from nemo_rl_core.config.training import TRAINING_SECTIONS
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, ConsistencyError, DataError, MissingColumnError
+from nemo_rl_core.models.columns import joined_outputs
 from nemo_rl_core.models.generation.custom import CustomEngineAdapter
+from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.interfaces import GenerationInterface
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
@@ -161,6 +164,21 @@ def test_batches_have_the_columns_of_the_document_next_to_ours(tiny_model: Path)
     assert batch["__extra__"] == [{}] * batch.size
 
 
+def test_the_loss_of_a_model_derives_its_attention_mask(tiny_model: Path) -> None:
+    losses: list[float] = []
+
+    class Trimmed(CustomPolicy):
+        def train(self, data: Any, loss_fn: Any) -> dict[str, Any]:
+            wide = dict(data, input_ids=torch.nn.functional.pad(data["input_ids"], (0, 2)))
+            wide["token_mask"] = torch.nn.functional.pad(data["token_mask"], (0, 2))
+            masked = {name: each for name, each in data.items() if name != "attention_mask"}
+            losses.extend(loss_fn(self.model, each).item() for each in (data, masked, wide))
+            return {}
+
+    SFTTrainer(Trimmed(str(tiny_model)), num_steps=1, global_batch_size=4).fit(ROWS)
+    assert losses == pytest.approx([losses[0]] * 3, abs=1e-5)
+
+
 def test_a_run_is_known_by_the_state_of_its_policy(tiny_model: Path) -> None:
     slow, again = CustomPolicy(str(tiny_model)), CustomPolicy(str(tiny_model))
     fast = CustomPolicy(str(tiny_model))
@@ -246,6 +264,26 @@ def test_all_logprobs_of_a_reference_are_a_teacher(tiny_model: Path) -> None:
         adapter.get_reference_topk_logprobs(BatchedDataDict(PROMPTS), 2)
 
 
+def test_distillation_refuses_a_backend_without_logprobs() -> None:
+    class OfTexts(Generation):
+        config: Any = SimpleNamespace(backend="of_texts")
+
+        def __init__(self) -> None: ...
+        def update_weights(self, policy: Any) -> None: ...
+
+        def prove(self, policy: Any) -> float:
+            return agreement
+
+    sampler: Any = SimpleNamespace(generation=OfTexts())
+    trainer = DistillationTrainer("m")
+    trainer.policy = Student.__new__(Student)
+    agreement = 1.0
+    trainer._update_weights(sampler, last_step=0)
+    agreement = math.nan
+    with pytest.raises(ConfigError, match="the engine of_texts returns no logprobs"):
+        trainer._update_weights(sampler, last_step=0)
+
+
 def test_ppo_with_a_custom_policy_and_critic(tiny_model: Path) -> None:
     policy, critic = CustomPolicy(str(tiny_model)), Critic(str(tiny_model))
     before = critic._head.weight.clone()
@@ -327,6 +365,53 @@ def test_a_policy_gets_no_padding_and_reruns_draw_the_same(tiny_model: Path) -> 
     completion = with_logprobs_of(CustomPolicyAdapter(policy), drawn)[0].completion
     expected = unpadded[0, 2, completion.token_ids[0]]
     assert completion.logprobs[0] == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_an_engine_gets_all_prompts_in_one_call_and_a_policy_those_of_one_length() -> None:
+    calls: list[list[list[int]]] = []
+
+    class Recorded(Recited):
+        def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
+            calls.append(data["attention_mask"].tolist())
+            return super().generate(data)
+
+    class RecordedPolicy(OnlyTrains):
+        def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
+            return Recorded().generate(data)
+
+    class Unaware(Recited):
+        def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
+            ids = data["input_ids"]
+            padded = BatchedDataDict(
+                {"input_ids": ids, "input_lengths": torch.full((len(ids),), ids.shape[1])}
+            )
+            return super().generate(padded)
+
+    output = engine_of(Recorded()).generate(BatchedDataDict(PROMPTS))
+    assert calls == [[[1, 1, 1, 0], [1, 1, 1, 1]]]
+    engine_of(CustomPolicyAdapter(RecordedPolicy())).generate(BatchedDataDict(PROMPTS))
+    assert calls[1:] == [[[1, 1, 1]], [[1, 1, 1, 1]]]
+    assert output["output_ids"][0, :5].tolist() == [1, 5, 6, 5, 2]
+    with pytest.raises(DataError, match="does not begin with the prompts") as refused:
+        engine_of(Unaware()).generate(BatchedDataDict(PROMPTS))
+    assert "padding is on the right" in str(refused.value)
+
+
+def test_logprobs_of_some_calls_only_are_dropped() -> None:
+    class Sometimes(OnlyTrains):
+        def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
+            output = Recited().generate(data)
+            if data["input_lengths"][0] == 3:
+                del output["logprobs"]
+            return output
+
+    output = engine_of(CustomPolicyAdapter(Sometimes())).generate(BatchedDataDict(PROMPTS))
+    assert "logprobs" not in output
+    assert output["unpadded_sequence_lengths"].tolist() == [5, 6]
+    # A restarted engine with no rows does not know yet that there are no logprobs.
+    empty = Recited().generate(BatchedDataDict(PROMPTS)).slice(0, 0)
+    del output["truncated"]
+    assert joined_outputs([output, empty])["output_ids"].tolist() == output["output_ids"].tolist()
 
 
 def test_an_output_without_its_columns_is_refused() -> None:
@@ -498,6 +583,20 @@ def test_all_missing_methods_of_a_policy_are_named_by_the_constructor(
         trainer(OnlyTrains(), **settings)
     expected = str(caught.value.expected).split("; ")
     assert [each.partition("(")[0] for each in expected] == [f"OnlyTrains.{m}" for m in methods]
+
+
+def test_the_setting_that_needs_a_reference_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "def loss(logprobs, batch, *, global_valid_seqs, global_valid_tokens): ..."
+    (tmp_path / "loss_with_reference.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    target = "loss_with_reference:loss"
+    custom = {"kind": "function", "target": target, "needs_reference": True}
+    for loss, setting in ((custom, "loss.needs_reference"), ({}, "loss.kl")):
+        with pytest.raises(ConfigError) as refused:
+            GRPOTrainer(Samples(), loss=loss)
+        assert str(refused.value.expected).endswith(f"logprobs of the reference, for {setting}")
 
 
 def test_a_loss_with_a_reference_requires_one(tiny_model: Path) -> None:
