@@ -108,7 +108,7 @@ class VerifiersEnvironment:
 
     async def _turn(self, log: Sequence[Message], row_metadata: Mapping[str, Any]) -> Reply:
         name = row_metadata.get(_EPISODE) or self._begin(_row(log, row_metadata))
-        # Out of the table during a turn, so that an error leaves no episode behind.
+        # Out of the table during a turn, so that after an error it is gone.
         episode = self._episodes.pop(name, None)
         if episode is None:
             raise RewardError(
