@@ -19,7 +19,7 @@ MOVED: Final = {
 """Former modules that this documentation named, with the new module of each of their names."""
 
 _INTERNAL: Final = re.compile(r"(nemo_rl_core|tasks|workflows|pydantic|pydantic_core|importlib)\b")
-_shown: dict[Any, Any] = {}
+_shown: dict[str, dict[Any, Any]] = {}
 
 
 def warn_renamed(old: str, new: str, location: str | None = None) -> None:
@@ -38,7 +38,7 @@ def warn_renamed(old: str, new: str, location: str | None = None) -> None:
         filename=file if is_line else "nemo-rl",
         lineno=int(line) if is_line else 1,
         module="__main__",
-        registry=_shown,
+        registry=_shown.setdefault(file, {}),
     )
 
 

@@ -4,7 +4,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
@@ -102,6 +101,8 @@ NAMES: Final[dict[str, dict[str, str]]] = {
 }
 """Additional names of existing modules, with the target of each name."""
 
+_ALIASES: Final = {_PREFIX + key for key in MODULES} | MOVED.keys()
+
 
 def documented(module: str, name: str) -> Any:
     """Resolves a documented name, for the `__getattr__` of a module (PEP 562).
@@ -117,17 +118,22 @@ def documented(module: str, name: str) -> Any:
     return getattr(importlib.import_module(_PREFIX + target_module), attribute)
 
 
-class _Importer(MetaPathFinder, Loader):
-    """Creates the aliased modules, and those whose names have moved."""
+class _Importer:
+    """Creates the aliased modules, and those whose names have moved.
+
+    It has no base class, since `importlib.abc` takes as long to import as this package.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        names = {_PREFIX + key for key in MODULES} | MOVED.keys()
-        if fullname not in names:
+        if fullname not in _ALIASES:
             return None
-        has_children = any(name.startswith(f"{fullname}.") for name in names)
-        return ModuleSpec(fullname, self, is_package=has_children)
+        has_children = any(name.startswith(f"{fullname}.") for name in _ALIASES)
+        return ModuleSpec(fullname, self, is_package=has_children)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leaves it to Python to create the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__

@@ -10,8 +10,8 @@ The modules here are the stages, and `artifacts`, which they exchange. Packages,
 - `local_run`, `reproduce`: runs on this machine; running an earlier artifact's stages again
 - `cli`: the command `nemo-rl`
 
-Importing this package costs nothing, so that `nemo-rl` starts quickly. `tasks.stage.stage`, which
-every task needs, moves flytekit's files into the store.
+Importing this package loads only small modules (10 ms), so that `nemo-rl` starts quickly.
+`tasks.stage.stage`, which every task needs, moves flytekit's files into the store.
 """
 
 import nemo_rl_core  # noqa: F401  (makes the former modules of this package importable)

@@ -120,7 +120,13 @@ if log := os.environ.get("TOY_LOG"):
         file.write(f"{os.getpid()}\\n")
 
 
+class Unreadable:
+    pass
+
+
 class ToyTokenizer(PreTrainedTokenizerFast):
+    unreadable = Unreadable()
+
     def decode(self, ids, **options):
         return super().decode(ids, **options).replace("-", "minus ")
 """

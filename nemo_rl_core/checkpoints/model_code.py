@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from nemo_rl_core.checkpoints.hub import is_commit
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.manifest import config_hash
@@ -31,12 +32,16 @@ _allowed: set[str] = set()
 
 
 def code_files(folder: Path) -> dict[str, str]:
-    """Returns the sha256 of each Python file of a model by its path; empty without `auto_map`."""
+    """Returns the sha256 of each Python file of a model by its path; empty without `auto_map`.
+
+    Hidden folders, such as a `.venv`, are left out.
+    """
     if not any(_auto_map(folder, name) for name in _DESCRIPTIONS):
         return {}
     return {
         path.relative_to(folder).as_posix(): hash_file(path)
         for path in sorted(folder.rglob("*.py"))
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
     }
 
 
@@ -67,16 +72,20 @@ def worker_environment() -> dict[str, str]:
     return {_VARIABLE: " ".join(sorted(_allowed))} if _allowed else {}
 
 
-def is_allowed(folder: Path) -> bool:
+def code_digest(folder: Path) -> str | None:
+    """Returns the digest of a model's code; None if it has none."""
+    files = code_files(folder)
+    return config_hash(files) if files else None
+
+
+def is_trusted(folder: Path) -> bool:
     """Whether the model has code, and this process or its workers may run it."""
-    files = code_files(folder)
-    return bool(files) and config_hash(files) in _allowed | _runnable()
+    return code_digest(folder) in _allowed | _runnable()
 
 
-def is_run_here(folder: Path) -> bool:
+def runs_in_this_process(folder: Path) -> bool:
     """Whether this process is a worker that runs the model's code."""
-    files = code_files(folder)
-    return bool(files) and config_hash(files) in _runnable()
+    return code_digest(folder) in _runnable()
 
 
 def code_options(folder: str | Path) -> dict[str, bool]:
@@ -86,12 +95,13 @@ def code_options(folder: str | Path) -> dict[str, bool]:
         ModelError: If the model needs its code, and this process is not a worker that may run it.
     """
     path = Path(folder)
-    if not is_run_here(path):
-        if is_allowed(path) or _needs_code(path):
-            raise not_run_here(path)
-        return {"trust_remote_code": False}
-    _forget_classes()
-    return {"trust_remote_code": True}
+    digest = code_digest(path)
+    if digest in _runnable():
+        _forget_classes()
+        return {"trust_remote_code": True}
+    if digest in _allowed or _needs_code(path):
+        raise not_run_here(path)
+    return {"trust_remote_code": False}
 
 
 def allow_or_refuse(folder: Path, *, trust: bool, name: str, revision: str | None = None) -> None:
@@ -104,7 +114,8 @@ def allow_or_refuse(folder: Path, *, trust: bool, name: str, revision: str | Non
 def refuse_code(folder: Path, *, trust: bool, name: str, revision: str | None = None) -> None:
     """Refuses a model whose code cannot be allowed; runs nothing.
 
-    Without the option, a type that transformers has is loaded without the model's code.
+    Without the option, a type that transformers has is loaded without the model's code, unless
+    workers of this process may run it.
 
     Args:
         trust: The option `trust_remote_code`.
@@ -112,12 +123,20 @@ def refuse_code(folder: Path, *, trust: bool, name: str, revision: str | None = 
         revision: Commit on the hub, if the user has named one.
 
     Raises:
-        ModelError: If the code is needed and not trusted, not pinned, or in another repository.
+        ModelError: If the code is needed or was trusted earlier, and the option is missing, or if
+            it is not pinned, or in another repository.
     """
     files = code_files(folder)
     if not files and not _needs_code(folder):
         return
     if not trust:
+        if is_trusted(folder):
+            raise ModelError(
+                f"the Python code of the model {name!r} was trusted earlier in this process",
+                expected="trust_remote_code: true in each use of the model",
+                got="no such option, although workers of this process would run the code",
+                fix="pass the option, or use another process",
+            )
         if _needs_code(folder):
             commit = f"revision: {folder.name}, " if folder.parent.name == "snapshots" else ""
             raise ModelError(
@@ -138,14 +157,14 @@ def refuse_code(folder: Path, *, trust: bool, name: str, revision: str | None = 
             fix="copy the Python files into a folder with the model, and remove the part before -- "
             "in auto_map",
         )
-    if not Path(name).expanduser().is_dir() and "://" not in name and revision is None:
-        raise unpinned(name, newest=folder.name)
+    if not Path(name).expanduser().is_dir() and "://" not in name and not is_commit(revision):
+        raise unpinned(name, newest=folder.name, revision=revision)
 
 
 def not_run_here(folder: Path) -> ModelError:
     """Returns the error for a process that needs a model's code and may not run it."""
     return ModelError(
-        f"the Python code of the model {folder.name!r} is not run here",
+        f"the Python code of the model {folder.name!r} is not run in this process",
         expected="a worker of a run with model.trust_remote_code: true",
         got=", ".join(code_files(folder) or _references_of(folder)),
         fix="train or evaluate it by a recipe with this option, or load it in a script with "
@@ -153,12 +172,24 @@ def not_run_here(folder: Path) -> ModelError:
     )
 
 
-def unpinned(name: str, *, newest: str = "COMMIT") -> ModelError:
+def refuse_conversion(folder: Path) -> None:
+    """Refuses to convert a model with code: other programs compute what their own classes do."""
+    if files := code_files(folder):
+        raise ModelError(
+            f"the model {folder.name!r} has Python code, which a conversion would leave out",
+            expected="a model without auto_map in config.json",
+            got=", ".join(files),
+            fix="load it with transformers; if a class of transformers computes the same, remove "
+            "auto_map and the Python files from a copy",
+        )
+
+
+def unpinned(name: str, *, newest: str = "COMMIT", revision: str | None = None) -> ModelError:
     """Returns the error for a hub model whose code has no commit."""
     return ModelError(
         f"the code of the hub model {name!r} has no pinned commit",
         expected="model.revision: the 40 hex digits of a commit whose code you have read",
-        got="no revision",
+        got=f"revision {revision!r}" if revision else "no revision",
         fix=f"write model: {{name: {name}, revision: {newest}, trust_remote_code: true}} in a "
         f"recipe, or revision={newest!r} in Python",
     )
@@ -166,7 +197,7 @@ def unpinned(name: str, *, newest: str = "COMMIT") -> ModelError:
 
 def copy_code(source: Path, target: Path) -> None:
     """Copies the Python files of allowed code, so that transformers can load the copy."""
-    if is_allowed(source):
+    if is_trusted(source):
         for name in code_files(source):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
@@ -176,7 +207,7 @@ def described_config(folder: Path) -> Any:
     """Returns a model's config without running its code: for a model with code, its config.json."""
     from transformers import AutoConfig, PreTrainedConfig
 
-    if not is_allowed(folder) and not _needs_code(folder):
+    if not is_trusted(folder) and not _needs_code(folder):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     values = _read(folder / "config.json")
     if rope := values.get("rope_scaling"):

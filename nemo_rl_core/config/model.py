@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from datetime import date
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -64,6 +65,16 @@ class PretrainedModel(ModelSource):
     name: str = Field(min_length=1)
     revision: str | None = Field(default=None, pattern=r"^[0-9a-f]{40}$")
     trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _revision_is_of_the_hub(self) -> Self:
+        is_elsewhere = "://" in self.name or self.name.startswith("alias:")
+        if self.revision and (is_elsewhere or Path(self.name).expanduser().is_dir()):
+            raise ValueError(
+                f"revision is the commit of a model on the hub, but {self.name!r} is a folder, an "
+                "address or an alias: leave revision out"
+            )
+        return self
 
 
 class SmallModel(ModelSource):

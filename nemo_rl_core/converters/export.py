@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from nemo_rl_core.checkpoints.model_code import is_allowed
+from nemo_rl_core.checkpoints.model_code import is_trusted
 from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.converters.folders import StoredWeights
 from nemo_rl_core.distributed.local_ranks import run_ranks
@@ -18,7 +18,7 @@ def export_model(source: Path, target: Path) -> int:
     for file in sorted(source.glob("*.safetensors")):
         if hash_file(file) != hash_file(target / file.name):
             raise ModelError(f"the copy of {file.name} differs from its source", fix="try again")
-    if is_allowed(target):  # this process does not run the code of a model
+    if is_trusted(target):  # this process does not run the code of a model
         count: int = run_ranks(_checked_count, target, world_size=1)[0]
         return count
     return _checked_count(target)

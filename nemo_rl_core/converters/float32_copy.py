@@ -89,7 +89,7 @@ def _is_plain(folder: Path) -> bool:
     if {"quantization_config", "auto_map"} & declared.keys():
         return False
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # Broad on purpose: transformers explains the problem when it loads the model.
     except Exception:  # noqa: BLE001
         return False

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
+from nemo_rl_core.checkpoints.model_code import refuse_conversion
 from nemo_rl_core.converters.folders import StoredWeights, require_folder
 from nemo_rl_core.data.pretrained import load_tokenizer, read_model_json
 from nemo_rl_core.errors import ModelError, StoreError
@@ -148,6 +149,7 @@ def write_gguf(model_folder: Path, target: Path, *, dtype: GGUFType = "float32")
     import gguf
 
     require_folder(model_folder, "config.json")
+    refuse_conversion(model_folder)
     architecture = _architecture(model_folder)
     if target.exists():
         raise StoreError(
@@ -194,7 +196,7 @@ def _architecture(folder: Path) -> str:
 def _add_config(writer: Any, folder: Path, tokens: GGUFTokens) -> None:
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     positions: dict[str, Any] = dict(config.rope_parameters or {})
     if positions.get("rope_type", "default") != "default":
         raise ModelError(

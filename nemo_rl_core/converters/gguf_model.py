@@ -66,7 +66,9 @@ def read_gguf(weights: Path, *, source_name: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
+    tokenizer = AutoTokenizer.from_pretrained(
+        weights.parent, gguf_file=weights.name, trust_remote_code=False
+    )
     loaded, _ = load_pretrained(
         AutoModelForCausalLM,
         weights.parent,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from nemo_rl_core.checkpoints.model_code import described_config, refuse_conversion
 from nemo_rl_core.checkpoints.tensors import DEFAULT_SHARD_BYTES, save_weights
 from nemo_rl_core.checkpoints.weights import Shape, require_finite
 from nemo_rl_core.config.model import DType
@@ -32,6 +33,7 @@ def vllm_ready(
     unpickler; tensors that are not floating-point keep their dtype.
     """
     require_folder(model_folder, "config.json")
+    refuse_conversion(model_folder)
     _refuse_architecture(model_folder)
     tokenizer = load_tokenizer(model_folder)
     stop_token_ids(model_folder, tokenizer)
@@ -97,9 +99,7 @@ def _tensors(folder: Path) -> tuple[dict[str, Shape], Iterator[tuple[str, torch.
 
 
 def _refuse_short_vocabulary(folder: Path, num_tokens: int) -> None:
-    from transformers import AutoConfig
-
-    rows = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    rows = described_config(folder).get_text_config().vocab_size
     if num_tokens > rows:
         raise ModelError(
             f"the tokenizer of {folder.name!r} has tokens that the model does not",

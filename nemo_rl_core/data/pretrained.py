@@ -10,7 +10,7 @@ from nemo_rl_core.checkpoints.model_code import (
     code_options,
     described_config,
     has_tokenizer_code,
-    is_allowed,
+    is_trusted,
     not_run_here,
     tokenizer_needs_code,
 )
@@ -38,13 +38,13 @@ def load_tokenizer(model_folder: Path, *, revision: str | None = None) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if tokenizer_needs_code(model_folder) and not is_allowed(model_folder):
+    if tokenizer_needs_code(model_folder) and not is_trusted(model_folder):
         raise not_run_here(model_folder)
     try:
         # For some families, such as Qwen2, `AutoTokenizer` ignores the class in the settings, and
         # the family's class would split text differently and drop characters.
         is_complete = _is_complete_in_file(model_folder)
-        if has_tokenizer_code(model_folder) and is_allowed(model_folder):
+        if has_tokenizer_code(model_folder) and is_trusted(model_folder):
             tokenizer = tokenizer_with_code(model_folder)
         elif is_complete:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)

@@ -32,6 +32,7 @@ from nemo_rl_core.data.chat import tokenize_row
 from nemo_rl_core.data.chunks import rows_of, write_arrow
 from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.tables import TableRows
+from nemo_rl_core.data.tokenizer_process import TokenizerProcess
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.store import Store
@@ -66,7 +67,9 @@ def stored_tokens(file: Path, tokenizer: Any, num_rows: int) -> TableRows:
 
 
 def is_storable(tokenizer: Any, num_rows: int) -> bool:
-    """Whether there are enough rows, and the tokenizer can be hashed."""
+    """Whether there are enough rows, and the tokenizer can be hashed, unlike one with code."""
+    if isinstance(tokenizer, TokenizerProcess):
+        return False
     return num_rows >= MIN_ROWS and bool(getattr(tokenizer, "is_fast", False))
 
 

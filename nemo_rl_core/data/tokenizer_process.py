@@ -3,6 +3,7 @@
 The controller encodes prompts and decodes completions, but does not run the code of a model.
 """
 
+import io
 import os
 import pickle
 import subprocess
@@ -10,10 +11,35 @@ import sys
 import threading
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from nemo_rl_core.checkpoints.model_code import is_run_here, worker_environment
+from nemo_rl_core.checkpoints.model_code import (
+    code_digest,
+    not_run_here,
+    runs_in_this_process,
+    worker_environment,
+)
 from nemo_rl_core.errors import ModelError
+
+_READABLE: Final = {
+    "builtins": {"bytearray", "complex", "frozenset", "range", "set", "slice"},
+    "collections": {"OrderedDict", "defaultdict"},
+    "pathlib": {"PosixPath"},
+    "numpy": {"dtype", "ndarray"},
+    "numpy._core.multiarray": {"_reconstruct", "scalar"},
+    "numpy._core.numeric": {"_frombuffer"},
+    "tokenizers": {"AddedToken", "Encoding", "Tokenizer"},
+    "tokenizers.models": {"Model"},
+    "torch": {"Size"},
+    "torch._utils": {"_rebuild_tensor_v2"},
+    "transformers.tokenization_utils_base": {"BatchEncoding", "CharSpan", "TokenSpan"},
+}
+"""Names in answers of a tokenizer, none of which runs code from the answer."""
+_ERRORS: Final = {
+    each.__name__: each
+    for each in (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
+}
+"""Errors that keep their classes; for example, `getattr` with a default reads the first."""
 
 
 class TokenizerProcess:
@@ -38,7 +64,7 @@ class TokenizerProcess:
             try:
                 pickle.dump((kind, name, args, kwargs), self._child.stdin)
                 self._child.stdin.flush()
-                is_error, value = pickle.load(self._child.stdout)  # noqa: S301
+                answer = _Unpickler(self._child.stdout).load()
             except (EOFError, BrokenPipeError) as error:
                 raise ModelError(
                     f"the process of the tokenizer of {self._folder.name!r} has ended",
@@ -46,8 +72,17 @@ class TokenizerProcess:
                     got=f"exit status {self._child.wait()}",
                     fix="read its error output above, and correct the model's Python files",
                 ) from error
-        if is_error:
-            raise value
+        try:  # the answer is bytes, so that the next one is read from its beginning
+            failure, value = _Unpickler(io.BytesIO(answer)).load()
+        except pickle.UnpicklingError as refused:
+            raise ModelError(
+                f"the tokenizer of {self._folder.name!r} returned what this process does not read",
+                expected="plain data, arrays, tensors, or classes of transformers' tokenizers",
+                got=f"{name}: {refused}",
+                fix="change the model's Python files, so that they return such data",
+            ) from refused
+        if failure is not None:
+            raise _error(*failure)
         return value
 
     def __getattr__(self, name: str) -> Any:
@@ -76,14 +111,57 @@ class TokenizerProcess:
             child.wait()
 
 
-# Starting one takes seconds, and a run asks for its tokenizer in every stage.
-_shared = lru_cache(maxsize=4)(TokenizerProcess)
+class _Unpickler(pickle.Unpickler):
+    """Reads what the process sends, which runs the model's code; refuses other classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _storage
+        if module == "torch" and _is_dtype(name):
+            return super().find_class(module, name)
+        if name not in _READABLE.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
+        return super().find_class(module, name)
+
+
+def _storage(data: bytes) -> Any:
+    import torch  # whose function for this unpickles anything
+
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _is_dtype(name: str) -> bool:
+    import torch
+
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def _error(name: str, text: str) -> Exception:
+    return _ERRORS[name](text) if name in _ERRORS else RuntimeError(f"{name}: {text}")
+
+
+@lru_cache(maxsize=4)
+def _shared(folder: Path, digest: str | None) -> TokenizerProcess:
+    return TokenizerProcess(folder)
+
+
+def _shared_process(folder: Path) -> TokenizerProcess:
+    # Starting one takes seconds, and a run asks for its tokenizer in every stage.
+    process = _shared(folder, code_digest(folder))
+    if process._child.poll() is not None:
+        _shared.cache_clear()
+        process = _shared(folder, code_digest(folder))
+    return process
 
 
 def tokenizer_with_code(folder: Path) -> Any:
     """Returns the tokenizer in a worker, and elsewhere a process that has it."""
-    if not is_run_here(folder):
-        return _shared(folder)
+    if not runs_in_this_process(folder):
+        return _shared_process(folder)
+    return _loaded(folder)
+
+
+def _loaded(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
@@ -99,20 +177,22 @@ def _answer(tokenizer: Any, kind: str, name: str, args: Any, kwargs: Any) -> Any
 
 
 def _serve(folder: Path) -> None:
+    if not runs_in_this_process(folder):  # `tokenizer_with_code` would start another process
+        raise not_run_here(folder)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the code prints
-    tokenizer = tokenizer_with_code(folder)
+    tokenizer = _loaded(folder)
     while True:
         try:
             request = pickle.load(sys.stdin.buffer)  # noqa: S301
         except EOFError:
             return
         try:
-            answer = pickle.dumps((False, _answer(tokenizer, *request)))
+            answer = pickle.dumps((None, _answer(tokenizer, *request)))
         # Fault boundary: the other process raises the error.
         except Exception as error:  # noqa: BLE001
-            answer = pickle.dumps((True, error))
-        answers.write(answer)
+            answer = pickle.dumps(((type(error).__name__, str(error)), None))
+        pickle.dump(answer, answers)
         answers.flush()
 
 

@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from nemo_rl_core.algorithms.grpo.config import Asynchronous
 from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.deprecations import MOVED
+from nemo_rl_core.deprecations import MOVED, warn_renamed
 from tasks.recipes.common import RecipeError
 from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.recipe_file import read_recipe
@@ -120,3 +121,11 @@ def test_a_script_shows_the_warning_once(tmp_path: Path) -> None:
     assert done.stdout == "3.0\n3.0\n"
     lines = [line for line in done.stderr.splitlines() if "Deprecation" in line]
     assert [line.partition(" Depr")[0] for line in lines] == [f"{script}:1:", f"{script}:4:"]
+
+
+def test_the_same_line_of_two_files_warns_twice() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for file in ("one.yaml", "other.yaml", "one.yaml"):
+            warn_renamed("same_line_old", "new", f"{file}:3")
+    assert [each.filename for each in seen] == ["one.yaml", "other.yaml"]

@@ -3,10 +3,12 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import tasks
 from nemo_rl_core.backends import BackendFactory
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.data import BatchedDataLoader
@@ -144,3 +146,13 @@ def test_a_batch_without_texts_is_refused_by_name() -> None:
 
     with pytest.raises(MissingColumnError, match="'answer'"):
         MathEnvironment().step(BatchedDataDict({"completions": ["4"]}))
+
+
+def test_importing_tasks_loads_no_large_module() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import tasks; import nemo_rl_core.utils\n"
+        "large = {'importlib.abc', 'tempfile', 'typing_extensions', 'pydantic', 'torch'}\n"
+        "assert not large & sys.modules.keys(), large & sys.modules.keys()"
+    )
+    root = str(Path(tasks.__file__).parents[1])
+    subprocess.run([sys.executable, "-I", "-S", "-c", code, root], check=True)

@@ -27,7 +27,7 @@ from nemo_rl_core.backends.generation.vllm_ranks import (
     launcher,
     unlink_shared_memory,
 )
-from nemo_rl_core.checkpoints.model_code import code_options, is_run_here
+from nemo_rl_core.checkpoints.model_code import code_options, runs_in_this_process
 from nemo_rl_core.checkpoints.weights import rounded_weights
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.data.pretrained import read_model_json
@@ -84,7 +84,7 @@ class VllmBackend(ReceivesWeights):
         # vLLM itself ignores missing parts of fused matrices and surplus weights.
         self._expected = empty_model(setup.model_folder, "lm")
         check_folder(self._expected, setup.model_folder)
-        if is_run_here(setup.model_folder):
+        if runs_in_this_process(setup.model_folder):
             _refuse_custom_attention(self._expected, setup.model_folder)
         if not has_gpu:
             refuse_heads_on_cpu(

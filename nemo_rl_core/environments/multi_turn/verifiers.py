@@ -18,8 +18,8 @@ from nemo_rl_core.environments.rewards.awaiting import AsyncCalls
 from nemo_rl_core.errors import ConfigError, RewardError
 
 _EPISODE = "verifiers_episode"
-_MAX_EPISODES = 10_000
-"""Bounds the memory of episodes that the policy's limits ended before the environment did."""
+_IDLE_SECONDS = 3600.0
+"""After this time without a turn, an episode is dropped: the policy's limits have ended it."""
 
 
 class VerifiersEnvironment:
@@ -108,29 +108,34 @@ class VerifiersEnvironment:
 
     async def _turn(self, log: Sequence[Message], row_metadata: Mapping[str, Any]) -> Reply:
         name = row_metadata.get(_EPISODE) or self._begin(_row(log, row_metadata))
-        if name not in self._episodes:
+        # Out of the table during a turn, so that after an error it is gone.
+        episode = self._episodes.pop(name, None)
+        if episode is None:
             raise RewardError(
-                "the episode is in another process",
+                "the episode is in another process, or had no turn for an hour",
                 fix="set environment_workers: {num_workers: 1}",
             )
-        episode = self._episodes[name]
         if await episode.answer(log[-1]["content"]):
-            del self._episodes[name]
             state = await episode.task
             if state.get("error") is not None:
                 raise RewardError(f"the episode failed: {state['error']!r}"[:300])
             return Reply(
                 reward=float(state["reward"] or 0.0), terminated=True, metadata=row_metadata
             )
+        observation = episode.observation()
+        episode.last_turn = time.monotonic()
+        self._episodes[name] = episode
         return Reply(
             terminated=False,
-            observation=episode.observation(),
+            observation=observation,
             metadata={**row_metadata, _EPISODE: name},
         )
 
     def _begin(self, row: Mapping[str, Any]) -> str:
-        if len(self._episodes) == _MAX_EPISODES:
-            del self._episodes[next(iter(self._episodes))]
+        for name, episode in list(self._episodes.items()):
+            if time.monotonic() - episode.last_turn < _IDLE_SECONDS:
+                break  # the first has waited longest
+            self._episodes.pop(name).task.cancel()
         name = uuid.uuid4().hex
         self._episodes[name] = _Episode(self._verifiers, self._environment, row)
         return name
@@ -158,6 +163,7 @@ class _Episode:
         self._replies: asyncio.Queue[str] = asyncio.Queue()
         self._requests: asyncio.Queue[list[Any]] = asyncio.Queue()
         self._prompt: list[Any] = []
+        self.last_turn = time.monotonic()
         client = _client_class(verifiers)(self)
         self.task = asyncio.ensure_future(_played(environment, row, client))
 

@@ -13,7 +13,7 @@ from nemo_rl_core.config.generation import (
     VllmGenerationConfig,
 )
 from nemo_rl_core.config.mistakes import describe
-from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.model import DType, PretrainedModel
 from nemo_rl_core.data.pretrained import load_tokenizer, sampling_length, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
@@ -65,8 +65,8 @@ class _ModelOptions(FrozenConfig):
     """Options of the model and its tokens; those of sampling are in the engine's config.
 
     Attributes:
-        revision: Commit of a model on the hub; None for the newest.
-        trust_remote_code: Whether workers may run the model's Python code.
+        revision: The same as in `PretrainedModel`.
+        trust_remote_code: The same as in `PretrainedModel`.
         stop_token_ids: Tokens that end a completion, in addition to the model's.
         max_model_len: Maximum number of tokens of a prompt and its completion; by default the
             model's context length.
@@ -115,12 +115,15 @@ def read_setup(options: Mapping[str, Any], config_class: type[EngineConfig]) -> 
     }
     try:
         model = _ModelOptions.model_validate(model_options)
+        source = PretrainedModel(
+            name=model.model_name,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+        )
         config = config_class.model_validate(named)
     except ValidationError as error:
         raise describe(error, {**named, **model_options}) from error
-    folder = local_folder(
-        model.model_name, revision=model.revision, trust_remote_code=model.trust_remote_code
-    )
+    folder = local_folder(source)
     model_stops = stop_token_ids(folder, load_tokenizer(folder))
     longest = model.max_model_len or sampling_length(folder)
     if longest is None:

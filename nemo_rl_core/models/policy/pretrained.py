@@ -9,7 +9,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import ValidationError
@@ -26,7 +26,7 @@ from nemo_rl_core.config.generation import (
     SamplingConfig,
 )
 from nemo_rl_core.config.mistakes import describe
-from nemo_rl_core.config.model import PretrainedModel, as_model
+from nemo_rl_core.config.model import PretrainedModel
 from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, MegatronTraining
 from nemo_rl_core.data.pretrained import load_tokenizer, sampling_length, stop_token_ids
@@ -88,10 +88,11 @@ class PretrainedPolicy(PolicyInterface):
         self._device = _device_of(renamed.pop("device_map", "auto"))
         if self._device == "cpu":
             renamed.setdefault("dtype", "float32")
-        self._source = {key: renamed.pop(key) for key in _OF_SOURCE if key in renamed}
+        source = {key: renamed.pop(key) for key in _OF_SOURCE if key in renamed}
         backend = self.training_class.model_fields
         _refuse_unknown(renamed, {*backend, *PolicyOptions.model_fields} - {"backend"})
         try:
+            self._source = PretrainedModel(name=self.model_name, **source)
             self._training = self.training_class.model_validate(
                 {key: value for key, value in renamed.items() if key in backend}
             )
@@ -99,7 +100,7 @@ class PretrainedPolicy(PolicyInterface):
                 {key: value for key, value in renamed.items() if key not in backend}
             )
         except ValidationError as error:
-            raise describe(error, renamed) from error
+            raise describe(error, {**renamed, **source}) from error
         self._options_given = {
             key: getattr(self._options, key) for key in renamed if key not in backend
         }
@@ -124,7 +125,8 @@ class PretrainedPolicy(PolicyInterface):
     def policy(self) -> Policy:
         """The running policy; the first access starts or reuses its workers."""
         if self._running is None:
-            cluster = self._placed(self.cluster) or connect(self._one_copy())
+            self._check_placement(self.cluster)
+            cluster = self.cluster or connect(self._one_copy())
             self._running = Policy(cluster, self._setup(), name=self._name)
         return self._running
 
@@ -136,12 +138,11 @@ class PretrainedPolicy(PolicyInterface):
     @property
     def model(self) -> str | PretrainedModel:
         """The model, as `fit` of a trainer takes it."""
-        if not any(self._source.values()):
-            return self.model_name
-        return cast("PretrainedModel", as_model({"name": self.model_name, **self._source}))
+        has_options = self._source.revision or self._source.trust_remote_code
+        return self._source if has_options else self.model_name
 
     def _base_folder(self) -> Path:
-        return local_folder(self.model_name, **self._source)
+        return local_folder(self._source)
 
     def _one_copy(self) -> ClusterConfig:
         has_gpu = self._device != "cpu" and bool(count_gpus())
@@ -155,9 +156,7 @@ class PretrainedPolicy(PolicyInterface):
         shape: ShapeName = "cluster" if has_gpu else "laptop"
         return ClusterConfig(shape=shape, num_workers=self._training.ranks_per_replica)
 
-    def _placed(
-        self, cluster: ClusterSession | RayVirtualCluster | None
-    ) -> ClusterSession | RayVirtualCluster | None:
+    def _check_placement(self, cluster: ClusterSession | RayVirtualCluster | None) -> None:
         placed = cluster.cluster if isinstance(cluster, ClusterSession) else cluster
         if placed is not None and self._device == ("cpu" if placed.use_gpus else "cuda"):
             raise ConfigError(
@@ -168,7 +167,6 @@ class PretrainedPolicy(PolicyInterface):
                 fix="leave device_map out, or pass RayVirtualCluster(..., "
                 f"use_gpus={not placed.use_gpus})",
             )
-        return cluster
 
     def options(
         self, cluster: RayVirtualCluster | None = None, *, of_generate: bool = True
@@ -179,10 +177,10 @@ class PretrainedPolicy(PolicyInterface):
             cluster: Cluster of the trainer; None trains one copy of the model on this machine.
             of_generate: Whether to include options of `generate`, for a trainer that samples.
         """
-        if self._placed(cluster) is None:
+        self._check_placement(cluster)
+        if cluster is None:
             config = self._one_copy()
         else:
-            assert cluster is not None
             shape: ShapeName = "cluster" if cluster.use_gpus else "laptop"
             config = ClusterConfig(shape=shape, num_workers=cluster.world_size)
         options = {
@@ -412,20 +410,15 @@ def _refuse_unknown(options: Mapping[str, Any], choices: set[str]) -> None:
         )
 
 
-def local_folder(
-    model_name: str, *, revision: str | None = None, trust_remote_code: bool = False
-) -> Path:
+def local_folder(source: PretrainedModel) -> Path:
     """Returns the model's folder, after download if it is on the hub and not in the cache.
 
     The path is absolute, as workers have another working directory.
-
-    Args:
-        revision: Commit of a model on the hub; None for the newest.
-        trust_remote_code: Whether workers may run the model's Python code.
     """
-    folder = Path(model_name).expanduser()
-    folder = folder.absolute() if folder.is_dir() else _downloaded(model_name, revision)
-    allow_or_refuse(folder, trust=trust_remote_code, name=model_name, revision=revision)
+    name, revision = source.name, source.revision
+    folder = Path(name).expanduser()
+    folder = folder.absolute() if folder.is_dir() else _downloaded(name, revision)
+    allow_or_refuse(folder, trust=source.trust_remote_code, name=name, revision=revision)
     return folder
 
 

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.checkpoints.model_code import described_config
 from nemo_rl_core.config.generation import GenerationConfig
+from nemo_rl_core.config.model import PretrainedModel
 from nemo_rl_core.data.pretrained import context_length
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.local_ranks import run_ranks
@@ -103,7 +104,7 @@ test_generation_consistency.__test__ = False  # type: ignore[attr-defined]
 
 def folder_to_check(model_name: str | Path) -> Path:
     """Returns the folder of a model, in the transformers layout."""
-    folder = local_folder(str(model_name))
+    folder = local_folder(PretrainedModel(name=str(model_name)))
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} is not a model",

@@ -154,9 +154,10 @@ def test_offline_mode_is_not_changed(python: Callable[..., dict[str, Any]], clos
 _LOAD = """
 import json
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.config.model import PretrainedModel
 from nemo_rl_core.models.policy.pretrained import local_folder
 try:
-    result = {name: str(local_folder(name)) for name in ("org/small",)}
+    result = {name: str(local_folder(PretrainedModel(name=name))) for name in ("org/small",)}
 except ModelError as error:
     result = {"error": str(error)}
 print(json.dumps(result))

@@ -1,16 +1,25 @@
 """`trust_remote_code`: who runs the Python code of a model, and what without the option."""
 
+import ast
+import io
 import json
 import os
+import pickle
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import constants
+from tokenizers import AddedToken
+from transformers import BatchEncoding
 
+import nemo_rl_core
 from nemo_rl_core import SFTTrainer
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.generation.base import GenerationSetup
@@ -32,10 +41,15 @@ from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.converters.export import export_model
+from nemo_rl_core.converters.gguf_file import write_gguf
 from nemo_rl_core.converters.materialize import check_pretrained, materialize
+from nemo_rl_core.converters.vllm_ready import vllm_ready
+from nemo_rl_core.data import tokenizer_process
 from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.pretrained import context_length, load_tokenizer
+from nemo_rl_core.data.tokenized import is_storable
+from nemo_rl_core.data.tokenizer_process import TokenizerProcess, tokenizer_with_code
 from nemo_rl_core.distributed.batched_data_dict import collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.environments.contents import model_content
@@ -44,6 +58,7 @@ from nemo_rl_core.history.card import model_usage
 from nemo_rl_core.model_files.loading import load_causal_model
 from nemo_rl_core.models import HuggingFacePolicy
 from nemo_rl_core.models.generation.layout import engine_key
+from nemo_rl_core.models.generation.options import read_setup
 from nemo_rl_core.trainers.loop import RunSpec
 from tests.local_workers import LocalSession
 from tests.model_with_code import FILES, write_model
@@ -93,7 +108,7 @@ def test_nothing_of_the_code_runs_outside_of_workers(
     assert described_config(copy).hidden_size == 32
     assert load_tokenizer(copy).decode([5, 15]) == load_tokenizer(folder).decode([5, 15])
     for load in (load_config, load_causal_model):
-        with pytest.raises(ModelError, match="code of the model 'copy' is not run here"):
+        with pytest.raises(ModelError, match="code of the model 'copy' is not run in this process"):
             load(copy)
     assert not (tmp_path / "runs").exists()
 
@@ -122,9 +137,71 @@ def test_the_code_of_a_hub_model_needs_a_commit(folder: Path) -> None:
     with pytest.raises(ModelError, match="no pinned commit") as caught:
         allow_or_refuse(snapshot, trust=True, name="org/toy")
     assert f"revision: {COMMIT}, trust_remote_code: true" in str(caught.value.fix)
+    with pytest.raises(ModelError, match="no pinned commit") as caught:
+        allow_or_refuse(snapshot, trust=True, name="org/toy", revision="main")
+    assert caught.value.got == "revision 'main'"
     allow_or_refuse(snapshot, trust=True, name="org/toy", revision=COMMIT)
+    options: dict[str, Any] = {"revision": "main", "trust_remote_code": True}
     with pytest.raises(ValueError, match="String should match pattern"):
-        PretrainedModel(name="org/toy", revision="main", trust_remote_code=True)
+        PretrainedModel(name="org/toy", **options)
+    with pytest.raises(ConfigError, match=r"revision.*match pattern"):
+        HuggingFacePolicy("org/toy", **options)
+    with pytest.raises(ConfigError, match=r"revision.*match pattern"):
+        read_setup({"model_name": "org/toy", **options}, HuggingFaceGenerationConfig)
+
+
+def test_a_revision_of_anything_but_a_hub_name_is_refused(tmp_path: Path) -> None:
+    for name in (str(tmp_path), "alias:best", "s3://bucket/model"):
+        with pytest.raises(ValueError, match=f"revision is .* but '{name}' is a folder"):
+            PretrainedModel(name=name, revision=COMMIT)
+        with pytest.raises(ConfigError, match="leave revision out"):
+            HuggingFacePolicy(name, revision=COMMIT)
+
+
+def test_a_text_is_no_trust(folder: Path) -> None:
+    for text in ("false", "true"):
+        with pytest.raises(ConfigError, match="trust_remote_code"):
+            HuggingFacePolicy(folder, trust_remote_code=text)
+
+
+def test_each_use_of_a_model_needs_the_option(folder: Path) -> None:
+    assert HuggingFacePolicy(folder, trust_remote_code=True)._base_folder() == folder
+    for call in (
+        lambda: HuggingFacePolicy(folder).policy,
+        lambda: SFTTrainer(str(folder)).fit([{"prompt": "1+1=", "completion": "2"}]),
+    ):
+        with pytest.raises(ModelError, match="trusted earlier in this process") as caught:
+            call()
+        assert caught.value.fix == "pass the option, or use another process"
+
+
+def test_files_of_hidden_folders_are_not_code(folder: Path) -> None:
+    (folder / ".venv" / "lib").mkdir(parents=True)
+    (folder / ".venv" / "lib" / "six.py").write_text("")
+    assert sorted(code_files(folder)) == sorted(FILES)
+
+
+def test_conversions_refuse_code(folder: Path, tmp_path: Path) -> None:
+    for convert in (write_gguf, vllm_ready):
+        with pytest.raises(ModelError, match="Python code, which a conversion would leave") as e:
+            convert(folder, tmp_path / "target")
+        assert e.value.got == ", ".join(FILES)
+    assert not (tmp_path / "target").exists()
+
+
+def test_transformers_never_asks_on_the_terminal_whether_to_run_code() -> None:
+    root = Path(nemo_rl_core.__file__).parents[1]
+    call_of_auto_class = re.compile(r"Auto\w+\.from_(pretrained|config)$")
+    asking = []
+    for path in [*root.glob("nemo_rl_core/**/*.py"), *root.glob("tasks/**/*.py")]:
+        if "from_pretrained(" not in (text := path.read_text()):
+            continue
+        for call in ast.walk(ast.parse(text)):
+            if isinstance(call, ast.Call) and call_of_auto_class.match(ast.unparse(call.func)):
+                options = {each.arg for each in call.keywords}
+                if not options & {"trust_remote_code", None}:  # None is `**options`
+                    asking.append(f"{path.name}: {ast.unparse(call)}")
+    assert asking == []
 
 
 def test_a_model_of_the_hub_is_prepared_at_its_commit(
@@ -271,7 +348,7 @@ def test_code_of_a_tokenizer_runs_in_another_process(
     folder = tmp_path / "toy"
     folder.mkdir()
     write_model(folder, with_tokenizer_code=True)
-    with pytest.raises(ModelError, match="is not run here"):
+    with pytest.raises(ModelError, match="is not run in this process"):
         load_tokenizer(folder)
     copy = tmp_path / "copy"
     materialize(PretrainedModel(name=str(folder), trust_remote_code=True), copy, seed=None)
@@ -283,9 +360,81 @@ def test_code_of_a_tokenizer_runs_in_another_process(
     assert tokenizer.init_kwargs["template_date"] == "2024-07-26"
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = tokenizer.no_such_name
+    tensors = tokenizer("1-2=", return_tensors="pt")
+    assert type(tensors) is BatchEncoding
+    assert tensors["input_ids"].tolist() == [ids]
+    assert tokenizer.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    with pytest.raises(ModelError, match="returned what this process does not read"):
+        _ = tokenizer.unreadable
+    assert len(tokenizer) == 19
     runs = (tmp_path / "runs").read_text().split()
     assert runs
     assert str(os.getpid()) not in runs
+
+
+def test_a_process_without_permission_starts_no_other(folder: Path) -> None:
+    with pytest.raises(ModelError, match="is not run in this process"):
+        tokenizer_process._serve(folder)
+
+
+def test_tokens_of_a_tokenizer_with_code_are_not_stored() -> None:
+    tokenizer = TokenizerProcess.__new__(TokenizerProcess)
+    assert not is_storable(tokenizer, 20_000)
+
+
+class Attack:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("attacked",)
+
+
+class TorchAttack:
+    def __reduce__(self) -> tuple[Any, ...]:
+        saved = io.BytesIO()
+        torch.save(Attack(), saved)
+        return torch.storage._load_from_bytes, (saved.getvalue(),)
+
+
+@pytest.mark.parametrize("attack", [Attack(), TorchAttack(), os.system, eval, TokenizerProcess])
+def test_answers_of_a_tokenizer_run_nothing(
+    attack: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(pickle.UnpicklingError):
+        tokenizer_process._Unpickler(io.BytesIO(pickle.dumps([attack]))).load()
+    assert not list(tmp_path.iterdir())
+
+
+def test_answers_of_a_tokenizer_are_read() -> None:
+    token = AddedToken("<end>", special=True)
+    sent = BatchEncoding(
+        {"ids": torch.tensor([[1, 2]]), "mask": np.array([1, 0]), "count": np.int64(2)}
+    )
+    data = pickle.dumps((None, [sent, {token}, torch.float32, Path("a"), {1: (2.5, None, b"x")}]))
+    _, (read, *others) = tokenizer_process._Unpickler(io.BytesIO(data)).load()
+    assert read["ids"].tolist() == [[1, 2]]
+    assert read["mask"].tolist() == [1, 0]
+    assert read["count"] == 2
+    assert others == [{token}, torch.float32, Path("a"), {1: (2.5, None, b"x")}]
+
+
+def test_changed_code_or_an_ended_process_starts_a_new_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Started:
+        def __init__(self, _: Path) -> None:
+            self.ended: int | None = None
+            self._child = SimpleNamespace(poll=lambda: self.ended)
+
+    monkeypatch.setattr(tokenizer_process, "TokenizerProcess", Started)
+    tokenizer_process._shared.cache_clear()
+    first = tokenizer_with_code(folder)
+    assert tokenizer_with_code(folder) is first
+    (folder / "layers_toy.py").write_text("SCALE = 2.0")
+    second = tokenizer_with_code(folder)
+    assert second is not first
+    second.ended = 1
+    assert tokenizer_with_code(folder) not in (first, second)
+    tokenizer_process._shared.cache_clear()
 
 
 @pytest.mark.parametrize(

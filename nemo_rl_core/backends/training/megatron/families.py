@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nemo_rl_core.backends.training.megatron.settings import Division, refuse_remainders
-from nemo_rl_core.checkpoints.model_code import code_files, code_options, is_allowed
+from nemo_rl_core.checkpoints.model_code import code_files, code_options, is_trusted
 from nemo_rl_core.config.megatron_types import (
     BRIDGE,
     BRIDGE_VERSION,
@@ -92,7 +92,7 @@ def refuse_model_code(folder: Path) -> None:
 def _hf_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
-    if is_allowed(folder):
+    if is_trusted(folder):
         refuse_model_code(folder)
     return AutoConfig.from_pretrained(folder, **code_options(folder))
 

@@ -80,7 +80,9 @@ def _write(tensors: list[torch.Tensor], parameters: list[torch.nn.Parameter]) ->
 def _refuse_other_architecture(trained: Path, folder: Path) -> None:
     names: Iterable[str] = _SAME
     if is_for_bridge(trained):
-        ours, theirs = (AutoConfig.from_pretrained(path) for path in (trained, folder))
+        ours, theirs = (
+            AutoConfig.from_pretrained(path, trust_remote_code=False) for path in (trained, folder)
+        )
         names = sorted((ours.to_dict().keys() | theirs.to_dict().keys()) - _FREE)
     else:
         ours, theirs = (family_of(path)[1] for path in (trained, folder))

@@ -10,11 +10,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nemo_rl_core import train
+from nemo_rl_core.environments.multi_turn import verifiers as verifiers_adapter
+from nemo_rl_core.environments.multi_turn.verifiers import VerifiersEnvironment
 from nemo_rl_core.errors import ConfigError
 
 QUESTIONS = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
@@ -32,6 +35,59 @@ def test_a_missing_verifiers_package_is_refused() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "ConfigError: the package verifiers is not installed" in done.stderr
+
+
+@pytest.fixture
+def echo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An environment that repeats turns until the turn "end", by the interface of `verifiers`."""
+    client_class = type(
+        "Client", (), {"__init__": lambda self, client: vars(self).update(client=client)}
+    )
+    client_class.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+    for name, members in {
+        "verifiers": {},
+        "verifiers.types": {"ResponseMessage": SimpleNamespace, "Response": SimpleNamespace},
+        "verifiers.clients": {"Client": client_class},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    async def rollout(row: Any, client: Any, model: str, _: Any) -> dict[str, Any]:
+        messages = list(row["prompt"])
+        while True:
+            text = (await client.get_response(messages, model)).message.content
+            if text == "boom":
+                raise RuntimeError("no such turn")
+            if text == "end":
+                return {"reward": 1.0}
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": text}]
+
+    async def score_rollout(state: Any) -> None:
+        state["reward"] += 1
+
+    environment = VerifiersEnvironment(
+        SimpleNamespace(rollout=rollout, rubric=SimpleNamespace(score_rollout=score_rollout))
+    )
+    yield environment
+    environment.shutdown()
+
+
+ROW = {"prompt": [{"role": "user", "content": "0+1="}]}
+
+
+def test_running_episodes_stay_and_failed_ones_go(echo: Any) -> None:
+    first = echo.step(turns([ROW, ROW, ROW], "a", "b", "c"), [{}, {}, {}])
+    assert [each["content"] for each in first.observations] == ["a", "b", "c"]
+    assert len(echo._episodes) == 3
+    idle = next(iter(echo._episodes.values()))
+    idle.last_turn -= verifiers_adapter._IDLE_SECONDS
+    echo.step(turns([ROW], "d"), [{}])  # begins an episode, which drops the idle one
+    last = echo.step(turns([ROW, ROW, ROW], "a", "end", "boom"), first.metadata)
+    assert last.rewards.tolist()[1] == 2.0
+    assert "had no turn for an hour" in str(last.errors[0])
+    assert "no such turn" in str(last.errors[2])
+    assert len(echo._episodes) == 1
 
 
 def exact(completion: Any, answer: str, **_: Any) -> float:
