@@ -19,10 +19,14 @@ from nemo_rl_core import (
     SFTConfig,
     SFTTrainer,
 )
-from nemo_rl_core.algorithms.grpo.loss_config import CustomPolicyLoss
+from nemo_rl_core.algorithms.grpo.advantage_config import LeaveOneOut
+from nemo_rl_core.algorithms.grpo.asynchronous import AsyncGRPOTrainer
+from nemo_rl_core.algorithms.grpo.config import Asynchronous, GRPOSettings
+from nemo_rl_core.algorithms.grpo.loss_config import CustomPolicyLoss, GSPOLoss
+from nemo_rl_core.algorithms.sft.config import SFTSettings
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
-from nemo_rl_core.config.generation import GENERATION_SECTIONS
-from nemo_rl_core.config.training import TRAINING_SECTIONS
+from nemo_rl_core.config.generation import GENERATION_SECTIONS, HuggingFaceGenerationConfig
+from nemo_rl_core.config.training import TRAINING_SECTIONS, MegatronTraining
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.advantages import group_normalized
 from nemo_rl_core.functional.loss_check import example_batch
@@ -233,6 +237,63 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         SFTTrainer({}, loss_fn=lambda logprobs, batch: logprobs.sum())
     with pytest.raises(ConfigError, match="name an object of the class"):
         SFTTrainer({}, loss_fn=NLLLoss)
+
+
+def test_a_function_replaces_only_its_field() -> None:
+    grpo = GRPOConfig(advantage=LeaveOneOut(), num_prompts_per_step=8)
+    settings = GRPOSettings(
+        training=MegatronTraining(), generation=HuggingFaceGenerationConfig(), grpo=grpo
+    )
+    custom = CustomPolicyLoss(target=f"{__name__}:nll")
+    changed = GRPOTrainer(settings, loss_fn=nll).settings
+    assert changed == settings.replace(grpo=grpo.model_copy(update={"loss": custom}))
+    assert SFTTrainer(SFTSettings(training=MegatronTraining()), loss_fn=nll).settings.training == (
+        MegatronTraining()
+    )
+    for trainer in (
+        GRPOTrainer({"grpo": grpo}, loss_fn=nll),
+        GRPOTrainer.from_pretrained("model", grpo=grpo, loss_fn=nll, advantage_fn=None),
+        GRPOTrainer("model", grpo=grpo, loss_fn=nll),
+    ):
+        assert trainer.config.loss == custom and trainer.config.advantage == LeaveOneOut()
+        assert trainer.config.num_prompts_per_step == 8
+    assert SFTTrainer({}, loss_fn=None).custom_functions.objects == {}
+
+
+def test_a_function_replaces_the_correction_of_stale_samples() -> None:
+    settings = GRPOSettings.model_validate({"grpo": {"asynchronous": {}}})
+    custom = CustomPolicyLoss(target=f"{__name__}:nll")
+    for trainer in (
+        AsyncGRPOTrainer(settings, loss_fn=nll),
+        AsyncGRPOTrainer.from_pretrained("model", grpo=settings.grpo, loss_fn=nll),
+    ):
+        assert trainer.config.loss == custom
+        assert trainer.config.asynchronous == Asynchronous()
+
+
+def test_a_loss_that_a_config_sets_is_not_replaced() -> None:
+    for grpo in (
+        GRPOConfig(loss=GSPOLoss()),
+        GRPOConfig.model_validate({"preset": "dr_grpo", "asynchronous": {}}),
+    ):
+        with pytest.raises(ConfigError, match=r"replaces grpo.loss, which is also given"):
+            GRPOTrainer(GRPOSettings(grpo=grpo), loss_fn=nll)
+
+
+@pytest.mark.parametrize("fn", [torch.mean, "my_losses:dft", max])
+def test_what_has_no_parameters_is_refused(fn: Any) -> None:
+    for argument in ("loss_fn", "advantage_fn"):
+        with pytest.raises(ConfigError, match=f"{argument} has no parameters"):
+            GRPOTrainer({}, **{argument: fn})
+
+
+def test_an_object_without_items_is_called() -> None:
+    class Empty(NLLLoss):
+        def __len__(self) -> int:
+            return 0
+
+    loss = Empty()
+    assert SFTTrainer({}, loss_fn=loss).custom_functions.objects == {"loss_fn": loss}
 
 
 def test_a_section_names_a_function_of_the_working_directory(
