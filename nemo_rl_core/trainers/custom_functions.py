@@ -120,9 +120,9 @@ def with_functions(
     return {**values, algorithm: section}
 
 
-def is_importable(fn: Any) -> bool:
-    """Whether the section's `module:function` names the function itself, for other processes."""
-    module, _, name = _name_of(fn).partition(":")
+def is_importable(fn: Any, target: str) -> bool:
+    """Whether the section's target, `module:function`, is the function in other processes, too."""
+    module, _, name = target.partition(":")
     return module != "__main__" and getattr(sys.modules.get(module), name, None) is fn
 
 

@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from nemo_rl_core import (
@@ -60,6 +62,9 @@ DPO = {"num_steps_per_iteration": 2, "num_pairs_per_step": 4}
 def nll(logprobs: Tensor, batch: Any, *, global_valid_seqs: Any, global_valid_tokens: Any) -> Any:
     mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
     return masked_sum(-logprobs, mask, denominator=global_valid_tokens), {}
+
+
+an_object = partial(nll)
 
 
 def dpo(logprobs: Tensor, batch: Any, *, global_valid_seqs: Any, global_valid_tokens: Any) -> Any:
@@ -199,6 +204,8 @@ def test_a_wrong_loss_moves_no_weight(tiny_model: Path) -> None:
         (lambda rewards, groups: groups, "not finite numbers"),
         (lambda rewards, reward_components: rewards, "reads a column that this run does not have"),
         (lambda rewards, colour: rewards, "parameters that are not columns"),
+        (lambda rewards, **columns: rewards, "parameters that are not columns"),
+        (lambda rewards, *columns: rewards, "parameters that are not columns"),
     ],
 )
 def test_a_wrong_advantage_is_refused_by_name(
@@ -209,6 +216,13 @@ def test_a_wrong_advantage_is_refused_by_name(
             CustomPolicy(str(tiny_model)), loss={"kl": None}, advantage_fn=advantages, **ROLLOUTS
         ).fit(ROWS, reward_fn=reward)
     assert problem in raised.value.problem and raised.value.expected and raised.value.fix
+
+
+def test_settings_of_the_estimation_that_a_function_replaces_are_refused() -> None:
+    values = {"advantage": {"kind": "function", "target": "my_functions:fn"}}
+    with pytest.raises(ValidationError, match="nothing reads gamma, bootstrap_truncated"):
+        PPOConfig.model_validate({**values, "gamma": 0.9, "bootstrap_truncated": True})
+    PPOConfig.model_validate(values).replace(num_prompts_per_step=2)
 
 
 def test_an_advantage_of_ppo_depends_on_one_row(tiny_model: Path) -> None:
@@ -224,6 +238,17 @@ def test_an_advantage_of_ppo_depends_on_one_row(tiny_model: Path) -> None:
     )
     with pytest.raises(ConfigError, match="depends on the other rows"):
         trainer.fit(ROWS, reward_fn=reward)
+
+
+def test_a_metric_does_not_replace_that_of_the_run(tiny_model: Path) -> None:
+    def loss(logprobs: Tensor, batch: Any, **counts: Any) -> Any:
+        value, _ = nll(logprobs, batch, **counts)
+        return value, {"reward": value.detach()}
+
+    trainer = GRPOTrainer(CustomPolicy(str(tiny_model)), loss_fn=loss, **ROLLOUTS)
+    with pytest.raises(ConfigError, match="names that the trainer uses") as raised:
+        trainer.fit(ROWS, reward_fn=reward)
+    assert raised.value.got == "reward"
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
@@ -374,5 +399,8 @@ def test_asynchronous_grpo_adds_no_correction_to_a_custom_loss() -> None:
 
 
 def test_only_a_named_function_can_be_called_again_by_another_process() -> None:
-    assert is_importable(nll)
-    assert not is_importable(lambda: None) and not is_importable(NLLLoss())
+    assert is_importable(nll, f"{__name__}:nll") and is_importable(
+        an_object, f"{__name__}:an_object"
+    )
+    assert not is_importable(lambda: None, f"{__name__}:nll")
+    assert not is_importable(NLLLoss(), f"{NLLLoss.__module__}:NLLLoss")

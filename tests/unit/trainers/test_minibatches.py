@@ -120,3 +120,12 @@ def test_minibatches_without_tokens_have_metrics():
 
     metrics = train_in_parts(Nothing(), batch, None, size=1, sequence_means=frozenset({"loss"}))
     assert metrics == {"loss": 0, "num_valid_tokens": 0, "grad_norm": 0}
+
+
+def test_a_metric_that_some_parts_lack_is_0_there() -> None:
+    parts = [
+        {"loss": 1.0, "num_valid_tokens": 1.0},
+        {"loss": 2.0, "num_valid_tokens": 3.0, "a": 4.0},
+    ]
+    by_hand = {"loss": 1.75, "a": 3.0, "num_valid_tokens": 4.0}
+    assert combined(parts) == combined(parts[::-1]) == by_hand
