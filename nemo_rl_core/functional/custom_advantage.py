@@ -13,7 +13,7 @@ from nemo_rl_core.functional.custom_loss import SearchPath, kind_of
 from nemo_rl_core.functional.masked import zero_masked
 
 OF_SEQUENCES: Final[Mapping[str, str]] = {
-    "rewards": "[B], less a penalty on length and the KL penalty in the reward",
+    "rewards": "[B], minus a penalty on length and the KL penalty in the reward",
     "groups": "[B], equal for the completions of one prompt",
     "truncated": "[B], whether a limit ended the completion",
     "rollout_lengths": "[B], tokens after the prompt",
@@ -28,7 +28,7 @@ OF_TOKENS: Final[Mapping[str, str]] = {
 }
 """Parameters of an advantage of GRPO, for each token."""
 OF_CRITIC: Final[Mapping[str, str]] = {
-    "rewards": "[B, T-1]: the reward at the last token, less the KL penalty of each token",
+    "rewards": "[B, T-1]: the reward at the last token, minus the KL penalty of each token",
     "values": "[B, T-1] of the critic, at index t before token t+1",
     "mask": "[B, T-1] bool, tokens that are trained on",
     "last_values": "[B] of the full sequence",

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nemo_rl_core.config.names import unknown_names
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import ConfigError, MissingColumnError
 from nemo_rl_core.functional.custom_loss import (
     CheckedLoss,
     halves,
@@ -118,7 +117,8 @@ def check_loss(
         >>> check_loss(NLLLoss(), "sft")[0, 1:]  # there are 11 valid tokens
         tensor([-0.0909, -0.0909, -0.0909, -0.0909], dtype=torch.float64)
     """
-    batch = BatchedDataDict(example_batch(algorithm) if batch is None else batch)
+    batch = example_batch(algorithm) if batch is None else batch
+    batch = _Columns(batch) if isinstance(batch, dict) else batch
     name = str(getattr(loss_fn, "__name__", type(loss_fn).__name__))
     mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
     counts = {"global_valid_seqs": batch["sample_mask"].double().sum()}
@@ -179,6 +179,15 @@ def _finite_differences(
                 values.append(loss_of(moved.requires_grad_()))
         result[tuple(index)] = (values[0] - values[1]).detach() / (2 * _STEP)
     return result
+
+
+class _Columns(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        raise MissingColumnError(
+            f"the batch has no column {name!r}",
+            got=f"the columns {', '.join(sorted(self))}",
+            fix="add it to the batch",
+        )
 
 
 class _Constants(TorchFunctionMode):

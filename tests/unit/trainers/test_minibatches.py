@@ -8,7 +8,7 @@ import torch
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, ConstantDenominator
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.trainers.rollouts import train_in_parts
+from nemo_rl_core.trainers.rollouts import combined, train_in_parts
 
 
 class Rows:
