@@ -29,7 +29,7 @@ from nemo_rl_core.algorithms.sft.config import SFTSettings
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.config.generation import GENERATION_SECTIONS, HuggingFaceGenerationConfig
 from nemo_rl_core.config.training import TRAINING_SECTIONS, MegatronTraining
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import ConfigError, StoreError
 from nemo_rl_core.functional.advantages import group_normalized
 from nemo_rl_core.functional.loss_check import example_batch
 from nemo_rl_core.functional.masked import masked_sum, valid_token_mask, zero_masked
@@ -37,6 +37,7 @@ from nemo_rl_core.functional.policy_gradient import clipped_surrogate, token_rat
 from nemo_rl_core.functional.preference import pair_rows
 from nemo_rl_core.functional.value import gae
 from nemo_rl_core.trainers.custom_functions import is_importable
+from nemo_rl_core.trainers.fit.repeating import Repetition, repeat
 from tasks.local_run.preflight import preflight
 from tasks.plan_tasks.dpo import plan_dpo
 from tasks.plan_tasks.grpo import plan_grpo
@@ -396,6 +397,16 @@ def test_asynchronous_grpo_adds_no_correction_to_a_custom_loss() -> None:
     values = {"kind": "function", "target": "my_functions:fn"}
     config = GRPOConfig.model_validate({"asynchronous": {}, "loss": values})
     assert config.loss == CustomPolicyLoss(target="my_functions:fn")
+
+
+def test_a_repetition_names_the_loss_that_changed(write: Callable[[str], None]) -> None:
+    write(f"from {__name__} import nll as loss\n")
+    section = {"loss": {"kind": "function", "target": "my_functions:loss"}}
+    recorded = Repetition(
+        "nemo_rl_core:SFTTrainer", {"sft": section}, {"loss_fn_source": "another"}, {}, "run"
+    )
+    with pytest.raises(StoreError, match="the loss_fn 'my_functions:loss' is not the recorded one"):
+        repeat(recorded)
 
 
 def test_only_a_named_function_can_be_called_again_by_another_process() -> None:
