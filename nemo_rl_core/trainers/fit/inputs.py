@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 def fit_call(trainer: TrainerForFit, request: FitRequest) -> FitCall:
     """Describes a call of `fit` for its record."""
     cls = trainer.cls
-    section = getattr(trainer.settings, cls.algorithm, None)
+    section = getattr(trainer.settings, trainer.algorithm, None)
     unrepeatable = [
         f"the {name} is a custom object, {type(part).__name__}, which is not recorded"
         for name, part in request.parts.items()
