@@ -1,11 +1,15 @@
 """Custom losses and advantages, which a section names by their module."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.patterns import FUNCTION
+
+FIELDS: Final = {"loss_fn": "loss", "advantage_fn": "advantage"}
+"""Fields of an algorithm's section, by the argument in Python."""
 
 
 class CustomFunction(FrozenConfig):
@@ -28,3 +32,13 @@ class CustomLoss(CustomFunction):
 
 class CustomAdvantage(CustomFunction):
     """A custom function of rewards and other columns, which it names as its parameters."""
+
+
+def as_mapping(values: Any) -> Any:
+    """Returns a config as a mapping, without a loss and an advantage that it does not set.
+
+    Other values are kept; a mapping is copied.
+    """
+    if isinstance(values, BaseModel):
+        return values.model_dump(exclude={*FIELDS.values()} - values.model_fields_set)
+    return dict(values) if isinstance(values, Mapping) else values

@@ -13,7 +13,7 @@ from nemo_rl_core.functional.custom_loss import SearchPath, kind_of
 from nemo_rl_core.functional.masked import zero_masked
 
 OF_SEQUENCES: Final[Mapping[str, str]] = {
-    "rewards": "[B], less a penalty on length and the KL penalty in the reward",
+    "rewards": "[B], minus a penalty on length and the KL penalty in the reward",
     "groups": "[B], equal for the completions of one prompt",
     "truncated": "[B], whether a limit ended the completion",
     "rollout_lengths": "[B], tokens after the prompt",
@@ -28,7 +28,7 @@ OF_TOKENS: Final[Mapping[str, str]] = {
 }
 """Parameters of an advantage of GRPO, for each token."""
 OF_CRITIC: Final[Mapping[str, str]] = {
-    "rewards": "[B, T-1]: the reward at the last token, less the KL penalty of each token",
+    "rewards": "[B, T-1]: the reward at the last token, minus the KL penalty of each token",
     "values": "[B, T-1] of the critic, at index t before token t+1",
     "mask": "[B, T-1] bool, tokens that are trained on",
     "last_values": "[B] of the full sequence",
@@ -60,12 +60,14 @@ class AdvantageFunction:
     def refuse_parameters(self, known: Collection[str]) -> None:
         """Refuses a required parameter that is not a column."""
         unknown = [name for name in self._required() if name not in known]
-        if unknown or "rewards" not in inspect.signature(self.fn).parameters:
+        parameters = inspect.signature(self.fn).parameters
+        if unknown or "rewards" not in parameters:
             raise ConfigError(
                 f"the advantage {self.name} has parameters that are not columns",
                 expected=f"rewards, and any of {', '.join(each for each in known)}",
-                got=f"({', '.join(inspect.signature(self.fn).parameters)})",
-                fix="name each parameter after the column that it reads, or give it a default",
+                got=f"({', '.join(map(str, parameters.values()))})",
+                fix="name each parameter after the column that it reads, also those of *args and "
+                "**kwargs, or give it a default",
             )
 
     def of_group(self, columns: Mapping[str, Any], *, mask: Tensor | None) -> Tensor:
@@ -93,7 +95,7 @@ class AdvantageFunction:
         if not len(mask):
             return columns["values"].clone(), columns["values"].clone()
         full = self._of_critic(columns)
-        for rows in torch.arange(len(mask)).tensor_split(2):
+        for rows in torch.arange(len(mask)).tensor_split(2) if len(mask) > 1 else ():
             part = self._of_critic({name: value[rows] for name, value in columns.items()})
             pairs = zip(full, part, strict=True)
             if not all(
@@ -136,12 +138,7 @@ class AdvantageFunction:
 
     def _required(self) -> list[str]:
         parameters = inspect.signature(self.fn).parameters.values()
-        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        return [
-            each.name
-            for each in parameters
-            if each.default is each.empty and each.kind not in variadic
-        ]
+        return [each.name for each in parameters if each.default is each.empty]
 
     def _refuse_unfit(
         self, values: Any, shapes: Mapping[str, tuple[int, ...]], mask: Tensor | None

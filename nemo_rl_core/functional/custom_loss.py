@@ -13,8 +13,8 @@ from nemo_rl_core.errors import ConfigError, MissingColumnError
 from nemo_rl_core.functional.masked import valid_token_mask
 from nemo_rl_core.functional.protocols import LossFunction
 
-_OF_THE_STEP: Final = frozenset({"grad_norm", "learning_rate", "num_valid_tokens"})
-"""Metrics that a training backend adds."""
+_OF_THE_STEP: Final = frozenset({"global_step", "grad_norm", "learning_rate", "num_valid_tokens"})
+"""Metrics that a training backend or the loop adds."""
 _TOLERANCE: Final = 1e-3
 """Relative difference of float32 sums in another order."""
 _DIVIDE: Final = (
@@ -173,7 +173,7 @@ def refuse_micro_batch_dependence(
             fix="select tokens: mask = valid_token_mask(batch['token_mask'], batch['sample_mask'])"
             ", then zero_masked(values, mask) or masked_sum(values, mask, denominator=...)",
         )
-    parts = _halves(batch, len(logprobs), logprobs.device)
+    parts = halves(batch, len(logprobs), logprobs.device)
     if len(parts) < 2:
         return gradient
     total, totals, joined = torch.zeros_like(loss), dict[str, Tensor](), torch.zeros_like(gradient)
@@ -236,7 +236,7 @@ def _without_gradient(name: str) -> ConfigError:
     )
 
 
-def _halves(batch: Mapping[str, Any], num_rows: int, device: torch.device) -> list[Tensor]:
+def halves(batch: Mapping[str, Any], num_rows: int, device: torch.device) -> list[Tensor]:
     """Returns the row numbers of two parts that keep pairs together; of one if there is one."""
     ids = batch["pair_ids"] if "pair_ids" in batch else torch.arange(num_rows, device=device)
     unique, index = ids.unique(return_inverse=True)

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nemo_rl_core.config.names import unknown_names
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import ConfigError, MissingColumnError
 from nemo_rl_core.functional.custom_loss import (
     CheckedLoss,
+    halves,
     refuse_micro_batch_dependence,
     with_gradient,
 )
@@ -18,7 +19,10 @@ from nemo_rl_core.functional.masked import valid_token_mask
 from nemo_rl_core.functional.protocols import LossFunction
 
 _STEP: Final = 1e-6
-_DETACHING: Final = (Tensor.detach, Tensor.item, Tensor.data.__get__)  # type: ignore[attr-defined]
+_DETACHING: Final = (
+    *(Tensor.detach, Tensor.detach_, Tensor.data.__get__),  # type: ignore[attr-defined]
+    *(Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__),
+)
 _ROLLOUT: Final = (
     *("advantages", "prev_logprobs", "generation_logprobs", "reference_logprobs"),
     *("rewards", "group_ids", "truncated", "rollout_lengths"),
@@ -99,7 +103,7 @@ def check_loss(
     Args:
         loss_fn: The loss; see `LossFunction`.
         algorithm: The algorithm whose columns the batch has: `grpo`, `dpo`, `sft` or `ppo`.
-        batch: Columns in float64 with at least two sequences; None takes `example_batch`.
+        batch: Columns in float64 with at least two sequences, or pairs; None takes `example_batch`.
         tolerance: Largest difference, relative to the largest gradient.
 
     Returns:
@@ -114,12 +118,20 @@ def check_loss(
         tensor([-0.0909, -0.0909, -0.0909, -0.0909], dtype=torch.float64)
     """
     batch = example_batch(algorithm) if batch is None else batch
+    batch = _Columns(batch) if isinstance(batch, dict) else batch
     name = str(getattr(loss_fn, "__name__", type(loss_fn).__name__))
     mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
     counts = {"global_valid_seqs": batch["sample_mask"].double().sum()}
     counts["global_valid_tokens"] = mask.double().sum()
     generator = torch.Generator().manual_seed(1)
     logprobs = -torch.rand(mask.shape, generator=generator, dtype=torch.float64) - 0.1
+    if len(halves(batch, len(logprobs), logprobs.device)) < 2:
+        raise ConfigError(
+            "a batch of one sequence, or of one pair, cannot be split into micro-batches",
+            expected="at least two",
+            got="1",
+            fix="add rows, with another number in pair_ids for pairs",
+        )
     checked = CheckedLoss(fn=loss_fn, name=name, is_first_step=False)
 
     def call(values: Tensor, rows: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -169,6 +181,15 @@ def _finite_differences(
     return result
 
 
+class _Columns(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        raise MissingColumnError(
+            f"the batch has no column {name!r}",
+            got=f"the columns {', '.join(sorted(self))}",
+            fix="add it to the batch",
+        )
+
+
 class _Constants(TorchFunctionMode):
     """Records the values that have no gradient, such as those of `detach`, or returns them again.
 
@@ -182,8 +203,25 @@ class _Constants(TorchFunctionMode):
         self._recorded = iter(recorded) if recorded is not None else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args and isinstance(args[0], Tensor) else None
+        version = None if target is None else target._version
         computed = func(*args, **(kwargs or {}))
         if func not in _DETACHING and torch.is_grad_enabled():
             return computed
-        self.values.append(computed)
-        return computed if self._recorded is None else next(self._recorded)
+        if self._recorded is None:
+            self.values.append(_copied(computed))
+            return computed
+        recorded = next(self._recorded)
+        if not isinstance(computed, Tensor) or computed.shape != recorded.shape:
+            return _copied(recorded)
+        if computed is target and (func is Tensor.detach_ or target._version != version):
+            with torch.no_grad():
+                return target.copy_(recorded)
+        # A view of a constant stays a view, for changes in place.
+        return computed if torch.equal(computed, recorded) else _copied(recorded)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)([_copied(each) for each in value])
+    return value.clone() if isinstance(value, Tensor) else value

@@ -10,7 +10,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from nemo_rl_core.config.annotations import annotated, classes_of
-from nemo_rl_core.config.functions import CustomFunction
+from nemo_rl_core.config.functions import FIELDS, CustomFunction, as_mapping
 from nemo_rl_core.config.trainer import TrainerSettings
 from nemo_rl_core.environments.targets import import_function
 from nemo_rl_core.errors import ConfigError
@@ -22,8 +22,6 @@ from nemo_rl_core.functional.custom_advantage import (
 )
 from nemo_rl_core.functional.custom_loss import CheckedLoss
 
-FIELDS: Final = {"loss_fn": "loss", "advantage_fn": "advantage"}
-"""Fields of an algorithm's section, by the argument in Python."""
 _LOSS: Final = "(next_token_logprobs, batch, *, global_valid_seqs, global_valid_tokens)"
 
 
@@ -54,9 +52,13 @@ class CustomFunctions:
             config = getattr(section, field, None)
             if isinstance(config, CustomFunction):
                 path = f"{algorithm}.{field}.target"
-                fn = (arguments or {}).get(argument) or import_function(
-                    config.target, of=path, expected=f"a function with the signature of {argument}"
+                expected = f"a function with the signature of {argument}"
+                fn = (
+                    arguments[argument]
+                    if arguments and argument in arguments
+                    else import_function(config.target, of=path, expected=expected)
                 )
+                _refuse_without_signature(fn, argument)
                 named[field] = {"fn": fn, "name": config.target}
         loss = CheckedLoss(**named["loss"]) if "loss" in named else None
         advantage = AdvantageFunction(**named["advantage"]) if "advantage" in named else None
@@ -79,7 +81,8 @@ def take_functions(overrides: dict[str, Any], section: Any, *, algorithm: str) -
     Raises:
         ConfigError: If the algorithm has no such function.
     """
-    taken = {name: overrides.pop(name) for name in FIELDS if name in overrides}
+    arguments = {name: overrides.pop(name) for name in FIELDS if name in overrides}
+    taken = {name: fn for name, fn in arguments.items() if fn is not None}
     for name, fn in taken.items():
         fields: Mapping[str, Any] = getattr(section, "model_fields", {})
         field = fields.get(FIELDS[name])
@@ -100,11 +103,11 @@ def with_functions(
     """Returns settings whose section names the functions, so that they are in the run's record."""
     if not functions:
         return settings  # type: ignore[no-any-return]
-    values = _as_mapping(settings)
-    section = _as_mapping(values.get(algorithm) or {})
+    values = dict(settings)
+    section = as_mapping(values.get(algorithm) or {})
     for argument, fn in functions.items():
         field = FIELDS[argument]
-        options = _as_mapping(section.get(field) or {})
+        options = as_mapping(section.get(field) or {})
         if options.get("kind", "function") != "function":
             raise ConfigError(
                 f"{argument} replaces {algorithm}.{field}, which is also given",
@@ -112,17 +115,15 @@ def with_functions(
                 fix="leave one of them out",
             )
         section[field] = {**options, "kind": "function", "target": _name_of(fn)}
+    if isinstance(settings, BaseModel):
+        values = settings.model_dump()
     return {**values, algorithm: section}
 
 
-def is_importable(fn: Any) -> bool:
-    """Whether the section's `module:function` names the function itself, for other processes."""
-    module, _, name = _name_of(fn).partition(":")
+def is_importable(fn: Any, target: str) -> bool:
+    """Whether the section's target, `module:function`, is the function in other processes, too."""
+    module, _, name = target.partition(":")
     return module != "__main__" and getattr(sys.modules.get(module), name, None) is fn
-
-
-def _as_mapping(values: Any) -> dict[str, Any]:
-    return values.model_dump(exclude_unset=True) if isinstance(values, BaseModel) else dict(values)
 
 
 def _name_of(fn: Any) -> str:
@@ -130,6 +131,18 @@ def _name_of(fn: Any) -> str:
     kind = fn if hasattr(fn, "__qualname__") else type(fn)
     name = re.sub(r"\W+", "_", kind.__qualname__).strip("_")
     return f"{kind.__module__}:{name}"
+
+
+def _refuse_without_signature(fn: Any, argument: str) -> None:
+    try:
+        inspect.signature(fn)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{argument} has no parameters that can be read",
+            expected="a Python function, or an object with __call__",
+            got=f"{fn!r:.200}",
+            fix="call it in a function of your own, or pass the function itself, not its name",
+        ) from error
 
 
 def _refuse_signature(loss: CheckedLoss) -> None:

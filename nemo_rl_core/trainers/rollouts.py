@@ -24,6 +24,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import plan_microbatches
 from nemo_rl_core.environments.needs import refuse_incomplete_rows
 from nemo_rl_core.environments.rewards.retries import num_retries
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.evaluate import greedy_rollouts
 from nemo_rl_core.evals.metrics import accuracy_metrics
 from nemo_rl_core.functional.protocols import LossFunction
@@ -345,6 +346,18 @@ def combined(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     return {**means, "num_valid_tokens": sum(num_tokens)}
 
 
+def with_trained(metrics: dict[str, float], trained: dict[str, float]) -> dict[str, float]:
+    """Adds the metrics of training; refuses names that other metrics of the step have."""
+    if taken := sorted((metrics.keys() & trained.keys()) - {"num_valid_tokens"}):
+        raise ConfigError(
+            "the loss or the policy returned metrics with names that the trainer uses",
+            expected=f"other names than {', '.join(sorted(metrics))}",
+            got=", ".join(taken),
+            fix="rename them",
+        )
+    return {**metrics, **trained}
+
+
 def num_parts(num_rows: int, size: int | None) -> int:
     """Returns the number of optimizer steps of `train_in_parts`."""
     return 1 if size is None else max((2 * num_rows + size) // (2 * size), 1)
@@ -357,9 +370,13 @@ def _part_sizes(num_rows: int, size: int | None) -> list[int]:
 
 
 def _means(parts: Sequence[dict[str, float]], weights: Sequence[float]) -> dict[str, float]:
-    """Computes weighted means; 0 without weights, like the mean of no tokens in a loss."""
+    """Computes weighted means; 0 without weights, like the mean of no tokens in a loss.
+
+    A metric that a part does not have is 0 there, as in a micro-batch.
+    """
     total = sum(weights) or 1.0
+    weighted = list(zip(parts, weights, strict=True))
     return {
-        name: sum(weight * part[name] for part, weight in zip(parts, weights, strict=True)) / total
-        for name in parts[0]
+        name: sum(weight * part.get(name, 0.0) for part, weight in weighted) / total
+        for name in dict.fromkeys(name for part in parts for name in part)
     }

@@ -5,9 +5,17 @@ type with a `kind`; `presets.py` names the published combinations.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Tag, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
 
 from nemo_rl_core.algorithms.grpo.advantage_config import (
     GDPO,
@@ -175,6 +183,15 @@ class GRPOConfig(LoopConfig):
         if not isinstance(loss, dict) or loss.get("kind") == "function":
             return values
         return {**values, "loss": {"importance": TruncatedImportance().model_dump(), **loss}}
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _correction_is_default(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Counts a loss that only `_correct_for_staleness` added as not set."""
+        config = handler(values)
+        if isinstance(values, dict) and not {"loss", "preset"} & values.keys():
+            config.__pydantic_fields_set__.discard("loss")
+        return config
 
     @property
     def num_sequences_per_step(self) -> int:

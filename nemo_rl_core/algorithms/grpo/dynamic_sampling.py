@@ -11,6 +11,7 @@ import torch
 from nemo_rl_core.algorithms.grpo.advantage_config import GDPO, AdvantageConfig
 from nemo_rl_core.algorithms.grpo.config import DynamicSampling
 from nemo_rl_core.algorithms.grpo.data import grpo_batch
+from nemo_rl_core.config.functions import CustomAdvantage
 from nemo_rl_core.functional.advantages import informative_groups, zero_variance_fraction
 from nemo_rl_core.rollouts.batch import (
     failed_rollouts,
@@ -103,8 +104,8 @@ class StepDraws:
         rollouts = valid_rollouts(rollouts)
         data = grpo_batch(rollouts)
         rewards = data["rewards"][:, None]
-        if isinstance(self._advantage, GDPO):
-            # GDPO normalizes each reward separately: sums may be equal for unequal rewards.
+        if isinstance(self._advantage, GDPO | CustomAdvantage):
+            # Each reward may be normalized separately: sums may be equal for unequal rewards.
             rewards = data.get("reward_components", rewards)
         masks = [informative_groups(part, data["group_ids"]) for part in rewards.unbind(dim=1)]
         return selected(rollouts, torch.stack(masks).any(dim=0))

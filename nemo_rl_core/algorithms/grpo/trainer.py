@@ -33,6 +33,7 @@ from nemo_rl_core.trainers.rollouts import (
     RolloutTrainer,
     num_parts,
     train_in_parts,
+    with_trained,
     without_comparison,
 )
 from nemo_rl_core.types import Prompt, Rollout
@@ -83,7 +84,8 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         update = self._update_once if self._updates_once(data) else self._update_in_parts
         data, consistency, trained = update(data)
         environment = self._record(rollouts, advantages=mean_advantages(data))
-        metrics = {**environment, **consistency, **rollout_metrics(data), **sampling, **trained}
+        metrics = {**environment, **consistency, **rollout_metrics(data), **sampling}
+        metrics = with_trained(metrics, trained)
         return metrics if self._engine_returns_logprobs else without_comparison(metrics)
 
     def _updates_once(self, batch: BatchedDataDict) -> bool:

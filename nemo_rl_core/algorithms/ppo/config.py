@@ -136,6 +136,17 @@ class PPOConfig(LoopConfig):
                 f"train_global_batch_size ({batch}) must divide num_prompts_per_step x "
                 f"num_generations_per_prompt ({self.num_sequences_per_step})"
             )
+        fields = type(self).model_fields
+        unread = [
+            name
+            for name in ("gamma", "lam", "bootstrap_truncated")
+            if self.advantage is not None and getattr(self, name) != fields[name].default
+        ]
+        if unread:
+            raise ValueError(
+                f"nothing reads {', '.join(unread)}, since a function computes the advantages; "
+                "leave it out, and write its value in the function"
+            )
         return self
 
 

@@ -37,6 +37,7 @@ from nemo_rl_core.trainers.rollouts import (
     RolloutTrainer,
     combined,
     train_in_parts,
+    with_trained,
     without_comparison,
 )
 from nemo_rl_core.types import Prompt
@@ -110,8 +111,8 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
             **consistency,
             **rollout_metrics(data),
             **failure_metrics(rollouts),
-            **trained,
         }
+        metrics = with_trained(metrics, trained)
         return metrics if self._engine_returns_logprobs else without_comparison(metrics)
 
     def _with_logprobs(self, data: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
@@ -162,9 +163,10 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
             metrics = _critic_metrics(value)
             if self.step > config.num_critic_warmup_steps:
                 with self.timer.phase("train"):
-                    metrics |= train_in_parts(
+                    trained = train_in_parts(
                         self.policy, batch, self._policy_loss, size=config.train_global_batch_size
                     )
+                metrics = with_trained(metrics, trained)
             parts.append(metrics)
         return combined(parts)
 

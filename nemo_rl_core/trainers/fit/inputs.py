@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from nemo_rl_core.checkpoints.model_code import allow, allow_or_refuse, code_files
+from nemo_rl_core.config.functions import FIELDS
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel, as_model
 from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
 from nemo_rl_core.converters.materialize import materialize
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 def fit_call(trainer: TrainerForFit, request: FitRequest) -> FitCall:
     """Describes a call of `fit` for its record."""
     cls = trainer.cls
+    section = getattr(trainer.settings, trainer.algorithm, None)
     unrepeatable = [
         f"the {name} is a custom object, {type(part).__name__}, which is not recorded"
         for name, part in request.parts.items()
@@ -45,7 +47,7 @@ def fit_call(trainer: TrainerForFit, request: FitRequest) -> FitCall:
     unrepeatable += [
         f"the {name} is not a function at the top level of an importable module"
         for name, fn in request.functions.items()
-        if not is_importable(fn)
+        if not is_importable(fn, getattr(section, FIELDS[name]).target)
     ]
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
         unrepeatable.append(

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel
-
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.functions import as_mapping
 from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers.fit.peer_arguments import python_hint
@@ -26,7 +25,7 @@ def nested_overrides(
     values: dict[str, Any] = {section: {}} if section in sections else {}
     for name, value in overrides.items():
         if name in settings_class.model_fields:
-            values[name] = _as_mapping(value)
+            values[name] = as_mapping(value)
     for name, value in overrides.items():
         owner = None if name in values else _owner(name, sections, section)
         if owner is not None:
@@ -87,12 +86,6 @@ def _sections(settings_class: type[FrozenConfig]) -> dict[str, type[FrozenConfig
     if "generation" in fields:
         sections["generation"] = type(fields["generation"].default)
     return sections
-
-
-def _as_mapping(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        return value.model_dump()
-    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _owner(name: str, sections: Mapping[str, type[FrozenConfig]], preferred: str) -> str | None:

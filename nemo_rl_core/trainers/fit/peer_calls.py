@@ -5,7 +5,7 @@
 write (`python_hint` in `peer_arguments.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +13,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.functions import FIELDS
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers.fit.trl_configs import as_arguments, is_trl_config, translate
 
@@ -74,7 +75,9 @@ def read_arguments(
         )
     fit = {key: values.pop(key) for key in _OF_FIT if key in values}
     if "args" in values:
-        values = {**_section_of(values.pop("args"), trainer, section, name), **values}
+        replaced = {FIELDS[each] for each in FIELDS if values.get(each) is not None}
+        args = values.pop("args")
+        values = {**_section_of(args, trainer, section, name, replaced), **values}
     return TrainerArguments(settings, values, pop_trl_names(fit) | fit)
 
 
@@ -125,7 +128,9 @@ def _is_left_out(value: Any) -> bool:
     return value is None or (isinstance(value, tuple) and not value)
 
 
-def _section_of(args: Any, trainer: str, section: Any, name: str) -> dict[str, dict[str, Any]]:
+def _section_of(
+    args: Any, trainer: str, section: Any, name: str, replaced: Collection[str]
+) -> dict[str, dict[str, Any]]:
     if isinstance(args, Mapping):
         return {name: dict(args)}
     if isinstance(section, type) and isinstance(args, section) and isinstance(args, BaseModel):
@@ -136,15 +141,16 @@ def _section_of(args: Any, trainer: str, section: Any, name: str) -> dict[str, d
         f"args of {trainer} is not a section {name!r} of this project",
         expected=f"{getattr(section, '__name__', 'a mapping')}, or settings by name",
         got=f"{type(args).__module__}.{type(args).__qualname__}",
-        fix=_translated(args, trainer, name),
+        fix=_translated(args, trainer, name, replaced),
     )
 
 
-def _translated(args: Any, trainer: str, name: str) -> str:
+def _translated(args: Any, trainer: str, name: str, replaced: Collection[str]) -> str:
     if not is_trl_config(args, name):
         return f"give settings by name: {trainer}(model=..., seed=0)"
     translation = translate(args, name)
-    call = f"write {trainer}(model=..., {as_arguments(translation.settings)}) without args"
+    settings = {key: each for key, each in translation.settings.items() if key not in replaced}
+    call = f"write {trainer}(model=..., {as_arguments(settings)}) without args"
     left_out = ["not carried over:", *translation.notes] if translation.notes else []
     return "\n    ".join([call, *left_out])
 

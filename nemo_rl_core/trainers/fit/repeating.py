@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.config.functions import FIELDS
 from nemo_rl_core.environments.adapt import as_scorer
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.errors import NemoRLError, StoreError
@@ -56,7 +57,8 @@ def repeat(recorded: Repetition) -> Path:
     cls = getattr(importlib.import_module(module), name)
     trainer = cls(recorded.settings)
     for argument, fn in trainer.custom_functions.objects.items():
-        _refuse_changed(fn, argument, recorded)
+        name = getattr(trainer.config, FIELDS[argument]).target
+        _refuse_changed(fn, argument, recorded, name=name)
 
     def run(artifacts: Mapping[str, Path], work: Path, scorer: Scorer | None) -> RunResult:
         result: RunResult = trainer.run(trainer.run_spec(artifacts, work, scorer=scorer))
@@ -75,16 +77,17 @@ def _scorer(recorded: Repetition) -> Scorer | None:
     reward = read_reward(Path(recorded.run))
     if reward is None:
         return None
-    _refuse_changed(reward[0], "reward_fn", recorded)
+    name = recorded.config.get("reward_fn", "")
+    _refuse_changed(reward[0], "reward_fn", recorded, name=name)
     return as_scorer(*reward)
 
 
-def _refuse_changed(fn: Any, argument: str, recorded: Repetition) -> None:
+def _refuse_changed(fn: Any, argument: str, recorded: Repetition, *, name: str) -> None:
     source, expected = object_source(fn), recorded.config.get(f"{argument}_source")
     if source.digest != expected and not recorded.anyway:
         what = "reward" if argument == "reward_fn" else argument
         raise StoreError(
-            f"the {what} {recorded.config.get(argument, '')!r} is not the recorded one",
+            f"the {what} {name!r} is not the recorded one",
             expected=f"source {expected}",
             got=", ".join(source.unknown) or f"source {source.digest}",
             fix="restore its module, or pass --anyway",

@@ -23,6 +23,7 @@ from nemo_rl_core.algorithms.grpo.loss_config import (
 from nemo_rl_core.algorithms.ppo.loss import PPOLossFn
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.functional.custom_advantage import AdvantageFunction
 from nemo_rl_core.functional.custom_loss import CheckedLoss
 from nemo_rl_core.functional.loss_check import check_loss, example_batch
 from nemo_rl_core.functional.masked import masked_sum, valid_token_mask, zero_masked
@@ -165,6 +166,60 @@ def test_detached_values_count_as_constants() -> None:
         return weighted(logprobs * ratio * logprobs.detach().tanh(), batch, **counts)
 
     check_loss(loss)  # type: ignore[arg-type]
+
+
+def _numbers(values: Tensor) -> Tensor:
+    return torch.stack([row * 0 + float(row.sum()) + int(row[2] * 9) for row in values]) + (
+        torch.tensor(values.tolist())
+    )
+
+
+def _detached_in_place(values: Tensor) -> Tensor:
+    doubled = values * 2
+    doubled.detach_()
+    return doubled
+
+
+def _changed_in_place(values: Tensor) -> Tensor:
+    with torch.no_grad():
+        changed = values.contiguous().exp().mul_(2.0)
+        changed[:, 2].add_(1.0)  # a view
+        changed[:, 3] = values[:, 2]
+        changed.div_(changed.sum(dim=1, keepdim=True))
+        return changed.expand(2, *changed.shape).max(dim=0).values
+
+
+@pytest.mark.parametrize("constant", [_numbers, _detached_in_place, _changed_in_place])
+def test_constants_may_be_numbers_and_changed_in_place(constant: Any) -> None:
+    def loss(logprobs: Tensor, batch: Any, **counts: Any) -> Any:
+        mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
+        logprobs = zero_masked(logprobs, mask)
+        return weighted(logprobs * constant(logprobs).detach(), batch, **counts)
+
+    check_loss(loss)  # type: ignore[arg-type]
+
+
+def test_a_batch_of_one_sequence_or_pair_cannot_be_checked() -> None:
+    for algorithm, size in (("sft", 1), ("dpo", 2)):
+        batch = {name: column[:size] for name, column in example_batch(algorithm).items()}
+        with pytest.raises(ConfigError, match="cannot be split"):
+            check_loss(weighted, algorithm, batch=batch)
+
+
+def test_a_missing_column_of_a_plain_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="reads a column that this run does not have"):
+        check_loss(weighted, batch=example_batch("sft"))
+
+
+def test_an_advantage_of_one_row_is_not_called_without_rows() -> None:
+    def advantages(rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        assert len(rewards)
+        return rewards - values, rewards
+
+    columns = {"rewards": torch.ones(1, 3), "values": torch.zeros(1, 3)}
+    columns["mask"] = torch.tensor([[True, True, False]])
+    result, _ = AdvantageFunction(fn=advantages, name="a").of_critic(columns)
+    assert result.tolist() == [[1.0, 1.0, 0.0]]
 
 
 def test_prev_logprobs_may_be_those_of_the_forward_pass() -> None:

@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from nemo_rl_core import (
@@ -19,11 +21,15 @@ from nemo_rl_core import (
     SFTConfig,
     SFTTrainer,
 )
-from nemo_rl_core.algorithms.grpo.loss_config import CustomPolicyLoss
+from nemo_rl_core.algorithms.grpo.advantage_config import LeaveOneOut
+from nemo_rl_core.algorithms.grpo.asynchronous import AsyncGRPOTrainer
+from nemo_rl_core.algorithms.grpo.config import Asynchronous, GRPOSettings
+from nemo_rl_core.algorithms.grpo.loss_config import CustomPolicyLoss, GSPOLoss
+from nemo_rl_core.algorithms.sft.config import SFTSettings
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
-from nemo_rl_core.config.generation import GENERATION_SECTIONS
-from nemo_rl_core.config.training import TRAINING_SECTIONS
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.config.generation import GENERATION_SECTIONS, HuggingFaceGenerationConfig
+from nemo_rl_core.config.training import TRAINING_SECTIONS, MegatronTraining
+from nemo_rl_core.errors import ConfigError, StoreError
 from nemo_rl_core.functional.advantages import group_normalized
 from nemo_rl_core.functional.loss_check import example_batch
 from nemo_rl_core.functional.masked import masked_sum, valid_token_mask, zero_masked
@@ -31,6 +37,7 @@ from nemo_rl_core.functional.policy_gradient import clipped_surrogate, token_rat
 from nemo_rl_core.functional.preference import pair_rows
 from nemo_rl_core.functional.value import gae
 from nemo_rl_core.trainers.custom_functions import is_importable
+from nemo_rl_core.trainers.fit.repeating import Repetition, repeat
 from tasks.local_run.preflight import preflight
 from tasks.plan_tasks.dpo import plan_dpo
 from tasks.plan_tasks.grpo import plan_grpo
@@ -56,6 +63,9 @@ DPO = {"num_steps_per_iteration": 2, "num_pairs_per_step": 4}
 def nll(logprobs: Tensor, batch: Any, *, global_valid_seqs: Any, global_valid_tokens: Any) -> Any:
     mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
     return masked_sum(-logprobs, mask, denominator=global_valid_tokens), {}
+
+
+an_object = partial(nll)
 
 
 def dpo(logprobs: Tensor, batch: Any, *, global_valid_seqs: Any, global_valid_tokens: Any) -> Any:
@@ -195,6 +205,8 @@ def test_a_wrong_loss_moves_no_weight(tiny_model: Path) -> None:
         (lambda rewards, groups: groups, "not finite numbers"),
         (lambda rewards, reward_components: rewards, "reads a column that this run does not have"),
         (lambda rewards, colour: rewards, "parameters that are not columns"),
+        (lambda rewards, **columns: rewards, "parameters that are not columns"),
+        (lambda rewards, *columns: rewards, "parameters that are not columns"),
     ],
 )
 def test_a_wrong_advantage_is_refused_by_name(
@@ -205,6 +217,13 @@ def test_a_wrong_advantage_is_refused_by_name(
             CustomPolicy(str(tiny_model)), loss={"kl": None}, advantage_fn=advantages, **ROLLOUTS
         ).fit(ROWS, reward_fn=reward)
     assert problem in raised.value.problem and raised.value.expected and raised.value.fix
+
+
+def test_settings_of_the_estimation_that_a_function_replaces_are_refused() -> None:
+    values = {"advantage": {"kind": "function", "target": "my_functions:fn"}}
+    with pytest.raises(ValidationError, match="nothing reads gamma, bootstrap_truncated"):
+        PPOConfig.model_validate({**values, "gamma": 0.9, "bootstrap_truncated": True})
+    PPOConfig.model_validate(values).replace(num_prompts_per_step=2)
 
 
 def test_an_advantage_of_ppo_depends_on_one_row(tiny_model: Path) -> None:
@@ -222,6 +241,17 @@ def test_an_advantage_of_ppo_depends_on_one_row(tiny_model: Path) -> None:
         trainer.fit(ROWS, reward_fn=reward)
 
 
+def test_a_metric_does_not_replace_that_of_the_run(tiny_model: Path) -> None:
+    def loss(logprobs: Tensor, batch: Any, **counts: Any) -> Any:
+        value, _ = nll(logprobs, batch, **counts)
+        return value, {"reward": value.detach()}
+
+    trainer = GRPOTrainer(CustomPolicy(str(tiny_model)), loss_fn=loss, **ROLLOUTS)
+    with pytest.raises(ConfigError, match="names that the trainer uses") as raised:
+        trainer.fit(ROWS, reward_fn=reward)
+    assert raised.value.got == "reward"
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="'reward_model' takes no loss_fn"):
         RewardModelTrainer.from_pretrained("model", loss_fn=nll)
@@ -233,6 +263,63 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         SFTTrainer({}, loss_fn=lambda logprobs, batch: logprobs.sum())
     with pytest.raises(ConfigError, match="name an object of the class"):
         SFTTrainer({}, loss_fn=NLLLoss)
+
+
+def test_a_function_replaces_only_its_field() -> None:
+    grpo = GRPOConfig(advantage=LeaveOneOut(), num_prompts_per_step=8)
+    settings = GRPOSettings(
+        training=MegatronTraining(), generation=HuggingFaceGenerationConfig(), grpo=grpo
+    )
+    custom = CustomPolicyLoss(target=f"{__name__}:nll")
+    changed = GRPOTrainer(settings, loss_fn=nll).settings
+    assert changed == settings.replace(grpo=grpo.model_copy(update={"loss": custom}))
+    assert SFTTrainer(SFTSettings(training=MegatronTraining()), loss_fn=nll).settings.training == (
+        MegatronTraining()
+    )
+    for trainer in (
+        GRPOTrainer({"grpo": grpo}, loss_fn=nll),
+        GRPOTrainer.from_pretrained("model", grpo=grpo, loss_fn=nll, advantage_fn=None),
+        GRPOTrainer("model", grpo=grpo, loss_fn=nll),
+    ):
+        assert trainer.config.loss == custom and trainer.config.advantage == LeaveOneOut()
+        assert trainer.config.num_prompts_per_step == 8
+    assert SFTTrainer({}, loss_fn=None).custom_functions.objects == {}
+
+
+def test_a_function_replaces_the_correction_of_stale_samples() -> None:
+    settings = GRPOSettings.model_validate({"grpo": {"asynchronous": {}}})
+    custom = CustomPolicyLoss(target=f"{__name__}:nll")
+    for trainer in (
+        AsyncGRPOTrainer(settings, loss_fn=nll),
+        AsyncGRPOTrainer.from_pretrained("model", grpo=settings.grpo, loss_fn=nll),
+    ):
+        assert trainer.config.loss == custom
+        assert trainer.config.asynchronous == Asynchronous()
+
+
+def test_a_loss_that_a_config_sets_is_not_replaced() -> None:
+    for grpo in (
+        GRPOConfig(loss=GSPOLoss()),
+        GRPOConfig.model_validate({"preset": "dr_grpo", "asynchronous": {}}),
+    ):
+        with pytest.raises(ConfigError, match=r"replaces grpo.loss, which is also given"):
+            GRPOTrainer(GRPOSettings(grpo=grpo), loss_fn=nll)
+
+
+@pytest.mark.parametrize("fn", [torch.mean, "my_losses:dft", max])
+def test_what_has_no_parameters_is_refused(fn: Any) -> None:
+    for argument in ("loss_fn", "advantage_fn"):
+        with pytest.raises(ConfigError, match=f"{argument} has no parameters"):
+            GRPOTrainer({}, **{argument: fn})
+
+
+def test_an_object_without_items_is_called() -> None:
+    class Empty(NLLLoss):
+        def __len__(self) -> int:
+            return 0
+
+    loss = Empty()
+    assert SFTTrainer({}, loss_fn=loss).custom_functions.objects == {"loss_fn": loss}
 
 
 def test_a_section_names_a_function_of_the_working_directory(
@@ -312,6 +399,18 @@ def test_asynchronous_grpo_adds_no_correction_to_a_custom_loss() -> None:
     assert config.loss == CustomPolicyLoss(target="my_functions:fn")
 
 
+def test_a_repetition_names_the_loss_that_changed(write: Callable[[str], None]) -> None:
+    write(f"from {__name__} import nll as loss\n")
+    section = {"loss": {"kind": "function", "target": "my_functions:loss"}}
+    recorded = Repetition(
+        "nemo_rl_core:SFTTrainer", {"sft": section}, {"loss_fn_source": "another"}, {}, "run"
+    )
+    with pytest.raises(StoreError, match="the loss_fn 'my_functions:loss' is not the recorded one"):
+        repeat(recorded)
+
+
 def test_only_a_named_function_can_be_called_again_by_another_process() -> None:
-    assert is_importable(nll)
-    assert not is_importable(lambda: None) and not is_importable(NLLLoss())
+    assert is_importable(nll, f"{__name__}:nll")
+    assert is_importable(an_object, f"{__name__}:an_object")
+    assert not is_importable(lambda: None, f"{__name__}:nll")
+    assert not is_importable(NLLLoss(), f"{NLLLoss.__module__}:NLLLoss")

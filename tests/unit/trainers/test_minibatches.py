@@ -8,7 +8,7 @@ import torch
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, ConstantDenominator
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.trainers.rollouts import train_in_parts
+from nemo_rl_core.trainers.rollouts import combined, train_in_parts
 
 
 class Rows:
@@ -120,3 +120,12 @@ def test_minibatches_without_tokens_have_metrics():
 
     metrics = train_in_parts(Nothing(), batch, None, size=1, sequence_means=frozenset({"loss"}))
     assert metrics == {"loss": 0, "num_valid_tokens": 0, "grad_norm": 0}
+
+
+def test_a_metric_that_some_parts_lack_is_0_there() -> None:
+    parts = [
+        {"loss": 1.0, "num_valid_tokens": 1.0},
+        {"loss": 2.0, "num_valid_tokens": 3.0, "a": 4.0},
+    ]
+    by_hand = {"loss": 1.75, "a": 3.0, "num_valid_tokens": 4.0}
+    assert combined(parts) == combined(parts[::-1]) == by_hand

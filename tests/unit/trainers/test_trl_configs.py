@@ -277,3 +277,10 @@ def test_a_warm_up_ratio_is_rounded_up_as_in_transformers() -> None:
     args = trl.SFTConfig(output_dir="out", max_steps=25, warmup_steps=0.1, **CPU)
     expected = args.get_warmup_steps(25) + 1  # see the test of learning rates
     assert translate(args, "sft").settings["num_warmup_steps"] == expected == 4
+
+
+def test_a_custom_function_replaces_what_trl_says_about_it() -> None:
+    args = trl.GRPOConfig(output_dir="out", **CPU)
+    with pytest.raises(ConfigError) as raised:
+        nemo_rl_core.GRPOTrainer(model="m", args=args, loss_fn=len)
+    assert "loss=" not in (raised.value.fix or "") and "advantage=" in (raised.value.fix or "")

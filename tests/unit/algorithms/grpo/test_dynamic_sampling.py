@@ -8,6 +8,7 @@ import pytest
 from nemo_rl_core.algorithms.grpo.advantage_config import GDPO, AdvantageConfig, GroupNormalized
 from nemo_rl_core.algorithms.grpo.config import DynamicSampling
 from nemo_rl_core.algorithms.grpo.dynamic_sampling import StepDraws
+from nemo_rl_core.config.functions import CustomAdvantage
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 G = 2
@@ -96,7 +97,10 @@ def test_one_reward_that_differs_is_enough() -> None:
     assert not draws_of(rollouts, advantage=GDPO(weights=[1.0, 1.0])).wants_more
 
 
-@pytest.mark.parametrize(("advantage", "is_kept"), [(GroupNormalized(), False), (None, True)])
+@pytest.mark.parametrize(
+    ("advantage", "is_kept"),
+    [(GroupNormalized(), False), (None, True), (CustomAdvantage(target="mine:advantage"), True)],
+)
 def test_components_are_compared_separately_if_each_has_an_advantage(
     advantage: AdvantageConfig | None, is_kept: bool
 ) -> None:
