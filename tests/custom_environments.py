@@ -50,7 +50,7 @@ def closeness(completion: str, answer: str, scale: float = 1.0) -> float:
 
 
 def without_the_lock(completion: str) -> float:
-    """Returns 1 in a process whose `tabulate` is not the lock's."""
+    """Returns 1 if the `tabulate` of this process differs from the lock's."""
     import tabulate
 
     return float(not hasattr(tabulate, "tabulate"))
