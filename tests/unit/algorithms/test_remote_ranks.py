@@ -56,8 +56,9 @@ class RowBackend:
             columns = {name: batch[name][row][is_trained[row]] for name in KEPT & batch.keys()}
             self.seen.append({"ids": batch["input_ids"][row, :length], **columns})
         moments = ("return_mean", "return_square", "value_error_mean", "value_error_square")
-        names = ("loss", "num_valid_tokens", "value_loss", "value_mean", "value_clip_fraction")
-        return dict.fromkeys((*moments, *names), 1.0)
+        of_critic = (*moments, "value_loss", "value_mean", "value_clip_fraction")
+        names = of_critic if isinstance(loss_fn, ValueLossFn) else ("loss",)
+        return dict.fromkeys((*names, "num_valid_tokens"), 1.0)
 
     def optimizer_step(self) -> dict[str, float]:
         return {}
