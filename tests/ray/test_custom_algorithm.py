@@ -27,7 +27,7 @@ def test_it_is_short(example: str) -> None:
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_imports_of_the_page_exist(block: str) -> None:
     for node in ast.walk(ast.parse(block)):
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("my_"):
             names = ", ".join(alias.name for alias in node.names)
             exec(f"from {node.module} import {names}", {})
 
