@@ -12,7 +12,6 @@ from nemo_rl_core.checkpoints.weight_files import stored_tensors
 from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.data.pretrained import copy_processors, load_tokenizer, read_model_json
 from nemo_rl_core.data.tokenizer_process import TokenizerProcess
-from nemo_rl_core.model_files.quantized import refuse_quantized
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +22,8 @@ def copy_with_code(source: Path, target: Path) -> tuple[int, Any]:
 
     The workers that load the copy check that the weights are those of the model.
     """
+    from nemo_rl_core.model_files.quantized import refuse_quantized
+
     refuse_quantized(source)
     target.mkdir(parents=True, exist_ok=True)
     config = read_model_json(source)

@@ -20,6 +20,11 @@ ALLOWED = {
         "ours / name": LISTED,
         "theirs / name": LISTED,
     },
+    "nemo_rl_core/checkpoints/model_code.py": {
+        "target / name": LISTED,
+        "source / name": LISTED,
+        "folder / name": OWN,
+    },
     "nemo_rl_core/checkpoints/hub.py": {
         "hub_folder('model', name) / 'refs' / (revision or 'main')": USER,
         "Path(constants.HF_HUB_CACHE) / '--'.join([f'{kind}s', *name.split('/')])": USER,
@@ -52,6 +57,9 @@ ALLOWED = {
     "nemo_rl_core/converters/materialize.py": {
         "Store.default().cache / 'remote' / digest": MADE,
     },
+    "nemo_rl_core/converters/hub.py": {
+        "folder / name": LISTED,
+    },
     "nemo_rl_core/data/datasets/files.py": {
         "folder / item.digest[:32]": MADE,
     },
@@ -60,6 +68,11 @@ ALLOWED = {
     },
     "nemo_rl_core/data/tokenized.py": {
         "Store.default().cache / 'tokens' / f'{_key(file, tokenizer)}.arrow'": MADE,
+    },
+    "nemo_rl_core/distributed/isolation.py": {
+        "Store.default().cache / 'packages' / file_name": MADE,
+        "Store.default().cache / 'packages' / digest": MADE,
+        "folder.with_name(f'.{digest}.{uuid.uuid4().hex[:8]}{ASIDE}')": MADE,
     },
     "nemo_rl_core/distributed/private_ray.py": {
         "Path(base) / f'ray-{os.getuid()}'": MADE,
@@ -90,6 +103,7 @@ ALLOWED = {
     "nemo_rl_core/maintenance/collect.py": {
         "store.runs / name": LISTED,
         "store.artifacts / name": LISTED,
+        "store.artifacts / artifact_name": LISTED,
         "store.work / name": LISTED,
         "store.runs / run.name": LISTED,
         "store.artifacts / made": MADE,
