@@ -106,7 +106,6 @@ ALLOWED = {
         "store.artifacts / artifact_name": LISTED,
         "store.work / name": LISTED,
         "store.runs / run.name": LISTED,
-        "store.artifacts / made": MADE,
         "parent / path.stem": LISTED,
         "folder.with_name(folder.name + suffix)": OWN,
     },
