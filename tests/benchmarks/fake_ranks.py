@@ -199,6 +199,7 @@ class FakeWorkers:
         return {
             "input_lengths": starts + lengths,
             "completion_lengths": lengths,
+            "has_logprobs": np.full(len(lengths), True),
             "truncated": lengths == most,
         }
 
