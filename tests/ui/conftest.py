@@ -275,9 +275,9 @@ _ARGUMENTS = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
-    """A browser with a separate profile, closed at the end."""
+    """A browser with a separate profile, closed after the tests of this folder."""
     if not CHROMIUM.exists():
         pytest.fail("no /usr/bin/chromium: run `bash deployment/chromium.sh` as root")
     with sync_playwright() as playwright:
