@@ -6,14 +6,14 @@ a power of two steps, and two are merged into one as the curve grows.
 
 import math
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from nemo_rl_core.errors import DamagedRecordError
 from nemo_rl_core.history.database import FILE
 
 MAX_BUCKETS = 256
-_KEPT_CURVES = 4096
+_KEPT_CURVES = 1024
 
 _BUCKET = """
 SELECT step, min(value), count(*), count(value), total(value) FROM metrics
@@ -23,10 +23,14 @@ SELECT step, max(value), 0, 0, 0 FROM metrics
   WHERE node = :node AND name = :name AND step >= :begin AND step < :end
 """
 """With `min` or `max`, SQLite takes the step from the row of that value."""
+_FIRST_MISSING = """
+SELECT min(step) FROM metrics WHERE node = :node AND name = :name AND step >= :begin
+  AND step < :end AND (value IS NULL OR abs(value) = 9e999)
+"""
 _FINITE = " AND abs(value) < 9e999"
 
 
-class Measured(NamedTuple):
+class CurvePoint(NamedTuple):
     """A value of a metric, with the position on the axis: a step, seconds or tokens."""
 
     x: float
@@ -41,22 +45,31 @@ class Bucket:
     Attributes:
         begin: The first step; the bucket may have fewer steps than its width.
         low: The lowest finite value, `high` the highest; NaN if there is none.
-        num_missing: Number of values that are NaN or infinite.
+        num_missing: Number of values that are NaN or infinite, the first one at `first_missing`.
     """
 
     begin: int
-    low: Measured
-    high: Measured
+    low: CurvePoint
+    high: CurvePoint
     num_values: int
     num_missing: int
     total: float
+    first_missing: CurvePoint | None = None
 
     @property
-    def points(self) -> list[Measured]:
+    def points(self) -> list[CurvePoint]:
         """The lowest and the highest value in order of steps; one point if they are the same."""
         if self.low.step == self.high.step:
             return [self.low]
         return sorted([self.low, self.high], key=lambda each: each.step)
+
+    def moved(self, distance: float) -> "Bucket":
+        """Returns the bucket elsewhere on the axis."""
+        low, high = (each._replace(x=each.x + distance) for each in (self.low, self.high))
+        missing = self.first_missing
+        if missing is not None:
+            missing = missing._replace(x=missing.x + distance)
+        return replace(self, low=low, high=high, first_missing=missing)
 
     def joined(self, later: "Bucket") -> "Bucket":
         """Returns one bucket for two."""
@@ -69,6 +82,7 @@ class Bucket:
             self.num_values + later.num_values,
             self.num_missing + later.num_missing,
             self.total + later.total,
+            self.first_missing or later.first_missing,
         )
 
 
@@ -77,7 +91,7 @@ Envelope = list[Bucket]
 
 @dataclass(frozen=True, slots=True)
 class NodeVersion:
-    """What a curve of a node depends on besides new steps.
+    """State of a node on which its curves depend, besides new steps.
 
     Attributes:
         measured: Id of the node that has the metrics: the maker of a cache hit.
@@ -188,13 +202,15 @@ def _version(database: sqlite3.Connection, node: int) -> NodeVersion:
 def _ends(
     database: sqlite3.Connection, node: int, name: str, between: tuple[int, int] | None
 ) -> tuple[int, int] | None:
-    lowest, highest = between if between is not None else (-(2**62), 2**62)
-    ends = database.execute(
-        "SELECT (SELECT min(step) FROM metrics WHERE node = :node AND name = :name "
-        "AND step >= :low AND step <= :high), (SELECT max(step) FROM metrics WHERE node = :node "
-        "AND name = :name AND step >= :low AND step <= :high)",
-        {"node": node, "name": name, "low": lowest, "high": highest},
-    ).fetchone()
+    limits = "" if between is None else "AND step BETWEEN :low AND :high"
+    low, high = between or (0, 0)
+    ends = [
+        database.execute(
+            f"SELECT {end}(step) FROM metrics WHERE node = :node AND name = :name {limits}",
+            {"node": node, "name": name, "low": low, "high": high},
+        ).fetchone()[0]
+        for end in ("min", "max")
+    ]
     if ends[0] is None:
         return None
     if not all(isinstance(each, int) for each in ends):
@@ -207,9 +223,7 @@ def _end(step: int, width: int) -> int:
     return step // width * width + width
 
 
-def _read(
-    database: sqlite3.Connection, node: int, name: str, axis: str, steps: range
-) -> Envelope:
+def _read(database: sqlite3.Connection, node: int, name: str, axis: str, steps: range) -> Envelope:
     """Reads the buckets of steps, whose width is the range's step."""
     if steps.step == 1:
         return _read_single_steps(database, node, name, axis, steps)
@@ -224,11 +238,15 @@ def _read(
             if not math.isfinite(low[4]):
                 finite = _BUCKET.replace("< :end", "< :end" + _FINITE)
                 low, high = database.execute(finite, values).fetchall()
-            measured = [
+            lowest, highest = (
                 _measured(database, node, axis, begin if row[0] is None else row[0], row[1])
                 for row in (low, high)
-            ]
-            buckets.append(Bucket(begin, *measured, num_values, num_values - low[3], low[4]))
+            )
+            num_missing, missing = num_values - low[3], None
+            if num_missing:
+                ((at,),) = database.execute(_FIRST_MISSING, values).fetchall()
+                missing = _measured(database, node, axis, at, None)
+            buckets.append(Bucket(begin, lowest, highest, num_values, num_missing, low[4], missing))
         begin = end
     return buckets
 
@@ -244,14 +262,15 @@ def _read_single_steps(
     for step, value in rows:
         _check(name, value)
         each = _measured(database, node, axis, step, value)
-        is_missing = not math.isfinite(each.value)
-        buckets.append(Bucket(step, each, each, 1, int(is_missing), 0.0 if is_missing else each.value))
+        missing = each if math.isnan(each.value) else None
+        total = 0.0 if missing else each.value
+        buckets.append(Bucket(step, each, each, 1, int(missing is not None), total, missing))
     return buckets
 
 
 def _measured(
     database: sqlite3.Connection, node: int, axis: str, step: int, value: float | None
-) -> Measured:
+) -> CurvePoint:
     is_finite = value is not None and math.isfinite(value)  # SQLite stores NaN as NULL
     position: float = step
     if axis:
@@ -259,7 +278,7 @@ def _measured(
             "SELECT value FROM metrics WHERE node = ? AND name = ? AND step = ?", (node, axis, step)
         ).fetchone()
         position = float(row[0]) if row and isinstance(row[0], float) else math.nan
-    return Measured(position, step, value if value is not None and is_finite else math.nan)
+    return CurvePoint(position, step, value if value is not None and is_finite else math.nan)
 
 
 def _check(name: str, *values: object) -> None:

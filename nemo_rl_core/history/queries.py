@@ -214,19 +214,17 @@ class History:
             }
         return {name: envelope for name, envelope in read.items() if envelope}
 
-    def last_values(self, node: int) -> dict[str, tuple[int, float]]:
-        """Returns the latest step of each metric of a node with its value; NaN if not finite."""
-        with self._locked() as database:
-            rows = [
-                database.execute(
-                    "SELECT name, step, value FROM metrics WHERE node = ? AND name = ? "
-                    "ORDER BY step DESC LIMIT 1",
-                    (node, row["name"]),
-                ).fetchone()
-                for row in names_of(database, node)
-            ]
-        points = [self._read(_Point, row, "metrics", "name") for row in rows]
-        return {p.name: (p.step, math.nan if p.value is None else p.value) for p in points}
+    def last_value(self, node: int, name: str) -> tuple[int, float] | None:
+        """Returns the latest step of a metric and its value, NaN if it is not finite."""
+        row = self._first(
+            "SELECT name, step, value FROM metrics WHERE node = ? AND name = ? "
+            "ORDER BY step DESC LIMIT 1",
+            (self._measured_node(node), name),
+        )
+        if row is None:
+            return None
+        point = self._read(_Point, row, "metrics", "name")
+        return point.step, math.nan if point.value is None else point.value
 
     def version(self) -> int:
         """Returns a number that changes when another connection has written to the database."""

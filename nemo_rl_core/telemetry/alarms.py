@@ -15,7 +15,7 @@ Points = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AlarmRule:
     """A condition on one metric that holds for several steps in a row.
 
     Attributes:
@@ -38,12 +38,12 @@ class Alarm:
     """A rule that a curve breaks, last at `value`.
 
     Attributes:
-        since: The first of the steps in a row; None for a run that makes no steps.
+        since: The first of the steps in a row; None if the run makes no steps.
         until: The last one.
         is_over: Whether later steps were right again.
     """
 
-    rule: Rule
+    rule: AlarmRule
     metric: str
     value: float
     since: int | None = None
@@ -56,8 +56,8 @@ def _above(limit: float) -> Callable[[float, float], bool]:
 
 
 RULES = (
-    Rule(
-        "not a number",
+    AlarmRule(
+        "Not a number",
         ("loss", "reward", "grad_norm", "kl"),
         lambda value, _: not math.isfinite(value),
         1,
@@ -65,8 +65,8 @@ RULES = (
         "The loss or the weights have overflowed; later steps train on nothing.",
         "Resume from an earlier save with a lower learning_rate or max_grad_norm, or in float32.",
     ),
-    Rule(
-        "equal groups",
+    AlarmRule(
+        "Equal groups",
         ("zero_variance_fraction",),
         _above(0.9),
         5,
@@ -75,8 +75,8 @@ RULES = (
         "Take prompts that are neither solved nor impossible, more samples per prompt, or "
         "dynamic sampling.",
     ),
-    Rule(
-        "entropy collapse",
+    AlarmRule(
+        "Entropy collapse",
         ("approx_entropy",),
         lambda value, first: value < 0.1 * first,
         5,
@@ -84,7 +84,7 @@ RULES = (
         "The policy has become nearly deterministic and no longer explores.",
         "Lower the learning_rate, raise clip_high or the temperature, or add a KL penalty.",
     ),
-    Rule(
+    AlarmRule(
         "KL to the reference",
         ("kl",),
         _above(0.5),
@@ -93,8 +93,8 @@ RULES = (
         "The policy is far from the reference; it may exploit the reward.",
         "Read completions with high rewards; raise the KL coefficient or lower the learning_rate.",
     ),
-    Rule(
-        "engine against trainer",
+    AlarmRule(
+        "Engine against trainer",
         ("kl_generation_trainer",),
         _above(0.05),
         3,
@@ -102,8 +102,8 @@ RULES = (
         "Engine and trainer give different probabilities to the same tokens.",
         "Use the same dtype for both, or importance weights; check the weight transfer in the log.",
     ),
-    Rule(
-        "gate",
+    AlarmRule(
+        "Gate",
         ("num_inconsistent_sequences",),
         _above(0.0),
         3,
@@ -111,8 +111,8 @@ RULES = (
         "The gate masks sequences whose logprobs differ between engine and trainer.",
         "See `validation` in the reference for the limits; a growing number is stale weights.",
     ),
-    Rule(
-        "truncation",
+    AlarmRule(
+        "Truncation",
         ("truncated_fraction",),
         _above(0.5),
         5,
@@ -120,8 +120,8 @@ RULES = (
         "Most completions end at the limit of tokens, before an answer.",
         "Raise generation.max_new_tokens, or penalize length.",
     ),
-    Rule(
-        "failed rollouts",
+    AlarmRule(
+        "Failed rollouts",
         ("failed_fraction",),
         _above(0.02),
         3,
@@ -132,8 +132,8 @@ RULES = (
     ),
 )
 
-NO_STEP = Rule(
-    "no step",
+NO_STEP = AlarmRule(
+    "No step",
     (),
     _above(NO_STEP_SECONDS),
     1,
@@ -149,7 +149,7 @@ def alarms(curves: Mapping[str, Points]) -> list[Alarm]:
 
     Example:
         >>> [(a.rule.name, a.since, a.is_over) for a in alarms({"loss": [(1, 2.0), (2, math.nan)]})]
-        [('not a number', 2, False)]
+        [('Not a number', 2, False)]
     """
     return [
         alarm
@@ -164,7 +164,7 @@ def no_step(seconds: float) -> Alarm | None:
     return Alarm(NO_STEP, "", seconds) if seconds > NO_STEP_SECONDS else None
 
 
-def _streaks(rule: Rule, metric: str, points: Points) -> Iterator[Alarm]:
+def _streaks(rule: AlarmRule, metric: str, points: Points) -> Iterator[Alarm]:
     first = next((value for _, value in points if math.isfinite(value)), math.nan)
     streak: list[tuple[int, float]] = []
     for step, value in points:

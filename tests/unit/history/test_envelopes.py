@@ -74,6 +74,13 @@ def test_a_growing_curve_has_the_extremes_of_every_bucket(running) -> None:
         assert len(envelope) <= MAX_BUCKETS
         assert repr(summary(envelope, width)) == repr(expected(values, width))  # NaN equals NaN
         for bucket in envelope:
+            missing = [
+                s
+                for s, v in values.items()
+                if s // width == bucket.begin // width and not math.isfinite(v)
+            ]
+            first_missing = bucket.first_missing
+            assert (first_missing and first_missing.step) == min(missing, default=None)
             for point in bucket.points:
                 assert repr(values[point.step]) == repr(point.value) or math.isnan(point.value)
         total = sum(v for v in values.values() if math.isfinite(v))
@@ -107,12 +114,14 @@ def test_steps_that_a_resumed_attempt_repeats_replace_the_former_ones(running) -
 def test_a_step_has_its_time_and_its_tokens(running, store: Store) -> None:
     writer, node, history = running
     for step in (1, 2, 3):
-        report = StepReport("train", step, 10, {"global_step": 40.0 + step, "num_valid_tokens": 7.0})
+        report = StepReport(
+            "train", step, 10, {"global_step": 40.0 + step, "num_valid_tokens": 7.0}
+        )
         assert writer.log_step(node, report) == 40 + step
-    last = history.last_values(node)
-    assert last[NUM_TOKENS] == (43, 21.0)
-    assert last[LAST_STEP] == (43, 50.0)
-    assert 0 <= last[RUN_SECONDS][1] < 60
+    assert history.last_value(node, NUM_TOKENS) == (43, 21.0)
+    assert history.last_value(node, LAST_STEP) == (43, 50.0)
+    assert history.last_value(node, "none") is None
+    assert 0 <= history.last_value(node, RUN_SECONDS)[1] < 60
     (curve,) = history.envelopes(node, ["global_step"], axis=NUM_TOKENS).values()
     assert [bucket.low.x for bucket in curve] == [7.0, 14.0, 21.0]
 
