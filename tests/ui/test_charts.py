@@ -87,7 +87,7 @@ def test_a_drag_zooms_every_chart_of_the_stage_and_the_address_keeps_it(
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 60, steps=4)
     page.mouse.up()
-    expect(page.get_by_role("button", name="Whole range")).to_be_visible()
+    expect(page.get_by_role("button", name="Full range")).to_be_visible()
     stage, first, last = re.search(r"zoom=(\w+)%3A(\d+)%3A(\d+)", page.url).groups()
     assert (stage, 5 <= int(first) <= 8, 13 <= int(last) <= 16) == ("grpo_iteration", True, True)
     label = re.compile(rf"over steps {first} to {last}:")
@@ -99,9 +99,9 @@ def test_a_drag_zooms_every_chart_of_the_stage_and_the_address_keeps_it(
 
     again = opened(context, page.url)
     expect(chart(again, "kl").locator(".plot")).to_have_attribute("aria-label", label)
-    again.get_by_role("button", name="Whole range").click()
-    whole = re.compile("over steps 1 to 24:")
-    expect(chart(again, "kl").locator(".plot")).to_have_attribute("aria-label", whole)
+    again.get_by_role("button", name="Full range").click()
+    full_range = re.compile("over steps 1 to 24:")
+    expect(chart(again, "kl").locator(".plot")).to_have_attribute("aria-label", full_range)
     assert "zoom" not in again.url
 
 

@@ -51,7 +51,7 @@ def content(request: Request, run: Execution) -> dict[str, Any]:
     """Returns what the page without JavaScript shows: charts of the shown metrics."""
     history, choice = history_of(request), Choice(request)
     sections = []
-    has_time = False
+    has_time, changing, all_charts = False, set[str](), set[str]()
     for stage in curves.stages(history, run.id, text=choice.text):
         has_time = has_time or stage.has_time
         axis = choice.axis if stage.has_time else "step"
@@ -62,21 +62,20 @@ def content(request: Request, run: Execution) -> dict[str, Any]:
             chart(name, curves.lines(every, name), axis=curves.AXES[axis], borders=borders)
             for name in shown
         ]
-        names = [name for name in stage.names if any(name in each.curves for each in every)]
-        constants = {name: curves.constant(every, name) for name in names}
-        groups: dict[str, list[str]] = {}
-        for name in names:
-            groups.setdefault(curves.group_of(name), []).append(name)
+        constants = {name: curves.constant(every, name) for name in stage.names}
+        changing |= {name for name, value in constants.items() if value is None}
+        all_charts |= set(shown)
         sections.append(
             {
                 "stage": stage,
                 "charts": charts,
-                "groups": groups,
-                "shown": shown,
                 "constants": {n: v for n, v in constants.items() if v is not None},
                 "num_hidden": len(choice.all_shown(stage, every)) - len(shown),
             }
         )
+    groups: dict[str, list[str]] = {}
+    for name in curves.ordered(changing):
+        groups.setdefault(curves.group_of(name), []).append(name)
     names_of_nodes = history.metric_names_of(run.id)
     nodes = history.nodes(run.id)
     return {
@@ -85,6 +84,8 @@ def content(request: Request, run: Execution) -> dict[str, Any]:
         "axes": curves.AXES,
         "has_time": has_time,
         "sections": sections,
+        "groups": groups,
+        "shown": all_charts,
         "machine": machine_load.charts(history, nodes, names_of_nodes, text=choice.text),
         "live_now": run_status(history, run),
     }

@@ -7,7 +7,7 @@
   if (!host || !form || !window.uPlot) return;
   const page = document.documentElement;
   const DASHES = [[], [7, 4], [2, 4], [10, 3, 2, 3]];
-  const TIMES = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 18000, 43200, 86400, 172800, 432000, 864000];
+  const TIMES = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 18000, 43200, 86400, 172800, 432000, 864000];
   const address = new URLSearchParams(location.search);
   const zoomed = (address.get("zoom") ?? "").split(":");
   let zoom = zoomed.length === 3 && zoomed.slice(1).every((end) => end && Number.isFinite(Number(end)))
@@ -133,7 +133,7 @@
   function clock(seconds) {
     const two = (part) => String(part).padStart(2, "0");
     const minutes = Math.floor(seconds / 60);
-    if (minutes < 1) return `${seconds} s`;
+    if (minutes < 1) return `${number(seconds)} s`;
     return minutes < 60 ? `${minutes}:${two(Math.round(seconds % 60))}` : `${Math.floor(minutes / 60)}:${two(minutes % 60)} h`;
   }
 
