@@ -137,12 +137,10 @@ class RecordedStages(UnrecordedStages):
     def listen(self, event: Event) -> None:
         """Records steps, resumes, new artifacts and the machine's load."""
         match event:
-            case StepReport(metrics=metrics, timings=timings):
-                step = int(metrics.get("global_step", event.step))
+            case StepReport(metrics=metrics):
+                self._writer.log_step(self._node, event)
                 self._step = f"step {event.step} of {event.num_steps}"
                 self._num_tokens += int(metrics.get("num_valid_tokens", 0))
-                timing_metrics = {f"timings/{name}": value for name, value in timings.items()}
-                self._writer.log_metrics(self._node, step, metrics | timing_metrics)
             case MachineSample(second, figures):
                 machine_metrics = {f"machine/{name}": value for name, value in figures.items()}
                 self._writer.log_metrics(self._node, second, machine_metrics)
