@@ -4,6 +4,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import click
+import rich_click
 
 from nemo_rl_core.errors import DataError, ModelError
 
@@ -17,7 +18,7 @@ _NO_HISTORY_NOTE = (
 )
 
 
-@click.command()
+@rich_click.command()
 @click.argument("model")
 @click.argument("prompt", required=False)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True,

@@ -1,6 +1,7 @@
 """`nemo-rl check-model`: compare the rollout engine's logprobs with the trainer's."""
 
 import click
+import rich_click
 from rich.table import Table
 
 from nemo_rl_core.errors import NemoRLError
@@ -10,7 +11,7 @@ NAMES = ("decode-against-prefill", "max-model-len", "trainer-against-engine")
 """Names of `nemo_rl_core.models.validation.checks`, whose import needs torch."""
 
 
-@click.command("check-model")
+@rich_click.command("check-model")
 @click.argument("model")
 @click.option("--only", type=click.Choice(NAMES), help="One check instead of all.")
 def check_model(model: str, only: str | None) -> None:

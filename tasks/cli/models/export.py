@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Literal
 
 import click
+import rich_click
 
 from nemo_rl_core.errors import ConfigError
 
 
-@click.command("export")
+@rich_click.command("export")
 @click.argument("model")
 @click.option("--gguf", "gguf_file", type=click.Path(path_type=Path, dir_okay=False),
               help="Write this file, for llama.cpp, Ollama and LM Studio.")  # fmt: skip

@@ -5,12 +5,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
+import rich_click
 
 if TYPE_CHECKING:
     from nemo_rl_core.store.aliases import Alias, Aliases
 
 
-@click.command("promote")
+@rich_click.command("promote")
 @click.argument("model", required=False)
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--aliases", metavar="PLACE",

@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import click
+import rich_click
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@rich_click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("model")
 @click.argument("vllm_options", nargs=-1, type=click.UNPROCESSED)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import rich_click
 
 from nemo_rl_core.errors import ConfigError
 from tasks.cli.pipelines import current_pipelines
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from tasks.recipes.common import PipelineRecipe
 
 
-@click.command("plan")
+@rich_click.command("plan")
 @click.argument("recipe")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--accelerator", metavar="NAME",

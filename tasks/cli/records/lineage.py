@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import rich_click
 from rich.text import Text
 from rich.tree import Tree
 
@@ -23,7 +24,7 @@ _EVALUATED = ("evaluation", "promotion")
 _STATES = {"found": "", "missing": "  (not here)", "changed": "  (CHANGED ON DISK)"}
 
 
-@click.command()
+@rich_click.command()
 @click.argument("checkpoint")
 @click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
 @click.option("--json", "as_json", is_flag=True, help="Print the graph as JSON.")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
+import rich_click
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +30,7 @@ _STYLES = {
 _STATES = [state for state in get_args(State) if state != "cached"]
 
 
-@click.command()
+@rich_click.command()
 @click.argument("run", required=False)
 @click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
 @click.option("--state", type=click.Choice(_STATES), help="Only runs in this state.")
