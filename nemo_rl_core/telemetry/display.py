@@ -69,9 +69,7 @@ class PlainDisplay:
     def stage_finished(self, record: StageRecord) -> None:
         """Prints how the stage ended."""
         self._now.start("")
-        if self._omitted_step:  # the last step before a failure or a stop
-            self._write(self._omitted_step)
-            self._omitted_step = ""
+        self._write_omitted_step()  # the last one before a failure or a stop
         self._write(stage_line(record))
 
     def step(self, report: StepReport) -> None:
@@ -93,13 +91,19 @@ class PlainDisplay:
         self._start_ticker()
 
     def note(self, text: str) -> None:
-        """Prints the text."""
+        """Prints the text, after the step that it may be about."""
+        self._write_omitted_step()
         self._write(text)
 
     def close(self) -> None:
         """Stops the lines about waits and flushes the stream."""
         self._closed.set()
         self._stream.flush()
+
+    def _write_omitted_step(self) -> None:
+        if self._omitted_step:
+            self._write(self._omitted_step)
+            self._omitted_step = ""
 
     def _is_printed(self, report: StepReport) -> bool:
         return self._throttle.is_due(report)
