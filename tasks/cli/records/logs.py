@@ -28,8 +28,8 @@ def logs(
 ) -> None:
     """Print the end of the log of RUN, by default of the latest run.
 
-    RUN is the id of a run, or a part of it. The log has the output of libraries and workers; the
-    lines that the run printed are not in it.
+    RUN is the id of a run, or the beginning of one. The log has the output of libraries and
+    workers; the lines that the run printed are not in it.
 
         nemo-rl logs -f
     """

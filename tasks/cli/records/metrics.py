@@ -48,7 +48,7 @@ def _names(context: click.Context, _parameter: object, incomplete: str) -> list[
 def metrics(run: str | None, names: tuple[str, ...], *, as_json: bool, as_csv: bool) -> None:
     """Show each METRIC of RUN by step, or the curves of all metrics of a run.
 
-    RUN is the id of a run, or a part of it; without one, the latest run.
+    RUN is the id of a run, or the beginning of one; without one, the latest run.
 
         nemo-rl metrics 20260101T120000Z-a1b2c3 reward kl --csv
     """

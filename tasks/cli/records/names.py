@@ -11,29 +11,16 @@ if TYPE_CHECKING:
     from nemo_rl_core.history.records import Execution
 
 _MAX_COMPLETIONS = 100
-_MAX_LISTED = 5
 
 
 def find_run(history: "History", name: str | None) -> "Execution":
-    """Returns a run by its id, or a unique part of it; the latest run without a name."""
-    from nemo_rl_core.errors import NotRecordedError
+    """Returns a run by its id or the beginning of one; the latest run without a name."""
+    from nemo_rl_core.history.results import run_row
 
-    if name is None:
-        latest = history.executions(limit=1).items
-        if not latest:
-            raise NotRecordedError(
-                "the store has no runs", got=str(history.store.root), fix="nemo-rl run grpo grpo_ci"
-            )
+    latest = history.executions(limit=1).items
+    if name is None and latest:
         return latest[0]
-    found = history.executions(text=name, limit=_MAX_COMPLETIONS).items
-    matches = [each for each in found if name in each.id]
-    if len(matches) > 1 and name not in [each.id for each in matches]:
-        listed = ", ".join(each.id for each in matches[:_MAX_LISTED])
-        more = f" and {len(matches) - _MAX_LISTED} more" if len(matches) > _MAX_LISTED else ""
-        raise NotRecordedError(
-            f"{name!r} matches several runs", expected="a part of one id", got=listed + more
-        )
-    return matches[0] if len(matches) == 1 else history.execution(name)
+    return history.execution(run_row(history, name or "").run)
 
 
 def artifact_folder(name: str) -> Path:

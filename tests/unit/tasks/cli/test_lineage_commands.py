@@ -155,7 +155,7 @@ def test_runs_are_listed_and_shown(ran: Ran) -> None:
     assert "tune_more" in shown and "succeeded" in shown
     failed = ask(runs, page["items"][0]["id"]).output
     assert "no steps" in failed
-    with pytest.raises(StoreError, match="no record of the run"):
+    with pytest.raises(StoreError, match="no record of 'nowhere'"):
         ask(runs, "nowhere")
 
 
