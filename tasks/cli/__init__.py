@@ -6,12 +6,14 @@ only when called, so that `nemo-rl --help` is fast and a broken library affects 
 
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from rich_click import RichCommand, RichCommandPanel, RichContext, RichGroup
 
 if TYPE_CHECKING:
+    from rich_click import RichHelpFormatter
+
     from tasks.cli.pipelines import Pipelines
 
 Groups = Mapping[str, Mapping[str, tuple[str, str]]]
@@ -98,7 +100,7 @@ class LazyGroup(RichGroup):
     """
 
     def __init__(self, name: str, groups: Groups, help: str, **settings: Any) -> None:
-        super().__init__(name, help=help, **settings)
+        super().__init__(name=name, help=help, **settings)
         self._groups = groups
         self._table = {name: entry for group in groups.values() for name, entry in group.items()}
 
@@ -121,7 +123,7 @@ class LazyGroup(RichGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Suggests the name that a misspelled one stands for."""
+        """Suggests a name for a misspelled one."""
         from nemo_rl_core.config.names import name_hint
 
         if args[0] not in self._table and not args[0].startswith("-"):
@@ -140,12 +142,15 @@ class LazyGroup(RichGroup):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Lists the options and the commands by group, without importing the commands."""
-        commands = {name: RichCommand(name, help=self._table[name][1]) for name in self._table}
-        panels = [
-            RichCommandPanel(title, commands=[*names]) for title, names in self._groups.items()
-        ]
-        listed = RichGroup(self.name, params=self.params, commands=commands, panels=panels)
-        listed.format_options(RichContext(listed, info_name=ctx.info_name), formatter)
+        commands: dict[str, click.Command] = {
+            name: RichCommand(name=name, help=self._table[name][1]) for name in self._table
+        }
+        listed = RichGroup(name=self.name, params=self.params, commands=commands)
+        for title, group in self._groups.items():
+            listed.add_panel(RichCommandPanel(title, commands=[*group]))
+        listed.format_options(
+            RichContext(listed, info_name=ctx.info_name), cast("RichHelpFormatter", formatter)
+        )
 
 
 def command_group(pipelines: "Pipelines") -> LazyGroup:

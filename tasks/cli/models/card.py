@@ -12,13 +12,14 @@ from nemo_rl_core.history.card_evaluations import CardEvaluation, recorded_evalu
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow
 from nemo_rl_core.store.store import Store
+from tasks.cli.records.names import complete_artifacts
 
 _MODELS = ("checkpoint", "model")
 """Kinds of artifacts that have weights."""
 
 
 @rich_click.command()
-@click.argument("checkpoint")
+@click.argument("checkpoint", shell_complete=complete_artifacts)
 @click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
 @click.option("--name", default="", help="The title.")
 @click.option(
@@ -37,7 +38,7 @@ def card(checkpoint: str, store: Path | None, name: str, output: Path | None) ->
                 f"{artifact.id} is not a model, so it has no model card",
                 expected="a checkpoint or an exported model",
                 got=f"an artifact of kind {artifact.kind!r}",
-                fix="name the model: `nemo-rl lineage` shows the model behind an artifact",
+                fix="name the model: nemo-rl lineage shows the models that it comes from",
             )
         trained = _trained(history, artifact)
         evaluations = _evaluations(history, trained, artifact)

@@ -7,6 +7,7 @@ import click
 import rich_click
 
 from nemo_rl_core.errors import DataError, ModelError
+from tasks.cli.records.names import complete_artifacts
 
 if TYPE_CHECKING:
     from nemo_rl_core.evals.chat import Conversation
@@ -19,7 +20,7 @@ _NO_HISTORY_NOTE = (
 
 
 @rich_click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=complete_artifacts)
 @click.argument("prompt", required=False)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True,
               help="Maximum tokens per answer.")  # fmt: skip

@@ -6,13 +6,14 @@ from rich.table import Table
 
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.telemetry.console import console_on
+from tasks.cli.records.names import complete_artifacts
 
 NAMES = ("decode-against-prefill", "max-model-len", "trainer-against-engine")
 """Names of `nemo_rl_core.models.validation.checks`, whose import needs torch."""
 
 
 @rich_click.command("check-model")
-@click.argument("model")
+@click.argument("model", shell_complete=complete_artifacts)
 @click.option("--only", type=click.Choice(NAMES), help="One check instead of all.")
 def check_model(model: str, only: str | None) -> None:
     """Check that the rollout engine computes a model as the trainer does.

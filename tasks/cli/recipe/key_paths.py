@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pydantic import BaseModel
 
@@ -37,25 +38,26 @@ def keys_at(path: str) -> list[tuple[str, list[Key]]]:
     Raises:
         ConfigError: If no recipe has the path.
     """
-    kinds, found = recipe_classes(), None
+    kinds, key = recipe_classes(), None
     names = path.split(".")
     for index, name in enumerate(names):
-        here = {key.path: key for kind in kinds for key in keys_of(kind)}
-        if name not in here:
+        keys = [each for kind in kinds for each in keys_of(kind)]
+        by_name = {each.path: each for each in keys}
+        if name not in by_name:
             where = f" in {'.'.join(names[:index])}" if index else ""
             raise unknown_names(
                 f"there is no key{where}",
                 [name],
-                sorted(here),
+                sorted(by_name),
                 otherwise="`nemo-rl keys SECTION` lists the keys",
             )
-        found = here[name]
-        same = [key for kind in kinds for key in keys_of(kind) if key.path == name]
-        kinds = tuple(dict.fromkeys(kind for key in same for kind in key.variants))
-    assert found is not None, "a path has at least one name"
+        key = by_name[name]
+        kinds = tuple(
+            dict.fromkeys(kind for each in keys if each.path == name for kind in each.variants)
+        )
+    assert key is not None, "a path has at least one name"
     if not kinds:
-        key = Key(path, found.type_name, found.default, found.unit, found.meaning)
-        return [("", [key])]
+        return [("", [replace(key, path=path)])]
     shown = [(": ".join(table.tag or ()), [*table.keys]) for table in tables(path, kinds)]
     return [(heading, keys) for heading, keys in shown if keys or heading]
 

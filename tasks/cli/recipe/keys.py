@@ -35,12 +35,14 @@ def keys(path: str | None, *, as_json: bool) -> None:
     from tasks.cli.recipe.key_paths import keys_at, top_keys
     from tasks.cli.recipe.recipe_keys import pretrained_defaults
 
-    found = keys_at(path) if path else [("", top_keys())]
+    tables = keys_at(path) if path else [("", top_keys())]
     pretrained = pretrained_defaults()
     if as_json:
-        click.echo(json.dumps([_fields(key, kind, pretrained) for kind, ks in found for key in ks]))
+        click.echo(
+            json.dumps([_fields(key, kind, pretrained) for kind, ks in tables for key in ks])
+        )
         return
-    for heading, listed in found:
+    for heading, listed in tables:
         if heading:
             click.secho(f"\n{heading}\n", bold=True)
         for line in _lines([_fields(key, heading, pretrained) for key in listed]):

@@ -16,7 +16,7 @@ from tasks.cli.pipelines import complete_pipelines, current_pipelines
 _WORKFLOWS = Path(__file__).resolve().parents[3] / "workflows"
 
 
-def _settings(_context: Any, _parameter: Any, incomplete: str) -> list[CompletionItem]:
+def complete_settings(_context: Any, _parameter: Any, incomplete: str) -> list[CompletionItem]:
     """Completes a recipe by its name or file, or the key of a setting."""
     names = sorted(path.stem for path in (_WORKFLOWS / "recipes").glob(f"{incomplete}*.yaml"))
     keys = [] if not incomplete or "/" in incomplete or "=" in incomplete else _keys(incomplete)
@@ -35,7 +35,9 @@ def _keys(incomplete: str) -> list[str]:
 
 @rich_click.command("run")
 @click.argument("pipeline", shell_complete=complete_pipelines)
-@click.argument("settings", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_settings)
+@click.argument(
+    "settings", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=complete_settings
+)
 @click.option("--dry-run", is_flag=True,
               help="Check everything and show what would run, without training.")  # fmt: skip
 @click.option("--print-config", is_flag=True, help="Print the complete recipe as YAML, and exit.")

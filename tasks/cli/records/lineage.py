@@ -18,6 +18,7 @@ from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import AncestryGraph, GraphArtifact, Parentage
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.console import console_on
+from tasks.cli.records.names import complete_artifacts
 
 _MAX_DIFFERENCES = 12
 _EVALUATED = ("evaluation", "promotion")
@@ -25,7 +26,7 @@ _STATES = {"found": "", "missing": "  (not here)", "changed": "  (CHANGED ON DIS
 
 
 @rich_click.command()
-@click.argument("checkpoint")
+@click.argument("checkpoint", shell_complete=complete_artifacts)
 @click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
 @click.option("--json", "as_json", is_flag=True, help="Print the graph as JSON.")
 @click.option(

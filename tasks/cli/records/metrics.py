@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import rich_click
@@ -58,14 +58,15 @@ def metrics(run: str | None, names: tuple[str, ...], *, as_json: bool, as_csv: b
 
     with History(Store.default()) as history:
         curves = _curves(history, find_run(history, run).id, names)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"stage": each.stage, "step": step, "metric": each.name, "value": value}
         for each in curves
         for step, value in each.points
     ]
     if as_json:
-        finite = [{**row, "value": _json_value(row["value"])} for row in rows]
-        click.echo(json.dumps(finite, allow_nan=False))
+        for row in rows:
+            row["value"] = _json_value(row["value"])
+        click.echo(json.dumps(rows, allow_nan=False))
     elif as_csv:
         writer = csv.DictWriter(sys.stdout, ["stage", "step", "metric", "value"])
         writer.writeheader()
@@ -169,8 +170,8 @@ def _print_steps(curves: Sequence[Curve], names: Sequence[str]) -> None:
     console = console_on()
     console.print(table)
     for name in names:
-        values = [value for each in curves if each.name == name for _, value in each.points]
-        console.print(Text(f"{name}  {sparkline(values)}  {values[0]:.4g} → {values[-1]:.4g}"))
+        curve = [value for each in curves if each.name == name for _, value in each.points]
+        console.print(Text(f"{name}  {sparkline(curve)}  {curve[0]:.4g} → {curve[-1]:.4g}"))
 
 
 def _json_value(value: float) -> float | str:

@@ -9,13 +9,17 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.results import run_rows
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.rollouts.records import save_rollouts
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.types import Completion, Prompt, Rollout
 from tasks.cli.records.metrics import metrics
 from tasks.cli.records.names import artifact_folder, complete_runs
+from tasks.cli.records.runs_table import DEFAULT_COLUMNS, runs_table
 from workflows import cli
 
 RUN, OTHER = "20260101T000000Z-aaaaaa", "20260102T000000Z-bbbbbb"
@@ -144,3 +148,51 @@ def test_ids_of_runs_are_completed(run: str) -> None:
     items = complete_runs(context, metrics.params[0], "202601")
     assert [(item.value, item.help) for item in items] == [(RUN, "grpo_ci")]
     assert complete_runs(context, metrics.params[0], "x") == []
+
+
+def test_runs_have_chosen_columns_in_order(run: str) -> None:
+    store = Store.default()
+    log = store.runs / run / "run.log"
+    writer = HistoryWriter(store, OTHER)
+    rate = {"config": {"grpo": {"learning_rate": 0.5}}}
+    writer.begin(NewExecution("workflows.grpo.grpo", "grpo_ci", [], rate, log))
+    writer.end("failed", "as it failed")
+    columns = "run,state,reward,grpo.learning_rate"
+    shown = invoked("runs", "--columns", columns, "--sort", "-reward").output
+    rows = [line.split() for line in shown.splitlines() if line.lstrip().startswith("2026")]
+    # The mean of 0, 0.25 and 1 is 0.417; a run without a reward is last.
+    assert rows == [[RUN, "succeeded", "0.417", "▁▃█"], [OTHER, "failed", "0.5"]]
+    assert "settings" in invoked("runs", "--columns", "+tokens").output
+    refused = invoked("runs", "--columns", "rewrd")
+    assert refused.exit_code == 2
+    assert "did you mean 'reward'?" in refused.output
+    page = json.loads(invoked("runs", "--json", "--where", "reward>0.4").output)
+    assert [(row["id"], row["reward"], row["total"]) for row in [page["items"][0] | page]] == [
+        (RUN, pytest.approx(1.25 / 3), 1)
+    ]
+
+
+def test_a_run_is_named_tagged_noted_and_pinned(run: str) -> None:
+    record(OTHER)
+    changes = ["--name", "baseline", "--tag", "paper", "--note", "as in table 2", "--pin"]
+    assert invoked("runs", run[:8], *changes).exit_code == 0
+    shown = invoked("runs", run).output
+    assert all(line in shown for line in ("name: baseline\n", "tags: paper\n", "* 20260101"))
+    ids = [row["id"] for row in json.loads(invoked("runs", "--json").output)["items"]]
+    assert ids == [RUN, OTHER]  # pinned runs are first
+    tagged = json.loads(invoked("runs", "--tag", "paper", "--json").output)["items"]
+    assert [row["note"] for row in tagged] == ["as in table 2"]
+    assert invoked("runs", run, "--unpin").exit_code == 0
+    assert "* 2026" not in invoked("runs").output
+    assert invoked("runs", "--name", "x").exit_code == 2
+
+
+def test_the_table_fits_a_narrow_terminal(run: str) -> None:
+    stream = io.StringIO()
+    with History(Store.default()) as history:
+        rows = run_rows(history).items
+        table = runs_table(rows, DEFAULT_COLUMNS, history, width=80)
+    Console(file=stream, width=80).print(table)
+    lines = [line.rstrip() for line in stream.getvalue().splitlines() if line.strip()]
+    assert lines[2].split()[:2] == [RUN, "grpo_ci"]
+    assert lines[3].split() == ["succeeded", "0:00"]
