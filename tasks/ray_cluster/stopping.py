@@ -170,7 +170,7 @@ def typed_command(arguments: Sequence[str]) -> str:
         >>> typed_command(["/venv/bin/python", "/venv/bin/nemo-rl", "run", "grpo", "seed=3"])
         '/venv/bin/nemo-rl run grpo seed=3'
     """
-    if Path(arguments[1]).name not in _PROGRAMS:
+    if not arguments[1:] or Path(arguments[1]).name not in _PROGRAMS:
         return shlex.join(arguments)
     return f"{short_command(Path(arguments[1]))} {shlex.join(arguments[2:])}"
 

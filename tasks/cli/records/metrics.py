@@ -105,12 +105,12 @@ def _curves(history: "History", run: str, names: Sequence[str]) -> list[Curve]:
         raise NotRecordedError(
             f"run {run} has no metrics", fix=f"see its stages: nemo-rl runs {run}"
         )
-    known = sorted({name for listed in recorded.values() for name in listed})
-    if unknown := [name for name in names if name not in known]:
+    recorded_names = sorted({name for listed in recorded.values() for name in listed})
+    if unknown := [name for name in names if name not in recorded_names]:
         raise unknown_names(
             f"run {run} has no metric",
             unknown,
-            known,
+            recorded_names,
             otherwise=f"`nemo-rl metrics {run}` lists them",
             error=NotRecordedError,
         )

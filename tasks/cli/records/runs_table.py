@@ -40,13 +40,13 @@ def column_names(text: str) -> list[str]:
     A name without a column is a setting by its path, which holds a dot or is in some run.
     """
     names = [name.strip() for name in text.removeprefix("+").split(",") if name.strip()]
-    known = ["run", *COLUMNS]
-    unknown = [name for name in names if name not in known and "." not in name and name != "seed"]
+    choices = ["run", *COLUMNS]
+    unknown = [name for name in names if name not in choices and "." not in name and name != "seed"]
     if unknown:
         raise unknown_names(
             "there is no column",
             unknown,
-            known,
+            choices,
             otherwise="choose a column, or a setting by its path, such as grpo.learning_rate",
         )
     return [*DEFAULT_COLUMNS, *names] if text.startswith("+") or not text else names
