@@ -32,7 +32,7 @@ def runs(*, store: str | Path | None = None, **query: Any) -> "pd.DataFrame":
 
     with History(_store(store)) as history:
         rows = run_rows(history, RunQuery(**{"limit": None, **query})).items
-    names = differing(rows)
+    names = sorted({name for each in differing(rows).values() for name in each})
     records = [record_of(row) | {name: row.settings.get(name) for name in names} for row in rows]
     frame = pd.DataFrame.from_records(
         records, columns=[*record_of(rows[0]), *names] if rows else None

@@ -63,7 +63,7 @@ COLUMNS: dict[str, Column] = {
     "pin": Column("Pinned", lambda row: row.pinned or None, True),
     "state": Column("State", lambda row: row.state, True),
     "workflow": Column("Workflow", lambda row: row.pipeline, True),
-    "recipe": Column("Recipe", lambda row: row.recipe or None, True),
+    "recipe": Column("Recipe", lambda row: f"{row.pipeline} {row.recipe}".strip(), True),
     "settings": Column("Settings that differ", lambda row: str(dict(row.overrides)) or None),
     "before": Column("Accuracy before", lambda row: row.results.before and row.results.before[0]),
     "accuracy": Column("Accuracy", lambda row: row.results.after and row.results.after[0]),
@@ -81,7 +81,7 @@ COLUMNS: dict[str, Column] = {
     "cached": Column("Cached", lambda row: row.results.cached),
 }
 DEFAULT_COLUMNS = (
-    *("name", "state", "workflow", "recipe", "settings", "accuracy", "reward", "verdict"),
+    *("name", "state", "recipe", "settings", "accuracy", "reward", "verdict"),
     *("step", "started", "took", "tokens", "gpu_hours", "money"),
 )
 
@@ -128,7 +128,7 @@ def grouped(rows: Sequence[RunRow], by: str) -> list[Group]:
     groups: dict[str, list[RunRow]] = {}
     for row in rows:
         groups.setdefault(_group_key(row, by), []).append(row)
-    names = differing([row for row in rows if not row.point]) if by == "seed" else []
+    names = differing(rows) if by == "seed" else {}
     return [
         Group(key, _group_label(members, by, names), tuple(members))
         for key, members in groups.items()
@@ -148,27 +148,28 @@ def _group_key(row: RunRow, by: str) -> str:
     return str(value_of(row, by))
 
 
-def _group_label(rows: Sequence[RunRow], by: str, names: Sequence[str]) -> str:
+def _group_label(rows: Sequence[RunRow], by: str, names: Mapping[str, list[str]]) -> str:
     first = rows[-1]
     if by == "sweep":
         return f"{first.workflow.rpartition('.')[2]} {first.labels.name or first.run}"
     if by == "recipe":
         return f"{first.workflow.rpartition('.')[2]} {first.recipe}".strip()
     if by == "seed":
-        settings = {k: v for k, v in shown_settings(first, names).items() if k != "seed"}
+        settings = {k: v for k, v in shown_settings(first, names[first.id]).items() if k != "seed"}
         return f"{first.workflow.rpartition('.')[2]} {point_label(settings)}".strip()
     return f"{by} {value_of(first, by)}"
 
 
-def differing(rows: Sequence[RunRow]) -> list[str]:
-    """Returns the settings that differ between rows of the same workflow, sorted."""
-    by_workflow: dict[str, list[RunRow]] = {}
+def differing(rows: Sequence[RunRow]) -> dict[str, list[str]]:
+    """Returns by row the settings that differ between rows of its workflow, sorted."""
+    by_workflow: dict[tuple[str, bool], list[RunRow]] = {}
     for row in rows:
-        by_workflow.setdefault(row.workflow, []).append(row)
-    names: set[str] = set()
+        by_workflow.setdefault((row.workflow, row.node is None), []).append(row)
+    names: dict[str, list[str]] = {}
     for group in by_workflow.values():
-        names |= differing_settings([row.settings for row in group])
-    return sorted(names)
+        found = sorted(differing_settings([row.settings for row in group]))
+        names |= {row.id: found for row in group}
+    return names
 
 
 def shown_settings(row: RunRow, names: Sequence[str]) -> dict[str, Any]:

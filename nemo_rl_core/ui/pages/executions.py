@@ -78,7 +78,9 @@ def index(request: Request) -> Response:
         context["sparks"] = {
             row.id: sparkline_points(sparkline(history, row.results, row.ended_at)) for row in shown
         }
-    differing_names = differing(page.items)
+    names_of = differing(page.items)
+    if not request.query_params.getlist("column"):
+        columns = [each for each in columns if each not in COLUMNS or _has_value(page.items, each)]
     return render(
         request,
         "executions.html",
@@ -92,7 +94,7 @@ def index(request: Request) -> Response:
         all_columns=COLUMNS,
         headings={name: COLUMNS[name].heading if name in COLUMNS else name for name in columns},
         value=value_of,
-        settings={row.id: _as_texts(shown_settings(row, differing_names)) for row in page.items},
+        settings={row.id: _as_texts(shown_settings(row, names_of[row.id])) for row in page.items},
         numeric=NUMERIC,
         group_by=GROUPS,
         opened=request.query_params.getlist("open"),
@@ -112,6 +114,11 @@ def _grouped(
     shown = tuple(row for group in part if group.key in opened for row in group.rows)
     rows = tuple(row for group in part for row in group.rows)
     return part, Page(rows, len(groups), start, _PER_PAGE, page.damaged), shown
+
+
+def _has_value(rows: Sequence[RunRow], column: str) -> bool:
+    always = ("name", "state", "settings", "accuracy", "reward")
+    return column in always or any(value_of(row, column) is not None for row in rows)
 
 
 def _words(text: str) -> list[str]:
