@@ -135,7 +135,7 @@ def _packages(history: History, rows: Sequence[RunRow]) -> list[tuple[str, list[
 
 
 def _best(rows: Sequence[RunRow], names: Sequence[str]) -> str:
-    """Returns the verdict of the paired test over seeds; empty without several settings or seeds."""
+    """Returns the verdict of the paired test over seeds; empty if there are no seeds."""
     measured = [row for row in rows if row.results.after is not None]
     if len(measured) < 3 or "seed" not in names:
         return ""
