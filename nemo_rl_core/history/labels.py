@@ -7,7 +7,7 @@ folder, which also protects it from `nemo-rl gc`.
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -56,11 +56,14 @@ def set_labels(
 
     The caller checks that the run exists, for example by `results.run_row`.
     """
-    changed = {"name": name, "tags": None if tags is None else tuple(tags), "note": note}
-    changed = {key: value for key, value in changed.items() if value is not None}
     with locked(store.root / f"{LABELS}.lock", "labels"):
         labels = read_labels(store)
-        updated = replace(labels.get(row, NO_LABELS), **changed)
+        before = labels.get(row, NO_LABELS)
+        updated = Labels(
+            before.name if name is None else name,
+            before.tags if tags is None else tuple(tags),
+            before.note if note is None else note,
+        )
         texts = {key: asdict(each) for key, each in sorted((labels | {row: updated}).items())}
         write_atomic(store.root / LABELS, json.dumps(texts, indent=1))
     return updated

@@ -1,13 +1,15 @@
 """Rows of the table of runs, their columns, and rows as plain values."""
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from nemo_rl_core.history.differences import MISSING
 from nemo_rl_core.history.labels import NO_LABELS, Labels
-from nemo_rl_core.history.records import State
+from nemo_rl_core.history.records import State, point_label
 from nemo_rl_core.history.run_results import NO_RESULTS, Measured, Results, gain
 from nemo_rl_core.history.run_settings import differing_settings, setting_value
 
@@ -61,7 +63,7 @@ COLUMNS: dict[str, Column] = {
     "pin": Column("Pinned", lambda row: row.pinned or None, True),
     "state": Column("State", lambda row: row.state, True),
     "workflow": Column("Workflow", lambda row: row.pipeline, True),
-    "recipe": Column("Recipe", lambda row: row.recipe or None, True),
+    "recipe": Column("Recipe", lambda row: f"{row.pipeline} {row.recipe}".strip(), True),
     "settings": Column("Settings that differ", lambda row: str(dict(row.overrides)) or None),
     "before": Column("Accuracy before", lambda row: row.results.before and row.results.before[0]),
     "accuracy": Column("Accuracy", lambda row: row.results.after and row.results.after[0]),
@@ -79,7 +81,7 @@ COLUMNS: dict[str, Column] = {
     "cached": Column("Cached", lambda row: row.results.cached),
 }
 DEFAULT_COLUMNS = (
-    *("name", "state", "workflow", "recipe", "settings", "accuracy", "reward", "verdict"),
+    *("name", "state", "recipe", "settings", "accuracy", "reward", "verdict"),
     *("step", "started", "took", "tokens", "gpu_hours", "money"),
 )
 
@@ -89,15 +91,85 @@ def value_of(row: RunRow, column: str) -> Any:
     return COLUMNS[column].value(row) if column in COLUMNS else row.settings.get(column)
 
 
-def differing(rows: Sequence[RunRow]) -> list[str]:
-    """Returns the settings that differ between rows of the same workflow, sorted."""
-    by_workflow: dict[str, list[RunRow]] = {}
+class Band(NamedTuple):
+    """Mean, lowest and highest of the `count` rows of a group that have a value."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows that belong together, newest first."""
+
+    key: str
+    label: str
+    rows: tuple[RunRow, ...]
+
+    def band(self, column: str) -> Band | None:
+        """Returns the band of a column of numbers; a sweep's row does not count with its points."""
+        points = [row for row in self.rows if row.node is not None]
+        values = [value_of(row, column) for row in points or self.rows]
+        numbers = [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
+        if not numbers:
+            return None
+        return Band(fmean(numbers), min(numbers), max(numbers), len(numbers))
+
+
+def grouped(rows: Sequence[RunRow], by: str) -> list[Group]:
+    """Groups rows, in the order of their first rows.
+
+    Args:
+        by: `sweep` (a sweep and its points), `recipe`, `seed` (rows that differ in nothing but the
+            seed), or any column or setting.
+    """
+    groups: dict[str, list[RunRow]] = {}
     for row in rows:
-        by_workflow.setdefault(row.workflow, []).append(row)
-    names: set[str] = set()
+        groups.setdefault(_group_key(row, by), []).append(row)
+    names = differing(rows) if by == "seed" else {}
+    return [
+        Group(key, _group_label(members, by, names), tuple(members))
+        for key, members in groups.items()
+    ]
+
+
+def _group_key(row: RunRow, by: str) -> str:
+    if by == "sweep":
+        return row.run
+    if by == "recipe":
+        return f"{row.workflow} {row.recipe}"
+    if by == "seed":
+        settings = {name: value for name, value in row.settings.items() if name != "seed"}
+        is_sweep = row.workflow.endswith(".sweep") and row.node is None
+        text = repr((row.workflow, row.run if is_sweep else "", sorted(settings.items(), key=str)))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return str(value_of(row, by))
+
+
+def _group_label(rows: Sequence[RunRow], by: str, names: Mapping[str, list[str]]) -> str:
+    first = rows[-1]
+    if by == "sweep":
+        return f"{first.workflow.rpartition('.')[2]} {first.labels.name or first.run}"
+    if by == "recipe":
+        return f"{first.workflow.rpartition('.')[2]} {first.recipe}".strip()
+    if by == "seed":
+        settings = {k: v for k, v in shown_settings(first, names[first.id]).items() if k != "seed"}
+        return f"{first.workflow.rpartition('.')[2]} {point_label(settings)}".strip()
+    return f"{by} {value_of(first, by)}"
+
+
+def differing(rows: Sequence[RunRow]) -> dict[str, list[str]]:
+    """Returns by row the settings that differ between rows of its workflow, sorted."""
+    by_workflow: dict[tuple[str, bool], list[RunRow]] = {}
+    for row in rows:
+        by_workflow.setdefault((row.workflow, row.node is None), []).append(row)
+    names: dict[str, list[str]] = {}
     for group in by_workflow.values():
-        names |= differing_settings([row.settings for row in group])
-    return sorted(names)
+        found = sorted(differing_settings([row.settings for row in group]))
+        names |= {row.id: found for row in group}
+    return names
 
 
 def shown_settings(row: RunRow, names: Sequence[str]) -> dict[str, Any]:
