@@ -70,7 +70,7 @@ def runs_table(
         table.add_column(Text(name), no_wrap=is_plain, justify=justify, overflow="fold")
     different = differing(rows)
     for row in rows:
-        cells = {name: _cell(row, name, different, history) for name in names}
+        cells = {name: _cell(row, name, different[row.id], history) for name in names}
         if is_narrow:
             below = Text.assemble("\n", _cell(row, "state", (), history), f"  {_took(row)}")
             cells["run"].append_text(below)

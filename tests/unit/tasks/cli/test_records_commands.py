@@ -194,5 +194,5 @@ def test_the_table_fits_a_narrow_terminal(run: str) -> None:
         table = runs_table(rows, DEFAULT_COLUMNS, history, width=80)
     Console(file=stream, width=80).print(table)
     lines = [line.rstrip() for line in stream.getvalue().splitlines() if line.strip()]
-    assert lines[2].split()[:2] == [RUN, "grpo_ci"]
+    assert lines[2].split()[:3] == [RUN, "grpo", "grpo_ci"]
     assert lines[3].split() == ["succeeded", "0:00"]
