@@ -252,3 +252,10 @@ def test_reproduce_refuses_runs_that_cannot_be_the_same(
     (used / "file").touch()
     with pytest.raises(StoreError, match="not empty"):
         ask(reproduce, ran.artifact.folder.name, "--anyway", "--store", str(used))
+
+
+def test_a_card_of_something_else_than_a_model_is_refused(ran: Ran) -> None:
+    (data,) = (ran.store / "artifacts").glob("rows-*")
+    with pytest.raises(StoreError, match=f"{data.name} is not a model"):
+        ask(card, data.name)
+    assert "library_name: transformers" in ask(card, ran.artifact.folder.name).output

@@ -16,7 +16,7 @@ from nemo_rl_core.produce import NotMade, StageInputs, StageResult, dry_run, pro
 from nemo_rl_core.store.store import Store
 from tasks.cli.machine import flyte_cluster_check
 from tasks.cli.recipe.recipe_pipeline import is_shipped, pipeline_of, refuse_other_pipeline
-from tasks.cli.recipe.run_settings import TRAINING, changes_of
+from tasks.cli.recipe.run_settings import TRAINING, _as_yaml, changes_of
 from tasks.flyte import code_secrets
 from tasks.ray_cluster import ray_stage
 from workflows import cli
@@ -113,6 +113,13 @@ def test_code_with_a_key_is_not_uploaded(
     assert result.exit_code == 2
     assert "files that would be uploaded with the code hold secrets" in result.output
     assert "got: tls.pem (a private key)" in result.output
+
+
+def test_differences_are_shown_as_a_recipe_has_them() -> None:
+    values = {"a": None, "b": True, "c": [1, "x"], "d": "off", "e": 1e-5}
+    assert [_as_yaml(values, key) for key in "abcdef"] == [
+        "null", "true", "[1, x]", "'off'", "1.0e-05", "not set",
+    ]  # fmt: skip
 
 
 def test_values_are_yaml() -> None:
