@@ -276,7 +276,7 @@ def test_training_stages_are_recognized_by_name() -> None:
 def test_a_dry_run_has_the_refusals_of_a_run(own_store: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n" + json.dumps({"a": 1}))
-    settings = ["data.kind=files", f"data.train={rows}", "data.validation=null"]
+    settings = ["data.kind=file", f"data.train={rows}", "data.max_prompt_tokens=16"]
     result = invoked("grpo", "grpo_ci", *settings, "--dry-run")
     assert result.exit_code == 2, result.output
     assert "rows.jsonl" in result.output
