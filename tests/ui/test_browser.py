@@ -330,9 +330,9 @@ def test_two_runs_are_chosen_in_the_list_and_compared(
     page.goto(address)
     for run in runs:
         page.get_by_label(f"Compare {run.id}").check()
-    page.get_by_role("button", name="Compare the chosen two").click()
-    expect(page.get_by_text("No field differs.")).to_be_visible()
-    expect(page.get_by_text("no difference shown at 95 % confidence").first).to_be_visible()
+    page.get_by_role("button", name="Compare the chosen runs").click()
+    expect(page.get_by_text("No setting differs.")).to_be_visible()
+    expect(page.get_by_text("No difference shown at 95 % confidence").first).to_be_visible()
     chart = page.get_by_role("img", name=re.compile("grpo_iteration: reward over steps 1 to 24"))
     assert chart.locator("polyline").count() == 2
 
