@@ -56,8 +56,8 @@ class Compared:
 def compared(history: History, rows: Sequence[RunRow], labels: Mapping[str, str]) -> list[Compared]:
     """Compares every run with the first, by evaluations of the same stage.
 
-    Points of several sweeps are compared with the same point of the first. With several comparisons
-    each has the confidence that makes all of them hold together (Bonferroni). From each run the
+    Points of several sweeps are compared with the same point of the first. With several pairs of
+    runs each has the confidence that makes all of them hold together (Bonferroni). From each run the
     evaluation with the most steps counts.
     """
     found = {row.id: _evaluations(history, row) for row in rows}
@@ -73,7 +73,7 @@ def compared(history: History, rows: Sequence[RunRow], labels: Mapping[str, str]
         for name in found[first.id]
         if name in found[row.id]
     ]
-    confidence = 1 - (1 - CONFIDENCE) / max(1, len(named))
+    confidence = 1 - (1 - CONFIDENCE) / max(1, len(pairs))
     return [
         _compare(
             f"{name} ({point_label(row.point)})" if first.point == row.point != {} else name,
