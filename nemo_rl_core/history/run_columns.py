@@ -92,12 +92,12 @@ def value_of(row: RunRow, column: str) -> Any:
 
 
 class Band(NamedTuple):
-    """Mean, lowest and highest of the `count` rows of a group that have a value."""
+    """Mean, lowest and highest of the `size` rows of a group that have a value."""
 
     mean: float
     low: float
     high: float
-    count: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)

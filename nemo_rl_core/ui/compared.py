@@ -1,6 +1,7 @@
 """Evaluations of several runs: paired verdicts, and answers to the same prompts side by side."""
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.records import ArtifactRow
+from nemo_rl_core.history.records import ArtifactRow, point_label
 from nemo_rl_core.history.run_columns import RunRow
 from nemo_rl_core.ui.ancestry import base_stage
 
@@ -55,20 +56,33 @@ class Compared:
 def compared(history: History, rows: Sequence[RunRow], labels: Mapping[str, str]) -> list[Compared]:
     """Compares every run with the first, by evaluations of the same stage.
 
-    With several comparisons each has the confidence that makes all of them hold together
-    (Bonferroni). From each run the evaluation with the most steps counts.
+    Points of several sweeps are compared with the same point of the first. With several pairs of
+    runs each has the confidence that makes all of them hold together (Bonferroni). From each run the
+    evaluation with the most steps counts.
     """
-    found = [_evaluations(history, row) for row in rows]
+    found = {row.id: _evaluations(history, row) for row in rows}
+    same = {json.dumps(dict(r.point)): r for r in rows if r.run == rows[0].run and r.point}
     pairs = [
-        (name, rows[0], row, found[0][name], other[name])
-        for row, other in zip(rows[1:], found[1:], strict=True)
-        for name in found[0]
-        if name in other
+        (same[point], row)
+        for row in rows
+        if row.run != rows[0].run and (point := json.dumps(dict(row.point))) in same
+    ] or [(rows[0], row) for row in rows[1:]]
+    named = [
+        (name, first, row)
+        for first, row in pairs
+        for name in found[first.id]
+        if name in found[row.id]
     ]
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(pairs))
     return [
-        _compare(name, (labels[first.id], labels[row.id]), old, new, confidence)
-        for name, first, row, old, new in pairs
+        _compare(
+            f"{name} ({point_label(row.point)})" if first.point == row.point != {} else name,
+            (labels[first.id], labels[row.id]),
+            found[first.id][name],
+            found[row.id][name],
+            confidence,
+        )
+        for name, first, row in named
     ]
 
 

@@ -110,7 +110,12 @@ def _labels(rows: Sequence[RunRow], names: Sequence[str]) -> dict[str, str]:
         row.id: row.labels.name or (point_label(row.point) if row.point else row.id) for row in rows
     }
     uses = list(labels.values())
-    return {key: label if uses.count(label) == 1 else key for key, label in labels.items()}
+    return {
+        row.id: labels[row.id]
+        if uses.count(labels[row.id]) == 1
+        else f"{labels[row.id]} ({row.id})"
+        for row in rows
+    }
 
 
 def _shown(row: RunRow, name: str) -> str:
