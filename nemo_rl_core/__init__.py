@@ -13,6 +13,9 @@ from nemo_rl_core.errors import ConfigError
 
 _PUBLIC = {
     "train": ".api.train",
+    "runs": ".api.frames",
+    "run_metrics": ".api.frames",
+    "run_rollouts": ".api.frames",
     "register_algorithm": ".api.functional",
     "get_algorithm": ".api.functional",
     "BaseTrainer": ".trainers.base",

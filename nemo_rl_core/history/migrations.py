@@ -111,7 +111,12 @@ ALTER TABLE nodes ADD COLUMN point TEXT NOT NULL DEFAULT '{}';
 """Settings of the sweep's point that a node belongs to. In files of older versions all points of a
 sweep share one node with the metrics of the last one; it is not changed."""
 
-SCRIPTS = (_TABLES, _LOG_PARTS, _FOLDER, _RELATIVE_PATHS, _POINTS)
+_POINTS_INDEX = """
+CREATE INDEX nodes_of_points ON nodes (execution) WHERE point <> '{}';
+"""
+"""Points are rows of the table of runs."""
+
+SCRIPTS = (_TABLES, _LOG_PARTS, _FOLDER, _RELATIVE_PATHS, _POINTS, _POINTS_INDEX)
 """Script `n` migrates from version `n` to `n + 1`."""
 
 VERSION = len(SCRIPTS)

@@ -3,7 +3,7 @@
 import math
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -109,24 +109,9 @@ class History:
             text: Substring of id, recipe, inputs, commit or error; case-insensitive.
             since: Only runs that started then or later (Unix time).
         """
-        conditions: dict[str, tuple[object, ...]] = {}
-        if state:
-            conditions["state = ?"] = (state,)
-        if workflow:
-            conditions["(workflow = ? OR workflow LIKE ? ESCAPE '\\')"] = (
-                workflow,
-                f"%.{_escaped(workflow)}",
-            )
-        if since is not None:
-            conditions["started_at >= ?"] = (since,)
-        if text:
-            columns = ("id", "workflow", "recipe", "inputs", "command", "git_commit", "error")
-            matches = " OR ".join(f"{column} LIKE ? ESCAPE '\\'" for column in columns)
-            conditions[f"({matches})"] = (f"%{_escaped(text)}%",) * len(columns)
-        where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
-        values = tuple(value for group in conditions.values() for value in group)
+        where, values = matching(state=state, workflow=workflow, text=text, since=since)
         total = self._one(f"SELECT count(*) AS n FROM executions {where}", values)["n"]
-        rows = self._all(
+        rows = self.select(
             f"{_COUNTED} {where} ORDER BY started_at DESC, id DESC LIMIT ? OFFSET ?",
             (*values, limit, offset),
         )
@@ -141,7 +126,7 @@ class History:
 
     def workflows(self) -> list[str]:
         """Returns the names of all recorded workflows."""
-        rows = self._all(
+        rows = self.select(
             "SELECT DISTINCT workflow FROM executions WHERE typeof(workflow) = 'text' "
             "ORDER BY workflow",
             (),
@@ -157,12 +142,12 @@ class History:
 
     def nodes(self, execution: str) -> list[Node]:
         """Returns all nodes of a run in order of start."""
-        rows = self._all("SELECT * FROM nodes WHERE execution = ? ORDER BY id", (execution,))
+        rows = self.select("SELECT * FROM nodes WHERE execution = ? ORDER BY id", (execution,))
         return [self._node(row) for row in rows]
 
     def edges(self, execution: str) -> list[Edge]:
         """Returns the edges between the nodes of a run."""
-        rows = self._all(
+        rows = self.select(
             "SELECT source, target, source_output, target_input FROM edges WHERE execution = ? "
             "ORDER BY target, target_input",
             (execution,),
@@ -176,7 +161,7 @@ class History:
             raise _unknown("node", str(node), "see the nodes of its run")
         record = self._node(row)
         maker = self._first("SELECT * FROM nodes WHERE id = ?", (record.cached_from,))
-        attempts = self._all("SELECT * FROM attempts WHERE node = ? ORDER BY number", (node,))
+        attempts = self.select("SELECT * FROM attempts WHERE node = ? ORDER BY number", (node,))
         return NodeDetail(
             node=record,
             attempts=tuple(self._read(Attempt, each, "attempts", "node") for each in attempts),
@@ -190,7 +175,7 @@ class History:
     ) -> Curves:
         """Returns the curves of a node after `since_step`; a cache hit has those of its maker."""
         marks = "" if names is None else f"AND name IN ({', '.join('?' * len(names))})"
-        rows = self._all(
+        rows = self.select(
             f"SELECT name, step, value FROM metrics WHERE node = ? {marks} AND step > ? "
             "ORDER BY name, step",
             (self._measured_node(node), *(names or ()), -1 if since_step is None else since_step),
@@ -248,7 +233,7 @@ class History:
 
     def metric_names_of(self, execution: str) -> dict[int, list[str]]:
         """Returns the names of curves by node of a run, without nodes that have none."""
-        nodes = self._all(
+        nodes = self.select(
             "SELECT id, coalesce(cached_from, id) AS measured FROM nodes WHERE execution = ?",
             (execution,),
         )
@@ -258,7 +243,7 @@ class History:
 
     def artifact_outputs(self, execution: str) -> set[tuple[int, str]]:
         """Returns node and name of all outputs of a run that are artifacts."""
-        rows = self._all(
+        rows = self.select(
             "SELECT node, node_outputs.name FROM node_outputs JOIN nodes ON nodes.id = node "
             "WHERE execution = ? AND artifact <> ''",
             (execution,),
@@ -283,11 +268,11 @@ class History:
         parts = Path(name).expanduser().parts
         rows = []
         for part in reversed(parts):
-            rows = self._all("SELECT * FROM artifacts WHERE id = ?", (part,))
+            rows = self.select("SELECT * FROM artifacts WHERE id = ?", (part,))
             if rows:
                 return read_artifact(rows[0], self.store)
         if len(parts) == 1 and not set(name) & set("*?["):
-            rows = self._all(
+            rows = self.select(
                 "SELECT * FROM artifacts WHERE id GLOB ? OR content_hash GLOB ? LIMIT 6",
                 (f"{name}*", f"{name}*"),
             )
@@ -313,7 +298,7 @@ class History:
 
     def artifacts_of(self, execution: str) -> list[ArtifactRow]:
         """Returns the artifacts that a run's nodes returned, also from the cache, oldest first."""
-        rows = self._all(
+        rows = self.select(
             "SELECT * FROM artifacts WHERE id IN (SELECT artifact FROM node_outputs JOIN nodes "
             "ON nodes.id = node_outputs.node WHERE execution = ?) ORDER BY created_at, id",
             (execution,),
@@ -322,7 +307,7 @@ class History:
 
     def points_of(self, execution: str) -> dict[str, dict[str, Any]]:
         """Returns settings of the points of a run's sweep, by id of the artifacts they made."""
-        rows = self._all(
+        rows = self.select(
             "SELECT artifact, point FROM node_outputs JOIN nodes ON nodes.id = node "
             "WHERE execution = ? AND artifact <> '' AND point <> '{}'",
             (execution,),
@@ -333,7 +318,7 @@ class History:
 
     def artifacts_used(self, execution: str) -> set[str]:
         """Returns the ids of all artifacts that a run's nodes read or returned."""
-        rows = self._all(
+        rows = self.select(
             "SELECT artifact FROM node_inputs JOIN nodes ON nodes.id = node WHERE execution = ? "
             "UNION SELECT artifact FROM node_outputs JOIN nodes ON nodes.id = node "
             "WHERE execution = ?",
@@ -345,7 +330,7 @@ class History:
         """Returns nodes that read an artifact, latest first."""
         source = "FROM nodes WHERE id IN (SELECT node FROM node_inputs WHERE artifact = ?)"
         total = self._one(f"SELECT count(*) AS n {source}", (artifact,))["n"]
-        rows = self._all(
+        rows = self.select(
             f"SELECT * {source} ORDER BY id DESC LIMIT ? OFFSET ?", (artifact, limit, offset)
         )
         return Page(tuple(self._node(row) for row in rows), total, offset, limit)
@@ -369,7 +354,7 @@ class History:
             return ancestry.downwards(database, self.store, artifact)
 
     def _values(self, table: str, node: int) -> tuple[Value, ...]:
-        rows = self._all(f"SELECT * FROM {table} WHERE node = ? ORDER BY rowid", (node,))
+        rows = self.select(f"SELECT * FROM {table} WHERE node = ? ORDER BY rowid", (node,))
         return tuple(self._read(Value, row, table, "node") for row in rows)
 
     def _metric_names(self, rows: list[sqlite3.Row]) -> list[str]:
@@ -384,7 +369,10 @@ class History:
         with self._lock, sqlite_errors_explained(path_of(self.store)):
             yield self._database
 
-    def _all(self, query: str, values: tuple[object, ...]) -> list[sqlite3.Row]:
+    def select(
+        self, query: str, values: Sequence[object] | Mapping[str, object]
+    ) -> list[sqlite3.Row]:
+        """Returns the rows of a query."""
         with self._locked() as database:
             return database.execute(query, values).fetchall()
 
@@ -403,6 +391,38 @@ class History:
 
     def _read(self, kind: type[T], row: sqlite3.Row, table: str, key: str) -> T:
         return read_row(kind, row, table=table, key=key, store=self.store)
+
+
+def matching(
+    *,
+    state: State | None = None,
+    workflow: str | None = None,
+    text: str = "",
+    since: float | None = None,
+    also: Collection[str] = (),
+) -> tuple[str, tuple[object, ...]]:
+    """Returns the WHERE clause for runs, and its values.
+
+    Args:
+        also: Ids of runs that match `text` in another way.
+    """
+    conditions: dict[str, tuple[object, ...]] = {}
+    if state:
+        conditions["state = ?"] = (state,)
+    if workflow:
+        conditions["(workflow = ? OR workflow LIKE ? ESCAPE '\\')"] = (
+            workflow,
+            f"%.{_escaped(workflow)}",
+        )
+    if since is not None:
+        conditions["started_at >= ?"] = (since,)
+    if text:
+        columns = ("id", "workflow", "recipe", "inputs", "command", "git_commit", "error")
+        matches = [f"{column} LIKE ? ESCAPE '\\'" for column in columns]
+        matches += [f"id IN ({', '.join('?' * len(also))})"] if also else []
+        conditions[f"({' OR '.join(matches)})"] = (f"%{_escaped(text)}%",) * len(columns) + (*also,)
+    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+    return where, tuple(value for group in conditions.values() for value in group)
 
 
 def _escaped(text: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from nemo_rl_core.errors import StoreError, UnsafePathError
 from nemo_rl_core.history.database import path_of
+from nemo_rl_core.history.labels import PINNED
 from nemo_rl_core.history.liveness import is_alive
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Execution
@@ -23,8 +24,6 @@ from nemo_rl_core.store.aliases import Aliases
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
-
-PINNED = "pinned"
 
 _START_SECONDS = 60.0
 """Longest time between the creation of a run's folder and of its lock."""

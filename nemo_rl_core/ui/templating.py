@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from nemo_rl_core.config.url_secrets import redacted
+from nemo_rl_core.history.records import point_label
 from nemo_rl_core.ui import text
 
 STATIC = Path(__file__).parent / "static"
@@ -76,12 +77,14 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     jinja.filters |= {
+        "ago": text.ago,
         "cut": text.cut,
         "duration": text.duration,
         "iso": text.iso,
         "json_readable": _json_readable,
         "moment": text.moment,
         "number": text.number,
+        "point": point_label,
         "readable": text.readable,
         "size": text.size,
         "stage": text.short_stage,

@@ -75,6 +75,20 @@ def moment(seconds: float | None) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
 
 
+def ago(seconds: float, now: float) -> str:
+    """Formats how long ago a time was, in its largest unit.
+
+    Example:
+        >>> ago(100.0, 290.0)
+        '3 min ago'
+    """
+    passed = max(0.0, now - seconds)
+    for unit, name in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
+        if passed >= unit:
+            return f"{passed // unit:.0f} {name} ago"
+    return "just now"
+
+
 def iso(seconds: float) -> str:
     """Formats a Unix time in UTC in ISO 8601, for the attribute `datetime`."""
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"

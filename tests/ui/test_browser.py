@@ -57,6 +57,8 @@ def every_page(runs, nodes: dict[str, Node], checkpoint: str) -> dict[str, str]:
         "ancestry": f"/artifacts/{checkpoint}/ancestry",
         "completions": f"/artifacts/{checkpoint}/completions",
         "compare": f"/compare?run={first}&run={rerun}",
+        "compare one": f"/compare?run={first}",
+        "grouped": "/?group=recipe&sort=-reward&open=workflows.grpo.grpo%20",
         "not found": "/executions/none",
     }
 
@@ -67,7 +69,8 @@ def pages(runs, nodes, checkpoint) -> dict[str, str]:
 
 
 PAGES = [*(f"view {view or '/overview'}" for view in VIEWS), "executions", "rerun", "node"]
-PAGES += ["artifact", "ancestry", "completions", "compare", "not found"]
+PAGES += ["artifact", "ancestry", "completions", "compare", "compare one"]
+PAGES += ["grouped", "not found"]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -330,11 +333,41 @@ def test_two_runs_are_chosen_in_the_list_and_compared(
     page.goto(address)
     for run in runs:
         page.get_by_label(f"Compare {run.id}").check()
-    page.get_by_role("button", name="Compare the chosen two").click()
-    expect(page.get_by_text("No field differs.")).to_be_visible()
-    expect(page.get_by_text("no difference shown at 95 % confidence").first).to_be_visible()
+    page.get_by_role("button", name="Compare the chosen runs").click()
+    expect(page.get_by_text("No setting differs.")).to_be_visible()
+    expect(page.get_by_text("No difference shown at 95 % confidence").first).to_be_visible()
     chart = page.get_by_role("img", name=re.compile("grpo_iteration: reward over steps 1 to 24"))
     assert chart.locator("polyline").count() == 2
+
+
+def test_the_list_is_sorted_and_grouped_by_links_and_has_local_times(
+    context: BrowserContext, address: str, runs
+) -> None:
+    page = context.new_page()
+    page.goto(address)
+    row = page.get_by_role("row").filter(has_text=runs[0].id)
+    # The evaluations are of 16 prompts; the last training has 2 iterations of 12 steps.
+    expect(row.locator("[data-label=Accuracy]")).to_have_text(
+        re.compile(r"^\d+\.\d → \d+\.\d % \[\d+\.\d, \d+\.\d\]$")
+    )
+    expect(row.locator("[data-label=Step]")).to_have_text("24 of 24")
+    expect(row.locator(".spark polyline")).to_have_count(1)
+    at = row.locator("time")
+    expected = page.evaluate(
+        "at => new Date(at).toLocaleTimeString('sv').slice(0, 5)", at.get_attribute("datetime")
+    )
+    expect(at.locator("span")).to_have_text(re.compile(f"{expected}$"))
+
+    page.get_by_role("link", name="Reward", exact=True).click()
+    assert "sort=-reward" in page.url
+    expect(page.get_by_role("columnheader", name="Reward")).to_have_attribute(
+        "aria-sort", "descending"
+    )
+    page.get_by_label("Group by").select_option("recipe")
+    page.get_by_role("button", name="Apply").click()
+    assert {"sort=-reward", "group=recipe"} <= set(page.url.partition("?")[2].split("&"))
+    page.get_by_role("link", name="grpo", exact=False).first.click()
+    expect(page.get_by_label(f"Compare {runs[0].id}")).to_be_visible()
 
 
 def test_the_content_can_be_reached_by_keyboard_only(context: BrowserContext, address: str) -> None:

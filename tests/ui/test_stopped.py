@@ -46,4 +46,4 @@ def test_a_stopped_run_is_not_a_failed_one(client: TestClient) -> None:
 def test_stopped_runs_are_listed_and_chosen(client: TestClient) -> None:
     assert "stopped" in shown(client, "/?state=stopped")
     assert "cut" in shown(client, "/?state=stopped")
-    assert "No execution matches." in shown(client, "/?state=aborted")
+    assert "No run matches." in shown(client, "/?state=aborted")

@@ -122,10 +122,30 @@ def test_evaluations_are_compared_with_those_of_the_same_point(client: TestClien
         name = f"<h3>evaluate of grpo_iteration ({point_label(point)})</h3>"
         card = page.partition(name)[2].partition("</div>")[0]
         share = 20 * (number + 1)
-        assert card.count(f"{share} % right") == 2
-    # Both runs have four lines, each run in its style.
-    chart = page.partition("<span>grpo_iteration: reward</span>")[2].partition("</figure>")[0]
-    assert (chart.count("curve s0"), chart.count("curve s1")) == (4, 4)
+        assert card.count(f"{share}.0 % right") == 2
+    chart = page.partition("<figcaption>grpo_iteration: reward<")[2].partition("</figure>")[0]
+    assert [chart.count(f'"curve s{color}') for color in range(4)] == [2, 2, 2, 2]
+
+
+def test_points_are_compared_by_tests_and_seeds_are_a_band(client: TestClient) -> None:
+    page = client.get(f"/compare?run={RUNS[0]}").text
+    labels = [point_label(point) for point in POINTS]
+    # 4, 8, 12 and 16 of 20 prompts are right; three verdicts at 1 - 0.05 / 3.
+    assert "No difference shown at 98.3 % confidence: +20.0 points" in page
+    for label in labels[2:]:
+        assert f"{label[0].upper()}{label[1:]} is better than {labels[0]} at 98.3 %" in page
+    figure = page.partition("Parallel coordinates")[2].partition("</figure>")[0]
+    assert figure.count("<polyline") == 4
+    first_prompt = page.partition('<article class="reading">')[2].partition("</article>")[0]
+    assert first_prompt.count("wrong</span>") + first_prompt.count("right</span>") == 4
+    assert "wrong</span>" in first_prompt
+
+    folded = client.get(f"/compare?run={RUNS[0]}&fold=seed").text
+    chart = folded.partition("<figcaption>grpo_iteration: reward<")[2].partition("</figure>")[0]
+    assert (chart.count("<polyline"), chart.count("<polygon")) == (2, 2)
+    # Rewards of step 2 are 0 and 4 at the first rate, 2 and 6 at the second.
+    assert "sweep learning_rate 0.0001: last 2<" in chart
+    assert "sweep learning_rate 0.0002: last 4<" in chart
 
 
 def test_a_point_has_the_cost_of_its_stages(client: TestClient) -> None:

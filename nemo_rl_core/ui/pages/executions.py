@@ -3,7 +3,8 @@
 import functools
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -11,12 +12,26 @@ from typing import Any, get_args
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.history.records import Execution, Node, Page, State
+from nemo_rl_core.history.results import RunQuery, run_rows
+from nemo_rl_core.history.run_columns import (
+    COLUMNS,
+    DEFAULT_COLUMNS,
+    Group,
+    RunRow,
+    differing,
+    grouped,
+    shown_settings,
+    value_of,
+)
+from nemo_rl_core.history.run_results import sparkline
 from nemo_rl_core.ui import graph, logs
 from nemo_rl_core.ui.costs import total_cost
 from nemo_rl_core.ui.live import run_status
 from nemo_rl_core.ui.pages import curves
 from nemo_rl_core.ui.pages.parameters import day, history_of, offset, parameter
+from nemo_rl_core.ui.plots import sparkline_points
 from nemo_rl_core.ui.templating import render
 
 TABS = ("overview", "graph", "nodes", "timeline", "curves", "log")
@@ -25,33 +40,101 @@ _MAX_DEPTH = 4
 _STATES = tuple(state for state in get_args(State) if state != "cached")
 
 
+NUMERIC = (
+    *("before", "accuracy", "gain", "reward", "loss", "step", "took", "tokens", "gpu_hours"),
+    *("money", "stages", "cached"),
+)
+"""Columns of numbers, which groups average."""
+GROUPS = ("sweep", "recipe", "seed")
+
+
 def index(request: Request) -> Response:
-    """Shows the filtered list of executions."""
-    chosen = {name: parameter(request, name) for name in ("state", "workflow", "text", "since")}
-    page: Page[Execution] = Page((), 0, 0, _PER_PAGE)
-    workflows: list[str] = []
+    """Shows the runs and points of sweeps, filtered, sorted and grouped by the address."""
+    names = ("state", "workflow", "text", "since", "tag", "where", "sort", "group", "extra")
+    chosen = {name: parameter(request, name) for name in names}
+    columns = [name for name in request.query_params.getlist("column") if name in COLUMNS]
+    columns = [*(columns or DEFAULT_COLUMNS), *_words(chosen["extra"])]
+    page: Page[RunRow] = Page((), 0, 0, _PER_PAGE)
+    context: dict[str, Any] = {"workflows": [], "refused": "", "groups": (), "sparks": {}}
     if not request.app.state.source.is_empty():
         history = history_of(request)
-        workflows = history.workflows()
-        page = history.executions(
-            state=chosen["state"] if chosen["state"] in _STATES else None,  # type: ignore[arg-type]
-            workflow=chosen["workflow"] or None,
+        context["workflows"] = history.workflows()
+        query = RunQuery(
+            state=chosen["state"] if chosen["state"] in _STATES else "",
+            workflow=chosen["workflow"],
             text=chosen["text"],
             since=day(request, "since"),
-            limit=_PER_PAGE,
-            offset=offset(request),
+            tag=chosen["tag"],
+            where=_words(chosen["where"]),
+            sort=chosen["sort"],
+            limit=None if chosen["group"] else _PER_PAGE,
+            offset=0 if chosen["group"] else offset(request),
         )
+        try:
+            page = run_rows(history, query)
+        except ConfigError as error:
+            context["refused"] = str(error)
+        shown = page.items
+        if chosen["group"]:
+            context["groups"], page, shown = _grouped(request, page, chosen["group"])
+        context["sparks"] = {
+            row.id: sparkline_points(sparkline(history, row.results, row.ended_at)) for row in shown
+        }
+    names_of = differing(page.items)
+    if not request.query_params.getlist("column"):
+        columns = [each for each in columns if each not in COLUMNS or _has_value(page.items, each)]
     return render(
         request,
         "executions.html",
-        live=any(run.state == "running" for run in page.items) or not page.items,
+        live=any(run.state == "running" for run in page.items)
+        or not (page.items or context["refused"]),
         section="executions",
         page=page,
         states=_STATES,
-        workflows=workflows,
         chosen=chosen,
-        filtered=any(chosen.values()),
+        columns=columns,
+        all_columns=COLUMNS,
+        headings={name: COLUMNS[name].heading if name in COLUMNS else name for name in columns},
+        value=value_of,
+        settings={row.id: _as_texts(shown_settings(row, names_of[row.id])) for row in page.items},
+        numeric=NUMERIC,
+        group_by=GROUPS,
+        opened=request.query_params.getlist("open"),
+        filtered=any(chosen[name] for name in names[:6]),
+        **context,
     )
+
+
+def _grouped(
+    request: Request, page: Page[RunRow], by: str
+) -> tuple[Sequence[Group], Page[RunRow], tuple[RunRow, ...]]:
+    """Returns the groups of the page, the page that counts groups, and the rows of open groups."""
+    groups = grouped(page.items, by)
+    start = offset(request)
+    part = groups[start : start + _PER_PAGE]
+    opened = request.query_params.getlist("open")
+    shown = tuple(row for group in part if group.key in opened for row in group.rows)
+    rows = tuple(row for group in part for row in group.rows)
+    return part, Page(rows, len(groups), start, _PER_PAGE, page.damaged), shown
+
+
+def _has_value(rows: Sequence[RunRow], column: str) -> bool:
+    always = ("name", "state", "settings", "accuracy", "reward")
+    return column in always or any(value_of(row, column) is not None for row in rows)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _as_texts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns names without sections, where they are unambiguous, and values."""
+    short = {name: name.rpartition(".")[2] for name in settings}
+    uses = Counter(short.values())
+    return [
+        (short[name] if uses[short[name]] == 1 else name, str(value))
+        for name, value in settings.items()
+    ]
 
 
 def _view(tab: str) -> Callable[[Callable[[Request, Execution], dict[str, Any]]], Any]:

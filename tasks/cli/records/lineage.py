@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import rich_click
 from rich.text import Text
 from rich.tree import Tree
 
@@ -17,14 +18,15 @@ from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import AncestryGraph, GraphArtifact, Parentage
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.console import console_on
+from tasks.cli.records.names import complete_artifacts
 
 _MAX_DIFFERENCES = 12
 _EVALUATED = ("evaluation", "promotion")
 _STATES = {"found": "", "missing": "  (not here)", "changed": "  (CHANGED ON DISK)"}
 
 
-@click.command()
-@click.argument("checkpoint")
+@rich_click.command()
+@click.argument("checkpoint", shell_complete=complete_artifacts)
 @click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
 @click.option("--json", "as_json", is_flag=True, help="Print the graph as JSON.")
 @click.option(

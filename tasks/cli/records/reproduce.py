@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import rich_click
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.ancestry import folder_around, from_folder
@@ -39,7 +40,7 @@ from tasks.reproduce.stage_calls import manifests_behind, run_stages, stage_call
 _MAX_TENSORS = 10
 
 
-@click.command()
+@rich_click.command()
 @click.argument("checkpoint")
 @click.option(
     "--store",

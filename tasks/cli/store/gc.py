@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import click
+import rich_click
 
+from nemo_rl_core.history.labels import set_pin
 from nemo_rl_core.maintenance.collect import Plan, make_plan, remove
 from nemo_rl_core.maintenance.disk import allocated
 from nemo_rl_core.maintenance.retention import RetentionPolicy
-from nemo_rl_core.maintenance.survey import PINNED, find_run
+from nemo_rl_core.maintenance.survey import find_run
 from nemo_rl_core.store.store import Store
 from tasks.cli.store.units import Age, Size, show_bytes
 
 
-@click.command()
+@rich_click.command()
 @click.option("--keep-runs", type=click.IntRange(min=0), help="Keep this many of the newest runs.")
 @click.option("--older-than", type=Age(), help="Remove only runs older than this, such as 30d.")
 @click.option("--max-size", type=Size(), help="Then remove the oldest runs until the store fits.")
@@ -53,11 +55,11 @@ def gc(*, pin: tuple[str, ...], unpin: tuple[str, ...], **options: Any) -> None:
 def _pin(store: Store, pin: tuple[str, ...], unpin: tuple[str, ...]) -> None:
     for name in pin:
         folder = find_run(store, name)
-        (folder / PINNED).touch()
+        set_pin(store, folder.name, pinned=True)
         click.echo(f"pinned {folder.name}")
     for name in unpin:
         folder = find_run(store, name)
-        (folder / PINNED).unlink(missing_ok=True)
+        set_pin(store, folder.name, pinned=False)
         click.echo(f"unpinned {folder.name}")
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.history.database import path_of
+from nemo_rl_core.history.labels import PINNED
 from nemo_rl_core.maintenance.collect import Removed, make_plan, remove
 from nemo_rl_core.maintenance.disk import Snapshot, allocated
 from nemo_rl_core.maintenance.retention import RetentionPolicy
-from nemo_rl_core.maintenance.survey import PINNED, survey
+from nemo_rl_core.maintenance.survey import survey
 from nemo_rl_core.store.store import Store
 
 DAY = 86400.0

@@ -155,7 +155,7 @@ def test_runs_are_listed_and_shown(ran: Ran) -> None:
     assert "tune_more" in shown and "succeeded" in shown
     failed = ask(runs, page["items"][0]["id"]).output
     assert "no steps" in failed
-    with pytest.raises(StoreError, match="no record of the run"):
+    with pytest.raises(StoreError, match="no record of 'nowhere'"):
         ask(runs, "nowhere")
 
 
@@ -252,3 +252,10 @@ def test_reproduce_refuses_runs_that_cannot_be_the_same(
     (used / "file").touch()
     with pytest.raises(StoreError, match="not empty"):
         ask(reproduce, ran.artifact.folder.name, "--anyway", "--store", str(used))
+
+
+def test_a_card_of_something_else_than_a_model_is_refused(ran: Ran) -> None:
+    (data,) = (ran.store / "artifacts").glob("rows-*")
+    with pytest.raises(StoreError, match=f"{data.name} is not a model"):
+        ask(card, data.name)
+    assert "library_name: transformers" in ask(card, ran.artifact.folder.name).output
