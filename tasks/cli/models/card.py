@@ -12,14 +12,14 @@ from nemo_rl_core.history.card_evaluations import CardEvaluation, recorded_evalu
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow
 from nemo_rl_core.store.store import Store
-from tasks.cli.records.names import complete_artifacts
+from tasks.cli.records.names import complete_artifacts, resolve_alias
 
 _MODELS = ("checkpoint", "model")
 """Kinds of artifacts that have weights."""
 
 
 @rich_click.command()
-@click.argument("checkpoint", shell_complete=complete_artifacts)
+@click.argument("checkpoint", shell_complete=complete_artifacts, callback=resolve_alias)
 @click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
 @click.option("--name", default="", help="The title.")
 @click.option(

@@ -23,6 +23,13 @@ def find_run(history: "History", name: str | None) -> "Execution":
     return history.execution(run_row(history, name or "").run)
 
 
+def resolve_alias(_context: click.Context, _parameter: click.Parameter, name: str) -> str:
+    """Replaces `alias:NAME` by the artifact that the name refers to."""
+    from nemo_rl_core.store.aliases import located
+
+    return located(name)
+
+
 def artifact_folder(name: str) -> Path:
     """Returns the folder of an artifact: an existing path, or an id or the beginning of one.
 

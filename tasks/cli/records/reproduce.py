@@ -22,6 +22,7 @@ from nemo_rl_core.history.signed import is_signed, key_file
 from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
+from tasks.cli.records.names import complete_artifacts, resolve_alias
 from tasks.reproduce.differences import (
     Differences,
     differences_from,
@@ -41,7 +42,7 @@ _MAX_TENSORS = 10
 
 
 @rich_click.command()
-@click.argument("checkpoint")
+@click.argument("checkpoint", shell_complete=complete_artifacts, callback=resolve_alias)
 @click.option(
     "--store",
     type=click.Path(path_type=Path),

@@ -18,6 +18,7 @@ from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.produce import StageResult
+from nemo_rl_core.store.aliases import Aliases
 from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.store import Store
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
@@ -98,7 +99,14 @@ def ask(command: object, *words: str) -> Result:
 
 def test_the_tree_goes_back_to_the_data(ran: Ran) -> None:
     name = ran.artifact.folder.name
-    for words in (name, name[:13], str(ran.artifact.folder / "model"), ran.artifact.content_hash):
+    Aliases(Store.default()).move("best", name)
+    for words in (
+        name,
+        name[:13],
+        "alias:best",
+        str(ran.artifact.folder / "model"),
+        ran.artifact.content_hash,
+    ):
         shown = ask(lineage, words).output
         assert f"tune_more  {name}  content {ran.artifact.content_hash[:16]}" in shown
     assert "config against tune 1: rate: 0.1 → 0.5" in shown
