@@ -99,14 +99,10 @@ def ask(command: object, *words: str) -> Result:
 
 def test_the_tree_goes_back_to_the_data(ran: Ran) -> None:
     name = ran.artifact.folder.name
+    model = ran.artifact.folder / "model"
+    (model / "config.json").write_text("{}")
     Aliases(Store.default()).move("best", name)
-    for words in (
-        name,
-        name[:13],
-        "alias:best",
-        str(ran.artifact.folder / "model"),
-        ran.artifact.content_hash,
-    ):
+    for words in (name, name[:13], "alias:best", str(model), ran.artifact.content_hash):
         shown = ask(lineage, words).output
         assert f"tune_more  {name}  content {ran.artifact.content_hash[:16]}" in shown
     assert "config against tune 1: rate: 0.1 → 0.5" in shown
