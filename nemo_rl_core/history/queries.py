@@ -348,6 +348,10 @@ class History:
         with self._lock, sqlite_errors_explained(path_of(self.store)):
             yield self._database
 
+    def select(self, query: str, values: tuple[object, ...]) -> list[sqlite3.Row]:
+        """Returns the rows of a query."""
+        return self._all(query, values)
+
     def _all(self, query: str, values: tuple[object, ...]) -> list[sqlite3.Row]:
         with self._locked() as database:
             return database.execute(query, values).fetchall()

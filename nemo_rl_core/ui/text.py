@@ -102,7 +102,7 @@ def readable(value: Any) -> str:
     """Formats a JSON value with indentation; returns strings unchanged."""
     if isinstance(value, str):
         return value
-    return json.dumps(value, indent=2, ensure_ascii=False)
+    return json.dumps(value, indent=2, ensure_ascii=False, default=str)
 
 
 def short_stage(name: str) -> str:
