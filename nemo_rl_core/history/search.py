@@ -17,8 +17,8 @@ WITH RECURSIVE
                   WHERE metrics.node = named.node AND metrics.name > named.name)
     FROM named WHERE name IS NOT NULL
   )
-SELECT name, max(execution) AS execution FROM named JOIN nodes ON nodes.id = node
-WHERE instr(lower(name), lower(?)) GROUP BY name ORDER BY name LIMIT ?
+SELECT named.name, max(execution) AS execution FROM named JOIN nodes ON nodes.id = node
+WHERE instr(lower(named.name), lower(?)) GROUP BY named.name ORDER BY named.name LIMIT ?
 """
 
 

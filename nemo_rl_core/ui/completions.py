@@ -126,12 +126,14 @@ class Scan(NamedTuple):
         num_searched: Number of files that were searched.
         num_rows: Number of rows in them.
         num_passing: Number of those that pass the filter.
+        num_damaged: Number of files that cannot be read.
     """
 
     cards: list[Card]
     num_searched: int
     num_rows: int
     num_passing: int
+    num_damaged: int
 
 
 def steps(folder: Path) -> list[int]:
@@ -205,16 +207,19 @@ def scan(
     """
     end = time.monotonic() + seconds
     cards: list[Card] = []
-    num_searched = num_rows = num_passing = 0
+    num_searched = num_rows = num_passing = num_damaged = 0
     for source in files:
-        selected = select(source, row_filter)
         num_searched += 1
-        num_rows += len(selected.codes)
-        num_passing += len(selected.passing)
-        cards += selected.cards(0, limit)
+        try:
+            selected = select(source, row_filter)
+            cards += selected.cards(0, limit)
+            num_rows += len(selected.codes)
+            num_passing += len(selected.passing)
+        except OSError:
+            num_damaged += 1
         if len(cards) >= limit or time.monotonic() > end:
             break
-    return Scan(cards, num_searched, num_rows, num_passing)
+    return Scan(cards, num_searched, num_rows, num_passing, num_damaged)
 
 
 def changes(before: Path, after: Path) -> dict[str, frozenset[str]]:

@@ -184,7 +184,9 @@ def _card(text: str) -> tuple[str, Markup | None]:
             token.tag = f"h{min(6, int(token.tag[1:]) + 2)}"
         if token.type in ("fence", "code_block"):
             token.attrs["tabindex"] = "0"
-    return front[1] if front else "", Markup(markdown.renderer.render(tokens, markdown.options, {}))
+    html = markdown.renderer.render(tokens, markdown.options, {})
+    # A table whose first row is empty has no header.
+    return front[1] if front else "", Markup(html.replace("<th></th>", "<td></td>"))
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:

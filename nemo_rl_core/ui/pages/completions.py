@@ -1,6 +1,7 @@
 """The page of completions: of a step, of all steps of a run, or of one or two evaluations."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def completions_view(request: Request) -> Response:
     row_filter, refused = _filter(request, chosen)
     if other is not None and path is not None and chosen["only"] in completions.CHANGES:
         changed = completions.changes(Path(other.path) / "rows.parquet", path)
-        row_filter = _with_prompts(row_filter, changed[chosen["only"]])
+        row_filter = replace(row_filter, prompts=changed[chosen["only"]])
     if step == _ALL:
         shown = _scanned(request, _of_run(history_of(request), one), row_filter)
     else:
@@ -97,12 +98,6 @@ def _is_index(text: str) -> bool:
     return text.isdecimal() and text.isascii() and len(text) < 12
 
 
-def _with_prompts(row_filter: Filter, prompts: frozenset[str]) -> Filter:
-    from dataclasses import replace
-
-    return replace(row_filter, prompts=prompts)
-
-
 def _selected(request: Request, source: Source, row_filter: Filter) -> dict[str, Any]:
     """Returns a page of the cards of one file."""
     selection = completions.select(source, row_filter)
@@ -134,6 +129,7 @@ def _scanned(request: Request, files: Sequence[Source], row_filter: Filter) -> d
             "first": searched[-1].step if searched else None,
             "last": searched[0].step if searched else None,
             "num_files": len(files),
+            "num_damaged": found.num_damaged,
             "next": end if end < len(files) else None,
         },
     }

@@ -81,6 +81,9 @@ def overview(request: Request, run: Execution) -> dict[str, Any]:
         "command": shlex.join(run.command),
         "cost": total_cost([node.cost for node in nodes if node.state != "cached"]),
         "products": [node for node in nodes if node.kind == "task" and node.summary][-40:],
+        "unfinished": [
+            node for node in nodes if node.kind == "task" and node.state in ("failed", "stopped")
+        ][:40],
     }
 
 

@@ -132,10 +132,7 @@ def _completions(
     artifacts = latest_artifacts(history, "checkpoint", "evaluation", limit=_ARTIFACTS_SEARCHED)
     files = [file for one in artifacts for file in completions.sources(one.id, Path(one.path))]
     readable = [file for file in files if file.step is not None or _has_texts(file.path)]
-    try:
-        found = completions.scan(readable[start:], Filter(text=query), limit=_SHOWN)
-    except OSError:
-        return [], None  # a damaged file, which its page explains
+    found = completions.scan(readable[start:], Filter(text=query), limit=_SHOWN)
     hits = []
     for card in found.cards[:_SHOWN]:
         row, source = card.rows[0], card.source
@@ -157,6 +154,7 @@ def _completions(
         "next": end if end < len(readable) else None,
         "num_files": len(readable),
         "end": end,
+        "num_damaged": found.num_damaged,
     }
 
 
