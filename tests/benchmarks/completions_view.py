@@ -21,25 +21,7 @@ from nemo_rl_core.ui.completions import Filter, Source, scan, select, sources
 
 STEPS, ROLLOUTS, GROUP, TOKENS = 1000, 1000, 8, 48
 PROMPTS = 5000
-WORDS = np.array(
-    [
-        "the",
-        "sum",
-        "is",
-        "plus",
-        "times",
-        "because",
-        "we",
-        "get",
-        "12",
-        "7",
-        "41",
-        "therefore",
-        "carry",
-        "one",
-        "add",
-    ]
-)
+WORDS = np.array(["the", "sum", "is", "plus", "because", "we", "get", "12", "carry", "one", "add"])
 
 
 def fill(folder: Path, *, num_steps: int = STEPS) -> None:

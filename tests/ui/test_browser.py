@@ -64,7 +64,7 @@ def every_page(
         "two evaluations": f"/artifacts/{artifacts['evaluate']}/completions"
         f"?against={artifacts['evaluate before']}",
         "promotion": f"/artifacts/{artifacts['promote']}",
-        "data": f"/artifacts/{artifacts['prepare_data']}",
+        "data": f"/artifacts/{artifacts['prepare_data train']}",
         "export": f"/artifacts/{artifacts['export']}",
         "models": "/models",
         "find": "/find?q=reward",
