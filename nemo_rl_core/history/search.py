@@ -47,3 +47,21 @@ def metrics_like(history: History, text: str, *, limit: int) -> dict[str, str]:
     """Returns metrics of recent nodes whose name contains a text, with a run that has each."""
     rows = history.select(_METRICS, (_NODES_SEARCHED, text, limit))
     return {str(row["name"]): str(row["execution"]) for row in rows}
+
+
+def latest_evaluation(history: History, one: ArtifactRow) -> ArtifactRow | None:
+    """Returns the latest evaluation of a model, or of a parent with the same weights."""
+    weights = one.manifest.get("weights_hash")
+    parents = history.select("SELECT parent_id FROM artifact_parents WHERE child = ?", (one.id,))
+    same = [one.id]
+    for parent in {row["parent_id"] for row in parents}:
+        if weights and history.has_artifact(parent):
+            is_same = history.artifact(parent).manifest.get("weights_hash") == weights
+            same += [parent] if is_same else []
+    rows = history.select(
+        "SELECT * FROM artifacts WHERE kind = 'evaluation' AND id IN (SELECT child FROM "
+        f"artifact_parents WHERE parent_id IN ({', '.join('?' * len(same))})) "
+        "ORDER BY created_at DESC LIMIT 1",
+        tuple(same),
+    )
+    return read_artifact(rows[0], history.store) if rows else None

@@ -1,7 +1,7 @@
 """Reads, filters and groups completions: rows of an artifact's rollouts or of an evaluation.
 
 A filter reads only the columns it needs; texts are read for the rows of one page. A search over
-many files stops after `SCAN_SECONDS`, and the page has a link that continues it.
+many files stops after `SCAN_SECONDS`; the page has links that continue it, one of them for longer.
 """
 
 import json
@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SCAN_SECONDS = 0.2
+SCAN_SECONDS, LONG_SCAN_SECONDS = 0.15, 5.0
 _ROWS_FOR_THREADS = 50_000
 """For smaller files threads cost more than they save."""
 _ROLLOUTS = "rollouts"
@@ -138,9 +138,7 @@ class Scan(NamedTuple):
 
 def steps(folder: Path) -> list[int]:
     """Returns the steps with rollouts in an artifact, in order."""
-    files = (folder / _ROLLOUTS).glob("step_*.parquet")
-    numbers = (path.stem.removeprefix("step_") for path in files)
-    return sorted(int(number) for number in numbers if number.isdigit())
+    return sorted(_files(folder))
 
 
 def file_of(folder: Path, step: int | None) -> Path | None:
@@ -153,9 +151,16 @@ def file_of(folder: Path, step: int | None) -> Path | None:
 
 def sources(artifact: str, folder: Path) -> list[Source]:
     """Returns the files with completions of an artifact, the latest step first."""
-    every = [*reversed(steps(folder))] or [None]
-    files = [(step, file_of(folder, step)) for step in every]
-    return [Source(artifact, path, step) for step, path in files if path is not None]
+    files = sorted(_files(folder).items(), reverse=True)
+    if not files and (path := file_of(folder, None)) is not None:
+        return [Source(artifact, path)]
+    return [Source(artifact, path, step) for step, path in files]
+
+
+def _files(folder: Path) -> dict[int, Path]:
+    files = (folder / _ROLLOUTS).glob("step_*.parquet")
+    steps_of_files = ((path.stem.removeprefix("step_"), path) for path in files)
+    return {int(step): path for step, path in steps_of_files if step.isdecimal()}
 
 
 def has_completions(folder: Path) -> bool:
@@ -318,7 +323,7 @@ def _mask(table: "pa.Table", wanted: Filter, num_rows: int) -> "np.ndarray[Any, 
         masks.append(np.arange(num_rows) == wanted.row)
     if wanted.only in ONLY:
         masks.append(_only(table, wanted.only, rewards))
-    return reduce(np.logical_and, masks)
+    return np.asarray(reduce(np.logical_and, masks))
 
 
 def _only(table: "pa.Table", only: str, rewards: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":

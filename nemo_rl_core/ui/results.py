@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,26 +73,30 @@ class Results:
     card_facts: str = ""
 
 
-def results_of(artifact: str, folder: Path) -> Results:
-    """Reads the results of an artifact; files that are missing or damaged are left out."""
-    facts, card = _card(_text(folder, "model/README.md"))
-    metrics = _json(folder, "metrics.json")
-    categories = _json(folder, "categories.json")
-    is_evaluation = bool(metrics)
-    rows, num_rows, lengths = ([], 0, []) if is_evaluation else _rows(folder / "rows.parquet")
+def brief_results(folder: Path) -> Results:
+    """Reads summary, figures and decision of an artifact."""
     return Results(
         summary=_text(folder, "summary.txt"),
-        figures=_figures(metrics),
-        categories={name: _figures(each) for name, each in categories.items()}
-        if len(categories) > 1
-        else {},
-        wrong=_wrong(artifact, folder) if is_evaluation else [],
+        figures=_figures(_json(folder, "metrics.json")),
         decision=_decision(folder),
-        rows=rows,
-        num_rows=num_rows,
-        lengths=lengths,
-        card=card,
-        card_facts=facts,
+    )
+
+
+def results_of(artifact: str, folder: Path) -> Results:
+    """Reads the results of an artifact; files that are missing or damaged are left out."""
+    brief = brief_results(folder)
+    if brief.figures:
+        categories = _json(folder, "categories.json")
+        shown = categories if len(categories) > 1 else {}
+        return replace(
+            brief,
+            categories={name: _figures(each) for name, each in shown.items()},
+            wrong=_wrong(artifact, folder),
+        )
+    rows, num_rows, lengths = _rows(folder / "rows.parquet")
+    facts, card = _card(_text(folder, "model/README.md"))
+    return replace(
+        brief, rows=rows, num_rows=num_rows, lengths=lengths, card=card, card_facts=facts
     )
 
 

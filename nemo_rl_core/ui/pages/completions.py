@@ -14,7 +14,13 @@ from nemo_rl_core.history.records import ArtifactRow, Page
 from nemo_rl_core.ui import completions, curves
 from nemo_rl_core.ui.charts import Chart
 from nemo_rl_core.ui.completions import Card, Filter, Source
-from nemo_rl_core.ui.pages.parameters import history_of, number_parameter, offset, parameter
+from nemo_rl_core.ui.pages.parameters import (
+    history_of,
+    number_parameter,
+    offset,
+    parameter,
+    scan_seconds,
+)
 from nemo_rl_core.ui.pages.recorded import artifact_of, render_artifact
 from nemo_rl_core.ui.reading import part_names, readings
 from nemo_rl_core.ui.tokens import MAX_TOKENS, TINTS, tokens
@@ -117,7 +123,9 @@ def _selected(request: Request, source: Source, row_filter: Filter) -> dict[str,
 def _scanned(request: Request, files: Sequence[Source], row_filter: Filter) -> dict[str, Any]:
     """Returns the cards of the next files of a run that have some."""
     start = offset(request)
-    found = completions.scan(files[start:], row_filter, limit=_PROMPTS_PER_PAGE)
+    found = completions.scan(
+        files[start:], row_filter, limit=_PROMPTS_PER_PAGE, seconds=scan_seconds(request)
+    )
     end = start + found.num_searched
     searched = files[start:end]
     return {

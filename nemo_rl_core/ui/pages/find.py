@@ -18,7 +18,7 @@ from nemo_rl_core.history.search import artifacts_like, latest_artifacts, metric
 from nemo_rl_core.store.aliases import Aliases
 from nemo_rl_core.ui import completions
 from nemo_rl_core.ui.completions import Filter
-from nemo_rl_core.ui.pages.parameters import history_of, offset, parameter
+from nemo_rl_core.ui.pages.parameters import history_of, offset, parameter, scan_seconds
 from nemo_rl_core.ui.templating import render, render_message
 
 _SHOWN, _SETTINGS_SHOWN, _ARTIFACTS_SEARCHED = 10, 4, 300
@@ -51,7 +51,9 @@ def find(request: Request) -> Response:
         start = offset(request)
         if not start:
             sections = _sections(history, query)
-        sections["Completions"], searched = _completions(history, query, start)
+        sections["Completions"], searched = _completions(
+            history, query, start, scan_seconds(request)
+        )
     sections = {name: hits for name, hits in sections.items() if hits}
     if not sections and (searched is None or searched["next"] is None):
         return render_message(
@@ -124,7 +126,7 @@ def _settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _completions(
-    history: History, query: str, start: int
+    history: History, query: str, start: int, seconds: float
 ) -> tuple[list[_Hit], dict[str, int | None] | None]:
     """Searches the texts of the latest artifacts, and says how far the search has come."""
     if len(query) < _MIN_TEXT_LENGTH:
@@ -132,7 +134,7 @@ def _completions(
     artifacts = latest_artifacts(history, "checkpoint", "evaluation", limit=_ARTIFACTS_SEARCHED)
     files = [file for one in artifacts for file in completions.sources(one.id, Path(one.path))]
     readable = [file for file in files if file.step is not None or _has_texts(file.path)]
-    found = completions.scan(readable[start:], Filter(text=query), limit=_SHOWN)
+    found = completions.scan(readable[start:], Filter(text=query), limit=_SHOWN, seconds=seconds)
     hits = []
     for card in found.cards[:_SHOWN]:
         row, source = card.rows[0], card.source

@@ -11,10 +11,10 @@ from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.evals.comparison import Comparison
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow
-from nemo_rl_core.history.search import latest_artifacts
+from nemo_rl_core.history.search import latest_artifacts, latest_evaluation
 from nemo_rl_core.store.aliases import Alias, Aliases
 from nemo_rl_core.ui.pages.parameters import history_of
-from nemo_rl_core.ui.results import Figure, Results, results_of
+from nemo_rl_core.ui.results import Figure, brief_results
 from nemo_rl_core.ui.templating import render, render_message
 
 _MODELS_SHOWN, _DECISIONS_SHOWN, _NAMES_COMPARED = 20, 20, 8
@@ -65,13 +65,9 @@ def models(request: Request) -> Response:
         refused=refused,
         named=named,
         verdicts=_verdicts([(alias.name, model) for alias, model in named]),
-        decisions=[(one, _results(one)) for one in decisions],
+        decisions=[(one, brief_results(Path(one.path))) for one in decisions],
         exported=[_model(history, one.id) for one in exported],
     )
-
-
-def _results(one: ArtifactRow) -> Results:
-    return results_of(one.id, Path(one.path))
 
 
 def _model(history: History, label: str) -> _Model:
@@ -79,26 +75,9 @@ def _model(history: History, label: str) -> _Model:
     if not history.has_artifact(name):
         return _Model(label, None, None, None)
     one = history.artifact(name)
-    evaluation = _evaluation(history, one)
-    figures = _results(evaluation).figures if evaluation else []
+    evaluation = latest_evaluation(history, one)
+    figures = brief_results(Path(evaluation.path)).figures if evaluation else []
     return _Model(label, one, evaluation, figures[0] if figures else None)
-
-
-def _evaluation(history: History, one: ArtifactRow) -> ArtifactRow | None:
-    """Returns the latest evaluation of a model, or of the checkpoint with the same weights."""
-    weights = one.manifest.get("weights_hash")
-    same = [one.id]
-    for each in history.ancestry(one.id).artifacts:
-        is_parent = each.depth == 1 and each.artifact is not None
-        if is_parent and weights and each.artifact.manifest.get("weights_hash") == weights:  # type: ignore[union-attr]
-            same.append(each.id)
-    evaluations = [
-        each.artifact
-        for artifact in same
-        for each in history.descendants(artifact).artifacts
-        if each.depth == 1 and each.artifact is not None and each.artifact.kind == "evaluation"
-    ]
-    return max(evaluations, key=lambda each: each.created_at, default=None)
 
 
 def _verdicts(named: list[tuple[str, _Model]]) -> list[_Verdict]:
