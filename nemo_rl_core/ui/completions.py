@@ -5,6 +5,7 @@ many files stops after `SCAN_SECONDS`; the page has links that continue it, one 
 """
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -114,8 +115,8 @@ class Selection:
         cards = []
         for part in parts:
             rewards = self.rewards[self.codes == self.codes[part[0]]].tolist()
-            known = [None if reward != reward else reward for reward in rewards]  # noqa: PLR0124
-            cards.append(Card(self.source, [next(rows) for _ in part], known))
+            finite = [None if math.isnan(reward) else reward for reward in rewards]
+            cards.append(Card(self.source, [next(rows) for _ in part], finite))
         return cards
 
 
@@ -270,59 +271,59 @@ def _load(
 
 
 def _row(index: int, values: dict[str, Any]) -> dict[str, Any]:
-    """Fills missing columns with None and replaces values that are no finite number by None."""
+    """Fills missing columns with None and replaces values that are not numbers by None."""
     row = {**dict.fromkeys((*_SHOWN, *_TOKENS)), **values, "index": index}
     for name in _NUMBERS:
         value = row[name]
-        if not isinstance(value, (int, float)) or value != value:  # noqa: PLR0124
+        if not isinstance(value, (int, float)) or math.isnan(value):
             row[name] = None
     return row
 
 
-def _needed(wanted: Filter) -> list[str]:
+def _needed(row_filter: Filter) -> list[str]:
     """Returns the columns that a filter reads."""
-    has_outcome = wanted.only in ("correct", "wrong")
+    has_outcome = row_filter.only in ("correct", "wrong")
     needed = {
-        "prompt_id": bool(wanted.prompt) or wanted.prompts is not None,
-        "group": wanted.group is not None,
-        "reward": has_outcome or wanted.low is not None or wanted.high is not None,
+        "prompt_id": bool(row_filter.prompt) or row_filter.prompts is not None,
+        "group": row_filter.group is not None,
+        "reward": has_outcome or row_filter.low is not None or row_filter.high is not None,
         "correct": has_outcome,
-        "truncated": wanted.only == "truncated",
-        "error": wanted.only == "error",
-        **dict.fromkeys(_TEXTS, bool(wanted.text)),
+        "truncated": row_filter.only == "truncated",
+        "error": row_filter.only == "error",
+        **dict.fromkeys(_TEXTS, bool(row_filter.text)),
     }
     return [name for name, is_needed in needed.items() if is_needed]
 
 
-def _mask(table: "pa.Table", wanted: Filter, num_rows: int) -> "np.ndarray[Any, Any]":
+def _mask(table: "pa.Table", row_filter: Filter, num_rows: int) -> "np.ndarray[Any, Any]":
     """Returns which rows pass."""
     pc = _compute()
     masks = [np.ones(num_rows, bool)]
     rewards = _numbers(table, "reward", num_rows)
-    if wanted.low is not None:
-        masks.append(rewards >= wanted.low)
-    if wanted.high is not None:
-        masks.append(rewards <= wanted.high)
-    if wanted.text:
+    if row_filter.low is not None:
+        masks.append(rewards >= row_filter.low)
+    if row_filter.high is not None:
+        masks.append(rewards <= row_filter.high)
+    if row_filter.text:
         matches = [
             _is_true(
-                pc.match_substring(_texts(table, name, num_rows), wanted.text, ignore_case=True)
+                pc.match_substring(_texts(table, name, num_rows), row_filter.text, ignore_case=True)
             )
             for name in _TEXTS
         ]
         masks.append(matches[0] | matches[1])
-    if wanted.prompt or wanted.prompts is not None:
+    if row_filter.prompt or row_filter.prompts is not None:
         import pyarrow as pa
 
-        ids = {wanted.prompt} if wanted.prompt else wanted.prompts
+        ids = {row_filter.prompt} if row_filter.prompt else row_filter.prompts
         value_set = pa.array(sorted(ids or ()), pa.string())
         masks.append(_is_true(pc.is_in(_texts(table, "prompt_id", num_rows), value_set=value_set)))
-    if wanted.group is not None:
-        masks.append(_numbers(table, "group", num_rows) == wanted.group)
-    if wanted.row is not None:
-        masks.append(np.arange(num_rows) == wanted.row)
-    if wanted.only in ONLY:
-        masks.append(_only(table, wanted.only, rewards))
+    if row_filter.group is not None:
+        masks.append(_numbers(table, "group", num_rows) == row_filter.group)
+    if row_filter.row is not None:
+        masks.append(np.arange(num_rows) == row_filter.row)
+    if row_filter.only in ONLY:
+        masks.append(_only(table, row_filter.only, rewards))
     return np.asarray(reduce(np.logical_and, masks))
 
 

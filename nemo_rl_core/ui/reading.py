@@ -67,8 +67,8 @@ class Reading:
     @property
     def mean(self) -> float | None:
         """Mean reward of all samples; None without a reward."""
-        known = [bar.value for bar in self.strip if bar.value is not None]
-        return sum(known) / len(known) if known else None
+        rewards = [bar.value for bar in self.strip if bar.value is not None]
+        return sum(rewards) / len(rewards) if rewards else None
 
     @property
     def is_equal(self) -> bool:

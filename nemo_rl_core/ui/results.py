@@ -50,7 +50,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Results:
-    """What an artifact contains; parts that it lacks are empty.
+    """Contents of an artifact; parts that it lacks are empty.
 
     Attributes:
         summary: The sentence that its stage printed.
@@ -104,8 +104,8 @@ def _decision(folder: Path) -> dict[str, Any]:
     decision = _json(folder, "decision.json") or _json(folder, "comparison.json")
     numbers = ("before", "after", "difference", "low", "high", "p_value", "detectable")
     counts = ("gained", "lost", "num_prompts")
-    known = all(isinstance(decision.get(name), int | float) for name in (*numbers, *counts))
-    return decision if known else {}
+    is_complete = all(isinstance(decision.get(name), int | float) for name in (*numbers, *counts))
+    return decision if is_complete else {}
 
 
 def _figures(metrics: object) -> list[Figure]:

@@ -18,7 +18,7 @@ _NUM_VERSION_TINTS = 4
 
 
 class Token(NamedTuple):
-    """A token; `tint` is the name of a style, `label` says what it stands for."""
+    """A token; `tint` is the name of a style, `label` describes it."""
 
     text: str
     tint: str
@@ -56,8 +56,8 @@ def tokens(row: Mapping[str, Any], folder: Path, tint: str) -> list[Token]:
 
 def _filled(values: Any, length: int, default: Any) -> list[Any]:
     """Returns the values; `default` for each token if the column is empty."""
-    known = isinstance(values, list) and len(values) >= length
-    return values[:length] if known else [default] * length
+    is_recorded = isinstance(values, list) and len(values) >= length
+    return values[:length] if is_recorded else [default] * length
 
 
 def _tint(tint: str, logprob: float | None, is_generated: bool, version: int | None) -> str:

@@ -3,7 +3,8 @@
 An empty FOLDER is filled with 1,000 steps of 1,000 rollouts, 48 tokens each, 0.8 GB. A view answers
 within 300 ms: a search stops after `SCAN_SECONDS`, and its page continues it.
 
-EPYC, two cores that other programs used, medians of 5: FIGURES.
+EPYC, two cores with a load of 12 to 19 by other programs, medians of 5: 6 ms (a step, best first)
+to 17 ms (a text in a step); searches through all steps end with their time.
 """
 
 import argparse

@@ -123,21 +123,21 @@ def _selected(request: Request, source: Source, row_filter: Filter) -> dict[str,
 def _scanned(request: Request, files: Sequence[Source], row_filter: Filter) -> dict[str, Any]:
     """Returns the cards of the next files of a run that have some."""
     start = offset(request)
-    found = completions.scan(
+    scan = completions.scan(
         files[start:], row_filter, limit=_PROMPTS_PER_PAGE, seconds=scan_seconds(request)
     )
-    end = start + found.num_searched
+    end = start + scan.num_searched
     searched = files[start:end]
     return {
-        "cards": found.cards,
-        "page": Page(tuple(found.cards), len(found.cards), 0, len(found.cards) or 1),
-        "num_passing": found.num_passing,
-        "num_rows": found.num_rows,
+        "cards": scan.cards,
+        "page": Page(tuple(scan.cards), len(scan.cards), 0, len(scan.cards) or 1),
+        "num_passing": scan.num_passing,
+        "num_rows": scan.num_rows,
         "searched": {
             "first": searched[-1].step if searched else None,
             "last": searched[0].step if searched else None,
             "num_files": len(files),
-            "num_damaged": found.num_damaged,
+            "num_damaged": scan.num_damaged,
             "next": end if end < len(files) else None,
         },
     }
@@ -184,8 +184,8 @@ def _rows_of(other: ArtifactRow | None, cards: Sequence[Card]) -> dict[str, list
     prompts = frozenset(str(card.rows[0]["prompt_id"]) for card in cards)
     source = Source(other.id, Path(other.path) / "rows.parquet")
     selection = completions.select(source, Filter(prompts=prompts))
-    found = selection.cards(0, len(prompts))
-    return {str(card.rows[0]["prompt_id"]): card.rows for card in found}
+    others = selection.cards(0, len(prompts))
+    return {str(card.rows[0]["prompt_id"]): card.rows for card in others}
 
 
 def _tokens(cards: Sequence[Card], folder: Path, tint: str) -> dict[int, Any]:

@@ -134,9 +134,9 @@ def _completions(
     artifacts = latest_artifacts(history, "checkpoint", "evaluation", limit=_ARTIFACTS_SEARCHED)
     files = [file for one in artifacts for file in completions.sources(one.id, Path(one.path))]
     readable = [file for file in files if file.step is not None or _has_texts(file.path)]
-    found = completions.scan(readable[start:], Filter(text=query), limit=_SHOWN, seconds=seconds)
+    scan = completions.scan(readable[start:], Filter(text=query), limit=_SHOWN, seconds=seconds)
     hits = []
-    for card in found.cards[:_SHOWN]:
+    for card in scan.cards[:_SHOWN]:
         row, source = card.rows[0], card.source
         step = {} if source.step is None else {"step": source.step}
         where = "evaluation" if source.step is None else f"step {source.step}"
@@ -150,13 +150,13 @@ def _completions(
                 [_snippet(text, query) for text in texts if query.lower() in text.lower()][:1],
             )
         )
-    end = start + found.num_searched
+    end = start + scan.num_searched
     return hits, {
-        "num_rows": found.num_rows,
+        "num_rows": scan.num_rows,
         "next": end if end < len(readable) else None,
         "num_files": len(readable),
         "end": end,
-        "num_damaged": found.num_damaged,
+        "num_damaged": scan.num_damaged,
     }
 
 

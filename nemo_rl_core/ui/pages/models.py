@@ -33,7 +33,7 @@ class _Model:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """A comparison of two names; `compared` is None where there is no common evaluation."""
+    """A comparison of two names; `compared` is None without a common evaluation."""
 
     before: str
     after: str

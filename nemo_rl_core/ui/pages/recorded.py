@@ -1,4 +1,4 @@
-"""What the pages of an artifact share."""
+"""Lookup and rendering that all pages of an artifact share."""
 
 from pathlib import Path
 from typing import Any
