@@ -332,11 +332,12 @@ def _only(table: "pa.Table", only: str, rewards: "np.ndarray[Any, Any]") -> "np.
     if only == "error":
         return _is_true(_compute().not_equal(_texts(table, "error", num_rows), ""))
     if only == "truncated":
-        return _numbers(table, "truncated", num_rows) == 1
+        return np.asarray(_numbers(table, "truncated", num_rows) == 1)
     recorded = _numbers(table, "correct", num_rows)
     # The rollouts of a training have no column `correct`.
     is_correct = np.where(np.isnan(recorded), rewards > 0, recorded == 1)
-    return is_correct if only == "correct" else ~is_correct & ~np.isnan(rewards)
+    is_wrong = ~is_correct & ~np.isnan(rewards)
+    return np.asarray(is_correct if only == "correct" else is_wrong)
 
 
 def _codes(table: "pa.Table", num_rows: int) -> "np.ndarray[Any, Any]":

@@ -49,7 +49,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Reading:
+class PromptReading:
     """A prompt with its answers.
 
     Attributes:
@@ -81,7 +81,7 @@ def readings(
     *,
     names: Sequence[str] = (),
     others: Mapping[str, list[dict[str, Any]]] | None = None,
-) -> list[Reading]:
+) -> list[PromptReading]:
     """Returns the cards of a page, with bars on a common scale.
 
     Args:
@@ -91,7 +91,7 @@ def readings(
     rewards = _scale([reward for card in cards for reward in card.rewards])
     advantages = _scale([row["advantage"] for card in cards for row in card.rows])
     return [
-        Reading(
+        PromptReading(
             card.source,
             card.rows[0],
             [

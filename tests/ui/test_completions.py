@@ -168,9 +168,9 @@ def test_a_search_goes_through_steps_and_stops_when_its_time_is_over(tmp_path: P
     files = sources("x", tmp_path)
     assert [file.step for file in files] == [5, 4, 3, 2, 1]
 
-    found = scan(files, Filter(text="at 2"), limit=10, seconds=60)
-    assert [card.source.step for card in found.cards] == [2]
-    assert found[1:] == (5, 4, 1, 1)
+    result = scan(files, Filter(text="at 2"), limit=10, seconds=60)
+    assert [card.source.step for card in result.cards] == [2]
+    assert result[1:] == (5, 4, 1, 1)
     assert [card.source.step for card in scan(files, Filter(), limit=2, seconds=60).cards] == [5, 3]
     assert scan(files, Filter(text="at 2"), limit=10, seconds=0)[1:] == (1, 1, 0, 0)
 
