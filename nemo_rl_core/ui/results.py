@@ -186,7 +186,7 @@ def _card(text: str) -> tuple[str, Markup | None]:
         token.attrs.pop("style", None)  # alignment of columns, which the page's policy refuses
         if token.type in ("heading_open", "heading_close"):
             token.tag = f"h{min(6, int(token.tag[1:]) + 2)}"
-        if token.type in ("fence", "code_block"):
+        if token.type in ("fence", "code_block", "table_open"):  # they may scroll
             token.attrs["tabindex"] = "0"
     html = markdown.renderer.render(tokens, markdown.options, {})
     # A table whose first row is empty has no header.

@@ -82,6 +82,7 @@ def environment() -> Environment:
         "json_readable": _json_readable,
         "moment": text.moment,
         "number": text.number,
+        "plain_type": text.plain_type,
         "readable": text.readable,
         "size": text.size,
         "stage": text.short_stage,
