@@ -73,9 +73,8 @@ def token_logprobs_from_hidden(
     Returns:
         `[N, K]` logprobs in nats, in float32 (float64 for float64 inputs).
     """
-    return _logprobs(
-        hidden, lm_head_weight, bias, token_ids, _Options(temperature, chunk_size, keeps=False)
-    )
+    options = _Options(temperature, chunk_size, keeps=False)
+    return _ChunkedLogprobs.apply(hidden, lm_head_weight, bias, token_ids, options)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def token_logprobs_within_budget(
@@ -94,7 +93,8 @@ def token_logprobs_within_budget(
     num_rows, vocab_size = len(hidden), lm_head_weight.shape[0]
     keeps = _KEPT_TENSORS * 4 * num_rows * vocab_size <= _budget(hidden.device)
     rows = max(1, num_rows) if keeps else rows_at_once(vocab_size, hidden.device)
-    return _logprobs(hidden, lm_head_weight, bias, token_ids, _Options(temperature, rows, keeps))
+    options = _Options(temperature, rows, keeps)
+    return _ChunkedLogprobs.apply(hidden, lm_head_weight, bias, token_ids, options)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @torch.no_grad()
@@ -153,18 +153,6 @@ class _Options(NamedTuple):
     keeps: bool
 
 
-def _logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, options: _Options
-) -> Tensor:
-    dtype = hidden.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-    logprobs: Tensor = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, token_ids, options, dtype
-    )
-    return logprobs
-
-
 class _ChunkedLogprobs(torch.autograd.Function):
     """Keeps the `[N]` log-sums of the forward pass, and the logits if `_Options.keeps`."""
 
@@ -176,8 +164,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         token_ids: Tensor,
         options: _Options,
-        dtype: torch.dtype,
     ) -> Tensor:
+        dtype = hidden.dtype
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
         cast = _as_dtype(weight, bias, dtype)
         wide = torch.promote_types(dtype, torch.float32)
         logprobs = hidden.new_empty(token_ids.shape, dtype=wide)
@@ -234,7 +224,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             weight_gradient = weight_gradient.to(weight.dtype)
         if bias_gradient is not None:
             bias_gradient = bias_gradient.to(bias.dtype)
-        return hidden_gradient, weight_gradient, bias_gradient, None, None, None
+        return hidden_gradient, weight_gradient, bias_gradient, None, None
 
 
 def zeros_for_sums(tensor: Tensor) -> Tensor:

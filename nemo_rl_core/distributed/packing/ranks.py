@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
+from typing import Any
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import (
@@ -115,9 +116,10 @@ def plan_for_ranks(
         >>> [[part.rows for part in plan] for plan in plans]
         [[((0,), (1, 3))], [((2,),)]]
     """
-    planner = _Planner(lengths, max_tokens, bundles, share_rows, cost)
     if num_ranks == 1:
-        return [planner.plan(range(len(lengths)))]
+        options: dict[str, Any] = {"bundles": bundles, "share_rows": share_rows}
+        return [plan_microbatches(lengths, max_tokens=max_tokens, **options)]
+    planner = _Planner(lengths, max_tokens, bundles, share_rows, cost)
     options = (planner.packed_then_shared(num_ranks), planner.shared_then_packed(num_ranks))
     return min(options, key=planner.step_cost)
 
