@@ -74,7 +74,10 @@ def token_logprobs_from_hidden(
         `[N, K]` logprobs in nats, in float32 (float64 for float64 inputs).
     """
     options = _Options(temperature, chunk_size, keeps=False)
-    return _ChunkedLogprobs.apply(hidden, lm_head_weight, bias, token_ids, options)  # type: ignore[no-any-return, no-untyped-call]
+    logprobs: Tensor = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, lm_head_weight, bias, token_ids, options
+    )
+    return logprobs
 
 
 def token_logprobs_within_budget(
@@ -94,7 +97,10 @@ def token_logprobs_within_budget(
     keeps = _KEPT_TENSORS * 4 * num_rows * vocab_size <= _budget(hidden.device)
     rows = max(1, num_rows) if keeps else rows_at_once(vocab_size, hidden.device)
     options = _Options(temperature, rows, keeps)
-    return _ChunkedLogprobs.apply(hidden, lm_head_weight, bias, token_ids, options)  # type: ignore[no-any-return, no-untyped-call]
+    logprobs: Tensor = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, lm_head_weight, bias, token_ids, options
+    )
+    return logprobs
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from nemo_rl_core.distributed.packing.ranks import shard_for_training
 from nemo_rl_core.distributed.packing.row_shards import ShardedRows, shard_rows
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.distributed.session import ClusterSession, memory_environment
+from nemo_rl_core.distributed.step_times import RankTimesLog
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.model_files.loading import with_tied_weights
@@ -30,7 +31,6 @@ from nemo_rl_core.models.columns import training_columns, with_lengths
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import remote_compute
 from nemo_rl_core.models.policy.choices import with_choices
-from nemo_rl_core.models.policy.rank_times import RankTimesLog
 from nemo_rl_core.models.policy.remote_compute import Computed
 from nemo_rl_core.store.machine import process_numerics
 from nemo_rl_core.telemetry import usage
@@ -55,6 +55,7 @@ class Policy(PolicyInterface):
 
     Attributes:
         workers: Workers, whose backend is a `SendsWeights` for a `WeightLink`.
+        splits_steps: Whether the backend has the two halves of `train` as separate methods.
         choices: Values that workers use for settings that may be `auto`, by path in a recipe.
         offloads_weights: Whether weights are on the host while an engine generates.
 
@@ -88,7 +89,7 @@ class Policy(PolicyInterface):
         )
         self.session, self._name = session, name
         self._generates = hasattr(backend, "generate")
-        self._splits_steps = splits_steps(backend)
+        self.splits_steps = splits_steps(backend)
         self._saves_shards = saves_shards(backend)
         self._releases_memory = hasattr(backend, "release_memory")
         self.offloads_weights = getattr(training, "offload_for_generation", "none") == "all"
@@ -150,11 +151,6 @@ class Policy(PolicyInterface):
         self._count("training", data)
         metrics: dict[str, Any] = answers[0]
         return metrics
-
-    @property
-    def splits_steps(self) -> bool:
-        """Whether the backend has the two halves of `train` as separate methods."""
-        return self._splits_steps
 
     def compute(
         self,
