@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
@@ -34,7 +35,6 @@ from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.rollouts.batch import (
-    groups_of,
     refuse_too_many_failures,
     rollout_batch,
     valid_rollouts,
@@ -213,7 +213,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         valid = valid_rollouts(rollouts)
         batch = rollout_batch(valid)
         # Groups are numbered within the step: a prompt may be sampled twice.
-        batch["group_ids"] = groups_of(valid)
+        batch["group_ids"] = torch.from_numpy(valid.group)
         return batch if isinstance(self.policy, Policy) else batch.fetched()
 
     def _record(
