@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import (
@@ -117,8 +116,11 @@ def plan_for_ranks(
         [[((0,), (1, 3))], [((2,),)]]
     """
     if num_ranks == 1:
-        options: dict[str, Any] = {"bundles": bundles, "share_rows": share_rows}
-        return [plan_microbatches(lengths, max_tokens=max_tokens, **options)]
+        return [
+            plan_microbatches(
+                lengths, max_tokens=max_tokens, bundles=bundles, share_rows=share_rows
+            )
+        ]
     planner = _Planner(lengths, max_tokens, bundles, share_rows, cost)
     options = (planner.packed_then_shared(num_ranks), planner.shared_then_packed(num_ranks))
     return min(options, key=planner.step_cost)
