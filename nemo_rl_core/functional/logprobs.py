@@ -174,7 +174,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         dtype = hidden.dtype
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
-        cast = _as_dtype(weight, bias, dtype)
+        cast = weight.to(dtype), None if bias is None else bias.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         logprobs = hidden.new_empty(token_ids.shape, dtype=wide)
         log_sums = hidden.new_empty((len(hidden), 1), dtype=wide)
@@ -198,7 +198,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         hidden, weight, bias, token_ids, log_sums = ctx.saved_tensors
         (temperature, num_rows, _), dtype = ctx.options, ctx.dtype
-        cast = _as_dtype(weight, bias, dtype)
+        cast = weight.to(dtype), None if bias is None else bias.to(dtype)
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         hidden_gradient = torch.empty_like(hidden)
         # Sums over many chunks: FSDP gathers weights in bfloat16, which would lose small terms.
@@ -236,9 +236,3 @@ class _ChunkedLogprobs(torch.autograd.Function):
 def zeros_for_sums(tensor: Tensor) -> Tensor:
     """Returns zeros of a tensor's shape, in float32 or wider."""
     return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _as_dtype(
-    weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    return weight.to(dtype), None if bias is None else bias.to(dtype)

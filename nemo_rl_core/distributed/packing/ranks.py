@@ -355,7 +355,8 @@ def _plans(
     share_rows: bool,
     sharing: PrefixSharing | None,
 ) -> list[list[Microbatch]]:
-    lengths, bundles = batch["input_lengths"], _pairs(batch)
+    lengths = batch["input_lengths"]
+    bundles = batch["pair_ids"].tolist() if "pair_ids" in batch else None
     plan = partial(
         plan_for_ranks, num_ranks=num_ranks, max_tokens=max_tokens, share_rows=share_rows
     )
@@ -396,7 +397,3 @@ def _planned(batch: BatchedDataDict, plans: Sequence[Sequence[Microbatch]]) -> S
         shard.microbatches = [part.renumbered(number_of) for part in plan if part != NO_SEQUENCES]
         batches.append(shard)
     return Shards(tuple(batches), indices)
-
-
-def _pairs(batch: BatchedDataDict) -> list[int] | None:
-    return batch["pair_ids"].tolist() if "pair_ids" in batch else None
