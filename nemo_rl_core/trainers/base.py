@@ -37,7 +37,7 @@ from nemo_rl_core.trainers.fit.custom import CustomParts
 from nemo_rl_core.trainers.fit.defaults import with_defaults_of
 from nemo_rl_core.trainers.fit.fitting import TrainResult, as_tracking, fit
 from nemo_rl_core.trainers.fit.overrides import nested_overrides, refuse_unclaimed
-from nemo_rl_core.trainers.fit.peer_calls import TrainerArguments, fit_arguments, read_arguments
+from nemo_rl_core.trainers.fit.peer_calls import fit_arguments, read_arguments
 from nemo_rl_core.trainers.fit.request import FitRequest, TrainerForFit
 from nemo_rl_core.trainers.gpu_load import load_of_trainer
 from nemo_rl_core.trainers.loop import Checkpointed, RunResult, RunSpec, StepLoop, StepRange
@@ -130,11 +130,12 @@ class BaseTrainer(ABC, Generic[S, C]):
         session: ClusterSession | RayVirtualCluster | None = None,
         **overrides: Any,
     ) -> None:
-        arguments = self._read_arguments(settings, overrides)
-        settings, overrides, self._fit_arguments = (
-            arguments.settings,
-            arguments.overrides,
-            arguments.fit,
+        settings, overrides, self._fit_arguments = read_arguments(
+            settings,
+            overrides,
+            trainer=type(self).__name__,
+            section=self._section_class(),
+            name=self.algorithm,
         )
         self._pretrained = settings if isinstance(settings, PretrainedPolicy) else None
         functions = {name: fn for name in FIELDS if (fn := overrides.pop(name, None)) is not None}
@@ -157,7 +158,9 @@ class BaseTrainer(ABC, Generic[S, C]):
         if not isinstance(settings, TrainerSettings | Mapping):
             settings = self._build_config_from_pretrained(self.model or "", **overrides)
         refuse_unclaimed(self.settings_class, self.algorithm, dict(settings), overrides)
-        settings = with_functions(settings, functions, self._section(), algorithm=self.algorithm)
+        settings = with_functions(
+            settings, functions, self._section_class(), algorithm=self.algorithm
+        )
         if self.model is not None and self._custom.policy is None:
             settings = with_defaults_of(self.model, dict(settings), type(self))
         checked = self._checked(settings)
@@ -167,17 +170,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         self._custom.refuse_without(self._policy_methods(), algorithm=self.algorithm)
 
     @classmethod
-    def _read_arguments(cls, settings: Any, overrides: dict[str, Any]) -> TrainerArguments:
-        return read_arguments(
-            settings,
-            overrides,
-            trainer=cls.__name__,
-            section=cls._section(),
-            name=cls.algorithm,
-        )
-
-    @classmethod
-    def _section(cls) -> Any:
+    def _section_class(cls) -> Any:
         field = cls.settings_class.model_fields.get(cls.algorithm)
         return field.annotation if field else None
 

@@ -47,7 +47,7 @@ class CustomFunctions:
         Raises:
             ConfigError: If a function cannot be imported, or has other parameters.
         """
-        named: dict[str, dict[str, Any]] = {}
+        named: dict[str, tuple[Any, str]] = {}
         for argument, field in FIELDS.items():
             config = getattr(section, field, None)
             if isinstance(config, CustomFunction):
@@ -59,9 +59,9 @@ class CustomFunctions:
                     else import_function(config.target, of=path, expected=expected)
                 )
                 _refuse_without_signature(fn, argument)
-                named[field] = {"fn": fn, "name": config.target}
-        loss = CheckedLoss(**named["loss"]) if "loss" in named else None
-        advantage = AdvantageFunction(**named["advantage"]) if "advantage" in named else None
+                named[field] = fn, config.target
+        loss = CheckedLoss(*named["loss"]) if "loss" in named else None
+        advantage = AdvantageFunction(*named["advantage"]) if "advantage" in named else None
         if loss is not None:
             _refuse_signature(loss)
         if advantage is not None:

@@ -41,7 +41,7 @@ def fit_call(trainer: TrainerForFit, request: FitRequest) -> FitCall:
     cls = trainer.cls
     section = getattr(trainer.settings, trainer.algorithm, None)
     unrepeatable = [
-        f"the {name} is a custom object, {type(part).__name__}, which is not recorded"
+        f"the {name}, {reward_name(part)}, is not at the top level of an importable module"
         for name, part in request.parts.items()
         if name not in FIELDS or not is_importable(part, getattr(section, FIELDS[name]).target)
     ]
