@@ -374,6 +374,6 @@ def test_running_workers_import_a_loss_from_a_folder_added_later(
     policy = make_policy()
     assert policy.workers is workers
     batch = collate([(1, 5, 6), (1, 5, 7)], [(False, True, True)] * 2)
-    logprobs = policy.get_logprobs(batch)["logprobs"][:, 1]
+    logprobs = policy.get_logprobs(batch)["logprobs"][batch["token_mask"]]
     expected = -3 * logprobs.mean().item()
     assert policy.train(batch, CheckedLoss(loss, "a"))["loss"] == pytest.approx(expected, rel=1e-5)
