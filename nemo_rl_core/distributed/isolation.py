@@ -74,6 +74,11 @@ def search_path() -> list[str]:
     return [str(Path(each).absolute()) for each in sys.path]
 
 
+def add_to_search_path(_: object, folders: Sequence[str]) -> None:
+    """Lets a worker also import from these folders."""
+    sys.path += [each for each in folders if each not in sys.path]
+
+
 def _filled(section: IsolatedPackages, path: str) -> IsolatedPackages:
     file = Path(section.requirements or "").expanduser()
     if section.folder is not None:

@@ -28,7 +28,7 @@ def run_ranks(
 ) -> list[Any]:
     """Calls `function(*args)` in `world_size` processes that can join one process group.
 
-    Each process has the environment that `join_process_group` reads.
+    Each process has the environment of this one, and the variables that `join_process_group` reads.
 
     Args:
         function: Function to call; it is sent by value and may be a closure.
@@ -49,7 +49,8 @@ def run_ranks(
     processes = []
     for rank in range(world_size):
         reader, writer = context.Pipe(duplex=False)
-        environment = rank_environment(rank, world_size, address=LOOPBACK, port=port)
+        environment = dict(os.environ)  # the server has that of the first call
+        environment |= rank_environment(rank, world_size, address=LOOPBACK, port=port)
         environment |= {"OMP_NUM_THREADS": str(num_threads), **worker_environment()}
         process = context.Process(target=_rank, args=(call, environment, num_threads, writer))
         with _without_main_module():
@@ -79,6 +80,7 @@ def _without_main_module() -> Iterator[None]:
 
 
 def _rank(call: bytes, environment: dict[str, str], num_threads: int, writer: Connection) -> None:
+    os.environ.clear()
     os.environ.update(environment)
     import torch
     import torch.distributed as dist

@@ -2,38 +2,28 @@
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.functional.custom_loss import SearchPath, kind_of
+from nemo_rl_core.functional.custom_loss import kind_of
 from nemo_rl_core.functional.masked import zero_masked
 
-OF_SEQUENCES: Final[Mapping[str, str]] = {
-    "rewards": "[B], minus a penalty on length and the KL penalty in the reward",
-    "groups": "[B], equal for the completions of one prompt",
-    "truncated": "[B], whether a limit ended the completion",
-    "rollout_lengths": "[B], tokens after the prompt",
-    "reward_components": "[B, R], if the environment returns R rewards",
-    "num_turns": "[B], if the environment has several turns",
-}
+OF_SEQUENCES: Final = (
+    "rewards",
+    "groups",
+    "truncated",
+    "rollout_lengths",
+    "reward_components",
+    "num_turns",
+)
 """Parameters of an advantage of GRPO, for each sequence."""
-OF_TOKENS: Final[Mapping[str, str]] = {
-    "token_mask": "[B, T-1], 1 where the policy wrote the next token",
-    "input_ids": "[B, T]",
-    "generation_logprobs": "[B, T-1] of the engine",
-}
+OF_TOKENS: Final = ("token_mask", "input_ids", "generation_logprobs")
 """Parameters of an advantage of GRPO, for each token."""
-OF_CRITIC: Final[Mapping[str, str]] = {
-    "rewards": "[B, T-1]: the reward at the last token, minus the KL penalty of each token",
-    "values": "[B, T-1] of the critic, at index t before token t+1",
-    "mask": "[B, T-1] bool, tokens that are trained on",
-    "last_values": "[B] of the full sequence",
-    "truncated": "[B], whether a limit ended the completion",
-}
+OF_CRITIC: Final = ("rewards", "values", "mask", "last_values", "truncated")
 """Parameters of an advantage of PPO."""
 _TOLERANCE: Final = 1e-4
 
@@ -43,19 +33,17 @@ class AdvantageFunction:
     """A custom advantage, whose results are checked.
 
     Attributes:
-        search_path: Directories of the function's module, which are pickled before it.
         fn: The custom function.
         name: Name of the function in messages.
     """
 
-    search_path: SearchPath = field(default_factory=SearchPath, repr=False)
-    fn: Callable[..., Any] = field(kw_only=True)
-    name: str = field(kw_only=True)
+    fn: Callable[..., Any]
+    name: str
 
     @property
     def reads_tokens(self) -> bool:
         """Whether a parameter is a column with one value per token."""
-        return bool(OF_TOKENS.keys() & inspect.signature(self.fn).parameters.keys())
+        return any(name in OF_TOKENS for name in inspect.signature(self.fn).parameters)
 
     def refuse_parameters(self, known: Collection[str]) -> None:
         """Refuses a required parameter that is not a column."""
@@ -64,7 +52,7 @@ class AdvantageFunction:
         if unknown or "rewards" not in parameters:
             raise ConfigError(
                 f"the advantage {self.name} has parameters that are not columns",
-                expected=f"rewards, and any of {', '.join(each for each in known)}",
+                expected=f"rewards, and any of {', '.join(known)}",
                 got=f"({', '.join(map(str, parameters.values()))})",
                 fix="name each parameter after the column that it reads, also those of *args and "
                 "**kwargs, or give it a default",

@@ -1,9 +1,7 @@
 """Custom losses in a training step: what they return, and whether micro-batches add up."""
 
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -23,24 +21,11 @@ _DIVIDE: Final = (
 )
 
 
-class SearchPath:
-    """The directories that modules are imported from; a process that unpickles it adds them."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _search_path, (tuple(str(Path(each).absolute()) for each in sys.path),)
-
-
-def _search_path(directories: tuple[str, ...]) -> SearchPath:
-    sys.path += [each for each in directories if each not in sys.path]
-    return SearchPath()
-
-
 @dataclass
 class CheckedLoss:
     """A custom loss, whose results are checked.
 
     Attributes:
-        search_path: Directories of the function's module, which are pickled before it.
         fn: The custom loss.
         name: Name of the loss in messages.
         is_first_step: Whether to check gradients, too, and that micro-batches add up. The trainer
@@ -49,9 +34,8 @@ class CheckedLoss:
             first optimizer step on samples.
     """
 
-    search_path: SearchPath = field(default_factory=SearchPath, repr=False)
-    fn: LossFunction = field(kw_only=True)
-    name: str = field(kw_only=True)
+    fn: LossFunction
+    name: str
     is_first_step: bool = True
     prev_is_current: bool = False
 
@@ -106,34 +90,20 @@ class CheckedLoss:
                 fix="for reference_logprobs set loss.needs_reference: true (grpo, dpo), or ppo.kl; "
                 "otherwise read one of the columns above",
             ) from error
-        return checked_result(returned, name=self.name)
+        return _checked(returned, name=self.name)
 
 
-def checked_result(returned: Any, *, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+def _checked(returned: Any, *, name: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Refuses a result that is not a 0-dim loss with 0-dim metrics; returns metrics detached."""
     is_pair = isinstance(returned, tuple) and len(returned) == 2
-    if not is_pair or not isinstance(returned[1], Mapping):
-        raise ConfigError(
-            f"the loss {name} returned a wrong type",
-            expected="(loss, metrics): a 0-dim tensor, and a dict of 0-dim tensors",
-            got=kind_of(returned),
-            fix="return loss, {}",
-        )
-    loss, metrics = returned
-    wrong = {key: each for key, each in metrics.items() if not _is_scalar(each)}
-    if not _is_scalar(loss):
-        raise ConfigError(
-            f"the loss {name} did not return a 0-dim loss",
-            expected="a tensor of shape []",
-            got=kind_of(loss),
-            fix="reduce it: masked_sum(values, mask, denominator=global_valid_tokens)",
-        )
+    loss, metrics = returned if is_pair else (returned, None)
+    if not isinstance(metrics, Mapping):
+        raise _wrong_result(name, kind_of(returned))
+    values = {"the loss": loss, **metrics}
+    wrong = {key: each for key, each in values.items() if not _is_scalar(each)}
     if wrong:
-        raise ConfigError(
-            f"the loss {name} returned metrics that are not 0-dim tensors",
-            expected="tensors of shape []",
-            got=", ".join(f"{key}: {kind_of(each)}" for key, each in wrong.items()),
-            fix="return value.detach(), or the masked_sum of values per token",
+        raise _wrong_result(
+            name, ", ".join(f"{key}: {kind_of(each)}" for key, each in wrong.items())
         )
     if taken := sorted(_OF_THE_STEP & metrics.keys()):
         raise ConfigError(
@@ -142,6 +112,16 @@ def checked_result(returned: Any, *, name: str) -> tuple[Tensor, dict[str, Tenso
             fix="rename them",
         )
     return loss, {str(key): each.detach() for key, each in metrics.items()}
+
+
+def _wrong_result(name: str, got: str) -> ConfigError:
+    return ConfigError(
+        f"the loss {name} returned a wrong type or shape",
+        expected="(loss, metrics): a 0-dim tensor, and a dict of 0-dim tensors",
+        got=got,
+        fix="return loss, {}; reduce values per token with "
+        "masked_sum(values, mask, denominator=global_valid_tokens)",
+    )
 
 
 Call = Callable[[Tensor, Mapping[str, Any]], tuple[Tensor, dict[str, Tensor]]]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
 from pydantic import ValidationError
 
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.config.functions import FIELDS
 from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.model import ModelConfig, as_model
 from nemo_rl_core.config.row_format import RowFormat
@@ -31,16 +32,12 @@ from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.models.policy.pretrained import PretrainedPolicy
 from nemo_rl_core.telemetry.timer import Timer
 from nemo_rl_core.trainers.callbacks import Callback, Callbacks
-from nemo_rl_core.trainers.custom_functions import (
-    CustomFunctions,
-    take_functions,
-    with_functions,
-)
+from nemo_rl_core.trainers.custom_functions import CustomFunctions, with_functions
 from nemo_rl_core.trainers.fit.custom import CustomParts
 from nemo_rl_core.trainers.fit.defaults import with_defaults_of
 from nemo_rl_core.trainers.fit.fitting import TrainResult, as_tracking, fit
 from nemo_rl_core.trainers.fit.overrides import nested_overrides, refuse_unclaimed
-from nemo_rl_core.trainers.fit.peer_calls import TrainerArguments, fit_arguments, read_arguments
+from nemo_rl_core.trainers.fit.peer_calls import fit_arguments, read_arguments
 from nemo_rl_core.trainers.fit.request import FitRequest, TrainerForFit
 from nemo_rl_core.trainers.gpu_load import load_of_trainer
 from nemo_rl_core.trainers.loop import Checkpointed, RunResult, RunSpec, StepLoop, StepRange
@@ -133,14 +130,15 @@ class BaseTrainer(ABC, Generic[S, C]):
         session: ClusterSession | RayVirtualCluster | None = None,
         **overrides: Any,
     ) -> None:
-        arguments = self._read_arguments(settings, overrides)
-        settings, overrides, self._fit_arguments = (
-            arguments.settings,
-            arguments.overrides,
-            arguments.fit,
+        settings, overrides, self._fit_arguments = read_arguments(
+            settings,
+            overrides,
+            trainer=type(self).__name__,
+            section=self._section_class(),
+            name=self.algorithm,
         )
         self._pretrained = settings if isinstance(settings, PretrainedPolicy) else None
-        functions = self._take_functions(overrides)
+        functions = {name: fn for name in FIELDS if (fn := overrides.pop(name, None)) is not None}
         self._custom = CustomParts.taken_from(settings, overrides, self.settings_class)
         self._refuse_unfit(self._custom)
         session = session or (self._pretrained.cluster if self._pretrained else None)
@@ -153,17 +151,18 @@ class BaseTrainer(ABC, Generic[S, C]):
             cluster = self._session.cluster if self._session else None
             samples = "generation" in self.settings_class.model_fields
             overrides = settings.options(cluster, of_generate=samples) | overrides
-            settings = self._build_config_from_pretrained(self.model, **overrides)
-            settings = with_defaults_of(self.model, settings, type(self))
         elif isinstance(settings, PolicyInterface):
             self.model = overrides.pop("model", None) or getattr(settings, "model_name", None)
-            settings = self._build_config_from_pretrained(self.model or "", **overrides)
         elif not isinstance(settings, TrainerSettings | Mapping):
             self.model = settings
-            settings = self._build_config_from_pretrained(self.model, **overrides)
-            settings = with_defaults_of(self.model, settings, type(self))
+        if not isinstance(settings, TrainerSettings | Mapping):
+            settings = self._build_config_from_pretrained(self.model or "", **overrides)
         refuse_unclaimed(self.settings_class, self.algorithm, dict(settings), overrides)
-        settings = with_functions(settings, functions, algorithm=self.algorithm)
+        settings = with_functions(
+            settings, functions, self._section_class(), algorithm=self.algorithm
+        )
+        if self.model is not None and self._custom.policy is None:
+            settings = with_defaults_of(self.model, dict(settings), type(self))
         checked = self._checked(settings)
         packages = with_packages(checked.isolation)
         self.settings = cast("S", checked.model_copy(update={"isolation": packages}))
@@ -171,21 +170,9 @@ class BaseTrainer(ABC, Generic[S, C]):
         self._custom.refuse_without(self._policy_methods(), algorithm=self.algorithm)
 
     @classmethod
-    def _read_arguments(cls, settings: Any, overrides: dict[str, Any]) -> TrainerArguments:
+    def _section_class(cls) -> Any:
         field = cls.settings_class.model_fields.get(cls.algorithm)
-        return read_arguments(
-            settings,
-            overrides,
-            trainer=cls.__name__,
-            section=field.annotation if field else None,
-            name=cls.algorithm,
-        )
-
-    @classmethod
-    def _take_functions(cls, overrides: dict[str, Any]) -> dict[str, Any]:
-        field = cls.settings_class.model_fields.get(cls.algorithm)
-        section = field.annotation if field else None
-        return take_functions(overrides, section, algorithm=cls.algorithm)
+        return field.annotation if field else None
 
     @classmethod
     def _refuse_unfit(cls, parts: CustomParts) -> None:
@@ -224,18 +211,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         Raises:
             ConfigError: For a name that is not a setting, or that several sections have.
         """
-        if isinstance(model, PolicyInterface):
-            return cls(model, **overrides)
-        named: str | Path | ModelConfig = as_model(model)
-        functions = cls._take_functions(overrides)
-        custom = CustomParts.taken_from(named, overrides, cls.settings_class)
-        cls._refuse_unfit(custom)
-        config = cls._build_config_from_pretrained(named, **overrides)
-        refuse_unclaimed(cls.settings_class, cls.algorithm, config, overrides)
-        trainer = cls(with_defaults_of(named, config, cls), **functions)
-        trainer.model, trainer._custom = named, custom
-        trainer._session = custom.session or trainer._session
-        return trainer
+        return cls(as_model(model), **overrides)
 
     @classmethod
     def _build_config_from_pretrained(
@@ -321,8 +297,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             reward_weights=inputs["reward_weights"],
             row_format=row_format,
             tracking=as_tracking(tracking),
-            parts=self._custom.objects,
-            functions=self.custom_functions.objects,
+            parts={**self._custom.objects, **self.custom_functions.objects},
             part_sources=self._custom.sources,
             stoppers=[callback for callback in inputs["callbacks"] if callback.stops],
         )

@@ -47,7 +47,7 @@ class CustomFunctions:
         Raises:
             ConfigError: If a function cannot be imported, or has other parameters.
         """
-        named: dict[str, dict[str, Any]] = {}
+        named: dict[str, tuple[Any, str]] = {}
         for argument, field in FIELDS.items():
             config = getattr(section, field, None)
             if isinstance(config, CustomFunction):
@@ -59,54 +59,40 @@ class CustomFunctions:
                     else import_function(config.target, of=path, expected=expected)
                 )
                 _refuse_without_signature(fn, argument)
-                named[field] = {"fn": fn, "name": config.target}
-        loss = CheckedLoss(**named["loss"]) if "loss" in named else None
-        advantage = AdvantageFunction(**named["advantage"]) if "advantage" in named else None
+                named[field] = fn, config.target
+        loss = CheckedLoss(*named["loss"]) if "loss" in named else None
+        advantage = AdvantageFunction(*named["advantage"]) if "advantage" in named else None
         if loss is not None:
             _refuse_signature(loss)
         if advantage is not None:
-            of_groups = {**OF_SEQUENCES, **OF_TOKENS}
+            of_groups = (*OF_SEQUENCES, *OF_TOKENS)
             advantage.refuse_parameters(OF_CRITIC if algorithm == "ppo" else of_groups)
         return cls(loss, advantage)
 
 
-def take_functions(overrides: dict[str, Any], section: Any, *, algorithm: str) -> dict[str, Any]:
-    """Removes the functions from a trainer's arguments and returns them.
-
-    Args:
-        overrides: The arguments.
-        section: Class of the algorithm's section.
-        algorithm: Name of the algorithm.
+def with_functions(
+    settings: Any, functions: Mapping[str, Any], section_class: Any, *, algorithm: str
+) -> TrainerSettings | Mapping[str, Any]:
+    """Returns settings whose section names the functions, so that they are in the run's record.
 
     Raises:
-        ConfigError: If the algorithm has no such function.
+        ConfigError: If the algorithm has no such function, or the section has another one.
     """
-    arguments = {name: overrides.pop(name) for name in FIELDS if name in overrides}
-    taken = {name: fn for name, fn in arguments.items() if fn is not None}
-    for name, fn in taken.items():
-        fields: Mapping[str, Any] = getattr(section, "model_fields", {})
-        field = fields.get(FIELDS[name])
-        kinds = classes_of(annotated(field)) if field is not None else []
+    if not functions:
+        return settings  # type: ignore[no-any-return]
+    values = settings.model_dump() if isinstance(settings, BaseModel) else dict(settings)
+    section = as_mapping(dict(settings).get(algorithm) or {})
+    for argument, fn in functions.items():
+        field = FIELDS[argument]
+        described = getattr(section_class, "model_fields", {}).get(field)
+        kinds = classes_of(annotated(described)) if described is not None else []
         if not any(issubclass(kind, CustomFunction) for kind in kinds):
             raise ConfigError(
-                f"the algorithm {algorithm!r} takes no {name}",
+                f"the algorithm {algorithm!r} takes no {argument}",
                 expected="loss_fn with grpo, dpo, sft or ppo; advantage_fn with grpo or ppo",
                 got=_name_of(fn),
                 fix="leave it out, or write a trainer: docs/extending.md, An algorithm",
             )
-    return taken
-
-
-def with_functions(
-    settings: Any, functions: Mapping[str, Any], *, algorithm: str
-) -> TrainerSettings | Mapping[str, Any]:
-    """Returns settings whose section names the functions, so that they are in the run's record."""
-    if not functions:
-        return settings  # type: ignore[no-any-return]
-    values = dict(settings)
-    section = as_mapping(values.get(algorithm) or {})
-    for argument, fn in functions.items():
-        field = FIELDS[argument]
         options = as_mapping(section.get(field) or {})
         if options.get("kind", "function") != "function":
             raise ConfigError(
@@ -115,8 +101,6 @@ def with_functions(
                 fix="leave one of them out",
             )
         section[field] = {**options, "kind": "function", "target": _name_of(fn)}
-    if isinstance(settings, BaseModel):
-        values = settings.model_dump()
     return {**values, algorithm: section}
 
 

@@ -73,7 +73,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     _replayed: RolloutRecords | None
     _held_out: Sequence[Prompt]
     _num_restarts: tuple[int, int]
-    _num_retries = 0
+    _num_retries: int
     _engine_returns_logprobs = True  # until it returns none
     _group_size: int
     _environment_metrics: list[tuple[int, dict[str, float]]]
@@ -89,6 +89,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         resources.callback(self.records.finish)
         self._replayed = RolloutRecords(spec.replay) if spec.replay is not None else None
         self.sampler, self._held_out, self._num_restarts = None, [], (0, 0)
+        self._num_retries = num_retries()  # also of earlier runs in this process
         self._environment_metrics = []
         if self._replayed is not None:
             return
@@ -108,7 +109,6 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         if self._custom.engine is None and isinstance(self.sampler.generation, Generation):
             self._finish_generation(self.sampler)  # an engine is awake when it has started
         self._num_restarts = self.sampler.num_restarts  # a scorer may have been used before
-        self._num_retries = num_retries()
         if spec.validation is not None:
             self._held_out = load_prompts(spec.validation, self.sampler.tokenizer)
 

@@ -1,5 +1,6 @@
 """Custom backends, engines and batches with real workers."""
 
+import importlib
 import math
 import os
 import subprocess
@@ -22,8 +23,10 @@ from nemo_rl_core.config.training import TRAINING_SECTIONS, DTensorTraining, Reg
 from nemo_rl_core.data import BatchedDataLoader
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import collate
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments import MathEnvironment
+from nemo_rl_core.functional.custom_loss import CheckedLoss
 from nemo_rl_core.models import HuggingFaceGeneration, HuggingFacePolicy, MegatronPolicy
 from nemo_rl_core.models.generation import VllmGeneration
 from nemo_rl_core.models.generation.interfaces import GenerationInterface
@@ -356,3 +359,21 @@ def test_a_megatron_policy_generates_from_what_it_has_learnt(
         again["logprobs"][:, 1:], abs=1e-4
     )
     policy.shutdown()
+
+
+def test_running_workers_import_a_loss_from_a_folder_added_later(
+    make_policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = make_policy().workers
+    (tmp_path / "a_loss.py").write_text(
+        "def loss(logprobs, batch, *, global_valid_seqs, global_valid_tokens):\n"
+        "    return -3 * logprobs[batch['token_mask']].sum() / global_valid_tokens, {}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    loss = importlib.import_module("a_loss").loss
+    policy = make_policy()
+    assert policy.workers is workers
+    batch = collate([(1, 5, 6), (1, 5, 7)], [(False, True, True)] * 2)
+    logprobs = policy.get_logprobs(batch)["logprobs"][batch["token_mask"]]
+    expected = -3 * logprobs.mean().item()
+    assert policy.train(batch, CheckedLoss(loss, "a"))["loss"] == pytest.approx(expected, rel=1e-5)

@@ -15,6 +15,7 @@ from nemo_rl_core.algorithms import GRPOTrainer, PPOTrainer, SFTTrainer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
+from nemo_rl_core.environments.rewards.retries import count_retries
 from nemo_rl_core.rollouts.batch import valid_rollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.trainers.fit.fitting import TrainResult
@@ -149,7 +150,6 @@ def first_loss(rollouts: Sequence[Rollout]) -> float:
     return -total / count
 
 
-@pytest.mark.thorough  # differed once after other tests of one session, and never by itself
 def test_failures_are_counted_and_change_nothing_else(failing: TrainResult, tmp_path: Path) -> None:
     rollouts = recorded(failing).load(1)
     failed = [each for each in rollouts if each.error is not None]
@@ -177,10 +177,10 @@ def test_failures_are_counted_and_change_nothing_else(failing: TrainResult, tmp_
     assert_equal_weights(tmp_path / "work", failing.folder)
 
 
-@pytest.mark.thorough  # differed once after other tests of one session, and never by itself
 def test_a_replay_gives_the_same_weights_and_records(game: TrainResult, tmp_path: Path) -> None:
     settings = {"num_steps_per_iteration": 2, "max_failed_fraction": 0.5, **ONLINE}
     trainer = GRPOTrainer.from_pretrained("unused", **settings)
+    count_retries(1)  # of another run in this process
     seen = replay(trainer, game, recorded(game).folder, tmp_path / "work")
     assert seen == [without(metrics, "global_step") for metrics in game.metrics]
     assert_equal_weights(tmp_path / "work", game.folder)

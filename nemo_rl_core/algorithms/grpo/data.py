@@ -28,7 +28,7 @@ from nemo_rl_core.functional.advantages import (
     leave_one_out,
     reinforce_plus_plus,
 )
-from nemo_rl_core.functional.custom_advantage import OF_TOKENS, AdvantageFunction
+from nemo_rl_core.functional.custom_advantage import OF_SEQUENCES, OF_TOKENS, AdvantageFunction
 from nemo_rl_core.functional.kl import kl_estimate
 from nemo_rl_core.functional.masked import valid_token_mask, zero_masked
 from nemo_rl_core.functional.rewards import outcome_rewards, overlong_penalty, returns_to_go
@@ -171,9 +171,8 @@ def kl_penalties(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
 
 def _columns(batch: BatchedDataDict, rewards: Tensor) -> dict[str, Any]:
     """Returns the columns that a custom advantage may read."""
-    local = {"truncated", "rollout_lengths", "reward_components", "num_turns", *OF_TOKENS}
-    columns = {name: batch[name] for name in local & batch.keys()}
-    return {"rewards": rewards, "groups": batch["group_ids"], **columns}
+    columns = {name: batch[name] for name in (*OF_SEQUENCES, *OF_TOKENS) if name in batch}
+    return {**columns, "rewards": rewards, "groups": batch["group_ids"]}
 
 
 def _sequence_advantages(batch: BatchedDataDict, config: GRPOConfig, rewards: Tensor) -> Tensor:

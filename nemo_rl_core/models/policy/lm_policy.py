@@ -16,7 +16,7 @@ from nemo_rl_core.config.registered import user_search_path
 from nemo_rl_core.config.training import Head
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.isolation import isolated_path
+from nemo_rl_core.distributed.isolation import add_to_search_path, isolated_path, search_path
 from nemo_rl_core.distributed.named_sharding import DATA, training_sharding
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.packing.ranks import shard_for_training
@@ -87,6 +87,8 @@ class Policy(PolicyInterface):
                 **isolated_path(setup.isolation),
             },
         )
+        # For modules of custom functions; running workers may be older than a folder.
+        self.workers.run_all_workers_single_data("__ray_call__", add_to_search_path, search_path())
         self.session, self._name = session, name
         self._generates = hasattr(backend, "generate")
         self.splits_steps = splits_steps(backend)

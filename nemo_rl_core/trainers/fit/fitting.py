@@ -126,16 +126,14 @@ def train_on(
 
 def code_of(request: FitRequest) -> frozenset[str]:
     """Returns the modules and files of the reward and of other user code."""
-    fns = [request.reward_fn, *request.functions.values()]
-    sources = [*map(object_source, fns), *request.part_sources.values()]
+    sources = [object_source(request.reward_fn), *request.sources.values()]
     return frozenset().union(*(each.code for each in sources))
 
 
 def training_config(settings: TrainerSettings, request: FitRequest) -> dict[str, Any]:
     """Returns the inputs of training besides its artifacts: settings, run name, user code."""
     config = settings.model_dump(mode="json") | {"run": request.name or uuid.uuid4().hex}
-    sources = dict(request.part_sources)
-    sources |= {name: object_source(fn) for name, fn in request.functions.items()}
+    sources = request.sources
     if request.reward is not None:
         config["reward_weights"] = request.reward_weights and [*request.reward_weights]
         config["reward_fn"] = reward_name(request.reward_fn)

@@ -41,13 +41,9 @@ def fit_call(trainer: TrainerForFit, request: FitRequest) -> FitCall:
     cls = trainer.cls
     section = getattr(trainer.settings, trainer.algorithm, None)
     unrepeatable = [
-        f"the {name} is a custom object, {type(part).__name__}, which is not recorded"
+        f"the {name}, {reward_name(part)}, is not at the top level of an importable module"
         for name, part in request.parts.items()
-    ]
-    unrepeatable += [
-        f"the {name} is not a function at the top level of an importable module"
-        for name, fn in request.functions.items()
-        if not is_importable(fn, getattr(section, FIELDS[name]).target)
+        if name not in FIELDS or not is_importable(part, getattr(section, FIELDS[name]).target)
     ]
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
         unrepeatable.append(

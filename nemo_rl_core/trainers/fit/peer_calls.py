@@ -6,7 +6,6 @@ write (`python_hint` in `peer_arguments.py`).
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,15 +29,6 @@ FIT_ARGUMENTS: Final = {
 _OF_FIT: Final = (*FIT_ARGUMENTS, "reward_weights", "callbacks")
 
 
-@dataclass(frozen=True)
-class TrainerArguments:
-    """A trainer's first argument, settings by name and arguments of `fit`, as named here."""
-
-    settings: Any
-    overrides: dict[str, Any]
-    fit: dict[str, Any] = field(default_factory=dict)
-
-
 def read_arguments(
     settings: Any,
     overrides: Mapping[str, Any],
@@ -46,7 +36,7 @@ def read_arguments(
     trainer: str,
     section: Any,
     name: str,
-) -> TrainerArguments:
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Translates a trainer's arguments to the names of this project.
 
     Args:
@@ -55,6 +45,9 @@ def read_arguments(
         trainer: Name of the trainer, for errors.
         section: Class of the algorithm's section; any other object means that it has no class.
         name: Name of the section.
+
+    Returns:
+        The first argument, settings by name, and arguments of `fit`.
     """
     values = dict(overrides)
     if settings is None:
@@ -78,7 +71,7 @@ def read_arguments(
         replaced = {FIELDS[each] for each in FIELDS if values.get(each) is not None}
         args = values.pop("args")
         values = {**_section_of(args, trainer, section, name, replaced), **values}
-    return TrainerArguments(settings, values, pop_trl_names(fit) | fit)
+    return settings, values, pop_trl_names(fit) | fit
 
 
 def pop_trl_names(

@@ -9,7 +9,7 @@ from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.config.trainer import TrainerSettings
 from nemo_rl_core.environments.interfaces import Scorer
-from nemo_rl_core.store.object_source import ObjectSource
+from nemo_rl_core.store.object_source import ObjectSource, object_source
 from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.trainers.loop import RunResult
 
@@ -29,9 +29,9 @@ class FitRequest:
         name: Name of the run. An interrupted run of the same name and inputs is continued, a
             finished one is returned; without a name, every call trains again. The source of
             `reward_fn` and of other custom objects is one of the inputs (`object_source`).
-        parts: Custom objects that train or sample, by the part that they replace.
-        functions: A custom loss and advantage, by their argument.
-        part_sources: Digests of `parts` before their first training.
+        parts: Custom objects that train or sample, by the part that they replace, and a custom loss
+            and advantage, by their argument.
+        part_sources: Digests of parts before their first training, if they change in it.
         stoppers: Callbacks that may stop the run.
     """
 
@@ -45,9 +45,16 @@ class FitRequest:
     row_format: Mapping[str, Any] = field(default_factory=dict)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     parts: Mapping[str, Any] = field(default_factory=dict)
-    functions: Mapping[str, Any] = field(default_factory=dict)
     part_sources: Mapping[str, ObjectSource] = field(default_factory=dict)
     stoppers: Sequence[Any] = ()
+
+    @property
+    def sources(self) -> dict[str, ObjectSource]:
+        """Digests of the parts."""
+        return {
+            name: self.part_sources[name] if name in self.part_sources else object_source(part)
+            for name, part in self.parts.items()
+        }
 
     @property
     def reward(self) -> tuple[Any, Any] | None:

@@ -65,6 +65,19 @@ def test_a_rank_that_dies_is_named():
         run_ranks(die, world_size=2)
 
 
+def test_ranks_have_the_environment_of_each_call(monkeypatch: pytest.MonkeyPatch):
+    def values() -> list[str | None]:
+        return [os.environ.get(name) for name in ("OF_FIRST", "OF_BOTH", "OF_SECOND")]
+
+    monkeypatch.setenv("OF_FIRST", "1")
+    monkeypatch.setenv("OF_BOTH", "1")
+    assert run_ranks(values, world_size=1) == [["1", "1", None]]
+    monkeypatch.delenv("OF_FIRST")
+    monkeypatch.setenv("OF_BOTH", "2")
+    monkeypatch.setenv("OF_SECOND", "2")
+    assert run_ranks(values, world_size=1) == [[None, "2", "2"]]
+
+
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_ended():
     def hang() -> None:

@@ -323,7 +323,7 @@ def test_sft_and_grpo_train_the_model_in_process(in_worker: Path, tmp_path: Path
     plain_model(tmp_path / "sft" / "model")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_export_is_loaded_by_another_process(folder: Path, tmp_path: Path) -> None:
     allow(code_files(folder), called="the model")
     count = export_model(folder, tmp_path / "exported")

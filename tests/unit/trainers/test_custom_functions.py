@@ -37,7 +37,9 @@ from nemo_rl_core.functional.policy_gradient import clipped_surrogate, token_rat
 from nemo_rl_core.functional.preference import pair_rows
 from nemo_rl_core.functional.value import gae
 from nemo_rl_core.trainers.custom_functions import is_importable
+from nemo_rl_core.trainers.fit.inputs import fit_call
 from nemo_rl_core.trainers.fit.repeating import Repetition, repeat
+from nemo_rl_core.trainers.fit.request import FitRequest, TrainerForFit
 from tasks.local_run.preflight import preflight
 from tasks.plan_tasks.dpo import plan_dpo
 from tasks.plan_tasks.grpo import plan_grpo
@@ -414,3 +416,16 @@ def test_only_a_named_function_can_be_called_again_by_another_process() -> None:
     assert is_importable(an_object, f"{__name__}:an_object")
     assert not is_importable(lambda: None, f"{__name__}:nll")
     assert not is_importable(NLLLoss(), f"{NLLLoss.__module__}:NLLLoss")
+
+
+def test_a_run_with_an_unnamed_function_or_an_object_cannot_be_repeated() -> None:
+    def reasons(part: str, value: Any) -> tuple[str, ...]:
+        trainer = SFTTrainer({}, loss_fn=value if part == "loss_fn" else None)
+        for_fit = TrainerForFit("sft", SFTTrainer, trainer.settings, run=None)  # type: ignore[arg-type]
+        return fit_call(for_fit, FitRequest("model", [], parts={part: value})).unrepeatable
+
+    assert reasons("loss_fn", nll) == ()
+    (of_object,) = reasons("loss_fn", NLLLoss())
+    assert of_object == "the loss_fn, NLLLoss, is not at the top level of an importable module"
+    (of_policy,) = reasons("policy", Critic)
+    assert of_policy == "the policy, Critic, is not at the top level of an importable module"
