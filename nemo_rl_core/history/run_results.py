@@ -16,7 +16,7 @@ REWARD_STEPS = 10
 SPARK_POINTS = 40
 
 
-class Measured(NamedTuple):
+class Accuracy(NamedTuple):
     """A measured accuracy with the bounds of its interval."""
 
     value: float
@@ -42,8 +42,8 @@ class Results:
         metric: The metric of the sparkline: `reward`, else `loss`.
     """
 
-    before: Measured | None = None
-    after: Measured | None = None
+    before: Accuracy | None = None
+    after: Accuracy | None = None
     reward: float | None = None
     loss: float | None = None
     verdict: str = ""
@@ -114,9 +114,9 @@ def read_results(history: History, run: str, node: int | None, _ended_at: float 
     rows = history.select(f"{_STAGES}{scope} ORDER BY id", values)
     stages = [read_row(_Stage, each, table="nodes", key="id", store=store) for each in rows]
     outside = "" if node is not None else " AND point = '{}'"
-    found = history.select(f"{_EVALUATIONS}{scope}{outside} ORDER BY nodes.id", values)
+    evaluated = history.select(f"{_EVALUATIONS}{scope}{outside} ORDER BY nodes.id", values)
     evaluations = [
-        read_row(_Evaluation, each, table="artifacts", key="id", store=store) for each in found
+        read_row(_Evaluation, each, table="artifacts", key="id", store=store) for each in evaluated
     ]
     before, after = _accuracies(evaluations)
     ran = [each.cost for each in stages if each.state != "cached"]
@@ -146,16 +146,16 @@ def _is_sweep(history: History, run: str, node: int | None) -> bool:
     return node is None and bool(history.select(query, (run,)))
 
 
-def _accuracies(evaluations: Sequence[_Evaluation]) -> tuple[Measured | None, Measured | None]:
+def _accuracies(evaluations: Sequence[_Evaluation]) -> tuple[Accuracy | None, Accuracy | None]:
     """Returns the first and the last accuracy of the stage of the last evaluation."""
-    measured: dict[str, tuple[str, Measured]] = {}
+    measured: dict[str, tuple[str, Accuracy]] = {}
     for each in evaluations:
         figures = each.manifest.get("figures")
         figures = figures if isinstance(figures, dict) else {}
         name = "greedy_accuracy" if "greedy_accuracy" in figures else "accuracy"
         value, low, high = (figures.get(f"{name}{end}") for end in ("", "_low", "_high"))
         if isinstance(value, int | float) and math.isfinite(value):
-            measured[each.id] = (each.stage.partition(" ")[0], Measured(value, low, high))
+            measured[each.id] = (each.stage.partition(" ")[0], Accuracy(value, low, high))
     if not measured:
         return None, None
     last_stage, after = list(measured.values())[-1]
@@ -217,14 +217,14 @@ WITH RECURSIVE
   ends (low, high) AS (
     SELECT (SELECT min(step) FROM metrics WHERE node = :node AND name = :name),
            (SELECT max(step) FROM metrics WHERE node = :node AND name = :name)),
-  places (n, step) AS (
+  spaced (n, step) AS (
     SELECT 0, low FROM ends
     UNION ALL
-    SELECT n + 1, low + (high - low) * (n + 1) / (:count - 1) FROM places, ends WHERE n + 1 < :count
+    SELECT n + 1, low + (high - low) * (n + 1) / (:count - 1) FROM spaced, ends WHERE n + 1 < :count
   )
-SELECT (SELECT value FROM metrics WHERE node = :node AND name = :name AND step >= places.step
+SELECT (SELECT value FROM metrics WHERE node = :node AND name = :name AND step >= spaced.step
         ORDER BY step LIMIT 1) AS value
-FROM (SELECT DISTINCT step FROM places) AS places ORDER BY step
+FROM (SELECT DISTINCT step FROM spaced) AS spaced ORDER BY step
 """
 
 

@@ -36,7 +36,7 @@ Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlotLine:
     """A line of a plot: a run, or the mean of runs with the band from lowest to highest."""
 
     label: str
@@ -59,7 +59,7 @@ class Plot:
     """Curves of several runs over each other."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[PlotLine]
     x: Sequence[Tick]
     y: Sequence[Tick]
 
@@ -76,11 +76,13 @@ def overlay(title: str, curves: Sequence[tuple[str, int, Sequence[Points]]]) -> 
     means = [(label, color, _banded(members)) for label, color, members in curves]
     everything = [point for _, _, points in means for point in points]
     if not everything:
-        return Plot(title, [Line(label, color, "", "", NONE) for label, color, _ in means], (), ())
+        return Plot(
+            title, [PlotLine(label, color, "", "", NONE) for label, color, _ in means], (), ()
+        )
     left, right = min(p[0] for p in everything), max(p[0] for p in everything)
     low, high = min(p[2] for p in everything), max(p[3] for p in everything)
 
-    def place(x: float, y: float) -> str:
+    def position(x: float, y: float) -> str:
         across = LEFT + (RIGHT - LEFT) * fraction(x, left, right)
         return f"{across:.1f},{BOTTOM - (BOTTOM - TOP) * fraction(y, low, high):.1f}"
 
@@ -89,10 +91,12 @@ def overlay(title: str, curves: Sequence[tuple[str, int, Sequence[Points]]]) -> 
         kept = points[:: max(1, math.ceil(len(points) / _MAX_POINTS))]
         kept += points[-1:] if points and kept[-1] != points[-1] else []
         is_band = any(p[2] < p[3] for p in kept)
-        border = [place(p[0], p[3]) for p in kept] + [place(p[0], p[2]) for p in reversed(kept)]
-        line = [place(p[0], p[1]) for p in kept]
+        border = [position(p[0], p[3]) for p in kept] + [
+            position(p[0], p[2]) for p in reversed(kept)
+        ]
+        line = [position(p[0], p[1]) for p in kept]
         lines.append(
-            Line(
+            PlotLine(
                 label,
                 color,
                 " ".join(line if len(line) > 1 else line * 2),
