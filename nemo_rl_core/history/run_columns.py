@@ -64,7 +64,7 @@ COLUMNS: dict[str, Column] = {
     "state": Column("State", lambda row: row.state, True),
     "workflow": Column("Workflow", lambda row: row.pipeline, True),
     "recipe": Column("Recipe", lambda row: f"{row.pipeline} {row.recipe}".strip(), True),
-    "settings": Column("Settings that differ", lambda row: str(dict(row.overrides)) or None),
+    "settings": Column("Settings", lambda row: str(dict(row.overrides)) or None),
     "before": Column("Accuracy before", lambda row: row.results.before and row.results.before[0]),
     "accuracy": Column("Accuracy", lambda row: row.results.after and row.results.after[0]),
     "gain": Column("Gain", lambda row: gain(row.results)),
