@@ -22,112 +22,113 @@ endif
 .DEFAULT_GOAL := help
 .PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test coverage bench test-changed test-slow test-experimental test-gpu test-verifiers test-flyte2 test-float8 test-megatron-bridge test-kubernetes test-bare parity graders mutants docs docs-serve lint format lock check-gpu clean
 
-help: ## This list
-	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
-	  printf '  make %-11s  %s\n' "$$name" "$$text"; done
+help: ##> This list
+	@list() { sed -n "s/^\\([a-z0-9 -]*\\):.*$$1 /\\1\\t/p" Makefile | while IFS='	' read -r name text; do \
+	  printf '  make %-20s  %s\n' "$$name" "$$text"; done; }; \
+	  echo 'To use it (or .venv/bin/nemo-rl --help):'; list '##>'; echo 'To work on it:'; list '##'
 
-setup: ## Make .venv, with pinned requirements and this project in it
+setup: ##> Make .venv, with the pinned requirements
 	@bash deployment/setup.sh $(EXTRA)
 
-grpo: setup ## Run the main job: SFT, GRPO, evaluation, export (CONFIG=recipe.yaml for another recipe)
+grpo: setup ##> Run the main job, or CONFIG=recipe.yaml
 	$(bin)/pyflyte run workflows/grpo.py grpo $(config)
 
-sft dpo reward-model ppo distill post-train: setup ## Run another pipeline
+sft dpo reward-model ppo distill post-train: setup ##> Run another pipeline
 	$(bin)/pyflyte run workflows/$(subst -,_,$@).py $(subst -,_,$@) $(config)
 
-sweep: setup ## Run GRPO over seeds and learning rates, and lay the results side by side
+sweep: setup ##> Run GRPO over seeds and learning rates
 	$(bin)/pyflyte run workflows/sweep.py sweep $(config)
 
-evaluate: setup ## Measure a model, or compare two on the same prompts (CONFIG=recipe.yaml)
+evaluate: setup ##> Measure a model, or compare two
 	$(bin)/pyflyte run workflows/evaluate.py evaluate_model $(config)
 
-regression: setup ## Fail if a model is worse than its baseline (CONFIG=recipe.yaml)
+regression: setup ##> Fail if a model is worse than its baseline
 	$(bin)/pyflyte run workflows/regression.py check_regression $(config)
 
-cluster-check: setup ## Check a Flyte cluster before the first run (CONFIG=flyte.yaml ARGUMENTS=shape=one_gpu)
-	$(bin)/nemo-rl cluster-check $(if $(CONFIG),--config '$(CONFIG)') $(ARGUMENTS)
+cluster-check: setup ##> Check a Flyte cluster (CONFIG=flyte.yaml)
+	$(bin)/nemo-rl cluster-check $(if $(CONFIG),--flyte-config '$(CONFIG)') $(ARGUMENTS)
 
-smollm2: setup ## Run GRPO on SmolLM2-135M-Instruct
+smollm2: setup ##> Run GRPO on SmolLM2-135M-Instruct
 	$(bin)/pyflyte run workflows/grpo.py grpo --config workflows/recipes/grpo_smollm2.yaml
 
 test: setup ## Run the fast tests, and bound their CPU time
 	$(bin)/python tests/benchmarks/machine.py 1100 \
 	  $(bin)/pytest -n 2 --no-loadscope-reorder -m 'not slow and not gpu'
 
-coverage: setup ## Run the tests of CI under coverage, of which there must be 85 %
+coverage: setup ## Run the tests of CI with coverage, at least 85 %
 	$(bin)/pytest -n 2 --no-loadscope-reorder -m 'not thorough and not gpu' \
 	  --cov --cov-report=term:skip-covered --cov-fail-under=85
 
-test-changed: setup ## Run the fast tests that a change can reach (BASE=commit to compare with, HEAD; SLOW=1: slow ones too)
+test-changed: setup ## Run fast tests of a change (BASE=HEAD, SLOW=1)
 	@files=$$($(bin)/python -m tests.changed $(BASE)) && if [ -n "$$files" ]; then \
 	  $(bin)/pytest -m '$(if $(SLOW),not gpu,not slow and not gpu)' $$files; \
 	else echo 'no test reaches what has changed'; fi
 
-bench: setup ## Measure the project beside TRL and its limits (ROWS="dpo_step sft", N=10; see docs/results.md)
+bench: setup ## Compare with TRL (ROWS="dpo_step sft", N=10)
 	$(bin)/python -m tests.benchmarks.comparison $(ROWS) --n $(N)
 
-parity: setup ## Show how both training backends agree with transformers, layout by layout
+parity: setup ## Compare both training backends, by layout
 	$(bin)/pytest --no-cov -m slow -s tests/unit/backends/test_parity.py
 
-graders: setup ## Print how many verdicts of the graders are right, by kind
+graders: setup ## Count the right verdicts of the graders, by kind
 	$(bin)/python -m tests.graders
 
-mutants: setup ## Put faults into a copy of the code and count those that the fast tests notice (ONLY=text of a path)
+mutants: setup ## Count faults that fast tests notice (ONLY=path)
 	$(bin)/python -m tests.mutants $(ONLY)
 
-test-slow: setup ## Run the tests that take minutes, those that CI leaves out too
+test-slow: setup ## Run all slow tests, also those not in CI
 	$(bin)/pytest -n 2 --no-loadscope-reorder --durations 40 -m 'slow and not gpu'
 	@$(bin)/python tests/benchmarks/machine.py
 
-test-experimental: setup ## Run the tests of code that has only run against fakes of libraries
+test-experimental: setup ## Run the tests of code that only met fakes
 	$(bin)/pytest -n 2 -m 'experimental and not gpu'
 
-test-gpu: setup ## Run what one GPU must show, in order (needs EXTRA=gpu)
+test-gpu: setup ## Run what one GPU must show (needs EXTRA=gpu)
 	$(bin)/pytest -n 0 -v -m gpu tests/gpu
 
-test-verifiers: setup ## Test the adapter of verifiers in a scratch folder, and its current version in isolated workers
+test-verifiers: setup ## Test the adapter of verifiers, in a scratch folder
 	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 	  $(bin)/python -m pip install -q --no-deps --target "$$site" -r deployment/requirements/verifiers.txt && \
 	  PYTHONPATH="$$site" $(bin)/pytest -n 0 tests/unit/environments/multi_turn/test_verifiers.py
 	$(bin)/pytest -n 0 --no-cov -k verifiers tests/workflows/test_isolated_components.py
 
-test-flyte2: setup ## Import the workflows under Flyte 2, in a scratch folder
+test-flyte2: setup ## Import the workflows under Flyte 2
 	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 	  $(bin)/python -m pip install -q --no-deps --target "$$site" -r deployment/requirements/flyte2.txt && \
 	  PYTHONPATH="$$site" $(bin)/pytest -n 0 --no-cov tests/workflows/test_flyte2.py
 
-test-float8: setup ## Test training in float8, emulated, with torchao in a scratch folder
+test-float8: setup ## Test training in float8, with torchao
 	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 	  $(bin)/python -m pip install -q --no-deps --target "$$site" \
 	    "$$(grep '^torchao==' deployment/requirements/gpu.txt)" && \
 	  PYTHONPATH="$$site" $(bin)/pytest -n 0 --no-cov tests/unit/backends/test_float8*.py tests/unit/planning/test_planned_float8.py
 
-test-megatron-bridge: setup ## Test the adapter of Megatron-Bridge with the package, in a scratch folder
+test-megatron-bridge: setup ## Test the adapter of Megatron-Bridge
 	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 	  $(bin)/python -m pip install -q --no-deps --target "$$site" -r deployment/requirements/megatron_bridge.txt && \
 	  PYTHONPATH="$$site" $(bin)/pytest -n 0 --no-cov tests/unit/backends/megatron/test_megatron_bridge_package.py
 
-test-kubernetes: setup ## Test manifests, rights and RayJobs on Kubernetes and KubeRay (NEMO_RL_KUBERNETES=folder; needs root)
+test-kubernetes: setup ## Test manifests and RayJobs (needs root)
 	$(bin)/pytest -n 0 --no-cov -rs -m slow tests/workflows/test_kubernetes.py tests/workflows/test_kuberay.py
 
-test-bare: ## Run the short recipe on a Debian that has neither a compiler nor anything else (needs root)
+test-bare: ## Run a recipe on a bare Debian (needs root)
 	bash tests/bare_debian.sh
 
-package: setup ## Write what a Flyte cluster would be given to build/flow.tgz
+package: setup ##> Write what Flyte would get to build/flow.tgz
 	@mkdir -p build
 	bash deployment/register.sh --package build/flow.tgz
 
-register: setup ## Register everything on a Flyte cluster (CONFIG=flyte.yaml; see docs/cluster-setup.md)
+register: setup ##> Register all on Flyte (CONFIG=flyte.yaml)
 	bash deployment/register.sh --config '$(CONFIG)' $(ARGUMENTS)
 
-images: setup ## Build the images that stages run in, and push them to NEMO_RL_REGISTRY
+images: setup ##> Build the images of the stages, and push them
 	bash deployment/images/build.sh
 
 # Not --quiet, with which mkdocs counts no warnings. The variable leaves out a note on its successor.
-docs: setup ## Build the documentation into build/docs; a warning fails
+docs: setup ## Build the documentation; a warning fails
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build
 
-docs-serve: setup ## Show the documentation while it is written, on http://127.0.0.1:8000
+docs-serve: setup ## Serve the documentation on 127.0.0.1:8000
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs serve
 
 lint: setup ## Check style, types and the layers
@@ -140,13 +141,13 @@ format: setup ## Rewrite the sources in the project's style
 	$(bin)/ruff check --fix .
 	$(bin)/ruff format .
 
-lock: setup ## Pin the requirements anew (writes deployment/requirements/*.txt)
+lock: setup ## Pin the requirements again
 	bash deployment/requirements/lock.sh
 
-check-gpu: setup ## Install the lock for GPUs in a scratch environment and import it (10 GB)
+check-gpu: setup ## Install and import the lock for GPUs (10 GB)
 	bash deployment/requirements/check_gpu.sh
 
-clean: ## Remove .venv and what tools leave behind; the store of runs stays
+clean: ## Remove .venv and caches; the store stays
 	rm -rf .venv build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache \
 	  .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

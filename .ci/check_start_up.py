@@ -23,6 +23,8 @@ RECIPE = (
 COMMANDS = {
     "read a recipe": ([".venv/bin/python", "-c", RECIPE], 0, 0.8),
     "nemo-rl --help": ([".venv/bin/nemo-rl", "--help"], 0, 0.3),
+    "an unknown pipeline": ([".venv/bin/nemo-rl", "run", "nosuch"], 2, 0.35),
+    "an unknown recipe": ([".venv/bin/nemo-rl", "run", "grpo", "nosuch"], 2, 0.35),
     "import workflows.grpo": ([".venv/bin/python", "-c", "import workflows.grpo"], 0, 2.0),
     "a misspelt key": ([*GRPO, "--config", '{"gepo": {}}'], 2, 2.5),
     "pyflyte run … --help": ([*GRPO, "--help"], 0, 2.5),

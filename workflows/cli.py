@@ -6,9 +6,15 @@ from tasks.cli.pipelines import Pipelines
 PIPELINES = Pipelines(
     {
         "convert": "convert_model",
+        "distill": "distill",
+        "dpo": "dpo",
         "evaluate": "evaluate_model",
+        "grpo": "grpo",
         "post_train": "post_train",
+        "ppo": "ppo",
         "regression": "check_regression",
+        "reward_model": "reward_model",
+        "sft": "sft",
         "sweep": "sweep",
     },
     package="workflows",

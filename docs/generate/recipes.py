@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 from generate.pipelines import Pipeline, pipelines
-from generate.schema import Key, Table, keys_of, tables
-from nemo_rl_core.algorithms.declarations import ALGORITHMS
-from nemo_rl_core.config.defaults import (
-    DefaultsContext,
-    defaults_of_pretrained,
-)
+from tasks.cli.recipe.recipe_keys import Key, Table, keys_of, pretrained_defaults, tables
 
 FOLDER = "reference/recipes"
 Kinds = frozenset[type[BaseModel]]
@@ -184,7 +179,7 @@ def _shown(reference: Reference, section: Section, table: Table) -> Iterator[str
 
 
 def _table(reference: Reference, keys: Sequence[Key], here: str) -> str:
-    pretrained = _defaults_of_pretrained()
+    pretrained = pretrained_defaults()
     lines = ["| key | type, unit | default | meaning |", "|---|---|---|---|"]
     for key in keys:
         # A section that stands below has its anchor there.
@@ -198,18 +193,6 @@ def _table(reference: Reference, keys: Sequence[Key], here: str) -> str:
             f"| {place}`{key.path}` | {kind} | {default} | {_escaped(_as_yaml(key.meaning))} |"
         )
     return "\n".join(lines)
-
-
-def _defaults_of_pretrained() -> dict[str, object]:
-    """Defaults by key that a pretrained model has, where they differ from those of the classes."""
-    filled: dict[str, object] = {}
-    for algorithm in ALGORITHMS.values():
-        filled |= defaults_of_pretrained(
-            {}, algorithm=algorithm, samples=True, context=DefaultsContext()
-        )
-    # Of a machine without GPUs; a recipe of any machine records `auto`.
-    del filled["dtype"]
-    return filled | {"model.dtype": "auto"}
 
 
 def _type(reference: Reference, key: Key, here: str) -> str:

@@ -43,8 +43,7 @@ class Mistake(NamedTuple):
         """The mistake as one line of a list."""
         if self.error is not None:
             return f"{self._prefix}{_in_one_line(self.error)}"
-        plain = not isinstance(self.value, Mapping | list | BaseModel)
-        got = f" (got {self.value!r:.60})" if plain and self.type != "missing" else ""
+        got = f" (got {self.value!r:.60})" if self._has_plain_value else ""
         return f"{self.location}{dotted(self.path) or 'config'}: {self.text}{got}"
 
     @property
@@ -54,7 +53,13 @@ class Mistake(NamedTuple):
             _, *hints = self.error.args
             return type(self.error)(f"{self._prefix}{self.error.problem}", *hints)
         text = f"{self.location}{dotted(self.path) or 'config'}: {self.text}"
-        return ConfigError(listed_mistakes([text]), got=repr(self.value)[:120], fix=FIX)
+        got = f"{self.value!r:.120}" if self._has_plain_value else None
+        return ConfigError(listed_mistakes([text]), got=got, fix=FIX)
+
+    @property
+    def _has_plain_value(self) -> bool:
+        """Whether the value is short; a section is long, and its text names what is wrong in it."""
+        return self.type != "missing" and not isinstance(self.value, Mapping | list | BaseModel)
 
     @property
     def _prefix(self) -> str:

@@ -22,9 +22,9 @@ def read_evaluation(path: Path) -> list[dict[str, Any]]:
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(
             f"there is no evaluation in {str(path)!r}",
-            expected="the folder of an evaluate stage, with rows.parquet in it",
+            expected="an evaluation by its id, or its folder with rows.parquet",
             got=str(error).splitlines()[0][:200],
-            fix="use the folder that the run printed after `completions:`",
+            fix="use the id or folder of an evaluation of this store (NEMO_RL_HOME)",
         ) from error
 
 

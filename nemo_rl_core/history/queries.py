@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from nemo_rl_core.errors import DamagedRecordError, NotRecordedError, StoreError
 from nemo_rl_core.history import ancestry
 from nemo_rl_core.history.database import open_for_reading, path_of, sqlite_errors_explained
+from nemo_rl_core.history.envelopes import Envelope, EnvelopeReader, names_of
 from nemo_rl_core.history.liveness import mark_aborted_if_writable
 from nemo_rl_core.history.records import (
     AncestryGraph,
@@ -71,6 +72,7 @@ class History:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._lock = threading.Lock()
+        self._envelopes = EnvelopeReader()
         # Opened first, as it raises a clear error for a damaged file.
         self._database = open_for_reading(store)
         self.sweep()
@@ -186,12 +188,47 @@ class History:
             curves.setdefault(point.name, []).append((point.step, value))
         return curves
 
+    def envelopes(
+        self, node: int, names: list[str], *, axis: str = "", between: tuple[int, int] | None = None
+    ) -> dict[str, Envelope]:
+        """Returns thinned curves of a node; see `EnvelopeReader.read` for the arguments."""
+        with self._locked() as database:
+            read = {
+                name: self._envelopes.read(database, node, name, axis=axis, between=between)
+                for name in names
+            }
+        return {name: envelope for name, envelope in read.items() if envelope}
+
+    def last_value(self, node: int, name: str) -> tuple[int, float] | None:
+        """Returns the latest step of a metric and its value, NaN if it is not finite."""
+        row = self._first(
+            "SELECT name, step, value FROM metrics WHERE node = ? AND name = ? "
+            "ORDER BY step DESC LIMIT 1",
+            (self._measured_node(node), name),
+        )
+        if row is None:
+            return None
+        point = self._read(_Point, row, "metrics", "name")
+        return point.step, math.nan if point.value is None else point.value
+
+    def version(self) -> int:
+        """Returns a number that changes when another connection has written to the database."""
+        return int(self._one("PRAGMA data_version", ())[0])
+
+    def num_tasks_before(self, run: Execution) -> int | None:
+        """Returns the number of tasks of the last such run that succeeded; None without one."""
+        row = self._first(
+            f"{_COUNTED} WHERE workflow = ? AND recipe = ? AND state = 'succeeded' AND id <> ? "
+            "ORDER BY started_at DESC LIMIT 1",
+            (run.workflow, run.recipe, run.id),
+        )
+        return int(row["num_nodes"]) if row else None
+
     def metric_names(self, node: int) -> list[str]:
         """Returns the names of a node's curves."""
-        rows = self.select(
-            "SELECT DISTINCT name FROM metrics WHERE node = ? ORDER BY name",
-            (self._measured_node(node),),
-        )
+        measured = self._measured_node(node)
+        with self._locked() as database:
+            rows = names_of(database, measured)
         return self._metric_names(rows)
 
     def metric_names_of(self, execution: str) -> dict[int, list[str]]:
@@ -200,9 +237,8 @@ class History:
             "SELECT id, coalesce(cached_from, id) AS measured FROM nodes WHERE execution = ?",
             (execution,),
         )
-        # One query per node, since DISTINCT over all nodes would sort every step.
-        query = "SELECT DISTINCT name FROM metrics WHERE node = ? ORDER BY name"
-        rows_by_node = {row["id"]: self.select(query, (row["measured"],)) for row in nodes}
+        with self._locked() as database:
+            rows_by_node = {row["id"]: names_of(database, row["measured"]) for row in nodes}
         return {node: self._metric_names(rows) for node, rows in rows_by_node.items() if rows}
 
     def artifact_outputs(self, execution: str) -> set[tuple[int, str]]:

@@ -16,6 +16,14 @@ Kind = Literal["task", "dynamic", "workflow"]
 Moment = Annotated[float, Field(ge=0, lt=253402300800, allow_inf_nan=False)]
 """Seconds since 1970 in UTC, before the year 10,000."""
 
+PROGRESS = "progress/"
+RUN_SECONDS = f"{PROGRESS}run_seconds"
+"""Metric of each step: seconds since the start of the run."""
+NUM_TOKENS = f"{PROGRESS}num_tokens"
+"""Metric of each step: tokens that the node has trained on."""
+LAST_STEP = f"{PROGRESS}last_step"
+"""Metric of each step: the last step of the training, numbered like the step."""
+
 T = TypeVar("T")
 
 

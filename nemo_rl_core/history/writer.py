@@ -30,12 +30,13 @@ from nemo_rl_core.history.inserts import (
     storable,
 )
 from nemo_rl_core.history.liveness import ExecutionLock, end_execution, mark_aborted
-from nemo_rl_core.history.records import Kind, State, Value
+from nemo_rl_core.history.records import LAST_STEP, NUM_TOKENS, RUN_SECONDS, Kind, State, Value
 from nemo_rl_core.history.signed import sign
 from nemo_rl_core.history.stored_paths import to_stored
 from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
+from nemo_rl_core.types import StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -113,10 +114,13 @@ class HistoryWriter:
         self._database: sqlite3.Connection | None = None
         self._execution_lock: ExecutionLock | None = None
         self._is_recording = True
+        self._began = time.time()
+        self._num_tokens: dict[int | None, float] = {}
 
     @_recorded
     def begin(self, execution: NewExecution) -> None:
         """Opens the database and records the start of the execution."""
+        self._began = time.time()
         self._execution_lock = ExecutionLock(self._store, self._id)
         self._database = open_for_writing(self._store)
         mark_aborted(self._store, self._database)
@@ -137,7 +141,7 @@ class HistoryWriter:
             workflow=execution.workflow,
             recipe=execution.recipe,
             state="running",
-            started_at=time.time(),
+            started_at=self._began,
             command=as_json(list(execution.command)),
             inputs=inputs,
             git_commit=execution.git_commit,
@@ -261,6 +265,23 @@ class HistoryWriter:
                 "INSERT OR REPLACE INTO metrics VALUES (?, ?, ?, ?)",
                 [storable(node, step, name, float(value)) for name, value in metrics.items()],
             )
+
+    def log_step(self, node: int | None, report: StepReport) -> int:
+        """Records the metrics and timings of a step, and how far the run is; returns its number.
+
+        Steps are numbered over the full run, like `global_step`.
+        """
+        step = int(report.metrics.get("global_step", report.step))
+        tokens = self._num_tokens.get(node, 0.0) + report.metrics.get("num_valid_tokens", 0.0)
+        self._num_tokens[node] = tokens
+        progress = {
+            RUN_SECONDS: time.time() - self._began,
+            NUM_TOKENS: tokens,
+            LAST_STEP: float(step - report.step + report.num_steps),
+        }
+        timings = {f"timings/{name}": value for name, value in report.timings.items()}
+        self.log_metrics(node, step, {**report.metrics, **timings, **progress})
+        return step
 
     @_recorded
     def _end(self, state: State, error: str) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _ROWS_SHOWN = 40
+_MAX_STEPS_OF_A_MEAN = 10
 _FAILURES = {
     "num_failed_rollouts": "rollouts failed",
     "num_engine_restarts": "engine restarts",
@@ -41,12 +42,30 @@ def curves(folder: Path, names: Sequence[str]) -> tuple[str, str]:
         for name in names
         if any(name in line.metrics for line in lines)
     )
-    first_metric = [line.metrics[names[0]] for line in lines if names[0] in line.metrics]
-    summary = [f"{names[0]} {first_metric[0]:.3f} → {first_metric[-1]:.3f}"] if first_metric else []
+    summary = change_of(
+        names[0], [line.metrics[names[0]] for line in lines if names[0] in line.metrics]
+    )
     for name, words in _FAILURES.items():
         total = sum(line.metrics.get(name, 0.0) for line in lines)
         summary += [f"{words} {total:.0f}"] if total else []
     return ", ".join(summary), charts
+
+
+def change_of(name: str, values: Sequence[float]) -> list[str]:
+    """Returns a text with the means of the first and last tenth of the steps, at most 10 each.
+
+    Example:
+        >>> change_of("loss", [4.0, 2.0, 1.0])
+        ['loss 4.000 → 1.000']
+        >>> change_of("reward", [0.1, 0.3, *[0.5] * 16, 0.6, 0.8])
+        ['reward 0.200 → 0.700 (means of 2 steps)']
+    """
+    if not values:
+        return []
+    number = min(max(len(values) // 10, 1), _MAX_STEPS_OF_A_MEAN)
+    first, last = sum(values[:number]) / number, sum(values[-number:]) / number
+    note = f" (means of {number} steps)" if number > 1 else ""
+    return [f"{name} {first:.3f} → {last:.3f}{note}"]
 
 
 def training_deck(folder: Path) -> tuple[str, str]:

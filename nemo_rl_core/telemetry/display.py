@@ -1,4 +1,4 @@
-"""Displays of a run: one live line in a terminal (`RichDisplay`), else a plain one per step."""
+"""Displays of a run: one live line in a terminal (`RichDisplay`), else plain ones."""
 
 import os
 import threading
@@ -14,8 +14,11 @@ from rich.text import Text
 from nemo_rl_core.telemetry.display_lines import (
     STATE_STYLES,
     Now,
+    StepThrottle,
     TimeLeft,
+    is_verbose,
     stage_line,
+    step_line,
     step_parts,
     validation_line,
 )
@@ -39,6 +42,8 @@ _TICK_SECONDS = 0.5
 class PlainDisplay:
     """One plain line per event, and one after some seconds of silence.
 
+    Of quick steps, one per 10 s or 5 % of the stage is printed, and the first and the last.
+
     Example lines:
         `train_sft 12/250  loss 0.913  84,210 tokens/s  0:31 left`
         `train_sft 50/250  validation: loss 0.3125`
@@ -47,6 +52,8 @@ class PlainDisplay:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._clock = stream, TimeLeft()
+        self._throttle = StepThrottle()
+        self._omitted_step = ""
         self._now = Now()
         self._lock = threading.Lock()
         self._last_output, self._num_ticks = 0.0, 0
@@ -62,15 +69,21 @@ class PlainDisplay:
     def stage_finished(self, record: StageRecord) -> None:
         """Prints how the stage ended."""
         self._now.start("")
+        self._write_omitted_step()  # the last one before a failure or a stop
         self._write(stage_line(record))
 
     def step(self, report: StepReport) -> None:
-        """Prints the step."""
-        parts = [*step_parts(report), self._clock.time_left(report)]
-        counter = f"{report.stage} {report.step}/{report.num_steps}"
-        self._write("  ".join([counter, *(part for part in parts if part)]))
-        if line := validation_line(report):
-            self.note(line)
+        """Prints the step, unless another one was printed just before."""
+        line, validation = step_line(report, self._clock.time_left(report)), validation_line(report)
+        if self._is_printed(report) or validation:
+            self._omitted_step = ""
+            self._write(line)
+        else:
+            self._omitted_step = line
+            with self._lock:
+                self._last_output, self._num_ticks = time.perf_counter(), 0
+        if validation:
+            self.note(validation)
 
     def waiting(self, wait: Waiting) -> None:
         """Records the wait, which is printed if it takes some seconds."""
@@ -78,13 +91,22 @@ class PlainDisplay:
         self._start_ticker()
 
     def note(self, text: str) -> None:
-        """Prints the text."""
+        """Prints the text, after the step that it may be about."""
+        self._write_omitted_step()
         self._write(text)
 
     def close(self) -> None:
         """Stops the lines about waits and flushes the stream."""
         self._closed.set()
         self._stream.flush()
+
+    def _write_omitted_step(self) -> None:
+        if self._omitted_step:
+            self._write(self._omitted_step)
+            self._omitted_step = ""
+
+    def _is_printed(self, report: StepReport) -> bool:
+        return self._throttle.is_due(report)
 
     def _start_ticker(self) -> None:
         if self._ticker is None:
@@ -118,7 +140,10 @@ class PlainDisplay:
 
 
 class RichDisplay:
-    """One live line with the current step; stages, validations and notes scroll above it."""
+    """One live line with the current step; stages, validations and notes scroll above it.
+
+    If it is verbose, so do the lines of steps that a `PlainDisplay` prints.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -135,7 +160,7 @@ class RichDisplay:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._clock = TimeLeft()
+        self._clock, self._throttle = TimeLeft(), StepThrottle()
         self._stage, self._task = "", TaskID(-1)
         self._resize()
         self._progress.start()
@@ -158,9 +183,12 @@ class RichDisplay:
         if not self._stage:
             self.stage_started(report.stage)
         self._resize()
+        time_left = self._clock.time_left(report)
+        if is_verbose() and self._throttle.is_due(report):
+            self.note(step_line(report, time_left))
         if line := validation_line(report):
             self.note(line)
-        parts = [*step_parts(report), self._clock.time_left(report)]
+        parts = [*step_parts(report), time_left]
         self._progress.update(
             self._task,
             description=report.stage,

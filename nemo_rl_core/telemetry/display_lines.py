@@ -1,6 +1,7 @@
 """Lines of a run's displays: steps, stages, waits, and the table at the end."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -18,6 +19,19 @@ from nemo_rl_core.types import VALIDATION_PREFIX, StepReport
 STATE_STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red", "stopped": "yellow"}
 
 
+VERBOSE = "NEMO_RL_VERBOSE"
+"""Environment variable that `nemo-rl run -v` sets to 1."""
+
+_SECONDS_BETWEEN_STEPS = 10.0
+_SHARE_BETWEEN_STEPS = 0.05
+_VERBOSE_METRICS: dict[str, Callable[[float], str]] = {
+    "kl": lambda value: f"KL {value:.3g}",
+    "completion_length": lambda value: f"length {value:.1f}",
+    "approx_entropy": lambda value: f"entropy {value:.3g}",
+    "truncated_fraction": lambda value: f"truncated {100 * value:.0f} %",
+    "grad_norm": lambda value: f"grad norm {value:.3g}",
+    "zero_variance_fraction": lambda value: f"equal groups {100 * value:.0f} %",
+}
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 _COST_COLUMNS: tuple[tuple[str, Callable[[Cost], str]], ...] = (
@@ -86,6 +100,14 @@ def stage_line(record: StageRecord) -> str:
     return "  ".join([*parts, record.note] if record.note else parts)
 
 
+def step_line(report: StepReport, time_left: str) -> str:
+    """Returns the line of a step: reward (or else loss), speed, and more if `is_verbose`."""
+    parts = [f"{report.stage} {report.step}/{report.num_steps}", *step_parts(report), time_left]
+    if is_verbose():
+        parts += verbose_parts(report)
+    return "  ".join(part for part in parts if part)
+
+
 def step_parts(report: StepReport) -> list[str]:
     """Returns the reward (or else loss) and speed of a step as text."""
     parts = [
@@ -94,6 +116,50 @@ def step_parts(report: StepReport) -> list[str]:
     if "tokens_per_second" in report.timings:
         parts.append(f"{report.timings['tokens_per_second']:,.0f} tokens/s")
     return parts
+
+
+def is_verbose() -> bool:
+    """Whether lines of steps have more metrics: with `nemo-rl run -v`."""
+    return os.environ.get(VERBOSE, "") not in ("", "0")
+
+
+def verbose_parts(report: StepReport) -> list[str]:
+    """Returns KL, length, entropy, truncation, gradient norm and equal groups of a step.
+
+    Example:
+        >>> verbose_parts(StepReport("sft", 1, 9, {"grad_norm": 1.25, "truncated_fraction": 0.1}))
+        ['truncated 10 %', 'grad norm 1.25']
+    """
+    return [
+        format_value(report.metrics[name])
+        for name, format_value in _VERBOSE_METRICS.items()
+        if name in report.metrics
+    ]
+
+
+class StepThrottle:
+    """Chooses the steps whose lines are printed.
+
+    These are the first and the last step of a stage, and those 10 s or 5 % of the stage after the
+    last printed one.
+    """
+
+    def __init__(self) -> None:
+        self._stage, self._step, self._printed_at = "", 0, 0.0
+
+    def is_due(self, report: StepReport) -> bool:
+        """Returns whether to print a step, and assumes that it is printed then."""
+        now = time.perf_counter()
+        is_due = (
+            report.stage != self._stage
+            or report.step in (1, report.num_steps)
+            or report.step < self._step
+            or report.step - self._step >= _SHARE_BETWEEN_STEPS * report.num_steps
+            or now - self._printed_at >= _SECONDS_BETWEEN_STEPS
+        )
+        if is_due:
+            self._stage, self._step, self._printed_at = report.stage, report.step, now
+        return is_due
 
 
 def validation_line(report: StepReport) -> str:

@@ -18,7 +18,8 @@ from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.guard import Guard
-from nemo_rl_core.ui.pages import artifacts, compare, executions, nodes
+from nemo_rl_core.ui.pages import artifacts, compare, curves, events, executions, nodes
+from nemo_rl_core.ui.server import EVENTS
 from nemo_rl_core.ui.templating import STATIC, render_message
 
 _SWEEP_SECONDS = 5.0
@@ -69,6 +70,9 @@ def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
             Route("/executions/{execution}/nodes", executions.nodes_view),
             Route("/executions/{execution}/timeline", executions.timeline),
             Route("/executions/{execution}/curves", executions.curves_view),
+            Route("/executions/{execution}/curves.json", curves.data),
+            Route("/executions/{execution}/curves.csv", curves.as_csv),
+            Route(EVENTS, events.events),
             Route("/executions/{execution}/log", executions.log),
             Route("/nodes/{node:int}", nodes.node),
             Route("/nodes/{node:int}/deck", nodes.deck),
@@ -89,6 +93,7 @@ def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
         },
     )
     app.state.source = HistorySource(store)
+    app.state.num_streams = 0
     return app
 
 

@@ -38,13 +38,20 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart of one metric, with the position and text of each tick."""
+    """A chart of one metric, with the position and text of each tick.
+
+    Attributes:
+        span: First and last position on the horizontal axis, as text; empty without values.
+        borders: Positions at which iterations begin.
+    """
 
     title: str
     lines: list[Line]
     ticks_x: list[tuple[float, str]]
     ticks_y: list[tuple[float, str]]
     axis: str = "steps"
+    span: str = ""
+    borders: tuple[float, ...] = ()
 
     @property
     def num_lines(self) -> int:
@@ -55,36 +62,68 @@ class Chart:
     def description(self) -> str:
         """A description of the chart for screen readers."""
         last_values = "; ".join(f"{line.label or 'last value'} {line.last}" for line in self.lines)
-        steps = " to ".join(text for _, text in self.ticks_x)
         return (
-            f"{self.title} over {self.axis} {steps}: {last_values}"
-            if steps
+            f"{self.title} over {self.axis} {self.span}: {last_values}"
+            if self.span
             else f"{self.title}: no values"
         )
 
 
-def chart(title: str, series: Sequence[Series], *, axis: str = "steps") -> Chart:
-    """Returns the series on shared axes; values that are not finite leave a gap."""
+def chart(
+    title: str, series: Sequence[Series], *, axis: str = "steps", borders: Sequence[float] = ()
+) -> Chart:
+    """Returns the series on shared axes; values that are not finite leave a gap.
+
+    Args:
+        borders: Positions on the horizontal axis for thin vertical lines.
+    """
     finite = [p for one in series for p in one.points if math.isfinite(p[1])]
     if not finite:
         empty = [Line(one.label, [], NONE, len(one.points), one.color) for one in series]
         return Chart(title, empty, [], [])
     xs, ys = [x for x, _ in finite], [y for _, y in finite]
     box = (min(xs), max(xs), min(ys), max(ys))
-    lines = [_line(one, box) for one in series]
-    ticks_x: list[tuple[float, str]] = [(LEFT, f"{box[0]:g}")]
-    if box[1] > box[0]:
-        ticks_x.append((RIGHT, f"{box[1]:g}"))
-    ticks_y = [(_down(box[3], box), _tick(box[3]))]
-    if box[3] > box[2]:
-        ticks_y.append((_down(box[2], box), _tick(box[2])))
-    return Chart(title, lines, ticks_x, ticks_y, axis)
+    return Chart(
+        title,
+        [_line(one, box) for one in series],
+        [(_across(x, box), text) for x, text in ticks(box[0], box[1], 6)],
+        [(_down(y, box), text) for y, text in ticks(box[2], box[3], 4)],
+        axis,
+        " to ".join(f"{x:g}" for x in dict.fromkeys(box[:2])),
+        tuple(_across(x, box) for x in borders if box[0] < x < box[1]),
+    )
+
+
+def ticks(low: float, high: float, most: int) -> list[tuple[float, str]]:
+    """Returns round numbers between two bounds with their text; the bounds if none is.
+
+    Example:
+        >>> [text for _, text in ticks(0.13, 0.92, 5)]
+        ['0.2', '0.4', '0.6', '0.8']
+    """
+    span = high / 2 - low / 2  # halves: the difference of two huge values would overflow
+    if not span or abs(high) > 1e300 or abs(low) > 1e300:
+        return [(value, _tick(value)) for value in dict.fromkeys((low, high))]
+    rough = 2 * span / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * f for f in (1, 2, 5, 10) if power * f >= rough * (1 - 1e-9))
+    if step == 0 or abs(low) / step > 1e12:  # denormal, or closer than floats can divide
+        return [(value, _tick(value)) for value in (low, high)]
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [
+        (n * step, _tick(round(n * step, 12 - math.floor(math.log10(step)))))
+        for n in range(first, last + 1)
+    ]
 
 
 def _tick(value: float) -> str:
     """Formats with four significant digits if they fit into the margin, else two."""
     text = f"{value:.4g}"
     return text if len(text) <= _TICK_LENGTH else f"{value:.2g}"
+
+
+def _across(x: float, box: tuple[float, float, float, float]) -> float:
+    return round(LEFT + (RIGHT - LEFT) * fraction(x, box[0], box[1]), 1)
 
 
 def _line(series: Series, box: tuple[float, float, float, float]) -> Line:
@@ -95,8 +134,7 @@ def _line(series: Series, box: tuple[float, float, float, float]) -> Line:
             strokes.append([])
             continue
         last = f"{y:.4g}"
-        across = LEFT + (RIGHT - LEFT) * fraction(x, box[0], box[1])
-        strokes[-1].append(f"{across:.1f},{_down(y, box):.1f}")
+        strokes[-1].append(f"{_across(x, box):.1f},{_down(y, box):.1f}")
     # A stroke of one point has no length: doubled, its round cap shows it.
     polylines = [" ".join(s if len(s) > 1 else s * 2) for s in strokes if s]
     return Line(series.label, polylines, last, len(series.points), series.color)

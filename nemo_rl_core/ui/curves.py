@@ -6,25 +6,47 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nemo_rl_core.history.envelopes import Bucket, CurvePoint, Envelope
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.records import Node, point_label
+from nemo_rl_core.history.records import NUM_TOKENS, PROGRESS, RUN_SECONDS, Node, point_label
+from nemo_rl_core.telemetry.alarms import Alarm, alarms
+from nemo_rl_core.types import VALIDATION_PREFIX
 from nemo_rl_core.ui import machine_load
-from nemo_rl_core.ui.charts import Chart, Point, Series, chart, thinned
+from nemo_rl_core.ui.charts import Chart, Series, chart
 
 SHOWN = 12
-_FIRST = (
-    "reward",
-    "accuracy",
-    "loss",
-    "grad_norm",
-    "kl",
-    "policy_kl",
-    "completion_length",
-    "truncated_fraction",
-    "learning_rate",
-    "timings/tokens_per_second",
-)
+AXES = {"step": "steps", "time": "seconds of the run", "tokens": "tokens trained on"}
+"""Names of the axes and their labels."""
+_METRIC_OF_AXIS = {"step": "", "time": RUN_SECONDS, "tokens": NUM_TOKENS}
 _GLOBAL_STEP = "global_step"
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Result": ("reward", "accuracy", "loss", VALIDATION_PREFIX, "reward_", "turn_reward"),
+    "Policy": (
+        "kl",
+        "policy_kl",
+        "approx_entropy",
+        "entropy",
+        "clip_fraction",
+        "ratio_",
+        "importance_",
+        "advantage",
+        "margin",
+        "value_",
+    ),
+    "Completions": (
+        "completion_length",
+        "truncated_fraction",
+        "zero_variance_fraction",
+        "failed_fraction",
+        "num_turns",
+        "num_failed_rollouts",
+    ),
+    "Optimizer": ("grad_norm", "learning_rate", "num_valid_tokens"),
+    "Speed": ("timings/tokens_per_second", "timings/"),
+    "Engine and faults": ("kl_generation_trainer", "token_mult_prob_error", "sampling_", "num_"),
+}
+"""Beginnings of metrics' names by meaning, in the order in which they are shown."""
+OTHER = "Other"
 
 
 @dataclass(frozen=True)
@@ -34,6 +56,7 @@ class StageCurves:
     task: str
     nodes: tuple[Node, ...]
     names: tuple[str, ...]
+    has_time: bool = False
 
 
 def stages(history: History, execution: str, *, text: str = "") -> list[StageCurves]:
@@ -47,68 +70,155 @@ def stages(history: History, execution: str, *, text: str = "") -> list[StageCur
             names.setdefault(node.task, set()).update(measured[node.id])
     chosen = {task: ordered(names[task], text) for task in by_task}
     return [
-        StageCurves(task, tuple(nodes), chosen[task])
+        StageCurves(task, tuple(nodes), chosen[task], RUN_SECONDS in names[task])
         for task, nodes in by_task.items()
         if chosen[task]
     ]
 
 
 def ordered(names: Iterable[str], text: str = "") -> tuple[str, ...]:
-    """Sorts names of metrics: those of `_FIRST` in its order, then the rest alphabetically.
+    """Sorts names of metrics by meaning, as in `GROUPS`, then alphabetically.
 
-    Leaves out the step and the machine's metrics, which `machine_load` shows.
+    Leaves out the step and its progress, and the machine's metrics, which `machine_load` shows.
     """
-    measured = [n for n in names if n != _GLOBAL_STEP and not n.startswith(machine_load.PREFIX)]
+    hidden = (machine_load.PREFIX, PROGRESS)
+    measured = [n for n in names if n != _GLOBAL_STEP and not n.startswith(hidden)]
     kept = [n for n in measured if text.casefold() in n.casefold()]
-    return tuple(sorted(kept, key=lambda n: (_FIRST.index(n) if n in _FIRST else len(_FIRST), n)))
+    return tuple(sorted(kept, key=lambda name: (_rank(name)[1:], name)))
+
+
+def group_of(name: str) -> str:
+    """Returns the group of a metric.
+
+    Example:
+        >>> group_of("kl"), group_of("kl_generation_trainer"), group_of("my_metric")
+        ('Policy', 'Engine and faults', 'Other')
+    """
+    return _rank(name)[0]
+
+
+@functools.cache
+def _rank(name: str) -> tuple[str, int, int]:
+    """Returns the group with the longest beginning of the name, and the position in it."""
+    matches = [
+        (len(beginning), group, number, position)
+        for number, (group, beginnings) in enumerate(GROUPS.items())
+        for position, beginning in enumerate(beginnings)
+        if name.startswith(beginning)
+    ]
+    _, group, number, position = max(matches, default=(0, OTHER, len(GROUPS), 0))
+    return group, number, position
 
 
 @dataclass
-class _Training:
-    """Calls of a task with consecutive steps, such as the iterations of a stage."""
+class Training:
+    """Calls of a task with consecutive steps, such as the iterations of a stage.
+
+    Attributes:
+        borders: Position on the axis at which each call begins, and the call.
+    """
 
     key: tuple[int | None, str]
     label: str
     last: float = -math.inf
-    points: dict[str, list[Point]] = field(default_factory=dict)
+    offset: float = 0.0
+    curves: dict[str, Envelope] = field(default_factory=dict)
+    borders: list[tuple[float, Node]] = field(default_factory=list)
 
 
-def series(
-    history: History, nodes: Sequence[Node], names: Sequence[str]
-) -> dict[str, list[Series]]:
-    """Returns the lines of each metric, one line per training loop.
+def trainings(
+    history: History,
+    nodes: Sequence[Node],
+    names: Sequence[str],
+    *,
+    axis: str = "step",
+    between: tuple[int, int] | None = None,
+) -> list[Training]:
+    """Returns the training loops of a task with their curves.
 
     Iterations of a stage are joined to one line, by the step of the full run if it is known. Two
     training loops of one run, such as points of a sweep or two calls of `train_sft`, are two lines.
     """
-    trainings: list[_Training] = []
+    every: list[Training] = []
     for node in nodes:
-        # Finished nodes are read once, so that a page that reloads during a later iteration reads
-        # only the running node.
-        read = _points if node.ended_at is None else _points_once
-        measured = read(history, node.id, node.started_at, tuple(names))
+        # Ended nodes are read once, so that a refresh reads only the running one.
+        read = _curves if node.ended_at is None else _curves_once
+        measured = read(history, node.id, node.started_at, tuple(names), axis, between)
         if not measured:
             continue
         label = point_label(node.point)
         key = (node.parent, label)
-        first = min(points[0][0] for points in measured.values())
-        matching = [each for each in trainings if each.key == key]
-        if not matching or first <= matching[-1].last:
-            matching = [_Training(key, label)]
-            trainings += matching
-        matching[-1].last = max(points[-1][0] for points in measured.values())
-        for name, points in measured.items():
-            matching[-1].points.setdefault(name, []).extend(points)
-    labels = _unique_labels([each.label for each in trainings])
-    return {
-        name: [
-            Series(label, each.points[name], color)
-            for color, (label, each) in enumerate(zip(labels, trainings, strict=True))
-            if name in each.points
-        ]
-        for name in names
-        if any(name in each.points for each in trainings)
-    }
+        first = min(envelope[0].low.x for envelope in measured.values())
+        begin, end = (
+            (first, max(envelope[-1].high.x for envelope in measured.values()))
+            if axis == "step"
+            else (
+                min(envelope[0].begin for envelope in measured.values()),
+                max(envelope[-1].high.step for envelope in measured.values()),
+            )
+        )
+        matching = [each for each in every if each.key == key]
+        if not matching or begin <= matching[-1].last:
+            matching = [Training(key, label)]
+            every += matching
+        training = matching[-1]
+        training.last = end
+        if training.borders and axis == "tokens":  # each node counts from 0
+            training.offset = max(envelope[-1].high.x for envelope in training.curves.values())
+        training.borders.append((first + training.offset, node))
+        for name, envelope in measured.items():
+            moved = [each.moved(training.offset) for each in envelope] if training.offset else None
+            training.curves.setdefault(name, []).extend(moved or envelope)
+    labels = _unique_labels([each.label for each in every])
+    for training, label in zip(every, labels, strict=True):
+        training.label = label
+    return every
+
+
+def series(
+    history: History, nodes: Sequence[Node], names: Sequence[str], *, axis: str = "step"
+) -> dict[str, list[Series]]:
+    """Returns the lines of each metric, one line per training loop; see `trainings`."""
+    every = trainings(history, nodes, names, axis=axis)
+    return {name: lines(every, name) for name in names if any(name in t.curves for t in every)}
+
+
+def lines(every: Sequence[Training], name: str) -> list[Series]:
+    """Returns the lines of one metric."""
+    return [
+        Series(each.label, [(p.x, p.value) for b in each.curves[name] for p in b.points], color)
+        for color, each in enumerate(every)
+        if name in each.curves
+    ]
+
+
+def constant(every: Sequence[Training], name: str) -> float | None:
+    """Returns the value of a metric that has the same one at several steps, else None."""
+    buckets = [bucket for each in every for bucket in each.curves.get(name, ())]
+    values = {value for each in buckets for value in (each.low.value, each.high.value)}
+    is_constant = len(values) == 1 and sum(each.num_values for each in buckets) > 1
+    return values.pop() if is_constant and not any(each.num_missing for each in buckets) else None
+
+
+def alarms_of(every: Sequence[Training]) -> list[tuple[Training, Alarm]]:
+    """Returns the alarms of each training."""
+    return [
+        (each, alarm)
+        for each in every
+        for alarm in alarms(
+            {
+                name: [(p.step, p.value) for b in envelope for p in _with_missing(b)]
+                for name, envelope in each.curves.items()
+            }
+        )
+    ]
+
+
+def _with_missing(bucket: Bucket) -> list[CurvePoint]:
+    missing = bucket.first_missing
+    if missing is None or missing in bucket.points:
+        return bucket.points
+    return sorted([missing, *bucket.points], key=lambda each: each.step)
 
 
 def _unique_labels(labels: Sequence[str]) -> list[str]:
@@ -122,22 +232,31 @@ def _unique_labels(labels: Sequence[str]) -> list[str]:
     return unique
 
 
-def _points(
-    history: History, node: int, _started_at: float, names: tuple[str, ...]
-) -> dict[str, list[Point]]:
+def _curves(
+    history: History,
+    node: int,
+    _started_at: float,
+    names: tuple[str, ...],
+    axis: str,
+    between: tuple[int, int] | None,
+) -> dict[str, Envelope]:
     """Returns a node's curves. The start time is for the cache: ids of removed nodes are reused."""
-    curves = history.metrics(node, names=[*names, _GLOBAL_STEP])
-    steps = {step: at for step, at in curves.get(_GLOBAL_STEP, ()) if math.isfinite(at)}
-    return {
-        name: thinned([(steps.get(step, step), value) for step, value in curves[name]])
-        for name in names
-        if name in curves
+    metric = _METRIC_OF_AXIS[axis]
+    if axis == "step":
+        # Steps are numbered over the full run, except in records of early versions.
+        step, at = history.last_value(node, _GLOBAL_STEP) or (0, 0.0)
+        metric = _GLOBAL_STEP if step != at else ""
+    measured = history.envelopes(node, list(names), axis=metric, between=between)
+    kept = {
+        name: [b for b in envelope if math.isfinite(b.low.x) and math.isfinite(b.high.x)]
+        for name, envelope in measured.items()
     }
+    return {name: envelope for name, envelope in kept.items() if envelope}
 
 
-_points_once = functools.lru_cache(maxsize=256)(_points)
+_curves_once = functools.lru_cache(maxsize=128)(_curves)
 
 
-def charts(named: Mapping[str, Sequence[Series]]) -> list[Chart]:
+def charts(named: Mapping[str, Sequence[Series]], *, axis: str = "steps") -> list[Chart]:
     """Returns one chart per metric."""
-    return [chart(name, each) for name, each in named.items()]
+    return [chart(name, each, axis=axis) for name, each in named.items()]

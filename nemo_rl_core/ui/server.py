@@ -15,6 +15,8 @@ MAX_HEADER_BYTES = 32 * 1024
 """Maximum size of the request line and headers together."""
 MAX_CONNECTIONS = 256
 """Maximum number of open connections; others are answered with 503."""
+EVENTS = "/events"
+"""Path of the stream of events."""
 IDLE_SECONDS = 10.0
 """Maximum time to send a request, and between two requests."""
 READ_SECONDS = 60.0
@@ -63,6 +65,12 @@ class BoundedProtocol(H11Protocol):
         """Stops the timer for reading by the client."""
         super().resume_writing()
         _cancel(self._unread)
+
+    def shutdown(self) -> None:
+        """Closes an idle connection and a stream of events, which never ends by itself."""
+        super().shutdown()
+        if self.cycle and not self.cycle.response_complete and self.scope["path"] == EVENTS:
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stops all timers."""

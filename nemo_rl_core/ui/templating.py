@@ -25,7 +25,7 @@ _LIVE_SECONDS = 2
 def render(
     request: Request, template: str, *, status: int = 200, live: bool = False, **context: Any
 ) -> HTMLResponse:
-    """Renders a page, which the browser reloads every two seconds if it is live."""
+    """Renders a page, which the browser keeps up to date if it is live."""
     page = (
         environment()
         .get_template(template)

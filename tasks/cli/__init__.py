@@ -6,57 +6,85 @@ only when called, so that `nemo-rl --help` is fast and a broken library affects 
 
 import importlib
 from collections.abc import Mapping
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
+from rich_click import RichCommand, RichCommandPanel, RichContext, RichGroup
 
 if TYPE_CHECKING:
+    from rich_click import RichHelpFormatter
+
     from tasks.cli.pipelines import Pipelines
 
-COMMANDS = {
-    "card": ("tasks.cli.models.card:card", "Write the model card of a checkpoint."),
-    "chat": ("tasks.cli.models.chat:chat", "Chat with an exported model, or ask it once."),
-    "check-model": (
-        "tasks.cli.models.check_model:check_model",
-        "Check a model in the rollout engine.",
-    ),
-    "cluster-check": (
-        "tasks.cli.machine.cluster_check:cluster_check",
-        "Check a Flyte cluster before the first run.",
-    ),
-    "convert": ("tasks.cli.models.convert:convert", "Convert a model into another format."),
-    "doctor": ("tasks.cli.machine.doctor:doctor", "Check this machine, and suggest fixes."),
-    "eval": ("tasks.cli.models.eval:evaluate", "Show an evaluation, or compare two."),
-    "export": ("tasks.cli.models.export:export_command", "Export a model to GGUF, or to the hub."),
-    "gc": ("tasks.cli.store.gc:gc", "Free disk: remove artifacts that no kept run needs."),
-    "lineage": ("tasks.cli.records.lineage:lineage", "Show the ancestry of an artifact."),
-    "plan": ("tasks.cli.recipe.plan:plan", "Plan memory and speed of a recipe on its GPUs."),
-    "preview": ("tasks.cli.recipe.preview:preview", "Show the trained tokens of a row of data."),
-    "promote": ("tasks.cli.models.promote:promote", "Give a model a name such as production."),
-    "reproduce": (
-        "tasks.cli.records.reproduce:reproduce",
-        "Run an earlier execution again, and compare.",
-    ),
-    "rollouts": (
-        "tasks.cli.records.rollouts:rollouts",
-        "Show the recorded rollouts of a training.",
-    ),
-    "run": ("tasks.cli.recipe.run:run", "Run a pipeline, or only check what it would do."),
-    "runs": ("tasks.cli.records.runs:runs", "List executions, and show one."),
-    "schedule": (
-        "tasks.cli.schedules.schedule:schedule",
-        "Run a recipe on a cluster by the clock.",
-    ),
-    "serve": ("tasks.cli.models.serve:serve", "Serve a model to clients of OpenAI's API."),
-    "try-reward": (
-        "tasks.cli.recipe.try_reward:try_reward",
-        "Score a few rows with the environment of a recipe.",
-    ),
-    "ui": ("tasks.cli.records.ui:ui", "Serve the page of the runs on this machine."),
-    "usage": ("tasks.cli.store.usage:usage", "Show what takes the store's disk space."),
-    "verify": ("tasks.cli.store.verify:verify", "Hash artifacts again, and find damaged ones."),
+Groups = Mapping[str, Mapping[str, tuple[str, str]]]
+"""By heading: the name of a command, `module:attribute` and the line that `--help` shows."""
+
+GROUPS: Groups = {
+    "Train": {
+        "run": ("tasks.cli.recipe.run:run", "Run a pipeline, or only check what it would do."),
+        "recipes": ("tasks.cli.recipe.recipes:recipes", "List pipelines and their recipes."),
+        "keys": ("tasks.cli.recipe.keys:keys", "List the settings of recipes, with defaults."),
+        "plan": ("tasks.cli.recipe.plan:plan", "Plan memory and speed of a recipe on its GPUs."),
+        "preview": (
+            "tasks.cli.recipe.preview:preview",
+            "Show the trained tokens of a row of data.",
+        ),
+        "try-reward": (
+            "tasks.cli.recipe.try_reward:try_reward",
+            "Score a few rows with the environment of a recipe.",
+        ),
+        "schedule": (
+            "tasks.cli.schedules.schedule:schedule",
+            "Run a recipe on a cluster on a schedule.",
+        ),
+    },
+    "Runs": {
+        "runs": ("tasks.cli.records.runs:runs", "List runs with their results, and show one."),
+        "metrics": ("tasks.cli.records.metrics:metrics", "Show the metrics of a run by step."),
+        "logs": ("tasks.cli.records.logs:logs", "Show or follow the log of a run."),
+        "ui": ("tasks.cli.records.ui:ui", "Serve the page of the runs on this machine."),
+        "rollouts": (
+            "tasks.cli.records.rollouts:rollouts",
+            "Show the recorded rollouts of a training.",
+        ),
+        "lineage": ("tasks.cli.records.lineage:lineage", "Show the ancestry of an artifact."),
+        "reproduce": (
+            "tasks.cli.records.reproduce:reproduce",
+            "Repeat an earlier run, and compare.",
+        ),
+    },
+    "Models": {
+        "eval": ("tasks.cli.models.eval:evaluate", "Show an evaluation, or compare two."),
+        "chat": ("tasks.cli.models.chat:chat", "Chat with an exported model, or ask it once."),
+        "serve": ("tasks.cli.models.serve:serve", "Serve a model to clients of OpenAI's API."),
+        "promote": ("tasks.cli.models.promote:promote", "Give a model a name such as production."),
+        "card": ("tasks.cli.models.card:card", "Write the model card of a checkpoint."),
+        "export": (
+            "tasks.cli.models.export:export_command",
+            "Export a model to GGUF, or to the hub.",
+        ),
+        "convert": ("tasks.cli.models.convert:convert", "Convert a model into another format."),
+        "check-model": (
+            "tasks.cli.models.check_model:check_model",
+            "Check a model in the rollout engine.",
+        ),
+    },
+    "Machine and store": {
+        "doctor": ("tasks.cli.machine.doctor:doctor", "Check this machine, and suggest fixes."),
+        "cluster-check": (
+            "tasks.cli.machine.cluster_check:cluster_check",
+            "Check a Flyte cluster before the first run.",
+        ),
+        "usage": ("tasks.cli.store.usage:usage", "Show the disk usage of the store."),
+        "gc": ("tasks.cli.store.gc:gc", "Free disk: remove artifacts that no kept run needs."),
+        "verify": (
+            "tasks.cli.store.verify:verify",
+            "Hash artifacts again, and find damaged ones.",
+        ),
+    },
 }
-"""Name to `module:attribute` and the line that `--help` shows."""
+
+COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 
 class ExplainedError(click.ClickException):
@@ -64,22 +92,21 @@ class ExplainedError(click.ClickException):
 
     exit_code = 2
 
-    def show(self, file: IO[Any] | None = None) -> None:
-        """Writes the error after the name of the program."""
-        click.echo(f"nemo-rl: {self.message}", file=file, err=file is None)
 
-
-class LazyGroup(click.Group):
+class LazyGroup(RichGroup):
     """A click group whose commands are imported when they are called.
 
     Errors that the user can fix end the program as `ExplainedError`.
     """
 
-    def __init__(
-        self, name: str, table: Mapping[str, tuple[str, str]], help: str, **settings: Any
-    ) -> None:
-        super().__init__(name, help=help, **settings)
-        self._table = table
+    def __init__(self, name: str, groups: Groups, help: str, **settings: Any) -> None:
+        super().__init__(name=name, help=help, **settings)
+        self._groups = groups
+        self._table = {name: entry for group in groups.values() for name, entry in group.items()}
+
+    def main(self, *args: Any, **settings: Any) -> Any:
+        """Runs a command; errors are plain lines, so that their paths can be copied."""
+        return click.Group.main(self, *args, **settings)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in alphabetical order."""
@@ -93,6 +120,17 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Suggests a name for a misspelled one."""
+        from nemo_rl_core.config.names import name_hint
+
+        if args[0] not in self._table and not args[0].startswith("-"):
+            hint = name_hint(args[0], self._table) or "`nemo-rl --help` lists the commands."
+            ctx.fail(f"No such command {args[0]!r}. {hint[0].upper()}{hint[1:]}")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
         from nemo_rl_core.errors import NemoRLError
@@ -102,17 +140,26 @@ class LazyGroup(click.Group):
         except NemoRLError as error:
             raise ExplainedError(str(error)) from error
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Lists the commands from the table, without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, self._table[name][1]) for name in sorted(self._table)])
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Lists the options and the commands by group, without importing the commands."""
+        commands: dict[str, click.Command] = {
+            name: RichCommand(name=name, help=self._table[name][1]) for name in self._table
+        }
+        listed = RichGroup(name=self.name, params=self.params, commands=commands)
+        for title, group in self._groups.items():
+            listed.add_panel(RichCommandPanel(title, commands=[*group]))
+        listed.format_options(
+            RichContext(listed, info_name=ctx.info_name), cast("RichHelpFormatter", formatter)
+        )
 
 
 def command_group(pipelines: "Pipelines") -> LazyGroup:
     """Returns the group of all commands, whose contexts hold the pipelines as `obj`."""
-    return LazyGroup(
+    group = LazyGroup(
         "nemo-rl",
-        COMMANDS,
-        "Commands for pipelines, models, evaluations, data, runs, the store and this machine.",
-        context_settings={"obj": pipelines},
+        GROUPS,
+        "Train, evaluate and serve language models, and look at the runs of this machine.\n\n"
+        "Begin with `nemo-rl doctor` and `nemo-rl run grpo grpo_ci`.",
+        context_settings={"obj": pipelines, "rich_help_config": {"theme": "default-slim"}},
     )
+    return click.version_option(package_name="nemo-rl-flow")(group)

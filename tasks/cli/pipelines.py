@@ -2,10 +2,12 @@
 
 import importlib
 from collections.abc import Iterator, Mapping
-from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
+
+from nemo_rl_core.config.names import unknown_names
 
 if TYPE_CHECKING:
     from flytekit.core.workflow import WorkflowBase
@@ -15,20 +17,13 @@ class Pipelines(Mapping[str, str]):
     """The name of the workflow in each pipeline's module, by the name of the module.
 
     Args:
-        others: The pipelines that are not named after an algorithm.
+        workflows: Names of modules and their workflows.
         cluster_check: The workflow that checks a cluster, as `module:workflow`.
     """
 
-    def __init__(self, others: Mapping[str, str], *, package: str, cluster_check: str) -> None:
-        self._others, self._package, self._cluster_check = others, package, cluster_check
-
-    @cached_property
-    def _workflows(self) -> dict[str, str]:
-        # Imports pydantic, which `nemo-rl --help` does not need.
-        from nemo_rl_core.algorithms.declarations import ALGORITHMS
-
-        algorithm_pipelines = {each.pipeline: each.pipeline for each in ALGORITHMS.values()}
-        return dict(sorted({**self._others, **algorithm_pipelines}.items()))
+    def __init__(self, workflows: Mapping[str, str], *, package: str, cluster_check: str) -> None:
+        self._workflows = dict(sorted(workflows.items()))
+        self._package, self._cluster_check = package, cluster_check
 
     def __getitem__(self, name: str) -> str:
         return self._workflows[name]
@@ -38,6 +33,13 @@ class Pipelines(Mapping[str, str]):
 
     def __len__(self) -> int:
         return len(self._workflows)
+
+    def refuse_unknown(self, name: str) -> None:
+        """Refuses a name that is not a pipeline."""
+        if name not in self._workflows:
+            raise unknown_names(
+                "there is no pipeline", [name], list(self), otherwise="choose one of them"
+            )
 
     def workflow(self, name: str) -> "WorkflowBase":
         """Imports and returns the workflow of a pipeline."""
@@ -52,6 +54,13 @@ def current_pipelines() -> Pipelines:
     """Returns the pipelines of the command that is running."""
     pipelines: Pipelines = click.get_current_context().obj
     return pipelines
+
+
+def complete_pipelines(
+    context: click.Context, _parameter: Any, incomplete: str
+) -> list[CompletionItem]:
+    """Completes the name of a pipeline."""
+    return [CompletionItem(name) for name in context.obj if name.startswith(incomplete)]
 
 
 def _imported(path: str) -> "WorkflowBase":

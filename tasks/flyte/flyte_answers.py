@@ -34,8 +34,8 @@ _OF_A_CLUSTER = (
 
 
 _FIX = (
-    "look at endpoint, insecure and authType in the configuration (--config), and whether that "
-    "project is there (flytectl create project)"
+    "look at endpoint, insecure and authType in the configuration (--flyte-config), and whether "
+    "that project is there (flytectl create project)"
 )
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from nemo_rl_core.evals.sweep import SweptSetting
 from nemo_rl_core.history.records import point_label
+from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.intervals import sampled_figures, with_interval
 from nemo_rl_core.telemetry.metrics import MetricsFile
-from nemo_rl_core.telemetry.program import program
+from nemo_rl_core.telemetry.program import program, short_path
 from tasks.artifacts import (
     Artifact,
     CheckpointArtifact,
@@ -29,7 +30,7 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
         if isinstance(artifact, EvalReport):
             lines += _evaluation(artifact)
         elif artifact.stage == "train_reward_model" and isinstance(artifact, CheckpointArtifact):
-            lines.append(f"reward model: {artifact.model_folder}")
+            lines.append(f"reward model: {short_path(artifact.model_folder)}")
         elif isinstance(artifact, PromotionDecision | CompareReport):
             lines.append(artifact.summary)
         elif artifact.stage == "export" and isinstance(artifact, CheckpointArtifact):
@@ -40,9 +41,9 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
             trained = artifact
         elif isinstance(artifact, SweepReport):
             lines += _sweep_lines(artifact.folder)
-            lines += [artifact.summary, f"summary: {artifact.folder / 'deck.html'}"]
+            lines += [artifact.summary, f"summary: {short_path(artifact.folder / 'deck.html')}"]
         elif isinstance(artifact, LineageReport):
-            lines.append(f"lineage: {artifact.folder / 'deck.html'}")
+            lines.append(f"lineage: {short_path(artifact.folder / 'deck.html')}")
     return lines
 
 
@@ -59,16 +60,23 @@ def _evaluation(report: EvalReport) -> list[str]:
     if sampled := sampled_figures(report.metrics):
         figures = ", ".join(f"{name} {figure}" for name, figure in sampled.items())
         lines.append(f"sampled: {figures}")
-    return [*lines, f"completions: {program()} eval {report.folder}"]
+    return [*lines, f"completions: {program()} eval {_name(report)}"]
 
 
 def _export(export: CheckpointArtifact, trained: CheckpointArtifact | None) -> list[str]:
     """Returns lines on the exported model, and on the trained one if its content differs."""
     origin = json.loads((export.records / "origin.json").read_text())
-    lines = [f"model: {export.model_folder}", f"exported: {origin['exported']}"]
+    model = short_path(export.model_folder)
+    lines = [f"model: {model}", f"exported: {origin['exported']}"]
     if trained is not None and trained.content_hash != origin["checkpoint"]:
-        lines.append(f"trained: {trained.model_folder}")
-    return [*lines, f"chat:  {program()} chat {export.model_folder}"]
+        lines.append(f"trained: {short_path(trained.model_folder)}")
+    return [*lines, f"chat: {program()} chat {_name(export)}"]
+
+
+def _name(artifact: Artifact) -> str:
+    """Returns the id of an artifact of the store, which commands accept; else its folder."""
+    is_in_store = artifact.folder.parent == Store.default().artifacts
+    return artifact.folder.name if is_in_store else short_path(artifact.folder)
 
 
 def _validation_loss(trained: CheckpointArtifact) -> list[str]:

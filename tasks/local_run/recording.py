@@ -159,17 +159,13 @@ class Recorder:
             return
         node, position = self._calls[-1].node, self._calls[-1].position
         match event:
-            case StepReport(metrics=metrics, timings=timings):
+            case StepReport(metrics=metrics):
                 if event.step <= position.step:
                     self._begin_training(self._calls[-1], event.stage)
-                step = int(metrics.get("global_step", event.step))
+                step = self._writer.log_step(self._calls[-1].training or node, event)
                 position.step, position.num_steps = event.step, event.num_steps
                 position.num_steps_before = step - event.step
                 self._calls[-1].num_tokens += int(metrics.get("num_valid_tokens", 0))
-                timing_metrics = {f"timings/{name}": value for name, value in timings.items()}
-                self._writer.log_metrics(
-                    self._calls[-1].training or node, step, metrics | timing_metrics
-                )
             case MachineSample(second, figures):
                 machine_metrics = {f"machine/{name}": value for name, value in figures.items()}
                 self._writer.log_metrics(node, second, machine_metrics)

@@ -37,6 +37,7 @@ from nemo_rl_core.telemetry.display import choose_display, show_on
 from nemo_rl_core.telemetry.display_lines import summary_table
 from nemo_rl_core.telemetry.events import subscribe
 from nemo_rl_core.telemetry.notices import check_addresses
+from nemo_rl_core.telemetry.program import program, short_path
 from nemo_rl_core.telemetry.run_log import RunLog, redirect_descriptors
 from nemo_rl_core.telemetry.tracking import tracked
 from tasks.flyte.local import on_cluster
@@ -46,7 +47,7 @@ from tasks.local_run.command_help import widen_error_boxes
 from tasks.local_run.preflight import preflight
 from tasks.local_run.recording import Recorder, error_text
 from tasks.local_run.values import plain
-from tasks.ray_cluster.stopping import StopSignals, stopped_lines
+from tasks.ray_cluster.stopping import StopSignals, stopped_lines, typed_command
 from tasks.recipes.common import PipelineRecipe, Recipe, default_name
 from tasks.recipes.sweep import SweepRecipe
 from tasks.stage.notifying import notify, successful_end
@@ -211,18 +212,20 @@ def recipe_name(command: list[str]) -> str:
 
 
 def _explained(error: BaseException, log: RunLog) -> BaseException:
-    if isinstance(error, NemoRLError):
-        return RunFailed(f"{error}\n  log: {log.path}")
-    if isinstance(error, Exception):
-        last = (str(error).splitlines() or [""])[-1].strip()[:300]
-        return RunFailed(f"{type(error).__name__}: {last}\n  log: {log.path}")
-    return error
+    if not isinstance(error, Exception):
+        return error
+    last = (str(error).splitlines() or [""])[-1].strip()[:300]
+    text = str(error) if isinstance(error, NemoRLError) else f"{type(error).__name__}: {last}"
+    return RunFailed(
+        f"{text}\n  log: {short_path(log.path)}\n  page: {program()} ui\n"
+        f"  resume with: {typed_command(sys.orig_argv)}"
+    )
 
 
 def _close(recorder: Recorder, log: RunLog, terminal: TextIO, lines: Sequence[str]) -> None:
     console = console_on(terminal)
     console.print(summary_table(recorder.records))
-    for line in [*lines, f"log: {log.path}"]:
+    for line in [*lines, f"log: {short_path(log.path)}", f"page: {program()} ui"]:
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -239,7 +242,7 @@ class EndedRun:
         self.outputs, self._execution = outputs, execution
 
     def __str__(self) -> str:
-        return f"run: {Path(sys.executable).with_name('nemo-rl')} runs {self._execution}"
+        return f"run: {program()} runs {self._execution}"
 
 
 __all__ = ["RunFailed", "RunRefused", "install_recording"]

@@ -21,6 +21,7 @@ from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.curves import completions_html
+from nemo_rl_core.telemetry.program import short_path
 from tasks.flyte.local import on_cluster
 from tasks.pods.resources import DECK, PLAIN
 from tasks.ray_cluster.experimental.ray_job_api import RayJobApi
@@ -85,7 +86,7 @@ def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | N
         # Probably the cause of the run's failure too; an error here would replace that one.
         _LOG.warning("the record of the failure cannot be written", exc_info=True)
         return
-    click.echo(f"  record, and how to resume: {folder / name}.json", err=True)
+    click.echo(f"  record, and how to resume: {short_path(folder / name)}.json", err=True)
 
 
 def _give_back_cluster(config: Recipe) -> None:

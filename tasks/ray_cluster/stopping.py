@@ -18,6 +18,8 @@ from typing import Any, Self
 
 import click
 
+from nemo_rl_core.telemetry.program import short_command
+
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 _SHELLS_OFFSET = 128  # what a shell adds to the number of the signal that ended a command
 _CLEAR_LINE = b"\r\x1b[K"
@@ -168,8 +170,9 @@ def typed_command(arguments: Sequence[str]) -> str:
         >>> typed_command(["/venv/bin/python", "/venv/bin/nemo-rl", "run", "grpo", "seed=3"])
         '/venv/bin/nemo-rl run grpo seed=3'
     """
-    scripts = [part for part in arguments[1:2] if Path(part).name in _PROGRAMS]
-    return shlex.join(arguments[1:] if scripts else arguments)
+    if not arguments[1:] or Path(arguments[1]).name not in _PROGRAMS:
+        return shlex.join(arguments)
+    return f"{short_command(Path(arguments[1]))} {shlex.join(arguments[2:])}"
 
 
 def _spoken(seconds: float) -> str:

@@ -101,10 +101,13 @@ def test_a_scheduled_launch_plan_runs_and_finds_nothing_new(
         shown = walked(
             clone,
             environment,
-            *[*schedule, recipe, "0 2 * * *", "--activate", *config, *project],
+            *[*schedule, recipe, "0 2 * * *", "--activate"],
+            *["--flyte-config", backend.config, *project],
         )
         assert "schedule: mine, workflows.grpo.grpo of version v1" in shown
-        listed = walked(clone, environment, *schedule, "list", *config, *project)
+        listed = walked(
+            clone, environment, *schedule, "list", "--flyte-config", backend.config, *project
+        )
         assert listed.startswith("mine ") and "next 20" in listed
 
         first = scheduled_run(backend, "first")

@@ -7,11 +7,11 @@ import pytest
 from generate import commands, recipes
 from generate.pipelines import pipelines
 from generate.recipes import Reference
-from generate.schema import meaning, tables
-from generate.types_as_text import default, type_text, unit
 from pydantic import Field, PositiveInt
 
 from nemo_rl_core.config.base import FrozenConfig
+from tasks.cli.recipe.recipe_keys import meaning, tables
+from tasks.cli.recipe.types_as_text import default, type_text, unit
 from workflows.cli import PIPELINES
 
 

@@ -41,3 +41,16 @@ def test_a_setting_that_make_would_ignore_is_refused(setting: str) -> None:
     assert refused.returncode == 2
     assert f".venv/bin/nemo-rl run grpo {setting}." in refused.stderr
     assert refused.stdout == ""
+
+
+def test_help_fits_into_80_columns_and_begins_with_what_users_need() -> None:
+    done = subprocess.run(
+        ["make", "--no-print-directory", "help"],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    names = [line.split()[1] for line in lines if line.startswith("  make ")]
+    assert names[:3] == ["help", "setup", "grpo"]
+    assert names.index("images") < names.index("test")
+    assert len(names) == len(set(names))

@@ -31,7 +31,7 @@ def started(bed: ClusterBed, *options: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [
             *(Path(sys.executable).with_name("nemo-rl"), "cluster-check"),
-            *("--config", bed.backend.config, "--project", "flytesnacks", *options),
+            *("--flyte-config", bed.backend.config, "--project", "flytesnacks", *options),
         ],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},

@@ -166,7 +166,7 @@ def test_a_schedule_on_a_cluster_trains_once_for_each_listing(tmp_path: Path) ->
                     # Into the container's working directory; the default is this machine's /root.
                     "--destination-dir", ".", "workflows/sft.py", program="pyflyte")  # fmt: skip
             shown = nemo_rl("schedule", recipe, "*/10 * * * *", "--workflow", "sft", "--activate",
-                            *config, *project)  # fmt: skip
+                            "--flyte-config", backend.config, *project)  # fmt: skip
             assert "schedule: mine, workflows.sft.sft of version v1" in shown
 
             assert {"prepare_data", "train_sft"} <= stages_run(scheduled_run(backend, "first"))

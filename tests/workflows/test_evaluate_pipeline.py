@@ -1,6 +1,7 @@
 """Evaluates and compares a trained model and its starting model, with caching."""
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,7 @@ def test_two_models_on_the_same_prompts(
     command = next(line for line in run.lines if line.startswith("completions: "))
     shown = subprocess.run(
         [*command.split()[1:], "-n", "2"],
+        env={**os.environ, "NEMO_RL_HOME": str(store)},
         capture_output=True,
         text=True,
         check=True,

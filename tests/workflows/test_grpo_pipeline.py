@@ -35,7 +35,7 @@ def test_a_run_ends_with_a_table_and_next_commands(first_run: Run) -> None:
     assert "Traceback" not in first_run.output
     rows = [line.split("│")[1].strip() for line in first_run.lines if line.startswith("│")]
     assert rows == [*STAGES, "total"]
-    # One line per step, with the step's reward and speed.
+    # The line of the first step, with its reward and speed.
     assert re.search(r"grpo_iteration 1 1/12  reward \d\.\d{3}  [\d,]+ tokens/s", first_run.output)
     measured = re.findall(r"accuracy of (.+): \d\.\d{3} \[", first_run.output)
     assert measured == ["train_sft", "grpo_iteration 2"]
@@ -47,7 +47,7 @@ def test_a_run_ends_with_a_table_and_next_commands(first_run: Run) -> None:
     weights = "model.safetensors"
     assert file_hashes(model)[weights] == file_hashes(trained)[weights]
     assert first_run.value("exported:") == "the trained model (grpo_iteration 2)"
-    assert str(model) in first_run.value("chat:")
+    assert first_run.value("chat:").endswith(f"nemo-rl chat {model.parent.name}")
     assert Path(first_run.value("lineage:")).is_file()
     assert Path(first_run.value("log:")).is_file()
 

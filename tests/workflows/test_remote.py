@@ -145,7 +145,8 @@ def test_pyflyte_waits_for_its_launch(backend: Backend, tmp_path: Path) -> None:
 
 
 def test_nemo_rl_run_sends_all_code_and_the_recipe(backend: Backend, tmp_path: Path) -> None:
-    options = ["--config", backend.config, "--project", "flytesnacks", "--domain", "development"]
+    project = ["--project", "flytesnacks", "--domain", "development"]
+    options = ["--flyte-config", backend.config, *project]
     command = [PYFLYTE.with_name("nemo-rl"), "run", "sft", "seed=3", "--remote", *options]
     ran = subprocess.run(
         command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=300

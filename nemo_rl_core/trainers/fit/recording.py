@@ -38,7 +38,7 @@ from nemo_rl_core.telemetry.events import (
     subscribe,
 )
 from nemo_rl_core.telemetry.notebook import in_notebook
-from nemo_rl_core.telemetry.program import program
+from nemo_rl_core.telemetry.program import program, short_path
 from nemo_rl_core.telemetry.python_output import program_output
 from nemo_rl_core.telemetry.run_log import RunLog, is_logging
 from nemo_rl_core.telemetry.tracking import tracked
@@ -131,18 +131,18 @@ class RecordedStages(UnrecordedStages):
         artifact = next(reversed(self._makers), None)
         if artifact is None:
             return []
-        model = [f"model: {artifact / 'model'}"] if (artifact / "model").is_dir() else []
+        model = (
+            [f"model: {short_path(artifact / 'model')}"] if (artifact / "model").is_dir() else []
+        )
         return [*model, f"lineage: {program()} lineage {artifact.name}"]
 
     def listen(self, event: Event) -> None:
         """Records steps, resumes, new artifacts and the machine's load."""
         match event:
-            case StepReport(metrics=metrics, timings=timings):
-                step = int(metrics.get("global_step", event.step))
+            case StepReport(metrics=metrics):
+                self._writer.log_step(self._node, event)
                 self._step = f"step {event.step} of {event.num_steps}"
                 self._num_tokens += int(metrics.get("num_valid_tokens", 0))
-                timing_metrics = {f"timings/{name}": value for name, value in timings.items()}
-                self._writer.log_metrics(self._node, step, metrics | timing_metrics)
             case MachineSample(second, figures):
                 machine_metrics = {f"machine/{name}": value for name, value in figures.items()}
                 self._writer.log_metrics(self._node, second, machine_metrics)
@@ -258,7 +258,8 @@ def recorded_fit(call: FitCall) -> Iterator[UnrecordedStages]:
             error.add_note(f"log: {log.path}")
             raise
         writer.end("stopped" if stages.stopped else "succeeded", stages.stopped)
-        output.closing(stages.records, [*stages.closing_lines(), f"log: {log.path}"])
+        lines = [f"log: {short_path(log.path)}", f"page: {program()} ui"]
+        output.closing(stages.records, [*stages.closing_lines(), *lines])
 
 
 def end_state(error: BaseException) -> State:

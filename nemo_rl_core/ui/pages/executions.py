@@ -26,8 +26,10 @@ from nemo_rl_core.history.run_columns import (
     value_of,
 )
 from nemo_rl_core.history.run_results import sparkline
-from nemo_rl_core.ui import curves, graph, logs, machine_load
+from nemo_rl_core.ui import graph, logs
 from nemo_rl_core.ui.costs import total_cost
+from nemo_rl_core.ui.live import run_status
+from nemo_rl_core.ui.pages import curves
 from nemo_rl_core.ui.pages.parameters import day, history_of, offset, parameter
 from nemo_rl_core.ui.plots import sparkline_points
 from nemo_rl_core.ui.templating import render
@@ -167,6 +169,7 @@ def overview(request: Request, run: Execution) -> dict[str, Any]:
     """Shows command, code, cost, errors, inputs and outputs."""
     nodes = history_of(request).nodes(run.id)
     return {
+        "live_now": run_status(history_of(request), run),
         "command": shlex.join(run.command),
         "cost": total_cost([node.cost for node in nodes if node.state != "cached"]),
         "products": [node for node in nodes if node.kind == "task" and node.summary][-40:],
@@ -241,16 +244,7 @@ def timeline(request: Request, run: Execution) -> dict[str, Any]:
 @_view("curves")
 def curves_view(request: Request, run: Execution) -> dict[str, Any]:
     """Shows metrics of the stages, live while they run."""
-    history = history_of(request)
-    text = parameter(request, "metric")
-    sections = []
-    for stage in curves.stages(history, run.id, text=text):
-        shown = stage.names[: 4 * curves.SHOWN if text else curves.SHOWN]
-        charts = curves.charts(curves.series(history, stage.nodes, shown))
-        sections.append((stage, charts, len(stage.names) - len(shown)))
-    names = history.metric_names_of(run.id)
-    machine = machine_load.charts(history, history.nodes(run.id), names, text=text)
-    return {"metric": text, "sections": sections, "machine": machine}
+    return curves.content(request, run)
 
 
 @_view("log")

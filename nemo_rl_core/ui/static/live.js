@@ -1,8 +1,13 @@
-// Keeps the page of a running execution up to date: fetches it again and replaces changed parts.
+// Keeps a page up to date: the server tells when the record has changed, and changed parts are
+// replaced. Only a visible page has a stream, since a browser opens few connections to one server.
 "use strict";
 (() => {
-  const every = Number(document.documentElement.dataset.liveSeconds) * 1000;
+  const page = document.documentElement;
+  const every = Number(page.dataset.liveSeconds) * 1000;
   if (!every) return;
+  let source = null;
+  let isRenewing = false;
+  let isStale = false;
 
   function put(part, newer) {
     // Opened details stay open.
@@ -19,24 +24,61 @@
   }
 
   async function renew() {
-    let isRunning = true;
-    if (!document.hidden) {
-      try {
-        const answer = await fetch(location.href, { headers: { accept: "text/html" } });
-        if (answer.ok) {
-          const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-          for (const part of document.querySelectorAll("[data-live]")) {
-            const newer = page.querySelector(`[data-live="${part.dataset.live}"]`);
-            if (newer) put(part, newer);
-          }
-          isRunning = Number(page.documentElement.dataset.liveSeconds) > 0;
-        }
-      } catch {
-        // The server is unreachable; the next round tries again.
-      }
+    if (page.dataset.liveEnded) return;
+    if (isRenewing || document.hidden) {
+      isStale = true;
+      return;
     }
-    if (isRunning) setTimeout(renew, every);
-    else document.documentElement.dataset.liveEnded = "yes";
+    isRenewing = true;
+    isStale = false;
+    try {
+      const answer = await fetch(page.dataset.liveFrom ?? location.href, { headers: { accept: "text/html" } });
+      if (answer.ok) {
+        const parsed = new DOMParser().parseFromString(await answer.text(), "text/html");
+        for (const part of document.querySelectorAll("[data-live]")) {
+          const newer = parsed.querySelector(`[data-live="${part.dataset.live}"]`);
+          if (newer) put(part, newer);
+        }
+        document.dispatchEvent(new CustomEvent("renewed"));
+        if (!Number(parsed.documentElement.dataset.liveSeconds)) end();
+      }
+    } catch {
+      // The server is unreachable; the stream connects again.
+    }
+    // Many changes in a second are one renewal.
+    setTimeout(() => {
+      isRenewing = false;
+      if (isStale) renew();
+    }, every / 2);
   }
-  setTimeout(renew, every);
+
+  function end() {
+    page.dataset.liveEnded = "yes";
+    source?.close();
+  }
+
+  function connect() {
+    source = new EventSource("/events");
+    source.addEventListener("changed", renew);
+    source.addEventListener("error", () => {
+      // Refused, such as at the limit of streams; a lost connection is opened again by the browser.
+      if (source.readyState === EventSource.CLOSED && !page.dataset.liveEnded) setTimeout(poll, 5 * every);
+    });
+  }
+
+  function poll() {
+    if (document.hidden || page.dataset.liveEnded) return;
+    renew();
+    connect();
+  }
+
+  document.addEventListener("visibilitychange", () => {
+    if (page.dataset.liveEnded) return;
+    if (document.hidden) source?.close();
+    else poll();
+  });
+  addEventListener("pagehide", () => source?.close());
+  addEventListener("pageshow", (event) => { if (event.persisted) poll(); });
+  connect();
+  setTimeout(renew, every); // what changed between the page and its stream
 })();

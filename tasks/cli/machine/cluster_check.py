@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Event
 
 import click
+import rich_click
 
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.mistakes import describe
@@ -17,7 +18,7 @@ from tasks.cli.machine.check_table import COLORS, show_check
 from tasks.cli.pipelines import current_pipelines
 
 
-@click.command("cluster-check")
+@rich_click.command("cluster-check")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
 @on_a_cluster
 @click.option(
@@ -62,7 +63,7 @@ def cluster_check(
     KEY=VALUE sets a key of a recipe's section `cluster`, for the RayJobs; by default they have no
     GPU:
 
-        nemo-rl cluster-check --config flyte.yaml shape=node_8gpu accelerator=nvidia-h100
+        nemo-rl cluster-check --flyte-config flyte.yaml shape=node_8gpu accelerator=nvidia-h100
 
     The exit code is 1 if a check fails, which means that stages cannot run there.
     """

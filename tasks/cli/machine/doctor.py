@@ -4,13 +4,14 @@ import json
 from dataclasses import asdict
 
 import click
+import rich_click
 
 from nemo_rl_core.maintenance.doctor.diagnose import diagnose
 from nemo_rl_core.store.store import Store
 from tasks.cli.machine.check_table import COLORS, show_check
 
 
-@click.command()
+@rich_click.command()
 @click.option("--quick", is_flag=True, help="Skip slow checks: imports, the sandbox.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(*, quick: bool, as_json: bool) -> None:

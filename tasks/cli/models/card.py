@@ -4,16 +4,22 @@ import json
 from pathlib import Path
 
 import click
+import rich_click
 
+from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.card import model_card
 from nemo_rl_core.history.card_evaluations import CardEvaluation, recorded_evaluations
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow
 from nemo_rl_core.store.store import Store
+from tasks.cli.records.names import complete_artifacts, resolve_alias
+
+_MODELS = ("checkpoint", "model")
+"""Kinds of artifacts that have weights."""
 
 
-@click.command()
-@click.argument("checkpoint")
+@rich_click.command()
+@click.argument("checkpoint", shell_complete=complete_artifacts, callback=resolve_alias)
 @click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
 @click.option("--name", default="", help="The title.")
 @click.option(
@@ -27,6 +33,13 @@ def card(checkpoint: str, store: Path | None, name: str, output: Path | None) ->
     """
     with History(Store(store) if store else Store.default()) as history:
         artifact = history.find_artifact(checkpoint)
+        if artifact.kind not in _MODELS:
+            raise StoreError(
+                f"{artifact.id} is not a model, so it has no model card",
+                expected="a checkpoint or an exported model",
+                got=f"an artifact of kind {artifact.kind!r}",
+                fix="name the model: nemo-rl lineage shows the models that it comes from",
+            )
         trained = _trained(history, artifact)
         evaluations = _evaluations(history, trained, artifact)
     text = model_card(

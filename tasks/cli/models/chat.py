@@ -4,8 +4,10 @@ import sys
 from typing import TYPE_CHECKING
 
 import click
+import rich_click
 
 from nemo_rl_core.errors import DataError, ModelError
+from tasks.cli.records.names import complete_artifacts
 
 if TYPE_CHECKING:
     from nemo_rl_core.evals.chat import Conversation
@@ -17,8 +19,8 @@ _NO_HISTORY_NOTE = (
 )
 
 
-@click.command()
-@click.argument("model")
+@rich_click.command()
+@click.argument("model", shell_complete=complete_artifacts)
 @click.argument("prompt", required=False)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True,
               help="Maximum tokens per answer.")  # fmt: skip

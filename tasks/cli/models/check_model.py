@@ -1,17 +1,19 @@
 """`nemo-rl check-model`: compare the rollout engine's logprobs with the trainer's."""
 
 import click
+import rich_click
 from rich.table import Table
 
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.telemetry.console import console_on
+from tasks.cli.records.names import complete_artifacts
 
 NAMES = ("decode-against-prefill", "max-model-len", "trainer-against-engine")
 """Names of `nemo_rl_core.models.validation.checks`, whose import needs torch."""
 
 
-@click.command("check-model")
-@click.argument("model")
+@rich_click.command("check-model")
+@click.argument("model", shell_complete=complete_artifacts)
 @click.option("--only", type=click.Choice(NAMES), help="One check instead of all.")
 def check_model(model: str, only: str | None) -> None:
     """Check that the rollout engine computes a model as the trainer does.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+import rich_click
 
 from nemo_rl_core.errors import ConfigError, NemoRLError
 
@@ -144,7 +145,7 @@ _KINDS: dict[str, Callable[[Conversion], str]] = {
 _AT_LEAST_1 = click.IntRange(min=1)
 
 
-@click.command()
+@rich_click.command()
 @click.argument("kind", type=click.Choice(sorted(_KINDS)), metavar="KIND")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))

@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Literal
 
 import click
+import rich_click
 
 from nemo_rl_core.errors import ConfigError
+from tasks.cli.records.names import complete_artifacts
 
 
-@click.command("export")
-@click.argument("model")
+@rich_click.command("export")
+@click.argument("model", shell_complete=complete_artifacts)
 @click.option("--gguf", "gguf_file", type=click.Path(path_type=Path, dir_okay=False),
               help="Write this file, for llama.cpp, Ollama and LM Studio.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32",

@@ -5,13 +5,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
+import rich_click
+
+from tasks.cli.records.names import complete_artifacts
 
 if TYPE_CHECKING:
     from nemo_rl_core.store.aliases import Alias, Aliases
 
 
-@click.command("promote")
-@click.argument("model", required=False)
+@rich_click.command("promote")
+@click.argument("model", required=False, shell_complete=complete_artifacts)
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--aliases", metavar="PLACE",
               help="A folder, or an address such as s3://BUCKET/FOLDER, that machines share; "

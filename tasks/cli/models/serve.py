@@ -5,10 +5,13 @@ import sys
 from pathlib import Path
 
 import click
+import rich_click
+
+from tasks.cli.records.names import complete_artifacts
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("model")
+@rich_click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("model", shell_complete=complete_artifacts)
 @click.argument("vllm_options", nargs=-1, type=click.UNPROCESSED)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535),

@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import rich_click
 
 from nemo_rl_core.errors import ConfigError
 from tasks.cli.pipelines import current_pipelines
+from tasks.cli.recipe.run import complete_settings
 
 if TYPE_CHECKING:
     from tasks.recipes.common import PipelineRecipe
 
 
-@click.command("plan")
-@click.argument("recipe")
-@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@rich_click.command("plan")
+@click.argument("recipe", shell_complete=complete_settings)
+@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_settings)
 @click.option("--accelerator", metavar="NAME",
               help="The kind of GPU, such as nvidia-h100, or own for the one of this machine; by "
               "default what the recipe names.")  # fmt: skip

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 import click
+import rich_click
 
 from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.config.row_policy import MaskKind, RowPolicy
@@ -13,7 +14,7 @@ from tasks.cli.pipelines import current_pipelines
 from tasks.cli.recipe.recipe_pipeline import is_shipped
 
 
-@click.command()
+@rich_click.command()
 @click.argument("data", metavar="DATA_OR_RECIPE")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--model", type=click.Path(path_type=Path),

@@ -1,34 +1,49 @@
 """`nemo-rl run`: a pipeline by its name, with single settings changed on the command line."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+import rich_click
 from click.shell_completion import CompletionItem
 
 from tasks.cli.cluster_options import on_a_cluster
-from tasks.cli.pipelines import current_pipelines
+from tasks.cli.pipelines import complete_pipelines, current_pipelines
 
 _WORKFLOWS = Path(__file__).resolve().parents[3] / "workflows"
 
 
-def _pipelines(context: click.Context, _parameter: Any, incomplete: str) -> list[CompletionItem]:
-    return [CompletionItem(name) for name in context.obj if name.startswith(incomplete)]
-
-
-def _recipes(_context: Any, _parameter: Any, incomplete: str) -> list[CompletionItem]:
+def complete_settings(_context: Any, _parameter: Any, incomplete: str) -> list[CompletionItem]:
+    """Completes a recipe by its name or file, or the key of a setting."""
     names = sorted(path.stem for path in (_WORKFLOWS / "recipes").glob(f"{incomplete}*.yaml"))
-    return [*map(CompletionItem, names), CompletionItem(incomplete, type="file")]
+    keys = [] if not incomplete or "/" in incomplete or "=" in incomplete else _keys(incomplete)
+    return [*map(CompletionItem, [*names, *keys]), CompletionItem(incomplete, type="file")]
 
 
-@click.command("run")
-@click.argument("pipeline", shell_complete=_pipelines)
-@click.argument("settings", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_recipes)
+def _keys(incomplete: str) -> list[str]:
+    from nemo_rl_core.errors import ConfigError
+    from tasks.cli.recipe.key_paths import completions
+
+    try:
+        return completions(incomplete)
+    except ConfigError:  # no recipe has the section
+        return []
+
+
+@rich_click.command("run")
+@click.argument("pipeline", shell_complete=complete_pipelines)
+@click.argument(
+    "settings", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=complete_settings
+)
 @click.option("--dry-run", is_flag=True,
               help="Check everything and show what would run, without training.")  # fmt: skip
 @click.option("--print-config", is_flag=True, help="Print the complete recipe as YAML, and exit.")
+@click.option("--verbose", "-v", is_flag=True,
+              help="Also print KL, length, entropy, truncation, gradient norm and equal "
+              "groups.")  # fmt: skip
 @click.option("--remote", is_flag=True, help="Run on a Flyte cluster, with the code as it is here.")
 @click.option("--wait", is_flag=True, help="With --remote: wait until the run has ended.")
 @on_a_cluster
@@ -38,20 +53,30 @@ def run(
     *,
     dry_run: bool,
     print_config: bool,
+    verbose: bool,
     remote: bool,
     wait: bool,
     **cluster: Any,
 ) -> None:
     """Run PIPELINE in the same way as `pyflyte run workflows/PIPELINE.py`.
 
-    RECIPE is a YAML file or the name of one of workflows/recipes. KEY=VALUE changes one setting:
-    the key with dots between its parts, the value in YAML.
+    RECIPE is a YAML file or a name that `nemo-rl recipes PIPELINE` lists. KEY=VALUE changes one
+    setting: the key with dots between its parts, the value in YAML; `nemo-rl keys` lists them.
 
         nemo-rl run grpo grpo_arithmetic grpo.learning_rate=1e-4 seed=3
+
+        nemo-rl run sft mine.yaml --dry-run
+
+    PIPELINE is one of convert, distill, dpo, evaluate, grpo, post_train, ppo, regression,
+    reward_model, sft and sweep.
     """
+    from nemo_rl_core.telemetry.display_lines import VERBOSE
     from tasks.local_run import starting
 
     _refuse_without_remote(remote=remote)
+    _refuse_unknown(pipeline, settings)
+    if verbose:
+        os.environ[VERBOSE] = "1"
     starting.begin_line()
     try:
         from tasks.cli.recipe.run_settings import chosen_pipeline, show_dry_run, yaml_of
@@ -76,12 +101,28 @@ def run(
         _as_pyflyte(main, pipeline, chosen.values)
 
 
+def _refuse_unknown(pipeline: str, settings: Sequence[str]) -> None:
+    """Refuses unknown names before the imports of the pipeline, which take seconds."""
+    from tasks.recipes.recipe_file import with_base
+
+    current_pipelines().refuse_unknown(pipeline)
+    if settings and "=" not in settings[0]:
+        with_base({"recipe": settings[0]})
+
+
 def _refuse_without_remote(*, remote: bool) -> None:
     context = click.get_current_context()
     command_line = click.core.ParameterSource.COMMANDLINE
-    names = ("wait", "config", "project", "domain")
+    options = {
+        "wait": "--wait",
+        "config": "--flyte-config",
+        "project": "--project",
+        "domain": "--domain",
+    }
     remote_options = [
-        f"--{name}" for name in names if context.get_parameter_source(name) is command_line
+        option
+        for name, option in options.items()
+        if context.get_parameter_source(name) is command_line
     ]
     if remote_options and not remote:
         raise click.UsageError(
@@ -149,4 +190,7 @@ def _as_pyflyte(
     config = ["--config", json.dumps(values)]
     file = str(_WORKFLOWS / f"{pipeline}.py")
     sys.argv = ["pyflyte", *client, "run", *flags, file, workflow, *config]
-    main.main(args=sys.argv[1:])
+    # Errors are shown by this group, in the same form as those of other commands.
+    exit_code = main.main(args=sys.argv[1:], standalone_mode=False)
+    if isinstance(exit_code, int) and exit_code:
+        raise SystemExit(exit_code)

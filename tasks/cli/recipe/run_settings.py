@@ -1,6 +1,7 @@
 """The recipe of `nemo-rl run`, and the report of a dry run."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from flytekit.core.workflow import WorkflowBase
 from transformers.utils import logging
 
 from nemo_rl_core.algorithms.declarations import ALGORITHMS
-from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.config.places import PlacedDict, overlaid
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.history.database import path_of
@@ -26,6 +26,7 @@ from tasks.local_run.preflight import preflight
 from tasks.recipes.common import Recipe, RecipeError, default_name
 from tasks.recipes.yaml_document import RecipeLoader
 
+_NOT_SET = "not set"
 _BYTES_OF_WEIGHTS = 4
 """Bytes of a parameter in float32."""
 _BYTES_OF_TRAINING = 16
@@ -59,10 +60,7 @@ def chosen_pipeline(
     pipeline: str, settings: Sequence[str], *, pipelines: Pipelines
 ) -> ChosenPipeline:
     """Reads the arguments of the command."""
-    if pipeline not in pipelines:
-        raise unknown_names(
-            "there is no pipeline", [pipeline], list(pipelines), otherwise="choose one of them"
-        )
+    pipelines.refuse_unknown(pipeline)
     workflow = pipelines.workflow(pipeline)
     kind, default = workflow.python_interface.inputs_with_defaults["config"]
     has_recipe = bool(settings) and "=" not in settings[0]
@@ -158,9 +156,16 @@ def _echo_differences(chosen: ChosenPipeline) -> None:
     )
     click.echo(f"recipe: {chosen.values['recipe']}")
     for key in dict.fromkeys([*before, *after]):
-        old, new = before.get(key, "not set"), after.get(key, "not set")
-        if old != new:
-            click.echo(f"  {key}: {old} -> {new}")
+        if before.get(key, _NOT_SET) != after.get(key, _NOT_SET):
+            click.echo(f"  {key}: {_as_yaml(before, key)} -> {_as_yaml(after, key)}")
+
+
+def _as_yaml(values: Mapping[str, Any], key: str) -> str:
+    """Formats a value as a recipe has it: `null`, `true`, `[1, 2]`."""
+    if key not in values:
+        return _NOT_SET
+    text = yaml.safe_dump(values[key], default_flow_style=True, width=math.inf, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
 
 
 def _flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import click
+import rich_click
 
 
-@click.command("try-reward")
+@rich_click.command("try-reward")
 @click.argument("recipe")
 @click.option("-n", "num_rows", type=click.IntRange(min=1), default=5, show_default=True,
               help="Rows to score, from the start of the training rows.")  # fmt: skip

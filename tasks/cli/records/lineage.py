@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import rich_click
 from rich.text import Text
 from rich.tree import Tree
 
@@ -17,14 +18,15 @@ from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import AncestryGraph, GraphArtifact, Parentage
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.console import console_on
+from tasks.cli.records.names import complete_artifacts, resolve_alias
 
 _MAX_DIFFERENCES = 12
 _EVALUATED = ("evaluation", "promotion")
 _STATES = {"found": "", "missing": "  (not here)", "changed": "  (CHANGED ON DISK)"}
 
 
-@click.command()
-@click.argument("checkpoint")
+@rich_click.command()
+@click.argument("checkpoint", shell_complete=complete_artifacts, callback=resolve_alias)
 @click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
 @click.option("--json", "as_json", is_flag=True, help="Print the graph as JSON.")
 @click.option(
@@ -38,8 +40,9 @@ def lineage(
 ) -> None:
     """Shows the ancestry of CHECKPOINT: data, code, config and parents.
 
-    CHECKPOINT is an artifact's id, a prefix of it or of its content hash, or a path in its folder,
-    such as an exported model. The folder of a downloaded artifact contains its ancestry.
+    CHECKPOINT is an artifact's id, a prefix of it or of its content hash, `alias:` and a name, or a
+    path in its folder, such as an exported model. The folder of a downloaded artifact contains its
+    ancestry.
     """
     graph = _graph(checkpoint, Store(store) if store else Store.default())
     if openlineage:

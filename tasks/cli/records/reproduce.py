@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import rich_click
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.ancestry import folder_around, from_folder
@@ -21,6 +22,7 @@ from nemo_rl_core.history.signed import is_signed, key_file
 from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
+from tasks.cli.records.names import complete_artifacts, resolve_alias
 from tasks.reproduce.differences import (
     Differences,
     differences_from,
@@ -39,8 +41,8 @@ from tasks.reproduce.stage_calls import manifests_behind, run_stages, stage_call
 _MAX_TENSORS = 10
 
 
-@click.command()
-@click.argument("checkpoint")
+@rich_click.command()
+@click.argument("checkpoint", shell_complete=complete_artifacts, callback=resolve_alias)
 @click.option(
     "--store",
     type=click.Path(path_type=Path),

@@ -6,9 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import click
+import rich_click
 
 
-@click.command()
+@rich_click.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
+import rich_click
 
 from tasks.cli.cluster_options import as_options, on_a_cluster
 from tasks.cli.pipelines import current_pipelines
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from tasks.cli.schedules.flyte_schedules import ScheduledRecipe, Schedules
 
 
-class _AddUnlessNamed(click.Group):
+class _AddUnlessNamed(rich_click.RichGroup):
     """Makes `schedule RECIPE CRON` an alias of `schedule add RECIPE CRON`."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -30,8 +31,11 @@ class _AddUnlessNamed(click.Group):
         return "add", self.commands["add"], args
 
 
-@click.group("schedule", cls=_AddUnlessNamed, subcommand_metavar="RECIPE CRON [KEY=VALUE]... | "
-             "COMMAND")  # fmt: skip
+@rich_click.group(
+    "schedule",
+    cls=_AddUnlessNamed,
+    subcommand_metavar="RECIPE CRON [KEY=VALUE]... | COMMAND",
+)
 def schedule() -> None:
     """Run RECIPE on a cluster at the times of CRON, in UTC, one run at a time.
 
@@ -39,7 +43,7 @@ def schedule() -> None:
     The workflow must have been registered (`make register`); the recipe is kept in a separate
     launch plan, which is inactive until --activate or `resume`.
 
-        nemo-rl schedule mine.yaml "0 2 * * *" --config flyte.yaml --activate
+        nemo-rl schedule mine.yaml "0 2 * * *" --flyte-config flyte.yaml --activate
 
     A run on unchanged rows, settings and source finds every stage in the cache and ends at once.
 

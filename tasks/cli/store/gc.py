@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import rich_click
 
 from nemo_rl_core.history.labels import set_pin
 from nemo_rl_core.maintenance.collect import Plan, make_plan, remove
@@ -17,7 +18,7 @@ from nemo_rl_core.store.store import Store
 from tasks.cli.store.units import Age, Size, show_bytes
 
 
-@click.command()
+@rich_click.command()
 @click.option("--keep-runs", type=click.IntRange(min=0), help="Keep this many of the newest runs.")
 @click.option("--older-than", type=Age(), help="Remove only runs older than this, such as 30d.")
 @click.option("--max-size", type=Size(), help="Then remove the oldest runs until the store fits.")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
+import rich_click
 
 from nemo_rl_core.maintenance.disk_usage import Share, measure_disk
 from nemo_rl_core.store.store import Store
@@ -13,7 +14,7 @@ from tasks.cli.store.units import show_bytes
 _MAX_RUNS_SHOWN = 20
 
 
-@click.command()
+@rich_click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with bytes and every run.")
 def usage(*, as_json: bool) -> None:
     """Show what takes the store's disk space.

@@ -5,6 +5,7 @@ import os
 from dataclasses import asdict
 
 import click
+import rich_click
 
 from nemo_rl_core.maintenance.verify import Verdict, repair
 from nemo_rl_core.maintenance.verify import verify as check
@@ -12,7 +13,7 @@ from nemo_rl_core.store.store import Store
 from tasks.cli.store.units import show_bytes
 
 
-@click.command()
+@rich_click.command()
 @click.argument("artifacts", nargs=-1, metavar="[ARTIFACT]...")
 @click.option("--repair", "repairs", is_flag=True, help="Move damaged artifacts aside.")
 @click.option("--threads", type=click.IntRange(min=1), default=min(4, os.cpu_count() or 1),

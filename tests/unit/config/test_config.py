@@ -131,8 +131,9 @@ def test_a_contradiction_is_refused_when_the_recipe_is_loaded(
 ) -> None:
     with pytest.raises(RecipeError) as caught:
         GRPORecipe.model_validate(recipe)
-    for word in [*words, "got:", "fix:"]:
+    for word in [*words, "fix:"]:
         assert word in caught.value.message
+    assert "got: {" not in caught.value.message  # a section would be cut off
     assert len(caught.value.message.splitlines()) < 10
     assert caught.value.exit_code == 2
 

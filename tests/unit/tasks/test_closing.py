@@ -11,6 +11,7 @@ from flytekit.types.directory import FlyteDirectory
 from nemo_rl_core.evals.sweep import summarize
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.telemetry.metrics import MetricsFile
+from nemo_rl_core.telemetry.program import program
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import (
     Artifact,
@@ -61,7 +62,7 @@ def test_accuracy_decision_and_folders_are_printed(tmp_path: Path) -> None:
         ]
     )
     model = tmp_path / "out" / "model"
-    read = f"completions: {PROGRAM} eval {tmp_path}"
+    read = f"completions: {program()} eval {tmp_path}"
     assert lines[:7] == [
         "accuracy of train_sft: 0.500 [0.250, 0.750] on 40 held-out prompts, greedy",
         read,
@@ -72,7 +73,7 @@ def test_accuracy_decision_and_folders_are_printed(tmp_path: Path) -> None:
         f"model: {model}",
     ]
     assert lines[7] == "exported: the trained model (grpo_iteration 4)"
-    assert lines[8] == f"chat:  {PROGRAM} chat {model}"
+    assert lines[8] == f"chat: {program()} chat {tmp_path / 'out'}"
     assert lines[9] == f"lineage: {tmp_path / 'page' / 'deck.html'}"
     assert len(lines) == 10
 

@@ -139,7 +139,8 @@ def test_pyflyte_ends_with_a_command_and_not_with_a_repr(
     main.main(arguments, prog_name="pyflyte", standalone_mode=False)
     (run,) = (own_store / "runs").iterdir()
     lines = capfd.readouterr().out.splitlines()
-    assert lines[-2] == f"log: {run}/run.log"
+    assert lines[-3] == "log: " + f"{run}/run.log".removeprefix(f"{tmp_path}/")
+    assert lines[-2].startswith("page: ") and lines[-2].endswith("nemo-rl ui")
     assert lines[-1].startswith("run: ") and lines[-1].endswith(f"nemo-rl runs {run.name}")
 
 

@@ -17,7 +17,7 @@ from flytekit.core.workflow import WorkflowBase
 import workflows
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.records import Node
+from nemo_rl_core.history.records import RUN_SECONDS, Node
 from nemo_rl_core.produce import StageResult, cost_html
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
@@ -227,7 +227,12 @@ def test_nodes_edges_and_values_of_a_run(history: Store) -> None:
         assert values["train"].artifact == read.node(made.id).outputs[0].artifact
         (attempt,) = detail.attempts
         assert (attempt.state, attempt.resumed_from_step) == ("succeeded", 10)
-        assert read.metrics(detail.node.id) == {
+        measured = read.metrics(detail.node.id)
+        ((step, run_seconds),) = measured.pop(RUN_SECONDS)
+        assert step == 11 and 0 < run_seconds < 60
+        assert measured == {
+            "progress/num_tokens": [(11, 5.0)],
+            "progress/last_step": [(11, 12.0)],
             "loss": [(11, 2.0)],
             "global_step": [(11, 11.0)],
             "num_valid_tokens": [(11, 5.0)],

@@ -62,7 +62,7 @@ def test_checks_without_an_end_are_aborted_and_named(
     clock = SimpleNamespace(time=itertools.count(step=60).__next__)
     monkeypatch.setattr(fast_registration, "time", clock)
     with Backend(tmp_path / "flyte", machine=NoRoom(), at_once=True) as backend:
-        where = ["--config", str(backend.config), "--project", "flytesnacks"]
+        where = ["--flyte-config", str(backend.config), "--project", "flytesnacks"]
         arguments = ["cluster-check", *where, "--timeout", "3", "--json", "shape=one_gpu"]
         result = CliRunner().invoke(cli.group, arguments)
         assert backend.executions, f"{result.output}{result.exception!r}"
@@ -103,7 +103,7 @@ def test_an_aborted_execution_is_not_waited_for(tmp_path: Path) -> None:
     machine = Aborting()
     with Backend(tmp_path / "flyte", machine=machine, at_once=True) as backend:
         machine.backend = backend
-        options = ["--config", str(backend.config), "--project", "flytesnacks"]
+        options = ["--flyte-config", str(backend.config), "--project", "flytesnacks"]
         result = CliRunner().invoke(cli.group, ["cluster-check", *options, "--timeout", "300"])
     assert result.exit_code == 1, result.output
     assert f"0 ok, 0 warn, {len(NODES) - 1} fail" in result.output  # the file was never written
@@ -142,7 +142,7 @@ def test_an_unknown_shape_is_refused(settings: list[str], message: str) -> None:
 def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
     config = tmp_path / "flyte.yaml"
     config.write_text("admin:\n  endpoint: dns:///127.0.0.1:9\n  insecure: true\n")
-    result = CliRunner().invoke(cli.group, ["cluster-check", "--config", str(config)])
+    result = CliRunner().invoke(cli.group, ["cluster-check", "--flyte-config", str(config)])
     assert result.exit_code == 2
     assert "the checks cannot be launched on 127.0.0.1:9" in result.output
     assert "fix: look at endpoint" in result.output

@@ -2,15 +2,17 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from tasks.cli import COMMANDS, LazyGroup
+from tasks.cli import COMMANDS, GROUPS, LazyGroup
 from workflows import cli
 
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -33,8 +35,9 @@ finally:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stderr.splitlines()[-1]) == []
     for name, (_, line) in COMMANDS.items():
-        assert f"  {name} " in done.stdout
-        assert line in done.stdout
+        assert re.search(rf"^  {name} +{re.escape(line)} *$", done.stdout, re.MULTILINE), name
+    headings = [line.strip(" :") for line in done.stdout.splitlines() if line[:1].isalpha()]
+    assert [each for each in headings if each in GROUPS] == [*GROUPS]
 
 
 def test_help_of_a_command_imports_no_model_library() -> None:
@@ -68,7 +71,36 @@ def test_every_entry_of_the_table_is_a_command_of_that_name(name: str) -> None:
 def test_a_misspelt_command_is_refused() -> None:
     result = CliRunner().invoke(cli.group, ["gcc"])
     assert result.exit_code == 2
-    assert "No such command 'gcc'" in result.output
+    assert "Error: No such command 'gcc'. Did you mean 'gc'?" in result.output
+    result = CliRunner().invoke(cli.group, ["nosuch"])
+    assert "No such command 'nosuch'. `nemo-rl --help` lists the commands." in result.output
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+    assert CliRunner().invoke(cli.group, ["--version"]).output.endswith(f"version {version}\n")
+
+
+def test_unknown_names_are_refused_before_the_imports_of_a_pipeline() -> None:
+    script = """
+import sys
+from click.testing import CliRunner
+from workflows import cli
+for arguments in (["foo"], ["grpo", "nosuch"]):
+    result = CliRunner().invoke(cli.group, ["run", *arguments])
+    assert result.exit_code == 2
+    print(result.output.splitlines()[0])
+print(sorted({"torch", "vllm", "ray", "flytekit", "transformers", "pandas"} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "Error: there is no pipeline 'foo'",
+        "Error: there is no recipe 'nosuch'",
+        "[]",
+    ], done.stderr
 
 
 def test_a_command_is_imported_when_it_is_called(
@@ -78,7 +110,7 @@ def test_a_command_is_imported_when_it_is_called(
         "import click\n@click.command()\ndef hello():\n    click.echo('hello')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    group = LazyGroup("x", {"hello": ("lazy_hello:hello", "Greet.")}, "Help.")
+    group = LazyGroup("x", {"A": {"hello": ("lazy_hello:hello", "Greet.")}}, "Help.")
     runner = CliRunner()
     assert "Greet." in runner.invoke(group, ["--help"]).output
     assert "lazy_hello" not in sys.modules
@@ -94,7 +126,7 @@ def test_an_explained_error_has_no_traceback(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "nemo-rl: there is no artifact that begins with 'grpo'\n"
+        "Error: there is no artifact that begins with 'grpo'\n"
         "  expected: the name of one folder in the store's artifacts/, or its beginning\n"
         "  got: nothing of that name\n"
         "  fix: see `ls` of that folder, or `nemo-rl runs` for the artifacts of a run\n"

@@ -18,6 +18,7 @@ from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.produce import StageResult
+from nemo_rl_core.store.aliases import Aliases
 from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.store import Store
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
@@ -98,7 +99,10 @@ def ask(command: object, *words: str) -> Result:
 
 def test_the_tree_goes_back_to_the_data(ran: Ran) -> None:
     name = ran.artifact.folder.name
-    for words in (name, name[:13], str(ran.artifact.folder / "model"), ran.artifact.content_hash):
+    model = ran.artifact.folder / "model"
+    (model / "config.json").write_text("{}")
+    Aliases(Store.default()).move("best", name)
+    for words in (name, name[:13], "alias:best", str(model), ran.artifact.content_hash):
         shown = ask(lineage, words).output
         assert f"tune_more  {name}  content {ran.artifact.content_hash[:16]}" in shown
     assert "config against tune 1: rate: 0.1 → 0.5" in shown
@@ -155,7 +159,7 @@ def test_runs_are_listed_and_shown(ran: Ran) -> None:
     assert "tune_more" in shown and "succeeded" in shown
     failed = ask(runs, page["items"][0]["id"]).output
     assert "no steps" in failed
-    with pytest.raises(StoreError, match="no record of the run"):
+    with pytest.raises(StoreError, match="no record of 'nowhere'"):
         ask(runs, "nowhere")
 
 
@@ -252,3 +256,10 @@ def test_reproduce_refuses_runs_that_cannot_be_the_same(
     (used / "file").touch()
     with pytest.raises(StoreError, match="not empty"):
         ask(reproduce, ran.artifact.folder.name, "--anyway", "--store", str(used))
+
+
+def test_a_card_of_something_else_than_a_model_is_refused(ran: Ran) -> None:
+    (data,) = (ran.store / "artifacts").glob("rows-*")
+    with pytest.raises(StoreError, match=f"{data.name} is not a model"):
+        ask(card, data.name)
+    assert "library_name: transformers" in ask(card, ran.artifact.folder.name).output

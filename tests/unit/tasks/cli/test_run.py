@@ -16,7 +16,7 @@ from nemo_rl_core.produce import NotMade, StageInputs, StageResult, dry_run, pro
 from nemo_rl_core.store.store import Store
 from tasks.cli.machine import flyte_cluster_check
 from tasks.cli.recipe.recipe_pipeline import is_shipped, pipeline_of, refuse_other_pipeline
-from tasks.cli.recipe.run_settings import TRAINING, changes_of
+from tasks.cli.recipe.run_settings import TRAINING, _as_yaml, changes_of
 from tasks.flyte import code_secrets
 from tasks.ray_cluster import ray_stage
 from workflows import cli
@@ -76,10 +76,10 @@ def test_a_cluster_that_does_not_answer_is_named_in_four_lines(tmp_path: Path) -
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{closed.getsockname()[1]}"
-        result = invoked("sft", "--remote", "--config", flyte_config(tmp_path, endpoint))
+        result = invoked("sft", "--remote", "--flyte-config", flyte_config(tmp_path, endpoint))
     assert result.exit_code == 2
-    lines = result.output[result.output.index("nemo-rl: ") :].splitlines()
-    assert lines[0] == f"nemo-rl: the run cannot be launched, or waited for, on {endpoint}"
+    lines = result.output[result.output.index("Error: ") :].splitlines()
+    assert lines[0] == f"Error: the run cannot be launched, or waited for, on {endpoint}"
     assert [line.split(":")[0] for line in lines[1:]] == ["  expected", "  got", "  fix"]
     assert "Connection refused" in lines[2] or "UNAVAILABLE" in lines[2]
     assert "Traceback" not in result.output
@@ -91,7 +91,7 @@ def test_images_that_a_cluster_cannot_pull_are_refused(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NEMO_RL_REGISTRY", raising=False)
-    arguments = [*command, "--config", flyte_config(tmp_path, "flyte.invalid")]
+    arguments = [*command, "--flyte-config", flyte_config(tmp_path, "flyte.invalid")]
     result = CliRunner().invoke(cli.group, arguments)
     assert result.exit_code == 2
     assert "NEMO_RL_REGISTRY is not set, so pods on flyte.invalid cannot" in result.output
@@ -108,11 +108,18 @@ def test_code_with_a_key_is_not_uploaded(
     (tmp_path / "tls.pem").write_text("-----BEGIN PRIVATE" + " KEY-----\n")
     for user in (code_secrets, flyte_cluster_check):
         monkeypatch.setattr(user, "CHECKOUT", tmp_path)
-    arguments = [*command, "--config", flyte_config(tmp_path, "localhost:1")]
+    arguments = [*command, "--flyte-config", flyte_config(tmp_path, "localhost:1")]
     result = CliRunner().invoke(cli.group, arguments)
     assert result.exit_code == 2
     assert "files that would be uploaded with the code hold secrets" in result.output
     assert "got: tls.pem (a private key)" in result.output
+
+
+def test_differences_are_shown_as_a_recipe_has_them() -> None:
+    values = {"a": None, "b": True, "c": [1, "x"], "d": "off", "e": 1e-5}
+    assert [_as_yaml(values, key) for key in "abcdef"] == [
+        "null", "true", "[1, x]", "'off'", "1.0e-05", "not set",
+    ]  # fmt: skip
 
 
 def test_values_are_yaml() -> None:
@@ -269,7 +276,7 @@ def test_training_stages_are_recognized_by_name() -> None:
 def test_a_dry_run_has_the_refusals_of_a_run(own_store: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n" + json.dumps({"a": 1}))
-    settings = ["data.kind=files", f"data.train={rows}", "data.validation=null"]
+    settings = ["data.kind=file", f"data.train={rows}", "data.max_prompt_tokens=16"]
     result = invoked("grpo", "grpo_ci", *settings, "--dry-run")
     assert result.exit_code == 2, result.output
     assert "rows.jsonl" in result.output
@@ -466,7 +473,7 @@ def test_a_dry_run_fails_like_a_run_on_a_read_only_store(
     result = invoked("grpo", "grpo_ci", "--dry-run")
     assert result.exit_code == 2, result.output
     first, *rest = result.output.splitlines()  # no record of a failure, no traceback
-    assert first.startswith("nemo-rl: ")
+    assert first.startswith("Error: ")
     assert str(tmp_path / place) in first
     assert [line.split(":")[0] for line in rest] == ["  expected", "  got", "  fix"]
 

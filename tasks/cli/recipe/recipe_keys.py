@@ -6,16 +6,19 @@ from, or in the field's description.
 
 import functools
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from griffe import Docstring, DocstringSectionAttributes, DocstringSectionText
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from generate.types_as_text import default, tag, type_text, unit, variants
+from nemo_rl_core.algorithms.declarations import ALGORITHMS
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.defaults import DefaultsContext, defaults_of_pretrained
+from tasks.cli.recipe.types_as_text import default, tag, type_text, unit, variants
+
+_HEADING = re.compile(r"^(?:Attributes|Args|Example|Examples|Raises|Returns):$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,10 @@ class Table:
     keys: tuple[Key, ...]
 
 
-@functools.cache
 def about(kind: type[BaseModel]) -> str:
-    """The prose of a class's docstring."""
-    return "\n\n".join(
-        section.value for section in _sections(kind) if isinstance(section, DocstringSectionText)
-    )
+    """The prose of a class's docstring, without its sections such as `Attributes:`."""
+    text = inspect.cleandoc(kind.__dict__.get("__doc__") or "")
+    return _HEADING.split(text, maxsplit=1)[0].strip()
 
 
 def meaning(kind: type[BaseModel], name: str) -> str:
@@ -75,18 +76,11 @@ def meaning(kind: type[BaseModel], name: str) -> str:
 
 @functools.cache
 def _attributes(kind: type[BaseModel]) -> Mapping[str, str]:
-    return {
-        attribute.name: " ".join(attribute.description.split())
-        for section in _sections(kind)
-        if isinstance(section, DocstringSectionAttributes)
-        for attribute in section.value
-    }
-
-
-@functools.cache
-def _sections(kind: type[BaseModel]) -> list[Any]:
     text = inspect.cleandoc(kind.__dict__.get("__doc__") or "")
-    return Docstring(text).parse("google", warnings=False)
+    section = re.search(r"^Attributes:\n((?:    .*\n|\n)*)", text + "\n", re.MULTILINE)
+    listed = re.split(r"^    (?=\S)", section[1], flags=re.MULTILINE) if section else []
+    described = [each.partition(":") for each in listed if each.strip()]
+    return {name: " ".join(description.split()) for name, _, description in described}
 
 
 def tables(path: str, kinds: tuple[type[BaseModel], ...]) -> list[Table]:
@@ -142,3 +136,15 @@ def _key(prefix: str, kind: type[BaseModel], name: str, field: FieldInfo) -> Key
         meaning=meaning(kind, name),
         variants=tuple(dict.fromkeys(variants(field.annotation))),
     )
+
+
+def pretrained_defaults() -> dict[str, object]:
+    """Defaults by key that a pretrained model has, where they differ from those of the classes."""
+    filled: dict[str, object] = {}
+    for algorithm in ALGORITHMS.values():
+        filled |= defaults_of_pretrained(
+            {}, algorithm=algorithm, samples=True, context=DefaultsContext()
+        )
+    # Of a machine without GPUs; a recipe of any machine records `auto`.
+    del filled["dtype"]
+    return filled | {"model.dtype": "auto"}

@@ -1,0 +1,296 @@
+"""Curves of metrics, thinned in SQL: the lowest and the highest value of each bucket of steps.
+
+Complete buckets are read once, so that a refresh during a run reads only new steps. A bucket spans
+a power of two steps, and two are merged into one as the curve grows.
+"""
+
+import math
+import sqlite3
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from nemo_rl_core.errors import DamagedRecordError
+from nemo_rl_core.history.database import FILE
+
+MAX_BUCKETS = 256
+_KEPT_CURVES = 1024
+
+_BUCKET = """
+SELECT step, min(value), count(*), count(value), total(value) FROM metrics
+  WHERE node = :node AND name = :name AND step >= :begin AND step < :end
+UNION ALL
+SELECT step, max(value), 0, 0, 0 FROM metrics
+  WHERE node = :node AND name = :name AND step >= :begin AND step < :end
+"""
+"""With `min` or `max`, SQLite takes the step from the row of that value."""
+_FIRST_MISSING = """
+SELECT min(step) FROM metrics WHERE node = :node AND name = :name AND step >= :begin
+  AND step < :end AND (value IS NULL OR abs(value) = 9e999)
+"""
+_FINITE = " AND abs(value) < 9e999"
+
+
+class CurvePoint(NamedTuple):
+    """A value of a metric, with the position on the axis: a step, seconds or tokens."""
+
+    x: float
+    step: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Consecutive steps of a metric.
+
+    Attributes:
+        begin: The first step; the bucket may have fewer steps than its width.
+        low: The lowest finite value, `high` the highest; NaN if there is none.
+        num_missing: Number of values that are NaN or infinite, the first one at `first_missing`.
+    """
+
+    begin: int
+    low: CurvePoint
+    high: CurvePoint
+    num_values: int
+    num_missing: int
+    total: float
+    first_missing: CurvePoint | None = None
+
+    @property
+    def points(self) -> list[CurvePoint]:
+        """The lowest and the highest value in order of steps; one point if they are the same."""
+        if self.low.step == self.high.step:
+            return [self.low]
+        return sorted([self.low, self.high], key=lambda each: each.step)
+
+    def moved(self, distance: float) -> "Bucket":
+        """Returns the bucket elsewhere on the axis."""
+        low, high = (each._replace(x=each.x + distance) for each in (self.low, self.high))
+        missing = self.first_missing
+        if missing is not None:
+            missing = missing._replace(x=missing.x + distance)
+        return replace(self, low=low, high=high, first_missing=missing)
+
+    def joined(self, later: "Bucket") -> "Bucket":
+        """Returns one bucket for two."""
+        finite = [each for each in (self, later) if each.num_values > each.num_missing]
+        lows, highs = [b.low for b in finite], [b.high for b in finite]
+        return Bucket(
+            self.begin,
+            min(lows, key=lambda each: each.value, default=self.low),
+            max(highs, key=lambda each: each.value, default=self.high),
+            self.num_values + later.num_values,
+            self.num_missing + later.num_missing,
+            self.total + later.total,
+            self.first_missing or later.first_missing,
+        )
+
+
+Envelope = list[Bucket]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeVersion:
+    """State of a node on which its curves depend, besides new steps.
+
+    Attributes:
+        measured: Id of the node that has the metrics: the maker of a cache hit.
+        state: Its state and attempts; steps may be logged again after a change.
+        rewritten_after: Step after which a resumed attempt logs steps again; None if none does.
+    """
+
+    measured: int
+    state: tuple[object, ...]
+    rewritten_after: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    version: NodeVersion
+    width: int
+    buckets: Envelope
+
+
+class EnvelopeReader:
+    """Reads envelopes and keeps complete buckets; the caller serializes calls."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, str, str], _Kept] = {}
+
+    def read(
+        self,
+        database: sqlite3.Connection,
+        node: int,
+        name: str,
+        *,
+        axis: str = "",
+        between: tuple[int, int] | None = None,
+    ) -> Envelope:
+        """Returns the buckets of a curve; empty if the node has no such metric.
+
+        Args:
+            axis: Metric with the position of each step; by default the step itself.
+            between: First and last step, to read a part in more detail; this is not kept.
+        """
+        version = _version(database, node)
+        ends = _ends(database, version.measured, name, between)
+        if ends is None:
+            return []
+        first, last = ends
+        width = _width(last - first + 1)
+        if between is not None:
+            return _read(database, version.measured, name, axis, range(first, last + 1, width))
+        key = (node, name, axis)
+        done = self._done(key, version, width)
+        begin = _end(done[-1].begin, width) if done else first
+        envelope = done + _read(
+            database, version.measured, name, axis, range(begin, last + 1, width)
+        )
+        limit = last if version.rewritten_after is None else min(last, version.rewritten_after)
+        complete = [each for each in envelope if _end(each.begin, width) <= limit + 1]
+        if len(self._kept) > _KEPT_CURVES:
+            self._kept.clear()
+        self._kept[key] = _Kept(version, width, complete)
+        return envelope
+
+    def _done(self, key: tuple[int, str, str], version: NodeVersion, width: int) -> Envelope:
+        kept = self._kept.get(key)
+        if kept is None or kept.version != version or kept.width > width:
+            return []
+        buckets: Envelope = []
+        for each in kept.buckets:
+            if buckets and buckets[-1].begin // width == each.begin // width:
+                buckets[-1] = buckets[-1].joined(each)
+            else:
+                buckets.append(each)
+        # The last one is incomplete if its second half is not read yet.
+        is_partial = buckets and _end(kept.buckets[-1].begin, kept.width) < _end(
+            buckets[-1].begin, width
+        )
+        return buckets[:-1] if is_partial else buckets
+
+
+def names_of(database: sqlite3.Connection, node: int) -> list[sqlite3.Row]:
+    """Returns the names of a node's metrics; seeks in the key instead of reading each step."""
+    return database.execute(
+        "WITH RECURSIVE names(name) AS (SELECT min(name) FROM metrics WHERE node = :node "
+        "UNION ALL SELECT (SELECT min(name) FROM metrics WHERE node = :node "
+        "AND metrics.name > names.name) FROM names WHERE names.name IS NOT NULL) "
+        "SELECT name FROM names WHERE name IS NOT NULL",
+        {"node": node},
+    ).fetchall()
+
+
+def _width(num_steps: int) -> int:
+    """Returns the smallest power of two that needs at most `MAX_BUCKETS` buckets."""
+    return 1 << max(0, math.ceil(math.log2(num_steps / (MAX_BUCKETS - 1))))
+
+
+def _version(database: sqlite3.Connection, node: int) -> NodeVersion:
+    row = database.execute(
+        "SELECT nodes.id, nodes.state, nodes.started_at, nodes.ended_at, number, resumed_from_step "
+        "FROM nodes LEFT JOIN attempts ON node = nodes.id WHERE nodes.id = "
+        "(SELECT coalesce(cached_from, id) FROM nodes WHERE id = ?) ORDER BY number DESC LIMIT 1",
+        (node,),
+    ).fetchone()
+    if row is None:
+        return NodeVersion(node, (), None)
+    resumed = row["resumed_from_step"] if row["ended_at"] is None else None
+    return NodeVersion(row["id"], tuple(row)[1:], resumed)
+
+
+def _ends(
+    database: sqlite3.Connection, node: int, name: str, between: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    limits = "" if between is None else "AND step BETWEEN :low AND :high"
+    low, high = between or (0, 0)
+    ends = [
+        database.execute(
+            f"SELECT {end}(step) FROM metrics WHERE node = :node AND name = :name {limits}",
+            {"node": node, "name": name, "low": low, "high": high},
+        ).fetchone()[0]
+        for end in ("min", "max")
+    ]
+    if ends[0] is None:
+        return None
+    if not all(isinstance(each, int) for each in ends):
+        raise _damaged(name, ends)
+    return int(ends[0]), int(ends[1])
+
+
+def _end(step: int, width: int) -> int:
+    """Returns the step after the bucket of a step; buckets begin at multiples of the width."""
+    return step // width * width + width
+
+
+def _read(database: sqlite3.Connection, node: int, name: str, axis: str, steps: range) -> Envelope:
+    """Reads the buckets of steps, whose width is the range's step."""
+    if steps.step == 1:
+        return _read_single_steps(database, node, name, axis, steps)
+    buckets: Envelope = []
+    begin = steps.start
+    while begin < steps.stop:
+        end = _end(begin, steps.step)
+        values = {"node": node, "name": name, "begin": begin, "end": end}
+        low, high = database.execute(_BUCKET, values).fetchall()
+        _check(name, low[1], high[1])
+        if num_values := low[2]:
+            if not math.isfinite(low[4]):
+                finite = _BUCKET.replace("< :end", "< :end" + _FINITE)
+                low, high = database.execute(finite, values).fetchall()
+            lowest, highest = (
+                _measured(database, node, axis, begin if row[0] is None else row[0], row[1])
+                for row in (low, high)
+            )
+            num_missing, missing = num_values - low[3], None
+            if num_missing:
+                ((at,),) = database.execute(_FIRST_MISSING, values).fetchall()
+                missing = _measured(database, node, axis, at, None)
+            buckets.append(Bucket(begin, lowest, highest, num_values, num_missing, low[4], missing))
+        begin = end
+    return buckets
+
+
+def _read_single_steps(
+    database: sqlite3.Connection, node: int, name: str, axis: str, steps: range
+) -> Envelope:
+    rows = database.execute(
+        "SELECT step, value FROM metrics WHERE node = ? AND name = ? AND step >= ? AND step < ?",
+        (node, name, steps.start, steps.stop),
+    ).fetchall()
+    buckets: Envelope = []
+    for step, value in rows:
+        _check(name, value)
+        each = _measured(database, node, axis, step, value)
+        missing = each if math.isnan(each.value) else None
+        total = 0.0 if missing else each.value
+        buckets.append(Bucket(step, each, each, 1, int(missing is not None), total, missing))
+    return buckets
+
+
+def _measured(
+    database: sqlite3.Connection, node: int, axis: str, step: int, value: float | None
+) -> CurvePoint:
+    is_finite = value is not None and math.isfinite(value)  # SQLite stores NaN as NULL
+    position: float = step
+    if axis:
+        row = database.execute(
+            "SELECT value FROM metrics WHERE node = ? AND name = ? AND step = ?", (node, axis, step)
+        ).fetchone()
+        position = float(row[0]) if row and isinstance(row[0], float) else math.nan
+    return CurvePoint(position, step, value if value is not None and is_finite else math.nan)
+
+
+def _check(name: str, *values: object) -> None:
+    if not all(isinstance(each, float | int | None) for each in values):
+        raise _damaged(name, values)
+
+
+def _damaged(name: str, values: object) -> DamagedRecordError:
+    return DamagedRecordError(
+        f"values of the metric {name[:120]!r} in the table metrics of {FILE} are damaged",
+        expected="numbers",
+        got=f"{values!r:.60}",
+        fix=f"end all runs, then restore {FILE} from a backup, or move it away: the next run "
+        "creates a new one, and no artifact is lost",
+    )

@@ -1,0 +1,178 @@
+"""`nemo-rl metrics`: the metrics of a run, as sparklines, a table, CSV or JSON."""
+
+import csv
+import json
+import math
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+import rich_click
+from click.shell_completion import CompletionItem
+
+from tasks.cli.records.names import complete_runs
+
+if TYPE_CHECKING:
+    from nemo_rl_core.history.queries import History
+
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 24
+
+
+class Curve(NamedTuple):
+    """A metric of one stage, in order of steps."""
+
+    stage: str
+    name: str
+    points: list[tuple[int, float]]
+
+
+def _names(context: click.Context, _parameter: object, incomplete: str) -> list[CompletionItem]:
+    from nemo_rl_core.history.queries import History
+    from nemo_rl_core.store.store import Store
+    from tasks.cli.records.names import find_run
+
+    with History(Store.default()) as history:
+        run = find_run(history, context.params.get("run")).id
+        names = {name for listed in history.metric_names_of(run).values() for name in listed}
+    return [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
+
+
+@rich_click.command("metrics")
+@click.argument("run", required=False, shell_complete=complete_runs)
+@click.argument("names", nargs=-1, metavar="[METRIC]...", shell_complete=_names)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
+def metrics(run: str | None, names: tuple[str, ...], *, as_json: bool, as_csv: bool) -> None:
+    """Show each METRIC of RUN by step, or the curves of all metrics of a run.
+
+    RUN is the id of a run, or the beginning of one; without one, the latest run.
+
+        nemo-rl metrics 20260101T120000Z-a1b2c3 reward kl --csv
+    """
+    from nemo_rl_core.history.queries import History
+    from nemo_rl_core.store.store import Store
+    from tasks.cli.records.names import find_run
+
+    with History(Store.default()) as history:
+        curves = _curves(history, find_run(history, run).id, names)
+    rows: list[dict[str, Any]] = [
+        {"stage": each.stage, "step": step, "metric": each.name, "value": value}
+        for each in curves
+        for step, value in each.points
+    ]
+    if as_json:
+        for row in rows:
+            row["value"] = _json_value(row["value"])
+        click.echo(json.dumps(rows, allow_nan=False))
+    elif as_csv:
+        writer = csv.DictWriter(sys.stdout, ["stage", "step", "metric", "value"])
+        writer.writeheader()
+        writer.writerows(rows)
+    elif names:
+        _print_steps(curves, names)
+    else:
+        _print_curves(curves)
+
+
+def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
+    """Draws values as bars from the lowest to the highest; more than `width` are averaged.
+
+    Example:
+        >>> sparkline([0.0, 1.0, 3.5, 7.0]), sparkline([2.0, 2.0, 4.0, 4.0], width=2)
+        ('▁▂▄█', '▁█')
+    """
+    count = min(width, len(values))
+    bounds = [len(values) * index // count for index in range(count + 1)] if count else []
+    parts = [values[start:end] for start, end in pairwise(bounds)]
+    means = [sum(part) / len(part) for part in parts]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        _BARS[round((mean - low) * scale)] if math.isfinite(mean) else " " for mean in means
+    )
+
+
+def _curves(history: "History", run: str, names: Sequence[str]) -> list[Curve]:
+    from nemo_rl_core.config.names import unknown_names
+    from nemo_rl_core.errors import NotRecordedError
+
+    recorded = history.metric_names_of(run)
+    if not recorded:
+        raise NotRecordedError(
+            f"run {run} has no metrics", fix=f"see its stages: nemo-rl runs {run}"
+        )
+    recorded_names = sorted({name for listed in recorded.values() for name in listed})
+    if unknown := [name for name in names if name not in recorded_names]:
+        raise unknown_names(
+            f"run {run} has no metric",
+            unknown,
+            recorded_names,
+            otherwise=f"`nemo-rl metrics {run}` lists them",
+            error=NotRecordedError,
+        )
+    titles = {node.id: node.title for node in history.nodes(run)}
+    return [
+        Curve(titles[node], name, points)
+        for node in sorted(recorded)
+        for name, points in history.metrics(node, names=[*names] or None).items()
+    ]
+
+
+def _print_curves(curves: Sequence[Curve]) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from nemo_rl_core.telemetry.console import console_on
+
+    console = console_on()
+    for stage in dict.fromkeys(each.stage for each in curves):
+        table = Table(title=Text(stage), title_justify="left", box=box.SIMPLE_HEAD)
+        for heading in ("metric", "first", "last", "lowest", "highest"):
+            table.add_column(heading, justify="left" if heading == "metric" else "right")
+        table.add_column("curve", no_wrap=True)
+        constant = []
+        for each in (curve for curve in curves if curve.stage == stage):
+            values = [value for _, value in each.points]
+            if len(values) > 1 and len(set(values)) == 1:
+                constant.append(f"{each.name} {values[0]:.4g}")
+                continue
+            figures = (values[0], values[-1], min(values), max(values))
+            shown = [f"{figure:.4g}" for figure in figures]
+            table.add_row(Text(each.name), *shown, sparkline(values))
+        console.print(table)
+        if constant:
+            console.print(Text(f"constant: {', '.join(constant)}\n"))
+
+
+def _print_steps(curves: Sequence[Curve], names: Sequence[str]) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from nemo_rl_core.telemetry.console import console_on
+
+    rows: dict[tuple[str, int], dict[str, float]] = {}
+    for each in curves:
+        for step, value in each.points:
+            rows.setdefault((each.stage, step), {})[each.name] = value
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("stage")
+    for heading in ("step", *names):
+        table.add_column(Text(heading), justify="right")
+    for (stage, step), values in rows.items():
+        shown = [f"{values[name]:.6g}" if name in values else "" for name in names]
+        table.add_row(Text(stage), str(step), *shown)
+    console = console_on()
+    console.print(table)
+    for name in names:
+        curve = [value for each in curves if each.name == name for _, value in each.points]
+        console.print(Text(f"{name}  {sparkline(curve)}  {curve[0]:.4g} → {curve[-1]:.4g}"))
+
+
+def _json_value(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,87 @@
+"""Runs and artifacts that arguments of commands name, and their completion in a shell."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from click.shell_completion import CompletionItem
+
+if TYPE_CHECKING:
+    from nemo_rl_core.history.queries import History
+    from nemo_rl_core.history.records import Execution
+
+_MAX_COMPLETIONS = 100
+
+
+def find_run(history: "History", name: str | None) -> "Execution":
+    """Returns a run by its id or the beginning of one; the latest run without a name."""
+    from nemo_rl_core.history.results import run_row
+
+    latest = history.executions(limit=1).items
+    if name is None and latest:
+        return latest[0]
+    return history.execution(run_row(history, name or "").run)
+
+
+def resolve_alias(_context: click.Context, _parameter: click.Parameter, name: str) -> str:
+    """Replaces `alias:NAME` by the artifact that the name refers to."""
+    from nemo_rl_core.store.aliases import located
+
+    return located(name)
+
+
+def artifact_folder(name: str) -> Path:
+    """Returns the folder of an artifact: an existing path, or an id or the beginning of one.
+
+    Also accepts the beginning of a content hash. A name that is none of these is returned as a
+    path, so that its reader refuses it.
+    """
+    from nemo_rl_core.errors import StoreError
+    from nemo_rl_core.history.database import path_of
+    from nemo_rl_core.history.queries import History
+    from nemo_rl_core.store.store import Store
+
+    path, store = Path(name).expanduser(), Store.default()
+    if path.exists() or not path_of(store).is_file():
+        return path
+    with History(store) as history:
+        try:
+            return Path(history.find_artifact(name).path)
+        except StoreError as error:
+            if "several" in error.problem:
+                raise
+            return path
+
+
+def complete_runs(
+    _context: click.Context, _parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Completes the id of a run, the latest first."""
+    return _completed("SELECT id, recipe FROM executions", "started_at", incomplete)
+
+
+def complete_artifacts(
+    _context: click.Context, _parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Completes the id of an artifact, the latest first, or a path."""
+    items = _completed("SELECT id, stage FROM artifacts", "created_at", incomplete)
+    return [*items, CompletionItem(incomplete, type="file")]
+
+
+def _completed(query: str, order: str, incomplete: str) -> list[CompletionItem]:
+    """Returns ids with their description; reads the database without its slower checks."""
+    import sqlite3
+    from contextlib import closing
+
+    from nemo_rl_core.history.database import path_of
+    from nemo_rl_core.store.store import Store
+
+    path = path_of(Store.default())
+    if not path.is_file():
+        return []
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        rows = database.execute(
+            f"{query} WHERE id GLOB ? ORDER BY {order} DESC LIMIT ?",
+            (f"{incomplete}*", _MAX_COMPLETIONS),
+        )
+        return [CompletionItem(str(name), help=str(about)) for name, about in rows]
