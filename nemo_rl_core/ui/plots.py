@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from nemo_rl_core.telemetry.curves import fraction
 from nemo_rl_core.ui.text import NONE
 
@@ -111,16 +113,22 @@ def overlay(title: str, curves: Sequence[tuple[str, int, Sequence[Points]]]) -> 
 
 
 def _banded(curves: Sequence[Points]) -> list[tuple[float, float, float, float]]:
-    """Returns step, mean, lowest and highest, at the steps that all of the curves have."""
-    values: dict[float, list[float]] = {}
-    for curve in curves:
-        for x, y in dict(curve).items():
-            if math.isfinite(y):
-                values.setdefault(x, []).append(y)
-    filled = sum(bool(curve) for curve in curves)
-    return [
-        (x, fmean(ys), min(ys), max(ys)) for x, ys in sorted(values.items()) if len(ys) == filled
+    """Returns step, mean, lowest and highest, in the range of steps that all curves have.
+
+    Long curves are thinned, each at other steps, so values between two steps are interpolated.
+    """
+    finite = [
+        sorted({x: y for x, y in curve if math.isfinite(y)}.items()) for curve in curves if curve
     ]
+    filled = [curve for curve in finite if curve]
+    if not filled:
+        return []
+    left, right = max(curve[0][0] for curve in filled), min(curve[-1][0] for curve in filled)
+    steps = sorted({x for curve in filled for x, _ in curve if left <= x <= right})
+    values = [
+        np.interp(steps, [x for x, _ in curve], [y for _, y in curve]).tolist() for curve in filled
+    ]
+    return [(x, fmean(ys), min(ys), max(ys)) for x, *ys in zip(steps, *values, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
