@@ -1,12 +1,15 @@
 """Stage: a checkpoint measured on rows that were never trained on."""
 
+import html
 import json
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_core.distributed.session import connect
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html
+from nemo_rl_core.telemetry.decks import figures_html
 from nemo_rl_core.telemetry.intervals import sampled_figures, with_interval
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, EvalReport, Evaluation
 from tasks.pods.resources import GENERATE
@@ -15,6 +18,7 @@ from tasks.stage.stage import cached_task, make
 
 NUMERICS_VERSION = 1
 _ROWS_SHOWN = 40
+_COLUMNS_SHOWN = ("mode", "prompt", "completion", "answer", "reward", "truncated", "error")
 
 
 @cached_task(GENERATE)
@@ -44,8 +48,7 @@ def evaluate(
             num_tokens=result.num_tokens,
             peak_memory_gib=result.peak_memory_gib,
             step=checkpoint.step,
-            deck=_deck(result.metrics, result.categories)
-            + completions_html(result.rows[:_ROWS_SHOWN]),
+            deck=_deck(result.metrics, result.categories) + completions_html(_worst(result.rows)),
             figures=result.metrics,
         )
 
@@ -79,6 +82,11 @@ def _summary(metrics: dict[str, float]) -> str:
 
 def _deck(metrics: dict[str, float], categories: dict[str, dict[str, float]]) -> str:
     shown = categories if len(categories) > 1 else {}
-    return completions_html(
-        [{"category": name, **figures} for name, figures in {"all": metrics, **shown}.items()]
-    )
+    parts = [f"<h3>{html.escape(name)}</h3>{figures_html(each)}" for name, each in shown.items()]
+    return figures_html(metrics) + "".join(parts)
+
+
+def _worst(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns rows for the deck, those without the right answer first."""
+    shown = sorted(rows, key=lambda row: bool(row["correct"]))[:_ROWS_SHOWN]
+    return [{name: row[name] for name in _COLUMNS_SHOWN} for row in shown]

@@ -10,6 +10,7 @@ from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.aliases import Aliases
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.decks import decision_html
 from tasks.artifacts import Checkpoint, EvalReport, Evaluation, Promotion, PromotionDecision
 from tasks.pods.resources import PLAIN
 from tasks.recipes.common import PromotionTaskConfig
@@ -45,7 +46,7 @@ def promote(
         write_atomic(folder / "decision.json", json.dumps(decision, indent=1))
         measured_on = "pairs" if before is None else "prompts"
         summary = explain(compared, config.promotion, measured_on=measured_on)
-        return StageResult("promotion", "json", summary)
+        return StageResult("promotion", "json", summary, deck=decision_html(summary, decision))
 
     parents = {"incumbent": incumbent, "candidate": candidate, "after": after}
     parents |= {"before": before} if before is not None else {}

@@ -64,6 +64,10 @@ class BatchedDataDict(UserDict[str, Any]):
     def __missing__(self, name: str) -> Any:
         self.require([name])
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns a column, or the default without building an error first."""
+        return self.data.get(name, default)
+
     def require(self, names: Iterable[str]) -> None:
         """Refuses a batch that lacks columns."""
         missing = [name for name in names if name not in self.data]

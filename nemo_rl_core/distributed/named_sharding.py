@@ -84,9 +84,8 @@ class NamedSharding:
             ... )
             [[0, 2], [1, 3]]
         """
-        ranks: list[list[int]] = (
-            np.moveaxis(self._layout, self._axis(name), 0).reshape(self.axis_size(name), -1)
-        ).tolist()
+        first_axis = np.moveaxis(self._layout, self._axis(name), 0)
+        ranks: list[list[int]] = first_axis.reshape(len(first_axis), -1).tolist()
         return ranks
 
     def _axis(self, name: str) -> int:

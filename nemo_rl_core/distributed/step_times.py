@@ -5,16 +5,24 @@ times without waits instead: CPU time of the process on CPUs, and on GPUs the du
 matrix product at the beginning of a step.
 """
 
+import logging
 import socket
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.distributed.process_group import local_device, rank, world_size
 
+if TYPE_CHECKING:
+    from nemo_rl_core.distributed.worker_group import RayWorkerGroup
+
+_LOG = logging.getLogger(__name__)
+
+NUM_STEPS = 10
+"""Number of steps that are averaged: a single slow step does not make a straggler."""
 RATIO = 1.5
 """A rank is a straggler if its compute time reaches this multiple of the median of all ranks."""
 _PROBE_SIZE, _PROBE_PRODUCTS = 2048, 8
@@ -101,3 +109,24 @@ def stragglers(times: Sequence[RankTimes]) -> list[str]:
         f"as the median rank, {each.own_seconds:.2f} s per step"
         for each in sorted(slow, key=lambda each: -each.own_seconds)
     ]
+
+
+class RankTimesLog:
+    """Logs every few steps how long the ranks compute."""
+
+    def __init__(self, workers: "RayWorkerGroup") -> None:
+        self._workers, self._num_steps = workers, 0
+
+    def step_ended(self) -> None:
+        """Counts a step."""
+        self._num_steps += 1
+        if self._workers.world_size == 1 or self._num_steps % NUM_STEPS:
+            return
+        answers = self._workers.run_all_workers_single_data("__ray_call__", pop_step_times)
+        times = [each for each in answers if each is not None]
+        _LOG.info(
+            "seconds of a step by rank, with waiting and without: %s",
+            ", ".join(f"{t.rank} {t.wall_seconds:.3f} {t.own_seconds:.3f}" for t in times),
+        )
+        for sentence in stragglers(times):
+            _LOG.warning("%s, over the last %d steps", sentence, NUM_STEPS)

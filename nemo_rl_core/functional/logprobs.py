@@ -73,9 +73,11 @@ def token_logprobs_from_hidden(
     Returns:
         `[N, K]` logprobs in nats, in float32 (float64 for float64 inputs).
     """
-    return _logprobs(
-        hidden, lm_head_weight, bias, token_ids, _Options(temperature, chunk_size, keeps=False)
+    options = _Options(temperature, chunk_size, keeps=False)
+    logprobs: Tensor = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, lm_head_weight, bias, token_ids, options
     )
+    return logprobs
 
 
 def token_logprobs_within_budget(
@@ -94,7 +96,11 @@ def token_logprobs_within_budget(
     num_rows, vocab_size = len(hidden), lm_head_weight.shape[0]
     keeps = _KEPT_TENSORS * 4 * num_rows * vocab_size <= _budget(hidden.device)
     rows = max(1, num_rows) if keeps else rows_at_once(vocab_size, hidden.device)
-    return _logprobs(hidden, lm_head_weight, bias, token_ids, _Options(temperature, rows, keeps))
+    options = _Options(temperature, rows, keeps)
+    logprobs: Tensor = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, lm_head_weight, bias, token_ids, options
+    )
+    return logprobs
 
 
 @torch.no_grad()
@@ -153,18 +159,6 @@ class _Options(NamedTuple):
     keeps: bool
 
 
-def _logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, options: _Options
-) -> Tensor:
-    dtype = hidden.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-    logprobs: Tensor = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, token_ids, options, dtype
-    )
-    return logprobs
-
-
 class _ChunkedLogprobs(torch.autograd.Function):
     """Keeps the `[N]` log-sums of the forward pass, and the logits if `_Options.keeps`."""
 
@@ -176,9 +170,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         token_ids: Tensor,
         options: _Options,
-        dtype: torch.dtype,
     ) -> Tensor:
-        cast = _as_dtype(weight, bias, dtype)
+        dtype = hidden.dtype
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+        cast = weight.to(dtype), None if bias is None else bias.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         logprobs = hidden.new_empty(token_ids.shape, dtype=wide)
         log_sums = hidden.new_empty((len(hidden), 1), dtype=wide)
@@ -202,7 +198,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         hidden, weight, bias, token_ids, log_sums = ctx.saved_tensors
         (temperature, num_rows, _), dtype = ctx.options, ctx.dtype
-        cast = _as_dtype(weight, bias, dtype)
+        cast = weight.to(dtype), None if bias is None else bias.to(dtype)
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         hidden_gradient = torch.empty_like(hidden)
         # Sums over many chunks: FSDP gathers weights in bfloat16, which would lose small terms.
@@ -234,15 +230,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             weight_gradient = weight_gradient.to(weight.dtype)
         if bias_gradient is not None:
             bias_gradient = bias_gradient.to(bias.dtype)
-        return hidden_gradient, weight_gradient, bias_gradient, None, None, None
+        return hidden_gradient, weight_gradient, bias_gradient, None, None
 
 
 def zeros_for_sums(tensor: Tensor) -> Tensor:
     """Returns zeros of a tensor's shape, in float32 or wider."""
     return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _as_dtype(
-    weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    return weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from nemo_rl_core.history.differences import MISSING
 from nemo_rl_core.history.labels import NO_LABELS, Labels
 from nemo_rl_core.history.records import State, point_label
-from nemo_rl_core.history.run_results import NO_RESULTS, Accuracy, Results, gain
+from nemo_rl_core.history.run_results import NO_RESULTS, Accuracy, RunResults, gain
 from nemo_rl_core.history.run_settings import differing_settings, setting_value
 
 
@@ -40,7 +40,7 @@ class RunRow:
     pinned: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    results: Results = NO_RESULTS
+    results: RunResults = NO_RESULTS
 
     @property
     def pipeline(self) -> str:

@@ -25,7 +25,7 @@ class Accuracy(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
+class RunResults:
     """Results of a run or of a point.
 
     Attributes:
@@ -61,10 +61,10 @@ class Results:
     metric: str = ""
 
 
-NO_RESULTS = Results()
+NO_RESULTS = RunResults()
 
 
-def gain(results: Results) -> float | None:
+def gain(results: RunResults) -> float | None:
     """Returns the accuracy after minus that before."""
     if results.before is None or results.after is None:
         return None
@@ -107,7 +107,9 @@ WHERE nodes.execution = ? AND artifacts.kind = 'evaluation'
 """
 
 
-def read_results(history: History, run: str, node: int | None, _ended_at: float | None) -> Results:
+def read_results(
+    history: History, run: str, node: int | None, _ended_at: float | None
+) -> RunResults:
     """Returns the results; those of a sweep do not include the accuracies of its points."""
     store = history.store
     scope, values = (_OF_POINT, (run, node)) if node is not None else ("", (run,))
@@ -173,14 +175,14 @@ def _total(costs: Sequence[Mapping[str, float | str | None]], name: str) -> floa
     return sum(numbers) if numbers else None
 
 
-def _trained(history: History, tasks: Sequence[_Stage]) -> Results:
+def _trained(history: History, tasks: Sequence[_Stage]) -> RunResults:
     """Returns reward, loss and step of the last training."""
     trained = [each for each in tasks if each.reward_step is not None or each.loss_step is not None]
     if not trained:
         return NO_RESULTS
     last = trained[-1]
     metric = "reward" if last.reward_step is not None else "loss"
-    return Results(
+    return RunResults(
         reward=_last_mean(history, last.measured, "reward"),
         loss=_last_mean(history, last.measured, "loss"),
         step=last.reward_step if metric == "reward" else last.loss_step,
@@ -198,7 +200,7 @@ def _last_mean(history: History, node: int, name: str) -> float | None:
     return fmean(finite) if finite else None
 
 
-def sparkline(history: History, results: Results, ended_at: float | None) -> list[float]:
+def sparkline(history: History, results: RunResults, ended_at: float | None) -> list[float]:
     """Returns up to `SPARK_POINTS` values of the metric, evenly spaced over the training."""
     if not results.trainings:
         return []

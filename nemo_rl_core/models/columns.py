@@ -13,7 +13,7 @@ from nemo_rl_core.errors import ConsistencyError, DataError
 def with_lengths(data: BatchedDataDict) -> BatchedDataDict:
     """Copies a batch, with `input_lengths [B]` instead of `attention_mask` and `__extra__`."""
     batch = data.copy()
-    batch.pop("__extra__", None)
+    batch.data.pop("__extra__", None)
     if "input_lengths" in batch:
         return batch
     mask = torch.as_tensor(batch["attention_mask"]).bool()

@@ -186,15 +186,6 @@ def selected(rollouts: Sequence[Rollout], mask: Tensor) -> RemoteRollouts:
     return RemoteRollouts.of(rollouts).select(mask.nonzero()[:, 0].numpy())
 
 
-def joined(parts: Sequence[Sequence[Rollout]]) -> RemoteRollouts:
-    """Concatenates the rollouts of all parts."""
-    columns = [part for part in parts if isinstance(part, RemoteRollouts)]
-    if len(columns) == len(parts):
-        return RemoteRollouts.joined(columns)
-    # As one list, since only some parts may have columns such as the versions of weights.
-    return RemoteRollouts.of([rollout for part in parts for rollout in part])
-
-
 def failure_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Returns `num_failed_rollouts` and `failed_fraction`; there must be at least one rollout."""
     num_failed = len(rollouts) - len(valid_rollouts(rollouts))

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -140,13 +139,21 @@ def save_rollouts(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    rows = [_row(rollout) for rollout in rollouts]
     if advantages is not None:
-        rollouts = _with_advantages(rollouts, advantages.tolist())
+        valid = [row for row in rows if row["error"] is None]
+        for row, advantage in zip(valid, advantages.tolist(), strict=True):
+            row["advantage"] = advantage
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not validated with `RolloutSchema`, which takes ten times as long as all else here:
     # rewards were checked when they arrived, and `load_rollouts` checks the rest.
     schema = _schema()
-    columns = _columns(rollouts, schema)
+    columns = [
+        _list_column([row[field.name] for row in rows], _OF_TOKENS[field.name])
+        if field.name in _OF_TOKENS
+        else pa.array([row[field.name] for row in rows], type=field.type)
+        for field in schema
+    ]
     if environment_metrics:
         schema = schema.with_metadata({_ENVIRONMENT_METRICS: json.dumps(dict(environment_metrics))})
     pq.write_table(pa.Table.from_arrays(columns, schema=schema), path)
@@ -189,16 +196,6 @@ def _check(rows: list[dict[str, Any]], path: Path) -> None:
         check_frame(RolloutSchema, pd.DataFrame(rows), name=f"rollouts {path.stem}")
 
 
-def _with_advantages(rollouts: Sequence[Rollout], advantages: list[float]) -> list[Rollout]:
-    remaining = iter(advantages)
-    with_advantages = [
-        replace(rollout, advantage=next(remaining)) if rollout.error is None else rollout
-        for rollout in rollouts
-    ]
-    assert next(remaining, None) is None, "more advantages than valid rollouts"
-    return with_advantages
-
-
 def _schema() -> "pa.Schema":
     import pyarrow as pa
 
@@ -229,18 +226,6 @@ def _schema() -> "pa.Schema":
             ("num_unread_tokens", pa.int64()),
         ]
     )
-
-
-def _columns(rollouts: Sequence[Rollout], schema: "pa.Schema") -> "list[pa.Array]":
-    import pyarrow as pa
-
-    rows = [_row(rollout) for rollout in rollouts]
-    return [
-        _list_column([row[field.name] for row in rows], _OF_TOKENS[field.name])
-        if field.name in _OF_TOKENS
-        else pa.array([row[field.name] for row in rows], type=field.type)
-        for field in schema
-    ]
 
 
 _OF_TOKENS: dict[str, type[np.generic]] = {

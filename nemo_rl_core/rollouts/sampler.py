@@ -97,6 +97,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         generation: A running engine; by default one is started.
 
     Attributes:
+        environment: Environment that answers the policy's turns; None for single-turn rollouts.
         scores_on_a_gpu: Whether a model scores on one of the trainer's GPUs.
     """
 
@@ -120,6 +121,9 @@ class Sampler(AbstractContextManager["Sampler"]):
             session.reserve_dedicated((*own_engines, *own_scorers))
         # Before the engine, whose start is slow, so that a wrong reward is refused early.
         self._scorer = scorer or scorer_of(session, settings, model_folder, reward_model)
+        self.environment: EnvironmentInterface | None = None
+        if isinstance(self._scorer, EnvironmentScorer):
+            self.environment = self._scorer.environment
         self.scores_on_a_gpu = scorer is None and scores_on_a_gpu(session, settings)
         self.generation = generation or self._engine_class(
             session,
@@ -148,12 +152,6 @@ class Sampler(AbstractContextManager["Sampler"]):
         )
 
     @property
-    def environment(self) -> EnvironmentInterface | None:
-        """Environment that answers the policy's turns; None for single-turn rollouts."""
-        scorer = self._scorer
-        return scorer.environment if isinstance(scorer, EnvironmentScorer) else None
-
-    @property
     def num_restarts(self) -> tuple[int, int]:
         """Numbers of restarts of the engine and of the environment's actors."""
         return self.generation.num_restarts, getattr(self._scorer, "num_restarts", 0)
@@ -167,7 +165,15 @@ class Sampler(AbstractContextManager["Sampler"]):
         has_turns = self.environment is not None
         if self.scores_on_a_gpu and not has_turns:
             self.generation.finish_generation()
-        scored = rollouts if has_turns else self._scored(rollouts)
+        scored = rollouts
+        if not has_turns:
+            columns = RemoteRollouts.of(rollouts)
+            valid, scorer = columns.valid(), self._scorer
+            scored = columns.with_scored(
+                valid.with_scores(scorer.score_rollouts(valid))
+                if isinstance(scorer, RolloutScorer)
+                else valid.with_outcomes(scorer.score(valid))
+            )
         refuse_too_many_failures(scored, max_failed_fraction=self._max_failed_fraction)
         return scored
 
@@ -177,13 +183,6 @@ class Sampler(AbstractContextManager["Sampler"]):
         """Calls `post_process_rollouts` with the environment, else with the scorer."""
         environment = self._scorer if self.environment is None else self.environment
         return post_process_rollouts(environment, rollouts)
-
-    def _scored(self, rollouts: Sequence[Rollout]) -> RemoteRollouts:
-        columns = RemoteRollouts.of(rollouts)
-        valid = columns.valid()
-        if isinstance(self._scorer, RolloutScorer):
-            return columns.with_scored(valid.with_scores(self._scorer.score_rollouts(valid)))
-        return columns.with_scored(valid.with_outcomes(self._scorer.score(valid)))
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         self._scorer.close()

@@ -11,7 +11,7 @@ REPORTING = frozenset(
         *("nemo_rl_core.config.peer_names", "nemo_rl_core.deprecations"),
         "nemo_rl_core.documented_names",
         *("nemo_rl_core.distributed.collective_check", "nemo_rl_core.distributed.cpu_time"),
-        *("nemo_rl_core.distributed.step_times", "nemo_rl_core.models.policy.rank_times"),
+        "nemo_rl_core.distributed.step_times",
         "nemo_rl_core.history",
         *("nemo_rl_core.store.git", "nemo_rl_core.store.machine", "nemo_rl_core.store.stage_run"),
         *("nemo_rl_core.telemetry.budget", "nemo_rl_core.telemetry.cost"),

@@ -10,6 +10,7 @@ makes a stage run again but never serves an old result. For other changes, incre
 """
 
 import hashlib
+import platform
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -23,7 +24,6 @@ from nemo_rl_core.store.digest_scope import (
     NOT_RUN_BY_STAGES,
     RECORDS_ARE_THE_RESULT,
 )
-from nemo_rl_core.store.manifest import package_versions
 from nemo_rl_core.store.source_files import (
     OWN_PACKAGES,
     SourceFile,
@@ -105,7 +105,7 @@ def reached_versions(modules: set[str]) -> dict[str, str]:
     imported = {name.partition(".")[0] for each in modules for name in _source(each).imports}
     names = [*_ALWAYS, *(each for name in imported for each in _distributions(name))]
     versions = {name: version for name in names if (version := _counted_version(name)) is not None}
-    return {"python": package_versions()["python"], **versions}
+    return {"python": platform.python_version(), **versions}
 
 
 def _counted_version(distribution: str) -> str | None:

@@ -1,7 +1,7 @@
 """Curves and completions of a training stage, for its deck."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,33 @@ def change_of(name: str, values: Sequence[float]) -> list[str]:
     first, last = sum(values[:number]) / number, sum(values[-number:]) / number
     note = f" (means of {number} steps)" if number > 1 else ""
     return [f"{name} {first:.3f} → {last:.3f}{note}"]
+
+
+def decision_html(summary: str, decision: Mapping[str, Any]) -> str:
+    """Returns what a promotion decided, and the figures that it decided on, as a table."""
+    share = "{:.1%}".format
+    rows = {
+        "decision": summary,
+        "right before": share(decision["before"]),
+        "right after": share(decision["after"]),
+        "prompts gained": decision["gained"],
+        "prompts lost": decision["lost"],
+        "McNemar's p": decision["p_value"],
+        "prompts": decision["num_prompts"],
+    }
+    return completions_html([{"figure": name, "value": value} for name, value in rows.items()])
+
+
+def figures_html(metrics: Mapping[str, float]) -> str:
+    """Returns the figures of an evaluation with their intervals as a table, one per row."""
+    bounds = {f"{name}_{end}" for name in metrics for end in ("low", "high")}
+    rows = []
+    for name, value in metrics.items():
+        if name not in bounds:
+            interval = [metrics.get(f"{name}_{end}") for end in ("low", "high")]
+            shown = "" if None in interval else f"{interval[0]:.3f} to {interval[1]:.3f}"
+            rows.append({"figure": name.replace("_", " "), "value": value, "interval": shown})
+    return completions_html(rows)
 
 
 def training_deck(folder: Path) -> tuple[str, str]:

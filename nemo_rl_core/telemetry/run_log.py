@@ -88,7 +88,8 @@ class RunLog:
                 self._before[name] = (library.handlers, library.propagate, library.level)
             if library.handlers != handlers or library.propagate:
                 library.handlers, library.propagate = handlers, False
-                library.setLevel(logging.INFO)
+                # At INFO flytekit writes the complete config of each task.
+                library.setLevel(logging.WARNING if name == "flytekit" else logging.INFO)
 
     def trace(self, error: BaseException) -> None:
         """Writes an error with its traceback to the file only."""

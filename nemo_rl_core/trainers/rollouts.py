@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
@@ -34,7 +35,6 @@ from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.rollouts.batch import (
-    groups_of,
     refuse_too_many_failures,
     rollout_batch,
     valid_rollouts,
@@ -176,7 +176,15 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         with self.timer.phase("sync"):
             self._update_weights(self.sampler, last_step=self.step - 1)
         with self.timer.phase("rollout"):
-            rollouts = self._run(self.sampler, prompts, first_group)
+            self._release_policy()
+            rollouts: Sequence[Rollout] = self.sampler.engine.run(
+                prompts,
+                num_generations_per_prompt=self._group_size,
+                step=self.step,
+                first_group=first_group,
+                releases_memory=True,
+                discards_weights=self._custom.engine is None,
+            )
         has_gate = isinstance(self.config, Gated)
         if has_gate and not self.sampler.engine.has_logprobs:
             rollouts = self._with_policy_logprobs(rollouts)
@@ -184,18 +192,6 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             scored, metrics = self.sampler.post_process(self.sampler.score(rollouts))
         self._environment_metrics.append((len(valid_rollouts(scored)), metrics))
         return scored
-
-    def _run(self, sampler: Sampler, prompts: list[Prompt], first_group: int) -> Sequence[Rollout]:
-        """Returns the engine's rollouts."""
-        self._release_policy()
-        return sampler.engine.run(
-            prompts,
-            num_generations_per_prompt=self._group_size,
-            step=self.step,
-            first_group=first_group,
-            releases_memory=True,
-            discards_weights=self._discards_weights,
-        )
 
     def _with_policy_logprobs(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         if self._engine_returns_logprobs:
@@ -217,7 +213,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         valid = valid_rollouts(rollouts)
         batch = rollout_batch(valid)
         # Groups are numbered within the step: a prompt may be sampled twice.
-        batch["group_ids"] = groups_of(valid)
+        batch["group_ids"] = torch.from_numpy(valid.group)
         return batch if isinstance(self.policy, Policy) else batch.fetched()
 
     def _record(
@@ -248,15 +244,8 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             self.policy.release_memory()
 
     def _finish_generation(self, sampler: Sampler) -> None:
-        sampler.generation.finish_generation(discards_weights=self._discards_weights)
-
-    @property
-    def _discards_weights(self) -> bool:
-        """Whether an engine may drop its weights after a use, since the next one brings new ones.
-
-        A custom engine may not: its owner may use it outside of the trainer.
-        """
-        return self._custom.engine is None
+        # The next use brings new weights. A custom engine's owner may use it elsewhere, too.
+        sampler.generation.finish_generation(discards_weights=self._custom.engine is None)
 
     def _recorded(self) -> Sequence[Rollout]:
         assert self._replayed is not None

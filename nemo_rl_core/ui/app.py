@@ -18,7 +18,17 @@ from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.guard import Guard
-from nemo_rl_core.ui.pages import artifacts, compare, curves, events, executions, nodes
+from nemo_rl_core.ui.pages import (
+    artifacts,
+    compare,
+    completions,
+    curves,
+    events,
+    executions,
+    find,
+    models,
+    nodes,
+)
 from nemo_rl_core.ui.server import EVENTS
 from nemo_rl_core.ui.templating import STATIC, render_message
 
@@ -76,10 +86,11 @@ def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
             Route("/executions/{execution}/log", executions.log),
             Route("/nodes/{node:int}", nodes.node),
             Route("/nodes/{node:int}/deck", nodes.deck),
-            Route("/find", artifacts.find),
+            Route("/find", find.find),
+            Route("/models", models.models),
             Route("/artifacts/{artifact}", artifacts.manifest),
             Route("/artifacts/{artifact}/ancestry", artifacts.ancestry_view),
-            Route("/artifacts/{artifact}/completions", artifacts.completions_view),
+            Route("/artifacts/{artifact}/completions", completions.completions_view),
             Route("/artifacts/{artifact}/files/{path:path}", artifacts.file),
             Route("/compare", compare.compare),
             Mount("/static", _Static(directory=STATIC)),

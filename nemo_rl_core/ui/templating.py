@@ -85,6 +85,7 @@ def environment() -> Environment:
         "moment": text.moment,
         "number": text.number,
         "point": point_label,
+        "plain_type": text.plain_type,
         "readable": text.readable,
         "size": text.size,
         "stage": text.short_stage,

@@ -9,6 +9,7 @@ from typing import Any
 
 # Everything except printable ASCII, line feed and tab is checked; most of it is harmless.
 _SUSPECT = re.compile(r"[^\x20-\x7e\n\t]")
+_ANNOTATED = re.compile(r"Annotated\[([\w.]+), <[^>]*>\]")
 _HARMLESS_CATEGORIES = "LMNPSZ"
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
@@ -35,6 +36,16 @@ def _escaped(match: re.Match[str]) -> str:
         # Line and paragraph separators (Zl, Zp) would break a line.
         return character if character not in "\u2028\u2029" else f"\\u{ord(character):04x}"
     return character.encode("unicode_escape").decode()
+
+
+def plain_type(name: str) -> str:
+    """Removes annotations from a type's name, which older records contain.
+
+    Example:
+        >>> plain_type("Optional[Annotated[tasks.artifacts.Model, <HashMethod object at 0x7f>]]")
+        'Optional[tasks.artifacts.Model]'
+    """
+    return _ANNOTATED.sub(r"\1", name)
 
 
 def cut(value: object, length: int = 400) -> str:
@@ -116,7 +127,7 @@ def readable(value: Any) -> str:
     """Formats a JSON value with indentation; returns strings unchanged."""
     if isinstance(value, str):
         return value
-    return json.dumps(value, indent=2, ensure_ascii=False)
+    return json.dumps(value, indent=2, ensure_ascii=False, default=str)
 
 
 def short_stage(name: str) -> str:

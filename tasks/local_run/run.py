@@ -180,7 +180,7 @@ def _execution(workflow: WorkflowBase, inputs: dict[str, Any], log_path: Path) -
     return NewExecution(
         workflow=workflow.name,
         recipe=recipe_name(sys.argv) or _default_recipe(workflow, inputs),
-        command=sys.argv,
+        command=recorded_command(),
         inputs=plain({name: _with_packages(value) for name, value in inputs.items()}),
         log_path=log_path,
         git_commit=commit,
@@ -194,6 +194,14 @@ def _default_recipe(workflow: WorkflowBase, inputs: dict[str, Any]) -> str:
     _, default = workflow.python_interface.inputs_with_defaults.get("config", (None, None))
     name = default_name(default)
     return name if name is not None and inputs.get("config") == default else ""
+
+
+def recorded_command() -> list[str]:
+    """Returns the words of the command as typed: `nemo-rl run` replaces `sys.argv` by pyflyte's."""
+    for index, word in enumerate(sys.orig_argv):
+        if Path(word).name == "nemo-rl":
+            return ["nemo-rl", *sys.orig_argv[index + 1 :]]
+    return sys.argv
 
 
 def recipe_name(command: list[str]) -> str:

@@ -5,7 +5,8 @@ from contextlib import suppress
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgpack
 from flytekit.core.promise import Promise
@@ -79,10 +80,24 @@ def described_values(values: Mapping[str, Any], types: Mapping[str, Any]) -> lis
 
 
 def type_name(kind: Any) -> str:
-    """Returns the name of a type, without annotations for the cache."""
-    if hasattr(kind, "__metadata__"):
-        kind = get_args(kind)[0]
-    if isinstance(kind, type) and not get_args(kind):
+    """Returns the name of a type, without annotations for the cache.
+
+    Example:
+        >>> type_name(list[Annotated[int, object()]] | None)
+        'list[int] | None'
+    """
+    arguments, origin = get_args(kind), get_origin(kind)
+    if origin is Annotated:
+        return type_name(arguments[0])
+    if origin in (Union, UnionType):
+        return " | ".join(type_name(each) for each in arguments)
+    if kind in (None, NoneType):
+        return "None"
+    if isinstance(origin, type) and all(
+        isinstance(each, type) or get_args(each) for each in arguments
+    ):
+        return f"{origin.__name__}[{', '.join(type_name(each) for each in arguments)}]"
+    if isinstance(kind, type):
         return kind.__name__
     return str(kind).replace("typing.", "")
 

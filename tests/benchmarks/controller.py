@@ -190,7 +190,8 @@ def ray_microseconds(num_ranks: int = 8, num_rounds: int = 60) -> dict[str, floa
                 common_kwargs={"loss": None},
                 num_remote=1,
             )
-            batch.update(remote_compute.joined([each for _, each in answers], shards, ["logprobs"]))
+            blocks = [each for _, each in answers]
+            batch.update(remote_compute.restored(blocks, shards, ["logprobs"], is_remote=True))
 
         calls: dict[str, Callable[[], object]] = {
             "with rows and a block that is kept": with_rows,

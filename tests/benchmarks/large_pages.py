@@ -63,6 +63,9 @@ def pages() -> dict[str, str]:
         "artifact": f"/artifacts/{last}",
         "ancestry of 100": f"/artifacts/{last}/ancestry",
         "find": f"/find?q={last[:-1]}",
+        "find everywhere": "/find?q=recipe_3",
+        "models": "/models",
+        "log": f"/executions/{run}/log",
         "compare": f"/compare?run={run}&run={other}",
     }
 

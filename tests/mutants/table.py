@@ -162,7 +162,7 @@ MUTANTS: list[Mutant] = [
             'token_mask = batch["token_mask"].bool()',
             'token_mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])',
         ),
-        ('outcomes - batch["kl_penalties"]', 'outcomes + batch["kl_penalties"]'),
+        ('rewards - with_advantages["kl_penalties"]', 'rewards + with_advantages["kl_penalties"]'),
         ('mask * ~batch["truncated"]', "mask"),
         ("rewards + overlong_penalty(", "rewards - overlong_penalty("),
         ('rewards = group_centered(rewards, batch["group_ids"])', "pass"),

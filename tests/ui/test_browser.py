@@ -46,7 +46,9 @@ def checkpoint(history: History, nodes: dict[str, Node]) -> str:
     return output.artifact
 
 
-def every_page(runs, nodes: dict[str, Node], checkpoint: str) -> dict[str, str]:
+def every_page(
+    runs, nodes: dict[str, Node], checkpoint: str, artifacts: dict[str, str]
+) -> dict[str, str]:
     first, rerun = (run.id for run in runs)
     pages = {f"view {view or '/overview'}": f"/executions/{first}{view}" for view in VIEWS}
     return pages | {
@@ -56,6 +58,16 @@ def every_page(runs, nodes: dict[str, Node], checkpoint: str) -> dict[str, str]:
         "artifact": f"/artifacts/{checkpoint}",
         "ancestry": f"/artifacts/{checkpoint}/ancestry",
         "completions": f"/artifacts/{checkpoint}/completions",
+        "all steps": f"/artifacts/{checkpoint}/completions?step=all&text=1",
+        "tokens": f"/artifacts/{checkpoint}/completions?row=0&tint=logprob",
+        "evaluation": f"/artifacts/{artifacts['evaluate']}",
+        "two evaluations": f"/artifacts/{artifacts['evaluate']}/completions"
+        f"?against={artifacts['evaluate before']}",
+        "promotion": f"/artifacts/{artifacts['promote']}",
+        "data": f"/artifacts/{artifacts['prepare_data train']}",
+        "export": f"/artifacts/{artifacts['export']}",
+        "models": "/models",
+        "find": "/find?q=reward",
         "compare": f"/compare?run={first}&run={rerun}",
         "compare one": f"/compare?run={first}",
         "grouped": "/?group=recipe&sort=-reward&open=workflows.grpo.grpo%20",
@@ -64,13 +76,22 @@ def every_page(runs, nodes: dict[str, Node], checkpoint: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def pages(runs, nodes, checkpoint) -> dict[str, str]:
-    return every_page(runs, nodes, checkpoint)
+def artifacts(history: History, runs) -> dict[str, str]:
+    """Ids of artifacts by stage; of the two evaluations also the first."""
+    every = history.artifacts_of(runs[0].id)
+    first = next(one.id for one in every if one.stage == "evaluate")
+    return {one.stage: one.id for one in every} | {"evaluate before": first}
+
+
+@pytest.fixture(scope="module")
+def pages(runs, nodes, checkpoint, artifacts) -> dict[str, str]:
+    return every_page(runs, nodes, checkpoint, artifacts)
 
 
 PAGES = [*(f"view {view or '/overview'}" for view in VIEWS), "executions", "rerun", "node"]
-PAGES += ["artifact", "ancestry", "completions", "compare", "compare one"]
-PAGES += ["grouped", "not found"]
+PAGES += ["artifact", "ancestry", "completions", "all steps", "tokens", "evaluation"]
+PAGES += ["two evaluations", "promotion", "data", "export", "models", "find", "compare"]
+PAGES += ["compare one", "grouped", "not found"]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -299,7 +320,7 @@ def test_completions_of_a_step_are_read_and_filtered(
 ) -> None:
     page = context.new_page()
     page.goto(f"{address}/artifacts/{checkpoint}/completions")
-    steps = page.locator("select[name=step]").locator("option").all_inner_texts()
+    steps = page.locator("select[name=step]").locator("option").all_inner_texts()[1:]
     assert len(steps) >= 4
     page.locator("select[name=step]").select_option(steps[0])
     page.get_by_label("Order").select_option("best")
@@ -307,12 +328,39 @@ def test_completions_of_a_step_are_read_and_filtered(
     expect(
         page.get_by_role("heading", name=f"16 of 16 completions of step {steps[0]}")
     ).to_be_visible()
-    rewards = [float(r) for r in page.locator(".reading header strong").all_inner_texts()]
-    assert rewards == sorted(rewards, reverse=True)
+    figures = page.locator(".answers .figures > span:first-child strong").all_inner_texts()
+    assert len(figures) >= 4
+    assert float(figures[0]) == max(float(figure) for figure in figures)
 
     page.get_by_label("Reward from").fill("2")
     page.get_by_role("button", name="Filter").click()
     expect(page.get_by_text("No completion passes the filter.")).to_be_visible()
+
+
+def test_keys_lead_to_steps_and_to_the_search(
+    context: BrowserContext, address: str, checkpoint: str
+) -> None:
+    page = context.new_page()
+    page.goto(f"{address}/artifacts/{checkpoint}/completions")
+    steps = page.locator("select[name=step] option").all_inner_texts()[1:]
+    page.keyboard.press("[")
+    expect(page.get_by_role("heading", name=f"completions of step {steps[-2]}")).to_be_visible()
+    page.keyboard.press("]")
+    expect(page.get_by_role("heading", name=f"completions of step {steps[-1]}")).to_be_visible()
+    page.keyboard.press("/")
+    page.keyboard.type("/[reward")
+    expect(page.locator("#find")).to_have_value("/[reward")
+
+
+def test_tokens_of_a_completion_join_to_its_text(
+    context: BrowserContext, address: str, checkpoint: str
+) -> None:
+    page = context.new_page()
+    page.goto(f"{address}/artifacts/{checkpoint}/completions?only=truncated")
+    page.get_by_role("link", name="tokens").first.click()
+    answer = page.locator(".answers .text").first.inner_text()
+    assert page.locator(".tokens .token").all_inner_texts()
+    assert "".join(page.locator(".tokens .token").all_inner_texts()) == answer
 
 
 def test_a_deck_is_shown_in_its_frame(

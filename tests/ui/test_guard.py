@@ -46,7 +46,7 @@ def test_a_deck_is_locked_into_a_sandbox(client: TestClient, made) -> None:
 
     assert deck.headers["content-security-policy"].startswith("sandbox; default-src 'none'")
     assert "script-src" not in deck.headers["content-security-policy"]
-    assert deck.text.startswith("<h1>Deck of grpo_iteration 1")
+    assert deck.text.endswith("<h1>Deck of grpo_iteration 1</h1><script>alert(3)</script>")
     assert f'src="/nodes/{node}/deck" sandbox title' in client.get(f"/nodes/{node}").text
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from nemo_rl_core.ui.charts import Series, chart
 from nemo_rl_core.ui.costs import total_cost
-from nemo_rl_core.ui.logs import newest
 from nemo_rl_core.ui.text import NONE, cut, duration, iso, moment, number, size, visible
 
 
@@ -95,14 +94,3 @@ def test_a_long_curve_is_thinned_but_keeps_its_extremes_and_its_end() -> None:
 def test_huge_values_of_opposite_sign_fit_into_a_chart() -> None:
     (line,) = chart("x", [Series("", [(1, -1.7e308), (2, 1.7e308)])]).lines
     assert line.strokes == ["60.0,172.0 410.0,14.0"]
-
-
-def test_the_newest_part_of_a_log_starts_with_a_full_line(tmp_path) -> None:
-    path = tmp_path / "run.log"
-    path.write_bytes(b"first\nsecond\nthird\xff\n")
-
-    assert newest(path) == ("first\nsecond\nthird\\xff\n", 0)
-    assert newest(path, max_bytes=10) == ("third\\xff\n", 13)
-    assert newest(path, begin=6, end=13) == ("second\n", 0)
-    assert newest(path, begin=500) == ("", 0)
-    assert newest(tmp_path / "none") is None

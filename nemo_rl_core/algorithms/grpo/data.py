@@ -77,8 +77,6 @@ def whitening(
 def add_advantages(
     batch: BatchedDataDict,
     config: GRPOConfig,
-    *,
-    max_new_tokens: int,
     advantage_fn: AdvantageFunction | None = None,
 ) -> BatchedDataDict:
     """Adds advantages to a copy of the batch of a full step.
@@ -88,21 +86,17 @@ def add_advantages(
     sequence; ranks compute `returns_moments` and `token_advantages`.
 
     Args:
-        batch: From `grpo_batch` and, with the KL penalty in the reward, `prev_logprobs` and
+        batch: From `with_outcomes` and, with the KL penalty in the reward, `prev_logprobs` and
             `reference_logprobs`, `[B, T-1]` each, or `kl_penalties [B]` instead.
         config: Advantage, KL penalty, and handling of overlong completions.
-        max_new_tokens: Maximum length of a rollout after its prompt, all turns included.
         advantage_fn: The custom advantage that the config names, if any.
 
     Returns:
-        The columns of `with_outcomes` and `advantages [B, T-1]`, 0 at masked tokens, or `[B]` if
-        the tokens are remote.
+        The batch with `advantages [B, T-1]`, 0 at masked tokens, or `[B]` if the tokens are remote.
     """
-    with_advantages = with_outcomes(batch, config, max_new_tokens=max_new_tokens)
+    with_advantages = batch.copy()
     if differs_by_token(config):
-        with_advantages.update(
-            token_advantages(with_advantages, config, returns_moments(with_advantages, config))
-        )
+        with_advantages.update(token_advantages(batch, config, returns_moments(batch, config)))
         return with_advantages
     mask, rewards = None, with_advantages["outcomes"]
     if not batch.is_remote:
@@ -130,6 +124,9 @@ def with_outcomes(
     `outcomes [B]` are the rewards less the penalty of overlong completions and, in
     `reinforce_plus_plus_baseline`, the group's mean. With `overlong: {kind: filter}`, `sample_mask`
     is 0 where the completion was truncated. Tokens of `grpo_batch` may be remote.
+
+    Args:
+        max_new_tokens: Maximum length of a rollout after its prompt, all turns included.
     """
     rewards = batch["rewards"]
     if isinstance(config.overlong, OverlongPenalty):

@@ -6,6 +6,7 @@ same.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from nemo_rl_core.algorithms.grpo.advantage_config import GDPO, AdvantageConfig
@@ -16,13 +17,12 @@ from nemo_rl_core.functional.advantages import informative_groups, zero_variance
 from nemo_rl_core.rollouts.batch import (
     failed_rollouts,
     failure_metrics,
-    groups_of,
-    joined,
     reward_metrics,
     rewards_of,
     selected,
     valid_rollouts,
 )
+from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.types import Rollout
 
 
@@ -51,12 +51,12 @@ class StepDraws:
         self._takes_all = sampling is None
         self._advantage = advantage
         self._num_prompts = num_prompts
-        self._drawn: list[Sequence[Rollout]] = []
-        self._kept: list[Sequence[Rollout]] = []
+        self._drawn: list[RemoteRollouts] = []
+        self._kept: list[RemoteRollouts] = []
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Adds the next draw of scored rollouts; no other draw has the same groups."""
-        self._drawn.append(rollouts)
+        self._drawn.append(RemoteRollouts.of(rollouts))
         if not self._takes_all:
             self._kept.append(self._informative(rollouts))
 
@@ -68,9 +68,9 @@ class StepDraws:
     @property
     def wants_more(self) -> bool:
         """Whether groups are missing and a further draw is allowed."""
-        return self.num_draws < self._max_draws and len(self._groups()) < self._num_prompts
+        return len(self._drawn) < self._max_draws and len(self._groups()) < self._num_prompts
 
-    def rollouts(self) -> Sequence[Rollout]:
+    def rollouts(self) -> RemoteRollouts:
         """Returns the rollouts that the step trains on, then those that could not be scored.
 
         If no group is informative, this is the complete first draw.
@@ -78,34 +78,33 @@ class StepDraws:
         groups = self._groups()[: self._num_prompts]
         if not groups:
             return self._drawn[0]
-        kept = joined(self._kept)
-        chosen = selected(kept, torch.isin(groups_of(kept), torch.tensor(groups)))
-        return joined([chosen, failed_rollouts(joined(self._drawn))])
+        kept = RemoteRollouts.joined(self._kept)
+        chosen = kept.select(np.flatnonzero(np.isin(kept.group, groups)))
+        failed = failed_rollouts(RemoteRollouts.joined(self._drawn))
+        return RemoteRollouts.joined([chosen, failed])
 
     def metrics(self) -> dict[str, float]:
         """Returns metrics of all rollouts, including dropped ones, and the number of draws."""
-        rollouts = joined(self._drawn)
-        valid = valid_rollouts(rollouts)
-        rewards = rewards_of(valid)
+        rollouts = RemoteRollouts.joined(self._drawn)
+        valid = rollouts.valid()
+        rewards, groups = rewards_of(valid), torch.from_numpy(valid.group)
         return {
             **reward_metrics(rewards),
-            "zero_variance_fraction": float(zero_variance_fraction(rewards, groups_of(valid))),
+            "zero_variance_fraction": float(zero_variance_fraction(rewards, groups)),
             **failure_metrics(rollouts),
             **({} if self._takes_all else {"num_draws": float(self.num_draws)}),
         }
 
     def _groups(self) -> list[int]:
         """Returns the ids of informative groups, in the order of their draws."""
-        return list(
-            dict.fromkeys(group for kept in self._kept for group in groups_of(kept).tolist())
-        )
+        return list(dict.fromkeys(group for kept in self._kept for group in kept.group.tolist()))
 
-    def _informative(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        rollouts = valid_rollouts(rollouts)
-        data = grpo_batch(rollouts)
+    def _informative(self, rollouts: Sequence[Rollout]) -> RemoteRollouts:
+        valid = valid_rollouts(rollouts)
+        data = grpo_batch(valid)
         rewards = data["rewards"][:, None]
         if isinstance(self._advantage, GDPO | CustomAdvantage):
             # Each reward may be normalized separately: sums may be equal for unequal rewards.
             rewards = data.get("reward_components", rewards)
         masks = [informative_groups(part, data["group_ids"]) for part in rewards.unbind(dim=1)]
-        return selected(rollouts, torch.stack(masks).any(dim=0))
+        return selected(valid, torch.stack(masks).any(dim=0))

@@ -108,7 +108,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
             scores, derived = {}, whitening(scored.figures["moments"], self.config)
             figures["mean_advantages"] = mean_advantages
         else:
-            data = self._with_advantages(data)
+            data = add_advantages(data, self.config, self.custom_functions.advantage)
         with self.timer.phase("train"):
             loss = replace(self._loss, prev_is_current=True)
             computed = policy.compute(
@@ -137,7 +137,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
                 )
                 data = with_results(data, whitened)
             elif "advantages" not in data:
-                data = self._with_advantages(data)
+                data = add_advantages(data, self.config, self.custom_functions.advantage)
         with self.timer.phase("train"):
             metrics = train_in_parts(
                 self.policy,
@@ -169,7 +169,9 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
             return data, metrics
         fetched = BatchedDataDict({**data, "sample_mask": compared}).fetched()
         checked, metrics = check_consistency(fetched, **self._gate)
-        return self._with_advantages(checked), metrics
+        # Overlong completions that the config leaves out are compared, but not trained on.
+        checked["sample_mask"] = checked["sample_mask"] * data["sample_mask"]
+        return add_advantages(checked, self.config, self.custom_functions.advantage), metrics
 
     def _batch(self, rollouts: Sequence[Rollout]) -> BatchedDataDict:
         batch, limit = super()._batch(rollouts), self.settings.max_rollout_tokens
@@ -178,11 +180,6 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
             batch = batch.fetched()
         outcomes = with_outcomes(batch, self.config, max_new_tokens=limit)
         return BatchedDataDict({**outcomes, "compared_mask": batch["sample_mask"]})
-
-    def _with_advantages(self, batch: BatchedDataDict) -> BatchedDataDict:
-        limit = self.settings.max_rollout_tokens
-        advantage_fn = self.custom_functions.advantage
-        return add_advantages(batch, self.config, max_new_tokens=limit, advantage_fn=advantage_fn)
 
     def _sample_rollouts(self, prompts: list[Prompt]) -> tuple[Sequence[Rollout], dict[str, float]]:
         """Samples the rollouts of the step, as recorded in a replay, and the metrics of all draws.

@@ -80,10 +80,8 @@ def cropped(part: BatchedDataDict, width: int) -> BatchedDataDict:
     """
     padded = part["input_ids"].shape[1]
     widths = {padded: width, padded - 1: width - 1}
-
-    def crop(value: Any) -> Any:
+    columns = dict(part)
+    for name, value in part.items():
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
-            return value[:, : widths.get(value.shape[1])]
-        return value
-
-    return type(part)({name: crop(value) for name, value in part.items()})
+            columns[name] = value[:, : widths.get(value.shape[1])]
+    return type(part)(columns)

@@ -115,9 +115,13 @@ def plan_for_ranks(
         >>> [[part.rows for part in plan] for plan in plans]
         [[((0,), (1, 3))], [((2,),)]]
     """
-    planner = _Planner(lengths, max_tokens, bundles, share_rows, cost)
     if num_ranks == 1:
-        return [planner.plan(range(len(lengths)))]
+        return [
+            plan_microbatches(
+                lengths, max_tokens=max_tokens, bundles=bundles, share_rows=share_rows
+            )
+        ]
+    planner = _Planner(lengths, max_tokens, bundles, share_rows, cost)
     options = (planner.packed_then_shared(num_ranks), planner.shared_then_packed(num_ranks))
     return min(options, key=planner.step_cost)
 
@@ -351,7 +355,8 @@ def _plans(
     share_rows: bool,
     sharing: PrefixSharing | None,
 ) -> list[list[Microbatch]]:
-    lengths, bundles = batch["input_lengths"], _pairs(batch)
+    lengths = batch["input_lengths"]
+    bundles = batch["pair_ids"].tolist() if "pair_ids" in batch else None
     plan = partial(
         plan_for_ranks, num_ranks=num_ranks, max_tokens=max_tokens, share_rows=share_rows
     )
@@ -392,7 +397,3 @@ def _planned(batch: BatchedDataDict, plans: Sequence[Sequence[Microbatch]]) -> S
         shard.microbatches = [part.renumbered(number_of) for part in plan if part != NO_SEQUENCES]
         batches.append(shard)
     return Shards(tuple(batches), indices)
-
-
-def _pairs(batch: BatchedDataDict) -> list[int] | None:
-    return batch["pair_ids"].tolist() if "pair_ids" in batch else None

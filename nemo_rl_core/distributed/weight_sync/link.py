@@ -203,25 +203,26 @@ class Endpoint:
                 TensorSpec(**{**fields, "shape": tuple(fields["shape"])})
                 for fields in frame["specs"]
             )
-            if specs[0].is_piece and specs[0].start == 0:
-                full = self._transport.own_memory(specs[0].tensor_bytes + _PADDING_BYTES)
-            payload = self._pulled(frame, full[specs[0].start :] if full is not None else None)
+            first, num_bytes = specs[0], frame["num_bytes"]
+            tensor_bytes, end = first.tensor_bytes, first.start + first.num_bytes
+            if first.num_bytes < tensor_bytes and first.start == 0:
+                full = self._transport.own_memory(tensor_bytes + _PADDING_BYTES)
+            payload = torch.empty(0, dtype=torch.uint8)
+            if num_bytes:
+                room = (
+                    self._transport.own_memory(num_bytes)
+                    if full is None
+                    else full[first.start : first.start + num_bytes]
+                )
+                payload = self._transport.pull(frame["reference"], room)
             compare_digests(sent=frame["digest"], received=bucket_digest(specs, payload))
             arrived.append(frame["digest"])
             if full is None:
                 yield from WeightBucket(specs, payload, frame["digest"]).named_tensors()
-            elif specs[0].start + specs[0].num_bytes == specs[0].tensor_bytes:
-                tensor, full = specs[0].tensor(full), None
-                yield specs[0].name, tensor
+            elif end == tensor_bytes:
+                tensor, full = first.tensor(full), None
+                yield first.name, tensor
         compare_digests(sent=frame["end"], received=combined_digest(arrived))
-
-    def _pulled(self, frame: dict[str, Any], room: torch.Tensor | None) -> torch.Tensor:
-        """Returns the bytes of a bucket, in `room` if a tensor arrives in pieces."""
-        num_bytes = frame["num_bytes"]
-        if not num_bytes:
-            return torch.empty(0, dtype=torch.uint8)
-        out = self._transport.own_memory(num_bytes) if room is None else room[:num_bytes]
-        return self._transport.pull(frame["reference"], out)
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:

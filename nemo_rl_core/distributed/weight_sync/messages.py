@@ -15,7 +15,7 @@ import hmac
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -56,11 +56,6 @@ class TensorSpec:
         """Number of bytes of the full tensor."""
         itemsize: int = getattr(torch, self.dtype).itemsize
         return prod(self.shape) * itemsize
-
-    @property
-    def is_piece(self) -> bool:
-        """Whether the rest of the tensor is in other buckets."""
-        return self.num_bytes < self.tensor_bytes
 
     def tensor(self, flat: torch.Tensor) -> torch.Tensor:
         """Returns the full tensor as a view of its bytes."""
@@ -107,11 +102,11 @@ def make_buckets(
         if pending and offset + tensor.nbytes > bucket_bytes:
             yield _packed(pending, allocate)
             pending, offset = [], 0
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        spec = TensorSpec(name, tuple(tensor.shape), dtype, offset, tensor.nbytes)
         if splits_tensors and tensor.nbytes > max(bucket_bytes, _ALIGNMENT_BYTES):
-            yield from _pieces(name, tensor.detach(), bucket_bytes, allocate)
+            yield from _pieces(spec, tensor.detach(), bucket_bytes, allocate)
             continue
-        shape, dtype = tuple(tensor.shape), _name_of(tensor.dtype)
-        spec = TensorSpec(name, shape, dtype, offset, tensor.nbytes)
         pending.append((spec, tensor.detach()))
         offset += _aligned(tensor.nbytes)
     if pending:
@@ -119,16 +114,16 @@ def make_buckets(
 
 
 def _pieces(
-    name: str,
+    full: TensorSpec,
     tensor: torch.Tensor,
     bucket_bytes: int,
     allocate: Callable[[int], torch.Tensor] | None,
 ) -> Iterator[WeightBucket]:
-    flat, shape, dtype = _flat(tensor), tuple(tensor.shape), _name_of(tensor.dtype)
+    flat = _flat(tensor)
     step = max(bucket_bytes // _ALIGNMENT_BYTES, 1) * _ALIGNMENT_BYTES
     for start in range(0, flat.nbytes, step):
         piece = flat[start : start + step]
-        spec = TensorSpec(name, shape, dtype, 0, piece.nbytes, start)
+        spec = replace(full, num_bytes=piece.nbytes, start=start)
         yield _packed([(spec, piece)], allocate)
 
 
@@ -149,10 +144,6 @@ def _packed(
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _aligned(num_bytes: int) -> int:

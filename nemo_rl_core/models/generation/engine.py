@@ -76,6 +76,7 @@ class Generation(GenerationInterface):
         gate: Bounds of a step, from which the bounds of proofs are derived (`proof_bounds`).
 
     Attributes:
+        num_engines: Number of copies of the model.
         num_restarts: Number of times that the workers were restarted.
 
     Raises:
@@ -102,6 +103,7 @@ class Generation(GenerationInterface):
         if not self._is_dedicated:
             refuse_more_than(session.cluster.world_size, setup.config)
         self._sharding = engine_sharding(setup.config)
+        self.num_engines = self._sharding.axis_size(DATA)
         self.num_restarts = 0
         self._num_unseeded_calls = 0
         self._start()
@@ -229,7 +231,6 @@ class Generation(GenerationInterface):
         return output
 
     def _completed(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
-        num_engines = self.num_engines
         answers = self._workers.run_all_workers_sharded_data(
             "generate",
             in_sharded_axes=[DATA],
@@ -237,7 +238,7 @@ class Generation(GenerationInterface):
             output_is_replicated=WITHIN_AN_ENGINE,
             common_kwargs={"greedy": greedy},
             timeout_seconds=self._setup.config.generate_timeout_seconds,
-            batch=[batch.chunk(engine, num_engines) for engine in range(num_engines)],
+            batch=[batch.chunk(engine, self.num_engines) for engine in range(self.num_engines)],
         )
         output = joined_outputs(answers)
         width = torch.arange(output["output_ids"].shape[1])
@@ -340,11 +341,6 @@ class Generation(GenerationInterface):
         with waiting("loading weights into the engine"):
             self._workers.run_all_workers_single_data("load_weights", model_folder)
         self._source, self._proven = model_folder, None
-
-    @property
-    def num_engines(self) -> int:
-        """Number of copies of the model."""
-        return self._sharding.axis_size(DATA)
 
     @cached_property
     def _proof_prompts(self) -> BatchedDataDict:

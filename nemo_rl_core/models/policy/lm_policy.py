@@ -1,7 +1,7 @@
 """A policy whose training backend runs in Ray workers."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from nemo_rl_core.distributed.packing.ranks import shard_for_training
 from nemo_rl_core.distributed.packing.row_shards import ShardedRows, shard_rows
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.distributed.session import ClusterSession, memory_environment
+from nemo_rl_core.distributed.step_times import RankTimesLog
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.model_files.loading import with_tied_weights
@@ -30,7 +31,6 @@ from nemo_rl_core.models.columns import training_columns, with_lengths
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import remote_compute
 from nemo_rl_core.models.policy.choices import with_choices
-from nemo_rl_core.models.policy.rank_times import RankTimesLog
 from nemo_rl_core.models.policy.remote_compute import Computed
 from nemo_rl_core.store.machine import process_numerics
 from nemo_rl_core.telemetry import usage
@@ -55,6 +55,7 @@ class Policy(PolicyInterface):
 
     Attributes:
         workers: Workers, whose backend is a `SendsWeights` for a `WeightLink`.
+        splits_steps: Whether the backend has the two halves of `train` as separate methods.
         choices: Values that workers use for settings that may be `auto`, by path in a recipe.
         offloads_weights: Whether weights are on the host while an engine generates.
 
@@ -88,7 +89,7 @@ class Policy(PolicyInterface):
         )
         self.session, self._name = session, name
         self._generates = hasattr(backend, "generate")
-        self._splits_steps = splits_steps(backend)
+        self.splits_steps = splits_steps(backend)
         self._saves_shards = saves_shards(backend)
         self._releases_memory = hasattr(backend, "release_memory")
         self.offloads_weights = getattr(training, "offload_for_generation", "none") == "all"
@@ -145,16 +146,16 @@ class Policy(PolicyInterface):
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
         """Makes one optimizer step on the complete batch."""
         data = data if data.is_remote else training_columns(data)
-        answers = self._on_rows(remote_compute.train_step, self._shards(data), loss_fn=loss_fn)
+        answers = self.workers.run_all_workers_on_parts(
+            remote_compute.train_step,
+            self._shards(data).parts,
+            axis=DATA,
+            common_kwargs={"loss_fn": loss_fn},
+        )
         self._times.step_ended()
         self._count("training", data)
         metrics: dict[str, Any] = answers[0]
         return metrics
-
-    @property
-    def splits_steps(self) -> bool:
-        """Whether the backend has the two halves of `train` as separate methods."""
-        return self._splits_steps
 
     def compute(
         self,
@@ -178,14 +179,17 @@ class Policy(PolicyInterface):
         """
         data = data if data.is_remote else training_columns(data)
         shards = self._shards(data)
-        answers = self._on_rows(
+        answers = self.workers.run_all_workers_on_parts(
             remote_compute.compute_together,
-            shards,
+            shards.parts,
+            axis=DATA,
+            common_kwargs={
+                "scores": dict(scores or {}),
+                "derived": derived,
+                "loss_fn": loss_fn,
+                "figures": dict(figures),
+            },
             num_remote=1,
-            scores=dict(scores or {}),
-            derived=derived,
-            loss_fn=loss_fn,
-            figures=dict(figures),
         )
         for _ in scores or {}:
             self._count("scoring", data)
@@ -194,7 +198,7 @@ class Policy(PolicyInterface):
         first: remote_compute.RankAnswer = answers[0][0]
         blocks = [block for _, block in answers]
         return Computed(
-            _restored(blocks, shards, first.columns, is_remote=data.is_remote),
+            remote_compute.restored(blocks, shards, first.columns, is_remote=data.is_remote),
             {name: [answer.figures[name] for answer, _ in answers] for name in figures},
             first.metrics or {},
             first.seconds,
@@ -213,24 +217,20 @@ class Policy(PolicyInterface):
         """Returns columns that a method of the backend computes; remote if the batch is."""
         data = data if data.is_remote else training_columns(data)
         self._count("scoring", data)
-        shards, options = self._shards(data), {**options, "what": method, "names": names}
-        answers = self._on_rows(remote_compute.compute, shards, num_remote=1, **options)
-        return _restored([block for _, block in answers], shards, names, is_remote=data.is_remote)
+        shards = self._shards(data)
+        answers = self.workers.run_all_workers_on_parts(
+            remote_compute.compute,
+            shards.parts,
+            axis=DATA,
+            common_kwargs={**options, "what": method, "names": names},
+            num_remote=1,
+        )
+        return remote_compute.restored(
+            [block for _, block in answers], shards, names, is_remote=data.is_remote
+        )
 
     def _count(self, phase: Phase, data: BatchedDataDict) -> None:
         usage.count(phase, self._shape, data["input_lengths"].numpy())
-
-    def _on_rows(
-        self,
-        function: Callable[..., Any],
-        shards: ShardedRows,
-        *,
-        num_remote: int = 0,
-        **options: Any,
-    ) -> list[Any]:
-        return self.workers.run_all_workers_on_parts(
-            function, shards.parts, axis=DATA, common_kwargs=options, num_remote=num_remote
-        )
 
     def _shards(self, data: BatchedDataDict) -> ShardedRows:
         """Divides the rows: remote ones by their lengths, local ones with a full plan."""
@@ -346,16 +346,6 @@ class Policy(PolicyInterface):
     def shutdown(self) -> None:
         """Ends the workers, if no other policy will reuse them; may be called again."""
         self.session.discard(self._name)
-
-
-def _restored(
-    blocks: Sequence[Any], shards: ShardedRows, names: Sequence[str], *, is_remote: bool
-) -> BatchedDataDict:
-    """Returns the ranks' columns in the order of the batch: remote ones, or their values."""
-    columns = remote_compute.joined(blocks, shards, names)
-    if is_remote or not names:
-        return columns
-    return BatchedDataDict({name: columns[name].fetched()[name] for name in names})
 
 
 def splits_steps(backend: type) -> bool:

@@ -121,7 +121,12 @@ def compute_together(
     return RankAnswer(tuple(computed), metrics, answers, seconds), as_block(computed)
 
 
-def joined(references: Sequence[Any], shards: ShardedRows, names: Sequence[str]) -> BatchedDataDict:
-    """Returns columns that the ranks computed, in the order of the batch and still remote."""
+def restored(
+    references: Sequence[Any], shards: ShardedRows, names: Sequence[str], *, is_remote: bool
+) -> BatchedDataDict:
+    """Returns the ranks' columns in the order of the batch: remote ones, or their values."""
     rows = RemoteRows.of_blocks(references, shards.sizes).reordered(shards.order)
-    return BatchedDataDict({name: rows.of_column(name) for name in names})
+    columns = {name: rows.of_column(name) for name in names}
+    if is_remote:
+        return BatchedDataDict(columns)
+    return BatchedDataDict({name: column.fetched()[name] for name, column in columns.items()})

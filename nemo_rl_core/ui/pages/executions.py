@@ -173,6 +173,9 @@ def overview(request: Request, run: Execution) -> dict[str, Any]:
         "command": shlex.join(run.command),
         "cost": total_cost([node.cost for node in nodes if node.state != "cached"]),
         "products": [node for node in nodes if node.kind == "task" and node.summary][-40:],
+        "unfinished": [
+            node for node in nodes if node.kind == "task" and node.state in ("failed", "stopped")
+        ][:40],
     }
 
 
@@ -249,8 +252,15 @@ def curves_view(request: Request, run: Execution) -> dict[str, Any]:
 
 @_view("log")
 def log(request: Request, run: Execution) -> dict[str, Any]:
-    """Shows the newest part of the run's log."""
-    return {"part": logs.newest(Path(run.log_path))}
+    """Shows the newest records of the run's log, filtered by level and text."""
+    chosen = {name: parameter(request, name) for name in ("level", "text", "order", "all")}
+    part = logs.newest(
+        Path(run.log_path),
+        level=chosen["level"],
+        text=chosen["text"],
+        noisy=chosen["all"] == "yes",
+    )
+    return {"part": part, "chosen": chosen, "levels": logs.LEVELS[1:-1]}
 
 
 def _page(request: Request, nodes: Sequence[Node]) -> Page[Node]:

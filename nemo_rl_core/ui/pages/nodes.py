@@ -16,6 +16,16 @@ from nemo_rl_core.ui.templating import render
 
 _INNER_SHOWN = 100
 _MAX_DECK_BYTES = 20_000_000
+_DECK_HEAD = b"""<!doctype html><meta charset="utf-8"><style>
+:root { color-scheme: light dark; --ground: #ffffff; --ink: #1b1f1c; }
+@media (prefers-color-scheme: dark) { :root { --ground: #1b1f1d; --ink: #e8ebe8; } }
+body { margin: 12px; font: 14px/1.5 system-ui, sans-serif; }
+body { background: var(--ground); color: var(--ink); }
+svg text { fill: currentColor; }
+table { display: block; overflow-x: auto; }
+</style>
+"""
+"""Styles of the page's theme, before the deck's."""
 
 
 def node(request: Request) -> Response:
@@ -59,7 +69,7 @@ def deck(request: Request) -> Response:
     if path is None or path.stat().st_size > _MAX_DECK_BYTES:
         raise HTTPException(404, "This node has no deck, or it is too large to be shown.")
     return Response(
-        path.read_bytes(),
+        _DECK_HEAD + path.read_bytes(),
         media_type="text/html; charset=utf-8",
         headers={"content-security-policy": DECK_POLICY},
     )

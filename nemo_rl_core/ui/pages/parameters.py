@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import NodeDetail
+from nemo_rl_core.ui import completions
 
 
 def history_of(request: Request) -> History:
@@ -33,6 +34,12 @@ def offset(request: Request) -> int:
     """Returns the index of a list's first item; 0 if missing or invalid."""
     text = parameter(request, "offset")
     return min(int(text), 10**9) if text.isdecimal() and len(text) < 12 else 0
+
+
+def scan_seconds(request: Request) -> float:
+    """Returns how long a search through files may take."""
+    is_long = parameter(request, "long") == "yes"
+    return completions.LONG_SCAN_SECONDS if is_long else completions.SCAN_SECONDS
 
 
 def number_parameter(request: Request, name: str) -> float | None:

@@ -114,7 +114,7 @@ class Engines(StreamingGeneration):
         )
         settings: Any = SimpleNamespace(model_folder=model_folder, config=config)
         self._setup, self._sharding = settings, NamedSharding([[0], [1]], (DATA, TENSOR))
-        self.num_restarts, self.keeps_completions = 0, False
+        self.num_engines, self.num_restarts, self.keeps_completions = NUM_ENGINES, 0, False
         self._proven = model_folder
         self._begin()
 

@@ -25,6 +25,7 @@ from nemo_rl_core.evals.evaluate import evaluate
 from nemo_rl_core.models.generation import engine
 from nemo_rl_core.rollouts.pairs import sample_pairs
 from nemo_rl_core.rollouts.sampler import Sampler
+from nemo_rl_core.trainers.fit.custom import CustomParts
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
 from nemo_rl_core.types import Prompt
 from tests.fake_llm import Gpu, LLMOnGpu
@@ -230,7 +231,7 @@ class Validated(RolloutTrainer[Any, Any]):
         self.sampler, self._held_out, self.policy = sampler, [None], None  # type: ignore[assignment]
 
     step = 3
-    _discards_weights = True  # type: ignore[assignment]
+    _custom = CustomParts()
 
     def _train_step(self, batch: Any) -> dict[str, float]:
         raise NotImplementedError

@@ -16,7 +16,6 @@ from nemo_rl_core.rollouts.batch import (
     failed_rollouts,
     failure_metrics,
     groups_of,
-    joined,
     mean_advantages,
     refuse_too_many_failures,
     rewards_of,
@@ -108,7 +107,7 @@ def test_a_fetched_batch_has_the_same_columns() -> None:
 def test_no_token_is_fetched_for_training_or_further_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     unread(monkeypatch)
     scored = remote_rollouts().with_outcomes([1.0, RewardError("no number"), 0.5])
-    again = joined([scored, remote_rollouts().with_outcomes([0.0, 0.0, 0.0])])
+    again = RemoteRollouts.joined([scored, remote_rollouts().with_outcomes([0.0, 0.0, 0.0])])
     assert isinstance(again, RemoteRollouts)
     assert again.is_valid.tolist() == [True, False, True, True, True, True]
     chosen = selected(valid_rollouts(again), groups_of(valid_rollouts(again)) == 5)
@@ -121,7 +120,7 @@ def test_no_token_is_fetched_for_training_or_further_draws(monkeypatch: pytest.M
 
 def test_joined_parts_keep_their_prompts_and_texts() -> None:
     scored = remote_rollouts().with_outcomes([1.0, RewardError("no number"), 0.5])
-    again = list(joined([scored, scored[2:]]))
+    again = list(RemoteRollouts.joined([scored, scored[2:]]))
     assert again[:3] == list(scored)
     assert again[1].error is not None
     assert again[1].reward is None
@@ -157,7 +156,7 @@ def test_joined_parts_keep_different_prompts_and_completions() -> None:
         np.array([0]),
     )
     one = Completion((6, 7), (-4.0, -8.0), truncated=True)
-    assert list(joined([remote_rollouts(), other, remote_rollouts()])) == [
+    assert list(RemoteRollouts.joined([remote_rollouts(), other, remote_rollouts()])) == [
         *HERE,
         Rollout(other.prompts[0], one, "67", group=9, sample=0),
         *HERE,
@@ -166,21 +165,18 @@ def test_joined_parts_keep_different_prompts_and_completions() -> None:
 
 def test_rollouts_with_and_without_rewards_are_joined() -> None:
     scored = remote_rollouts().with_outcomes([1.0, 0.0, 0.5])
-    again = joined([scored, remote_rollouts()])
+    again = RemoteRollouts.joined([scored, remote_rollouts()])
     assert [each.reward for each in again] == [1.0, 0.0, 0.5, None, None, None]
 
 
-def test_lists_of_which_some_have_turns_are_joined() -> None:
-    talked = replace(HERE[2].scored(1.0), turn_rewards=(1.0,), messages=(("user", "2"),))
-    parts = [[HERE[0].scored(0.5)], [talked]]
-    assert joined(parts) == [*parts[0], *parts[1]]
+def test_a_failed_rollout_of_a_list_keeps_its_messages() -> None:
     failed = replace(HERE[0].failed("no reply"), messages=(("user", "1+"),))
     assert failed_rollouts([failed]) == [failed]
 
 
 def test_joined_errors_stay_with_their_rollouts() -> None:
     failed = remote_rollouts().with_outcomes([1.0, RewardError("no number"), 0.5])
-    again = joined([remote_rollouts().with_outcomes([0.0, 0.0, 0.0]), failed])
+    again = RemoteRollouts.joined([remote_rollouts().with_outcomes([0.0, 0.0, 0.0]), failed])
     assert [each.error is None for each in again] == [True, True, True, True, False, True]
 
 

@@ -16,7 +16,6 @@ from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.models.generation import remote_completions
 from nemo_rl_core.rollouts.batch import (
     failure_metrics,
-    joined,
     rollout_batch,
     rollout_metrics,
     selected,
@@ -137,7 +136,7 @@ def test_remote_conversations_equal_local_ones(
         every_other = torch.arange(len(valid)) % 2 == 0
         parts = [selected(valid_rollouts(remote), mask) for mask in (every_other, ~every_other)]
         expected = [selected(valid, mask) for mask in (every_other, ~every_other)]
-        assert_same_batch(joined([*parts]), joined([*expected]))
+        assert_same_batch(RemoteRollouts.joined(parts), RemoteRollouts.joined(expected))
 
 
 def test_each_turn_is_sent_once_without_earlier_turns(both: Any, ask: Any) -> None:

@@ -41,7 +41,7 @@ TAKEN = {
     "history.card_evaluations.recorded_evaluations",
     # Stored and read only for reports.
     "checkpoints.stop_request",
-    "models.policy.rank_times.RankTimesLog",
+    "distributed.step_times.RankTimesLog",
     "store.machine.Machine",
     "store.machine.process_numerics",  # for the manifest
     "store.stage_run.StageRun",

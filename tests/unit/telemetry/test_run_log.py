@@ -93,6 +93,7 @@ def test_libraries_log_only_to_the_file(run_log: RunLog, capfd: pytest.CaptureFi
     publish(StageStarted("sft"))
     for name in ("ray.worker", "vllm.engine", "flytekit", "transformers.x", "datasets"):
         logging.getLogger(name).warning("from %s", name)
+    logging.getLogger("flytekit").info("a complete config")
     warnings.warn("a warning \udc80", stacklevel=1)
     assert capfd.readouterr() == ("", "")
     text = run_log.path.read_text()
@@ -100,6 +101,7 @@ def test_libraries_log_only_to_the_file(run_log: RunLog, capfd: pytest.CaptureFi
         assert f" {name}: from {name}\n" in text
         assert text.count(f"from {name}\n") == 1
     assert "a warning \\udc80" in text
+    assert "a complete config" not in text
 
 
 def test_our_warnings_are_shown_too(run_log: RunLog, capfd: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,7 @@ class DTensorBackend(SendsWeights):
         self._builder = ModelBuilder(setup, self._training, self._mesh)
         self._policy, self._adapters = self._builder.policy()
         self._reference: LogprobModel | None = None
+        self._vocabulary_size = 0  # shared with the reference; set by its first use
         self._pads: bool | None = None  # whether prompts may be padded; set by the first `generate`
         self._microbatches = Microbatches(setup.max_tokens_per_microbatch, self._mesh)
         adapters = self._adapters.trained if self._adapters else None
@@ -244,7 +245,8 @@ class DTensorBackend(SendsWeights):
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate_at(step, options)
         self._optimizer.step()
-        refresh_scales(self._policy.model)
+        if self._training.float8 != "none":
+            refresh_scales(self._policy.model)
         self._num_updates = step
         # Frees the gradients' memory for an engine on the same GPU.
         self._optimizer.zero_grad(set_to_none=True)
@@ -320,7 +322,8 @@ class DTensorBackend(SendsWeights):
         folder = self._setup.reference_folder
         if folder is None:
             raise ValueError("logprobs of the reference require TrainingSetup.reference_folder")
-        self._vocabulary_size = shared_vocabulary_size(self._setup.model_folder, folder)
+        if not self._vocabulary_size:
+            self._vocabulary_size = shared_vocabulary_size(self._setup.model_folder, folder)
         if self._adapters and self._adapters.has_same_base(folder):
             with self._adapters.off():
                 yield self._with_lm_head()

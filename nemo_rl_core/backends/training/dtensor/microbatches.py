@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 
 import torch
@@ -66,11 +67,7 @@ class Microbatches:
                 or shares prefixes and this model cannot.
         """
 
-        def rank_plan() -> list[Microbatch]:
-            if independent_length is None:
-                return self._plan_of_rank(batch, share_rows, sharing)
-            return self._with_single(batch, share_rows, independent_length)
-
+        rank_plan = partial(self._plan_of_rank, batch, share_rows, sharing, independent_length)
         plan, most = agreed_plan(rank_plan, self._largest)
         for index in range(most):
             is_filler = index >= len(plan)
@@ -88,8 +85,16 @@ class Microbatches:
             yield MicrobatchPart(part, microbatch, tokens, is_filler=is_filler, is_last=is_last)
 
     def _plan_of_rank(
-        self, batch: BatchedDataDict, share_rows: bool, sharing: PrefixSharing | None
+        self,
+        batch: BatchedDataDict,
+        share_rows: bool,
+        sharing: PrefixSharing | None,
+        longest: int | None,
     ) -> list[Microbatch]:
+        if longest is not None:
+            sharing = None
+            if max(batch["input_lengths"].tolist(), default=0) > longest:
+                return self._with_single(batch, share_rows, longest)
         plan = batch.microbatches
         rows_are_shared = any(len(row) > 1 for part in plan or () for row in part.rows)
         prefixes_are_shared = any(part.shared for part in plan or ())
@@ -107,8 +112,6 @@ class Microbatches:
         """Returns a plan with a separate micro-batch for each sequence longer than `longest`."""
         lengths = batch["input_lengths"].tolist()
         single = [row for row, length in enumerate(lengths) if length > longest]
-        if not single:
-            return self._plan_of_rank(batch, share_rows, None)
         if "pair_ids" in batch:
             raise DataError(
                 "a pair has a sequence that needs a separate micro-batch with this model",

@@ -45,6 +45,8 @@ _LOG = logging.getLogger(__name__)
 class LogprobModel(PackedModel):
     """Next-token logprobs of packed sequences, without materializing `[N, V]` logits."""
 
+    _selected = staticmethod(target_positions)
+
     def __init__(self, model: Any, *, temperature: float, dtype: DType, **options: Any) -> None:
         super().__init__(model, dtype=dtype, **options)
         self._temperature = temperature
@@ -88,9 +90,6 @@ class LogprobModel(PackedModel):
 
         ids, logprobs = self._read(batch, packed, most_likely)
         return scatter(ids, selected, shape), scatter(logprobs, selected, shape)
-
-    def _selected(self, batch: BatchedDataDict) -> torch.Tensor:
-        return target_positions(batch)
 
     def _token_logprobs(
         self, batch: BatchedDataDict, packed: PackedTokens, token_ids: torch.Tensor
@@ -228,6 +227,8 @@ class ScoreModel(PackedModel):
     The head is float32 in any dtype, since margins are small relative to scores.
     """
 
+    _selected = staticmethod(valid_tokens)
+
     @property
     def _head(self) -> torch.nn.Linear:
         head: torch.nn.Linear = getattr(self.model, SCALAR_HEAD)
@@ -247,9 +248,6 @@ class ScoreModel(PackedModel):
 
         values = self._read(batch, packed, score)[0]
         return scatter(values, packed.selected, batch["input_ids"].shape)
-
-    def _selected(self, batch: BatchedDataDict) -> torch.Tensor:
-        return valid_tokens(batch)
 
     def save(
         self,

@@ -55,6 +55,9 @@ class PackedModel(ABC):
         keeps_router_logits: Whether forward passes with gradients keep logits for `router_loss`.
     """
 
+    _selected: Callable[[BatchedDataDict], torch.Tensor]
+    """Returns a `[B, T]` or `[B, T-1]` bool mask of the tokens whose outputs are read."""
+
     def __init__(
         self,
         model: Any,
@@ -66,9 +69,9 @@ class PackedModel(ABC):
     ) -> None:
         self.model = model
         self.attention = attention
-        self.sharing = sharing if independent_length(model.config) is None else None
-        self.shares_rows = shares_rows(model.config.to_dict())
         self.independent_length = independent_length(model.config)
+        self.sharing = sharing if self.independent_length is None else None
+        self.shares_rows = shares_rows(model.config.to_dict())
         self._reads_images = not self.shares_rows
         self._dtype = dtype
         self._mesh = mesh
@@ -96,10 +99,6 @@ class PackedModel(ABC):
         self._router_logits = ()
         total: torch.Tensor = (losses * batch["sample_mask"]).sum()
         return total
-
-    @abstractmethod
-    def _selected(self, batch: BatchedDataDict) -> torch.Tensor:
-        """Returns a `[B, T]` or `[B, T-1]` bool mask of the tokens whose outputs are read."""
 
     def packed(self, batch: BatchedDataDict, microbatch: Microbatch) -> PackedTokens:
         """Packs a micro-batch for the other methods; call it before moving the batch to a GPU."""

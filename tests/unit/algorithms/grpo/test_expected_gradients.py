@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig
-from nemo_rl_core.algorithms.grpo.data import add_advantages
+from nemo_rl_core.algorithms.grpo.data import add_advantages, with_outcomes
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 
@@ -89,7 +89,8 @@ def with_kl_in_reward(kl: dict[str, Any]) -> tuple[Tensor, Tensor]:
             prev_logprobs=current[rows].detach(),
             reference_logprobs=reference[rows],
         )
-        batch = add_advantages(batch, config, max_new_tokens=MAX_TOKENS)
+        outcomes = with_outcomes(batch, config, max_new_tokens=MAX_TOKENS)
+        batch = add_advantages(outcomes, config)
         loss, _ = GRPOLossFn(config.loss)(
             current[rows],
             batch,

@@ -36,8 +36,8 @@ def batch_of(*rollouts, group=2):
 
 def advantages(batch, max_new_tokens=10, **values):
     config = GRPOConfig.model_validate({"num_generations_per_prompt": 2, **values})
-    result = add_advantages(batch, config, max_new_tokens=max_new_tokens)
-    return result["advantages"]
+    outcomes = with_outcomes(batch, config, max_new_tokens=max_new_tokens)
+    return add_advantages(outcomes, config)["advantages"]
 
 
 def close(actual, expected):
@@ -145,7 +145,7 @@ def test_truncated_completions_are_filtered_but_count_in_their_group():
     config = GRPOConfig.model_validate(
         {"advantage": {"kind": "group_centered"}, "overlong": {"kind": "filter"}}
     )
-    actual = add_advantages(batch, config, max_new_tokens=10)
+    actual = add_advantages(with_outcomes(batch, config, max_new_tokens=10), config)
     assert actual["sample_mask"].tolist() == [1, 0]
     close(actual["advantages"], [[0, 0.5], [0, 0]])
 

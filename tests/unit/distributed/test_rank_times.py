@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.distributed.step_times import RankTimes, pop_step_times
-from nemo_rl_core.models.policy.rank_times import NUM_STEPS, RankTimesLog
+from nemo_rl_core.distributed.step_times import (
+    NUM_STEPS,
+    RankTimes,
+    RankTimesLog,
+    pop_step_times,
+)
 
 
 class Workers:

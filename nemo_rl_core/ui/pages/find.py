@@ -1,0 +1,170 @@
+"""The search over runs, names, settings, artifacts, metrics and texts of completions."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from nemo_rl_core.errors import NotRecordedError, StoreError
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.records import Execution
+from nemo_rl_core.history.search import artifacts_like, latest_artifacts, metrics_like
+from nemo_rl_core.store.aliases import Aliases
+from nemo_rl_core.ui import completions
+from nemo_rl_core.ui.completions import Filter
+from nemo_rl_core.ui.pages.parameters import history_of, offset, parameter, scan_seconds
+from nemo_rl_core.ui.templating import render, render_message
+
+_SHOWN, _SETTINGS_SHOWN, _ARTIFACTS_SEARCHED = 10, 4, 300
+_MAX_LENGTH, _MIN_TEXT_LENGTH, _MIN_ID_LENGTH = 200, 3, 8
+_AROUND = 90
+
+
+@dataclass(frozen=True)
+class _Hit:
+    """A line of the answer: a link, and what it matches."""
+
+    address: str
+    label: str
+    note: str = ""
+    lines: list[str] = field(default_factory=list)
+
+
+def find(request: Request) -> Response:
+    """Redirects to the only match of an id, hash, path or name, else lists all matches."""
+    query = parameter(request, "q")
+    if not query:
+        return RedirectResponse("/", status_code=303)
+    history = history_of(request)
+    exact = _exact(history, query)
+    if exact is not None:
+        return RedirectResponse(exact, status_code=303)
+    sections: dict[str, list[_Hit]] = {}
+    searched = None
+    if query.isprintable() and len(query) <= _MAX_LENGTH:
+        start = offset(request)
+        if not start:
+            sections = _sections(history, query)
+        sections["Completions"], searched = _completions(
+            history, query, start, scan_seconds(request)
+        )
+    sections = {name: hits for name, hits in sections.items() if hits}
+    if not sections and (searched is None or searched["next"] is None):
+        return render_message(
+            request,
+            f"Nothing matches {query[:200]}",
+            "Ids, hashes, paths, names, settings, metrics and texts of completions were searched.",
+            status=404,
+            facts=[("Fix", "Search for a shorter part of it.")],
+        )
+    return render(request, "find.html", query=query, sections=sections, searched=searched)
+
+
+def _exact(history: History, query: str) -> str | None:
+    """Returns the page of the only run, name or artifact that a query can mean."""
+    with suppress(NotRecordedError):
+        return f"/executions/{quote(history.execution(query).id, safe='')}"
+    if query in _names(history):
+        return f"/models#{query}"
+    runs = history.executions(text=query, limit=2) if len(query) >= _MIN_ID_LENGTH else None
+    if runs is not None and runs.total == 1 and runs.items and runs.items[0].id.startswith(query):
+        return f"/executions/{quote(runs.items[0].id, safe='')}"
+    with suppress(StoreError):
+        return f"/artifacts/{quote(history.find_artifact(query).id, safe='')}"
+    return None
+
+
+def _names(history: History) -> list[str]:
+    try:
+        return Aliases(history.store).names()
+    except (OSError, StoreError):
+        return []  # names in an object store that cannot be reached
+
+
+def _sections(history: History, query: str) -> dict[str, list[_Hit]]:
+    runs = history.executions(text=query, limit=_SHOWN).items
+    return {
+        "Names": [
+            _Hit(f"/models#{name}", name) for name in _names(history) if query.lower() in name
+        ],
+        "Runs": [_run_hit(run, query.lower()) for run in runs],
+        "Artifacts": [
+            _Hit(f"/artifacts/{quote(one.id, safe='')}", one.id, f"{one.stage}, {one.kind}")
+            for one in artifacts_like(history, query, limit=_SHOWN)
+        ],
+        "Metrics": [
+            _Hit(f"/executions/{quote(run, safe='')}/curves?{urlencode({'metric': name})}", name)
+            for name, run in metrics_like(history, query, limit=_SHOWN).items()
+        ],
+    }
+
+
+def _run_hit(run: Execution, query: str) -> _Hit:
+    settings = (
+        f"{path} = {value}"
+        for path, value in _settings(run.inputs)
+        if query in path.lower() or query in str(value).lower()
+    )
+    note = f"{run.workflow.rpartition('.')[2]}, {run.recipe or 'no recipe'}, {run.state}"
+    address = f"/executions/{quote(run.id, safe='')}"
+    return _Hit(address, run.id, note, list(islice(settings, _SETTINGS_SHOWN)))
+
+
+def _settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields dotted path and value of every setting."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _settings(each, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def _completions(
+    history: History, query: str, start: int, seconds: float
+) -> tuple[list[_Hit], dict[str, int | None] | None]:
+    """Searches the texts of the latest artifacts, and says how far the search has come."""
+    if len(query) < _MIN_TEXT_LENGTH:
+        return [], None
+    artifacts = latest_artifacts(history, "checkpoint", "evaluation", limit=_ARTIFACTS_SEARCHED)
+    files = [file for one in artifacts for file in completions.sources(one.id, Path(one.path))]
+    readable = [file for file in files if file.step is not None or _has_texts(file.path)]
+    scan = completions.scan(readable[start:], Filter(text=query), limit=_SHOWN, seconds=seconds)
+    hits = []
+    for card in scan.cards[:_SHOWN]:
+        row, source = card.rows[0], card.source
+        step = {} if source.step is None else {"step": source.step}
+        where = "evaluation" if source.step is None else f"step {source.step}"
+        texts = [str(row[name] or "") for name in ("completion", "prompt")]
+        hits.append(
+            _Hit(
+                f"/artifacts/{quote(source.artifact, safe='')}/completions?"
+                + urlencode({**step, "text": query}),
+                f"{where} of {source.artifact}",
+                f"prompt {row['prompt_id']}",
+                [_snippet(text, query) for text in texts if query.lower() in text.lower()][:1],
+            )
+        )
+    end = start + scan.num_searched
+    return hits, {
+        "num_rows": scan.num_rows,
+        "next": end if end < len(readable) else None,
+        "num_files": len(readable),
+        "end": end,
+        "num_damaged": scan.num_damaged,
+    }
+
+
+def _has_texts(path: Path) -> bool:
+    return completions.has_completions(path.parent)
+
+
+def _snippet(text: str, query: str) -> str:
+    at = text.lower().find(query.lower())
+    begin, end = max(0, at - _AROUND), at + len(query) + _AROUND
+    return f"{'…' if begin else ''}{text[begin:end]}{'…' if end < len(text) else ''}"

@@ -1,0 +1,195 @@
+"""Selection, grouping and display of completions, on files that the record's writers wrote."""
+
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from nemo_rl_core.rollouts.records import save_rollouts
+from nemo_rl_core.types import Completion, Prompt, Rollout
+from nemo_rl_core.ui.completions import Filter, Source, changes, scan, select, sources
+from nemo_rl_core.ui.reading import part_names, readings
+from nemo_rl_core.ui.tokens import tokens
+from tests.benchmarks.machine import loop_seconds
+
+REWARDS = {"a": [0.0, 1.0, 1.0], "b": [None, -1.0, 0.5], "c": [0.25, 0.25, 0.25]}
+
+
+def rollout(prompt: str, group: int, sample: int, reward: float | None, **fields) -> Rollout:
+    completion = Completion((3, 4), (-0.05, -3.0), sample == 2, (True, False), (5, 6))
+    return Rollout(
+        Prompt(id=prompt, text=f"ask {prompt}", token_ids=(1,), answer="4", task=""),
+        completion,
+        fields.pop("text", f"{prompt}{int(bool(sample))}"),
+        reward=reward,
+        group=group,
+        sample=sample,
+        error="refused" if reward is None else None,
+        **fields,
+    )
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    rows = [
+        rollout(prompt, group, sample, reward)
+        for group, (prompt, rewards) in enumerate(REWARDS.items())
+        for sample, reward in enumerate(rewards)
+    ]
+    path = tmp_path / "rollouts" / "step_000007.parquet"
+    save_rollouts(rows, path, advantages=torch.arange(8.0))
+    return Source("one", path, 7)
+
+
+def rows_of(source: Source, **wanted) -> list[list[int]]:
+    selection = select(source, Filter(**wanted))
+    return [[row["index"] for row in card.rows] for card in selection.cards(0, 99)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ({}, [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
+        ({"order": "best"}, [[1, 2, 0], [5, 4, 3], [6, 7, 8]]),
+        ({"order": "worst"}, [[4, 5, 3], [0, 1, 2], [6, 7, 8]]),
+        ({"low": 0.5}, [[1, 2], [5]]),
+        ({"low": 0.0, "high": 0.25}, [[0], [6, 7, 8]]),
+        ({"text": "A1"}, [[1, 2]]),
+        ({"text": "ASK b"}, [[3, 4, 5]]),
+        ({"text": "."}, []),
+        ({"prompt": "c"}, [[6, 7, 8]]),
+        ({"prompts": frozenset({"a", "c"}), "high": 0.0}, [[0]]),
+        ({"group": 1}, [[3, 4, 5]]),
+        ({"row": 4}, [[4]]),
+        ({"only": "error"}, [[3]]),
+        ({"only": "truncated"}, [[2], [5], [8]]),
+        ({"only": "correct"}, [[1, 2], [5], [6, 7, 8]]),
+        ({"only": "wrong"}, [[0], [4]]),
+    ],
+)
+def test_rows_are_selected_by_prompt(source: Source, wanted: dict, expected: list) -> None:
+    assert rows_of(source, **wanted) == expected
+
+
+def test_a_card_has_the_rewards_of_all_samples_also_of_those_filtered_out(source: Source) -> None:
+    (first, second) = select(source, Filter(low=0.5)).cards(0, 99)
+    assert (first.rewards, second.rewards) == ([0.0, 1.0, 1.0], [None, -1.0, 0.5])
+
+
+def test_rows_are_read_from_several_row_groups(source: Source) -> None:
+    pq.write_table(pq.read_table(source.path), source.path, row_group_size=2)
+    assert rows_of(source, order="best") == [[1, 2, 0], [5, 4, 3], [6, 7, 8]]
+    (card,) = select(source, Filter(row=7)).cards(0, 1)
+    assert (card.rows[0]["prompt_id"], card.rows[0]["sample"]) == ("c", 1)
+
+
+def test_equal_answers_are_folded_and_bars_share_a_scale(source: Source) -> None:
+    a, b, c = readings(select(source, Filter()).cards(0, 3))
+    assert [answer.samples for answer in a.answers] == [[0], [1], [2]]  # the last is truncated
+    assert [answer.samples for answer in c.answers] == [[0], [1], [2]]
+    # Rewards from -1 to 1: zero is in the middle.
+    bars = [(bar.left, bar.width) for bar in (a.strip[1], b.strip[1], b.strip[2], b.strip[0])]
+    assert bars == [(50.0, 50.0), (0.0, 50.0), (50.0, 25.0), (0.0, 0.0)]
+    assert (a.mean, b.mean) == (pytest.approx(2 / 3), -0.25)
+    assert [one.is_equal for one in (a, b, c)] == [False, False, True]
+
+
+def test_equal_completions_are_one_answer(tmp_path: Path) -> None:
+    rows = [rollout("a", 0, sample, 1.0, text="four") for sample in (0, 1, 3)]
+    save_rollouts(rows, tmp_path / "step.parquet")
+    (one,) = readings(select(Source("x", tmp_path / "step.parquet"), Filter()).cards(0, 1))
+    assert [answer.samples for answer in one.answers] == [[0, 1, 3]]
+
+
+def test_turns_have_their_rewards_and_calls_of_tools_apart(tmp_path: Path) -> None:
+    talk = (("user", "2+2?"), ("assistant", "so <tool>add 2 2</tool>"), ("tool", "4"))
+    row = rollout(
+        "a",
+        0,
+        0,
+        1.5,
+        messages=(*talk, ("assistant", "4")),
+        turn_rewards=(0.5, 1.0),
+        components=(1.0, 0.5),
+    )
+    save_rollouts([row], tmp_path / "step.parquet")
+    parts = [{"weight": 2, "environment": {"kind": "exact"}}]
+    parts.append({"weight": 1.0, "environment": {"kind": "function", "target": "m:tidy"}})
+    names = part_names({"environment": {"kind": "weighted_sum", "parts": parts}})
+    cards = select(Source("x", tmp_path / "step.parquet"), Filter()).cards(0, 1)
+    (answer,) = readings(cards, names=names)[0].answers
+
+    assert [(turn.role, turn.pieces, turn.reward) for turn in answer.turns] == [
+        ("user", [("2+2?", False)], None),
+        ("assistant", [("so ", False), ("<tool>add 2 2</tool>", True)], 0.5),
+        ("tool", [("4", False)], None),
+        ("assistant", [("4", False)], 1.0),
+    ]
+    assert answer.parts == [("exact (weight 2)", 1.0), ("tidy (weight 1)", 0.5)]
+
+
+def test_tokens_are_tinted_by_probability_mask_and_version(source: Source, tmp_path: Path) -> None:
+    (card,) = select(source, Filter(row=0)).cards(0, 1, tokens=True)
+    row = card.rows[0] | {"generated": [True, True]}
+    # exp(-0.05) = 0.951 and exp(-3) = 0.0498; without a tokenizer the ids are shown.
+    shown = tokens(row, tmp_path, "logprob")
+    assert [(token.text, token.tint) for token in shown] == [("[3]", "rare-0"), ("[4]", "rare-3")]
+    assert shown[1].label == "token 4; probability 0.0498, logprob -3; weights of step 6"
+    masked = tokens(card.rows[0], tmp_path, "mask")
+    assert [token.tint for token in masked] == ["trained", "untrained"]
+    assert [token.tint for token in tokens(row, tmp_path, "version")] == ["version-0", "version-1"]
+
+
+def evaluation(path: Path, correct: dict[str, bool | None]) -> Path:
+    rows = [
+        {"prompt_id": prompt, "mode": mode, "correct": value if mode == "greedy" else True}
+        for prompt, value in correct.items()
+        for mode in ("greedy", "sampled")
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_gained_and_lost_prompts_are_those_of_the_greedy_completions(tmp_path: Path) -> None:
+    before = {"a": False, "b": True, "c": True, "d": None, "e": False}
+    after = {"a": True, "b": False, "c": True, "d": True, "f": True}
+    files = (evaluation(tmp_path / "b", before), evaluation(tmp_path / "a", after))
+    assert changes(*files) == {"gained": frozenset("a"), "lost": frozenset("b")}
+
+
+def test_a_search_goes_through_steps_and_stops_when_its_time_is_over(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        rows = [rollout("a", 0, 0, float(step), text=f"at {step}")]
+        save_rollouts(rows, tmp_path / "rollouts" / f"step_{step:06d}.parquet")
+    (tmp_path / "rollouts" / "step_000004.parquet").write_text("no table")
+    files = sources("x", tmp_path)
+    assert [file.step for file in files] == [5, 4, 3, 2, 1]
+
+    result = scan(files, Filter(text="at 2"), limit=10, seconds=60)
+    assert [card.source.step for card in result.cards] == [2]
+    assert result[1:] == (5, 4, 1, 1)
+    assert [card.source.step for card in scan(files, Filter(), limit=2, seconds=60).cards] == [5, 3]
+    assert scan(files, Filter(text="at 2"), limit=10, seconds=0)[1:] == (1, 1, 0, 0)
+
+
+def test_a_step_of_ten_thousand_rollouts_is_read_quickly(tmp_path: Path) -> None:
+    rows = pa.table(
+        {
+            "prompt_id": [f"p{index // 8}" for index in range(10_000)],
+            "group": [index // 8 for index in range(10_000)],
+            "completion": ["some text of a completion " * 4] * 10_000,
+            "prompt": ["a prompt"] * 10_000,
+            "reward": [float(index % 3) for index in range(10_000)],
+        }
+    )
+    pq.write_table(rows, tmp_path / "step.parquet")
+    source = Source("x", tmp_path / "step.parquet")
+    select(source, Filter())
+    began = time.process_time()
+    cards = select(source, Filter(text="COMPLETION", order="best")).cards(0, 10)
+    assert len(cards) == 10
+    # 0.05 s on a machine that needs 0.5 s for the loop.
+    assert time.process_time() - began < 0.4 * loop_seconds()
