@@ -76,8 +76,8 @@ def run_metrics(run: str, *names: str, store: str | Path | None = None) -> "pd.D
             frame.insert(0, "stage", node.title)
             frame.insert(0, "node", node.id)
             frames.append(frame)
-    known = {name for frame in frames for name in frame.columns}
-    if missing := [name for name in names if name not in known]:
+    recorded = {name for frame in frames for name in frame.columns}
+    if missing := [name for name in names if name not in recorded]:
         raise ConfigError(
             f"the run {row.id} has no metric {missing[0]!r}",
             got=", ".join(missing),

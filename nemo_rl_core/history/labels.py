@@ -24,7 +24,7 @@ PINNED = "pinned"
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What a person wrote about a run or a point of a sweep."""
+    """Name, tags and note of a run or a point of a sweep."""
 
     name: str = ""
     tags: tuple[str, ...] = ()

@@ -93,11 +93,11 @@ def sorted_rows(rows: Iterable[RunRow], sort: str) -> list[RunRow]:
     if not sort:
         return sorted(newest, key=lambda row: not row.pinned)
     column = sort.removeprefix("-")
-    known = [row for row in newest if value_of(row, column) is not None]
+    with_value = [row for row in newest if value_of(row, column) is not None]
     unknown = [row for row in newest if value_of(row, column) is None]
-    return sorted(known, key=lambda row: _order(value_of(row, column)), reverse=sort[0] == "-") + (
-        unknown
-    )
+    return sorted(
+        with_value, key=lambda row: _order(value_of(row, column)), reverse=sort[0] == "-"
+    ) + (unknown)
 
 
 def _order(value: Any) -> tuple[int, float, str]:
@@ -145,13 +145,13 @@ def _condition(text: str) -> _Condition:
 
 def _refuse_unknown(names: Sequence[str], rows: Sequence[RunRow]) -> None:
     others = [name for name in names if name not in COLUMNS]
-    known = {key for row in rows for key in row.settings} if others else set()
-    unknown = [name for name in others if name not in known]
+    settings = {key for row in rows for key in row.settings} if others else set()
+    unknown = [name for name in others if name not in settings]
     if unknown and rows:
         raise unknown_names(
             "no run has the column",
             unknown,
-            [*COLUMNS, *sorted(known)],
+            [*COLUMNS, *sorted(settings)],
             otherwise="choose a column, or a setting by its path in the recipe",
             expected=f"one of {', '.join(COLUMNS)}, or a setting",
         )
@@ -206,18 +206,18 @@ def _light_rows(
     rows: list[RunRow] = []
     for each in history.select(f"SELECT {columns} FROM executions {where}", values):
         try:
-            found = read_row(_Run, each, table="executions", key="id", store=history.store)
+            record = read_row(_Run, each, table="executions", key="id", store=history.store)
         except DamagedRecordError as error:
             damaged.append(error.in_one_line)
             continue
         rows.append(
             RunRow(
-                found.id,
-                found.id,
+                record.id,
+                record.id,
                 None,
-                *found[1:],
-                labels=labels.get(found.id, NO_LABELS),
-                pinned=found.id in pins,
+                *record[1:],
+                labels=labels.get(record.id, NO_LABELS),
+                pinned=record.id in pins,
             )
         )
     rows += _point_rows(history, {row.id: row for row in rows}, labels, damaged)
@@ -239,19 +239,19 @@ def _point_rows(
         if each["execution"] not in runs:
             continue
         try:
-            found = read_row(_PointNode, each, table="nodes", key="id", store=history.store)
+            record = read_row(_PointNode, each, table="nodes", key="id", store=history.store)
         except DamagedRecordError as error:
             damaged.append(error.in_one_line)
             continue
-        key = f"{found.execution}:{found.id}"
+        key = f"{record.execution}:{record.id}"
         row = replace(
-            runs[found.execution],
+            runs[record.execution],
             id=key,
-            node=found.id,
-            state=found.state,
-            started_at=found.started_at,
-            ended_at=found.ended_at,
-            point=found.point,
+            node=record.id,
+            state=record.state,
+            started_at=record.started_at,
+            ended_at=record.ended_at,
+            point=record.point,
             labels=labels.get(key, NO_LABELS),
         )
         rows.append(row)

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from nemo_rl_core.history.differences import MISSING
 from nemo_rl_core.history.labels import NO_LABELS, Labels
 from nemo_rl_core.history.records import State, point_label
-from nemo_rl_core.history.run_results import NO_RESULTS, Measured, Results, gain
+from nemo_rl_core.history.run_results import NO_RESULTS, Accuracy, RunResults, gain
 from nemo_rl_core.history.run_settings import differing_settings, setting_value
 
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A row: a run, or a point of a sweep.
+    """A run, or a point of a sweep.
 
     Attributes:
         id: Id of the run; of a point with its node, as in `RUN:12`.
@@ -40,7 +40,7 @@ class RunRow:
     pinned: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    results: Results = NO_RESULTS
+    results: RunResults = NO_RESULTS
 
     @property
     def pipeline(self) -> str:
@@ -64,7 +64,7 @@ COLUMNS: dict[str, Column] = {
     "state": Column("State", lambda row: row.state, True),
     "workflow": Column("Workflow", lambda row: row.pipeline, True),
     "recipe": Column("Recipe", lambda row: f"{row.pipeline} {row.recipe}".strip(), True),
-    "settings": Column("Settings that differ", lambda row: str(dict(row.overrides)) or None),
+    "settings": Column("Settings", lambda row: str(dict(row.overrides)) or None),
     "before": Column("Accuracy before", lambda row: row.results.before and row.results.before[0]),
     "accuracy": Column("Accuracy", lambda row: row.results.after and row.results.after[0]),
     "gain": Column("Gain", lambda row: gain(row.results)),
@@ -167,8 +167,8 @@ def differing(rows: Sequence[RunRow]) -> dict[str, list[str]]:
         by_workflow.setdefault((row.workflow, row.node is None), []).append(row)
     names: dict[str, list[str]] = {}
     for group in by_workflow.values():
-        found = sorted(differing_settings([row.settings for row in group]))
-        names |= {row.id: found for row in group}
+        changed = sorted(differing_settings([row.settings for row in group]))
+        names |= {row.id: changed for row in group}
     return names
 
 
@@ -183,7 +183,7 @@ def record_of(row: RunRow) -> dict[str, Any]:
     """Returns a row as plain values, for JSON and data frames; settings are not included."""
     results = row.results
     before, after = (
-        each or Measured(math.nan, None, None) for each in (results.before, results.after)
+        each or Accuracy(math.nan, None, None) for each in (results.before, results.after)
     )
     return {
         "id": row.id,

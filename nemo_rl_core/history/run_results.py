@@ -16,7 +16,7 @@ REWARD_STEPS = 10
 SPARK_POINTS = 40
 
 
-class Measured(NamedTuple):
+class Accuracy(NamedTuple):
     """A measured accuracy with the bounds of its interval."""
 
     value: float
@@ -25,7 +25,7 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
+class RunResults:
     """Results of a run or of a point.
 
     Attributes:
@@ -42,8 +42,8 @@ class Results:
         metric: The metric of the sparkline: `reward`, else `loss`.
     """
 
-    before: Measured | None = None
-    after: Measured | None = None
+    before: Accuracy | None = None
+    after: Accuracy | None = None
     reward: float | None = None
     loss: float | None = None
     verdict: str = ""
@@ -61,10 +61,10 @@ class Results:
     metric: str = ""
 
 
-NO_RESULTS = Results()
+NO_RESULTS = RunResults()
 
 
-def gain(results: Results) -> float | None:
+def gain(results: RunResults) -> float | None:
     """Returns the accuracy after minus that before."""
     if results.before is None or results.after is None:
         return None
@@ -107,16 +107,18 @@ WHERE nodes.execution = ? AND artifacts.kind = 'evaluation'
 """
 
 
-def read_results(history: History, run: str, node: int | None, _ended_at: float | None) -> Results:
+def read_results(
+    history: History, run: str, node: int | None, _ended_at: float | None
+) -> RunResults:
     """Returns the results; those of a sweep do not include the accuracies of its points."""
     store = history.store
     scope, values = (_OF_POINT, (run, node)) if node is not None else ("", (run,))
     rows = history.select(f"{_STAGES}{scope} ORDER BY id", values)
     stages = [read_row(_Stage, each, table="nodes", key="id", store=store) for each in rows]
     outside = "" if node is not None else " AND point = '{}'"
-    found = history.select(f"{_EVALUATIONS}{scope}{outside} ORDER BY nodes.id", values)
+    evaluated = history.select(f"{_EVALUATIONS}{scope}{outside} ORDER BY nodes.id", values)
     evaluations = [
-        read_row(_Evaluation, each, table="artifacts", key="id", store=store) for each in found
+        read_row(_Evaluation, each, table="artifacts", key="id", store=store) for each in evaluated
     ]
     before, after = _accuracies(evaluations)
     ran = [each.cost for each in stages if each.state != "cached"]
@@ -146,16 +148,16 @@ def _is_sweep(history: History, run: str, node: int | None) -> bool:
     return node is None and bool(history.select(query, (run,)))
 
 
-def _accuracies(evaluations: Sequence[_Evaluation]) -> tuple[Measured | None, Measured | None]:
+def _accuracies(evaluations: Sequence[_Evaluation]) -> tuple[Accuracy | None, Accuracy | None]:
     """Returns the first and the last accuracy of the stage of the last evaluation."""
-    measured: dict[str, tuple[str, Measured]] = {}
+    measured: dict[str, tuple[str, Accuracy]] = {}
     for each in evaluations:
         figures = each.manifest.get("figures")
         figures = figures if isinstance(figures, dict) else {}
         name = "greedy_accuracy" if "greedy_accuracy" in figures else "accuracy"
         value, low, high = (figures.get(f"{name}{end}") for end in ("", "_low", "_high"))
         if isinstance(value, int | float) and math.isfinite(value):
-            measured[each.id] = (each.stage.partition(" ")[0], Measured(value, low, high))
+            measured[each.id] = (each.stage.partition(" ")[0], Accuracy(value, low, high))
     if not measured:
         return None, None
     last_stage, after = list(measured.values())[-1]
@@ -173,14 +175,14 @@ def _total(costs: Sequence[Mapping[str, float | str | None]], name: str) -> floa
     return sum(numbers) if numbers else None
 
 
-def _trained(history: History, tasks: Sequence[_Stage]) -> Results:
+def _trained(history: History, tasks: Sequence[_Stage]) -> RunResults:
     """Returns reward, loss and step of the last training."""
     trained = [each for each in tasks if each.reward_step is not None or each.loss_step is not None]
     if not trained:
         return NO_RESULTS
     last = trained[-1]
     metric = "reward" if last.reward_step is not None else "loss"
-    return Results(
+    return RunResults(
         reward=_last_mean(history, last.measured, "reward"),
         loss=_last_mean(history, last.measured, "loss"),
         step=last.reward_step if metric == "reward" else last.loss_step,
@@ -198,7 +200,7 @@ def _last_mean(history: History, node: int, name: str) -> float | None:
     return fmean(finite) if finite else None
 
 
-def sparkline(history: History, results: Results, ended_at: float | None) -> list[float]:
+def sparkline(history: History, results: RunResults, ended_at: float | None) -> list[float]:
     """Returns up to `SPARK_POINTS` values of the metric, evenly spaced over the training."""
     if not results.trainings:
         return []
@@ -217,14 +219,14 @@ WITH RECURSIVE
   ends (low, high) AS (
     SELECT (SELECT min(step) FROM metrics WHERE node = :node AND name = :name),
            (SELECT max(step) FROM metrics WHERE node = :node AND name = :name)),
-  places (n, step) AS (
+  spaced (n, step) AS (
     SELECT 0, low FROM ends
     UNION ALL
-    SELECT n + 1, low + (high - low) * (n + 1) / (:count - 1) FROM places, ends WHERE n + 1 < :count
+    SELECT n + 1, low + (high - low) * (n + 1) / (:count - 1) FROM spaced, ends WHERE n + 1 < :count
   )
-SELECT (SELECT value FROM metrics WHERE node = :node AND name = :name AND step >= places.step
+SELECT (SELECT value FROM metrics WHERE node = :node AND name = :name AND step >= spaced.step
         ORDER BY step LIMIT 1) AS value
-FROM (SELECT DISTINCT step FROM places) AS places ORDER BY step
+FROM (SELECT DISTINCT step FROM spaced) AS spaced ORDER BY step
 """
 
 

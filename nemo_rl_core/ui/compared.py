@@ -56,11 +56,11 @@ class Compared:
 def compared(history: History, rows: Sequence[RunRow], labels: Mapping[str, str]) -> list[Compared]:
     """Compares every run with the first, by evaluations of the same stage.
 
-    Points of several sweeps are compared with the same point of the first. With several pairs of
-    runs each has the confidence that makes all of them hold together (Bonferroni). From each run the
-    evaluation with the most steps counts.
+    Points of several sweeps are compared with the same point of the first. Several comparisons
+    have a higher confidence each, so that all of them hold together (Bonferroni). From each run
+    the evaluation with the most steps counts.
     """
-    found = {row.id: _evaluations(history, row) for row in rows}
+    evaluations = {row.id: _evaluations(history, row) for row in rows}
     same = {json.dumps(dict(r.point)): r for r in rows if r.run == rows[0].run and r.point}
     pairs = [
         (same[point], row)
@@ -70,16 +70,16 @@ def compared(history: History, rows: Sequence[RunRow], labels: Mapping[str, str]
     named = [
         (name, first, row)
         for first, row in pairs
-        for name in found[first.id]
-        if name in found[row.id]
+        for name in evaluations[first.id]
+        if name in evaluations[row.id]
     ]
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(pairs))
     return [
         _compare(
             f"{name} ({point_label(row.point)})" if first.point == row.point != {} else name,
             (labels[first.id], labels[row.id]),
-            found[first.id][name],
-            found[row.id][name],
+            evaluations[first.id][name],
+            evaluations[row.id][name],
             confidence,
         )
         for name, first, row in named

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from nemo_rl_core.telemetry.curves import fraction
 from nemo_rl_core.ui.text import NONE
 
@@ -36,7 +38,7 @@ Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlotLine:
     """A line of a plot: a run, or the mean of runs with the band from lowest to highest."""
 
     label: str
@@ -59,7 +61,7 @@ class Plot:
     """Curves of several runs over each other."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[PlotLine]
     x: Sequence[Tick]
     y: Sequence[Tick]
 
@@ -76,11 +78,13 @@ def overlay(title: str, curves: Sequence[tuple[str, int, Sequence[Points]]]) -> 
     means = [(label, color, _banded(members)) for label, color, members in curves]
     everything = [point for _, _, points in means for point in points]
     if not everything:
-        return Plot(title, [Line(label, color, "", "", NONE) for label, color, _ in means], (), ())
+        return Plot(
+            title, [PlotLine(label, color, "", "", NONE) for label, color, _ in means], (), ()
+        )
     left, right = min(p[0] for p in everything), max(p[0] for p in everything)
     low, high = min(p[2] for p in everything), max(p[3] for p in everything)
 
-    def place(x: float, y: float) -> str:
+    def position(x: float, y: float) -> str:
         across = LEFT + (RIGHT - LEFT) * fraction(x, left, right)
         return f"{across:.1f},{BOTTOM - (BOTTOM - TOP) * fraction(y, low, high):.1f}"
 
@@ -89,10 +93,12 @@ def overlay(title: str, curves: Sequence[tuple[str, int, Sequence[Points]]]) -> 
         kept = points[:: max(1, math.ceil(len(points) / _MAX_POINTS))]
         kept += points[-1:] if points and kept[-1] != points[-1] else []
         is_band = any(p[2] < p[3] for p in kept)
-        border = [place(p[0], p[3]) for p in kept] + [place(p[0], p[2]) for p in reversed(kept)]
-        line = [place(p[0], p[1]) for p in kept]
+        border = [position(p[0], p[3]) for p in kept] + [
+            position(p[0], p[2]) for p in reversed(kept)
+        ]
+        line = [position(p[0], p[1]) for p in kept]
         lines.append(
-            Line(
+            PlotLine(
                 label,
                 color,
                 " ".join(line if len(line) > 1 else line * 2),
@@ -107,16 +113,22 @@ def overlay(title: str, curves: Sequence[tuple[str, int, Sequence[Points]]]) -> 
 
 
 def _banded(curves: Sequence[Points]) -> list[tuple[float, float, float, float]]:
-    """Returns step, mean, lowest and highest, at the steps that all of the curves have."""
-    values: dict[float, list[float]] = {}
-    for curve in curves:
-        for x, y in dict(curve).items():
-            if math.isfinite(y):
-                values.setdefault(x, []).append(y)
-    filled = sum(bool(curve) for curve in curves)
-    return [
-        (x, fmean(ys), min(ys), max(ys)) for x, ys in sorted(values.items()) if len(ys) == filled
+    """Returns step, mean, lowest and highest, in the range of steps that all curves have.
+
+    Long curves are thinned, each at other steps, so values between two steps are interpolated.
+    """
+    finite = [
+        sorted({x: y for x, y in curve if math.isfinite(y)}.items()) for curve in curves if curve
     ]
+    filled = [curve for curve in finite if curve]
+    if not filled:
+        return []
+    left, right = max(curve[0][0] for curve in filled), min(curve[-1][0] for curve in filled)
+    steps = sorted({x for curve in filled for x, _ in curve if left <= x <= right})
+    values = [
+        np.interp(steps, [x for x, _ in curve], [y for _, y in curve]).tolist() for curve in filled
+    ]
+    return [(x, fmean(ys), min(ys), max(ys)) for x, *ys in zip(steps, *values, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ def pages() -> dict[str, str]:
         "executions, last page": f"/?offset={RUNS - 50}",
         "executions, filtered": "/?state=failed&workflow=workflows.grpo.grpo&text=recipe_3",
         "executions, text that none has": "/?text=nowhere",
+        "executions, by accuracy": "/?sort=-accuracy",
+        "executions, by reward, seeds folded": "/?sort=-reward&group=seed",
         "overview": f"/executions/{run}",
         "graph": f"/executions/{run}/graph",
         "nodes": f"/executions/{run}/nodes",

@@ -12,6 +12,7 @@ from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.store.manifest import Cost, Manifest
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.app import create_app
+from nemo_rl_core.ui.plots import overlay
 
 RUNS = ("20260101T000001Z-aaaaaa", "20260101T000002Z-bbbbbb")
 POINTS = [{"seed": seed, "grpo.learning_rate": rate} for seed in (0, 1) for rate in (1e-4, 2e-4)]
@@ -146,6 +147,14 @@ def test_points_are_compared_by_tests_and_seeds_are_a_band(client: TestClient) -
     # Rewards of step 2 are 0 and 4 at the first rate, 2 and 6 at the second.
     assert "sweep learning_rate 0.0001: last 2<" in chart
     assert "sweep learning_rate 0.0002: last 4<" in chart
+
+
+def test_a_band_interpolates_curves_that_are_thinned_at_other_steps() -> None:
+    plot = overlay("reward", [("seeds", 0, [[(1, 0.0), (3, 2.0)], [(1, 2.0), (2, 4.0), (4, 8.0)]])])
+    # At the steps 1, 2 and 3 the means are 1, 2.5 and 4, between 0 and 6.
+    assert plot.lines[0].points == "60.0,145.7 235.0,106.2 410.0,66.7"
+    assert plot.lines[0].last == "4"
+    assert [tick.text for tick in (*plot.x, *plot.y)] == ["1", "3", "6", "0"]
 
 
 def test_a_point_has_the_cost_of_its_stages(client: TestClient) -> None:

@@ -92,7 +92,7 @@ def compare(request: Request) -> Response:
 
 
 def _rows(history: History, ids: Sequence[str]) -> list[RunRow]:
-    """Returns the chosen rows; a sweep stands for its points."""
+    """Returns the chosen rows; a sweep is replaced by its points."""
     rows: dict[str, RunRow] = {}
     for each in ids:
         row = run_row(history, each)
@@ -140,7 +140,7 @@ def _packages(history: History, rows: Sequence[RunRow]) -> list[tuple[str, list[
 
 
 def _best(rows: Sequence[RunRow], names: Sequence[str]) -> str:
-    """Returns the verdict of the paired test over seeds; empty if there are no seeds."""
+    """Returns the verdict of the paired test over seeds; empty without seeds."""
     measured = [row for row in rows if row.results.after is not None]
     if len(measured) < 3 or "seed" not in names:
         return ""

@@ -96,7 +96,7 @@ def index(request: Request) -> Response:
         all_columns=COLUMNS,
         headings={name: COLUMNS[name].heading if name in COLUMNS else name for name in columns},
         value=value_of,
-        settings={row.id: _as_texts(shown_settings(row, names_of[row.id])) for row in page.items},
+        settings={row.id: _as_texts(_beyond_name(row, names_of[row.id])) for row in page.items},
         numeric=NUMERIC,
         group_by=GROUPS,
         opened=request.query_params.getlist("open"),
@@ -125,6 +125,12 @@ def _has_value(rows: Sequence[RunRow], column: str) -> bool:
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _beyond_name(row: RunRow, names: Sequence[str]) -> dict[str, Any]:
+    """Returns the settings to show; the settings of a point are its name, unless it has another."""
+    settings = shown_settings(row, names)
+    return settings if row.labels.name else {k: settings[k] for k in settings if k not in row.point}
 
 
 def _as_texts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:

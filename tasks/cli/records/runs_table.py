@@ -15,7 +15,7 @@ from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.history.differences import MISSING
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.run_columns import COLUMNS, RunRow, differing, shown_settings
-from nemo_rl_core.history.run_results import Measured, sparkline
+from nemo_rl_core.history.run_results import Accuracy, sparkline
 from nemo_rl_core.history.run_settings import setting_value
 from tasks.cli.records.metrics import sparkline as bars
 
@@ -107,7 +107,7 @@ def _accuracy(row: RunRow) -> str:
     return " → ".join(_measured(each) for each in (before, after) if each is not None)
 
 
-def _measured(measured: Measured) -> str:
+def _measured(measured: Accuracy) -> str:
     bounds = (measured.low, measured.high)
     interval = " [{:.3f}, {:.3f}]".format(*bounds) if None not in bounds else ""
     return f"{measured.value:.3f}{interval}"

@@ -13,7 +13,7 @@ from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import point_label
 from nemo_rl_core.history.results import RunQuery, run_row, run_rows
 from nemo_rl_core.history.run_columns import differing, grouped, record_of, shown_settings
-from nemo_rl_core.history.run_results import Measured, sparkline
+from nemo_rl_core.history.run_results import Accuracy, sparkline
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.store.manifest import Manifest
@@ -127,7 +127,7 @@ def ids(history: History, **query) -> list[str]:
 def test_a_row_has_the_results_of_its_run(store: Store) -> None:
     with History(store) as history:
         results = run_row(history, FIRST).results
-        assert (results.before, results.after) == (Measured(0.25, 0.15, 0.35), results.after)
+        assert (results.before, results.after) == (Accuracy(0.25, 0.15, 0.35), results.after)
         assert results.after == pytest.approx((0.75, 0.65, 0.85))
         # The last 10 steps of the second iteration: rewards of 15 to 24 are 1.
         assert (results.reward, results.loss) == (1.0, 0.5)
