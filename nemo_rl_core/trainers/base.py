@@ -89,7 +89,6 @@ class BaseTrainer(ABC, Generic[S, C]):
         algorithm: Name of the algorithm and of its section; by default the name of the class in
             lower case without `Trainer`.
         settings_class: Class that `settings` is validated against.
-        refuses_custom: Reason why the algorithm accepts no custom part, by `policy` and `engine`.
         settings: The validated settings.
         model: Model that `fit` trains, if one was named.
         custom_functions: The custom loss and advantage.
@@ -103,7 +102,6 @@ class BaseTrainer(ABC, Generic[S, C]):
 
     algorithm: ClassVar[str]
     settings_class: ClassVar[type[TrainerSettings]]
-    refuses_custom: ClassVar[Mapping[str, str]] = {}
 
     settings: S
     policy: "Policy | CustomPolicyAdapter"
@@ -142,7 +140,6 @@ class BaseTrainer(ABC, Generic[S, C]):
         self._pretrained = settings if isinstance(settings, PretrainedPolicy) else None
         functions = self._take_functions(overrides)
         self._custom = CustomParts.taken_from(settings, overrides, self.settings_class)
-        self._refuse_unfit(self._custom)
         session = session or (self._pretrained.cluster if self._pretrained else None)
         session = session or self._custom.session
         self._session = (
@@ -187,10 +184,6 @@ class BaseTrainer(ABC, Generic[S, C]):
         section = field.annotation if field else None
         return take_functions(overrides, section, algorithm=cls.algorithm)
 
-    @classmethod
-    def _refuse_unfit(cls, parts: CustomParts) -> None:
-        parts.refuse_unfit(cls.refuses_custom, algorithm=cls.algorithm)
-
     def _policy_methods(self) -> dict[str, str]:
         """Returns the methods besides `train` that these settings call on a custom policy."""
         return {}
@@ -229,7 +222,6 @@ class BaseTrainer(ABC, Generic[S, C]):
         named: str | Path | ModelConfig = as_model(model)
         functions = cls._take_functions(overrides)
         custom = CustomParts.taken_from(named, overrides, cls.settings_class)
-        cls._refuse_unfit(custom)
         config = cls._build_config_from_pretrained(named, **overrides)
         refuse_unclaimed(cls.settings_class, cls.algorithm, config, overrides)
         trainer = cls(with_defaults_of(named, config, cls), **functions)

@@ -45,9 +45,9 @@ class Keeping(Scripted):
     def finish_generation(self, *, discards_weights: bool = False) -> None: ...
 
     def complete(
-        self, requests: remote_completions.Requests, *, greedy: bool
+        self, requests: remote_completions.Requests, *, greedy: bool, weight_version: int | None
     ) -> remote_completions.RemoteCompletions:
-        assert not greedy
+        assert not greedy and weight_version is None
         self.sent.append(requests.batch())
         groups = remote_completions.parts_of_engines(requests, self._num_engines)
         answers = [self._answered(part) for group in groups for part in group]
