@@ -57,6 +57,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
     sampler_class = StreamingSampler
     samples_ahead = True
     _stream: RolloutStream | BatchStream
+    _agreement = nan  # of the engine and the policy, after the last transfer
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
@@ -65,7 +66,6 @@ class AsyncGRPOTrainer(GRPOTrainer):
         settings = self.config.asynchronous
         assert settings is not None  # checked in super()._set_up
         self._max_staleness = settings.max_staleness
-        self._agreement = nan
         if isinstance(self.sampler, StreamingSampler):
             # The trainer has it except while it waits for rollouts. Only then is there memory for a
             # model that scores on its GPU: gradients and caches were freed before the transfer.

@@ -92,10 +92,10 @@ class Asynchronous(FrozenConfig):
     """The engine samples for the next steps while the model trains.
 
     The weights that draw a step's first tokens are at most `max_staleness` updates older than those
-    that the step trains; each update reaches the engine at once, in the middle of completions.
-    Rollouts that are missing after `step_timeout_seconds` are requested again, then dropped and
-    counted; null waits forever. With `max_staleness` 0 the engine waits for every update,
-    and the weights are those of synchronous training.
+    that the step trains; each update reaches vLLM at once, in the middle of completions, and other
+    engines between steps. Rollouts of vLLM that are missing after `step_timeout_seconds` are
+    requested again, then dropped and counted; null waits forever. With `max_staleness` 0 the engine
+    waits for every update, and the weights are those of synchronous training.
 
     Attributes:
         max_staleness: Maximum number of updates by which the weights that start a step's

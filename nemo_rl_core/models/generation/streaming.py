@@ -140,7 +140,7 @@ class StreamingGeneration(Generation):
                 "this engine cannot sample while a model trains",
                 expected="generation.backend: vllm",
                 got=getattr(config, "backend", type(config).__name__),
-                fix="change the section generation, or leave out asynchronous (async_engine)",
+                fix="change the section generation, or use Generation",
             )
 
     @property

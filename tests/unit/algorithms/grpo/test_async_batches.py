@@ -1,6 +1,9 @@
 """Asynchronous GRPO with a custom policy, and with engines that complete one batch at a time."""
 
 import copy
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from nemo_rl_core import AsyncGRPOTrainer, DistillationTrainer, GRPOTrainer
+from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import ConfigError, ConsistencyError, WorkerLostError
 from nemo_rl_core.rollouts.batch_stream import BatchStream
 from nemo_rl_core.rollouts.records import RolloutRecords
@@ -69,8 +73,9 @@ def trained(
         settings |= {"generation": engine_of(policy), "max_new_tokens": 1}
     kind = GRPOTrainer if max_staleness is None else AsyncGRPOTrainer
     ahead = None if max_staleness is None else {"max_staleness": max_staleness}
+    reward = settings.pop("reward_fn", lambda prompt, text: float(sum(map(ord, text))))
     trainer = kind(policy, asynchronous=ahead, **{**SETTINGS, **settings})
-    return policy, trainer.fit(ROWS, reward_fn=lambda prompt, text: float(sum(map(ord, text))))
+    return policy, trainer.fit(ROWS, reward_fn=reward)
 
 
 def assert_equal(one: Learner, other: Learner) -> None:
@@ -125,6 +130,96 @@ def test_a_custom_policy_trains_on_samples_as_old_as_allowed(
         has_logprobs,
         *[False] * 3,
     ]
+
+
+class Chat:
+    """Answers `1=` once, and rewards digits."""
+
+    def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
+        turns = [sum(each["role"] == "assistant" for each in log) for log in message_log_batch]
+        texts = [log[-1]["content"] for log in message_log_batch]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": "1="}] * len(turns),
+            metadata=list(metadata),
+            next_stop_strings=[None] * len(turns),
+            rewards=torch.tensor([float(sum(map(ord, text)) % 7) for text in texts]),
+            terminateds=torch.tensor([turn == 2 for turn in turns]),
+        )
+
+    def global_post_process_and_metrics(self, batch: Any) -> Any:
+        return batch, {"rows": float(len(batch["rewards"]))}
+
+
+@pytest.mark.slow
+def test_all_turns_of_a_step_are_sampled_with_the_same_weights(tiny_model: Path) -> None:
+    games = {"rollouts": {"max_turns": 3, "max_rollout_tokens": 24}, "reward_fn": Chat()}
+    by_turns, _ = trained(tiny_model, None, **games)
+    in_step, _ = trained(tiny_model, None, 0, **games)
+    assert_equal(in_step, by_turns)
+    _, result = trained(tiny_model, None, 1, **games)
+    assert versions(result) == [{0}, {0}, {1}, {2}]
+    assert max(step["num_turns"] for step in result.metrics) == 2
+    assert [step["environment_rows"] for step in result.metrics] == [6.0] * NUM_STEPS
+
+
+SCRIPT = """
+import sys
+from nemo_rl_core import AsyncGRPOTrainer, Callback
+from tests.unit.algorithms.grpo.test_async_batches import ROWS, SETTINGS, Learner
+
+
+class Policy(Learner):
+    def save_checkpoint(self, path):
+        self.model.save_pretrained(path / "model")
+
+    def load_checkpoint(self, path):
+        self.__init__(str(path / "model"))
+
+
+class Interrupts(Callback):
+    def on_step_end(self, trainer, step, metrics):
+        if step == 2 and "interrupt" in sys.argv:
+            raise SystemExit("interrupted")
+
+
+if __name__ == "__main__":
+    trainer = AsyncGRPOTrainer(
+        Policy(sys.argv[1]), asynchronous={}, save_every_num_steps=1, **SETTINGS
+    )
+    result = trainer.fit(
+        ROWS, reward_fn=lambda prompt, text: float(len(text)), name="mine", callbacks=[Interrupts()]
+    )
+    print(result.lineage_id, [step["staleness"] for step in result.metrics])
+"""
+
+
+@pytest.mark.thorough
+def test_a_policy_of_a_script_resumes_and_is_cached_by_name(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, str(script), str(tiny_model), *arguments],
+            env={
+                **os.environ,
+                "NEMO_RL_HOME": str(tmp_path / "store"),
+                "PYTHONPATH": str(Path(__file__).parents[4]),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    interrupted, resumed, cached = run("interrupt"), run(), run()
+    assert "interrupted" in interrupted.stderr
+    # The second step was not saved, and is sampled again by the weights at its start.
+    last = resumed.stdout.splitlines()[-1]
+    assert last.endswith(" [0.0, 0.0, 1.0, 1.0]"), resumed.stderr[-2000:]
+    assert cached.stdout.splitlines()[-1] == last
+    assert "grpo_iteration" in resumed.stderr and "grpo_iteration" not in cached.stderr
 
 
 @pytest.mark.slow
