@@ -24,7 +24,7 @@ class StreamingSampler(Sampler):
 
     @property
     def streaming(self) -> StreamingGeneration | None:
-        """The engine, if it takes requests at any time; None if it completes whole batches."""
+        """The engine, if it takes requests at any time; None if it completes full batches."""
         engine = self.generation
         return cast("StreamingGeneration", engine) if hasattr(engine, "submit") else None
 
