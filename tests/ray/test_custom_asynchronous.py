@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def settings_of(engine: Any) -> dict[str, Any]:
-    generation = {"backend": engine} if isinstance(engine, str) else engine
+    generation = {"backend": engine, "max_new_tokens": 4} if isinstance(engine, str) else engine
     return {**SETTINGS, "generation": generation}
 
 
@@ -55,7 +55,7 @@ def versions(result: TrainResult) -> list[set[int]]:
     ]
 
 
-@pytest.mark.parametrize("engine", ["own", "custom", "of_texts"])
+@pytest.mark.parametrize("engine", ["own", "custom", "of_texts", "hf"])
 def test_weights_are_those_of_synchronous_training_or_of_older_samples(
     session: ClusterSession, tiny_model: Path, tmp_path: Path, engine: str
 ) -> None:

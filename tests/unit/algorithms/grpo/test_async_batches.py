@@ -15,8 +15,11 @@ import pytest
 import torch
 
 from nemo_rl_core import AsyncGRPOTrainer, DistillationTrainer, GRPOTrainer
+from nemo_rl_core.algorithms.grpo import asynchronous
+from nemo_rl_core.distributed import BatchedDataDict
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import ConfigError, ConsistencyError, WorkerLostError
+from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.rollouts.batch_stream import BatchStream
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.trainers.fit.fitting import TrainResult
@@ -130,6 +133,28 @@ def test_a_custom_policy_trains_on_samples_as_old_as_allowed(
         has_logprobs,
         *[False] * 3,
     ]
+
+
+@pytest.mark.slow
+def test_an_engine_samples_in_a_thread_while_workers_train(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    class Recorded(Updated):
+        def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
+            threads.append(threading.current_thread().name)
+            return super().generate(data, greedy)
+
+    before, _ = trained(tiny_model, Recorded, 1)
+    assert set(threads) == {"MainThread"}
+    threads.clear()
+    # As if the policy had workers; `tests/ray/test_custom_asynchronous.py` has real ones.
+    monkeypatch.setattr(asynchronous, "Policy", CustomPolicyAdapter)
+    policy, result = trained(tiny_model, Recorded, 1)
+    assert threads.count("rollouts") == NUM_STEPS - 1
+    assert versions(result) == [{0}, {0}, {1}, {2}]
+    assert_equal(policy, before)
 
 
 class Chat:
