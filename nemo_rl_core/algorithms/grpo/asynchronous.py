@@ -142,6 +142,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
         sampler, stream = self.sampler, self._stream
         assert sampler is not None and isinstance(stream, BatchStream)
         with self.timer.phase("rollout"):
+            if sampler.scores_on_a_gpu:
+                self._release_policy()
             stream.finish()
         sampler.engine.weight_version = self.step - 1
         sampled = self._finished_step(stream)
